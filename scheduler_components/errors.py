@@ -1,0 +1,185 @@
+"""One tree of errors. Each carries its facts as fields and says who is to blame."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheIntegrityError",
+    "ComponentError",
+    "ConfigError",
+    "DecodeError",
+    "ForkedPublisherError",
+    "LockstepError",
+    "OutOfPagesError",
+    "PublisherClosedError",
+    "PublisherNameTakenError",
+    "StartError",
+    "StorageError",
+    "StorageStallError",
+    "SyncClosedError",
+    "SyncDivergenceError",
+    "SyncTimeoutError",
+]
+
+_MAX_SHOWN_CHARACTERS = 200
+"""A message stays readable when a whole file was given for a value; the field ``value`` keeps all of it."""
+
+
+class ComponentError(Exception):
+    """Root of every error that this kit raises on purpose."""
+
+
+class ConfigError(ComponentError, ValueError):
+    """A person gave a value that cannot work. Raised before any socket, file or thread is opened.
+
+    Args:
+        field: the name of the setting as its owner writes it, for example ``"replay_endpoint"``.
+        value: the value that was given.
+        problem: what is wrong with it, as a clause.
+        mend: what to write instead, as a clause.
+    """
+
+    def __init__(self, field: str, value: object, problem: str, mend: str) -> None:
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.mend = mend
+        shown = repr(value)
+        if len(shown) > _MAX_SHOWN_CHARACTERS:
+            shown = f"{shown[:_MAX_SHOWN_CHARACTERS]}..."
+        super().__init__(f"{field}={shown}: {problem}; {mend}")
+
+
+class StartError(ComponentError):
+    """The machine refused a resource that the configuration asked for (a port in use, a missing directory).
+
+    Args:
+        resource: what was asked for, for example ``"tcp://127.0.0.1:5557"``.
+        problem: what the system answered.
+        mend: what the operator can do.
+    """
+
+    def __init__(self, resource: str, problem: str, mend: str) -> None:
+        self.resource = resource
+        self.problem = problem
+        self.mend = mend
+        super().__init__(f"{resource}: {problem}; {mend}")
+
+
+class PublisherClosedError(ComponentError, RuntimeError):
+    """``publish()`` was called on a publisher that has been shut down: the caller is to blame."""
+
+
+class PublisherNameTakenError(ComponentError, KeyError):
+    """A second publisher was registered under one name: the caller is to blame. KeyError as in SGLang's registry."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"publisher {name!r} is already registered")
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would show the message's repr
+
+
+class ForkedPublisherError(ComponentError, RuntimeError):
+    """``publish()`` was called in a child process of the publisher's: open one of its own there."""
+
+    def __init__(self, owner_pid: int) -> None:
+        self.owner_pid = owner_pid
+        super().__init__(f"this publisher belongs to process {owner_pid}; open one of your own after the fork")
+
+
+class DecodeError(ComponentError):
+    """Bytes from a peer that are not what the wire allows: the peer is to blame, its payload alone is lost."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class OutOfPagesError(ComponentError):
+    """A page pool was asked for more pages than are free: evict or retract first."""
+
+    def __init__(self, wanted_pages: int, free_pages: int) -> None:
+        self.wanted_pages = wanted_pages
+        self.free_pages = free_pages
+        super().__init__(f"{wanted_pages} pages wanted, {free_pages} free")
+
+
+class CacheIntegrityError(ComponentError):
+    """A cache's own arithmetic does not add up: the kit, or who mutated its tree, is to blame."""
+
+
+class LockstepError(ComponentError):
+    """Ranks of one replica decided differently in the same step."""
+
+    def __init__(self, step: int, rank: str, expected: str, found: str) -> None:
+        self.step = step
+        self.rank = rank
+        self.expected = expected
+        self.found = found
+        super().__init__(f"step {step}: {rank} has state {found}, its leader has {expected}")
+
+
+class SyncTimeoutError(ComponentError, TimeoutError):
+    """An agreement did not come about in its time: the missing ranks, or the way to them, are to blame.
+
+    Args:
+        operation: the agreement that was waited for.
+        step: the caller's step.
+        missing_ranks: ranks that did not answer the roll call after it; empty when all answered late.
+        waited_s: the bound that was passed, seconds.
+        cause: what the transport answered; empty where it said nothing.
+    """
+
+    def __init__(
+        self, operation: str, step: int, missing_ranks: tuple[int, ...], waited_s: float, cause: str = ""
+    ) -> None:
+        self.operation = operation
+        self.step = step
+        self.missing_ranks = missing_ranks
+        self.waited_s = waited_s
+        self.cause = cause
+        missing = ", ".join(map(str, missing_ranks)) or "none, all answered late"
+        detail = f" ({cause})" if cause else ""
+        super().__init__(
+            f"{operation!r} at step {step}: not agreed within {waited_s:g} s; missing ranks: {missing}{detail}"
+        )
+
+
+class SyncDivergenceError(ComponentError):
+    """Ranks of one agreement came with different questions: a rank-local condition stands before a collective.
+
+    Args:
+        call: number of the agreement, counted from 0, where they part.
+        places: rank -> what that rank asked there.
+    """
+
+    def __init__(self, call: int, places: dict[int, str]) -> None:
+        self.call = call
+        self.places = places
+        listed = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(places.items()))
+        super().__init__(f"ranks part at agreement {call}: {listed}")
+
+
+class SyncClosedError(ComponentError, RuntimeError):
+    """An agreement was asked of a domain that has been closed: the caller is to blame."""
+
+
+class StorageError(ComponentError):
+    """A page store could not do what it was asked: a miss, never a reason to stop.
+
+    Args:
+        backend: the store's name, for example ``"file"``.
+        operation: the port's method, for example ``"batch_get"``.
+        problem: what the store answered.
+    """
+
+    def __init__(self, backend: str, operation: str, problem: str) -> None:
+        self.backend = backend
+        self.operation = operation
+        self.problem = problem
+        super().__init__(f"{backend} {operation}: {problem}")
+
+
+class StorageStallError(StorageError):
+    """A page store did not answer within its deadline."""
