@@ -1,0 +1,90 @@
+"""The array dialect: ``["BlockStored", hashes, parent, token_ids, block_size, lora_id, medium?, lora_name?, ...]``.
+
+Trailing None are trimmed. Reading is more forgiving than writing: hashes may be unsigned or bytes, positions that
+are not known yet are skipped, and SGLang's short-lived ``BlockStoredWithMetadata`` (an array whose position 7 is a
+map) is taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from scheduler_components.errors import DecodeError
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+
+__all__ = ["STORED_POSITIONS", "event_fields", "lower"]
+
+STORED_POSITIONS = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "cache_salt",
+    "session_id",
+)
+"""Positions after the tag. The first seven are fixed by released peers; the rest were only ever appended."""
+
+_REMOVED_POSITIONS = ("block_hashes", "medium", "group_idx")
+_METADATA_POSITION = 6
+_decode = msgspec.msgpack.Decoder().decode
+
+
+def lower(event: KVCacheEvent) -> tuple[Any, ...]:
+    """Write ``event`` as the array that goes on the wire.
+
+    Raises:
+        TypeError: not one of the three events; an unknown tag would cost some readers the whole batch.
+    """
+    if isinstance(event, BlockStored):
+        options = (event.medium, event.lora_name, event.extra_keys, event.group_idx, event.cache_salt, event.session_id)
+        fixed = (
+            "BlockStored",
+            event.block_hashes,
+            event.parent_block_hash,
+            event.token_ids,
+            event.block_size,
+            event.lora_id,
+        )
+        return fixed if options == _NO_OPTIONS else fixed + _trimmed(options)
+    if isinstance(event, BlockRemoved):
+        return ("BlockRemoved", event.block_hashes, *_trimmed((event.medium, event.group_idx)))
+    if isinstance(event, AllBlocksCleared):
+        return ("AllBlocksCleared",)
+    raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
+
+
+_NO_OPTIONS = (None,) * 6
+
+
+def _trimmed(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    while options and options[-1] is None:
+        options = options[:-1]
+    return options
+
+
+def event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
+    """Read one array event into (tag, field values by name); unknown trailing positions are skipped.
+
+    Raises:
+        DecodeError: not an array that starts with a text tag.
+    """
+    try:
+        items = _decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"event is not msgpack: {error}") from error
+    if not isinstance(items, list) or not items or not isinstance(items[0], str):
+        raise DecodeError("event is not an array that starts with a tag")
+    tag, values = items[0], items[1:]
+    if tag == "BlockStoredWithMetadata":
+        fields = dict(zip(STORED_POSITIONS, values[:_METADATA_POSITION], strict=False))
+        metadata = values[_METADATA_POSITION] if len(values) > _METADATA_POSITION else None
+        return "BlockStored", fields | (metadata if isinstance(metadata, dict) else {})
+    positions = _REMOVED_POSITIONS if tag == "BlockRemoved" else STORED_POSITIONS
+    return tag, dict(zip(positions, values, strict=False))

@@ -1,0 +1,273 @@
+"""Batches to bytes and back, in both dialects. Sources: wire.md's measurements of SGLang 0.5.23 and vLLM 0.33.
+
+Writing takes a batch whole; when one event cannot be encoded, it alone is refused. Reading takes the common case
+(our array family) in one typed decode, and everything else event by event, so that one bad or unknown event
+costs itself and never its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.kv_events import array_dialect, map_dialect
+from scheduler_components.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+)
+
+__all__ = [
+    "DIALECTS",
+    "ENCODE_ERRORS",
+    "MAX_PAYLOAD_BYTES",
+    "BatchDecoder",
+    "BatchEncoder",
+    "DecodedBatch",
+    "RefusedEvent",
+]
+
+DIALECTS = ("array", "map", "vllm")
+MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
+"""The largest payload a reader takes: 8,192 tokens are 40 KB, so this is two orders above any honest batch."""
+
+_INT64_LIMIT = 1 << 63
+_UINT64 = 1 << 64
+ENCODE_ERRORS = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)
+_DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+
+
+_LOWER: dict[str, Callable[[KVCacheEvent], Any]] = {
+    "array": array_dialect.lower,
+    "map": partial(map_dialect.lower, vllm=False),
+    "vllm": partial(map_dialect.lower, vllm=True),
+}
+
+
+class RefusedEvent(msgspec.Struct, frozen=True):
+    """An event that was left out of its batch, and why."""
+
+    name: str
+    reason: str
+
+
+class BatchEncoder:
+    """Encodes batches in one dialect; keeps a reusable msgspec encoder, so one encoder serves one thread at a time.
+
+    Args:
+        dialect: ``"array"`` (smallest, quickest, read by every measured consumer), ``"map"``, or ``"vllm"`` (maps
+            with the nil fields that vLLM's typed decoder asks for).
+
+    Raises:
+        ConfigError: unknown dialect.
+    """
+
+    __slots__ = ("_encode", "_lower")
+
+    def __init__(self, dialect: str = "array") -> None:
+        if dialect not in DIALECTS:
+            raise ConfigError("dialect", dialect, "is not known", f"give one of {', '.join(DIALECTS)}")
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._lower = _LOWER[dialect]
+
+    def encode(self, batch: EventBatch, rank: int) -> bytes:
+        """Encode ``[ts, events, rank]``; ``rank`` is used where the batch carries none.
+
+        Raises:
+            TypeError, ValueError, OverflowError: some event cannot be encoded; see ``encode_sound``.
+        """
+        owner = rank if batch.attn_dp_rank is None else batch.attn_dp_rank
+        lower = self._lower
+        return self._encode((float(batch.ts), [lower(event) for event in batch.events], owner))
+
+    def encode_sound(
+        self, batch: EventBatch, rank: int
+    ) -> tuple[bytes | None, tuple[KVCacheEvent, ...], list[RefusedEvent]]:
+        """Encode what can be encoded: (payload or None when nothing is left, events in it, events refused)."""
+        sound: list[KVCacheEvent] = []
+        refused: list[RefusedEvent] = []
+        for event in batch.events:
+            try:
+                self.encode_event(event)
+            except ENCODE_ERRORS as error:
+                refused.append(RefusedEvent(type(event).__name__, str(error)))
+            else:
+                sound.append(event)
+        if not sound:
+            return None, (), refused
+        ts = float(batch.ts) if isinstance(batch.ts, int | float) else 0.0
+        kept = EventBatch(ts=ts, events=tuple(sound), attn_dp_rank=batch.attn_dp_rank)
+        return self.encode(kept, rank), kept.events, refused
+
+    def encode_event(self, event: KVCacheEvent) -> bytes:
+        """Encode one event alone, as it stands inside a batch.
+
+        Raises:
+            TypeError, ValueError, OverflowError: it cannot be encoded.
+        """
+        return self._encode(self._lower(event))
+
+
+class DecodedBatch(msgspec.Struct, frozen=True):
+    """A batch as a reader sees it.
+
+    Attributes:
+        ts: seconds since the epoch, as the publisher stamped it.
+        events: the sound ones, in order; hashes are signed 64-bit integers whatever the peer sent.
+        attn_dp_rank: the stream's index, None when the peer sent nil.
+        errors: one per event that was left out.
+    """
+
+    ts: float
+    events: tuple[KVCacheEvent, ...]
+    attn_dp_rank: int | None
+    errors: tuple[DecodeError, ...] = ()
+
+
+class _RawBatch(msgspec.Struct, array_like=True, frozen=True):
+    ts: float
+    events: list[msgspec.Raw]
+    attn_dp_rank: int | None = None
+
+
+class _TypedBatch(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    ts: float
+    events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
+    attn_dp_rank: int | None
+
+
+class BatchDecoder:
+    """Decodes payloads of both dialects from peers that are not trusted.
+
+    Args:
+        max_payload_bytes: larger payloads are refused unread.
+    """
+
+    __slots__ = ("_decode_raw", "_decode_typed", "_max_payload_bytes")
+
+    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self._max_payload_bytes = max_payload_bytes
+        self._decode_typed = msgspec.msgpack.Decoder(_TypedBatch).decode
+        self._decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
+
+    def decode(self, payload: bytes) -> DecodedBatch:
+        """Decode one payload; bad events are reported in ``errors``, each alone.
+
+        Raises:
+            DecodeError: the batch itself is unreadable: not ``[ts, events, rank]``, no finite time, too large.
+        """
+        if len(payload) > self._max_payload_bytes:
+            raise DecodeError(f"payload of {len(payload)} bytes is over the limit of {self._max_payload_bytes}")
+        try:
+            typed = self._decode_typed(payload)
+            _check_time(typed.ts)
+            for event in typed.events:
+                check_event(event)
+        except (DecodeError, *_DECODE_ERRORS):
+            return self._decode_by_event(payload)
+        return DecodedBatch(typed.ts, typed.events, typed.attn_dp_rank)
+
+    def _decode_by_event(self, payload: bytes) -> DecodedBatch:
+        try:
+            batch = self._decode_raw(payload)
+        except _DECODE_ERRORS as error:
+            raise DecodeError(f"batch is not [ts, events, rank]: {error}") from error
+        _check_time(batch.ts)
+        events: list[KVCacheEvent] = []
+        errors: list[DecodeError] = []
+        for raw in batch.events:
+            try:
+                events.append(read_event(bytes(raw)))
+            except DecodeError as error:
+                errors.append(error)
+        return DecodedBatch(batch.ts, tuple(events), batch.attn_dp_rank, tuple(errors))
+
+
+def _check_time(ts: float) -> None:
+    if not math.isfinite(ts):
+        raise DecodeError(f"batch time {ts} is not finite")
+
+
+def check_event(event: KVCacheEvent) -> None:
+    """Refuse an event whose tokens do not fill its blocks; ranges of single fields are part of their types.
+
+    Raises:
+        DecodeError: with the numbers that do not agree.
+    """
+    if isinstance(event, BlockStored) and len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        raise DecodeError(
+            f"{len(event.token_ids)} tokens do not fill {len(event.block_hashes)} blocks of {event.block_size}"
+        )
+
+
+_EVENT_TYPES: dict[str, Any] = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved}
+
+
+def read_event(raw: bytes) -> KVCacheEvent:
+    """Read one event of either dialect, forgiving what peers are known to vary."""
+    first = raw[0]
+    is_map = first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
+    tag, fields = map_dialect.event_fields(raw) if is_map else array_dialect.event_fields(raw)
+    if tag == "AllBlocksCleared":
+        return AllBlocksCleared()
+    if tag not in _EVENT_TYPES:
+        raise DecodeError(f"unknown event {tag!r:.60}")
+    hashes = fields.get("block_hashes")
+    if not isinstance(hashes, list):
+        raise DecodeError("block_hashes is not an array")
+    fields["block_hashes"] = [signed_hash(value) for value in hashes]
+    if fields.get("parent_block_hash") is not None:
+        fields["parent_block_hash"] = signed_hash(fields["parent_block_hash"])
+    if tag == "BlockStored":
+        fields.setdefault("parent_block_hash", None)
+        fields.setdefault("lora_id", None)
+    event: KVCacheEvent = _convert(_EVENT_TYPES[tag], fields)
+    check_event(event)
+    return event
+
+
+def _convert(kind: Any, fields: dict[str, Any]) -> KVCacheEvent:
+    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+    for name in _FORGIVEN:
+        if name in known and not isinstance(known[name], str | int | list | None):
+            del known[name]
+    try:
+        values = msgspec.convert(known, _FIELD_TYPES[kind])
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DecodeError(str(error)) from error
+    event: KVCacheEvent = kind(**{name: getattr(values, name) for name in kind.__struct_fields__})
+    return event
+
+
+def _map_twin(kind: Any) -> Any:
+    """The same fields as ``kind``, read by name: msgspec reads an array-like struct from arrays only."""
+    fields = []
+    for field in msgspec.structs.fields(kind):
+        fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
+    return msgspec.defstruct(f"{kind.__name__}Fields", fields, frozen=True)
+
+
+_FIELD_TYPES = {kind: _map_twin(kind) for kind in _EVENT_TYPES.values()}
+_FORGIVEN = ("medium", "lora_name", "extra_keys", "group_idx", "cache_salt", "session_id")
+
+
+def signed_hash(value: object) -> int:
+    """Fold a peer's block hash to a signed 64-bit integer.
+
+    Unsigned integers (vLLM) wrap; bytes (newer vLLM) give their last 8, big-endian, as the smg gateway folds them.
+
+    Raises:
+        DecodeError: neither an integer of 64 bits nor bytes.
+    """
+    if isinstance(value, bytes) and value:
+        return int.from_bytes(value[-8:], "big", signed=len(value) >= 8)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value - _UINT64 if value >= _INT64_LIMIT else value
+    raise DecodeError(f"a hash is {type(value).__name__}, not an integer")

@@ -1,0 +1,251 @@
+"""The codec: byte for byte against vectors made by hand, and against peers that vary what they send."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.kv_events.codec import DIALECTS, MAX_PAYLOAD_BYTES, BatchDecoder, BatchEncoder
+from scheduler_components.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+)
+
+VECTORS = json.loads((Path(__file__).parent.parent / "golden" / "vectors.json").read_text())
+KINDS = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved, "AllBlocksCleared": AllBlocksCleared}
+
+
+def batch_of(described: dict[str, Any]) -> KVEventBatch:
+    events = []
+    for event in described["events"]:
+        fields = {name: value for name, value in event.items() if name != "type"}
+        if "extra_keys" in fields:
+            fields["extra_keys"] = tuple(tuple(keys) for keys in fields["extra_keys"])
+        events.append(KINDS[event["type"]](**fields))
+    return KVEventBatch(ts=described["ts"], events=tuple(events))
+
+
+def bytes_of(vector: dict[str, Any]) -> bytes:
+    return b"".join(bytes.fromhex(part) for part, _ in vector["parts"])
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
+def test_writes_the_golden_bytes(vector: dict[str, Any]) -> None:
+    assert BatchEncoder(vector["dialect"]).encode(batch_of(vector["batch"]), vector["batch"]["rank"]) == bytes_of(
+        vector
+    )
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
+def test_reads_the_golden_bytes(vector: dict[str, Any]) -> None:
+    decoded = BatchDecoder().decode(bytes_of(vector))
+    assert decoded.events == batch_of(vector["batch"]).events
+    assert (decoded.ts, decoded.attn_dp_rank, decoded.errors) == (vector["batch"]["ts"], vector["batch"]["rank"], ())
+
+
+def test_every_dialect_has_vectors() -> None:
+    assert {vector["dialect"] for vector in VECTORS} == set(DIALECTS)
+
+
+hashes = st.integers(-(2**63), 2**63 - 1)
+names = st.none() | st.text(max_size=8)
+
+
+@st.composite
+def stored(draw: st.DrawFn) -> BlockStored:
+    block_size = draw(st.integers(1, 4))
+    block_hashes = tuple(draw(st.lists(hashes, max_size=4)))
+    count = len(block_hashes) * block_size
+    return BlockStored(
+        block_hashes=block_hashes,
+        parent_block_hash=draw(st.none() | hashes),
+        token_ids=tuple(draw(st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count))),
+        block_size=block_size,
+        lora_id=draw(st.none() | st.integers(0, 9)),
+        medium=draw(names),
+        lora_name=draw(names),
+        extra_keys=draw(st.none() | st.lists(st.none() | st.tuples(st.text(max_size=3)), max_size=2).map(tuple)),
+        group_idx=draw(st.none() | st.integers(0, 3)),
+        cache_salt=draw(names),
+        session_id=draw(names),
+    )
+
+
+removed = st.builds(BlockRemoved, st.lists(hashes, max_size=4).map(tuple), names, st.none() | st.integers(0, 3))
+events = st.lists(stored() | removed | st.just(AllBlocksCleared()), max_size=5).map(tuple)
+
+
+@settings(deadline=None)
+@given(dialect=st.sampled_from(DIALECTS), events=events, rank=st.integers(0, 64))
+def test_what_is_written_is_read_back(dialect: str, events: tuple[KVCacheEvent, ...], rank: int) -> None:
+    decoded = BatchDecoder().decode(BatchEncoder(dialect).encode(KVEventBatch(2.25, events), rank))
+    assert (decoded.ts, decoded.events, decoded.attn_dp_rank, decoded.errors) == (2.25, events, rank, ())
+
+
+def test_batch_keeps_a_rank_of_its_own() -> None:
+    batch = KVEventBatch(ts=1.0, events=(AllBlocksCleared(),), attn_dp_rank=5)
+    assert BatchDecoder().decode(BatchEncoder().encode(batch, 0)).attn_dp_rank == 5
+
+
+def test_lists_given_to_an_event_cannot_change_it_later() -> None:
+    token_ids, events = [1, 2], [AllBlocksCleared()]
+    event = BlockStored(block_hashes=[1], parent_block_hash=None, token_ids=token_ids, block_size=2, lora_id=None)  # type: ignore[arg-type]
+    batch = KVEventBatch(ts=1.0, events=events)  # type: ignore[arg-type]
+    token_ids.append(3)
+    events.clear()
+    assert event.token_ids == (1, 2)
+    assert batch.events == (AllBlocksCleared(),)
+
+
+class Unknown(KVCacheEvent, frozen=True):
+    """An event of somebody else's."""
+
+    x: object
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_event_that_cannot_be_encoded_is_refused_alone(dialect: str) -> None:
+    good = BlockRemoved((1,))
+    too_wide = BlockRemoved((2**64,))
+    payload, sound, refused = BatchEncoder(dialect).encode_sound(KVEventBatch(1.0, (good, Unknown(1), too_wide)), 2)
+    assert payload is not None
+    assert BatchDecoder().decode(payload).events == sound == (good,)
+    assert [event.name for event in refused] == ["Unknown", "BlockRemoved"]
+
+
+def test_a_batch_of_nothing_but_poison_gives_no_payload() -> None:
+    payload, sound, refused = BatchEncoder().encode_sound(KVEventBatch(1.0, (Unknown(1),)), 0)
+    assert (payload, sound, len(refused)) == (None, (), 1)
+
+
+def test_unknown_dialect_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"dialect='protobuf'.*array, map, vllm"):
+        BatchEncoder("protobuf")
+
+
+def decode(value: object) -> Any:
+    return BatchDecoder().decode(msgspec.msgpack.encode(value))
+
+
+STORED = ["BlockStored", [5], None, [1], 1, None]
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (2**64 - 5, -5),  # vLLM: the low 64 bits, unsigned
+        (b"\xff" * 24 + (7).to_bytes(8, "big"), 7),  # newer vLLM: a whole digest; its last 8 bytes count
+        ((-5).to_bytes(8, "big", signed=True), -5),
+        (b"\x01\x02", 258),
+        (-5, -5),
+    ],
+)
+def test_hashes_of_every_peer_are_read_as_signed(sent: object, read: int) -> None:
+    as_array = decode([1.0, [["BlockStored", [sent], sent, [1], 1, None], ["BlockRemoved", [sent]]], 0])
+    as_map = decode([1.0, [{"type": "BlockRemoved", "block_hashes": [sent]}], 0])
+    assert as_array.events == (BlockStored((read,), read, (1,), 1, None), BlockRemoved((read,)))
+    assert as_map.events == (BlockRemoved((read,)),)
+
+
+def test_dialects_may_mix_and_unknown_fields_are_skipped() -> None:
+    later_array = [*STORED, None, None, None, None, None, None, "later"]
+    later_map = {"type": "BlockStored", "block_hashes": [5], "token_ids": [1], "block_size": 1, "locality": {}}
+    decoded = decode([1.0, [later_array, later_map], None])
+    assert decoded.events == (BlockStored((5,), None, (1,), 1, None),) * 2
+    assert decoded.attn_dp_rank is None
+
+
+def test_sglangs_event_with_metadata_is_taken() -> None:
+    metadata = {"cache_salt": "tenant", "later": 1}
+    decoded = decode([1.0, [["BlockStoredWithMetadata", [5], None, [1], 1, None, "GPU", metadata]], 0])
+    assert decoded.events == (BlockStored((5,), None, (1,), 1, None, medium="GPU", cache_salt="tenant"),)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockStored", [5], None, [1, 2], 1, None],  # tokens do not fill the blocks
+        ["BlockStored", [5], None, [1], 0, None],
+        ["BlockStored", [5], None, [1], -1, None],
+        ["BlockStored", [5], None, [-1], 1, None],
+        ["BlockStored", [5], None, [2**32], 1, None],
+        ["BlockStored", ["5"], None, [1], 1, None],
+        ["BlockStored", [5.0], None, [1], 1, None],
+        ["BlockStored", [b""], None, [1], 1, None],
+        ["BlockStored", [True], None, [1], 1, None],
+        ["BlockStored", 5, None, [1], 1, None],
+        ["BlockStored", [5]],
+        ["BlockStored"],
+        ["BlockMoved", [5]],
+        [],
+        [7],
+        {},
+        {"type": 5},
+        {"type": "BlockStored"},
+        {"type": "BlockRemoved", "block_hashes": {"a": 1}},
+        None,
+        7,
+        "BlockStored",
+    ],
+)
+def test_a_bad_event_costs_itself(event: object) -> None:
+    decoded = decode([1.0, [STORED, event, ["AllBlocksCleared"]], 0])
+    assert decoded.events == (BlockStored((5,), None, (1,), 1, None), AllBlocksCleared())
+    assert len(decoded.errors) == 1
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\xc0"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"ts": 1.0}),
+        msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode([None, [], 0]),
+        msgspec.msgpack.encode([float("nan"), [], 0]),
+        msgspec.msgpack.encode([float("inf"), [], 0]),
+        msgspec.msgpack.encode(["1.0", [], 0]),
+        msgspec.msgpack.encode([1.0, {}, 0]),
+        b"\x93\xcb" + b"\x00" * 8 + b"\xdd\xff\xff\xff\xff\x00",  # says four billion events
+        b"\x93\xcb" + b"\x00" * 8 + nested(100_000) + b"\x00",
+        bytes(MAX_PAYLOAD_BYTES + 1),
+    ],
+    ids=range(12),
+)
+def test_an_unreadable_batch_is_a_decode_error(payload: bytes) -> None:
+    with pytest.raises(DecodeError):
+        BatchDecoder().decode(payload)
+
+
+@pytest.mark.parametrize("field", [b"\xa4\xff\xfe\xfd\xfc", nested(300)], ids=["bad UTF-8", "deep nesting"])
+def test_hostile_bytes_inside_an_event_cost_the_event(field: bytes) -> None:
+    head = b"\x93\xcb" + b"\x00" * 8 + b"\x92\x91\xb0AllBlocksCleared\x92\xacBlockRemoved"
+    decoded = BatchDecoder().decode(head + field + b"\x00")
+    assert decoded.events == (AllBlocksCleared(),)
+    assert len(decoded.errors) == 1
+
+
+@settings(deadline=None, max_examples=500)
+@given(vector=st.sampled_from(VECTORS), data=st.data())
+def test_mutated_bytes_never_raise_anything_else(vector: dict[str, Any], data: st.DataObject) -> None:
+    payload = bytearray(bytes_of(vector))
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        BatchDecoder().decode(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
+    except DecodeError:
+        return
