@@ -1,0 +1,176 @@
+"""What an operator types after ``--kv-events-config``: checked whole, in one place, before any socket opens."""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.kv_events.codec import DIALECTS
+from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.port_plan import PortPlan
+
+__all__ = ["REPLAY_FRAMINGS", "SEQ_BASES", "KVEventsConfig", "suggest"]
+
+REPLAY_FRAMINGS = ("seed", "topic")
+SEQ_BASES = ("zero", "clock")
+
+_MAX_COUNT = 2**31 - 1
+"""libzmq keeps high-water marks in a C int; no machine holds this many batches either."""
+
+_Count = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
+
+_TYPE_NAMES = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "int_type": "an integer",
+    "string_type": "a string",
+}
+
+
+def suggest(name: str, known: tuple[str, ...]) -> str:
+    """Say what to write for a misspelt ``name``, as the mend of a ConfigError."""
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else "give one of " + ", ".join(known)
+
+
+class KVEventsConfig(BaseModel):
+    """Settings of KV-event publishing; the first seven are those of SGLang's module, names and defaults alike.
+
+    Nothing is coerced: ``"5557"`` is no integer, and neither is ``true``. Endpoints have the three shapes of
+    ``Endpoint`` for every publisher; a third-party publisher that needs another address takes it in ``options``.
+
+    Attributes:
+        publisher: ``null`` (none), ``zmq``, or the name of a registered publisher. Publishing sends prompt token ids
+            over the network, so nobody gets it without asking: the default is ``null``.
+        endpoint: base address of the PUB sockets; stream i is at port + i. 5557 is where consumers look by habit.
+        replay_endpoint: base address of the replay ROUTER sockets, which always bind. No port is claimed unasked.
+        buffer_steps: batches kept for replay: minutes of a busy scheduler. 0 keeps none, which replay does not allow.
+        hwm: batches that libzmq may hold for one slow subscriber before it drops them; 100,000 as in the seed.
+        max_queue_size: accepted batches that may wait to be sent; 100,000 as in the seed.
+        topic: first frame of every message; empty as in the seed: a reader that was told of no topic hears it.
+        dialect: ``array`` (the smallest form, which all measured readers take), ``map`` or ``vllm``.
+        bind: whether the PUB sockets listen. None follows the host: wildcards, ipc and inproc bind, others connect.
+        replay_framing: ``seed`` (all measured readers take it) or ``topic`` (as SGLang and vLLM answer today).
+        seq_base: ``zero`` (the seed's habit) or ``clock``, which starts above every earlier life of the publisher.
+        load_endpoint: base address of the load gauge's PUB sockets. No port is claimed unasked.
+        buffer_bytes: bytes that batches kept for replay may take, whatever their number: 256 MiB holds 10,000
+            batches of some 5,000 tokens each, and is small beside a scheduler process.
+        options: further keyword arguments of a third-party publisher; the kit's own take none.
+
+    Raises:
+        ConfigError: naming the setting, the value, what is wrong and what to write.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    publisher: str = "null"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: Annotated[int, Field(ge=0, le=_MAX_COUNT)] = 10_000
+    hwm: _Count = 100_000
+    max_queue_size: _Count = 100_000
+    topic: str = ""
+    dialect: str = "array"
+    bind: bool | None = None
+    replay_framing: str = "seed"
+    seq_base: str = "zero"
+    load_endpoint: str | None = None
+    buffer_bytes: Annotated[int, Field(ge=1, le=2**63 - 1)] = 256 * 1024 * 1024
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    def __init__(self, /, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise _config_error(error.errors(include_url=False)[0]) from None
+
+    @classmethod
+    def from_cli(cls, text: str) -> KVEventsConfig:
+        """Read the JSON object that follows ``--kv-events-config``.
+
+        Raises:
+            ConfigError: not JSON, not an object, a key twice, an unknown key, or a bad value.
+        """
+        mend = 'give a JSON object, such as {"publisher": "zmq", "endpoint": "tcp://*:5557"}'
+        try:
+            settings = json.loads(text, object_pairs_hook=_object_without_repeats)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError("kv_events_config", text, f"is not JSON ({error})", mend) from None
+        if not isinstance(settings, dict):
+            raise ConfigError("kv_events_config", text, "is JSON, but not an object", mend)
+        return cls(**settings)
+
+    @model_validator(mode="after")
+    def _check(self) -> KVEventsConfig:
+        if not self.publisher:
+            raise ConfigError("publisher", "", "is empty", "give null, zmq or the name of a registered publisher")
+        for field, known in (("dialect", DIALECTS), ("replay_framing", REPLAY_FRAMINGS), ("seq_base", SEQ_BASES)):
+            value = getattr(self, field)
+            if value not in known:
+                raise ConfigError(field, value, "is not known", suggest(value, known))
+        try:
+            self.topic.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("topic", self.topic, "has no UTF-8 form", "take out the lone surrogate") from None
+        if self.replay_endpoint is not None and self.buffer_steps == 0:
+            raise ConfigError(
+                "buffer_steps", 0, "leaves the replay endpoint nothing to answer with", "keep at least 1 batch"
+            )
+        if self.options and self.publisher in ("null", "zmq"):
+            raise ConfigError("options", self.options, f"go to no publisher {self.publisher!r}", "take them out")
+        self.port_plan(1).events.decide_bind(self.bind)
+        return self
+
+    def port_plan(self, stream_count: int) -> PortPlan:
+        """Give every stream its endpoints.
+
+        Raises:
+            ConfigError: a range passes port 65535, or two ranges overlap.
+        """
+        return PortPlan(
+            events=Endpoint.parse(self.endpoint, field="endpoint"),
+            replay=_optional_endpoint("replay_endpoint", self.replay_endpoint),
+            load=_optional_endpoint("load_endpoint", self.load_endpoint),
+            stream_count=stream_count,
+        )
+
+
+def _optional_endpoint(field: str, text: str | None) -> Endpoint | None:
+    return None if text is None else Endpoint.parse(text, field=field)
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON keeps the last of two equal keys; here the second is a mistake that would otherwise stay hidden."""
+    settings: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in settings:
+            raise ConfigError(key, value, "is given twice", "keep one of the two")
+        settings[key] = value
+    return settings
+
+
+def _config_error(details: ErrorDetails) -> ConfigError:
+    """Say in one sentence of this kit's what pydantic found first."""
+    raised = details.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigError):
+        return raised
+    field = str(details["loc"][0]) if details["loc"] else "kv_events_config"
+    kind, value = details["type"], details["input"]
+    if kind == "extra_forbidden":
+        mend = suggest(field, tuple(KVEventsConfig.model_fields))
+        return ConfigError(field, value, "is not a setting of KV events", mend)
+    if kind in _TYPE_NAMES:
+        return ConfigError(field, value, f"is not {_TYPE_NAMES[kind]}", f"give {_TYPE_NAMES[kind]}")
+    bounds = details.get("ctx", {})
+    if "ge" in bounds:
+        return ConfigError(field, value, "is too small", f"give at least {bounds['ge']}")
+    if "le" in bounds:
+        return ConfigError(field, value, "is too large", f"give at most {bounds['le']}")
+    return ConfigError(field, value, "does not fit", details["msg"])

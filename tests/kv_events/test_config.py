@@ -1,0 +1,140 @@
+"""Configuration. Property: what an operator types becomes a sound config or one ConfigError that names the setting."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.kv_events.config import KVEventsConfig
+
+SETTINGS = sorted(KVEventsConfig.model_fields)
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+NEAR_VALUES = st.sampled_from(["zmq", "null", "map", "seed", "clock", "tcp://*:5557", "tcp://*:65535", "ipc:///x", "*"])
+
+
+def test_the_defaults_are_those_of_the_seed() -> None:
+    config = KVEventsConfig.from_cli("{}")
+    assert config == KVEventsConfig()
+    seed_settings = {"publisher", "endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"}
+    assert config.model_dump(include=seed_settings) == {
+        "publisher": "null",
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": None,
+        "buffer_steps": 10_000,
+        "hwm": 100_000,
+        "max_queue_size": 100_000,
+        "topic": "",
+    }
+    assert (config.dialect, config.bind, config.replay_framing, config.seq_base) == ("array", None, "seed", "zero")
+    assert (config.load_endpoint, config.buffer_bytes, config.options) == (None, 256 * 1024 * 1024, {})
+
+
+@settings(deadline=None)
+@given(st.text() | st.dictionaries(st.sampled_from(SETTINGS) | st.text(), JSON_VALUES | NEAR_VALUES).map(json.dumps))
+@example("[" * 100_000)
+@example('{"hwm": ' + "9" * 5_000 + "}")
+@example('{"self": 1}')
+@example('{"hwm": NaN}')
+@example('{"topic": "\\ud800"}')
+@example('{"options": {"\\ud800": 1}}')
+def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
+    try:
+        config = KVEventsConfig.from_cli(text)
+    except ConfigError as error:
+        assert "\n" not in error.mend
+        assert len(str(error)) < 1_000
+    else:
+        assert KVEventsConfig(**config.model_dump()) == config
+        assert config.port_plan(1).events.host is not None
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "field", "said"),
+    [
+        ({"endpiont": "tcp://*:5557"}, "endpiont", "did you mean 'endpoint'?"),
+        ({"replay": "tcp://*:5557"}, "replay", "did you mean"),
+        ({"wholly_unlike": 1}, "wholly_unlike", "give one of publisher, endpoint"),
+        ({"dialect": "aray"}, "dialect", "did you mean 'array'?"),
+        ({"dialect": "json"}, "dialect", "give one of array, map, vllm"),
+        ({"dialect": None}, "dialect", "give a string"),
+        ({"replay_framing": "topics"}, "replay_framing", "did you mean 'topic'?"),
+        ({"seq_base": "time"}, "seq_base", "give one of zero, clock"),
+        ({"publisher": ""}, "publisher", "is empty"),
+        ({"publisher": None}, "publisher", "give a string"),
+        ({"publisher": ["zmq"]}, "publisher", "give a string"),
+        ({"endpoint": None}, "endpoint", "give a string"),
+        ({"endpoint": ""}, "endpoint", "no transport"),
+        ({"endpoint": "tcp://*"}, "endpoint", "no port"),
+        ({"endpoint": "tcp://*:65536"}, "endpoint", "65535"),
+        ({"endpoint": 5557}, "endpoint", "give a string"),
+        ({"endpoint": "tcp://10.0.0.7:0"}, "endpoint", "port 0"),
+        ({"bind": False}, "endpoint", "wildcard"),
+        ({"bind": "false"}, "bind", "give true or false"),
+        ({"bind": 0}, "bind", "give true or false"),
+        ({"replay_endpoint": ""}, "replay_endpoint", "no transport"),
+        ({"replay_endpoint": "tcp://*:5557"}, "replay_endpoint", "overlaps endpoint"),
+        ({"load_endpoint": "*:5560"}, "load_endpoint", "no transport"),
+        ({"load_endpoint": "tcp://*:5560", "replay_endpoint": "tcp://*:5560"}, "load_endpoint", "overlaps replay_en"),
+        ({"buffer_steps": "10000"}, "buffer_steps", "give an integer"),
+        ({"buffer_steps": 10.0}, "buffer_steps", "give an integer"),
+        ({"buffer_steps": -1}, "buffer_steps", "at least 0"),
+        ({"buffer_steps": 2**31}, "buffer_steps", "at most 2147483647"),
+        ({"buffer_steps": 0, "replay_endpoint": "tcp://*:5567"}, "buffer_steps", "at least 1"),
+        ({"buffer_bytes": 0}, "buffer_bytes", "at least 1"),
+        ({"buffer_bytes": 2**63}, "buffer_bytes", "at most"),
+        ({"hwm": 0}, "hwm", "at least 1"),
+        ({"hwm": True}, "hwm", "give an integer"),
+        ({"hwm": 2**31}, "hwm", "at most 2147483647"),
+        ({"max_queue_size": 0}, "max_queue_size", "at least 1"),
+        ({"max_queue_size": None}, "max_queue_size", "give an integer"),
+        ({"topic": None}, "topic", "give a string"),
+        ({"topic": "\ud800"}, "topic", "UTF-8"),
+        ({"options": []}, "options", "give an object"),
+        ({"options": {"brokers": 3}}, "options", "take them out"),
+        ({"publisher": "zmq", "options": {"brokers": 3}}, "options", "take them out"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_mend(given_settings: dict[str, Any], field: str, said: str) -> None:
+    for make in (lambda: KVEventsConfig(**given_settings), lambda: KVEventsConfig.from_cli(json.dumps(given_settings))):
+        with pytest.raises(ConfigError) as refused:
+            make()
+        assert refused.value.field == field
+        assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "zmq", "{", "{'publisher': 'zmq'}", "[]", "null", "1", '"zmq"', "NaN"])
+def test_what_is_not_a_json_object_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="JSON") as refused:
+        KVEventsConfig.from_cli(text)
+    assert refused.value.field == "kv_events_config"
+    assert '"publisher": "zmq"' in refused.value.mend
+
+
+def test_a_key_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        KVEventsConfig.from_cli('{"endpoint": "tcp://*:5557", "endpoint": "tcp://*:5558"}')
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        KVEventsConfig().endpoint = "tcp://*:1"  # type: ignore[misc]
+
+
+def test_the_plan_of_a_config_is_refused_for_the_engine_that_it_does_not_fit() -> None:
+    config = KVEventsConfig(publisher="zmq", replay_endpoint="tcp://*:5559")
+    assert str(config.port_plan(2).replay_endpoint(1)) == "tcp://*:5560"
+    with pytest.raises(ConfigError, match="overlaps"):
+        config.port_plan(3)
+
+
+def test_options_are_kept_for_publishers_of_others() -> None:
+    assert KVEventsConfig(publisher="kafka", options={"brokers": ["a"]}).options == {"brokers": ["a"]}

@@ -1,0 +1,184 @@
+"""The descriptor. Property: it describes exactly what the port plan binds, or it is None and an error says why."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.kv_events.config import KVEventsConfig
+from scheduler_components.server_info import describe_kv_events_publisher, kv_events_server_info, merge_kv_events
+
+
+def config(**given_settings: Any) -> str:
+    return json.dumps({"publisher": "zmq", **given_settings})
+
+
+@pytest.mark.parametrize("dp_size", [1, 8])
+def test_an_enabled_publisher_is_described_as_by_sglang(dp_size: int) -> None:
+    assert describe_kv_events_publisher(config(), block_size=64, dp_size=dp_size) == {
+        "publisher": "zmq",
+        "endpoint_host": "*",
+        "endpoint_port_base": 5557,
+        "topic": "",
+        "block_size": 64,
+        "dp_size": dp_size,
+    }
+    assert "kv_events_error" not in kv_events_server_info(config(), block_size=64, dp_size=dp_size)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [
+        ("tcp://10.0.0.7:6000", "10.0.0.7"),
+        ("tcp://worker.example:6000", "worker.example"),
+        ("tcp://0.0.0.0:6000", "0.0.0.0"),
+        ("tcp://[::]:6000", "::"),
+        ("tcp://[2001:db8::7]:6000", "[2001:db8::7]"),
+    ],
+)
+def test_host_port_and_topic_are_as_configured(endpoint: str, host: str) -> None:
+    described = describe_kv_events_publisher(config(endpoint=endpoint, topic="kv"), block_size=1, dp_size=2)
+    assert described is not None
+    assert (described["endpoint_host"], described["endpoint_port_base"], described["topic"]) == (host, 6000, "kv")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is not set"),
+        ("", "is not set"),
+        ("{}", "publishes no KV events"),
+        ('{"publisher": "null"}', "publishes no KV events"),
+        ("{not json", "is not JSON"),
+        ("[]", "not an object"),
+        (config(endpiont="tcp://*:5557"), "did you mean 'endpoint'"),
+        (config(hwm="1"), "not an integer"),
+        ('{"publisher": "zqm"}', "did you mean 'zmq'"),
+        (config(endpoint="ipc:///tmp/kv"), "no port that can be advertised"),
+        (config(endpoint="inproc://kv"), "no port that can be advertised"),
+        (config(endpoint="tcp://*:0"), "no port that can be advertised"),
+        (config(endpoint="tcp://*:*"), "no port that can be advertised"),
+        (config(endpoint="tcp://*"), "has no port"),
+        (config(endpoint="tcp://*:port"), "'port' where a port"),
+        (config(endpoint="tcp://*:65536"), "no port from 0 to 65535"),
+        (config(endpoint="tcp://*:-1"), "'-1' where a port"),
+        (config(endpoint="tcp://:::5557"), "more than one colon"),
+        (config(endpoint="tcp://*:65534"), "gives rank 2 the port 65536"),
+        (config(replay_endpoint="tcp://*:5558"), "overlaps endpoint"),
+    ],
+)
+def test_where_nothing_can_be_described_an_error_says_why(text: str | None, said: str) -> None:
+    assert describe_kv_events_publisher(text, block_size=64, dp_size=3) is None
+    info = kv_events_server_info(text, block_size=64, dp_size=3)
+    assert info.keys() == {"kv_events", "kv_events_error"}
+    assert info["kv_events"] is None
+    assert said in str(info["kv_events_error"])
+
+
+@pytest.mark.parametrize("block_size", [0, -1, None, True, "64", 64.0])
+def test_a_block_size_that_is_none_is_not_described(block_size: Any) -> None:
+    info = kv_events_server_info(config(), block_size=block_size, dp_size=1)
+    assert info["kv_events"] is None
+    assert "page_size" in str(info["kv_events_error"])
+
+
+@pytest.mark.parametrize("dp_size", [0, -1, None, True, "1"])
+def test_a_number_of_streams_that_is_none_is_not_described(dp_size: Any) -> None:
+    info = kv_events_server_info(config(), block_size=64, dp_size=dp_size)
+    assert info["kv_events"] is None
+    assert "dp_size" in str(info["kv_events_error"])
+
+
+def test_replay_and_load_ranges_are_described_where_they_are() -> None:
+    text = config(replay_endpoint="tcp://*:5567", load_endpoint="tcp://0.0.0.0:5577")
+    described = describe_kv_events_publisher(text, block_size=64, dp_size=2)
+    assert described == {
+        "publisher": "zmq",
+        "endpoint_host": "*",
+        "endpoint_port_base": 5557,
+        "topic": "",
+        "block_size": 64,
+        "dp_size": 2,
+        "replay_endpoint_port_base": 5567,
+        "load_endpoint_port_base": 5577,
+        "load_topic": "load",
+    }
+
+
+def test_a_replay_host_of_its_own_is_described() -> None:
+    text = config(endpoint="tcp://*:5557", replay_endpoint="tcp://[::1]:5567", load_endpoint="tcp://*:5577")
+    described = describe_kv_events_publisher(text, block_size=64, dp_size=1)
+    assert described is not None
+    assert described["replay_endpoint_host"] == "[::1]"
+    assert "load_endpoint_host" not in described
+
+
+@pytest.mark.parametrize("replay_endpoint", ["ipc:///tmp/replay", "tcp://*:0"])
+def test_a_replay_that_cannot_be_advertised_is_left_out_with_a_warning(replay_endpoint: str) -> None:
+    info = kv_events_server_info(config(replay_endpoint=replay_endpoint), block_size=64, dp_size=1)
+    assert isinstance(info["kv_events"], dict)
+    assert "replay_endpoint_port_base" not in info["kv_events"]
+    assert "replay_endpoint" in str(info["kv_events_warning"])
+
+
+def test_a_publisher_that_connects_is_described_with_a_warning() -> None:
+    text = config(endpoint="tcp://10.0.0.7:5557")
+    info = kv_events_server_info(text, block_size=64, dp_size=1)
+    assert info["kv_events"] == describe_kv_events_publisher(text, block_size=64, dp_size=1)
+    assert info["kv_events"] is not None
+    assert "connects to tcp://10.0.0.7:5557" in str(info["kv_events_warning"])
+
+
+def test_a_publisher_told_to_bind_a_concrete_host_gives_no_warning() -> None:
+    info = kv_events_server_info(config(endpoint="tcp://127.0.0.1:5557", bind=True), block_size=64, dp_size=1)
+    assert info.keys() == {"kv_events"}
+
+
+def test_other_fields_of_server_info_stay_and_stale_ones_of_ours_go() -> None:
+    before = {
+        "version": "1",
+        "kv_events_config": "{",
+        "dp_size": 2,
+        "kv_events": {"publisher": "old"},
+        "kv_events_error": "old",
+        "kv_events_warning": "old",
+    }
+    after = merge_kv_events(before, config=config(), block_size=64, dp_size=2)
+    others = {"version": "1", "kv_events_config": "{", "dp_size": 2}
+    assert after == others | kv_events_server_info(config(), block_size=64, dp_size=2)
+    assert before["kv_events_error"] == "old"
+    failed = merge_kv_events(after, config="{", block_size=64, dp_size=2)
+    assert failed["kv_events"] is None
+    assert {key: failed[key] for key in others} == others
+
+
+PORTS = st.integers(0, 65_540)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["*", "0.0.0.0", "[::]", "10.0.0.7"]), PORTS, st.none() | PORTS, st.integers(1, 16))
+def test_the_descriptor_is_the_port_plan(host: str, port: int, replay_port: int | None, dp_size: int) -> None:
+    replay = None if replay_port is None else f"tcp://{host}:{replay_port}"
+    text = config(endpoint=f"tcp://{host}:{port}", replay_endpoint=replay)
+    info = kv_events_server_info(text, block_size=16, dp_size=dp_size)
+    described = info["kv_events"]
+    if described is None:
+        assert info["kv_events_error"]
+        return
+    assert isinstance(described, dict)
+    plan = KVEventsConfig.from_cli(text).port_plan(dp_size)
+    for rank in range(dp_size):
+        assert described["endpoint_port_base"] + rank == plan.event_endpoint(rank).port
+        replay_at = plan.replay_endpoint(rank)
+        if replay_at is not None and replay_at.port != 0:
+            assert described["replay_endpoint_port_base"] + rank == replay_at.port
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_no_text_makes_server_info_fail(text: str) -> None:
+    assert kv_events_server_info(text, block_size=64, dp_size=1)["kv_events"] is None
