@@ -1,0 +1,110 @@
+"""Page hashes: the chain that gives a page of tokens, with everything before it, one number on every rank.
+
+SGLang's chain (``get_hash_str`` and ``hash_str_to_int64``, 0.5.x): a page's digest is SHA-256 over the parent page's
+whole 32-byte digest (nothing at the root) and then each token as u32 little-endian. The block hash of events is the
+digest's first 8 bytes, big-endian, signed.
+
+Tokens travel here "packed": the u32 little-endian bytes that the chain hashes anyway. Comparing prefixes is then one
+memory comparison, and a page key is a slice.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+from struct import Struct
+
+from scheduler_components.errors import ConfigError
+
+__all__ = [
+    "DIGEST_BYTES",
+    "TOKEN_BYTES",
+    "block_hashes_of",
+    "hash_pages",
+    "pack_tokens",
+    "page_digests",
+    "unpack_tokens",
+]
+
+TOKEN_BYTES = 4
+DIGEST_BYTES = 32
+
+_HEAD = Struct(">q24x")  # the first 8 bytes of each 32-byte digest
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return the token ids as u32 little-endian bytes. An ``array("I")`` is copied without a look at each id.
+
+    Raises:
+        ConfigError: a token id is not an integer from 0 to 2**32 - 1; the value names the first such id.
+    """
+    # array() would take a bytes-like object as raw memory instead of as a sequence of ids.
+    ids = list(token_ids) if isinstance(token_ids, bytes | bytearray | memoryview) else token_ids
+    try:
+        packed = array("I", ids)
+    except (OverflowError, TypeError) as error:
+        raise ConfigError(
+            "token_ids", _first_bad(token_ids), "is not a token id", "give integers below 2**32"
+        ) from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _first_bad(token_ids: Sequence[int]) -> object:
+    for token in token_ids:
+        try:
+            array("I", (token,))
+        except (OverflowError, TypeError):
+            return token
+    return token_ids
+
+
+def unpack_tokens(packed: bytes | bytearray) -> tuple[int, ...]:
+    """Return the token ids that ``pack_tokens`` packed."""
+    tokens = array("I", bytes(packed))
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tuple(tokens)
+
+
+def page_digests(packed: bytes | bytearray, page_size: int, prior: bytes) -> bytes:
+    """Hash the whole pages of packed tokens; a partial last page is left out.
+
+    Args:
+        packed: tokens as ``pack_tokens`` gives them.
+        page_size: tokens a page.
+        prior: digest of the page before the first one, or the namespace's seed at the root of a prefix.
+
+    Returns:
+        The pages' 32-byte digests, one after the other.
+    """
+    page_bytes = page_size * TOKEN_BYTES
+    digests = []
+    for start in range(0, len(packed) - page_bytes + 1, page_bytes):
+        prior = sha256(prior + packed[start : start + page_bytes]).digest()
+        digests.append(prior)
+    return b"".join(digests)
+
+
+def block_hashes_of(digests: bytes | bytearray) -> tuple[int, ...]:
+    """Return the signed 64-bit block hash of each 32-byte digest."""
+    return tuple(head for (head,) in _HEAD.iter_unpack(digests))
+
+
+def hash_pages(token_ids: Sequence[int], page_size: int, prior: bytes = b"") -> tuple[int, ...]:
+    """Return the block hashes of a prefix's whole pages, in order.
+
+    Args:
+        token_ids: the tokens; a partial last page is left out.
+        page_size: tokens a page.
+        prior: digest of the parent page, or ``PrefixNamespace.seed()`` for a prefix in a namespace.
+
+    Raises:
+        ConfigError: a token id does not fit u32, or the page size is below 1.
+    """
+    if page_size < 1:
+        raise ConfigError("page_size", page_size, "is not a size", "give an integer of at least 1")
+    return block_hashes_of(page_digests(pack_tokens(token_ids), page_size, prior))

@@ -1,0 +1,149 @@
+"""Events of a prefix tree, recorded where the tree changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scheduler_components.cache.block_hash import DIGEST_BYTES, block_hashes_of, unpack_tokens
+from scheduler_components.cache.radix_tree import RadixNode, RadixTree
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+
+__all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder"]
+
+MAX_EVENT_TOKENS = 65_536
+"""Tokens in one BlockStored (and hashes in one BlockRemoved); longer runs take several. At most 5 bytes a token on the
+wire keeps one event far below the 4 MiB that readers take."""
+
+
+class NullEventRecorder:
+    """Records nothing: for a rank that owns no stream, so that the cache never asks whether it should."""
+
+    __slots__ = ()
+
+    num_collapses = 0
+
+    def stored(self, node: RadixNode, medium: str | None = None) -> None:
+        """Forget it."""
+
+    def removed(self, node: RadixNode, medium: str | None = None) -> None:
+        """Forget it."""
+
+    def cleared(self) -> None:
+        """Forget it."""
+
+    def take(self) -> tuple[KVCacheEvent, ...]:
+        """There is never an event."""
+        return ()
+
+
+class EventRecorder:
+    """Keeps the events since they were last taken, in order.
+
+    What is kept is bounded. Past ``max_pending_blocks`` the backlog is dropped, counted in ``num_collapses``, and the
+    next ``take`` gives AllBlocksCleared and the whole present tree instead: a reader ends in the same state.
+
+    ``medium=None`` means the device: every consumer reads it so, and it is trimmed from the wire.
+
+    Args:
+        tree: a hashed tree, whose content a collapse tells anew.
+        max_pending_blocks: stored and removed blocks to keep.
+    """
+
+    __slots__ = (
+        "_collapsed",
+        "_events",
+        "_pending_blocks",
+        "_removed",
+        "_removed_medium",
+        "_tree",
+        "max_pending_blocks",
+        "num_collapses",
+    )
+
+    def __init__(self, tree: RadixTree, max_pending_blocks: int) -> None:
+        self._tree = tree
+        self.max_pending_blocks = max_pending_blocks
+        self.num_collapses = 0
+        self._events: list[KVCacheEvent] = []
+        self._removed: list[int] = []  # not yet an event: removals that follow each other become one
+        self._removed_medium: str | None = None
+        self._pending_blocks = 0
+        self._collapsed = False
+
+    def stored(self, node: RadixNode, medium: str | None = None) -> None:
+        """A node's pages became usable on a medium."""
+        if self._has_room(node.num_pages):
+            self._flush_removed()
+            self._events.extend(self._stored_events(node, medium))
+
+    def removed(self, node: RadixNode, medium: str | None = None) -> None:
+        """A node's pages left a medium. Runs of removals become one event, the deepest pages first."""
+        if self._has_room(node.num_pages):
+            if medium != self._removed_medium:
+                self._flush_removed()
+                self._removed_medium = medium
+            self._removed.extend(reversed(block_hashes_of(node.digests)))
+
+    def cleared(self) -> None:
+        """Every page left every medium: what was still to tell no longer matters."""
+        self._reset()
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> tuple[KVCacheEvent, ...]:
+        """Return the events since the last call, in order, and forget them."""
+        if self._collapsed:
+            self.cleared()
+            for node in self._tree.walk():
+                self._events.extend(self._stored_events(node, None))
+        self._flush_removed()
+        events = tuple(self._events)
+        self._reset()
+        return events
+
+    def _reset(self) -> None:
+        self._events = []
+        self._removed = []
+        self._removed_medium = None
+        self._pending_blocks = 0
+        self._collapsed = False
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Count blocks to be told; False when the backlog has collapsed and the tree will be told instead."""
+        if self._collapsed:
+            return False
+        self._pending_blocks += num_blocks
+        if self._pending_blocks <= self.max_pending_blocks:
+            return True
+        self._reset()
+        self._collapsed = True
+        self.num_collapses += 1
+        return False
+
+    def _flush_removed(self) -> None:
+        removed, self._removed = self._removed, []
+        for first in range(0, len(removed), MAX_EVENT_TOKENS):
+            hashes = tuple(removed[first : first + MAX_EVENT_TOKENS])
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=self._removed_medium))
+
+    def _stored_events(self, node: RadixNode, medium: str | None) -> Iterator[BlockStored]:
+        assert node.parent is not None
+        page_size, namespace = self._tree.page_size, node.namespace
+        hashes, tokens = block_hashes_of(node.digests), unpack_tokens(node.tokens)
+        above = block_hashes_of(node.parent.digests[-DIGEST_BYTES:])
+        pages_an_event = max(1, MAX_EVENT_TOKENS // page_size)
+        for first in range(0, node.num_pages, pages_an_event):
+            stop = first + pages_an_event
+            told = hashes[first:stop]
+            yield BlockStored(
+                block_hashes=told,
+                parent_block_hash=above[-1] if above else None,
+                token_ids=tokens[first * page_size : stop * page_size],
+                block_size=page_size,
+                lora_id=namespace.lora_id,
+                medium=medium,
+                lora_name=namespace.lora_name,
+                extra_keys=None if namespace.extra_key is None else ((namespace.extra_key,),) * len(told),
+                cache_salt=namespace.cache_salt,
+                session_id=namespace.session_id,
+            )
+            above = told

@@ -1,0 +1,84 @@
+"""Page hashes are SGLang's chain, on every input; what cannot be hashed is refused by name."""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import sha256
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.cache.block_hash import hash_pages, pack_tokens, page_digests, unpack_tokens
+from scheduler_components.errors import ConfigError
+
+TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def test_golden_chain_of_three_pages() -> None:
+    # Made with hashlib alone from the rule in words: SHA-256 of the parent's whole digest, then each token as four
+    # little-endian bytes; the hash is the first eight bytes, big-endian, signed.
+    assert hash_pages([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], 4) == (
+        -3488128144981237669,  # cf97adeedb59e05b...
+        5674439469042975057,  # 4ebfa8a1f3c34151...
+        -1307369107475853156,  # eddb4ab93695109c...
+    )
+
+
+def test_golden_chain_at_the_edges_of_u32() -> None:
+    assert hash_pages([0, 2**32 - 1], 1) == (-2360060374177730597, -4102252993426431875)
+
+
+def test_a_chain_goes_on_from_the_whole_digest_of_the_page_before() -> None:
+    first = bytes.fromhex("cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72")
+    assert page_digests(pack_tokens([1, 2, 3, 4]), 4, b"") == first
+    assert hash_pages([5, 6, 7, 8], 4, first) == (5674439469042975057,)
+
+
+@settings(deadline=None)
+@given(token_ids=TOKEN_IDS, page_size=st.integers(1, 5))
+def test_hashes_are_the_chain_written_slowly(token_ids: list[int], page_size: int) -> None:
+    expected, digest = [], b""
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        hasher = sha256(digest)
+        for token in token_ids[start : start + page_size]:
+            hasher.update(token.to_bytes(4, "little"))
+        digest = hasher.digest()
+        expected.append(int.from_bytes(digest[:8], "big", signed=True))
+    assert hash_pages(token_ids, page_size) == tuple(expected)
+
+
+@settings(deadline=None)
+@given(token_ids=TOKEN_IDS)
+def test_packing_is_little_endian_and_comes_back(token_ids: list[int]) -> None:
+    packed = pack_tokens(token_ids)
+    assert packed == b"".join(token.to_bytes(4, "little") for token in token_ids)
+    assert unpack_tokens(packed) == tuple(token_ids)
+
+
+@settings(deadline=None)
+@given(token_ids=st.lists(st.integers(0, 255), max_size=12))
+@example(token_ids=[1, 0, 0, 0])  # as raw memory these four bytes would be the one token 1
+def test_every_kind_of_sequence_packs_alike(token_ids: list[int]) -> None:
+    packed = pack_tokens(token_ids)
+    assert pack_tokens(tuple(token_ids)) == packed
+    assert pack_tokens(array("I", token_ids)) == packed
+    assert pack_tokens(array("q", token_ids)) == packed
+    assert pack_tokens(bytes(token_ids)) == packed
+    assert pack_tokens(bytearray(token_ids)) == packed
+    assert pack_tokens(memoryview(bytes(token_ids))) == packed
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32, 2**64, 1.0, None, "7"])
+@given(before=st.lists(st.integers(0, 9), max_size=3), after=st.lists(st.integers(0, 9), max_size=3))
+@settings(deadline=None, max_examples=20)
+def test_what_is_no_token_id_is_named(bad: object, before: list[int], after: list[int]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pack_tokens([*before, bad, *after])  # type: ignore[list-item]
+    assert (caught.value.field, caught.value.value) == ("token_ids", bad)
+
+
+@pytest.mark.parametrize("page_size", [0, -1])
+def test_a_page_of_no_tokens_is_refused(page_size: int) -> None:
+    with pytest.raises(ConfigError, match="page_size"):
+        hash_pages([1, 2], page_size)

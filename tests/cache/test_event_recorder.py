@@ -1,0 +1,133 @@
+"""What the recorder keeps is bounded, and a reader of its events ends in the tree's state either way."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from scheduler_components.cache.block_hash import hash_pages, pack_tokens
+from scheduler_components.cache.namespace import PLAIN_NAMESPACE
+from scheduler_components.cache.radix_cache import RadixCache
+from scheduler_components.cache.radix_tree import RadixNode, RadixTree
+from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventRecorder
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+
+
+def tree_with(tokens: list[int], page_size: int = 1) -> tuple[RadixTree, RadixNode]:
+    tree = RadixTree(page_size, hashed=True)
+    pages = array("I", range(len(tokens) // page_size))
+    return tree, tree.append(tree.root, pack_tokens(tokens), pages, PLAIN_NAMESPACE)
+
+
+def replay(events: tuple[KVCacheEvent, ...]) -> set[int]:
+    held: set[int] = set()
+    for event in events:
+        if isinstance(event, BlockStored):
+            assert event.parent_block_hash is None or event.parent_block_hash in held
+            held.update(event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            held.difference_update(event.block_hashes)
+        else:
+            held.clear()
+    return held
+
+
+def test_removals_in_a_row_are_one_event_and_order_is_kept() -> None:
+    tree, node = tree_with([1, 2])
+    recorder = EventRecorder(tree, max_pending_blocks=100)
+    first, second = hash_pages([1, 2], 1)
+    recorder.removed(node)
+    recorder.removed(node)
+    recorder.stored(node)
+    recorder.removed(node)
+    removed, stored, again = recorder.take()
+    assert removed == BlockRemoved(block_hashes=(second, first, second, first))
+    assert isinstance(stored, BlockStored)
+    assert again == BlockRemoved(block_hashes=(second, first))
+
+
+def test_removals_from_two_media_are_two_events() -> None:
+    tree, node = tree_with([1])
+    recorder = EventRecorder(tree, max_pending_blocks=100)
+    hashes = hash_pages([1], 1)
+    recorder.removed(node)
+    recorder.removed(node, "CPU")
+    recorder.stored(node, "CPU")
+    recorder.removed(node)
+    events = recorder.take()
+    assert events[:2] == (BlockRemoved(block_hashes=hashes), BlockRemoved(block_hashes=hashes, medium="CPU"))
+    assert isinstance(events[2], BlockStored)
+    assert events[2].medium == "CPU"
+    assert events[3] == BlockRemoved(block_hashes=hashes)
+
+
+def test_a_clear_makes_what_was_before_it_moot() -> None:
+    tree, node = tree_with([1])
+    recorder = EventRecorder(tree, max_pending_blocks=100)
+    recorder.removed(node)
+    recorder.cleared()
+    recorder.cleared()
+    assert recorder.take() == (AllBlocksCleared(),)
+    assert recorder.take() == ()
+
+
+@pytest.mark.parametrize("page_size", [1, 7])
+def test_a_very_long_run_takes_several_events(page_size: int) -> None:
+    num_pages = 2 * (MAX_EVENT_TOKENS // page_size) + 1
+    tokens = [token % 1000 for token in range(num_pages * page_size)]
+    tree, node = tree_with(tokens, page_size)
+    recorder = EventRecorder(tree, max_pending_blocks=10**9)
+    recorder.stored(node)
+    stored = recorder.take()
+    assert len(stored) == 3
+    told: list[int] = []
+    parent: int | None = None
+    for event in stored:
+        assert isinstance(event, BlockStored)
+        assert len(event.token_ids) == len(event.block_hashes) * page_size <= MAX_EVENT_TOKENS
+        assert event.parent_block_hash == parent
+        parent = event.block_hashes[-1]
+        told.extend(event.token_ids)
+    assert told == tokens
+    recorder.removed(node)
+    assert replay((*stored, *recorder.take())) == set()
+
+
+def test_a_page_longer_than_the_limit_still_goes_out_whole() -> None:
+    page_size = MAX_EVENT_TOKENS + 1
+    tree, node = tree_with([5] * page_size, page_size)
+    recorder = EventRecorder(tree, max_pending_blocks=1)
+    recorder.stored(node)
+    (event,) = recorder.take()
+    assert isinstance(event, BlockStored)
+    assert len(event.token_ids) == page_size
+
+
+@pytest.mark.parametrize("end", ["content", "nothing", "clear"])
+def test_events_that_nobody_takes_collapse_into_the_present_content(end: str) -> None:
+    cache = RadixCache(page_size=1, capacity_tokens=4, record=True)
+    for token in range(50):
+        cache.insert([token, token], cache.allocate(2))
+    assert cache.num_event_collapses == 1
+    if end == "nothing":
+        cache.evict(4)
+    elif end == "clear":
+        cache.clear()
+    events = cache.take_events()
+    assert events[0] == AllBlocksCleared()
+    assert len(events) == (3 if end == "content" else 1)
+    assert replay(events) == set(cache.block_hashes())
+
+    cache.insert([90], cache.allocate(1))
+    assert replay((*events, *cache.take_events())) == set(cache.block_hashes())
+    assert cache.num_event_collapses == 1
+
+
+def test_one_turnover_of_the_whole_pool_in_one_step_is_told_as_it_was() -> None:
+    cache = RadixCache(page_size=1, capacity_tokens=4, record=True)
+    cache.insert([1, 2, 3, 4], cache.allocate(4))
+    cache.take_events()
+    cache.insert([5, 6, 7, 8], cache.allocate(4))
+    assert [type(event) for event in cache.take_events()] == [BlockRemoved, BlockStored]
+    assert cache.num_event_collapses == 0

@@ -1,0 +1,275 @@
+"""What single calls of the radix cache promise: ownership of pages, locks, misuse that changes nothing."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from scheduler_components.cache.radix_cache import PrefixMatch, PrefixNamespace, RadixCache
+from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
+from scheduler_components.ports import KvEventSource, PoolSource
+
+
+def make_cache(num_pages: int = 8, page_size: int = 2) -> RadixCache:
+    return RadixCache(page_size=page_size, capacity_tokens=num_pages * page_size, record=True)
+
+
+def store(cache: RadixCache, tokens: list[int], namespace: PrefixNamespace | None = None) -> PrefixMatch:
+    """What a request does from its match to its end, on a cache with room."""
+    found = cache.match_prefix(tokens, namespace)
+    lacking = len(tokens) // cache.page_size - len(found.pages)
+    return cache.insert(tokens, [*found.pages, *cache.allocate(lacking)], namespace)
+
+
+def test_the_cache_fits_the_ports() -> None:
+    cache = make_cache()
+    source: KvEventSource = cache
+    pool: PoolSource = cache
+    assert source.take_events() == ()
+    assert (pool.page_size, pool.capacity_tokens, pool.used_tokens) == (2, 16, 0)
+
+
+def test_a_partial_page_is_neither_matched_nor_cached() -> None:
+    cache = make_cache()
+    assert store(cache, [1, 2, 3]).num_tokens == 2
+    assert cache.match_prefix([1]).num_tokens == 0
+    assert cache.match_prefix([1, 2, 3, 4]).num_tokens == 2
+
+
+def test_an_array_matches_like_a_list() -> None:
+    cache = make_cache()
+    stored = store(cache, [1, 2, 3, 4])
+    assert cache.match_prefix(array("I", [1, 2, 3, 4, 5])) == cache.match_prefix([1, 2, 3, 4, 5]) == stored
+
+
+def test_the_second_of_two_equal_prompts_gives_its_pages_back() -> None:
+    cache = make_cache()
+    first, second = cache.allocate(2), cache.allocate(3)
+    cache.insert([1, 2, 3, 4], first)
+    assert cache.free_tokens == 6
+    merged = cache.insert([1, 2, 3, 4, 5, 6], second)
+    assert merged.pages == (*first, second[2])
+    assert cache.free_tokens == 10
+
+
+def test_namespaces_share_nothing() -> None:
+    cache = make_cache()
+    plain = store(cache, [1, 2])
+    salted = store(cache, [1, 2], PrefixNamespace(cache_salt="a"))
+    assert set(plain.pages).isdisjoint(salted.pages)
+    assert cache.match_prefix([1, 2], PrefixNamespace(cache_salt="b")).num_tokens == 0
+    assert len(set(cache.block_hashes())) == 2
+
+
+def test_sessions_share_pages() -> None:
+    cache = make_cache()
+    stored = store(cache, [1, 2], PrefixNamespace(session_id="first"))
+    assert cache.match_prefix([1, 2], PrefixNamespace(session_id="second")).pages == stored.pages
+
+
+def test_the_least_recently_used_pages_go_first_and_a_prefix_from_its_end() -> None:
+    cache = make_cache(num_pages=4)
+    old, young = store(cache, [1, 1, 2, 2]), store(cache, [3, 3, 4, 4])
+    assert cache.match_prefix([1, 1]).pages == old.pages[:1]
+    cache.take_events()
+    # Oldest use first: the end of [1,1,2,2] was left out by the last match, then all of [3,3,4,4], then [1,1].
+    assert cache.evict(1) == 1
+    assert cache.match_prefix([1, 1, 2, 2]).num_tokens == 2
+    assert cache.evict(1) == 1
+    assert cache.match_prefix([3, 3, 4, 4]).pages == young.pages[:1]
+    (removed,) = cache.take_events()
+    assert isinstance(removed, BlockRemoved)
+    assert len(removed.block_hashes) == 2
+
+
+def test_a_locked_prefix_stays_and_nothing_is_evicted_in_vain() -> None:
+    cache = make_cache(num_pages=4)
+    kept = store(cache, [1, 1, 2, 2])
+    store(cache, [3, 3])
+    cache.lock(kept.node)
+    assert (cache.used_tokens, cache.evictable_tokens, cache.free_tokens) == (4, 2, 2)
+    with pytest.raises(OutOfPagesError) as caught:
+        cache.allocate(3)
+    assert (caught.value.wanted_pages, caught.value.free_pages) == (3, 2)
+    assert cache.evictable_tokens == 2
+    assert cache.evict(9) == 1
+    cache.unlock(kept.node)
+    assert len(cache.allocate(4)) == 4
+
+
+def test_no_match_can_be_locked_and_unlocked() -> None:
+    cache = make_cache()
+    nothing = cache.match_prefix([1, 2])
+    assert (nothing.num_tokens, nothing.pages) == (0, ())
+    cache.lock(nothing.node)
+    cache.unlock(nothing.node)
+    cache.check_integrity()
+
+
+def test_events_carry_the_namespace() -> None:
+    cache = make_cache()
+    namespace = PrefixNamespace(lora_id=3, lora_name="ad", cache_salt="s", extra_key="img", session_id="chat")
+    store(cache, [1, 2, 3, 4, 5], namespace)
+    (event,) = cache.take_events()
+    assert event == BlockStored(
+        block_hashes=tuple(cache.block_hashes()),
+        parent_block_hash=None,
+        token_ids=(1, 2, 3, 4),
+        block_size=2,
+        lora_id=3,
+        lora_name="ad",
+        cache_salt="s",
+        extra_keys=(("img",), ("img",)),
+        session_id="chat",
+    )
+
+
+def test_a_split_tells_nothing() -> None:
+    cache = make_cache()
+    store(cache, [1, 1, 2, 2, 3, 3])
+    (whole,) = cache.take_events()
+    assert isinstance(whole, BlockStored)
+    cache.match_prefix([1, 1, 2, 2])
+    assert cache.take_events() == ()
+    store(cache, [1, 1, 4, 4])
+    (branch,) = cache.take_events()
+    assert isinstance(branch, BlockStored)
+    assert branch.parent_block_hash == whole.block_hashes[0]
+
+
+def test_clear_leaves_the_pages_of_requests_alone() -> None:
+    cache = make_cache(num_pages=4)
+    store(cache, [1, 1, 2, 2])
+    held = cache.allocate(1)
+    cache.clear()
+    assert (cache.used_tokens, cache.free_tokens) == (2, 6)
+    assert cache.take_events() == (AllBlocksCleared(),)
+    assert list(cache.block_hashes()) == []
+    cache.free(held)
+    cache.check_integrity()
+
+
+def evicted_node(cache: RadixCache) -> PrefixMatch:
+    gone = store(cache, [8, 8])
+    cache.evict(8)
+    return gone
+
+
+MISUSES: dict[str, tuple[Callable[[RadixCache], object], type[Exception], str]] = {
+    "free twice": (lambda cache: cache.free([7, 7]), CacheIntegrityError, "named twice"),
+    "free a free page": (lambda cache: cache.free([7]), CacheIntegrityError, "page 7 is free, not held"),
+    "free a cached page": (lambda cache: cache.free([0]), CacheIntegrityError, "page 0 is cached, not held"),
+    "free no page of ours": (lambda cache: cache.free([-1]), CacheIntegrityError, "page -1 is not one of 0 to 7"),
+    "insert a free page": (lambda cache: cache.insert([9, 9], [7]), CacheIntegrityError, "page 7 is free"),
+    "insert a cached page": (lambda cache: cache.insert([9, 9], [0]), CacheIntegrityError, "page 0 is cached"),
+    "insert too few pages": (lambda cache: cache.insert([1, 1, 9, 9], [0]), ConfigError, "give 2 for 4 tokens"),
+    "insert too many pages": (lambda cache: cache.insert([1, 1, 9], [0, 1]), ConfigError, "give 1 for 3 tokens"),
+    "insert no token": (lambda cache: cache.insert([1, 2**32], [2]), ConfigError, "token_ids=4294967296"),
+    "match no token": (lambda cache: cache.match_prefix([1, -5]), ConfigError, "token_ids=-5"),
+    "match no namespace": (
+        lambda cache: cache.match_prefix([1], PrefixNamespace(cache_salt="\udc00")),
+        ConfigError,
+        "namespace",
+    ),
+    "allocate less than nothing": (lambda cache: cache.allocate(-1), ConfigError, "num_pages=-1"),
+    "unlock what is not locked": (
+        lambda cache: cache.unlock(cache.match_prefix([1, 1, 2, 2]).node),
+        CacheIntegrityError,
+        "is not locked",
+    ),
+    "lock what was evicted": (
+        lambda cache: cache.lock(evicted_node(cache).node),
+        CacheIntegrityError,
+        "not in the tree",
+    ),
+    "lock a node of another cache": (
+        lambda cache: cache.lock(store(make_cache(), [1, 1]).node),
+        CacheIntegrityError,
+        "not in the tree",
+    ),
+    "clear while locked": (lambda cache: cache.clear(), CacheIntegrityError, "2 of 2 cached pages are locked"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_named_and_changes_nothing(name: str) -> None:
+    misuse, error, message = MISUSES[name]
+    cache = make_cache()
+    kept = store(cache, [1, 1, 2, 2])
+    if name != "unlock what is not locked":
+        cache.lock(kept.node)
+    before = (list(cache.block_hashes()), repr(cache))
+    with pytest.raises(error, match=message):
+        misuse(cache)
+    assert (list(cache.block_hashes()), repr(cache)) == before
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("wrong", ["free", "the duplicate again"])
+def test_an_insert_with_one_wrong_page_frees_no_duplicate(wrong: str) -> None:
+    cache = make_cache()
+    store(cache, [1, 1, 2, 2])
+    (duplicate,) = cache.allocate(1)
+    before = (list(cache.block_hashes()), repr(cache))
+    with pytest.raises(CacheIntegrityError):
+        cache.insert([1, 1, 9, 9], [duplicate, 7 if wrong == "free" else duplicate])
+    assert (list(cache.block_hashes()), repr(cache)) == before
+    cache.free([duplicate])
+    cache.check_integrity()
+
+
+def test_a_node_that_was_cleared_cannot_be_locked() -> None:
+    cache = make_cache()
+    stored = store(cache, [1, 1])
+    cache.clear()
+    with pytest.raises(CacheIntegrityError, match="not in the tree"):
+        cache.lock(stored.node)
+
+
+def test_part_of_a_match_that_was_evicted_is_noticed_at_the_lock() -> None:
+    cache = make_cache()
+    stored = store(cache, [1, 1, 2, 2, 3, 3])
+    cache.evict(1)
+    with pytest.raises(CacheIntegrityError, match="not in the tree"):
+        cache.lock(stored.node)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "capacity_tokens", "field"), [(0, 8, "page_size"), (-1, 8, "page_size"), (4, 3, "capacity_tokens")]
+)
+def test_a_pool_without_a_page_is_refused(page_size: int, capacity_tokens: int, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RadixCache(page_size=page_size, capacity_tokens=capacity_tokens)
+    assert caught.value.field == field
+
+
+def test_the_repr_is_a_summary_of_the_pool() -> None:
+    cache = make_cache()
+    cache.lock(store(cache, [1, 1]).node)
+    store(cache, [2, 2, 3, 3])
+    cache.allocate(1)
+    assert repr(cache) == "<RadixCache page_size=2, 8 pages: 4 free, 2 evictable, 1 locked, 1 held by requests>"
+
+
+DAMAGES: dict[str, tuple[Callable[[PrefixMatch], object], str]] = {
+    "a lock from nowhere": (lambda match: setattr(match.node, "lock_count", 1), "in the eviction order"),
+    "a lost page": (lambda match: match.node.pages.pop(), "1 page indices, 2 pages"),
+    "a changed token": (lambda match: match.node.tokens.__setitem__(8, 9), "digests do not follow"),
+    "a changed first token": (lambda match: match.node.tokens.__setitem__(0, 9), "key is not its first page"),
+    "a wrong count": (lambda match: setattr(match.node, "num_pages", 3), "16 token bytes, 3 pages of 8"),
+    "a lost parent": (lambda match: setattr(match.node, "parent", None), "parent does not have it"),
+    "a foreign page": (lambda match: match.node.pages.__setitem__(0, 5), "page 5 is free, not cached"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_tree_is_told(name: str) -> None:
+    damage, message = DAMAGES[name]
+    cache = make_cache()
+    match = store(cache, [1, 1, 2, 2])
+    damage(match)
+    with pytest.raises(CacheIntegrityError, match=message):
+        cache.check_integrity()
