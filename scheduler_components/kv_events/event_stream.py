@@ -1,0 +1,166 @@
+"""The pure core of a stream: numbers, digest, the window of recent batches, and the base that older ones fold into.
+
+State = base + window, always servable: a batch that leaves the window is folded into the base, never lost. Every
+life of a publisher has an epoch of 16 random bytes, and after every batch a chained digest of 8 bytes over all
+(sequence, payload) so far, so that loss, restart and splice are seen by whoever compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import msgspec
+
+from scheduler_components.kv_events.block_state import BlockState, Segment
+from scheduler_components.kv_events.codec import BatchEncoder
+from scheduler_components.kv_events.events import AllBlocksCleared
+from scheduler_components.kv_events.folding import fold_payload, segment_event
+
+__all__ = ["CHAIN_BYTES", "EPOCH_BYTES", "EventStream", "chain_after", "chain_at_start"]
+
+EPOCH_BYTES = 16
+CHAIN_BYTES = 8
+
+_FOLDS_A_TURN = 8
+"""Batches folded in one turn: more would show in the scheduler's step when the window shrinks by bytes."""
+
+_CHUNK_BYTES = 256 * 1024
+"""Size at which a chunk of the base is full: large enough to amortise a send, small enough for one turn."""
+
+
+def chain_at_start(epoch: bytes) -> bytes:
+    """The digest before the first batch of an epoch."""
+    return blake2b(epoch, digest_size=CHAIN_BYTES).digest()
+
+
+def chain_after(chain: bytes, sequence: int, payload: bytes) -> bytes:
+    """The digest after one more batch."""
+    digest = blake2b(chain + sequence.to_bytes(8, "big"), digest_size=CHAIN_BYTES)
+    digest.update(payload)
+    return digest.digest()
+
+
+_SEGMENTS_A_STEP = 500
+"""Segments planned between two looks at anything else: about half a millisecond."""
+
+
+class EventStream:
+    """One publisher's life of one stream.
+
+    Args:
+        epoch: 16 random bytes, new in every life.
+        max_steps: batches kept in the window; 0 keeps neither window nor base: there is no replay.
+        max_bytes: payload bytes kept in the window; the newest batch stays even when it alone is larger.
+        first_sequence: number that the first batch gets.
+
+    Attributes:
+        first: the oldest number in the window.
+        next_sequence: the number that the next batch will get.
+        chain: the digest after the last batch.
+        kept_bytes: payload bytes in the window.
+        has_folded: whether anything has left the window yet; before that, the base is empty by definition.
+        pins: open snapshots of the base; while there are any, nothing is folded and the window grows.
+    """
+
+    __slots__ = (
+        "_base",
+        "_max_bytes",
+        "_max_steps",
+        "_window",
+        "chain",
+        "epoch",
+        "first",
+        "has_folded",
+        "kept_bytes",
+        "next_sequence",
+        "pins",
+    )
+
+    def __init__(self, *, epoch: bytes, max_steps: int, max_bytes: int, first_sequence: int = 0) -> None:
+        self.epoch = epoch
+        self._max_steps = max_steps
+        self._max_bytes = max_bytes
+        self._window: dict[int, tuple[bytes, bytes]] = {}
+        self._base: BlockState[bytes] = BlockState()
+        self.first = self.next_sequence = first_sequence
+        self.chain = chain_at_start(epoch)
+        self.kept_bytes = 0
+        self.has_folded = False
+        self.pins = 0
+
+    def __len__(self) -> int:
+        """Batches in the window."""
+        return len(self._window)
+
+    @property
+    def num_base_blocks(self) -> int:
+        return len(self._base)
+
+    def append(self, payload: bytes) -> int:
+        """Give ``payload`` the next sequence number and keep it; returns the number."""
+        sequence = self.next_sequence
+        self.next_sequence = sequence + 1
+        if not self._max_steps:
+            self.first = self.next_sequence
+            return sequence
+        self._window[sequence] = (payload, self.chain)
+        self.chain = chain_after(self.chain, sequence, payload)
+        self.kept_bytes += len(payload)
+        return sequence
+
+    def fold_some(self) -> None:
+        """Fold a bounded number of batches that the window has no room for; call it once a turn."""
+        for _ in range(_FOLDS_A_TURN):
+            if self.pins or not self._is_over(1):
+                return
+            payload, _ = self._window.pop(self.first)
+            self.first += 1
+            self.has_folded = True
+            self.kept_bytes -= len(payload)
+            fold_payload(self._base, payload)
+
+    def _is_over(self, factor: int) -> bool:
+        if len(self._window) > self._max_steps * factor:
+            return True
+        return self.kept_bytes > self._max_bytes * factor and len(self._window) > 1
+
+    @property
+    def is_held_up(self) -> bool:
+        """True when pinned snapshots have let the window grow to twice its bounds: they must be cut."""
+        return bool(self.pins) and self._is_over(2)
+
+    def payload(self, sequence: int) -> bytes:
+        """The payload numbered ``sequence``, from ``first`` to ``next_sequence - 1``."""
+        return self._window[sequence][0]
+
+    def chain_before(self, sequence: int) -> bytes:
+        """The digest of everything below ``sequence``, from ``first`` to ``next_sequence``."""
+        return self.chain if sequence == self.next_sequence else self._window[sequence][1]
+
+    def plan_base(self, *, max_chunks: int | None = None) -> Iterator[list[list[Segment[bytes]]] | None]:
+        """Cut the base into chunks of a size to send; yields None while it is still at it, the chunks at last.
+
+        The base must not change from the first step until the last chunk is encoded: ``pins`` is the caller's to
+        hold. There is at least one chunk and at most ``max_chunks``, the last then as large as it must be.
+        """
+        chunks: list[list[Segment[bytes]]] = [[]]
+        size = 0
+        for number, segment in enumerate(self._base.segments(), start=1):
+            length = len(segment.run.source)
+            if size and size + length > _CHUNK_BYTES and (max_chunks is None or len(chunks) < max_chunks):
+                chunks.append([])
+                size = 0
+            chunks[-1].append(segment)
+            size += length
+            if number % _SEGMENTS_A_STEP == 0:
+                yield None
+        yield chunks
+
+    def encode_chunk(self, segments: list[Segment[bytes]], encoder: BatchEncoder, rank: int, *, clear: bool) -> bytes:
+        """A chunk of the base as the payload of a batch; ``clear`` puts AllBlocksCleared first."""
+        events = [encoder.encode_event(AllBlocksCleared())] if clear else []
+        for segment in segments:
+            events.append(segment.run.source if segment.is_whole else encoder.encode_event(segment_event(segment)))
+        # The time of a folded batch is 0: what it says happened at many times.
+        return msgspec.msgpack.encode((0.0, [msgspec.Raw(event) for event in events], rank))

@@ -1,0 +1,143 @@
+"""Folding events into a block state, and writing a block state as events again.
+
+Two users: the stream folds payloads that leave its window, keeping each stored event's bytes; the publisher
+collapses batches that wait too long into the one batch that they amount to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from scheduler_components.kv_events.block_state import BlockState, Segment, Tier, tier_of
+from scheduler_components.kv_events.codec import read_event
+from scheduler_components.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+    KVEventBatch,
+)
+
+__all__ = ["collapse", "fold_payload", "segment_event"]
+
+
+class _ArrayStored(msgspec.Struct, array_like=True, tag="BlockStored", frozen=True, gc=False):
+    block_hashes: tuple[int, ...]
+    parent_block_hash: int | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: msgspec.Raw | None = None
+    group_idx: int | None = None
+
+
+class _MapStored(msgspec.Struct, tag_field="type", tag="BlockStored", frozen=True, gc=False):
+    block_hashes: tuple[int, ...]
+    parent_block_hash: int | None
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ArrayRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", frozen=True, gc=False):
+    block_hashes: tuple[int, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _MapRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", frozen=True, gc=False):
+    block_hashes: tuple[int, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ArrayCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", frozen=True, gc=False):
+    pass
+
+
+class _MapCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", frozen=True, gc=False):
+    pass
+
+
+_batch = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], Any]).decode
+# Heads only: token ids, the bulk of an event, are skipped and not made into integers.
+_array_head = msgspec.msgpack.Decoder(_ArrayStored | _ArrayRemoved | _ArrayCleared).decode
+_map_head = msgspec.msgpack.Decoder(_MapStored | _MapRemoved | _MapCleared).decode
+_ARRAY_FIRST_BYTES = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}
+
+
+def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
+    """Fold one batch that this process encoded itself, in either dialect; a stored run keeps its event's bytes."""
+    for raw in _batch(payload)[1]:
+        data = bytes(raw)
+        head = _array_head(data) if data[0] in _ARRAY_FIRST_BYTES else _map_head(data)
+        if isinstance(head, _ArrayStored | _MapStored):
+            state.store(tier_of(head.medium, head.group_idx), head.block_hashes, head.parent_block_hash, data)
+        elif isinstance(head, _ArrayRemoved | _MapRemoved):
+            state.remove(tier_of(head.medium, head.group_idx), head.block_hashes)
+        else:
+            state.clear()
+
+
+def segment_event(segment: Segment[bytes]) -> BlockStored:
+    """The stored event of a segment that is only a part of its run."""
+    event = read_event(segment.run.source)
+    assert isinstance(event, BlockStored)
+    return _part(event, segment)
+
+
+def _part(event: BlockStored, segment: Segment[Any]) -> BlockStored:
+    if segment.is_whole:
+        return event
+    first, stop, size = segment.first, segment.stop, event.block_size
+    return msgspec.structs.replace(
+        event,
+        block_hashes=event.block_hashes[first:stop],
+        parent_block_hash=segment.parent,
+        token_ids=event.token_ids[first * size : stop * size],
+        extra_keys=None if event.extra_keys is None else event.extra_keys[first:stop],
+    )
+
+
+def collapse(batches: Iterable[EventBatch]) -> KVEventBatch | None:
+    """The one batch that ``batches`` amount to: cleared, then removed, then stored, parents first.
+
+    Nothing is lost by it, so no consumer has to start over. Of a block that was stored and removed among them only
+    the removal is left, 9 bytes on the wire, and a later clear takes that too. None when there were no batches.
+    Events that are none of the three are kept, to be refused by name when they are encoded.
+    """
+    state: BlockState[BlockStored] = BlockState()
+    removed: dict[Tier, dict[int, None]] = {}
+    others: list[KVCacheEvent] = []
+    cleared, last = False, None
+    for last in batches:
+        for event in last.events:
+            if isinstance(event, BlockStored):
+                tier = tier_of(event.medium, event.group_idx)
+                state.store(tier, event.block_hashes, event.parent_block_hash, event)
+            elif isinstance(event, BlockRemoved):
+                tier = tier_of(event.medium, event.group_idx)
+                state.remove(tier, event.block_hashes)
+                removed.setdefault(tier, {}).update(dict.fromkeys(event.block_hashes))
+            elif isinstance(event, AllBlocksCleared):
+                state.clear()
+                removed.clear()
+                cleared = True
+            else:
+                others.append(event)
+    if last is None:
+        return None
+    events = [*([AllBlocksCleared()] if cleared else []), *others, *_removals(removed)]
+    events += [_part(segment.run.source, segment) for segment in state.segments()]
+    return KVEventBatch(ts=last.ts, events=tuple(events), attn_dp_rank=last.attn_dp_rank)
+
+
+def _removals(removed: dict[Tier, dict[int, None]]) -> Iterator[BlockRemoved]:
+    for (medium, group_idx), hashes in removed.items():
+        if hashes:
+            yield BlockRemoved(tuple(hashes), None if medium == "GPU" else medium, group_idx)

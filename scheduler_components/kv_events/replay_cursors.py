@@ -1,0 +1,242 @@
+"""Answers to replay requests without sockets: one cursor a client, served in turns, each answer a generator."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.kv_events.block_state import Segment
+from scheduler_components.kv_events.codec import BatchEncoder
+from scheduler_components.kv_events.event_stream import EventStream
+from scheduler_components.kv_events.replay_wire import END_SEQ, REPLAY_FRAMINGS, Kind, Meta, Request, Verb
+
+__all__ = ["ReplayCursors"]
+
+Numbered = tuple[bytes, bytes]
+"""Sequence and payload of one message of an answer."""
+
+Messages = Generator[Numbered | None, None, None]
+"""An answer's messages; None where preparing the next one goes on."""
+
+_END: Numbered = (END_SEQ, b"")
+
+
+def _numbered(sequence: int, payload: bytes) -> Numbered:
+    return sequence.to_bytes(8, "big"), payload
+
+
+def _bare_end() -> Messages:
+    yield _END
+
+
+class _Cursor:
+    """One client's answer: the message to send next (None while it is being prepared), and the rest of them."""
+
+    __slots__ = ("message", "messages")
+
+    def __init__(self, messages: Messages) -> None:
+        self.messages = messages
+        self.message = next(messages)
+
+
+class ReplayCursors:
+    """All open answers of one stream.
+
+    An answer covers what had been sent when it was asked for; later batches reach the client live. A plain client
+    whose start has left the window gets the folded base first, as ordinary batches numbered below the window, so
+    that it ends with the whole state.
+
+    Args:
+        stream: answered from.
+        encoder: of the stream's dialect, for parts of runs in the base.
+        rank: stamped on folded batches.
+        framing: ``"seed"`` (every measured consumer reads it) or ``"topic"`` (SGLang's and vLLM's of today).
+        topic: the topic frame of the ``topic`` framing.
+        max_clients: open answers at once; a request beyond them gets a bare end marker and is counted.
+
+    Attributes:
+        num_served, num_batches, num_refused, num_truncated: answers ended, batches in them, requests that were
+            malformed or over the limit, and answers cut before their end.
+
+    Raises:
+        ConfigError: unknown framing.
+    """
+
+    __slots__ = (
+        "_cursors",
+        "_encoder",
+        "_end_prefix",
+        "_max_clients",
+        "_prefix",
+        "_rank",
+        "_stream",
+        "num_batches",
+        "num_refused",
+        "num_served",
+        "num_truncated",
+    )
+
+    def __init__(
+        self,
+        stream: EventStream,
+        *,
+        encoder: BatchEncoder,
+        rank: int,
+        framing: str = "seed",
+        topic: bytes = b"",
+        max_clients: int = 64,
+    ) -> None:
+        if framing not in REPLAY_FRAMINGS:
+            raise ConfigError("replay_framing", framing, "is not known", f"give one of {', '.join(REPLAY_FRAMINGS)}")
+        self._stream = stream
+        self._encoder = encoder
+        self._rank = rank
+        self._prefix: tuple[bytes, ...] = (b"", topic) if framing == "topic" else (b"",)
+        self._end_prefix: tuple[bytes, ...] = (b"", b"") if framing == "topic" else (b"",)
+        self._max_clients = max_clients
+        self._cursors: OrderedDict[bytes, _Cursor] = OrderedDict()
+        self.num_served = self.num_batches = self.num_refused = self.num_truncated = 0
+
+    def __len__(self) -> int:
+        return len(self._cursors)
+
+    @property
+    def clients(self) -> tuple[bytes, ...]:
+        """Clients with an unfinished answer, the longest waiting first."""
+        return tuple(self._cursors)
+
+    def ask(self, frames: Sequence[bytes]) -> None:
+        """Take one request as the ROUTER received it. Anything malformed is answered with a bare end marker.
+
+        A client that asks again before its answer is done starts over: its earlier answer would be stale.
+        """
+        client = frames[0]
+        self.drop(client)
+        try:
+            if len(frames) != 3 or frames[1]:
+                raise DecodeError(f"a replay request of {len(frames)} frames")
+            if len(self._cursors) >= self._max_clients:
+                raise DecodeError("too many replay clients")
+            request = Request.parse(frames[2])
+            messages = self._plain(request.start) if request.verb is None else self._extended(request)
+        except DecodeError:
+            self.num_refused += 1
+            messages = _bare_end()
+        self._cursors[client] = _Cursor(messages)
+
+    def _plain(self, start: int) -> Messages:
+        stream = self._stream
+        stop = stream.next_sequence
+        sequence = start if stream.has_folded else max(start, stream.first)
+        while sequence < stop:
+            if sequence < stream.first:
+                # Also when a slow client is overtaken by the window: the base it gets then makes up for the gap.
+                yield from self._folded(sequence)
+                sequence = stream.first
+                continue
+            yield _numbered(sequence, stream.payload(sequence))
+            sequence += 1
+        yield _END
+
+    def _folded(self, start: int) -> Messages:
+        """The base as batches numbered up to ``first - 1``, at most ``first - start`` of them."""
+        with self._pinned():
+            first = self._stream.first
+            chunks: list[list[Segment[bytes]]] = []
+            for planned in self._stream.plan_base(max_chunks=first - start):
+                if planned is None:
+                    yield None
+                else:
+                    chunks = planned
+            for number, chunk in enumerate(chunks, start=first - len(chunks)):
+                yield _numbered(number, self._encode(chunk, clear=chunk is chunks[0]))
+
+    def _snapshot(self) -> Messages:
+        """The base as chunks numbered 0 and up."""
+        for planned in self._stream.plan_base():
+            if planned is None:
+                yield None
+                continue
+            for number, chunk in enumerate(planned):
+                yield _numbered(number, self._encode(chunk, clear=number == 0))
+
+    def _encode(self, chunk: list[Segment[bytes]], *, clear: bool) -> bytes:
+        return self._stream.encode_chunk(chunk, self._encoder, self._rank, clear=clear)
+
+    @contextmanager
+    def _pinned(self) -> Iterator[None]:
+        """Keep the base as it is, and with it the window's start."""
+        self._stream.pins += 1
+        try:
+            yield
+        finally:
+            self._stream.pins -= 1
+
+    def _extended(self, request: Request) -> Messages:
+        stream = self._stream
+        stop = stream.next_sequence
+        in_window = request.epoch == stream.epoch and stream.first <= request.start <= stop
+        start = request.start if in_window else stream.first
+        if request.verb is Verb.STATUS:
+            yield self._meta(request, Kind.STATUS, start)
+            return
+        if request.verb is Verb.SNAPSHOT or not in_window:
+            with self._pinned():
+                start = stream.first
+                yield self._meta(request, Kind.BEGIN, start, snap=True)
+                yield from self._snapshot()
+        yield self._meta(request, Kind.BEGIN, start)
+        for sequence in range(start, stop):
+            if sequence < stream.first:
+                # Overtaken by the window: without the closing META the client knows that it must ask again.
+                self.num_truncated += 1
+                yield _END
+                return
+            yield _numbered(sequence, stream.payload(sequence))
+        yield self._meta(request, Kind.END, stop)
+
+    def _meta(self, request: Request, kind: Kind, start: int, *, snap: bool = False) -> Numbered:
+        stream = self._stream
+        chain = stream.chain_before(start)
+        meta = Meta(request.token, stream.epoch, stream.first, stream.next_sequence, kind, snap, start, chain)
+        return END_SEQ, meta.encode()
+
+    def message(self, client: bytes) -> tuple[bytes, ...] | None:
+        """The next message for ``client``, all frames, the same one until ``sent``; None while it is being prepared."""
+        message = self._cursors[client].message
+        if message is None:
+            return None
+        return (client, *(self._end_prefix if message[0] == END_SEQ else self._prefix), *message)
+
+    def sent(self, client: bytes) -> bool:
+        """Go on after the last message went out, or to prepare it further; True when the answer is done."""
+        cursor = self._cursors[client]
+        if cursor.message is not None and cursor.message[0] != END_SEQ:
+            self.num_batches += 1
+        try:
+            cursor.message = next(cursor.messages)
+        except StopIteration:
+            del self._cursors[client]
+            self.num_served += 1
+            return True
+        return False
+
+    def cut_short(self) -> None:
+        """Let every open answer end with a bare end marker now: the publisher is closing, or cannot wait."""
+        for client in self.clients:
+            self.drop(client)
+            self._cursors[client] = _Cursor(_bare_end())
+            self.num_truncated += 1
+
+    def drop(self, client: bytes) -> None:
+        """Forget a client that is gone."""
+        cursor = self._cursors.pop(client, None)
+        if cursor is not None:
+            cursor.messages.close()
+
+    def rotate(self, client: bytes) -> None:
+        """Put ``client`` last: it has had its turn, or cannot take more now."""
+        if client in self._cursors:
+            self._cursors.move_to_end(client)

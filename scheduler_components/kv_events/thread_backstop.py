@@ -1,0 +1,139 @@
+"""The backstop: a thread that takes the publisher's turn when the scheduler does not.
+
+The scheduler's own thread encodes, sends and serves replays; a second thread would starve whenever the scheduler
+keeps the GIL. The backstop sleeps without any wake-up of its own until it is woken: by the first deferred batch
+of a busy period, or by the replay socket. Then it looks every few milliseconds whether the scheduler still takes
+its turns, acts in its place when it does not, and goes back to sleep when nothing is left to watch.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import select
+import threading
+from typing import Protocol
+
+__all__ = ["Backstop", "BackstopTurn", "Look"]
+
+_LOOK_EVERY_MS = 5.0
+_LOOKS_BEFORE_SLEEP = 100
+
+
+class Look(enum.Enum):
+    """What a look found."""
+
+    TICKING = "the scheduler takes its own turns: look again in a while, and leave the socket to it"
+    BUSY = "acted, and there is more to do at once"
+    QUIET = "acted, and nothing is left"
+
+
+class BackstopTurn(Protocol):
+    """Whose turns the backstop takes."""
+
+    def take_turn_if_stalled(self) -> Look:
+        """Act if the scheduler has not acted lately."""
+        ...
+
+
+class Backstop:
+    """Owns one daemon thread and a wake-up pipe; ``start`` makes them, ``stop`` ends them.
+
+    Args:
+        turn: asked on every look.
+        watched_fd: file descriptor that becomes readable when a peer wants something, or None.
+        name: the thread's name.
+
+    Attributes:
+        has_ended: True once the thread is gone, stopped or dead; a caller must not count on it any more.
+    """
+
+    __slots__ = ("_looking", "_name", "_pipe", "_stopping", "_thread", "_turn", "_watched_fd", "has_ended")
+
+    def __init__(self, turn: BackstopTurn, *, watched_fd: int | None, name: str) -> None:
+        self._turn = turn
+        self._watched_fd = watched_fd
+        self._name = name
+        self.has_ended = False
+        self._looking = False
+        self._stopping = False
+        self._pipe: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread; it sleeps until woken."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        self._pipe = (reader, writer)
+        self._thread = threading.Thread(target=self._run, args=(reader,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def watch(self) -> None:
+        """Begin to look, if not looking already: one attribute read in the common case, one system call otherwise."""
+        if not self._looking:
+            self._looking = True
+            self._wake()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread and close the pipe; False when it did not end within ``timeout_s``."""
+        if self._thread is None or self._pipe is None:
+            return True
+        self._stopping = True
+        self._wake()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        for descriptor in self._pipe:
+            os.close(descriptor)
+        self._thread = self._pipe = None
+        return True
+
+    def _wake(self) -> None:
+        if self._pipe is None:
+            return
+        try:
+            os.write(self._pipe[1], b"!")
+        except BlockingIOError:
+            return  # the pipe is full of wake-ups already
+
+    def _run(self, reader: int) -> None:
+        woken = select.poll()
+        woken.register(reader, select.POLLIN)
+        woken_or_asked = select.poll()
+        woken_or_asked.register(reader, select.POLLIN)
+        if self._watched_fd is not None:
+            woken_or_asked.register(self._watched_fd, select.POLLIN)
+        try:
+            while not self._stopping:
+                woken_or_asked.poll()
+                self._looking = True
+                self._look(reader, woken, woken_or_asked)
+        finally:
+            self.has_ended = True
+
+    def _look(self, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
+        """Look until there has been nothing to do for a while."""
+        quiet_looks = 0
+        while not self._stopping:
+            _drain(reader)
+            found = self._turn.take_turn_if_stalled()
+            quiet_looks = quiet_looks + 1 if found is Look.QUIET else 0
+            if quiet_looks > _LOOKS_BEFORE_SLEEP:
+                self._looking = False
+                # A batch may have been deferred just before the flag fell: its publisher saw it still set.
+                if self._turn.take_turn_if_stalled() is Look.QUIET:
+                    return
+                self._looking = True
+            if found is Look.TICKING:
+                woken.poll(_LOOK_EVERY_MS)
+            elif found is Look.QUIET:
+                woken_or_asked.poll(_LOOK_EVERY_MS)
+
+
+def _drain(descriptor: int) -> None:
+    try:
+        while os.read(descriptor, 4096):
+            pass
+    except BlockingIOError:
+        return

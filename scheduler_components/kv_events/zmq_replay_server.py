@@ -1,0 +1,80 @@
+"""Serving replays over the ROUTER: a bounded number of sends a turn, and never a wait."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import zmq
+
+from scheduler_components.kv_events.replay_cursors import ReplayCursors
+
+__all__ = ["ZmqReplayServer"]
+
+_log = logging.getLogger(__name__)
+
+_SENDS_A_TURN = 16
+"""A bite of replay between two live batches: larger ones show in the live latency (measured)."""
+
+_CLOSE_POLL_MS = 20
+
+
+class ZmqReplayServer:
+    """Owns the ROUTER from the moment it is given until ``finish``; the caller holds the publisher's turn."""
+
+    __slots__ = ("_socket", "cursors")
+
+    def __init__(self, socket: zmq.Socket[bytes], cursors: ReplayCursors) -> None:
+        self._socket = socket
+        self.cursors = cursors
+
+    @property
+    def wakeup_fd(self) -> int:
+        """Becomes readable when a client asks, or can take more."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def serve_bite(self) -> bool:
+        """Take requests and send at most a bite of answers; True while there is more to do right away."""
+        sends_left = _SENDS_A_TURN
+        while sends_left and self._is_readable():
+            self.cursors.ask(self._socket.recv_multipart(zmq.NOBLOCK))
+            sends_left -= 1
+        for client in self.cursors.clients:
+            sends_left = self._serve(client, sends_left)
+            if not sends_left:
+                return True
+        # A client that cannot take more wakes the socket's descriptor when it can; only a request is work for now.
+        return self._is_readable()
+
+    def _is_readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _serve(self, client: bytes, sends_left: int) -> int:
+        """Send to one client until it is done, is full, or the bite is eaten; returns the sends left."""
+        done = False
+        while sends_left and not done:
+            message = self.cursors.message(client)
+            try:
+                if message is not None:
+                    self._socket.send_multipart(message, zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    _log.warning("replay to a client failed: %s", error)
+                self.cursors.drop(client)
+                return sends_left
+            done = self.cursors.sent(client)
+            sends_left -= 1
+        self.cursors.rotate(client)
+        return sends_left
+
+    def finish(self, deadline: float) -> None:
+        """Answer what was asked until ``deadline`` (``time.monotonic``), then end every answer, and close."""
+        while (self.serve_bite() or len(self.cursors)) and time.monotonic() < deadline:
+            if len(self.cursors) and not self._socket.poll(_CLOSE_POLL_MS, zmq.POLLOUT | zmq.POLLIN):
+                break
+        self.cursors.cut_short()
+        for client in self.cursors.clients:
+            self._serve(client, 1)
+        self._socket.close(linger=max(0, int((deadline - time.monotonic()) * 1000)))

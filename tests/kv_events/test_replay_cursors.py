@@ -1,0 +1,268 @@
+"""Replay answers without sockets: to clients that ask well, badly, late, slowly, or all at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder
+from scheduler_components.kv_events.event_stream import EventStream, chain_after, chain_at_start
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.kv_events.replay_cursors import ReplayCursors
+from scheduler_components.kv_events.replay_wire import END_SEQ, REPLAY_FRAMINGS, Kind, Meta, Request, Verb
+
+EPOCH, TOKEN = bytes(range(16)), b"12345678"
+ENCODER = BatchEncoder()
+
+
+def stored(block_hash: int) -> KVEventBatch:
+    return KVEventBatch(1.0, (BlockStored((block_hash,), None, (block_hash,), 1, None),))
+
+
+def add(stream: EventStream, count: int) -> None:
+    for _ in range(count):
+        stream.append(ENCODER.encode(stored(stream.next_sequence + 1), 0))
+        stream.fold_some()
+
+
+def stream_of(count: int, *, max_steps: int = 100, first_sequence: int = 0) -> EventStream:
+    stream = EventStream(epoch=EPOCH, max_steps=max_steps, max_bytes=10**9, first_sequence=first_sequence)
+    add(stream, count)
+    return stream
+
+
+def cursors_of(stream: EventStream, **options: object) -> ReplayCursors:
+    return ReplayCursors(stream, encoder=ENCODER, rank=0, **options)  # type: ignore[arg-type]
+
+
+def ask(cursors: ReplayCursors, request: Request | int, client: bytes = b"c") -> None:
+    cursors.ask([client, b"", (request if isinstance(request, Request) else Request(request)).encode()])
+
+
+def answer(cursors: ReplayCursors, client: bytes = b"c") -> list[tuple[bytes, ...]]:
+    """Read a whole answer; every one ends, so this does."""
+    messages = []
+    while client in cursors.clients:
+        message = cursors.message(client)
+        if message is not None:
+            messages.append(message)
+        cursors.sent(client)
+    return messages
+
+
+def numbers(messages: list[tuple[bytes, ...]]) -> list[int]:
+    return [int.from_bytes(message[-2], "big", signed=True) for message in messages]
+
+
+def hashes(messages: list[tuple[bytes, ...]]) -> list[int]:
+    """What a plain consumer holds in the end, in order."""
+    held: dict[int, None] = {}
+    for message in messages:
+        for event in BatchDecoder().decode(message[-1]).events if message[-2] != END_SEQ else ():
+            if isinstance(event, AllBlocksCleared):
+                held.clear()
+            elif isinstance(event, BlockStored | BlockRemoved):
+                held |= dict.fromkeys(event.block_hashes)
+    return list(held)
+
+
+@pytest.mark.parametrize(
+    ("framing", "before", "end"),
+    [("seed", (b"c", b""), (b"c", b"", END_SEQ, b"")), ("topic", (b"c", b"", b"t"), (b"c", b"", b"", END_SEQ, b""))],
+)
+def test_both_framings_are_those_of_the_wire(framing: str, before: tuple[bytes], end: tuple[bytes]) -> None:
+    stream = stream_of(2)
+    cursors = cursors_of(stream, framing=framing, topic=b"t")
+    ask(cursors, 1)
+    assert answer(cursors) == [(*before, (1).to_bytes(8, "big"), stream.payload(1)), end]
+
+
+def test_unknown_framing_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="replay_framing='vllm'"):
+        cursors_of(stream_of(0), framing="vllm")
+
+
+@settings(deadline=None)
+@given(
+    kept=st.integers(1, 8),
+    sent=st.integers(0, 12),
+    start=st.integers(0, 2**64 - 1) | st.integers(0, 13),
+    framing=st.sampled_from(REPLAY_FRAMINGS),
+)
+def test_a_plain_answer_holds_all_that_was_sent_from_start(kept: int, sent: int, start: int, framing: str) -> None:
+    stream = stream_of(sent, max_steps=kept)
+    cursors = cursors_of(stream, framing=framing)
+    ask(cursors, start)
+    messages = answer(cursors)
+    assert messages[-1][-2:] == (END_SEQ, b"")
+    assert numbers(messages)[:-1] == sorted(numbers(messages)[:-1])
+    if start < stream.first:
+        # Contiguous up to the window and through it, above what the client has, and whole: no block is missing.
+        assert numbers(messages)[:-1] == list(range(stream.first - 1, sent))
+        assert hashes(messages) == list(range(1, sent + 1))
+    else:
+        assert numbers(messages)[:-1] == list(range(start, sent))
+    assert cursors.num_served == 1
+
+
+def test_a_high_first_number_is_no_lost_history() -> None:
+    cursors = cursors_of(stream_of(2, first_sequence=10**12))
+    ask(cursors, 0)
+    assert numbers(answer(cursors)) == [10**12, 10**12 + 1, -1]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b"c", bytes(8)], [b"c", b"", b""], [b"c", b"", bytes(7)], [b"c", b"", bytes(9)], [b"c", b"x", bytes(8)],
+     [b"c", b"", bytes(8), b""], [b"c", b"", bytes(37)], [b"c"]],
+)  # fmt: skip
+def test_a_malformed_request_gets_a_bare_end_marker(frames: list[bytes]) -> None:
+    cursors = cursors_of(stream_of(3))
+    cursors.ask(frames)
+    assert answer(cursors) == [(b"c", b"", END_SEQ, b"")]
+    assert cursors.num_refused == 1
+
+
+def test_one_client_too_many_gets_a_bare_end_marker() -> None:
+    cursors = cursors_of(stream_of(3), max_clients=1)
+    ask(cursors, 0)
+    ask(cursors, 0, b"d")
+    assert (len(answer(cursors, b"d")), len(answer(cursors)), cursors.num_refused) == (1, 4, 1)
+
+
+def test_an_answer_covers_what_had_been_sent_when_it_was_asked_for() -> None:
+    stream = stream_of(2)
+    cursors = cursors_of(stream)
+    ask(cursors, 0)
+    add(stream, 1)
+    assert numbers(answer(cursors)) == [0, 1, -1]
+
+
+def test_asking_again_starts_over() -> None:
+    cursors = cursors_of(stream_of(3))
+    ask(cursors, 0)
+    cursors.sent(b"c")
+    ask(cursors, 2)
+    assert numbers(answer(cursors)) == [2, -1]
+
+
+def test_a_plain_client_overtaken_by_the_window_gets_the_base_instead() -> None:
+    stream = stream_of(3, max_steps=3)
+    cursors = cursors_of(stream)
+    ask(cursors, 0)
+    first = cursors.message(b"c")
+    assert first is not None
+    cursors.sent(b"c")
+    add(stream, 10)
+    messages = [first, *answer(cursors)]
+    assert messages[-1][-2] == END_SEQ
+    assert set(hashes(messages)) >= {1, 2, 3}
+    assert numbers(messages)[:-1] == sorted(numbers(messages)[:-1])
+
+
+def test_cutting_short_ends_every_answer() -> None:
+    cursors = cursors_of(stream_of(3))
+    ask(cursors, 0)
+    cursors.cut_short()
+    assert answer(cursors) == [(b"c", b"", END_SEQ, b"")]
+    assert cursors.num_truncated == 1
+
+
+def test_clients_take_turns_and_a_lost_one_is_forgotten() -> None:
+    cursors = cursors_of(stream_of(3))
+    for client in (b"a", b"b"):
+        ask(cursors, 0, client)
+    cursors.rotate(b"a")
+    assert cursors.clients == (b"b", b"a")
+    cursors.drop(b"b")
+    cursors.drop(b"never seen")
+    assert cursors.clients == (b"a",)
+
+
+def meta_of(message: tuple[bytes, ...]) -> Meta:
+    assert message[-2] == END_SEQ
+    return Meta.decode(message[-1])
+
+
+def chain_through(stream: EventStream, stop: int) -> bytes:
+    chain = chain_at_start(EPOCH)
+    for sequence in range(stop):
+        chain = chain_after(chain, sequence, stream.payload(sequence))
+    return chain
+
+
+def test_status_says_where_the_stream_stands() -> None:
+    stream = stream_of(5)
+    cursors = cursors_of(stream)
+    ask(cursors, Request(3, Verb.STATUS, TOKEN, EPOCH))
+    (message,) = answer(cursors)
+    assert meta_of(message) == Meta(TOKEN, EPOCH, 0, 5, Kind.STATUS, False, 3, chain_through(stream, 3))
+
+
+@pytest.mark.parametrize("start", [0, 3, 5])
+def test_sync_in_the_window_is_incremental(start: int) -> None:
+    stream = stream_of(5)
+    cursors = cursors_of(stream)
+    ask(cursors, Request(start, Verb.SYNC, TOKEN, EPOCH))
+    begin, *batches, end = answer(cursors)
+    assert meta_of(begin) == Meta(TOKEN, EPOCH, 0, 5, Kind.BEGIN, False, start, chain_through(stream, start))
+    assert numbers(batches) == list(range(start, 5))
+    assert meta_of(end) == Meta(TOKEN, EPOCH, 0, 5, Kind.END, False, 5, stream.chain)
+
+
+@pytest.mark.parametrize(
+    ("request_", "folded"),
+    [
+        (Request(0, Verb.SYNC, TOKEN, EPOCH), 5),  # older than the window
+        (Request(99, Verb.SYNC, TOKEN, EPOCH), 5),  # from the future
+        (Request(6, Verb.SYNC, TOKEN, bytes(16)), 5),  # of another life
+        (Request(6, Verb.SNAPSHOT, TOKEN, EPOCH), 5),  # wanted
+        (Request(1, Verb.SYNC, TOKEN, bytes(16)), 0),  # nothing folded yet: an empty base, then the window
+    ],
+)
+def test_otherwise_sync_is_base_then_window(request_: Request, folded: int) -> None:
+    stream = stream_of(8, max_steps=8 - folded)
+    cursors = cursors_of(stream)
+    ask(cursors, request_)
+    messages = answer(cursors)
+    metas = [meta_of(message) for message in messages if message[-2] == END_SEQ]
+    assert [(meta.kind, meta.snap, meta.start) for meta in metas] == [
+        (Kind.BEGIN, True, folded), (Kind.BEGIN, False, folded), (Kind.END, False, 8)
+    ]  # fmt: skip
+    assert numbers(messages) == [-1, 0, -1, *range(folded, 8), -1]
+    assert hashes(messages) == list(range(1, 9))
+
+
+def test_a_snapshot_holds_the_base_still_until_it_is_sent() -> None:
+    stream = stream_of(8, max_steps=3)
+    cursors = cursors_of(stream)
+    ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH))
+    add(stream, 3)
+    assert (stream.first, stream.pins) == (5, 1)
+    messages = answer(cursors)
+    assert hashes(messages) == list(range(1, 9))
+    assert stream.pins == 0
+
+
+@pytest.mark.parametrize("verb", [Verb.SYNC, Verb.SNAPSHOT])
+def test_a_client_that_is_too_slow_is_cut_and_must_ask_again(verb: Verb) -> None:
+    stream = stream_of(8, max_steps=3)
+    cursors = cursors_of(stream)
+    ask(cursors, Request(5, verb, TOKEN, EPOCH))
+    add(stream, 20)
+    if verb is Verb.SNAPSHOT:
+        assert stream.is_held_up
+        cursors.cut_short()
+    end = answer(cursors)[-1]
+    assert end[-2:] == (END_SEQ, b"")
+    assert (stream.pins, cursors.num_truncated) == (0, 1)
+
+
+def test_a_client_that_leaves_lets_the_base_go() -> None:
+    stream = stream_of(8, max_steps=3)
+    cursors = cursors_of(stream)
+    ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH))
+    cursors.drop(b"c")
+    assert stream.pins == 0

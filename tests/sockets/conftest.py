@@ -1,0 +1,80 @@
+"""Sockets for tests: one context a test, closed whatever happens, and receives that end in a failure, not a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from scheduler_components.kv_events.events import KVEventBatch
+
+RECEIVE_MS = 10_000
+
+
+Socket = zmq.Socket[bytes]
+OpenSocket = Callable[[int], Socket]
+
+
+@pytest.fixture
+def open_socket() -> Iterator[OpenSocket]:
+    """Open sockets of one private context; all are closed at the end of the test."""
+    context: zmq.Context[Socket] = zmq.Context()
+    sockets: list[Socket] = []
+
+    def open_one(kind: int) -> Socket:
+        sockets.append(context.socket(kind))
+        sockets[-1].setsockopt(zmq.RCVTIMEO, RECEIVE_MS)
+        sockets[-1].setsockopt(zmq.IPV6, 1)
+        sockets[-1].setsockopt(zmq.LINGER, 0)
+        return sockets[-1]
+
+    yield open_one
+    for socket in sockets:
+        socket.close()
+    context.term()
+
+
+@pytest.fixture
+def subscribe(open_socket: OpenSocket) -> Callable[..., Socket]:
+    """Connect a SUB socket to an address; receives fail after a deadline."""
+
+    def connect(address: str, topic: bytes = b"") -> Socket:
+        socket = open_socket(zmq.SUB)
+        socket.subscribe(topic)
+        socket.connect(address)
+        return socket
+
+    return connect
+
+
+@pytest.fixture
+def ask_replay(open_socket: OpenSocket) -> Callable[..., list[list[bytes]]]:
+    """Ask a replay endpoint and return all messages of the answer up to and with its end marker."""
+
+    def ask(address: str, request: bytes, *, kind: int = zmq.DEALER) -> list[list[bytes]]:
+        socket = open_socket(kind)
+        socket.connect(address)
+        socket.send_multipart([b"", request] if kind == zmq.DEALER else [request])
+        messages = [socket.recv_multipart()]
+        while messages[-1][-2] != (-1).to_bytes(8, "big", signed=True):
+            messages.append(socket.recv_multipart())
+        return messages
+
+    return ask
+
+
+@pytest.fixture
+def connected() -> Callable[..., int]:
+    """Publish probes until ``subscriber`` hears one: a PUB socket drops what it sends before a peer has joined."""
+
+    def publish_until_heard(publish: Callable[[KVEventBatch], None], subscriber: Socket) -> int:
+        for probes in range(1, 2_000):
+            publish(KVEventBatch(ts=0.0, events=()))
+            if subscriber.poll(5):
+                while subscriber.poll(50):
+                    subscriber.recv_multipart()
+                return probes
+        raise AssertionError("the subscriber never heard the publisher")
+
+    return publish_until_heard
