@@ -1,0 +1,122 @@
+"""Metrics for Prometheus: one dict store a step, samples built when somebody scrapes."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.registry import Collector
+
+from observability.catalog import CATALOG, LOAD_AGE, RANKS_REFUSED, SGLANG_PREFIX, VLLM_PREFIX, Metric
+from scheduler_components.errors import ConfigError
+from scheduler_components.metrics.stats import SchedulerStats
+
+__all__ = ["PrometheusSink"]
+
+_PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
+
+
+class PrometheusSink(Collector):
+    """A ``MetricsSink`` on an injected registry, and the collector that the registry asks at a scrape.
+
+    ``record`` keeps the newest report of each rank, and that is all it does on the scheduler's thread; a scrape on
+    another thread sees each rank's report whole. A rank that stops reporting keeps its last values, and
+    ``load_age_seconds`` says how old they are.
+
+    Args:
+        registry: who exposes the metrics; never the global one by default.
+        prefix: of every name, SGLang's by default.
+        model_name: value of the ``model_name`` label; without one there is no such label.
+        max_ranks: how many label sets are kept; reports of further ones are counted, not stored.
+        vllm_names: also expose vLLM's names, under ``vllm:``, of the facts that it has a name for.
+        clock: wall-clock seconds since the epoch, for the age of reports.
+
+    Raises:
+        ConfigError: the prefix cannot begin a metric's name, or the registry already has these metrics.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        prefix: str = SGLANG_PREFIX,
+        model_name: str = "",
+        max_ranks: int = 1024,
+        vllm_names: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if not _PREFIX.fullmatch(prefix):
+            raise ConfigError("prefix", prefix, "cannot begin a metric's name", 'write letters, digits, "_" and ":"')
+        self._registry = registry
+        self._names = {metric: _names(metric, prefix, vllm_names) for metric in (*CATALOG, LOAD_AGE, RANKS_REFUSED)}
+        self._model_label = {"model_name": model_name} if model_name else {}
+        self._max_ranks = max_ranks
+        self._clock = clock
+        self._latest: dict[tuple[tuple[str, str], ...], SchedulerStats] = {}
+        self._refused = 0
+        try:
+            registry.register(self)
+        except ValueError as error:
+            raise ConfigError("prefix", prefix, "is taken in this registry", "give each sink its own") from error
+
+    def record(self, stats: SchedulerStats) -> None:
+        """Keep the newest report of a rank, told apart by its labels."""
+        latest = self._latest
+        if len(latest) >= self._max_ranks and stats.labels not in latest:
+            self._refused += 1
+            return
+        latest[stats.labels] = stats
+
+    def describe(self) -> Iterator[MetricFamily]:
+        """Yield the metrics without samples, so that the registry can refuse a second sink of the same names."""
+        for metric, names in self._names.items():
+            for name in names:
+                yield _family(metric, name)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield the metrics of all ranks, read from the newest report of each."""
+        # A list of the values is taken at once, so a rank that reports for the first time does not break the loop.
+        reports = [({**self._model_label, **dict(stats.labels)}, stats) for stats in list(self._latest.values())]
+        now = self._clock()
+        for metric in CATALOG:
+            samples = [(labels, metric.read(stats)) for labels, stats in reports]
+            yield from self._families(metric, samples)
+        yield from self._families(
+            LOAD_AGE, [(labels, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
+        )
+        yield from self._families(RANKS_REFUSED, [(self._model_label, self._refused)])
+
+    def _families(self, metric: Metric, samples: list[tuple[dict[str, str], float | None]]) -> Iterator[MetricFamily]:
+        for name in self._names[metric]:
+            family = _family(metric, name)
+            for labels, value in samples:
+                if value is not None:
+                    family.add_sample(name, labels, value)
+            if family.samples:
+                yield family
+
+    def close(self) -> None:
+        """Leave the registry. Safe to call twice."""
+        try:
+            self._registry.unregister(self)
+        except KeyError:
+            return
+
+    def __repr__(self) -> str:
+        return f"<PrometheusSink: {len(self._latest)} ranks, {self._refused} reports refused>"
+
+
+def _names(metric: Metric, prefix: str, vllm_names: bool) -> tuple[str, ...]:
+    names = [prefix + metric.name]
+    if vllm_names:
+        names.extend(VLLM_PREFIX + name for name in metric.vllm_names)
+    return tuple(dict.fromkeys(names))  # with the prefix "vllm:" some would stand there twice
+
+
+def _family(metric: Metric, name: str) -> MetricFamily:
+    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    return make(name, metric.help)

@@ -1,0 +1,201 @@
+"""SchedulerKvEventsPublisher: from the cache's records to the stream, every step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from scheduler_components.failure_log import FailureLog
+from scheduler_components.kv_events.events import KVEventBatch
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.metrics.stats import KvMetrics, PublisherStats
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import KvEventSink, KvEventSource, KvMetricsSink, LoadSource
+
+if TYPE_CHECKING:
+    from scheduler_components.kv_events.config import KVEventsConfig
+
+__all__ = ["NO_KV_METRICS", "NO_LOAD", "SchedulerKvEventsPublisher", "kv_metrics_from"]
+
+logger = logging.getLogger(__name__)
+
+_DRAINING = "draining KV events"
+_PUBLISHING = "publishing KV events"
+_WAITING = "sending KV events while the device works"
+_COUNTING = "reading the event publisher's counters"
+_METRICS = "emitting KV metrics"
+_CLOSING = "closing the KV event publisher"
+
+
+class _NoLoad:
+    """The load of a scheduler that does not say it."""
+
+    def get_loads(self) -> LoadSnapshot:
+        return LoadSnapshot()
+
+
+class _NoKvMetrics:
+    """The metrics sink of a scheduler without a serving process."""
+
+    def send(self, metrics: KvMetrics) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+NO_LOAD: LoadSource = _NoLoad()
+NO_KV_METRICS: KvMetricsSink = _NoKvMetrics()
+
+
+def kv_metrics_from(load: LoadSnapshot) -> KvMetrics:
+    """Put a load snapshot in slots and blocks. A page in use counts whole, however many of its tokens are."""
+    page_size = max(1, load.page_size)
+    return KvMetrics(
+        request_active_slots=load.num_running_reqs,
+        request_total_slots=load.max_running_requests,
+        kv_active_blocks=-(-load.num_used_tokens // page_size),
+        kv_total_blocks=load.max_total_num_tokens // page_size,
+        num_requests_waiting=load.num_waiting_reqs,
+        gpu_cache_usage_perc=load.token_usage,
+        gpu_prefix_cache_hit_rate=load.cache_hit_rate,
+        data_parallel_rank=load.dp_rank,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerKvEventsPublisher:
+    """Drains a cache's events, stamps them with time and stream index, and hands them to the sink.
+
+    Only the rank that owns its KV cache's stream speaks (``ParallelState.owns_kv_stream``): on any other rank
+    the source is drained, so that its record cannot grow, and nothing is handed on, whatever the sink.
+
+    Nothing that a source or a sink raises reaches the scheduler's step. It is counted in ``failures`` and logged
+    once an episode, and what is lost by it appears in ``stats().batches_dropped``.
+
+    Attributes:
+        parallel: decides who speaks, and which stream it is.
+        source: the cache that records events.
+        sink: made by ``open_event_publisher``, or anything that takes batches.
+        load: usually a ``LoadInquirer``; read by ``emit_kv_metrics``.
+        metrics_sink: the way to the serving process.
+        clock: wall-clock seconds since the epoch.
+        failures: what went wrong so far.
+    """
+
+    parallel: ParallelState
+    source: KvEventSource
+    sink: KvEventSink
+    load: LoadSource = NO_LOAD
+    metrics_sink: KvMetricsSink = NO_KV_METRICS
+    clock: Callable[[], float] = time.time
+    failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
+
+    @classmethod
+    def open(
+        cls,
+        config: str | KVEventsConfig | None,
+        *,
+        parallel: ParallelState,
+        source: KvEventSource,
+        load: LoadSource = NO_LOAD,
+        metrics_endpoint: str | None = None,
+    ) -> SchedulerKvEventsPublisher:
+        """Make one from what the operator wrote: gate by rank, offset the ports, open the sockets.
+
+        Args:
+            config: text of ``--kv-events-config``, a ready config, or None for no events.
+            parallel: a rank that owns no stream gets the null sink and opens no socket.
+            source: the cache.
+            load: read by ``emit_kv_metrics``.
+            metrics_endpoint: where the serving process receives ``KvMetrics``; None sends none.
+
+        Raises:
+            ConfigError: the config or the endpoint cannot work; on every rank alike, owner or not.
+            StartError: the machine refused a port.
+        """
+        # Imported here so that the component itself loads neither pyzmq nor pydantic.
+        from scheduler_components.kv_events.registry import open_event_publisher
+        from scheduler_components.metrics.kv_metrics_wire import parse_kv_metrics_endpoint
+
+        if metrics_endpoint is not None:
+            parse_kv_metrics_endpoint(metrics_endpoint, bind=False)
+        sink = open_event_publisher(config, parallel=parallel)
+        publisher = cls(parallel=parallel, source=source, sink=sink, load=load)
+        if metrics_endpoint is not None and parallel.reports_metrics:
+            from scheduler_components.metrics.zmq_kv_metrics_sink import open_zmq_kv_metrics_sink
+
+            try:
+                publisher.metrics_sink = open_zmq_kv_metrics_sink(metrics_endpoint)
+            except BaseException:
+                sink.shutdown()
+                raise
+        return publisher
+
+    def publish_kv_events(self) -> None:
+        """Hand on what the cache recorded since the last call. Call it every step; nothing is sent for nothing.
+
+        The batch is frozen before it leaves, so that no later change of the cache reaches the wire.
+        """
+        try:
+            events = self.source.take_events()
+        except Exception as error:  # noqa: BLE001 - events never raise into the step; counted and logged
+            self.failures.failed(_DRAINING, error)
+            return
+        self.failures.succeeded(_DRAINING)
+        if not events or not self.parallel.owns_kv_stream:
+            return
+        try:
+            self.sink.publish(KVEventBatch(self.clock(), tuple(events), self.parallel.kv_stream_index))
+        except Exception as error:  # noqa: BLE001 - as above; the batch is counted as dropped
+            self.failures.failed(_PUBLISHING, error)
+        else:
+            self.failures.succeeded(_PUBLISHING)
+
+    def idle(self) -> None:
+        """Let the sink encode and send. Call it where the scheduler waits for its device."""
+        try:
+            self.sink.idle()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.failures.failed(_WAITING, error)
+        else:
+            self.failures.succeeded(_WAITING)
+
+    def emit_kv_metrics(self) -> None:
+        """Send this rank's slots and blocks to the serving process; ranks that do not report send nothing."""
+        if self.metrics_sink is NO_KV_METRICS or not self.parallel.reports_metrics:
+            return
+        try:
+            self.metrics_sink.send(kv_metrics_from(self.load.get_loads()))
+        except Exception as error:  # noqa: BLE001 - as above
+            self.failures.failed(_METRICS, error)
+        else:
+            self.failures.succeeded(_METRICS)
+
+    def stats(self) -> PublisherStats:
+        """Return the sink's counters; a step whose events could not be drained or handed on is a dropped batch too."""
+        try:
+            stats = self.sink.stats()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.failures.failed(_COUNTING, error)
+            stats = PublisherStats()
+        else:
+            self.failures.succeeded(_COUNTING)
+        lost = self.failures.counts.get(_DRAINING, 0) + self.failures.counts.get(_PUBLISHING, 0)
+        if not lost:
+            return stats
+        return msgspec.structs.replace(stats, batches_dropped=stats.batches_dropped + lost)
+
+    def shutdown(self) -> None:
+        """Publish the last step's events, then close both sinks. Safe to call twice; never raises."""
+        self.publish_kv_events()
+        for close in (self.sink.shutdown, self.metrics_sink.close):
+            try:
+                close()
+            except Exception as error:  # noqa: BLE001 - the other sink must be closed all the same
+                self.failures.failed(_CLOSING, error)

@@ -1,0 +1,1 @@
+"""Load: what a replica says of itself, and how it is counted."""

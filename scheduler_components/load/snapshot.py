@@ -1,0 +1,106 @@
+"""What one replica says of its load: the value behind ``/v1/loads``, dispatching and the load gauges.
+
+Field and section names are SGLang's (``LoadSnapshot``, 0.5.23), so that readers of its ``/v1/loads`` read this one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["DisaggregationLoad", "LoadSnapshot", "LoraLoad", "MemoryLoad", "QueueLoad", "SpeculativeLoad"]
+
+
+class QueueLoad(msgspec.Struct, frozen=True, gc=False):
+    """Requests that are neither running nor plainly waiting, counted."""
+
+    waiting: int = 0
+    grammar: int = 0
+    paused: int = 0
+    retracted: int = 0
+
+
+class DisaggregationLoad(msgspec.Struct, frozen=True, gc=False):
+    """Queues of a prefill or decode instance under prefill/decode disaggregation.
+
+    ``waiting_reqs`` and ``pending_tokens`` are what these queues add to the plain counts: on a decode instance
+    requests in transfer already hold their pages, so they wait but add no pending tokens.
+    """
+
+    mode: str = "null"
+    prefill_bootstrap_queue_reqs: int = 0
+    prefill_inflight_queue_reqs: int = 0
+    decode_prealloc_queue_reqs: int = 0
+    decode_transfer_queue_reqs: int = 0
+    decode_retracted_queue_reqs: int = 0
+    kv_transfer_speed_gb_s: float = 0.0
+    kv_transfer_latency_ms: float = 0.0
+    waiting_reqs: int = 0
+    pending_tokens: int = 0
+
+
+class LoraLoad(msgspec.Struct, frozen=True, gc=False):
+    """Adapter slots in use."""
+
+    slots_used: int
+    slots_total: int
+    utilization: float
+
+
+class SpeculativeLoad(msgspec.Struct, frozen=True, gc=False):
+    """Mean accepted tokens a verification step, and the share of drafts that were accepted."""
+
+    accept_length: float
+    accept_rate: float
+
+
+class MemoryLoad(msgspec.Struct, frozen=True, gc=False):
+    """Where device memory went, in GB, and how many tokens the KV pool holds."""
+
+    weight_gb: float
+    kv_cache_gb: float
+    graph_gb: float
+    token_capacity: int
+
+
+class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One replica's load at one moment.
+
+    Attributes:
+        sequence: counts up by one a snapshot; a reader drops a report whose sequence it has passed.
+        timestamp: wall-clock seconds since the epoch at which the counts were read.
+        dp_rank: the replica (``ParallelState.kv_stream_index``).
+        num_running_reqs, num_waiting_reqs: requests.
+        num_pending_tokens: input tokens of waiting requests plus what is left of a chunked prefill.
+        num_waiting_uncached_tokens: the part of them that no cached prefix covers.
+        num_used_tokens: KV tokens held by running requests; evictable cache is not counted.
+        num_total_tokens: used plus pending: what a dispatcher balances.
+        max_total_num_tokens: capacity of the KV pool in tokens.
+        page_size: tokens a page of that pool.
+        max_running_requests: request slots.
+        token_usage: used / capacity, 0 to 1.
+        gen_throughput: generated tokens a second over the recent window.
+        cache_hit_rate: cached / input tokens over the recent window, 0 to 1.
+        utilization: the fuller of request slots and tokens, 0 to 1.
+    """
+
+    sequence: int = 0
+    timestamp: float = 0.0
+    dp_rank: int = 0
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_pending_tokens: int = 0
+    num_waiting_uncached_tokens: int = 0
+    num_used_tokens: int = 0
+    num_total_tokens: int = 0
+    max_total_num_tokens: int = 0
+    page_size: int = 1
+    max_running_requests: int = 0
+    token_usage: float = 0.0
+    gen_throughput: float = 0.0
+    cache_hit_rate: float = 0.0
+    utilization: float = 0.0
+    queues: QueueLoad | None = None
+    disaggregation: DisaggregationLoad | None = None
+    lora: LoraLoad | None = None
+    speculative: SpeculativeLoad | None = None
+    memory: MemoryLoad | None = None

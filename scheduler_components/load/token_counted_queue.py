@@ -1,0 +1,160 @@
+"""A queue of requests that always knows how many tokens it holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar, overload
+
+from scheduler_components.load.counting import count_request
+from scheduler_components.ports import QueuedRequest
+
+__all__ = ["TokenCountedQueue"]
+
+R = TypeVar("R", bound=QueuedRequest)
+
+
+class TokenCountedQueue(Sequence[R]):
+    """A FIFO queue whose token counts are O(1), so that a load inquiry never walks it.
+
+    A request's tokens are counted once, when it enters, and exactly that count leaves with it: a request that is
+    aborted after its prefix match or its output changed cannot leave a remainder in the gauges. Call ``recount``
+    when a queued request's prefix match has changed.
+
+    Requests are told apart by identity, not by ``==``; each may be queued once. Entering, leaving at either end
+    and ``remove`` (an abort) are O(1), iteration is O(n), an index in the middle costs a walk to it.
+
+    Raises:
+        ValueError: a request that is already queued enters again, or one that is not queued is removed.
+        IndexError: a pop from an empty queue, or an index out of range.
+    """
+
+    __slots__ = ("_entries", "_pending_tokens", "_uncached_tokens")
+
+    def __init__(self, requests: Iterable[R] = ()) -> None:
+        # By identity; the entry keeps its request alive, so that an id is never reused while it is a key.
+        self._entries: OrderedDict[int, tuple[R, int, int]] = OrderedDict()
+        self._pending_tokens = 0
+        self._uncached_tokens = 0
+        self.extend(requests)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Input tokens of all queued requests, as they were counted."""
+        return self._pending_tokens
+
+    @property
+    def uncached_tokens(self) -> int:
+        """The part of ``pending_tokens`` that no cached prefix covers."""
+        return self._uncached_tokens
+
+    def append(self, request: R) -> None:
+        """Enter at the end."""
+        entries = self._entries
+        key = id(request)
+        if key in entries:
+            raise ValueError(f"{request!r} is already queued")
+        pending, uncached = count_request(request)
+        entries[key] = (request, pending, uncached)
+        self._pending_tokens += pending
+        self._uncached_tokens += uncached
+
+    def appendleft(self, request: R) -> None:
+        """Enter at the front: a retracted request that is to go next."""
+        self.append(request)
+        self._entries.move_to_end(id(request), last=False)
+
+    def extend(self, requests: Iterable[R]) -> None:
+        """Enter all at the end, in order."""
+        for request in requests:
+            self.append(request)
+
+    def popleft(self) -> R:
+        """Leave from the front."""
+        return self._pop(last=False)
+
+    def pop(self) -> R:
+        """Leave from the end."""
+        return self._pop(last=True)
+
+    def _pop(self, *, last: bool) -> R:
+        if not self._entries:
+            raise IndexError("pop from an empty queue")
+        request, pending, uncached = self._entries.popitem(last=last)[1]
+        self._pending_tokens -= pending
+        self._uncached_tokens -= uncached
+        return request
+
+    def remove(self, request: R) -> None:
+        """Leave from wherever the request stands."""
+        entry = self._entries.pop(id(request), None)
+        if entry is None:
+            raise ValueError(f"{request!r} is not queued")
+        self._pending_tokens -= entry[1]
+        self._uncached_tokens -= entry[2]
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._entries.clear()
+        self._pending_tokens = self._uncached_tokens = 0
+
+    def recount(self, request: R) -> None:
+        """Count a queued request anew, in place: its prefix match has changed."""
+        entry = self._entries.get(id(request))
+        if entry is None:
+            raise ValueError(f"{request!r} is not queued")
+        pending, uncached = count_request(request)
+        self._entries[id(request)] = (request, pending, uncached)
+        self._pending_tokens += pending - entry[1]
+        self._uncached_tokens += uncached - entry[2]
+
+    def sort(self, *, key: Callable[[R], Any], reverse: bool = False) -> None:
+        """Reorder by ``key``, stably: a priority or longest-prefix policy. The counts stay as they are."""
+        for request in sorted(self, key=key, reverse=reverse):
+            self._entries.move_to_end(id(request))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[R]:
+        for entry in self._entries.values():
+            yield entry[0]
+
+    def __reversed__(self) -> Iterator[R]:
+        for entry in reversed(self._entries.values()):
+            yield entry[0]
+
+    def __contains__(self, request: object) -> bool:
+        return id(request) in self._entries
+
+    def index(self, request: object, start: int = 0, stop: int | None = None) -> int:
+        """Return the place of ``request`` within ``start`` to ``stop``, counted as ``list.index`` does."""
+        places = range(len(self))[start:stop]
+        for place, queued in enumerate(self):
+            if queued is request and place in places:
+                return place
+        raise ValueError(f"{request!r} is not queued")
+
+    def count(self, request: object) -> int:
+        """Return 1 for a queued request, else 0."""
+        return int(request in self)
+
+    @overload
+    def __getitem__(self, index: int) -> R: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[R]: ...
+    def __getitem__(self, index: int | slice) -> R | list[R]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        place = range(len(self))[index]  # raises IndexError, and folds negative numbers
+        from_end = len(self) - 1 - place
+        if from_end < place:
+            return next(islice(reversed(self), from_end, None))
+        return next(islice(self, place, None))
+
+    def __repr__(self) -> str:
+        return (
+            f"<TokenCountedQueue: {len(self)} requests, {self._pending_tokens} pending tokens, "
+            f"{self._uncached_tokens} uncached>"
+        )

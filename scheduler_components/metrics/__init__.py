@@ -1,0 +1,1 @@
+"""Metrics: the values of one step, and rates over recent ones."""

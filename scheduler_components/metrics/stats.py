@@ -1,0 +1,88 @@
+"""Values that metrics are made of: what a scheduler, its publisher and its counters say in one step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from scheduler_components.load.snapshot import LoadSnapshot
+
+__all__ = ["KvMetrics", "PublisherStats", "SchedulerStats", "SchedulerTotals"]
+
+
+class KvMetrics(msgspec.Struct, frozen=True, gc=False):
+    """Slots and blocks of one rank, as SGLang's schedulers push them to the serving process (0.5.x names).
+
+    ``kv_active_blocks`` and ``kv_total_blocks`` count whole pages; the two ``perc`` and ``rate`` values run from
+    0 to 1 as in the original.
+    """
+
+    request_active_slots: int = 0
+    request_total_slots: int = 0
+    kv_active_blocks: int = 0
+    kv_total_blocks: int = 0
+    num_requests_waiting: int = 0
+    gpu_cache_usage_perc: float = 0.0
+    gpu_prefix_cache_hit_rate: float = 0.0
+    data_parallel_rank: int = 0
+
+
+class PublisherStats(msgspec.Struct, frozen=True, gc=False):
+    """Counters of one event publisher since it was opened.
+
+    Attributes:
+        batches_sent, events_sent, bytes_sent: handed to the PUB socket.
+        events_refused: could not be encoded; left out of their batch by name, the rest went out.
+        batches_collapsed: merged with others into one, because more were pending than may be.
+        batches_dropped: accepted by ``publish()`` and not sent before the deadline of ``close()``.
+        replays_served, batches_replayed: finished replay answers, and batches in them.
+        replays_refused: replay requests that were malformed or over the client limit.
+        replays_truncated: replay answers cut before their end: the client was too slow, or the publisher closed.
+        replays_open: answers being sent now.
+        batches_buffered, bytes_buffered: kept for replay one by one, now.
+        blocks_in_base: standing blocks of batches that left that window, now.
+        batches_pending: accepted and not yet sent, now.
+        last_sequence: number of the last batch sent, -1 before the first.
+        open_bind_without_auth: 1 when the stream listens beyond loopback without authentication.
+    """
+
+    batches_sent: int = 0
+    events_sent: int = 0
+    bytes_sent: int = 0
+    events_refused: int = 0
+    batches_collapsed: int = 0
+    batches_dropped: int = 0
+    replays_served: int = 0
+    batches_replayed: int = 0
+    replays_refused: int = 0
+    replays_truncated: int = 0
+    replays_open: int = 0
+    batches_buffered: int = 0
+    bytes_buffered: int = 0
+    blocks_in_base: int = 0
+    batches_pending: int = 0
+    last_sequence: int = -1
+    open_bind_without_auth: int = 0
+
+
+class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
+    """Running totals of one scheduler since it started; each only ever grows."""
+
+    num_requests_total: int = 0
+    num_aborted_requests_total: int = 0
+    num_retractions_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    evicted_tokens_total: int = 0
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
+    """Everything that one rank reports at the end of one step.
+
+    ``labels`` are ``ParallelState.metric_labels``: they tell the ranks apart in one sink.
+    """
+
+    labels: tuple[tuple[str, str], ...]
+    load: LoadSnapshot
+    totals: SchedulerTotals = SchedulerTotals()
+    publisher: PublisherStats = PublisherStats()

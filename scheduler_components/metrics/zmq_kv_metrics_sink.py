@@ -1,0 +1,159 @@
+"""KvMetrics between processes: schedulers push, the serving process pulls.
+
+Source: SGLang 0.5.x, where every scheduler pushes its ``KvMetrics`` to the serving process over an ipc socket. Here
+the payload is msgpack and not pickle, and nothing on either side can grow when the other side is slow or gone.
+"""
+
+from __future__ import annotations
+
+import zmq
+
+from scheduler_components.errors import DecodeError, StartError
+from scheduler_components.metrics.kv_metrics_wire import (
+    MAX_KV_METRICS_BYTES,
+    decode_kv_metrics,
+    encode_kv_metrics,
+    parse_kv_metrics_endpoint,
+)
+from scheduler_components.metrics.stats import KvMetrics
+
+__all__ = ["ZmqKvMetricsReceiver", "ZmqKvMetricsSink", "open_zmq_kv_metrics_receiver", "open_zmq_kv_metrics_sink"]
+
+_HIGH_WATER_MARK = 64
+"""Reports that either side queues: a report replaces the one before it, so a late reader misses little."""
+
+_KERNEL_BUFFER_BYTES = 32 * 1024
+"""Some 100 reports. Left to itself the system lets megabytes of old reports pile up before a reader that stalls."""
+
+
+class ZmqKvMetricsSink:
+    """The scheduler's end. Made by ``open_zmq_kv_metrics_sink``; used and closed on one thread.
+
+    Attributes:
+        sent: reports handed to the socket.
+        dropped: reports that nobody took: no receiver, a full queue, or a closed sink.
+    """
+
+    __slots__ = ("_context", "_socket", "dropped", "sent")
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+        self._context = context
+        self._socket = socket
+        self.sent = 0
+        self.dropped = 0
+
+    def send(self, metrics: KvMetrics) -> None:
+        """Hand on one report; never blocks, never raises."""
+        try:
+            self._socket.send(encode_kv_metrics(metrics), zmq.DONTWAIT)
+        except zmq.ZMQError:
+            self.dropped += 1
+        else:
+            self.sent += 1
+
+    def close(self) -> None:
+        """Let go of the socket; what is queued is forgotten, since a report is stale at once. Safe to call twice."""
+        self._context.destroy(linger=0)
+
+    def __repr__(self) -> str:
+        return f"<ZmqKvMetricsSink: {self.sent} sent, {self.dropped} dropped>"
+
+
+class ZmqKvMetricsReceiver:
+    """The serving process's end. Made by ``open_zmq_kv_metrics_receiver``; used and closed on one thread.
+
+    Attributes:
+        endpoint: the address that was really bound, port 0 resolved.
+        received: reports read.
+        refused: payloads that were no ``KvMetrics``; each cost itself.
+    """
+
+    __slots__ = ("_context", "_socket", "endpoint", "received", "refused")
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], endpoint: str) -> None:
+        self._context = context
+        self._socket = socket
+        self.endpoint = endpoint
+        self.received = 0
+        self.refused = 0
+
+    def receive(self, timeout_s: float = 0.0, limit: int = 1000) -> list[KvMetrics]:
+        """Return what has arrived, oldest first: at most ``limit`` reports, waiting up to ``timeout_s`` for one.
+
+        A bad payload is counted in ``refused`` and skipped.
+        """
+        reports: list[KvMetrics] = []
+        if not self._socket.poll(round(timeout_s * 1000), zmq.POLLIN):
+            return reports
+        for _ in range(limit):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            try:
+                reports.append(_report_in(frames))
+            except DecodeError:
+                self.refused += 1
+        self.received += len(reports)
+        return reports
+
+    def close(self) -> None:
+        """Let go of the socket and its address. Safe to call twice."""
+        self._context.destroy(linger=0)
+
+    def __repr__(self) -> str:
+        return f"<ZmqKvMetricsReceiver {self.endpoint}: {self.received} received, {self.refused} refused>"
+
+
+def _report_in(frames: list[bytes]) -> KvMetrics:
+    if len(frames) != 1:
+        raise DecodeError(f"KvMetrics in {len(frames)} frames, a report is one")
+    return decode_kv_metrics(frames[0])
+
+
+def open_zmq_kv_metrics_sink(endpoint: str) -> ZmqKvMetricsSink:
+    """Connect a PUSH socket to the serving process, which may start later.
+
+    While nobody receives, nothing is queued and every report counts as dropped, so a receiver that comes back
+    reads no old ones. The ZMQ context is private: nobody else's ``destroy()`` reaches the sink.
+
+    Raises:
+        ConfigError: the endpoint is no address of another process.
+        StartError: the system refused the socket.
+    """
+    address = parse_kv_metrics_endpoint(endpoint, bind=False)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.PUSH)
+        socket.ipv6 = address.is_ipv6
+        socket.sndhwm = _HIGH_WATER_MARK
+        socket.sndbuf = _KERNEL_BUFFER_BYTES
+        socket.immediate = True
+        socket.connect(str(address))
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise StartError(str(address), str(error), "give the address that the serving process binds") from error
+    return ZmqKvMetricsSink(context, socket)
+
+
+def open_zmq_kv_metrics_receiver(endpoint: str) -> ZmqKvMetricsReceiver:
+    """Bind a PULL socket for the reports of all ranks; port 0 lets the system choose.
+
+    Raises:
+        ConfigError: the endpoint is no address that another process can reach.
+        StartError: the address is taken, or the system refused the socket.
+    """
+    address = parse_kv_metrics_endpoint(endpoint, bind=True)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.PULL)
+        socket.ipv6 = address.is_ipv6
+        socket.rcvhwm = _HIGH_WATER_MARK
+        socket.rcvbuf = _KERNEL_BUFFER_BYTES
+        socket.maxmsgsize = MAX_KV_METRICS_BYTES
+        socket.bind(str(address))
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise StartError(str(address), str(error), "stop who holds the address, or give another") from error
+    return ZmqKvMetricsReceiver(context, socket, bound)

@@ -1,0 +1,80 @@
+"""MetricsEmitter: what a step's statistics are, and that they never cost the step more than their time."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from scheduler_components.failure_log import FailureLog
+from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import LoadSource, MetricsSink, PublisherStatsSource, TotalsSource
+
+__all__ = ["NO_PUBLISHER_STATS", "NO_TOTALS", "MetricsEmitter"]
+
+logger = logging.getLogger(__name__)
+
+
+class _NoTotals:
+    """The totals of a scheduler that keeps none."""
+
+    def totals(self) -> SchedulerTotals:
+        return SchedulerTotals()
+
+
+class _NoPublisherStats:
+    """The counters of a scheduler without a publisher."""
+
+    def stats(self) -> PublisherStats:
+        return PublisherStats()
+
+
+NO_TOTALS: TotalsSource = _NoTotals()
+NO_PUBLISHER_STATS: PublisherStatsSource = _NoPublisherStats()
+
+
+@dataclass(slots=True, kw_only=True)
+class MetricsEmitter:
+    """Reads load, totals and publisher counters at the end of a step and hands them to the sink as one value.
+
+    Nothing that a source or the sink raises reaches the scheduler: it is counted in ``failures``, logged once an
+    episode, and that step's report is left out. A rank that does not report (``ParallelState.reports_metrics``)
+    reads nothing and hands on nothing, so no gauge is multiplied by its TP, CP or PP ranks.
+
+    Attributes:
+        parallel: decides whether this rank reports, and gives the labels.
+        load: usually a ``LoadInquirer``.
+        sink: where reports go; how often one is exported or logged is the sink's business.
+        totals: the scheduler's running totals.
+        publisher: usually the ``SchedulerKvEventsPublisher``.
+        failures: what went wrong so far.
+    """
+
+    parallel: ParallelState
+    load: LoadSource
+    sink: MetricsSink
+    totals: TotalsSource = NO_TOTALS
+    publisher: PublisherStatsSource = NO_PUBLISHER_STATS
+    failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
+    _labels: tuple[tuple[str, str], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._labels = self.parallel.metric_labels
+
+    def emit(self) -> None:
+        """Report this step. Call it at the end of every step, and once when the scheduler becomes idle."""
+        if not self.parallel.reports_metrics:
+            return
+        try:
+            self.sink.record(
+                SchedulerStats(
+                    labels=self._labels,
+                    load=self.load.get_loads(),
+                    totals=self.totals.totals(),
+                    publisher=self.publisher.stats(),
+                )
+            )
+        except Exception as error:  # noqa: BLE001 - a broken gauge must not take the engine down
+            self.failures.failed("emitting metrics", error)
+        else:
+            self.failures.succeeded("emitting metrics")

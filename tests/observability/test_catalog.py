@@ -1,0 +1,99 @@
+"""The catalogue is whole: every number that a scheduler reports is in it once, under names that Prometheus takes."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from observability.catalog import CATALOG, LOAD_AGE, RANKS_REFUSED, Metric, render_markdown
+from scheduler_components.load.snapshot import (
+    DisaggregationLoad,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    QueueLoad,
+    SpeculativeLoad,
+)
+from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+
+EVERY_METRIC = (*CATALOG, LOAD_AGE, RANKS_REFUSED)
+
+# Facts that reach a dashboard in another way, each with its reason.
+NOT_EXPORTED = {
+    "load.timestamp": "exported as load_age_seconds",
+    "load.dp_rank": "a label",
+    "load.queues.waiting": "num_queue_reqs says it",
+    "load.memory.token_capacity": "max_total_num_tokens says it",
+    "load.disaggregation.mode": "not a number; /v1/loads says it",
+    "load.disaggregation.waiting_reqs": "in num_queue_reqs",
+    "load.disaggregation.pending_tokens": "in num_pending_tokens",
+}
+PARTS = {
+    "load.": LoadSnapshot,
+    "load.queues.": QueueLoad,
+    "load.disaggregation.": DisaggregationLoad,
+    "load.lora.": LoraLoad,
+    "load.speculative.": SpeculativeLoad,
+    "load.memory.": MemoryLoad,
+    "totals.": SchedulerTotals,
+    "publisher.": PublisherStats,
+}
+WHOLE = SchedulerStats(
+    labels=(("dp_rank", "0"),),
+    load=LoadSnapshot(
+        queues=QueueLoad(grammar=3),
+        disaggregation=DisaggregationLoad(kv_transfer_latency_ms=1.5),
+        lora=LoraLoad(1, 2, 0.5),
+        speculative=SpeculativeLoad(2.5, 0.5),
+        memory=MemoryLoad(1.0, 2.0, 3.0, 4),
+    ),
+)
+
+
+def test_every_fact_of_a_report_has_one_metric() -> None:
+    paths = [metric.path for metric in CATALOG]
+    sections = {prefix.rstrip(".") for prefix in PARTS}
+    fields = {prefix + field.name for prefix, part in PARTS.items() for field in msgspec.structs.fields(part)}
+    assert sorted(paths) == sorted(fields - sections - NOT_EXPORTED.keys())
+    assert NOT_EXPORTED.keys() <= fields
+
+
+@pytest.mark.parametrize("metric", EVERY_METRIC, ids=lambda metric: metric.name)
+def test_names_and_words_follow_the_habits(metric: Metric) -> None:
+    for name in (metric.name, *metric.vllm_names):
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+        # A gauge may end so too, where SGLang calls it so (lora_pool_slots_total).
+        assert metric.kind != "counter" or name.endswith("_total")
+    assert metric.help.endswith(".")
+    assert metric.unit
+
+
+def test_names_are_unique() -> None:
+    names = [metric.name for metric in EVERY_METRIC]
+    vllm_names = [name for metric in EVERY_METRIC for name in metric.vllm_names]
+    assert len(set(names)) == len(names)
+    assert len(set(vllm_names)) == len(vllm_names)
+
+
+def test_what_gateways_and_dashboards_read_is_there() -> None:
+    names = {metric.name for metric in CATALOG}
+    assert {"num_running_reqs", "num_queue_reqs", "token_usage", "gen_throughput", "cache_hit_rate"} <= names
+    assert {"num_used_tokens", "max_total_num_tokens", "num_retracted_reqs", "prompt_tokens_total"} <= names
+    vllm_names = {name for metric in CATALOG for name in metric.vllm_names}
+    assert {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"} <= vllm_names
+    assert {"prefix_cache_hits_total", "prefix_cache_queries_total", "num_preemptions_total"} <= vllm_names
+
+
+@pytest.mark.parametrize("metric", CATALOG, ids=lambda metric: metric.name)
+def test_each_metric_reads_a_number_and_none_where_the_part_is_missing(metric: Metric) -> None:
+    assert isinstance(metric.read(WHOLE), int | float)
+    bare = metric.read(SchedulerStats(labels=(), load=LoadSnapshot()))
+    assert (bare is None) == (metric.path.count(".") == 2)
+
+
+def test_the_table_for_the_documentation_has_a_row_a_metric() -> None:
+    lines = render_markdown().splitlines()
+    assert len(lines) == 2 + len(EVERY_METRIC)
+    assert "| `sglang:num_running_reqs` | gauge | requests | Running requests. | `vllm:num_requests_running` |" in lines

@@ -1,0 +1,66 @@
+"""One line a rank and interval, that a person can read, and losses are said aloud."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from observability.log_sink import LogSink, describe_stats
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.metrics.stats import PublisherStats, SchedulerStats
+from scheduler_components.parallel_state import ParallelState
+
+LOGGER = logging.getLogger("test_log_sink")
+
+
+def make_stats(dp_rank: int = 0, publisher: PublisherStats | None = None) -> SchedulerStats:
+    load = LoadSnapshot(
+        dp_rank=dp_rank,
+        num_running_reqs=12,
+        num_waiting_reqs=3,
+        num_pending_tokens=4500,
+        num_used_tokens=8192,
+        max_total_num_tokens=65536,
+        token_usage=0.125,
+        gen_throughput=1234.5,
+        cache_hit_rate=0.4,
+    )
+    labels = ParallelState(dp_rank=dp_rank, dp_size=8).metric_labels
+    return SchedulerStats(
+        labels=labels, load=load, publisher=publisher or PublisherStats(events_sent=7, batches_sent=2)
+    )
+
+
+def test_the_line_says_what_a_person_asks() -> None:
+    assert describe_stats(make_stats(1)) == (
+        "dp1: 12 running, 3 waiting (4,500 tokens), KV 8,192/65,536 tokens (12.5%), hit rate 40.0%, "
+        "1,234.5 tokens/s, 7 events in 2 batches"
+    )
+
+
+def test_losses_are_said_aloud() -> None:
+    line = describe_stats(make_stats(publisher=PublisherStats(batches_dropped=3, events_refused=1)))
+    assert line.endswith("3 BATCHES DROPPED, 1 EVENTS REFUSED")
+
+
+def test_each_rank_logs_once_an_interval(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    sink = LogSink(logger=LOGGER, interval_s=10.0, clock=lambda: now[0])
+    with caplog.at_level(logging.INFO, logger=LOGGER.name):
+        for second in range(21):
+            now[0] = float(second)
+            sink.record(make_stats(0))
+            sink.record(make_stats(1))
+    assert [record.message[:3] for record in caplog.records] == ["dp0", "dp1"] * 3
+
+
+def test_a_clock_set_back_does_not_silence_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    now = [5000.0]
+    sink = LogSink(logger=LOGGER, clock=lambda: now[0])
+    with caplog.at_level(logging.INFO, logger=LOGGER.name):
+        sink.record(make_stats())
+        now[0] = 10.0
+        sink.record(make_stats())
+        sink.record(make_stats())
+    assert len(caplog.records) == 2

@@ -1,0 +1,145 @@
+"""What Prometheus reads is the newest report of each rank, under the catalogue's names, on the injected registry."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from observability.catalog import CATALOG
+from observability.prometheus_sink import PrometheusSink
+from scheduler_components.errors import ConfigError
+from scheduler_components.load.snapshot import LoadSnapshot, QueueLoad
+from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.parallel_state import ParallelState
+
+
+def make_stats(dp_rank: int = 0, **load: object) -> SchedulerStats:
+    parallel = ParallelState(dp_rank=dp_rank, dp_size=8)
+    return SchedulerStats(labels=parallel.metric_labels, load=LoadSnapshot(dp_rank=dp_rank, **load))
+
+
+def read(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, {"pp_rank": "0", "tp_rank": "0", "dp_rank": "0", **labels})
+
+
+def test_a_report_is_read_under_sglangs_names() -> None:
+    registry = CollectorRegistry()
+    PrometheusSink(registry).record(make_stats(num_running_reqs=3, num_waiting_reqs=2, token_usage=0.5))
+    assert read(registry, "sglang:num_running_reqs") == 3
+    assert read(registry, "sglang:num_queue_reqs") == 2
+    assert read(registry, "sglang:token_usage") == 0.5
+
+
+def test_every_metric_of_the_catalogue_is_exposed_and_the_text_can_be_parsed() -> None:
+    registry = CollectorRegistry()
+    PrometheusSink(registry).record(make_stats(queues=QueueLoad()))
+    families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
+    for metric in CATALOG:
+        if not metric.path.startswith("load.") or metric.path.count(".") == 1:
+            family = families["sglang:" + metric.name.removesuffix("_total")]
+            assert family.type == metric.kind
+            assert family.documentation == metric.help
+            assert [sample.name for sample in family.samples] == ["sglang:" + metric.name]
+
+
+def test_the_newest_report_of_each_rank_is_kept() -> None:
+    registry = CollectorRegistry()
+    sink = PrometheusSink(registry)
+    for running in range(5):
+        sink.record(make_stats(0, num_running_reqs=running))
+        sink.record(make_stats(1, num_running_reqs=10 * running))
+    assert read(registry, "sglang:num_running_reqs", dp_rank="0") == 4
+    assert read(registry, "sglang:num_running_reqs", dp_rank="1") == 40
+
+
+def test_counters_are_counters() -> None:
+    registry = CollectorRegistry()
+    stats = SchedulerStats(
+        labels=ParallelState().metric_labels,
+        load=LoadSnapshot(),
+        totals=SchedulerTotals(prompt_tokens_total=70, num_retractions_total=2),
+        publisher=PublisherStats(batches_sent=5, last_sequence=4),
+    )
+    PrometheusSink(registry).record(stats)
+    assert read(registry, "sglang:prompt_tokens_total") == 70
+    assert read(registry, "sglang:num_retracted_requests_total") == 2
+    assert read(registry, "sglang:kv_events_batches_sent_total") == 5
+    assert read(registry, "sglang:kv_events_last_sequence") == 4
+
+
+def test_parts_that_an_engine_has_not_are_not_exposed() -> None:
+    registry = CollectorRegistry()
+    PrometheusSink(registry).record(make_stats())
+    assert "lora" not in generate_latest(registry).decode()
+    assert read(registry, "sglang:num_paused_reqs") is None
+
+
+def test_a_rank_that_stopped_reporting_shows_as_a_growing_age() -> None:
+    registry, now = CollectorRegistry(), [100.0]
+    sink = PrometheusSink(registry, clock=lambda: now[0])
+    sink.record(make_stats(timestamp=99.0, num_running_reqs=7))
+    assert read(registry, "sglang:load_age_seconds") == 1.0
+    now[0] = 500.0
+    assert read(registry, "sglang:load_age_seconds") == 401.0
+    assert read(registry, "sglang:num_running_reqs") == 7
+    now[0] = 50.0
+    assert read(registry, "sglang:load_age_seconds") == 0.0
+
+
+def test_labels_are_bounded_and_what_is_refused_is_counted() -> None:
+    registry = CollectorRegistry()
+    sink = PrometheusSink(registry, max_ranks=2)
+    for dp_rank in (0, 1, 2, 3, 0, 1):
+        sink.record(make_stats(dp_rank, num_running_reqs=dp_rank + 1))
+    text = generate_latest(registry).decode()
+    assert text.count("sglang:num_running_reqs{") == 2
+    assert registry.get_sample_value("sglang:metrics_reports_refused_total") == 2
+
+
+def test_prefix_and_model_name_are_settings() -> None:
+    registry = CollectorRegistry()
+    PrometheusSink(registry, prefix="my_", model_name="tiny").record(make_stats(num_running_reqs=1))
+    assert read(registry, "my_num_running_reqs", model_name="tiny") == 1
+
+
+def test_vllms_names_say_the_same() -> None:
+    registry = CollectorRegistry()
+    PrometheusSink(registry, vllm_names=True).record(make_stats(num_running_reqs=3, token_usage=0.25))
+    assert read(registry, "sglang:num_running_reqs") == read(registry, "vllm:num_requests_running") == 3
+    assert read(registry, "vllm:kv_cache_usage_perc") == 0.25
+    assert read(registry, "vllm:prefix_cache_queries_total") == 0
+
+
+def test_a_name_that_both_flavours_share_is_exposed_once() -> None:
+    registry = CollectorRegistry()
+    PrometheusSink(registry, prefix="vllm:", vllm_names=True).record(make_stats())
+    assert generate_latest(registry).decode().count("# TYPE vllm:prompt_tokens_total ") == 1
+
+
+def test_two_sinks_of_one_prefix_on_one_registry_are_refused() -> None:
+    registry = CollectorRegistry()
+    PrometheusSink(registry)
+    with pytest.raises(ConfigError, match="prefix"):
+        PrometheusSink(registry)
+    PrometheusSink(registry, prefix="other_")
+
+
+@pytest.mark.parametrize("prefix", ["9lives", "a-b", "a b", "é"])
+def test_a_prefix_that_no_name_can_begin_with_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="prefix"):
+        PrometheusSink(CollectorRegistry(), prefix=prefix)
+
+
+def test_close_leaves_the_registry_and_may_be_called_twice() -> None:
+    registry = CollectorRegistry()
+    sink = PrometheusSink(registry)
+    sink.close()
+    sink.close()
+    assert generate_latest(registry) == b""
+    PrometheusSink(registry)
+
+
+def test_the_global_registry_is_left_alone() -> None:
+    PrometheusSink(CollectorRegistry()).record(make_stats())
+    assert "sglang" not in generate_latest(REGISTRY).decode()

@@ -1,0 +1,72 @@
+"""From a cache's records to the wire: one call opens what each rank of a world needs, and owners alone are heard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components.kv_events.events import BlockRemoved, KVCacheEvent
+from scheduler_components.kv_events.publisher import NullEventPublisher
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
+from scheduler_components.parallel_state import ParallelState
+
+Ask = Callable[..., list[list[bytes]]]
+
+CONFIG = msgspec.json.encode(
+    {
+        "publisher": "zmq",
+        "endpoint": "tcp://127.0.0.1:0",
+        "replay_endpoint": "tcp://127.0.0.1:0",
+        "bind": True,
+    }
+).decode()
+STEPS = 3
+
+
+class Cache:
+    """Records one removal a step, as the rank's own number."""
+
+    def __init__(self, tp_rank: int) -> None:
+        self.tp_rank = tp_rank
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        return [BlockRemoved((self.tp_rank,))]
+
+
+@pytest.mark.parametrize(
+    ("attn_dp_size", "attn_cp_size", "owners"),
+    [(1, 2, [0]), (2, 1, [0, 2]), (4, 1, [0, 1, 2, 3]), (2, 2, [0, 2])],
+)
+def test_each_independent_cache_is_one_stream(
+    attn_dp_size: int, attn_cp_size: int, owners: list[int], ask_replay: Ask
+) -> None:
+    streams: dict[int, ZmqEventPublisher] = {}
+    publishers: list[SchedulerKvEventsPublisher] = []
+    try:
+        for tp_rank in range(4):
+            parallel = ParallelState.from_tp_rank(
+                tp_rank, tp_size=4, attn_dp_size=attn_dp_size, attn_cp_size=attn_cp_size
+            )
+            publishers.append(SchedulerKvEventsPublisher.open(CONFIG, parallel=parallel, source=Cache(tp_rank)))
+            if isinstance(publishers[-1].sink, ZmqEventPublisher):
+                streams[tp_rank] = publishers[-1].sink
+            else:
+                assert isinstance(publishers[-1].sink, NullEventPublisher)
+        for _ in range(STEPS):
+            for publisher in publishers:
+                publisher.publish_kv_events()
+                publisher.idle()
+        assert list(streams) == owners
+        for index, tp_rank in enumerate(owners):
+            messages = ask_replay(streams[tp_rank].replay_endpoint, bytes(8))
+            batches = [BatchDecoder().decode(message[-1]) for message in messages[:-1]]
+            assert [batch.events for batch in batches] == [(BlockRemoved((tp_rank,)),)] * STEPS
+            assert {batch.attn_dp_rank for batch in batches} == {index}
+    finally:
+        for publisher in publishers:
+            publisher.shutdown()
+    assert [publisher.failures.total for publisher in publishers] == [0] * 4
