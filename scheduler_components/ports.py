@@ -8,9 +8,8 @@ members fits; nothing here is ever inherited from.
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from scheduler_components.hicache.sync_call import SyncCall
 from scheduler_components.kv_events.events import EventBatch, KVCacheEvent
 from scheduler_components.load.snapshot import (
     DisaggregationLoad,
@@ -22,11 +21,15 @@ from scheduler_components.load.snapshot import (
 )
 from scheduler_components.metrics.stats import KvMetrics, PublisherStats, SchedulerStats, SchedulerTotals
 
+if TYPE_CHECKING:  # the hierarchical cache builds on this page, and is not loaded with it
+    from scheduler_components.hicache.sync_call import SyncCall
+
 __all__ = [
     "KvEventSink",
     "KvEventSource",
     "KvMetricsSink",
     "LoadPartsSource",
+    "LoadSink",
     "LoadSource",
     "MetricsSink",
     "PageBytes",
@@ -38,6 +41,7 @@ __all__ = [
     "RateSource",
     "SyncGroup",
     "TotalsSource",
+    "WorkSource",
 ]
 
 PageBytes: TypeAlias = bytes | bytearray | memoryview
@@ -171,6 +175,33 @@ class LoadSource(Protocol):
     """Whoever can say how loaded this replica is. ``LoadInquirer`` is one."""
 
     def get_loads(self) -> LoadSnapshot: ...
+
+
+class WorkSource(Protocol):
+    """What a scheduler has taken in and worked off since it started; ``load.work_totals.WorkTotals`` is one."""
+
+    @property
+    def dispatched_watermarks(self) -> tuple[tuple[str, int], ...]:
+        """(dispatcher, highest ticket taken in) pairs."""
+        ...
+
+    @property
+    def total_prefill_uncached_tokens(self) -> int: ...
+
+    @property
+    def total_prefill_busy_us(self) -> int: ...
+
+
+class LoadSink(Protocol):
+    """Where load reports go: dispatchers on the network, or processes of this machine."""
+
+    def send(self, load: LoadSnapshot) -> None:
+        """Hand on one report, which makes all before it worthless. Never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Let go of sockets and memory; safe to call twice."""
+        ...
 
 
 class TotalsSource(Protocol):

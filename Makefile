@@ -1,0 +1,49 @@
+# Two commands: `make demo` runs the engine and judges it, `make test` runs the suite. Each does all of its own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types format clean
+
+help:
+	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
+	@echo "make test    install what the tests need, then run them (TEST_ARGS='-k demo')"
+	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"
+	@echo "make clean   remove the environment and caches"
+
+demo: $(VENV)/.engine
+	$(BIN)/scheduler-components demo $(DEMO_ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/pytest $(TEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps say what is installed; a change of pyproject.toml installs again. `.dev` includes all of `.engine`.
+$(VENV)/bin/pip:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.engine: pyproject.toml | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[engine]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@ $(VENV)/.engine

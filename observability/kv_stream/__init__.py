@@ -1,0 +1,1 @@
+"""Following KV-event streams: discovery, cursor, subscriber and the view of who holds which block."""

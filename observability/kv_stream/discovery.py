@@ -1,0 +1,218 @@
+"""Where a worker's streams are: from its URL, or from endpoints that a person gives."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import attrs
+import httpx
+import msgspec
+
+from observability.terminal_text import printable
+from scheduler_components.errors import ComponentError, ConfigError, DecodeError, StartError
+from scheduler_components.kv_events.endpoint import Endpoint
+
+__all__ = [
+    "MAX_STREAMS",
+    "NoStreamsError",
+    "StreamAddress",
+    "addresses_in",
+    "bare_address",
+    "discover",
+    "fetch_json",
+    "fetch_page",
+    "worker_url",
+]
+
+MAX_STREAMS = 1_024
+"""Of one worker or one subscriber. A stream costs three file descriptors; no engine is near this."""
+
+_MAX_REPLY_BYTES = 4 * 1024 * 1024
+"""SGLang's ``/server_info`` with all its flags and internal states is some 20 KB."""
+
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1_048_576)]
+_StreamCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)]
+
+
+class NoStreamsError(ComponentError):
+    """The worker answers and says that it publishes no KV events that could be followed.
+
+    Args:
+        url: the worker.
+        reason: its own ``kv_events_error``, or what is missing.
+    """
+
+    def __init__(self, url: str, reason: str) -> None:
+        self.url = url
+        self.reason = printable(reason)
+        super().__init__(f"{url} publishes no KV events: {self.reason}")
+
+
+@attrs.frozen(kw_only=True)
+class StreamAddress:
+    """One stream: where its live batches, its replay and its load gauge are.
+
+    ``rank`` is its number in views and tables; to follow several workers at once, give each stream one of its own.
+    ``block_size`` is what the worker advertises, in tokens; None when it does not.
+
+    Raises:
+        ConfigError: an endpoint that cannot be dialled: a wildcard, port 0, or inproc.
+    """
+
+    rank: int
+    events: Endpoint
+    replay: Endpoint | None = None
+    load: Endpoint | None = None
+    topic: str = ""
+    block_size: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for field, endpoint in (
+            ("endpoint", self.events),
+            ("replay_endpoint", self.replay),
+            ("load_endpoint", self.load),
+        ):
+            if endpoint is not None and (endpoint.transport == "inproc" or endpoint.is_wildcard or endpoint.port == 0):
+                raise ConfigError(
+                    field, str(endpoint), "cannot be dialled", "give the host and port on which the publisher listens"
+                )
+
+
+class _Descriptor(msgspec.Struct, frozen=True):
+    """``kv_events`` of ``/server_info`` (SGLang 0.5.23 and this kit); unknown fields are ignored."""
+
+    endpoint_host: str
+    endpoint_port_base: _Port
+    dp_size: _StreamCount = 1
+    publisher: str = ""
+    topic: str = ""
+    block_size: _Count | None = None
+    replay_endpoint_port_base: _Port | None = None
+    replay_endpoint_host: str | None = None
+    load_endpoint_port_base: _Port | None = None
+    load_endpoint_host: str | None = None
+
+
+def worker_url(text: str) -> httpx.URL:
+    """Parse the URL of a worker.
+
+    Raises:
+        ConfigError: not an http or https URL with a host.
+    """
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise ConfigError("url", text, f"is not a URL ({error})", "give http://host:port") from None
+    if url.scheme not in ("http", "https"):
+        raise ConfigError("url", text, "is not the URL of a worker", "give http://host:port")
+    try:
+        Endpoint(transport="tcp", host=url.host, port=1)  # the host stands in for wildcards, so it must be one
+    except ConfigError as error:
+        raise ConfigError("url", text, error.problem, "give http://host:port") from None
+    return url.copy_with(path=url.path.rstrip("/"), query=None, fragment=None)
+
+
+def fetch_page(url: httpx.URL, path: str, *, timeout_s: float) -> bytes:
+    """GET one page of a worker.
+
+    Raises:
+        StartError: nothing answers, or not with 200.
+        DecodeError: the page is larger than any honest one.
+    """
+    page = url.copy_with(path=url.path.rstrip("/") + path)
+    body = bytearray()
+    try:
+        # A worker is asked directly: its own address is no business of the proxy that the environment may name.
+        with httpx.stream("GET", page, timeout=timeout_s, trust_env=False) as reply:
+            if reply.status_code != httpx.codes.OK:
+                raise StartError(str(page), f"answers {reply.status_code}", "check that this is the worker's own URL")
+            for chunk in reply.iter_bytes():
+                body += chunk
+                if len(body) > _MAX_REPLY_BYTES:
+                    raise DecodeError(f"{page} is over {_MAX_REPLY_BYTES} bytes")
+    except httpx.HTTPError as error:
+        problem = str(error) or type(error).__name__
+        raise StartError(str(page), problem, "check that the worker runs and that the port is its HTTP port") from error
+    return bytes(body)
+
+
+def fetch_json(url: httpx.URL, path: str, *, timeout_s: float) -> Any:
+    """GET one page of a worker and read it as JSON.
+
+    Raises:
+        StartError: nothing answers, or not with 200.
+        DecodeError: the page is not JSON, or is larger than any honest one.
+    """
+    body = fetch_page(url, path, timeout_s=timeout_s)
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"{url.copy_with(path=url.path + path)} is not JSON: {error}") from error
+
+
+def discover(url: str, *, timeout_s: float = 5.0) -> tuple[StreamAddress, ...]:
+    """Ask a worker for its streams, one address a rank.
+
+    Raises:
+        ConfigError: ``url`` is not a worker's URL.
+        StartError: the worker cannot be reached.
+        NoStreamsError: it publishes no KV events.
+        DecodeError: what it says of its streams cannot be dialled.
+    """
+    worker = worker_url(url)
+    return addresses_in(fetch_json(worker, "/server_info", timeout_s=timeout_s), worker)
+
+
+def addresses_in(server_info: object, worker: httpx.URL) -> tuple[StreamAddress, ...]:
+    """Read ``/server_info``: one address a rank, with the worker's own host where a wildcard is advertised.
+
+    Raises:
+        NoStreamsError, DecodeError: as ``discover``.
+    """
+    if not isinstance(server_info, dict):
+        raise DecodeError(f"/server_info is {type(server_info).__name__}, not an object")
+    described = server_info.get("kv_events")
+    if described is None:
+        reason = server_info.get("kv_events_error") or "/server_info has no kv_events"
+        raise NoStreamsError(str(worker), str(reason))
+    try:
+        descriptor = msgspec.convert(described, _Descriptor)
+        return tuple(_address(descriptor, rank, worker.host) for rank in range(descriptor.dp_size))
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise DecodeError(f"kv_events of /server_info: {error}") from error
+
+
+def _address(descriptor: _Descriptor, rank: int, worker_host: str) -> StreamAddress:
+    host = descriptor.endpoint_host
+    return StreamAddress(
+        rank=rank,
+        events=_dialled(host, descriptor.endpoint_port_base, rank, worker_host),
+        replay=_side(descriptor.replay_endpoint_host or host, descriptor.replay_endpoint_port_base, rank, worker_host),
+        load=_side(descriptor.load_endpoint_host or host, descriptor.load_endpoint_port_base, rank, worker_host),
+        topic=descriptor.topic,
+        block_size=descriptor.block_size,
+    )
+
+
+def _side(host: str, port_base: int | None, rank: int, worker_host: str) -> Endpoint | None:
+    return None if port_base is None else _dialled(host, port_base, rank, worker_host)
+
+
+def _dialled(host: str, port_base: int, rank: int, worker_host: str) -> Endpoint:
+    endpoint = Endpoint(transport="tcp", host=host, port=port_base).offset(rank)
+    return endpoint.with_host(worker_host) if endpoint.is_wildcard else endpoint
+
+
+def bare_address(events: str, *, replay: str | None = None, topic: str = "", rank: int = 0) -> StreamAddress:
+    """Follow one stream whose endpoints a person gives; nothing is offset.
+
+    Raises:
+        ConfigError: an endpoint that cannot be dialled: malformed, a wildcard, or port 0.
+    """
+    return StreamAddress(
+        rank=rank,
+        events=Endpoint.parse(events),
+        replay=Endpoint.parse(replay, field="replay_endpoint") if replay else None,
+        topic=topic,
+    )

@@ -1,0 +1,210 @@
+"""Which blocks each rank holds, on which tier: the state that streams of events add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from enum import IntEnum
+
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+
+__all__ = ["BlockView", "Tier", "ViewCounters", "tier_of"]
+
+
+class Tier(IntEnum):
+    """Where a block lies, as routers tell it apart; nearest first."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+_TIERS: dict[str | None, Tier] = {
+    None: Tier.DEVICE,
+    "GPU": Tier.DEVICE,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "DISK": Tier.STORAGE,
+    "EXTERNAL": Tier.STORAGE,
+    "STORAGE": Tier.STORAGE,
+}
+
+
+def tier_of(medium: str | None) -> Tier | None:
+    """The tier of an event's medium; None for a medium that the field does not know."""
+    return _TIERS.get(medium)
+
+
+@dataclass(slots=True)
+class ViewCounters:
+    """What one rank's events did to the view; each only ever grows.
+
+    ``duplicate_stores`` and ``unknown_removals`` are harmless: the view is a set. ``unknown_media`` counts events
+    that name a medium that nobody knows; they change nothing.
+    """
+
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    clears: int = 0
+    duplicate_stores: int = 0
+    unknown_removals: int = 0
+    unknown_media: int = 0
+
+
+@dataclass(slots=True)
+class _RankBlocks:
+    """What one rank holds: its bit in the masks, and one set of hashes a tier."""
+
+    bit: int
+    held: tuple[set[int], ...]
+    counters: ViewCounters
+
+
+class BlockView:
+    """The blocks of many ranks, by hash.
+
+    Each tier keeps one map of hash to a bit mask of ranks, which answers "who holds this?" with one lookup, and one
+    set a rank, which makes a clear cost what that rank holds. Hashes are signed 64-bit integers, as decoded events
+    carry them. A rank is any integer that its caller uses for one stream; streams of several workers need distinct
+    ones. Blocks are keyed by (hash, tier): storing twice is storing once.
+
+    Not locked: one thread applies; a reader in another thread takes its owner's lock.
+    """
+
+    __slots__ = ("_holders", "_rank_of_bit", "_ranks")
+
+    def __init__(self) -> None:
+        self._holders: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
+        self._ranks: dict[int, _RankBlocks] = {}
+        self._rank_of_bit: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<BlockView blocks by rank: { {rank: self.block_count(rank) for rank in self._ranks} }>"
+
+    # --- changes ---
+
+    def apply(self, rank: int, events: Iterable[KVCacheEvent]) -> None:
+        """Apply one rank's events in order."""
+        blocks = self._ranks.get(rank) or self._add_rank(rank)
+        for event in events:
+            if isinstance(event, BlockStored):
+                tier = _TIERS.get(event.medium)
+                if tier is None:
+                    blocks.counters.unknown_media += 1
+                else:
+                    _store(blocks, blocks.held[tier], self._holders[tier], event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                tier = _TIERS.get(event.medium)
+                if tier is None:
+                    blocks.counters.unknown_media += 1
+                else:
+                    _remove(blocks, blocks.held[tier], self._holders[tier], event.block_hashes)
+            elif isinstance(event, AllBlocksCleared):
+                self.clear(rank)
+
+    def clear(self, rank: int) -> None:
+        """Forget all blocks of one rank, on every tier; costs what that rank holds."""
+        blocks = self._ranks.get(rank) or self._add_rank(rank)
+        blocks.counters.clears += 1
+        for held, holders in zip(blocks.held, self._holders, strict=True):
+            for block_hash in held:
+                _drop_bit(holders, block_hash, blocks.bit)
+            held.clear()
+
+    def _add_rank(self, rank: int) -> _RankBlocks:
+        bit = 1 << len(self._ranks)
+        self._rank_of_bit[bit] = rank
+        blocks = self._ranks[rank] = _RankBlocks(bit, tuple(set() for _ in Tier), ViewCounters())
+        return blocks
+
+    # --- queries ---
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank that was ever applied or cleared, in the order of its first event."""
+        return tuple(self._ranks)
+
+    def deepest_prefix(self, hashes: Iterable[int], tier: Tier = Tier.DEVICE) -> dict[int, int]:
+        """How many of a prompt's leading blocks each rank holds on ``tier``.
+
+        Args:
+            hashes: the prompt's block hashes, root first.
+
+        Returns:
+            rank to depth in blocks, for ranks that hold at least the first block.
+        """
+        masks = self._holders[tier].get
+        depths: dict[int, int] = {}
+        alive = -1
+        depth = 0
+        for block_hash in hashes:
+            mask = masks(block_hash, 0)
+            if mask != alive:
+                still = mask & alive
+                if depth and still != alive:
+                    self._note_depth(alive & ~still, depth, depths)
+                alive = still
+                if not alive:
+                    return depths
+            depth += 1
+        if depth:
+            self._note_depth(alive, depth, depths)
+        return depths
+
+    def _note_depth(self, mask: int, depth: int, depths: dict[int, int]) -> None:
+        rank_of_bit = self._rank_of_bit
+        while mask:
+            bit = mask & -mask
+            depths[rank_of_bit[bit]] = depth
+            mask ^= bit
+
+    def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
+        """The ranks that hold one block on ``tier``, in the order in which they were first seen."""
+        holders: dict[int, int] = {}
+        self._note_depth(self._holders[tier].get(block_hash, 0), 1, holders)
+        return tuple(holders)
+
+    def blocks(self, rank: int, tier: Tier = Tier.DEVICE) -> Set[int]:
+        """A copy of the hashes that a rank holds on ``tier``; empty for a rank that was never seen."""
+        known = self._ranks.get(rank)
+        return frozenset(known.held[tier]) if known else frozenset()
+
+    def block_count(self, rank: int) -> int:
+        """How many blocks a rank holds, over all tiers."""
+        known = self._ranks.get(rank)
+        return sum(map(len, known.held)) if known else 0
+
+    def counters(self, rank: int) -> ViewCounters:
+        """What the events of one rank did; zeros for a rank that was never seen."""
+        known = self._ranks.get(rank)
+        return known.counters if known else ViewCounters()
+
+
+def _store(blocks: _RankBlocks, held: set[int], holders: dict[int, int], hashes: Sequence[int]) -> None:
+    before = len(held)
+    held.update(hashes)
+    counters = blocks.counters
+    counters.stored_blocks += len(hashes)
+    counters.duplicate_stores += len(hashes) - (len(held) - before)
+    mask_of = holders.get
+    bit = blocks.bit
+    for block_hash in hashes:
+        holders[block_hash] = mask_of(block_hash, 0) | bit
+
+
+def _remove(blocks: _RankBlocks, held: set[int], holders: dict[int, int], hashes: Sequence[int]) -> None:
+    for block_hash in hashes:
+        if block_hash in held:
+            held.remove(block_hash)
+            _drop_bit(holders, block_hash, blocks.bit)
+            blocks.counters.removed_blocks += 1
+        else:
+            blocks.counters.unknown_removals += 1
+
+
+def _drop_bit(holders: dict[int, int], block_hash: int, bit: int) -> None:
+    rest = holders[block_hash] & ~bit
+    if rest:
+        holders[block_hash] = rest
+    else:
+        del holders[block_hash]

@@ -1,0 +1,229 @@
+"""The sockets of one followed stream: a SUB with its monitor, and a DEALER for each replay question.
+
+A SUB lives for one connection: when that is lost, what is left in the socket is read, and a new one is opened, so
+that batches of two lives of a publisher never mix in one queue.
+"""
+
+from __future__ import annotations
+
+import math
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from observability.kv_stream.discovery import StreamAddress
+from observability.kv_stream.follower import StreamFollower
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+from scheduler_components.kv_events.endpoint import Endpoint
+
+__all__ = ["ZmqReplayChannel", "ZmqStream"]
+
+Socket = zmq.Socket[bytes]
+
+_END_SEQ = -1
+_RECEIVE_HWM = 10_000
+"""Batches that wait in the socket during a replay; some seconds of a busy scheduler."""
+
+_BITE = 256
+"""Messages read from one socket before the other streams have their turn."""
+
+_HEARTBEAT_MS = 5_000
+"""A peer that is stopped or cut off is noticed after two of these; a closed one at once."""
+
+_FIRST_REOPEN_S = 0.05
+_LAST_REOPEN_S = 2.0
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+def _open_dialled(context: zmq.Context[Socket], kind: int, endpoint: Endpoint) -> Socket:
+    socket: Socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
+    if endpoint.is_ipv6:
+        socket.setsockopt(zmq.IPV6, 1)
+    return socket
+
+
+def _sequence(frame: bytes) -> int | None:
+    """The 8-byte number of a frame; None for anything else."""
+    return int.from_bytes(frame, "big", signed=True) if len(frame) == 8 else None
+
+
+class ZmqReplayChannel:
+    """Asks one publisher's ROUTER; each question has a DEALER of its own.
+
+    Reads both answer framings: the last two frames are sequence and payload in either.
+    """
+
+    __slots__ = ("_ask", "_context", "_endpoint", "socket")
+
+    def __init__(self, context: zmq.Context[Socket], endpoint: Endpoint | None) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._ask = 0
+        self.socket: Socket | None = None
+
+    def ask(self, ask: int, start: int) -> None:
+        """Send the question; see ``ReplayChannel``."""
+        self.drop()
+        if self._endpoint is None:
+            return
+        self._ask = ask
+        self.socket = _open_dialled(self._context, zmq.DEALER, self._endpoint)
+        self.socket.connect(str(self._endpoint))
+        self.socket.send_multipart((b"", start.to_bytes(8, "big")))
+
+    def drop(self) -> None:
+        """Close the open question's connection, if any."""
+        if self.socket is not None:
+            self.socket.close(linger=0)
+            self.socket = None
+
+    def read(self) -> tuple[int, list[bytes]] | None:
+        """The next message of the open answer with its question's number, None when none has come."""
+        if self.socket is None:
+            return None
+        try:
+            return self._ask, self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+
+class ZmqStream:
+    """One stream's sockets and follower. Opened, used and closed on one thread.
+
+    Args:
+        context: the subscriber's own.
+        address: where the stream is.
+        follower: what it tells; its channel is ``channel``.
+        channel: the replay side.
+    """
+
+    __slots__ = (
+        "_context",
+        "_monitor",
+        "_reopen_at_s",
+        "_reopen_pause_s",
+        "_sub",
+        "address",
+        "bad_frames",
+        "channel",
+        "disconnects",
+        "follower",
+    )
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        address: StreamAddress,
+        follower: StreamFollower,
+        channel: ZmqReplayChannel,
+    ) -> None:
+        self.address = address
+        self.follower = follower
+        self.channel = channel
+        self.bad_frames = 0
+        self.disconnects = 0
+        self._context = context
+        self._sub: Socket | None = None
+        self._monitor: Socket | None = None
+        self._reopen_at_s = -math.inf
+        self._reopen_pause_s = _FIRST_REOPEN_S
+
+    def open(self) -> None:
+        """Dial the live channel. Returns at once; the connection comes when it comes."""
+        endpoint = self.address.events
+        self._reopen_at_s = math.inf
+        self._sub = _open_dialled(self._context, zmq.SUB, endpoint)
+        self._sub.setsockopt_string(zmq.SUBSCRIBE, self.address.topic)
+        self._monitor = self._sub.get_monitor_socket(_WATCHED)
+        self._sub.connect(str(endpoint))
+
+    def close(self) -> None:
+        """Close every socket; safe to call twice."""
+        self.channel.drop()
+        self._close_live()
+
+    def _close_live(self) -> None:
+        if self._sub is None:
+            return
+        if self._monitor is not None:
+            self._sub.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+        self._sub.close(linger=0)
+        self._sub = None
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When ``take_turn`` must be called at the latest."""
+        return min(self.follower.next_deadline_s, self._reopen_at_s)
+
+    def sockets(self) -> list[Socket]:
+        """What to poll for input now; the SUB is left alone while its batches could not be used."""
+        sockets = [socket for socket in (self._monitor, self.channel.socket) if socket is not None]
+        if self._sub is not None and self.follower.cursor.listening:
+            sockets.append(self._sub)
+        return sockets
+
+    def take_turn(self, now_s: float) -> None:
+        """Read what has come, up to a bite from each socket, and do what is due."""
+        if now_s >= self._reopen_at_s:
+            self.open()
+        lost = self._read_monitor(now_s)
+        self._read_answers(now_s)
+        self._read_live(now_s, limit=_RECEIVE_HWM if lost else _BITE)
+        if lost:
+            self._lose(now_s)
+        self.follower.tick(now_s)
+
+    def _read_monitor(self, now_s: float) -> bool:
+        """Take the connection's events; True when it was lost."""
+        while self._monitor is not None:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return False
+            if event == zmq.EVENT_DISCONNECTED:
+                return True
+            self.follower.connected(now_s)
+        return False
+
+    def _lose(self, now_s: float) -> None:
+        self.disconnects += 1
+        self._close_live()
+        self.follower.disconnected(now_s)
+        self._reopen_at_s = now_s + self._reopen_pause_s
+        self._reopen_pause_s = min(_LAST_REOPEN_S, 2 * self._reopen_pause_s)
+
+    def _read_answers(self, now_s: float) -> None:
+        for _ in range(_BITE):
+            message = self.channel.read()
+            if message is None:
+                return
+            ask, frames = message
+            seq = _sequence(frames[-2]) if len(frames) >= 2 else None
+            if seq == _END_SEQ:
+                self.follower.answer_ended(ask, now_s)
+            elif seq is None or seq < 0:
+                self.bad_frames += 1
+            else:
+                self.follower.answered(ask, seq, frames[-1], now_s)
+
+    def _read_live(self, now_s: float, *, limit: int) -> None:
+        for _ in range(limit):
+            if self._sub is None or not self.follower.cursor.listening:
+                return
+            try:
+                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            seq = _sequence(frames[1]) if len(frames) == 3 else None
+            if seq is None or seq < 0:
+                self.bad_frames += 1
+                continue
+            self._reopen_pause_s = _FIRST_REOPEN_S
+            self.follower.live(seq, frames[2], now_s)

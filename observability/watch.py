@@ -1,0 +1,191 @@
+"""Live events of any engine that speaks this wire, one line an event."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TextIO
+
+import attrs
+import msgspec
+
+from observability.kv_stream.discovery import StreamAddress, bare_address, discover
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.zmq_subscriber import open_subscriber
+from observability.terminal_text import printable
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.kv_events.codec import DecodedBatch
+from scheduler_components.kv_events.events import BlockRemoved, BlockStored, KVCacheEvent
+
+__all__ = ["WatchOptions", "addresses_of", "watch"]
+
+_POLL_S = 0.1
+_UINT64_MASK = (1 << 64) - 1
+
+
+@attrs.frozen(kw_only=True)
+class WatchOptions:
+    """What to show, and when to stop.
+
+    Attributes:
+        as_json: one JSON object a line instead of text. Token ids are prompts in clear, so neither form shows them.
+        history: also replay what was published before, and what was missed.
+        replay_endpoint, topic: of a bare endpoint; a worker's URL tells its own.
+        max_events: stop after this many events; duration_s: stop after so long. None goes on.
+    """
+
+    as_json: bool = False
+    history: bool = False
+    replay_endpoint: str | None = None
+    topic: str | None = None
+    max_events: int | None = None
+    duration_s: float | None = None
+
+
+def addresses_of(target: str, options: WatchOptions) -> tuple[StreamAddress, ...]:
+    """Read ``target``: the URL of a worker, or the endpoint of one stream.
+
+    Raises:
+        ConfigError: neither of them, or an endpoint that cannot be dialled.
+        StartError, NoStreamsError, DecodeError: as ``discover``.
+    """
+    scheme, separator, _ = target.partition("://")
+    if not separator or scheme not in ("http", "https", "tcp", "ipc"):
+        raise ConfigError(
+            "target", target, "is neither a URL nor an endpoint", "give http://host:port or tcp://host:port"
+        )
+    if scheme in ("http", "https"):
+        addresses = discover(target)
+        if options.topic is not None:
+            addresses = tuple(attrs.evolve(address, topic=options.topic) for address in addresses)
+    else:
+        addresses = (bare_address(target, replay=options.replay_endpoint, topic=options.topic or ""),)
+    return addresses if options.history else tuple(attrs.evolve(address, replay=None) for address in addresses)
+
+
+def watch(
+    target: str,
+    out: TextIO,
+    options: WatchOptions | None = None,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Print what happens on the streams of ``target`` until told to stop; the number of events printed.
+
+    Args:
+        target: the URL of a worker, or the endpoint of one stream.
+        out: where the lines go; each is flushed, so that a pipe shows it at once.
+        should_stop: asked ten times a second.
+
+    Raises:
+        ConfigError, StartError, NoStreamsError, DecodeError: as ``addresses_of``.
+    """
+    wanted = options or WatchOptions()
+    printer = LinePrinter(out, as_json=wanted.as_json, max_events=wanted.max_events)
+    stop_at_s = clock() + wanted.duration_s if wanted.duration_s is not None else None
+    with open_subscriber(addresses_of(target, wanted), listener=printer) as subscriber:
+        while not printer.is_done and not should_stop() and (stop_at_s is None or clock() < stop_at_s):
+            subscriber.poll(_POLL_S)
+    return printer.num_events
+
+
+class LinePrinter:
+    """A ``StreamListener`` that writes a line for each event, gap, error and change of state.
+
+    Args:
+        out: where the lines go.
+        as_json: objects with the keys ``kind``, ``rank`` and what belongs to the kind, instead of text.
+        max_events: later events are not written.
+    """
+
+    def __init__(self, out: TextIO, *, as_json: bool = False, max_events: int | None = None) -> None:
+        self.num_events = 0
+        self._out = out
+        self._as_json = as_json
+        self._max_events = max_events
+
+    @property
+    def is_done(self) -> bool:
+        """True once ``max_events`` were written."""
+        return self._max_events is not None and self.num_events >= self._max_events
+
+    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+        """Write each event, then each error."""
+        for event in batch.events:
+            if self.is_done:
+                return
+            self.num_events += 1
+            facts = {"seq": seq, "ts": batch.ts, "replayed": replayed, **_facts(event)}
+            self._write(
+                _KINDS.get(type(event), "cleared"),
+                rank,
+                facts,
+                _event_text(seq, event) + (" replayed" if replayed else ""),
+            )
+        for error in batch.errors:
+            self._problem("error", rank, f"#{seq} one event is unreadable: {error.reason}", seq=seq)
+
+    def batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
+        """Write that a whole batch was lost."""
+        self._problem("error", rank, f"#{seq} is unreadable: {error.reason}", seq=seq)
+
+    def gap_seen(self, rank: int, expected: int, seq: int) -> None:
+        """Write which batches did not come."""
+        self._problem("gap", rank, f"batches {expected} to {seq - 1} did not come", expected=expected, seq=seq)
+
+    def view_cleared(self, rank: int, reason: str) -> None:
+        """Write why what was known is not known any more."""
+        self._problem("reset", rank, reason)
+
+    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+        """Write the new state."""
+        self._problem("state", rank, f"is {new}", state=str(new), was=str(old))
+
+    def _problem(self, kind: str, rank: int, text: str, **facts: object) -> None:
+        self._write(kind, rank, {**facts, "text": text}, f"-- {text}")
+
+    def _write(self, kind: str, rank: int, facts: dict[str, Any], text: str) -> None:
+        if self._as_json:
+            line = msgspec.json.encode({"kind": kind, "rank": rank, **facts}).decode()
+        else:
+            line = printable(f"rank {rank:<3} {text}")
+        self._out.write(line + "\n")
+        self._out.flush()
+
+
+_KINDS = {BlockStored: "stored", BlockRemoved: "removed"}
+
+
+def _facts(event: KVCacheEvent) -> dict[str, object]:
+    """An event's fields that are set, without its tokens."""
+    facts = {name: getattr(event, name) for name in event.__struct_fields__}
+    if isinstance(event, BlockStored):
+        facts["num_tokens"] = len(facts.pop("token_ids"))
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _event_text(seq: int, event: KVCacheEvent) -> str:
+    if isinstance(event, BlockStored):
+        parent = "root" if event.parent_block_hash is None else _short(event.parent_block_hash)
+        return (
+            f"#{seq:<8} stored  {len(event.block_hashes):>5} blocks {len(event.token_ids):>7} tokens"
+            f"  {event.medium or 'GPU':<10} {_range(event.block_hashes)} after {parent}"
+        )
+    if isinstance(event, BlockRemoved):
+        return (
+            f"#{seq:<8} removed {len(event.block_hashes):>5} blocks {'':>14}"
+            f"  {event.medium or 'GPU':<10} {_range(event.block_hashes)}"
+        )
+    return f"#{seq:<8} cleared all blocks"
+
+
+def _range(hashes: Iterable[int]) -> str:
+    first, *rest = tuple(hashes) or (None,)
+    if first is None:
+        return "-"
+    return f"{_short(first)}..{_short(rest[-1])}" if rest else _short(first)
+
+
+def _short(block_hash: int) -> str:
+    return f"{block_hash & _UINT64_MASK:016x}"[:8]

@@ -1,0 +1,58 @@
+"""Which topics a publisher really uses: a subscriber to everything, for a moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from observability.kv_stream.discovery import StreamAddress
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+from scheduler_components.kv_events.endpoint import Endpoint
+
+__all__ = ["listen_for_topics"]
+
+Socket = zmq.Socket[bytes]
+
+_MAX_TOPICS = 8
+
+
+def listen_for_topics(
+    addresses: Sequence[StreamAddress], *, listen_s: float, clock: Callable[[], float] = time.monotonic
+) -> dict[int, set[bytes]]:
+    """Read the first frame of what each stream sends, by rank; empty for a stream that sends nothing.
+
+    Ends when every stream has sent something, or after ``listen_s``.
+    """
+    topics: dict[int, set[bytes]] = {address.rank: set() for address in addresses}
+    ranks: dict[Socket, int] = {}
+    poller = zmq.Poller()
+    context: zmq.Context[Socket] = zmq.Context()
+    with context:
+        try:
+            for address in addresses:
+                socket = _open_to_all_topics(context, address.events)
+                ranks[socket] = address.rank
+                poller.register(socket, zmq.POLLIN)
+            deadline_s = clock() + listen_s
+            while not all(topics.values()) and (left_s := deadline_s - clock()) > 0:
+                for socket, _ in poller.poll(int(1000 * left_s)):
+                    heard = topics[ranks[socket]]
+                    frames = socket.recv_multipart()
+                    if len(heard) < _MAX_TOPICS:
+                        heard.add(frames[0])
+        finally:
+            for socket in ranks:
+                socket.close(linger=0)
+    return topics
+
+
+def _open_to_all_topics(context: zmq.Context[Socket], endpoint: Endpoint) -> Socket:
+    socket: Socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+    socket.setsockopt(zmq.IPV6, int(endpoint.is_ipv6))
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    socket.connect(str(endpoint))
+    return socket

@@ -1,0 +1,71 @@
+"""A page store in this process's memory: for tests, for simulation, and as the model that other stores are held to."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.ports import PageBytes
+
+__all__ = ["MemoryPageStore"]
+
+
+class MemoryPageStore:
+    """Pages in an ordered dict, the least recently used evicted first.
+
+    Args:
+        capacity_bytes: most bytes to hold; a larger page is refused.
+
+    Raises:
+        ConfigError: ``capacity_bytes`` is below 1.
+    """
+
+    __slots__ = ("_pages", "_used_bytes", "capacity_bytes")
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < 1:
+            raise ConfigError("capacity_bytes", capacity_bytes, "holds no page", "give at least one page's bytes")
+        self.capacity_bytes = capacity_bytes
+        self._pages: OrderedDict[str, bytes] = OrderedDict()
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all pages held."""
+        return self._used_bytes
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self._pages), len(keys))
+
+    def batch_get(self, keys: Sequence[str]) -> list[bytes | None]:
+        for key in keys:
+            if key in self._pages:
+                self._pages.move_to_end(key)
+        return [self._pages.get(key) for key in keys]
+
+    def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
+        for key, page in zip(keys, pages, strict=True):
+            self._put(key, page)
+        return [key in self._pages for key in keys]
+
+    def delete(self, keys: Sequence[str]) -> int:
+        pages = [page for key in keys if (page := self._pages.pop(key, None)) is not None]
+        self._used_bytes -= sum(map(len, pages))
+        return len(pages)
+
+    def close(self) -> None:
+        self._pages.clear()
+        self._used_bytes = 0
+
+    def _put(self, key: str, page: PageBytes) -> None:
+        if key in self._pages:
+            self._pages.move_to_end(key)
+            return
+        if len(page) > self.capacity_bytes:
+            return
+        while self._used_bytes + len(page) > self.capacity_bytes:
+            _, evicted = self._pages.popitem(last=False)
+            self._used_bytes -= len(evicted)
+        self._pages[key] = bytes(page)
+        self._used_bytes += len(page)

@@ -1,0 +1,153 @@
+"""Batcher: which positions of which requests the device computes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler_components.metrics.rolling import RateMeter
+from scheduler_components.reference.batch import ScheduledBatch, ScheduledWork
+from scheduler_components.reference.policy import (
+    NewTokenRatio,
+    SchedulerConfig,
+    expected_pages,
+    pages_to_come,
+    prefill_chunk,
+    retraction_victim,
+)
+from scheduler_components.reference.queues import RequestQueues
+from scheduler_components.reference.request import Request
+from scheduler_components.reference.request_pages import RequestPages
+from scheduler_components.reference.totals import RunningTotals
+
+__all__ = ["Batcher"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Batcher:
+    """Continuous batching: a new batch every step, from whatever is running and waiting at that moment.
+
+    Applies the rules at the top of ``policy.py``. Its decisions depend on the sequence of calls alone, never on a
+    clock or a rank, so that all ranks of a replica make the same batch.
+
+    Attributes:
+        config: budgets.
+        queues: requests move between waiting and running here.
+        pages: where their pages come from.
+        totals, rates: admitted prompts and retractions are counted here; nothing is decided by them.
+        new_token_ratio: share of possible output that an admission reserves now.
+    """
+
+    config: SchedulerConfig
+    queues: RequestQueues
+    pages: RequestPages
+    totals: RunningTotals
+    rates: RateMeter
+    new_token_ratio: NewTokenRatio = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.new_token_ratio = NewTokenRatio.of(self.config)
+
+    def next_batch(self) -> ScheduledBatch:
+        """Make the next batch and take the pages for it; empty when there is nothing to compute."""
+        works: list[ScheduledWork] = []
+        num_retracted = self._continue_running(works)
+        # Nobody comes in where somebody had to go: the first in the queue is now the one that gave way.
+        num_admitted = 0 if num_retracted else self._admit_waiting(works)
+        self.new_token_ratio.after_step(retracted=num_retracted > 0)
+        num_prefill_tokens = _num_prefill_tokens(works)
+        return ScheduledBatch(
+            works=tuple(works),
+            num_prefill_tokens=num_prefill_tokens,
+            num_decode_tokens=sum(not work.is_prefill for work in works),
+            num_context_tokens=sum(work.end for work in works),
+            num_admitted=num_admitted,
+            num_retracted=num_retracted,
+        )
+
+    def _continue_running(self, works: list[ScheduledWork]) -> int:
+        """Move every running request on, earliest first; return how many later ones were retracted for that.
+
+        The earliest always finds room: alone, it fits (``check_request_fits``), and all others can be retracted.
+        """
+        running = self.queues.running
+        budget_tokens = self.config.max_prefill_tokens
+        num_retracted = place = 0
+        while place < len(running):
+            request = running[place]
+            num_tokens = self._num_tokens_now(request, budget_tokens)
+            if num_tokens and not self.pages.grow(request, num_tokens):
+                self._retract(retraction_victim(running))
+                num_retracted += 1
+                continue  # the same place again: with room now, or past the end if the request itself had to go
+            place += 1
+            if num_tokens:
+                works.append(_work(request, num_tokens))
+                if works[-1].is_prefill:
+                    budget_tokens -= num_tokens
+        return num_retracted
+
+    def _num_tokens_now(self, request: Request, budget_tokens: int) -> int:
+        """Return 1 in decode, the next chunk in prefill, 0 for a prefill when the budget is spent."""
+        num_tokens_left = request.num_prefill_tokens_left
+        if not num_tokens_left:
+            return request.num_uncomputed_tokens
+        return prefill_chunk(num_tokens_left, chunk_tokens=self.config.chunk_tokens, budget_tokens=budget_tokens)
+
+    def _retract(self, request: Request) -> None:
+        """Take a request's pages and let it wait at the front; its output so far is kept and prefilled again."""
+        self.pages.release(request)
+        request.num_retractions += 1
+        self.queues.put_back(request)
+        self.totals.num_retractions += 1
+
+    def _admit_waiting(self, works: list[ScheduledWork]) -> int:
+        """Let waiting requests in, first come first served, until one does not fit; return how many came in."""
+        config, queues = self.config, self.queues
+        if not queues.waiting:
+            return 0
+        budget_tokens = config.max_prefill_tokens - _num_prefill_tokens(works)
+        ratio = self.new_token_ratio.value
+        reserved_pages = pages_to_come(queues.running, page_size=config.page_size, new_token_ratio=ratio)
+        num_admitted = 0
+        while budget_tokens > 0 and queues.waiting and len(queues.running) < config.max_running_requests:
+            request = queues.waiting[0]
+            if not self._try_admit(request, reserved_pages):
+                break
+            num_admitted += 1
+            work = _work(request, self._num_tokens_now(request, budget_tokens))
+            has_room = self.pages.grow(request, work.num_tokens)
+            assert has_room, f"{request!r} was admitted without room for its first chunk"
+            works.append(work)
+            budget_tokens -= work.num_tokens
+            reserved_pages += pages_to_come([request], page_size=config.page_size, new_token_ratio=ratio)
+        return num_admitted
+
+    def _try_admit(self, request: Request, reserved_pages: int) -> bool:
+        """Hold the cached prefix of a request and start it, unless the pool cannot promise the pages it lacks."""
+        num_cached_before = request.num_cached_tokens
+        self.pages.attach(request)
+        num_expected = expected_pages(
+            request, page_size=self.config.page_size, new_token_ratio=self.new_token_ratio.value
+        )
+        if num_expected - len(request.pages) > self.pages.available_pages - reserved_pages:
+            self.pages.release(request)
+            if request.num_cached_tokens != num_cached_before:
+                self.queues.waiting.recount(request)
+            return False
+        request.prefill_end = request.num_input_tokens
+        self.queues.admit(request)
+        if not request.num_retractions:
+            request.num_cached_prompt_tokens = request.num_cached_tokens
+            self.totals.prompt_tokens += request.num_prompt_tokens
+            self.totals.cached_tokens += request.num_cached_tokens
+            self.rates.observe_prefill(request.num_prompt_tokens, request.num_cached_tokens)
+        return True
+
+
+def _work(request: Request, num_tokens: int) -> ScheduledWork:
+    start = request.num_computed_tokens
+    return ScheduledWork(request, start, start + num_tokens, request.num_prefill_tokens_left > 0)
+
+
+def _num_prefill_tokens(works: list[ScheduledWork]) -> int:
+    return sum(work.num_tokens for work in works if work.is_prefill)

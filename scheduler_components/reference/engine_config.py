@@ -1,0 +1,167 @@
+"""What an engine is made of: its topology, its scheduler's sizes, its simulated device and its event stream.
+
+The values are start-up facts: checked once in the process that a person talks to, sent to every rank as JSON.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+import attrs
+import msgspec
+
+from scheduler_components.errors import ConfigError, DecodeError, StartError
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.policy import SchedulerConfig
+
+__all__ = ["DEFAULT_HOST", "EngineConfig", "RankConfig", "SocketPaths", "default_kv_events"]
+
+DEFAULT_HOST = "127.0.0.1"
+"""Token ids are in clear on the event stream, so nothing listens beyond loopback unless a person says so."""
+
+_SEARCHED_PORTS = (20_000, 32_000)  # below the ports that systems give to outgoing connections
+_SEARCHES = 64
+
+
+def _check_size(_: EngineConfig, attribute: attrs.Attribute[int], value: int) -> None:
+    if value < 1:
+        raise ConfigError(attribute.name, value, "is not a size", "give an integer of at least 1")
+
+
+def _check_speed(_: EngineConfig, attribute: attrs.Attribute[float], value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(attribute.name, value, "is not a speed", "give a finite number above 0")
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """One engine.
+
+    Attributes:
+        dp_size: replicas: independent KV caches under DP attention.
+        attn_cp_size, attn_tp_size: ranks a replica, along attention context and tensor parallelism.
+        scheduler: sizes of each replica's scheduler.
+        speed: divides the simulated device's time.
+        seed: of the simulated model's tokens.
+        kv_events: configuration of the event publisher as JSON text; None publishes nothing.
+        model_name: what the HTTP routes and metrics call the model.
+
+    Raises:
+        ConfigError: naming the value that cannot work.
+    """
+
+    dp_size: int = attrs.field(default=2, validator=_check_size)
+    attn_cp_size: int = attrs.field(default=2, validator=_check_size)
+    attn_tp_size: int = attrs.field(default=2, validator=_check_size)
+    scheduler: SchedulerConfig = attrs.field(factory=SchedulerConfig)
+    speed: float = attrs.field(default=1.0, validator=_check_speed)
+    seed: int = 0
+    kv_events: str | None = None
+    model_name: str = "simulated-8b"
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.attn_cp_size * self.attn_tp_size
+
+    @property
+    def world_size(self) -> int:
+        """Scheduler processes in all."""
+        return self.dp_size * self.ranks_per_replica
+
+    def parallel(self, tp_rank: int) -> ParallelState:
+        """Where rank ``tp_rank`` stands, under DP attention."""
+        return ParallelState.from_tp_rank(
+            tp_rank, tp_size=self.world_size, attn_dp_size=self.dp_size, attn_cp_size=self.attn_cp_size
+        )
+
+    def leader_of(self, replica: int) -> int:
+        """tp_rank of the rank that receives a replica's requests."""
+        return replica * self.ranks_per_replica
+
+
+@attrs.frozen
+class SocketPaths:
+    """The engine's private ipc sockets, all in one directory that only its user can enter."""
+
+    directory: str
+
+    @property
+    def reports(self) -> str:
+        """Every rank to the front; the front binds."""
+        return self._address("reports")
+
+    @property
+    def kv_metrics(self) -> str:
+        """KvMetrics of every reporting rank to the front; the front binds."""
+        return self._address("kv-metrics")
+
+    def commands(self, replica: int) -> str:
+        """The front to the leader of ``replica``; the leader binds."""
+        return self._address(f"commands-{replica}")
+
+    def steps(self, tp_rank: int) -> str:
+        """The leader to follower ``tp_rank``; the follower binds."""
+        return self._address(f"steps-{tp_rank}")
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{Path(self.directory) / name}"
+
+
+@attrs.frozen
+class RankConfig:
+    """All that a rank process is told: the first line of its standard input."""
+
+    engine: EngineConfig
+    tp_rank: int
+    sockets: SocketPaths
+
+    def to_json(self) -> bytes:
+        """One line."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> RankConfig:
+        """Raises DecodeError for text that is no configuration of a rank."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise DecodeError(f"not the configuration of a rank: {error}") from error
+
+
+def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
+    """Configuration of an event stream with replay on free ports of ``host``.
+
+    One port a rank is kept for events, though only ``dp_size`` of them are used: whoever probes the others learns
+    that no other rank publishes.
+
+    Raises:
+        StartError: no run of free ports was found.
+    """
+    base = _free_ports(host, engine.world_size + engine.dp_size)
+    return msgspec.json.encode(
+        {
+            "publisher": "zmq",
+            "endpoint": f"tcp://{host}:{base}",
+            "replay_endpoint": f"tcp://{host}:{base + engine.world_size}",
+            "bind": True,
+        }
+    ).decode()
+
+
+def _free_ports(host: str, count: int) -> int:
+    """First of ``count`` consecutive ports that were free a moment ago."""
+    for _ in range(_SEARCHES):
+        base = random.randrange(*_SEARCHED_PORTS)  # noqa: S311  any port will do
+        if all(_is_free(host, port) for port in range(base, base + count)):
+            return base
+    raise StartError(f"{count} ports on {host}", "no free run found", "give --kv-events-config with ports of your own")
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True

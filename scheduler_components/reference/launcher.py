@@ -1,0 +1,133 @@
+"""Starts the scheduler processes, watches them, and stops them: none outlives the process that started it.
+
+A rank reads its configuration from standard input, which then stays open: its end is the order to stop, and comes by
+itself when the parent dies, however it dies. Ranks are in sessions of their own, so a Ctrl-C reaches the parent alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from scheduler_components.errors import StartError
+from scheduler_components.reference.engine_config import RankConfig
+
+__all__ = ["RankExit", "RankProcess", "open_ranks"]
+
+_RANK_MODULE = "scheduler_components.reference.rank_process"
+_STOP_GRACE_S = 5.0  # a rank drains its event stream before it goes
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RankExit:
+    """How a rank process ended.
+
+    Attributes:
+        rank: which one, as ``ParallelState`` puts it.
+        return_code: of the process; negative is the number of the signal that killed it.
+        last_line: the last that it wrote to standard error: an error's name and text, if it died of one.
+    """
+
+    rank: str
+    return_code: int
+    last_line: str
+
+    def __str__(self) -> str:
+        how = f"was killed by signal {-self.return_code}" if self.return_code < 0 else f"exited {self.return_code}"
+        return f"rank {self.rank} {how}" + (f": {self.last_line}" if self.last_line else "")
+
+
+@dataclass(slots=True, kw_only=True)
+class RankProcess:
+    """One scheduler process."""
+
+    name: str
+    process: asyncio.subprocess.Process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def wait(self, show: Callable[[str], None]) -> RankExit:
+        """Pass on what the rank writes until it ends."""
+        assert self.process.stderr is not None
+        last_line = ""
+        async for line in self.process.stderr:
+            last_line = line.decode(errors="replace").rstrip()
+            show(f"rank {self.name}: {last_line}")
+        return_code = await self.process.wait()
+        return RankExit(rank=self.name, return_code=return_code, last_line=last_line)
+
+    def tell_to_stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+@asynccontextmanager
+async def open_ranks(
+    configs: Sequence[RankConfig], *, show: Callable[[str], None]
+) -> AsyncIterator[tuple[list[RankProcess], asyncio.Future[RankExit]]]:
+    """Start one process a configuration; on leaving, all of them have ended.
+
+    Args:
+        configs: one a rank.
+        show: takes each line that a rank writes to standard error.
+
+    Yields:
+        The processes, and a future that is done when the first of them ends by itself.
+    """
+    ranks: list[RankProcess] = []
+    watchers: list[asyncio.Task[RankExit]] = []
+    first_exit: asyncio.Future[RankExit] = asyncio.get_running_loop().create_future()
+
+    def note_exit(watcher: asyncio.Task[RankExit]) -> None:
+        if not watcher.cancelled() and not first_exit.done():
+            first_exit.set_result(watcher.result())
+
+    try:
+        for config in configs:
+            name = str(config.engine.parallel(config.tp_rank))
+            rank = RankProcess(name=name, process=await _start(config))
+            ranks.append(rank)
+            watcher = asyncio.create_task(rank.wait(show), name=f"rank {name}")
+            watcher.add_done_callback(note_exit)
+            watchers.append(watcher)
+        yield ranks, first_exit
+    finally:
+        await asyncio.shield(_stop(ranks, watchers))
+
+
+async def _start(config: RankConfig) -> asyncio.subprocess.Process:
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            _RANK_MODULE,
+            stdin=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StartError(f"rank {config.tp_rank}", str(error), "free memory or process slots") from error
+    assert process.stdin is not None
+    process.stdin.write(config.to_json() + b"\n")
+    with suppress(ConnectionError):  # it died at once: its watcher says so
+        await process.stdin.drain()
+    return process
+
+
+async def _stop(ranks: Sequence[RankProcess], watchers: Sequence[asyncio.Task[RankExit]]) -> None:
+    for rank in ranks:
+        rank.tell_to_stop()
+    if watchers:
+        await asyncio.wait(watchers, timeout=_STOP_GRACE_S)
+    for rank in ranks:
+        rank.kill()
+    await asyncio.gather(*watchers)

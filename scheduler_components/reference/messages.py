@@ -1,0 +1,186 @@
+"""What the engine's processes say to each other: msgpack arrays over ZMQ PUSH/PULL on private ipc sockets.
+
+Front to the leader of a replica: ``Command``. Leader to its followers: ``StepInput``, one before each step.
+Every rank to the front: ``Report``. Token ids travel packed, four bytes each, little-endian.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+
+from scheduler_components.errors import DecodeError
+from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.reference.batch import RequestOutput
+from scheduler_components.reference.request import SamplingLimits
+
+__all__ = [
+    "AbortRequest",
+    "CacheDump",
+    "Command",
+    "DumpCache",
+    "RankReady",
+    "Report",
+    "RequestRefused",
+    "StatsReport",
+    "StepInput",
+    "StepOutputs",
+    "SubmitRequest",
+    "decode_command",
+    "decode_report",
+    "decode_step",
+    "encode",
+    "pack_hashes",
+    "pack_tokens",
+    "unpack_hashes",
+    "unpack_tokens",
+]
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """A new request. ``input_ids`` is packed (``pack_tokens``)."""
+
+    rid: str
+    input_ids: bytes
+    limits: SamplingLimits
+
+
+class AbortRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Nobody waits for this request any more; unknown ids are ignored, since it may just have finished."""
+
+    rid: str
+
+
+class DumpCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Every rank of the replica answers with a ``CacheDump`` taken at the same step."""
+
+    dump_id: int
+
+
+Command = SubmitRequest | AbortRequest | DumpCache
+
+
+class StepInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """All that decides step ``step``, and the leader's state before it, for the follower to compare with its own."""
+
+    step: int
+    leader_digest: int
+    commands: tuple[Command, ...]
+
+
+class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The rank has bound its sockets. ``stream_endpoint`` is None on a rank that opened no event stream."""
+
+    tp_rank: int
+    stream_endpoint: str | None
+
+
+class StepOutputs(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """News of requests in one step of one replica."""
+
+    outputs: tuple[RequestOutput, ...]
+
+
+class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The scheduler cannot ever serve this request; ``reason`` is for its author."""
+
+    rid: str
+    reason: str
+
+
+class StatsReport(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """A replica's statistics, and how many ``SubmitRequest`` its leader had taken in when it read them."""
+
+    replica: int
+    submissions_seen: int
+    stats: SchedulerStats
+
+
+class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Every block hash in one rank's cache at one step (packed, signed 64-bit).
+
+    ``last_sequence`` is the number of the last batch that the rank published, -1 when it published none.
+    """
+
+    dump_id: int
+    tp_rank: int
+    step: int
+    digest: int
+    last_sequence: int
+    block_hashes: bytes
+
+
+Report = RankReady | StepOutputs | RequestRefused | StatsReport | CacheDump
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_steps: msgspec.msgpack.Decoder[StepInput] = msgspec.msgpack.Decoder(StepInput)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Command | StepInput | Report) -> bytes:
+    """One message as one ZMQ frame."""
+    return _encoder.encode(message)
+
+
+def decode_command(frame: bytes) -> Command:
+    """Raises DecodeError for a frame that is no command."""
+    return _decode(_commands, frame)
+
+
+def decode_step(frame: bytes) -> StepInput:
+    """Raises DecodeError for a frame that is no step input."""
+    return _decode(_steps, frame)
+
+
+def decode_report(frame: bytes) -> Report:
+    """Raises DecodeError for a frame that is no report."""
+    return _decode(_reports, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DecodeError(f"not a message of this engine: {error}") from error
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids, each 0 to 2**32 - 1, as four little-endian bytes each. Raises OverflowError beyond that range."""
+    return _little_endian(array("I", token_ids)).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Inverse of ``pack_tokens``. Raises DecodeError when ``packed`` is not whole tokens."""
+    return tuple(_unpack("I", packed))
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Signed 64-bit block hashes as eight little-endian bytes each."""
+    return _little_endian(array("q", hashes)).tobytes()
+
+
+def unpack_hashes(packed: bytes) -> frozenset[int]:
+    """Inverse of ``pack_hashes``, as a set. Raises DecodeError when ``packed`` is not whole hashes."""
+    return frozenset(_unpack("q", packed))
+
+
+def _unpack(typecode: str, packed: bytes) -> array[int]:
+    values = array(typecode)
+    try:
+        values.frombytes(packed)
+    except ValueError as error:
+        raise DecodeError(f"{len(packed)} bytes are not whole items of {values.itemsize}") from error
+    return _little_endian(values)
+
+
+def _little_endian(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -1,0 +1,216 @@
+"""The reference scheduler: continuous batching, composed of small parts. One process, one thread, no sockets here.
+
+One ``step()``:
+
+    batch    = batcher.next_batch()           who computes what; pages are taken, the latest arrivals retracted
+    device.launch(batch)
+    kv_events.idle()                          the last step's events go out while the device computes
+    outputs  = results.process(batch, device.wait())
+    kv_events.publish_kv_events()             what the cache stored and removed in this step
+    metrics.emit()
+
+All ranks of a replica run this with the same calls in the same order and so take the same decisions: nothing
+here depends on a clock or on the rank, and ``state_digest`` lets them check it.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from zlib import crc32
+
+from scheduler_components.cache.radix_cache import RadixCache
+from scheduler_components.errors import ConfigError
+from scheduler_components.kv_events.publisher import NullEventPublisher
+from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher
+from scheduler_components.load_inquirer import LoadInquirer
+from scheduler_components.metrics.rolling import RateMeter
+from scheduler_components.metrics.stats import SchedulerStats, SchedulerTotals
+from scheduler_components.metrics_emitter import MetricsEmitter
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import KvEventSink, KvMetricsSink, MetricsSink
+from scheduler_components.reference.batch import RequestOutput, ScheduledBatch, StepResult
+from scheduler_components.reference.batcher import Batcher
+from scheduler_components.reference.device import Device
+from scheduler_components.reference.policy import SchedulerConfig, check_request_fits
+from scheduler_components.reference.queues import RequestQueues
+from scheduler_components.reference.request import Request, RequestState
+from scheduler_components.reference.request_pages import RequestPages
+from scheduler_components.reference.results import ResultProcessor
+from scheduler_components.reference.totals import RunningTotals
+
+__all__ = ["Scheduler"]
+
+
+class _NoMetrics:
+    """The sink of a scheduler whose metrics nobody reads."""
+
+    def record(self, stats: SchedulerStats) -> None:
+        pass
+
+
+class Scheduler:
+    """Serves requests in steps. Not thread-safe: one thread calls everything.
+
+    Args:
+        config: sizes.
+        parallel: this process's rank; the owner of the KV stream records events, the others only decide alike.
+        device: computes batches.
+        event_sink: where KV events go; made by ``open_event_publisher``. ``close`` shuts it down.
+        metrics_sink: where each step's statistics go.
+        kv_metrics_sink: where slots and blocks go, for the serving process. ``close`` closes it.
+        wall_clock: seconds since the epoch, for time stamps.
+        monotonic_clock: seconds from any origin, for rates.
+
+    Attributes:
+        cache, queues, load, kv_events, metrics: the parts that others may read, or call between two steps:
+            ``load.get_loads()``, ``kv_events.idle()`` and ``metrics.emit()`` while there is no work.
+        num_steps: steps done.
+        state_digest: 32 bits over every decision and result so far. Equal on all ranks of a replica after the
+            same calls; a rank that parts from the others differs from then on.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        parallel: ParallelState,
+        device: Device,
+        *,
+        event_sink: KvEventSink | None = None,
+        metrics_sink: MetricsSink | None = None,
+        kv_metrics_sink: KvMetricsSink = NO_KV_METRICS,
+        wall_clock: Callable[[], float] = time.time,
+        monotonic_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.cache = RadixCache(
+            page_size=config.page_size, capacity_tokens=config.kv_tokens, record=parallel.owns_kv_stream
+        )
+        self.queues = queues = RequestQueues(max_running_requests=config.max_running_requests)
+        self._totals = totals = RunningTotals()
+        rates = RateMeter(clock=monotonic_clock)
+        self.pages = pages = RequestPages(cache=self.cache, totals=totals)
+        self.batcher = Batcher(config=config, queues=queues, pages=pages, totals=totals, rates=rates)
+        self.results = ResultProcessor(
+            queues=queues, pages=pages, totals=totals, rates=rates, eos_token_id=config.eos_token_id
+        )
+        self.load = LoadInquirer(parallel=parallel, queues=queues, pool=self.cache, rates=rates, clock=wall_clock)
+        self.kv_events = SchedulerKvEventsPublisher(
+            parallel=parallel,
+            source=self.cache,
+            sink=event_sink if event_sink is not None else NullEventPublisher(),
+            load=self.load,
+            metrics_sink=kv_metrics_sink,
+            clock=wall_clock,
+        )
+        self.metrics = MetricsEmitter(
+            parallel=parallel,
+            load=self.load,
+            sink=metrics_sink if metrics_sink is not None else _NoMetrics(),
+            totals=totals,
+            publisher=self.kv_events,
+        )
+        self.num_steps = 0
+        self.state_digest = 0
+        self._aborted: list[RequestOutput] = []
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step has something to do: requests in flight, or aborts to tell of."""
+        return bool(self.queues or self._aborted)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. A refusal changes nothing.
+
+        Raises:
+            ConfigError: the whole pool could not hold it, its id is in flight (or its abort is still to be told),
+                or it has been served before.
+        """
+        check_request_fits(self.config, request.num_input_tokens, request.limits.max_new_tokens)
+        if self.queues.find(request.rid) is not None or any(told.rid == request.rid for told in self._aborted):
+            raise ConfigError("rid", request.rid, "is already in flight", "give each request an id of its own")
+        if request.state is not RequestState.WAITING or request.num_output_tokens:
+            raise ConfigError("rid", request.rid, "has been served before", "make a new Request")
+        request.num_cached_tokens = self.pages.look_up(request)
+        self.queues.enter(request)
+        self._totals.num_requests += 1
+        self._chain(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
+
+    def abort(self, rid: str) -> bool:
+        """End a request now, wherever it stands; the next step tells of it. False when it is not in flight."""
+        request = self.queues.find(rid)
+        if request is None:
+            return False
+        self._aborted.append(self.results.abort(request))
+        self._chain(request.arrival, self.cache.used_tokens)
+        return True
+
+    def step(self) -> StepResult:
+        """Compute one batch, book it, and say what happened.
+
+        What the device raises is raised on. Nothing of the batch is booked then, and the next step computes it again.
+
+        Raises:
+            ValueError: the device answered with the wrong number of tokens.
+        """
+        batch = self.batcher.next_batch()
+        next_tokens: tuple[int, ...] = ()
+        if batch.works:
+            self.device.launch(batch)
+            self.kv_events.idle()
+            next_tokens = self.device.wait()
+        outputs = [*self._aborted, *self.results.process(batch, next_tokens)]
+        self._aborted.clear()
+        self.num_steps += 1
+        self._chain_step(batch, outputs)
+        self.kv_events.publish_kv_events()
+        self.metrics.emit()
+        if self.num_steps % self.config.kv_metrics_every_steps == 0 or not self.has_work:
+            self.kv_events.emit_kv_metrics()
+        return StepResult(
+            step=self.num_steps,
+            outputs=tuple(outputs),
+            num_prefill_tokens=batch.num_prefill_tokens,
+            num_decode_tokens=batch.num_decode_tokens,
+            num_admitted=batch.num_admitted,
+            num_retracted=batch.num_retracted,
+            digest=self.state_digest,
+        )
+
+    def drain(self) -> Iterator[StepResult]:
+        """Step until there is nothing left to do."""
+        while self.has_work:
+            yield self.step()
+
+    def flush_cache(self) -> bool:
+        """Forget every cached prefix and say so on the stream; False, and nothing done, with requests in flight."""
+        if self.queues:
+            return False
+        self.cache.clear()
+        self._chain(self.cache.used_tokens, self.cache.free_tokens)
+        self.kv_events.publish_kv_events()
+        return True
+
+    def totals(self) -> SchedulerTotals:
+        """Return the running totals."""
+        return self._totals.totals()
+
+    def close(self) -> None:
+        """Send the last events and close the sinks. Requests in flight are not served further. Safe to call twice."""
+        self.kv_events.shutdown()
+
+    def _chain_step(self, batch: ScheduledBatch, outputs: list[RequestOutput]) -> None:
+        """Fold a step's decisions and results into the digest: who, where, on which page, and what came out."""
+        facts = [self.num_steps, batch.num_admitted, batch.num_retracted]
+        for work in batch.works:
+            request = work.request
+            facts += (request.arrival, work.start, work.end, request.token_ids[-1])
+            facts.append(request.pages[-1] if request.pages else -1)
+        cache = self.cache
+        facts += (len(outputs), cache.used_tokens, cache.free_tokens, cache.evictable_tokens)
+        self._chain(*facts)
+
+    def _chain(self, *facts: int) -> None:
+        self.state_digest = crc32(array("q", facts).tobytes(), self.state_digest)

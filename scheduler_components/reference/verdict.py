@@ -1,0 +1,183 @@
+"""The verdict: what must be true of the event streams after a run, from evidence alone.
+
+Pure. It compares what was gathered from outside (listening ports, the observer's view) with what the ranks say of
+themselves (their caches), and names the differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+import attrs
+
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.stats import StreamStats
+from scheduler_components.reference.messages import CacheDump, unpack_hashes
+from scheduler_components.reference.tally import Tally
+
+__all__ = ["Check", "Evidence", "PortProbe", "StreamEvidence", "Verdict", "judge"]
+
+
+@attrs.frozen(kw_only=True)
+class StreamEvidence:
+    """One stream as the observer has seen it.
+
+    Attributes:
+        stats: its counters when it was last read.
+        published_sequence: number of the last batch that its publisher sent.
+        blocks: hashes that the observer believes to be in the rank's cache.
+    """
+
+    stats: StreamStats
+    published_sequence: int
+    blocks: Set[int]
+
+
+@attrs.frozen(kw_only=True)
+class PortProbe:
+    """Who listens where a stream could be: one port a rank, from the advertised base on.
+
+    Attributes:
+        probed: ports that were dialled.
+        speaking: those that answered in ZMQ's protocol.
+        advertised: those that ``/server_info`` names.
+    """
+
+    probed: tuple[int, ...]
+    speaking: frozenset[int]
+    advertised: frozenset[int]
+
+
+@attrs.frozen(kw_only=True)
+class Evidence:
+    """All that a verdict rests on.
+
+    Attributes:
+        dp_size, ranks_per_replica: the topology.
+        owners: tp_ranks that say that they opened a stream.
+        probe: None where the streams are not on tcp ports of this machine.
+        streams: one entry a stream; empty when nothing could be followed, and ``no_streams_reason`` says why.
+        dumps: tp_rank to its cache.
+        tally: the workload's outcomes.
+    """
+
+    dp_size: int
+    ranks_per_replica: int
+    owners: frozenset[int]
+    probe: PortProbe | None
+    streams: Sequence[StreamEvidence]
+    dumps: Mapping[int, CacheDump]
+    tally: Tally
+    no_streams_reason: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_size * self.ranks_per_replica
+
+    @property
+    def leaders(self) -> list[int]:
+        """tp_rank of each replica's first rank, by stream."""
+        return list(range(0, self.world_size, self.ranks_per_replica))
+
+
+@attrs.frozen
+class Check:
+    """One thing that must be true, whether it is, and the facts in one line."""
+
+    name: str
+    passed: bool
+    facts: str
+
+
+@attrs.frozen
+class Verdict:
+    """All checks of a run."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Check everything that the evidence allows. Without streams to follow only ranks and requests are judged."""
+    checks = [_check_requests(evidence), _check_replicas(evidence)]
+    if evidence.no_streams_reason:
+        checks.append(Check("streams", True, f"not checked: {evidence.no_streams_reason}"))
+    else:
+        checks += [_check_stream_count(evidence), _check_gaps(evidence), _check_views(evidence)]
+    return Verdict(tuple(checks))
+
+
+def _check_requests(evidence: Evidence) -> Check:
+    tally = evidence.tally
+    facts = f"{tally.sent} sent, {tally.finished} finished, {tally.refused.count} refused, {tally.failed.count} failed"
+    passed = tally.finished > 0 and not tally.failed.count and tally.ended == tally.sent
+    return Check("requests", passed, "; ".join([facts, *tally.failed.reasons[:1]]))
+
+
+def _check_replicas(evidence: Evidence) -> Check:
+    """All ranks of a replica hold the same blocks and took the same decisions."""
+    differing = []
+    for leader in evidence.leaders:
+        expected = evidence.dumps[leader]
+        for tp_rank in range(leader + 1, leader + evidence.ranks_per_replica):
+            dump = evidence.dumps[tp_rank]
+            same = (dump.step, dump.digest) == (expected.step, expected.digest)
+            if not same or unpack_hashes(dump.block_hashes) != unpack_hashes(expected.block_hashes):
+                differing.append(tp_rank)
+    facts = f"{evidence.world_size} ranks in {evidence.dp_size} replicas, each in lockstep with its leader"
+    if differing:
+        facts = f"ranks {differing} differ from the leaders of their replicas"
+    return Check("replicas agree", not differing, facts)
+
+
+def _check_stream_count(evidence: Evidence) -> Check:
+    """Exactly one stream a replica, by what ranks say and by what answers on the ports."""
+    problems = []
+    if evidence.owners != frozenset(evidence.leaders):
+        problems.append(f"streams were opened by ranks {sorted(evidence.owners)}, expected {evidence.leaders}")
+    if len(evidence.streams) != evidence.dp_size:
+        problems.append(f"{len(evidence.streams)} streams are advertised")
+    probe = evidence.probe
+    if probe is not None and probe.speaking != probe.advertised:
+        problems.append(f"ports {sorted(probe.speaking)} answer, {sorted(probe.advertised)} are advertised")
+    facts = f"exactly {evidence.dp_size} streams for {evidence.world_size} ranks"
+    if probe is not None:
+        facts += f"; {len(probe.speaking)} of {len(probe.probed)} candidate ports answer"
+    return Check("streams", not problems, "; ".join(problems) or facts)
+
+
+def _check_gaps(evidence: Evidence) -> Check:
+    problems = [problem for stream in evidence.streams for problem in _stream_problems(stream)]
+    batches = sum(stream.stats.batches for stream in evidence.streams)
+    events = sum(stream.stats.events for stream in evidence.streams)
+    return Check("no gap", not problems, "; ".join(problems) or f"{batches} batches, {events} events, all in sequence")
+
+
+def _stream_problems(stream: StreamEvidence) -> Iterator[str]:
+    stats, name = stream.stats, f"stream {stream.stats.rank}"
+    if stats.last_seq != stream.published_sequence:
+        yield f"{name} was read to batch {stats.last_seq} of {stream.published_sequence}"
+    if stats.state is not StreamState.LIVE and stream.published_sequence >= 0:
+        yield f"{name} is {stats.state}"
+    for counter in ("gaps", "losses", "restarts", "decode_errors", "bad_frames", "rank_mismatches"):
+        if count := getattr(stats, counter):
+            yield f"{name}: {count} {counter.replace('_', ' ')}"
+
+
+def _check_views(evidence: Evidence) -> Check:
+    """The observer's view of each stream is its leader's cache, block by block."""
+    facts, passed = [], True
+    for stream in evidence.streams:
+        rank = stream.stats.rank
+        held = unpack_hashes(evidence.dumps[evidence.leaders[rank]].block_hashes)
+        missing, extra = len(held - stream.blocks), len(stream.blocks - held)
+        passed = passed and not missing and not extra
+        facts.append(
+            f"dp{rank}: {missing} missing and {extra} extra of {len(held)} blocks"
+            if missing or extra
+            else f"dp{rank}: {len(held)} blocks equal"
+        )
+    return Check("view equals cache", passed, "; ".join(facts))

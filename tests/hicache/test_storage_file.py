@@ -1,0 +1,190 @@
+"""The file store: never a torn page, never over its size, at home with other processes, whatever kills its writers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from scheduler_components.errors import ConfigError, StartError, StorageError
+from scheduler_components.hicache.file_storage import FilePageStore, open_file_page_store
+from scheduler_components.hicache.page_frame import FRAME_BYTES
+from scheduler_components.hicache.storage import CheckedPageStore
+from scheduler_components.testing.page_store_checks import PAGE_BYTES, page_of
+
+MANY = 1 << 30
+WRITER = """
+import os, signal, sys
+from scheduler_components.hicache import file_storage
+from scheduler_components.hicache.storage import CheckedPageStore
+from scheduler_components.testing.page_store_checks import PAGE_BYTES, page_of
+
+directory, where = sys.argv[1:]
+store = CheckedPageStore(
+    store=file_storage.open_file_page_store(directory, capacity_bytes=1 << 30), page_bytes=PAGE_BYTES
+)
+store.batch_set(["before"], [page_of("before")])
+if where != "anywhere":
+    module, name = {"fsync": (os, "fsync"), "rename": (file_storage.Path, "replace")}[where]
+    original = getattr(module, name)
+
+    def die(*arguments):
+        if where == "rename":
+            original(*arguments)  # the page is in its place, the ledger does not know
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(module, name, die)
+print("ready", flush=True)
+for batch in range(1_000_000):
+    keys = [f"{batch}-{at}" for at in range(8)]
+    store.batch_set(keys, [page_of(key) for key in keys])
+    print(batch, flush=True)
+"""
+
+
+def checked(store: FilePageStore) -> CheckedPageStore:
+    return CheckedPageStore(store=store, page_bytes=PAGE_BYTES)
+
+
+def pages_on_disk(folder: Path) -> list[Path]:
+    return sorted((folder / "pages").glob("*/*"))
+
+
+@pytest.mark.parametrize("where", ["anywhere", "fsync", "rename"])
+def test_a_killed_writer_leaves_whole_pages_only(tmp_path: Path, where: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path), where], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        for line in writer.stdout:
+            if line == "20\n":
+                writer.kill()
+    assert writer.returncode == -signal.SIGKILL
+    assert any((tmp_path / "unfinished").iterdir())
+    bare = open_file_page_store(tmp_path, capacity_bytes=MANY)
+    store = checked(bare)
+    keys = ["before", *(f"{batch}-{at}" for batch in range(40) for at in range(8))]
+    held = [key for key in keys if store.batch_exists([key])]
+    assert [bytes(page) for page in store.batch_get(held) if page is not None] == [page_of(key) for key in held]
+    assert "before" in held
+    assert len(held) >= (169 if where == "anywhere" else 1)
+    assert store.stats().pages_corrupt == 0
+    assert bare.used_bytes == sum(path.stat().st_size for path in pages_on_disk(tmp_path))
+    assert len(list((tmp_path / "unfinished").iterdir())) == 1  # this store's own
+    store.close()
+    assert not any((tmp_path / "unfinished").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "longer", "swapped"])
+def test_a_damaged_page_is_a_miss_and_heals(tmp_path: Path, damage: str) -> None:
+    store = checked(open_file_page_store(tmp_path, capacity_bytes=MANY))
+    store.batch_set(["a"], [page_of("a")])
+    [path] = pages_on_disk(tmp_path)
+    store.batch_set(["b"], [page_of("b")])
+    [other] = set(pages_on_disk(tmp_path)) - {path}
+    whole = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": whole[:-1],
+            "empty": b"",
+            "changed": whole[:-1] + bytes([whole[-1] ^ 1]),
+            "longer": whole + b"x",
+            "swapped": other.read_bytes(),
+        }[damage]
+    )
+    assert store.batch_exists(["a"]) == 1
+    assert store.batch_get(["a", "b"]) == [None, page_of("b")]
+    assert store.stats().pages_corrupt == 1
+    assert store.batch_exists(["a"]) == 0
+    assert store.batch_set(["a"], [page_of("a")]) == [True]
+    assert store.batch_get(["a"]) == [page_of("a")]
+    store.close()
+
+
+def test_the_least_recently_used_page_goes_first_also_after_a_restart(tmp_path: Path) -> None:
+    clock = count(1)
+    room_for_three = 3 * PAGE_BYTES * 16 // 15 + 16
+
+    def open_store() -> FilePageStore:
+        return open_file_page_store(tmp_path, capacity_bytes=room_for_three, clock_ns=lambda: next(clock))
+
+    store = open_store()
+    for key in ("a", "b", "c"):
+        assert store.batch_set([key], [page_of(key)]) == [True]
+    store.batch_get(["a"])
+    store.close()
+    store = open_store()
+    assert store.batch_set(["d"], [page_of("d")]) == [True]
+    assert [store.batch_exists([key]) for key in ("a", "b", "c", "d")] == [1, 0, 1, 1]
+    store.batch_set(["c"], [page_of("c")])  # held already: counts as a use
+    assert store.batch_set(["e"], [page_of("e")]) == [True]
+    assert [store.batch_exists([key]) for key in ("a", "c", "d", "e")] == [0, 1, 1, 1]
+    store.close()
+
+
+def test_two_processes_worth_of_writers_share_pages_and_one_limit(tmp_path: Path) -> None:
+    capacity = 40 * PAGE_BYTES
+    stores = [open_file_page_store(tmp_path, capacity_bytes=capacity) for _ in range(2)]
+    for at in range(100):
+        key = f"page {at}"
+        assert stores[at % 2].batch_set([key], [page_of(key)]) == [True]
+        assert stores[1 - at % 2].batch_get([key]) == [page_of(key)]
+        on_disk = sum(path.stat().st_size for path in pages_on_disk(tmp_path))
+        assert on_disk == stores[0].used_bytes == stores[1].used_bytes <= capacity
+    for store in stores:
+        store.close()
+
+
+def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
+    first = open_file_page_store(tmp_path, capacity_bytes=MANY)
+    second = open_file_page_store(tmp_path, capacity_bytes=MANY)
+    assert len(list((tmp_path / "unfinished").iterdir())) == 2
+    assert first.batch_set(["a"], [page_of("a")]) == [True]
+    second.close()
+    assert first.batch_set(["b"], [page_of("b")]) == [True]
+    first.close()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    store = open_file_page_store(tmp_path, capacity_bytes=PAGE_BYTES * 2)
+    assert store.batch_set(["large"], [bytes(PAGE_BYTES * 3)]) == [False]
+    keys = ["a", "b", "c"]
+    assert store.batch_set(keys, [page_of(key) for key in keys]) == [True, True, False]
+    assert store.used_bytes == 2 * PAGE_BYTES
+    store.close()
+
+
+def test_pages_are_for_their_owner_only(tmp_path: Path) -> None:
+    store = open_file_page_store(tmp_path / "cache", capacity_bytes=MANY)
+    store.batch_set(["a"], [page_of("a")])
+    assert (tmp_path / "cache" / "pages").stat().st_mode & 0o077 == 0
+    store.close()
+
+
+def test_a_frame_costs_what_it_says(tmp_path: Path) -> None:
+    bare = open_file_page_store(tmp_path, capacity_bytes=MANY)
+    checked(bare).batch_set(["a"], [page_of("a")])
+    assert bare.used_bytes == PAGE_BYTES + FRAME_BYTES
+    bare.close()
+
+
+def test_a_directory_that_fails_costs_the_batch_and_says_so(tmp_path: Path) -> None:
+    store = open_file_page_store(tmp_path, capacity_bytes=MANY)
+    (tmp_path / "pages").rename(tmp_path / "gone")
+    (tmp_path / "pages").write_text("a file where the pages were")
+    with pytest.raises(StorageError, match="file batch_set"):
+        store.batch_set(["a"], [page_of("a")])
+    assert checked(store).batch_get(["a"]) == [None]
+    store.close()
+
+
+def test_bad_openings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="capacity_bytes=0"):
+        open_file_page_store(tmp_path, capacity_bytes=0)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StartError, match="give a directory"):
+        open_file_page_store(tmp_path / "file", capacity_bytes=1)

@@ -1,0 +1,187 @@
+"""Mooncake's real store, over TCP on this machine: the same checks, two processes, and a master that dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from scheduler_components.errors import ConfigError, StartError
+from scheduler_components.hicache.mooncake_storage import MooncakeAddress, MooncakePageStore, open_mooncake_page_store
+from scheduler_components.hicache.storage import CheckedPageStore
+from scheduler_components.hicache.thread_storage import open_deadline_page_store
+from scheduler_components.ports import PageStore
+from scheduler_components.testing.page_store_checks import PAGE_BYTES, PAGE_STORE_CHECKS, page_of
+
+MASTER = shutil.which("mooncake_master", path=sysconfig.get_path("scripts"))
+
+
+def client_loads() -> bool:
+    """Ask in another process: without its system libraries the import fails, and what it loads stays loaded."""
+    if MASTER is None or importlib.util.find_spec("mooncake") is None:
+        return False
+    attempt = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, check=False)
+    return attempt.returncode == 0
+
+
+pytestmark = pytest.mark.skipif(
+    not client_loads(),
+    reason="needs scheduler-components[mooncake] and libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1",
+)
+
+
+def free_ports(num_ports: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def master_of(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], MooncakeAddress]]:
+    """Start a master; it cannot say which ports it took, so where another process was quicker it starts again."""
+    for _ in range(5):
+        rpc, http, metrics = free_ports(3)
+        options = {
+            "rpc_port": rpc,
+            "rpc_address": "127.0.0.1",
+            "enable_http_metadata_server": "true",
+            "http_metadata_server_host": "127.0.0.1",
+            "http_metadata_server_port": http,
+            "metrics_port": metrics,
+            "default_kv_lease_ttl": 500,
+        }
+        arguments = [str(MASTER), *(f"--{name}={value}" for name, value in options.items())]
+        with log.open("ab") as output, subprocess.Popen(arguments, stdout=output, stderr=output) as master:
+            try:
+                if comes_up(master, (rpc, http)):
+                    metadata = f"http://127.0.0.1:{http}/metadata"
+                    yield (
+                        master,
+                        MooncakeAddress(
+                            master=f"127.0.0.1:{rpc}", metadata=metadata, segment_bytes=64 << 20, buffer_bytes=32 << 20
+                        ),
+                    )
+                    return
+            finally:
+                master.kill()
+    raise AssertionError(log.read_text())
+
+
+def comes_up(master: subprocess.Popen[bytes], ports: tuple[int, ...]) -> bool:
+    pause = Event()
+    for _ in range(1200):
+        if master.poll() is not None:
+            return False
+        if all(answers(port) for port in ports):
+            return True
+        pause.wait(0.05)
+    return False
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeAddress]:
+    with master_of(tmp_path_factory.mktemp("mooncake") / "master.log") as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def bare(address: MooncakeAddress) -> Iterator[MooncakePageStore]:
+    store = open_mooncake_page_store(address)
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("check", PAGE_STORE_CHECKS)
+def test_bare(bare: PageStore, check: Callable[[PageStore, str], None]) -> None:
+    check(bare, f"bare {check.__name__} ")
+
+
+@pytest.mark.parametrize("check", PAGE_STORE_CHECKS)
+def test_verified(bare: PageStore, check: Callable[[PageStore, str], None]) -> None:
+    store = CheckedPageStore(store=bare, page_bytes=PAGE_BYTES)
+    check(store, f"verified {check.__name__} ")
+    assert store.stats().failures + store.stats().bad_answers + store.stats().pages_corrupt == 0
+
+
+def test_one_process_reads_what_another_wrote(bare: PageStore, address: MooncakeAddress) -> None:
+    keys = [f"shared {at}" for at in range(10)]
+    script = f"""
+from scheduler_components.hicache.mooncake_storage import MooncakeAddress, open_mooncake_page_store
+from scheduler_components.hicache.storage import CheckedPageStore
+from scheduler_components.testing.page_store_checks import PAGE_BYTES, page_of
+bare = open_mooncake_page_store(MooncakeAddress(master={address.master!r}, metadata={address.metadata!r},
+    segment_bytes=0, buffer_bytes=32 << 20))
+store = CheckedPageStore(store=bare, page_bytes=PAGE_BYTES)
+assert store.batch_set({keys!r}, [page_of(key) for key in {keys!r}]) == [True] * 10, store.stats()
+store.close()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+    store = CheckedPageStore(store=bare, page_bytes=PAGE_BYTES)
+    assert store.batch_exists([*keys, "shared 10"]) == 10
+    assert store.batch_get(keys) == [page_of(key) for key in keys]
+
+
+def test_a_leased_page_stays_until_its_lease_ends(bare: PageStore) -> None:
+    assert list(bare.batch_set(["leased"], [page_of("leased")])) == [True]
+    assert bare.batch_exists(["leased"]) == 1  # takes a lease of 500 ms
+    tries = Event()
+    num_deleted = bare.delete(["leased"])
+    for _ in range(600):
+        if num_deleted:
+            break
+        tries.wait(0.05)
+        num_deleted = bare.delete(["leased"])
+    assert num_deleted == 1
+    assert bare.batch_exists(["leased"]) == 0
+
+
+def test_what_does_not_fit_is_refused(bare: PageStore) -> None:
+    assert list(bare.batch_set(["huge"], [bytes(65 << 20)])) == [False]
+    assert list(bare.batch_set(["fits"], [page_of("fits")])) == [True]
+
+
+def test_without_its_master_a_store_only_misses(tmp_path: Path) -> None:
+    with master_of(tmp_path / "master.log") as (_, address):
+        deadline = open_deadline_page_store(open_mooncake_page_store(address), deadline_s=2)
+        store = CheckedPageStore(store=deadline, page_bytes=PAGE_BYTES)
+        assert store.batch_set(["a"], [page_of("a")]) == [True]
+    assert store.batch_exists(["a"]) == 0
+    assert store.batch_get(["a"]) == [None]
+    assert store.batch_set(["b"], [page_of("b")]) == [False]  # tries for seconds, or fails at once
+    stats = store.stats()
+    assert stats.failures + stats.stalls >= 2
+    assert stats.last_problem
+    store.close()
+    deadline.join()  # its client looks for the master for some 10 s more
+
+
+def test_a_cluster_that_is_not_there_is_a_start_error_at_once() -> None:
+    [port] = free_ports(1)
+    address = MooncakeAddress(master=f"127.0.0.1:{port}", metadata=f"http://127.0.0.1:{port}/metadata")
+    with pytest.raises(StartError, match="start mooncake_master"):
+        open_mooncake_page_store(address)
+
+
+@pytest.mark.parametrize("master", ["", "host", "host:", ":1", "host:port", "host:0", "host:65536"])
+def test_a_bad_address_is_refused(master: str) -> None:
+    with pytest.raises(ConfigError, match="is not host:port"):
+        MooncakeAddress(master=master, metadata="http://127.0.0.1:1/metadata")

@@ -1,0 +1,158 @@
+"""Whatever a worker says: addresses that can be dialled, or one of the documented errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from observability.kv_stream.discovery import NoStreamsError, addresses_in, bare_address, discover, worker_url
+from scheduler_components.errors import ConfigError, DecodeError, StartError
+from scheduler_components.server_info import kv_events_server_info
+
+WORKER = httpx.URL("http://worker.example:30000")
+DESCRIPTOR = {
+    "publisher": "zmq",
+    "endpoint_host": "*",
+    "endpoint_port_base": 5557,
+    "topic": "kv",
+    "block_size": 16,
+    "dp_size": 2,
+    "replay_endpoint_port_base": 5657,
+    "load_endpoint_port_base": 5757,
+    "load_topic": "load",
+}
+
+Serve = Callable[[dict[str, tuple[int, bytes]]], str]
+
+
+def test_one_address_a_rank_at_base_plus_rank() -> None:
+    first, second = addresses_in({"kv_events": DESCRIPTOR, "model_path": "m"}, WORKER)
+    assert (first.rank, second.rank) == (0, 1)
+    assert str(second.events) == "tcp://worker.example:5558"
+    assert (str(second.replay), str(second.load)) == ("tcp://worker.example:5658", "tcp://worker.example:5758")
+    assert (second.topic, second.block_size) == ("kv", 16)
+
+
+@pytest.mark.parametrize("wildcard", ["*", "0.0.0.0", "::", "[::]"])
+@pytest.mark.parametrize(
+    ("url", "dialled"),
+    [
+        ("http://10.0.0.7:30000", "tcp://10.0.0.7:5557"),
+        ("http://[fd00::7]:30000/", "tcp://[fd00::7]:5557"),
+        ("https://worker/prefix", "tcp://worker:5557"),
+    ],
+)
+def test_a_wildcard_becomes_the_host_of_the_url(wildcard: str, url: str, dialled: str) -> None:
+    info = {"kv_events": DESCRIPTOR | {"endpoint_host": wildcard}}
+    assert str(addresses_in(info, worker_url(url))[0].events) == dialled
+
+
+def test_a_concrete_host_is_kept() -> None:
+    info = {"kv_events": DESCRIPTOR | {"endpoint_host": "10.1.1.1", "replay_endpoint_host": "*"}}
+    address = addresses_in(info, WORKER)[0]
+    assert (address.events.host, address.replay.host) == ("10.1.1.1", "worker.example")
+
+
+def test_reads_what_the_kit_describes() -> None:
+    config = '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}'
+    info = kv_events_server_info(config, block_size=16, dp_size=2)
+    addresses = addresses_in(info, WORKER)
+    assert [str(address.replay) for address in addresses] == [
+        "tcp://worker.example:5657",
+        "tcp://worker.example:5658",
+    ]
+
+
+def test_a_worker_without_streams_says_why() -> None:
+    with pytest.raises(NoStreamsError, match="publishes no KV events: port is missing"):
+        addresses_in({"kv_events": None, "kv_events_error": "port is missing"}, WORKER)
+    with pytest.raises(NoStreamsError, match="has no kv_events"):
+        addresses_in({"model_path": "m"}, WORKER)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"endpoint_port_base": "5557"}, "endpoint_port_base"),
+        ({"endpoint_port_base": 0}, "endpoint_port_base"),
+        ({"endpoint_port_base": 65_535}, "65535"),
+        ({"endpoint_host": "a b"}, "a b"),
+        ({"endpoint_host": 5}, "endpoint_host"),
+        ({"dp_size": 0}, "dp_size"),
+        ({"dp_size": 1_000_000_000}, "dp_size"),
+        ({"block_size": -1}, "block_size"),
+        ({"topic": None}, "topic"),
+    ],
+)
+def test_a_descriptor_that_cannot_be_dialled_names_its_field(change: dict[str, object], named: str) -> None:
+    with pytest.raises(DecodeError, match=named):
+        addresses_in({"kv_events": DESCRIPTOR | change}, WORKER)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(changes=st.dictionaries(st.sampled_from(list(DESCRIPTOR)), JSON), whole=JSON, use_whole=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_json_gives_addresses_or_a_documented_error(
+    changes: dict[str, object], whole: object, use_whole: bool
+) -> None:
+    info = {"kv_events": whole} if use_whole else {"kv_events": DESCRIPTOR | changes}
+    try:
+        addresses = addresses_in(info, WORKER)
+    except (DecodeError, NoStreamsError):
+        return
+    for address in addresses:
+        assert not address.events.is_wildcard
+        assert 0 < address.events.port <= 65_535
+
+
+def test_discover_asks_server_info(serve: Serve) -> None:
+    url = serve({"/server_info": (200, json.dumps({"kv_events": DESCRIPTOR}).encode())})
+    assert [str(address.events) for address in discover(url + "/")] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
+
+
+@pytest.mark.parametrize(
+    ("page", "error", "words"),
+    [
+        ((404, b""), StartError, "answers 404"),
+        ((200, b"<html>"), DecodeError, "not JSON"),
+        ((200, b"[]"), DecodeError, "not an object"),
+        ((200, b'"' + b"x" * (5 << 20) + b'"'), DecodeError, "over"),
+        ((200, b"[" * 100_000), DecodeError, "not JSON"),
+    ],
+)
+def test_a_page_that_is_none(serve: Serve, page: tuple[int, bytes], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        discover(serve({"/server_info": page}))
+
+
+def test_an_unreachable_worker_is_a_start_error() -> None:
+    with pytest.raises(StartError, match="server_info"):
+        discover("http://127.0.0.1:1", timeout_s=5.0)
+
+
+@pytest.mark.parametrize("text", ["", "worker:30000", "ftp://worker", "http://", "tcp://worker:5557", "http://a b"])
+def test_a_text_that_is_no_worker_url_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="url"):
+        worker_url(text)
+
+
+def test_bare_endpoints_are_taken_as_they_are() -> None:
+    address = bare_address("tcp://127.0.0.1:5557", replay="ipc:///tmp/replay", topic="kv", rank=3)
+    assert (str(address.events), str(address.replay), address.rank) == ("tcp://127.0.0.1:5557", "ipc:///tmp/replay", 3)
+
+
+@pytest.mark.parametrize("text", ["tcp://*:5557", "tcp://[::]:5557", "tcp://host:0", "tcp://host", "host:5557"])
+def test_an_endpoint_that_cannot_be_dialled_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="replay_endpoint"):
+        bare_address("tcp://127.0.0.1:5557", replay=text)

@@ -1,0 +1,236 @@
+"""The follower keeps its deadlines: properties of time and of trust, with a clock that the test turns by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from observability.kv_stream.applier import BatchApplier
+from observability.kv_stream.cursor import StreamCursor
+from observability.kv_stream.follower import FollowPolicy, StreamFollower
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.listener import NullListener
+from observability.kv_stream.view import BlockView
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder, DecodedBatch
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
+
+POLICY = FollowPolicy(answer_timeout_s=5.0, retry_min_s=1.0, retry_max_s=8.0, probe_interval_s=2.0, dead_after_s=15.0)
+
+
+class FakeChannel:
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.is_open = False
+
+    def ask(self, ask: int, start: int) -> None:
+        self.asked.append((ask, start))
+        self.is_open = True
+
+    def drop(self) -> None:
+        self.is_open = False
+
+
+class Diary(NullListener):
+    def __init__(self) -> None:
+        self.states: list[StreamState] = []
+        self.batches: list[tuple[int, bool]] = []
+        self.unreadable: list[int] = []
+        self.cleared: list[str] = []
+
+    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+        self.batches.append((seq, replayed))
+
+    def batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
+        self.unreadable.append(seq)
+
+    def view_cleared(self, rank: int, reason: str) -> None:
+        self.cleared.append(reason)
+
+    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+        assert old is (self.states[-1] if self.states else StreamState.CONNECTING)
+        self.states.append(new)
+
+
+class Bench:
+    """A follower of rank 3 with everything around it fake or visible."""
+
+    def __init__(self, *, has_replay: bool = True) -> None:
+        self.channel, self.diary, self.view = FakeChannel(), Diary(), BlockView()
+        self.follower = StreamFollower(
+            cursor=StreamCursor(has_replay=has_replay),
+            applier=BatchApplier(
+                rank=3, view=self.view, decoder=BatchDecoder(), listener=self.diary, wall_clock=lambda: 110.0
+            ),
+            channel=self.channel,
+            policy=POLICY,
+            jitter=lambda: 0.0,
+        )
+        self.follower.begin(0.0)
+
+    @property
+    def state(self) -> StreamState:
+        return self.follower.cursor.state
+
+    def at(self, now_s: float) -> None:
+        """Let time pass as a poll loop does: from deadline to deadline."""
+        while self.follower.next_deadline_s <= now_s:
+            self.follower.tick(self.follower.next_deadline_s)
+        self.follower.tick(now_s)
+
+
+def payload(*events: KVCacheEvent, rank: int = 3) -> bytes:
+    return BatchEncoder("array").encode(KVEventBatch(ts=100.0, events=events), rank)
+
+
+def stored(block_hash: int, medium: str | None = None) -> BlockStored:
+    return BlockStored((block_hash,), None, (1, 2), 2, None, medium)
+
+
+def live_bench() -> Bench:
+    bench = Bench()
+    bench.follower.connected(0.0)
+    bench.follower.answered(1, 0, payload(stored(5)), 0.0)
+    bench.follower.answer_ended(1, 0.0)
+    assert bench.state is StreamState.LIVE
+    return bench
+
+
+def test_a_replay_fills_the_view_and_closes_its_channel() -> None:
+    bench = live_bench()
+    assert bench.view.blocks(3) == {5}
+    assert (bench.channel.asked, bench.channel.is_open) == ([(1, 0)], False)
+    assert bench.diary.states == [StreamState.SYNCING, StreamState.LIVE]
+    assert bench.diary.batches == [(0, True)]
+
+
+def test_a_live_batch_has_a_lag() -> None:
+    bench = live_bench()
+    assert bench.follower.applier.counters.lag_s is None
+    bench.follower.live(1, payload(stored(6)), 1.0)
+    assert bench.follower.applier.counters.lag_s == 10.0
+
+
+def test_an_answer_that_goes_on_is_waited_for_and_a_silent_one_is_not() -> None:
+    bench = Bench()
+    bench.follower.connected(0.0)
+    for seq in range(10):
+        bench.at(4.0 * (seq + 1))
+        bench.follower.answered(1, seq, payload(stored(seq)), 4.0 * (seq + 1))
+    assert bench.follower.cursor.counters.unanswered == 0
+    bench.at(46.0)
+    assert bench.follower.cursor.counters.unanswered == 1
+    assert bench.channel.asked[1] == (2, 9)
+
+
+def test_a_publisher_that_never_answers_is_asked_ever_less_often() -> None:
+    bench = Bench()
+    bench.follower.connected(0.0)
+    # Each question waits 5 s for its answer; the pauses after it are 1, 2, 4, 8, 8, ... s.
+    for count, moment_s in enumerate((0.0, 6.0, 13.0, 22.0, 35.0, 48.0), start=1):
+        bench.at(moment_s - 0.1)
+        assert len(bench.channel.asked) == max(1, count - 1)
+        bench.at(moment_s)
+        assert len(bench.channel.asked) == count
+    assert bench.state is StreamState.PARTIAL
+    bench.follower.answer_ended(6, 48.0)
+    bench.follower.live(8, payload(stored(8)), 48.0)
+    assert bench.view.blocks(3) == {8}
+
+
+def test_silence_is_probed_with_the_held_number() -> None:
+    bench = live_bench()
+    bench.at(1.9)
+    assert bench.channel.asked == [(1, 0)]
+    bench.at(2.1)
+    assert bench.channel.asked[1:] == [(2, 0)]
+    assert bench.state is StreamState.LIVE
+
+
+def test_batches_that_tell_nothing_new_do_not_put_the_probe_off() -> None:
+    bench = live_bench()
+    for tenths in range(20):
+        bench.follower.live(0, payload(stored(5)), tenths / 10)
+    bench.at(2.0)
+    assert bench.channel.asked[1:] == [(2, 0)]
+
+
+def test_the_tail_that_was_lost_is_found_by_the_probe() -> None:
+    bench = live_bench()
+    bench.at(2.0)
+    bench.follower.answered(2, 0, payload(stored(5)), 2.0)
+    bench.follower.answered(2, 1, payload(AllBlocksCleared()), 2.0)
+    bench.follower.answer_ended(2, 2.0)
+    assert (bench.state, bench.view.blocks(3)) == (StreamState.LIVE, frozenset())
+
+
+def test_a_publisher_that_never_comes_is_dead_and_may_come_later() -> None:
+    bench = Bench()
+    bench.at(14.9)
+    assert bench.state is StreamState.CONNECTING
+    bench.at(15.0)
+    assert bench.state is StreamState.DEAD
+    assert bench.follower.next_deadline_s == math.inf
+    bench.follower.connected(100.0)
+    assert bench.state is StreamState.SYNCING
+
+
+def test_a_lost_connection_keeps_the_view_until_dead() -> None:
+    bench = live_bench()
+    bench.follower.disconnected(10.0)
+    bench.at(24.0)
+    assert (bench.state, bench.view.blocks(3)) == (StreamState.CONNECTING, {5})
+    bench.at(25.0)
+    assert (bench.state, bench.view.blocks(3)) == (StreamState.DEAD, frozenset())
+    assert bench.diary.cleared[-1] == "the publisher is unreachable"
+
+
+def test_a_lost_connection_drops_the_question() -> None:
+    bench = Bench()
+    bench.follower.connected(0.0)
+    assert bench.channel.is_open
+    bench.follower.disconnected(1.0)
+    assert not bench.channel.is_open
+
+
+@given(junk=st.binary(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_junk_costs_itself_and_the_live_state(junk: bytes) -> None:
+    bench = live_bench()
+    bench.follower.live(1, junk, 1.0)
+    readable = not bench.follower.applier.counters.decode_errors
+    assert bench.state is (StreamState.LIVE if readable else StreamState.PARTIAL)
+    bench.follower.live(2, payload(AllBlocksCleared(), stored(7)), 1.0)
+    assert (bench.state, bench.view.blocks(3)) == (StreamState.LIVE, {7})
+
+
+def test_a_batch_with_one_bad_event_applies_the_others() -> None:
+    bench = live_bench()
+    bad = BlockStored((1, 2), None, (1,), 1, None)
+    bench.follower.live(1, payload(stored(6), bad), 1.0)
+    assert (bench.state, bench.view.blocks(3)) == (StreamState.PARTIAL, {5, 6})
+    assert bench.follower.applier.counters.decode_errors == 1
+
+
+def test_a_batch_of_another_rank_is_counted() -> None:
+    bench = live_bench()
+    bench.follower.live(1, payload(stored(6), rank=0), 1.0)
+    assert bench.follower.applier.counters.rank_mismatches == 1
+    assert bench.view.blocks(3) == {5, 6}
+
+
+@given(failures=st.integers(1, 10_000), jitter=st.floats(0, 1))
+@settings(deadline=None)
+def test_pauses_grow_and_stay_within_their_bounds(failures: int, jitter: float) -> None:
+    pause_s = POLICY.pause_s(failures, jitter)
+    assert POLICY.retry_min_s / 2 <= pause_s <= POLICY.retry_max_s
+    assert pause_s <= POLICY.pause_s(failures + 1, jitter)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_a_time_that_cannot_be_waited_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="dead_after_s"):
+        FollowPolicy(dead_after_s=value)

@@ -1,0 +1,119 @@
+"""The view equals a naive model: for each rank and tier a set of hashes, searched block by block."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from observability.kv_stream.view import BlockView, Tier, tier_of
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+
+MEDIA = {
+    None: Tier.DEVICE,
+    "GPU": Tier.DEVICE,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "DISK": Tier.STORAGE,
+    "EXTERNAL": Tier.STORAGE,
+    "STORAGE": Tier.STORAGE,
+    "TAPE": None,
+}
+
+HASHES = st.lists(st.integers(-4, 4), min_size=1, max_size=5)
+RANKS = st.integers(0, 3)
+EVENTS = st.one_of(
+    st.builds(
+        lambda hashes, medium: BlockStored(tuple(hashes), None, tuple(range(len(hashes))), 1, None, medium),
+        HASHES,
+        st.sampled_from(list(MEDIA)),
+    ),
+    st.builds(lambda hashes, medium: BlockRemoved(tuple(hashes), medium), HASHES, st.sampled_from(list(MEDIA))),
+    st.just(AllBlocksCleared()),
+)
+
+
+class NaiveView:
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, Tier], set[int]] = defaultdict(set)
+
+    def apply(self, rank: int, event: KVCacheEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            for tier in Tier:
+                self.held[rank, tier].clear()
+            return
+        tier = MEDIA[event.medium]
+        if tier is not None and isinstance(event, BlockStored):
+            self.held[rank, tier] |= set(event.block_hashes)
+        elif tier is not None:
+            self.held[rank, tier] -= set(event.block_hashes)
+
+    def depth(self, rank: int, tier: Tier, hashes: list[int]) -> int:
+        depth = 0
+        while depth < len(hashes) and hashes[depth] in self.held[rank, tier]:
+            depth += 1
+        return depth
+
+
+@given(
+    changes=st.lists(st.tuples(RANKS, st.lists(EVENTS, max_size=4)), max_size=25), prompt=st.lists(st.integers(-4, 4))
+)
+@settings(max_examples=400, deadline=None)
+def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], prompt: list[int]) -> None:
+    view, naive = BlockView(), NaiveView()
+    for rank, events in changes:
+        view.apply(rank, events)
+        for event in events:
+            naive.apply(rank, event)
+    for tier in Tier:
+        for rank in range(4):
+            assert view.blocks(rank, tier) == naive.held[rank, tier]
+        depths = {rank: naive.depth(rank, tier, prompt) for rank in range(4)}
+        assert view.deepest_prefix(prompt, tier) == {rank: depth for rank, depth in depths.items() if depth}
+        for block_hash in range(-4, 5):
+            holders = {rank for rank in range(4) if block_hash in naive.held[rank, tier]}
+            assert set(view.ranks_holding(block_hash, tier)) == holders
+    for rank in range(4):
+        assert view.block_count(rank) == sum(len(naive.held[rank, tier]) for tier in Tier)
+
+
+@pytest.mark.parametrize(("medium", "tier"), MEDIA.items())
+def test_media_of_the_field_fall_into_three_tiers(medium: str | None, tier: Tier | None) -> None:
+    assert tier_of(medium) is tier
+
+
+def stored(*hashes: int, medium: str | None = None) -> BlockStored:
+    return BlockStored(hashes, None, tuple(range(len(hashes))), 1, None, medium)
+
+
+def test_harmless_events_are_counted() -> None:
+    view = BlockView()
+    view.apply(7, [stored(1, 2), stored(2, 3), BlockRemoved((1, 9)), stored(5, medium="TAPE"), AllBlocksCleared()])
+    counters = view.counters(7)
+    assert (counters.stored_blocks, counters.removed_blocks, counters.clears) == (4, 1, 1)
+    assert (counters.duplicate_stores, counters.unknown_removals, counters.unknown_media) == (1, 1, 1)
+
+
+def test_one_rank_is_cleared_without_the_others() -> None:
+    view = BlockView()
+    for rank in range(100):
+        view.apply(rank, [stored(1, 2, 3)])
+    view.clear(40)
+    assert view.blocks(40) == frozenset()
+    assert view.deepest_prefix([1, 2, 3]) == {rank: 3 for rank in range(100) if rank != 40}
+
+
+def test_a_copy_of_the_blocks_does_not_follow_the_view() -> None:
+    view = BlockView()
+    view.apply(0, [stored(1)])
+    before = view.blocks(0)
+    view.apply(0, [stored(2)])
+    assert before == {1}
+
+
+def test_a_rank_never_seen_holds_nothing() -> None:
+    view = BlockView()
+    assert (view.blocks(3), view.block_count(3), view.ranks) == (frozenset(), 0, ())
+    assert view.deepest_prefix([]) == view.deepest_prefix([1]) == {}

@@ -1,0 +1,235 @@
+"""The doctor finds each way in which a worker can be wrong, and nothing on a sound one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from urllib.parse import urlsplit
+
+import pytest
+import zmq
+
+from observability.doctor import DoctorOptions, examine, exit_code
+from observability.finding import Finding, Severity
+from observability.kv_stream.discovery import StreamAddress
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.stats import StreamStats
+from observability.stream_diagnosis import diagnose_stream
+from scheduler_components.errors import ConfigError
+from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.events import BlockStored, KVEventBatch
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+Serve = Callable[[dict[str, tuple[int, bytes]]], str]
+
+QUICK = DoctorOptions(timeout_s=0.5, listen_s=1.5)
+PAGES = {
+    "/health": (200, b"ok"),
+    "/v1/loads": (200, b'{"loads": [{"dp_rank": 0}]}'),
+    "/metrics": (200, b"sglang:num_running_reqs 0\n"),
+}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def open_publisher(stack: ExitStack, rank: int = 0, **options: object) -> ZmqEventPublisher:
+    """A publisher of ``rank`` with one batch out; the batch names that rank."""
+    defaults = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "topic": "kv", "bind": True}
+    publisher = ZmqEventPublisher(rank, **(defaults | options))
+    stack.callback(publisher.shutdown)
+    publisher.publish(KVEventBatch(ts=time.time(), events=(BlockStored((1,), None, (1, 2), 2, None),)))
+    return publisher
+
+
+def port(endpoint: str | None) -> int | None:
+    return urlsplit(endpoint).port if endpoint else None
+
+
+def described(publisher: ZmqEventPublisher, **change: object) -> dict[str, tuple[int, bytes]]:
+    """The pages of a worker that advertises ``publisher``, with one lie or none."""
+    kv_events = {
+        "publisher": "zmq",
+        "endpoint_host": "*",
+        "endpoint_port_base": port(publisher.endpoint),
+        "replay_endpoint_port_base": port(publisher.replay_endpoint),
+        "topic": "kv",
+        "block_size": 2,
+        "dp_size": 1,
+    }
+    return PAGES | {"/server_info": (200, json.dumps({"kv_events": kv_events | change}).encode())}
+
+
+def troubles(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.severity is not Severity.OK]
+
+
+def the_trouble(findings: list[Finding]) -> Finding:
+    (trouble,) = troubles(findings)
+    assert trouble.mend
+    assert str(trouble).count("\n") == 1
+    return trouble
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port that is taken and does not listen, so that nobody else can listen on it meanwhile."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def test_a_sound_worker_has_nothing_wrong(serve: Serve, stack: ExitStack) -> None:
+    findings = examine(serve(described(open_publisher(stack))), QUICK)
+    assert not troubles(findings)
+    assert exit_code(findings) == 0
+    assert any("live at batch 0, 1 blocks held" in finding.what for finding in findings)
+
+
+def test_nobody_at_the_url(closed_port: int) -> None:
+    trouble = the_trouble(examine(f"http://127.0.0.1:{closed_port}", QUICK))
+    assert trouble.severity is Severity.ERROR
+    assert "server_info" in trouble.what
+
+
+def test_another_server_at_the_url(serve: Serve) -> None:
+    assert "answers 404" in the_trouble(examine(serve({}), QUICK)).what
+    assert "not JSON" in the_trouble(examine(serve({"/server_info": (200, b"<html>")}), QUICK)).what
+
+
+def test_no_streams_repeats_the_workers_reason(serve: Serve) -> None:
+    body = json.dumps({"kv_events": None, "kv_events_error": "endpoint has no port"}).encode()
+    findings = examine(serve(PAGES | {"/server_info": (200, body)}), QUICK)
+    assert "endpoint has no port" in the_trouble(findings).what
+    assert exit_code(findings) == 1
+
+
+def test_a_malformed_descriptor_names_its_field(serve: Serve) -> None:
+    body = json.dumps({"kv_events": {"endpoint_host": "*", "endpoint_port_base": 99_999}}).encode()
+    assert "endpoint_port_base" in the_trouble(examine(serve(PAGES | {"/server_info": (200, body)}), QUICK)).what
+
+
+def test_a_warning_of_the_worker_is_repeated(serve: Serve, stack: ExitStack) -> None:
+    pages = described(open_publisher(stack))
+    info = json.loads(pages["/server_info"][1]) | {"kv_events_warning": "the publisher connects"}
+    findings = examine(serve(pages | {"/server_info": (200, json.dumps(info).encode())}), QUICK)
+    (trouble,) = troubles(findings)
+    assert trouble == Finding(Severity.WARNING, "the worker warns: the publisher connects")
+
+
+def test_a_closed_port_is_named(serve: Serve, stack: ExitStack, closed_port: int) -> None:
+    publisher = open_publisher(stack)
+    trouble = the_trouble(examine(serve(described(publisher, endpoint_port_base=closed_port)), QUICK))
+    assert trouble.what == f"rank 0: events port tcp://127.0.0.1:{closed_port}: Connection refused"
+    findings = examine(serve(described(publisher, replay_endpoint_port_base=closed_port)), QUICK)
+    assert any("replay port" in finding.what and finding.severity is Severity.ERROR for finding in troubles(findings))
+    trouble = the_trouble(examine(serve(described(publisher, load_endpoint_port_base=closed_port)), QUICK))
+    assert (trouble.severity, "load port" in trouble.what) == (Severity.WARNING, True)
+
+
+def test_every_rank_is_dialled(serve: Serve, stack: ExitStack, closed_port: int) -> None:
+    pages = described(open_publisher(stack), endpoint_port_base=closed_port - 1, dp_size=2)
+    refused = [finding.what for finding in troubles(examine(serve(pages), QUICK))]
+    assert any(what.startswith(f"rank 1: events port tcp://127.0.0.1:{closed_port}") for what in refused)
+    assert any("/v1/loads has 1 ranks and 2 streams" in what for what in refused)
+
+
+def test_a_port_of_another_protocol(serve: Serve, stack: ExitStack) -> None:
+    url = serve({})
+    pages = described(open_publisher(stack), endpoint_port_base=port(url))
+    assert "no ZeroMQ publisher" in the_trouble(examine(serve(pages), QUICK)).what
+
+
+def test_a_replay_channel_that_never_ends(serve: Serve, stack: ExitStack) -> None:
+    context = stack.enter_context(zmq.Context())
+    router = stack.enter_context(context.socket(zmq.ROUTER))
+    router.bind("tcp://127.0.0.1:*")
+    silent = port(router.getsockopt_string(zmq.LAST_ENDPOINT))
+    findings = examine(serve(described(open_publisher(stack), replay_endpoint_port_base=silent)), QUICK)
+    assert any("no end marker" in finding.what for finding in troubles(findings))
+    assert exit_code(findings) == 1
+
+
+def test_another_block_size_than_advertised(serve: Serve, stack: ExitStack) -> None:
+    trouble = the_trouble(examine(serve(described(open_publisher(stack), block_size=16)), QUICK))
+    assert "blocks of 2 tokens, 16 are advertised" in trouble.what
+
+
+def test_another_rank_than_the_ports(serve: Serve, stack: ExitStack) -> None:
+    trouble = the_trouble(examine(serve(described(open_publisher(stack, rank=3))), QUICK))
+    assert "name another rank" in trouble.what
+
+
+def test_another_topic_than_advertised(serve: Serve, stack: ExitStack) -> None:
+    publisher = open_publisher(stack, topic="kv-of-old")
+    examined = threading.Event()
+
+    def publish_on() -> None:
+        while not examined.wait(0.01):
+            publisher.publish(KVEventBatch(ts=time.time(), events=()))
+
+    thread = threading.Thread(target=publish_on)
+    thread.start()
+    try:
+        findings = examine(serve(described(publisher, topic="events")), QUICK)
+    finally:
+        examined.set()
+        thread.join()
+    assert "'kv-of-old'" in the_trouble(findings).what
+
+
+def test_no_replay_is_a_warning(serve: Serve, stack: ExitStack) -> None:
+    publisher = open_publisher(stack, replay_endpoint=None)
+    findings = examine(serve(described(publisher)), QUICK)
+    assert "no replay channel" in the_trouble(findings).what
+    assert exit_code(findings) == 0
+
+
+def test_pages_that_are_missing_are_warnings(serve: Serve, stack: ExitStack) -> None:
+    pages = described(open_publisher(stack))
+    findings = examine(serve({"/server_info": pages["/server_info"], "/metrics": (200, b"up 1\n")}), QUICK)
+    assert [finding.what.split(":")[0].split()[0] for finding in troubles(findings)] == [
+        "/health",
+        "/v1/loads",
+        "/metrics",
+    ]
+    assert exit_code(findings) == 0
+
+
+def test_a_text_that_is_no_url_is_the_persons_mistake() -> None:
+    with pytest.raises(ConfigError):
+        examine("worker:30000")
+
+
+ADDRESS = StreamAddress(
+    rank=0,
+    events=Endpoint.parse("tcp://127.0.0.1:5557"),
+    replay=Endpoint.parse("tcp://127.0.0.1:5657"),
+    block_size=16,
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "severity", "words"),
+    [
+        ({"state": StreamState.SYNCING}, Severity.OK, "nothing was published"),
+        ({"state": StreamState.PARTIAL}, Severity.WARNING, "replay window is gone"),
+        ({"state": StreamState.RECOVERING}, Severity.WARNING, "still recovering"),
+        ({"state": StreamState.LIVE, "decode_errors": 2, "last_error": "nil"}, Severity.ERROR, "unreadable (nil)"),
+        ({"state": StreamState.LIVE, "bad_frames": 2}, Severity.ERROR, "not the frames"),
+        ({"state": StreamState.LIVE, "unknown_media": 2}, Severity.WARNING, "medium"),
+        ({"state": StreamState.LIVE, "gaps": 1, "losses": 1}, Severity.WARNING, "gaps"),
+        ({"state": StreamState.LIVE, "lag_s": 900.0}, Severity.WARNING, "stamped 900 s"),
+    ],
+)
+def test_what_a_stream_shows_is_judged(facts: dict[str, object], severity: Severity, words: str) -> None:
+    stats = StreamStats(rank=0, endpoint="tcp://127.0.0.1:5557", **facts)
+    findings = diagnose_stream(ADDRESS, stats, {16})
+    assert (findings[-1].severity, words in findings[-1].what) == (severity, True)

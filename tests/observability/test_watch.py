@@ -1,0 +1,145 @@
+"""Watching prints one line an event, and a line for whatever is wrong; never a prompt, never a control character."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from observability.kv_stream.instructions import StreamState
+from observability.watch import LinePrinter, WatchOptions, addresses_of, watch
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.kv_events.codec import DecodedBatch
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+STORED = BlockStored((-1, 2), 7, (901, 902, 903, 904), 2, None, "CPU", "adapter")
+REMOVED = BlockRemoved((255,))
+
+
+@pytest.fixture
+def publisher() -> Iterator[ZmqEventPublisher]:
+    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv", bind=True)
+    yield publisher
+    publisher.shutdown()
+
+
+def lines_of(out: io.StringIO) -> list[str]:
+    return out.getvalue().splitlines()
+
+
+def test_prints_one_line_an_event() -> None:
+    out = io.StringIO()
+    printer = LinePrinter(out)
+    printer.batch_applied(1, 17, DecodedBatch(5.0, (STORED, REMOVED, AllBlocksCleared()), 1), replayed=False)
+    stored, removed, cleared = lines_of(out)
+    assert " ".join(stored.split()) == "rank 1 #17 stored 2 blocks 4 tokens CPU ffffffff..00000000 after 00000000"
+    assert " ".join(removed.split()) == "rank 1 #17 removed 1 blocks GPU 00000000"
+    assert " ".join(cleared.split()) == "rank 1 #17 cleared all blocks"
+    assert printer.num_events == 3
+
+
+def test_prints_what_is_wrong() -> None:
+    out = io.StringIO()
+    printer = LinePrinter(out)
+    printer.gap_seen(0, 5, 8)
+    printer.view_cleared(0, "history is gone")
+    printer.state_changed(0, StreamState.LIVE, StreamState.PARTIAL)
+    printer.batch_unreadable(0, 9, DecodeError("truncated"))
+    printer.batch_applied(0, 10, DecodedBatch(5.0, (), 0, (DecodeError("no hashes"),)), replayed=False)
+    assert [line.partition("-- ")[2] for line in lines_of(out)] == [
+        "batches 5 to 7 did not come",
+        "history is gone",
+        "is partial",
+        "#9 is unreadable: truncated",
+        "#10 one event is unreadable: no hashes",
+    ]
+
+
+def test_json_lines_carry_the_facts_and_no_prompt() -> None:
+    out = io.StringIO()
+    printer = LinePrinter(out, as_json=True)
+    printer.batch_applied(1, 17, DecodedBatch(5.0, (STORED,), 1), replayed=True)
+    printer.gap_seen(1, 18, 20)
+    stored, gap = (json.loads(line) for line in lines_of(out))
+    assert stored == {
+        "kind": "stored",
+        "rank": 1,
+        "seq": 17,
+        "ts": 5.0,
+        "replayed": True,
+        "block_hashes": [-1, 2],
+        "parent_block_hash": 7,
+        "block_size": 2,
+        "medium": "CPU",
+        "lora_name": "adapter",
+        "num_tokens": 4,
+    }
+    assert (gap["kind"], gap["expected"], gap["seq"]) == ("gap", 18, 20)
+    assert "901" not in out.getvalue()
+
+
+@given(medium=st.text(), reason=st.text())
+@settings(deadline=None)
+def test_a_peer_cannot_steer_the_terminal(medium: str, reason: str) -> None:
+    out = io.StringIO()
+    printer = LinePrinter(out)
+    printer.batch_applied(0, 1, DecodedBatch(0.0, (BlockRemoved((1,), medium),), 0), replayed=False)
+    printer.batch_unreadable(0, 2, DecodeError(reason))
+    text = out.getvalue()
+    assert text.count("\n") == 2
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_stops_after_so_many_events(publisher: ZmqEventPublisher) -> None:
+    for seq in range(10):
+        publisher.publish(KVEventBatch(ts=1.0, events=(BlockStored((seq,), None, (1,), 1, None),)))
+    out = io.StringIO()
+    options = WatchOptions(
+        history=True, replay_endpoint=publisher.replay_endpoint, topic="kv", max_events=4, as_json=True
+    )
+    assert watch(publisher.endpoint, out, options) == 4
+    events = [line for line in map(json.loads, lines_of(out)) if line["kind"] == "stored"]
+    assert [(event["seq"], event["replayed"]) for event in events] == [(seq, True) for seq in range(4)]
+
+
+def test_shows_only_live_events_without_history(publisher: ZmqEventPublisher) -> None:
+    publisher.publish(KVEventBatch(ts=1.0, events=(BlockStored((99,), None, (1,), 1, None),)))
+    out = io.StringIO()
+    asked = 0
+
+    def publish_more() -> bool:
+        nonlocal asked
+        asked += 1
+        publisher.publish(KVEventBatch(ts=1.0, events=(REMOVED,)))
+        return asked > 500
+
+    watch(publisher.endpoint, out, WatchOptions(topic="kv", max_events=2), should_stop=publish_more)
+    events = [line for line in lines_of(out) if "#" in line]
+    assert len(events) == 2
+    assert all("removed" in line and "replayed" not in line for line in events)
+
+
+def test_stops_when_told_or_when_time_is_up(publisher: ZmqEventPublisher) -> None:
+    assert watch(publisher.endpoint, io.StringIO(), should_stop=lambda: True) == 0
+    ticks = iter(range(100))
+    assert watch(publisher.endpoint, io.StringIO(), WatchOptions(duration_s=3.0), clock=lambda: next(ticks)) == 0
+
+
+def test_a_url_is_discovered(serve: Callable[[dict[str, tuple[int, bytes]]], str]) -> None:
+    described = {"endpoint_host": "*", "endpoint_port_base": 5557, "replay_endpoint_port_base": 5657, "topic": "kv"}
+    url = serve({"/server_info": (200, json.dumps({"kv_events": described}).encode())})
+    (address,) = addresses_of(url, WatchOptions())
+    assert (str(address.events), address.replay, address.topic) == ("tcp://127.0.0.1:5557", None, "kv")
+    (address,) = addresses_of(url, WatchOptions(history=True, topic="other"))
+    assert (str(address.replay), address.topic) == ("tcp://127.0.0.1:5657", "other")
+
+
+@pytest.mark.parametrize("target", ["", "localhost:5557", "udp://host:5557", "tcp://*:5557", "http://"])
+def test_a_target_that_is_none_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError):
+        addresses_of(target, WatchOptions())

@@ -1,0 +1,143 @@
+"""One rank of ``test_gloo_sync``: run as a process of its own, prints what it found as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
+from scheduler_components.hicache.ballot import Ballot
+from scheduler_components.hicache.rank_sets import RankSets, world_rank_sets
+from scheduler_components.hicache.sync import SyncDomain
+from scheduler_components.hicache.torch_groups import (
+    get_attn_cp_rank_and_size,
+    open_torch_sync_domains,
+    rank_sets_of_groups,
+)
+from scheduler_components.parallel_state import ParallelState
+
+ODD_RANK = 2
+World = Sequence[RankSets]
+
+
+@contextmanager
+def opened(world: World, names: list[str], timeout_s: float) -> Iterator[list[SyncDomain]]:
+    domains = list(open_torch_sync_domains(world, names, timeout_s=timeout_s).values())
+    try:
+        yield domains
+    finally:
+        for domain in domains:
+            domain.close()
+
+
+def agree(world: World, timeout_s: float) -> object:
+    """All questions in one packed step, many times, on two threads with domains of their own."""
+
+    def steps(domain: SyncDomain) -> list[object]:
+        for step in range(20):
+            ballot = Ballot("step", step=step)
+            ballot.min("landed", domain.rank + step)
+            ballot.max("wanted", domain.rank)
+            ballot.all("allocated", domain.rank != 1)
+            ballot.any("aborted", domain.rank == 1)
+            ballot.equal("tree", step)
+            ballot.equal("host", domain.rank)
+            outcome = domain.agree(ballot)
+        domain.barrier("end", step=20)
+        return [*outcome.numbers.values(), *outcome.verdicts.values(), domain.num_collectives]
+
+    with opened(world, ["scheduler", "prefetch"], timeout_s) as domains, ThreadPoolExecutor(2) as threads:
+        return list(threads.map(steps, domains))
+
+
+def long_ballot(world: World, timeout_s: float) -> object:
+    with opened(world, ["scheduler"], timeout_s) as [domain]:
+        ballot = Ballot("step", step=0)
+        for slot in range(2000):
+            ballot.min(f"operation {slot}", domain.rank + slot)
+        numbers = domain.agree(ballot).numbers
+        return [list(numbers.values()) == list(range(2000)), domain.num_collectives]
+
+
+def diverge(world: World, timeout_s: float) -> object:
+    with opened(world, ["scheduler"], timeout_s) as [domain]:
+        ballot = Ballot("prefetch", step=5)
+        for slot in range(3000 if domain.rank == ODD_RANK else 2):
+            ballot.min(f"operation {slot}", 1)
+        domain.barrier("start", step=4)
+        return domain.agree(ballot).numbers
+
+
+def lose_a_rank(world: World, timeout_s: float, how: signal.Signals) -> object:
+    with opened(world, ["scheduler"], timeout_s) as [domain]:
+        domain.barrier("start", step=0)
+        if domain.rank == ODD_RANK:
+            os.kill(os.getpid(), how)  # SIGSTOP: the test kills this process when the others are done
+        return domain.min("landed", 1, step=7)
+
+
+def part_for_good(world: World, timeout_s: float) -> object:
+    """One rank waits in another domain: all are alive, and one is not where the others are."""
+    with opened(world, ["scheduler", "prefetch"], timeout_s) as domains:
+        return domains[dist.get_rank() == ODD_RANK].min("landed", 1, step=3)
+
+
+def own_groups(world: World, timeout_s: float) -> object:
+    """Rank sets read from an engine's own process groups: here CP alone."""
+    group = dist.new_group(list(range(len(world))), backend="gloo", timeout=timedelta(seconds=timeout_s))
+    found = [get_attn_cp_rank_and_size(group), get_attn_cp_rank_and_size(None)]
+    return [*found, rank_sets_of_groups(attn_cp_group=group).hops, rank_sets_of_groups(tp_group=group).hops]
+
+
+SCENARIOS: dict[str, Callable[[World, float], object]] = {
+    "agree": agree,
+    "long": long_ballot,
+    "diverge": diverge,
+    "killed": partial(lose_a_rank, how=signal.SIGKILL),
+    "stopped": partial(lose_a_rank, how=signal.SIGSTOP),
+    "part": part_for_good,
+    "own groups": own_groups,
+}
+
+
+def run(scenario: str, world: World, timeout_s: float) -> object:
+    try:
+        return SCENARIOS[scenario](world, timeout_s)
+    except SyncTimeoutError as error:
+        return {"timeout": [error.operation, error.step, list(error.missing_ranks)], "text": str(error)}
+    except SyncDivergenceError as error:
+        return {"parted": error.call, "places": {str(rank): place for rank, place in error.places.items()}}
+
+
+def main() -> None:
+    rank, size, dp_size, cp_size, rendezvous, timeout_s, *scenarios = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=int(rank),
+        world_size=int(size),
+        timeout=timedelta(seconds=60),
+    )
+    world = world_rank_sets(
+        ParallelState.from_tp_rank(int(rank), tp_size=int(size), attn_dp_size=int(dp_size), attn_cp_size=int(cp_size))
+    )
+    # Every scenario opens domains of its own: also what comes after a divergence or a close finds working groups.
+    found = {scenario: run(scenario, world, float(timeout_s)) for scenario in scenarios}
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

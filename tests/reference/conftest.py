@@ -1,0 +1,124 @@
+"""A scheduler among fakes, for the tests of what it does in single situations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scheduler_components.kv_events.events import BlockStored, EventBatch, KVCacheEvent
+from scheduler_components.kv_events.publisher import EventPublisher
+from scheduler_components.metrics.stats import KvMetrics, SchedulerStats
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.batch import ScheduledBatch, StepResult
+from scheduler_components.reference.device import SimulatedModel
+from scheduler_components.reference.policy import SchedulerConfig
+from scheduler_components.reference.request import Request, SamplingLimits
+from scheduler_components.reference.scheduler import Scheduler
+
+MODEL = SimulatedModel()
+
+
+class InstantDevice:
+    """Answers at once; notes what happens around it."""
+
+    def __init__(self, journal: list[str]) -> None:
+        self.journal = journal
+        self.answers: list[tuple[int, ...] | Exception] = []  # given instead of the model's, one a step
+
+    def launch(self, batch: ScheduledBatch) -> None:
+        self.journal.append("launch")
+        self.batch = batch
+
+    def wait(self) -> tuple[int, ...]:
+        self.journal.append("wait")
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is not None:
+            return answer
+        return tuple(MODEL.next_token(work.request.rid, work.end) for work in self.batch.works)
+
+
+class ListPublisher(EventPublisher):
+    """Keeps batches; notes what happens around it."""
+
+    def __init__(self, journal: list[str]) -> None:
+        super().__init__()
+        self.journal = journal
+        self.batches: list[EventBatch] = []
+
+    def publish(self, events: EventBatch) -> None:
+        self.journal.append("publish")
+        self.batches.append(events)
+
+    def idle(self) -> None:
+        self.journal.append("idle")
+
+    def shutdown(self) -> None:
+        self.journal.append("shutdown")
+
+    def events(self) -> list[KVCacheEvent]:
+        return [event for batch in self.batches for event in batch.events]
+
+
+class ListSink:
+    """Keeps statistics and KvMetrics."""
+
+    def __init__(self) -> None:
+        self.stats: list[SchedulerStats] = []
+        self.kv_metrics: list[KvMetrics] = []
+        self.closed = False
+
+    def record(self, stats: SchedulerStats) -> None:
+        self.stats.append(stats)
+
+    def send(self, metrics: KvMetrics) -> None:
+        self.kv_metrics.append(metrics)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Bench:
+    """A scheduler among fakes."""
+
+    def __init__(self, parallel: ParallelState | None = None, **sizes: int | float) -> None:
+        self.journal: list[str] = []
+        self.device = InstantDevice(self.journal)
+        self.publisher = ListPublisher(self.journal)
+        self.sink = ListSink()
+        self.scheduler = Scheduler(
+            SchedulerConfig(**{"page_size": 4, "kv_tokens": 64, **sizes}),
+            parallel if parallel is not None else ParallelState.trivial(),
+            self.device,
+            event_sink=self.publisher,
+            metrics_sink=self.sink,
+            kv_metrics_sink=self.sink,
+            wall_clock=lambda: 1_700_000_000.0,
+            monotonic_clock=lambda: 0.0,
+        )
+
+    def submit(self, rid: str, prompt: list[int] | range, max_new: int = 1) -> Request:
+        request = Request(rid, prompt, SamplingLimits(max_new_tokens=max_new))
+        self.scheduler.submit(request)
+        return request
+
+    def drain(self) -> list[StepResult]:
+        return list(self.scheduler.drain())
+
+    def stored_tokens(self) -> list[int]:
+        return [
+            token for event in self.publisher.events() if isinstance(event, BlockStored) for token in event.token_ids
+        ]
+
+    def foretold(self, request: Request) -> tuple[int, ...]:
+        """What the device generates for a request that nothing but its length ends."""
+        first = request.num_prompt_tokens
+        return tuple(MODEL.next_token(request.rid, first + index) for index in range(request.limits.max_new_tokens))
+
+
+@pytest.fixture
+def make_bench() -> Callable[..., Bench]:
+    """``make_bench(parallel=None, **sizes)``; pages of 4 tokens and a pool of 16 unless said otherwise."""
+    return Bench

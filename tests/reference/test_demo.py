@@ -1,0 +1,171 @@
+"""The main job end to end, small: real processes, sockets and HTTP, judged from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import zmq
+
+from scheduler_components.reference.engine_config import EngineConfig, default_kv_events
+
+COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli"]
+TWO_BY_TWO = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "2"]
+DEADLINE_S = 90
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A run of the command line. Its ranks inherit its output, so the output ends when the last of them has."""
+    with tempfile.TemporaryDirectory(prefix="sc-") as directory:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"TMPDIR": directory},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == -signal.SIGKILL or list(Path(directory).iterdir()) == []
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, out, err
+
+
+def wait_for_url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"http://[0-9.]+:[0-9]+", line):
+            return found.group()
+    raise AssertionError("it never said where it serves")
+
+
+def test_the_demo_passes_its_own_verdict() -> None:
+    with started("demo", *TWO_BY_TWO, "--requests", "40", "--speed", "4", "--seed", "3") as process:
+        code, out, err = finish(process)
+    assert (code, err) == (0, "")
+    assert "exactly 2 streams for 4 ranks; 2 of 4 candidate ports answer" in out
+    assert "40 sent, 40 finished, 0 refused, 0 failed" in out
+    assert re.search(r"no gap +ok +[1-9]\d* batches", out)
+    assert re.search(r"view equals cache +ok +dp0: [1-9]\d* blocks equal; dp1: [1-9]\d* blocks equal", out)
+    assert out.endswith("PASSED\n")
+
+
+def test_context_parallel_ranks_publish_no_stream_of_their_own() -> None:
+    sizes = ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "2"]
+    with started("demo", *sizes, "--requests", "10", "--speed", "8") as process:
+        code, out, _ = finish(process)
+    assert code == 0
+    assert "exactly 1 streams for 4 ranks; 1 of 4 candidate ports answer" in out
+
+
+def test_a_stream_too_many_fails_the_verdict() -> None:
+    """A stranger publishes on the port after the last stream, as a rank without its gate would."""
+    engine = EngineConfig(dp_size=2, attn_cp_size=1, attn_tp_size=2)
+    config = default_kv_events(engine)
+    port = int(json.loads(config)["endpoint"].rpartition(":")[2])
+    with zmq.Context() as context, context.socket(zmq.PUB) as stranger:
+        stranger.bind(f"tcp://127.0.0.1:{port + 2}")
+        arguments = ["demo", *TWO_BY_TWO, "--requests", "4", "--speed", "8", "--kv-events-config", config]
+        with started(*arguments) as process:
+            code, out, _ = finish(process)
+    assert code == 1
+    assert re.search(r"streams +FAIL .*answer", out)
+    assert out.endswith("FAILED\n")
+
+
+def test_a_workload_of_which_nothing_finishes_fails_the_verdict() -> None:
+    with started("demo", *TWO_BY_TWO, "--requests", "4", "--speed", "8", "--kv-tokens", "64") as process:
+        code, out, _ = finish(process)
+    assert code == 1
+    assert re.search(r"requests +FAIL", out)
+
+
+def test_a_trace_is_replayed_and_judged(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lengths = [(0, 700, [1, 2]), (0, 5000, list(range(10))), (3000, 900, [1, 3]), (6000, 600, [1, 2])]
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": ms, "input_length": tokens, "output_length": 6, "hash_ids": hash_ids}) + "\n"
+            for ms, tokens, hash_ids in lengths
+        )
+    )
+    with started(
+        "serve", *TWO_BY_TWO, "--port", "0", "--trace", str(path), "--speed", "20", "--kv-tokens", "4096"
+    ) as process:
+        code, out, _ = finish(process)
+    assert code == 0
+    assert "4 sent, 3 finished, 1 refused, 0 failed" in out
+    assert "first refusal" in out
+    assert out.endswith("PASSED\n")
+
+
+def test_a_bad_trace_line_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\nnonsense\n')
+    with started("serve", *TWO_BY_TWO, "--port", "0", "--trace", str(path)) as process:
+        code, _, err = finish(process)
+    assert code == 2
+    assert f"{path}:2" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_stops_everything_without_a_traceback(number: signal.Signals, code: int) -> None:
+    with started("serve", *TWO_BY_TWO, "--port", "0") as process:
+        url = wait_for_url(process)
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.send_signal(number)
+        status, _, err = finish(process)
+    assert status == code
+    assert err.endswith("all processes are stopped\n")
+    assert err.count("\n") == 1
+
+
+def test_ranks_end_when_their_parent_is_killed() -> None:
+    with started("serve", *TWO_BY_TWO, "--port", "0") as process:
+        wait_for_url(process)
+        process.kill()
+        finish(process)  # returns when the last rank has closed the output that it inherited
+
+
+def test_a_running_engine_answers_what_routers_and_people_ask() -> None:
+    with started("serve", *TWO_BY_TWO, "--port", "0") as process:
+        url = wait_for_url(process)
+        answer = httpx.post(f"{url}/generate", json={"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}})
+        assert len(answer.json()["output_ids"]) == 4
+        info = httpx.get(f"{url}/server_info").json()
+        assert info["kv_events"]["dp_size"] == 2
+        assert info["kv_events"]["block_size"] == 16
+        assert info["tp_size"] == 4
+        loads = httpx.get(f"{url}/v1/loads", params={"include": "core,disagg,queues,memory"}).json()
+        assert [load["dp_rank"] for load in loads["loads"]] == [0, 1]
+        assert "sglang:num_running_reqs" in httpx.get(f"{url}/metrics").text
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "simulated-8b"
+        assert httpx.get(f"{url}/get_model_info").json()["is_generation"] is True
+        tokens = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
+        assert httpx.post(f"{url}/generate", json=tokens).status_code == 200
+        assert "ERROR" not in run_command("doctor", url, "--listen", "1")
+        watched = run_command("watch", url, "--history", "--json", "--count", "1", "--duration", "20")
+        assert any(json.loads(line)["kind"] == "stored" for line in watched.splitlines())
+
+
+def run_command(*arguments: str) -> str:
+    """Standard output of a command that must succeed."""
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout

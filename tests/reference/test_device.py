@@ -1,0 +1,135 @@
+"""The simulated device takes the time that its cost model states, and its tokens depend on nothing but the request."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.reference.batch import ScheduledBatch, ScheduledWork
+from scheduler_components.reference.device import CostModel, SimulatedDevice, SimulatedModel
+from scheduler_components.reference.request import Request
+
+checked = settings(deadline=None)
+
+rids = st.text(min_size=1, max_size=8)
+positions = st.integers(1, 10_000)
+counts = st.integers(0, 10_000)
+
+
+class FakeTime:
+    """Time that passes only when somebody sleeps or works."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.slept_s: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.slept_s.append(duration_s)
+        self.now_s += duration_s
+
+
+def a_batch(works: list[tuple[str, int]], num_prefill: int = 0, num_decode: int = 0) -> ScheduledBatch:
+    return ScheduledBatch(
+        works=tuple(ScheduledWork(Request(rid, [0]), end - 1, end, False) for rid, end in works),
+        num_prefill_tokens=num_prefill,
+        num_decode_tokens=num_decode,
+        num_context_tokens=sum(end for _, end in works),
+    )
+
+
+@checked
+@given(counts, counts, st.floats(0.01, 100))
+def test_a_batch_takes_its_cost_divided_by_the_speed(num_prefill: int, num_decode: int, speed: float) -> None:
+    time = FakeTime()
+    cost = CostModel()
+    batch = a_batch([("a", 500)], num_prefill, num_decode)
+    device = SimulatedDevice(cost=cost, speed=speed, clock=time.clock, sleep=time.sleep)
+    device.launch(batch)
+    assert time.slept_s == []  # launch returns at once
+    device.wait()
+    assert time.now_s - 1000.0 == pytest.approx(cost.batch_s(batch) / speed)
+
+
+@checked
+@given(st.floats(0, 2))
+def test_work_done_between_launch_and_wait_is_not_waited_for_again(share: float) -> None:
+    time = FakeTime()
+    batch = a_batch([("a", 5)], num_prefill=1000)
+    device = SimulatedDevice(clock=time.clock, sleep=time.sleep)
+    device.launch(batch)
+    time.now_s += share * CostModel().batch_s(batch)
+    device.wait()
+    assert sum(time.slept_s) == pytest.approx(max(0.0, 1 - share) * CostModel().batch_s(batch), abs=1e-9)
+    assert all(duration_s > 0 for duration_s in time.slept_s)
+
+
+@checked
+@given(counts, counts)
+def test_more_tokens_never_cost_less(one: int, more: int) -> None:
+    cost = CostModel()
+    base_s = cost.batch_s(a_batch([("a", 10)], one, one))
+    assert cost.batch_s(a_batch([("a", 10)], one + more, one)) >= base_s
+    assert cost.batch_s(a_batch([("a", 10)], one, one + more)) >= base_s
+    assert cost.batch_s(a_batch([("a", 10 + more)], one, one)) >= base_s
+
+
+@checked
+@given(st.lists(st.tuples(rids, positions), max_size=6), st.integers(0, 3))
+def test_a_token_depends_on_seed_request_and_position_alone(works: list[tuple[str, int]], seed: int) -> None:
+    model = SimulatedModel(seed=seed)
+
+    def tokens(batch_works: list[tuple[str, int]]) -> list[int]:
+        time = FakeTime()
+        device = SimulatedDevice(model, clock=time.clock, sleep=time.sleep)
+        device.launch(a_batch(batch_works))
+        return list(device.wait())
+
+    alone = [tokens([work])[0] for work in works]
+    assert tokens(works) == alone
+    assert alone == [model.next_token(rid, position) for rid, position in works]
+
+
+@checked
+@given(rids, positions, st.integers(1, 2**32))
+def test_tokens_are_of_the_vocabulary(rid: str, position: int, vocab_size: int) -> None:
+    assert 0 <= SimulatedModel(vocab_size=vocab_size).next_token(rid, position) < vocab_size
+
+
+def test_two_seeds_write_two_texts() -> None:
+    texts = [[SimulatedModel(seed=seed).next_token("r", position) for position in range(64)] for seed in (0, 1)]
+    assert texts[0] != texts[1]
+    assert len(set(texts[0])) > 32
+
+
+def test_the_end_of_sequence_comes_at_about_its_mean_distance() -> None:
+    model = SimulatedModel(eos_token_id=99_999, mean_output_tokens=50)
+    num_ends = sum(model.next_token("r", position) == 99_999 for position in range(50_000))
+    assert 800 < num_ends < 1200
+
+
+def test_without_an_end_of_sequence_token_none_is_emitted() -> None:
+    model = SimulatedModel(vocab_size=10)
+    assert {model.next_token("r", position) for position in range(1000)} == set(range(10))
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_speed_that_is_none_is_refused(speed: float) -> None:
+    with pytest.raises(ConfigError, match="speed"):
+        SimulatedDevice(speed=speed)
+
+
+@pytest.mark.parametrize(("field", "value"), [("base_ms", -1.0), ("prefill_us_per_token", float("nan"))])
+def test_a_cost_that_is_none_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=field):
+        CostModel(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("vocab_size", 0), ("vocab_size", 2**32 + 1), ("mean_output_tokens", 0)])
+def test_a_model_that_cannot_write_is_refused(field: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=field):
+        SimulatedModel(**{field: value})

@@ -1,0 +1,176 @@
+"""The engine as processes: it serves, its ranks agree, it notices the dead, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.reference.engine import Engine, open_engine
+from scheduler_components.reference.engine_config import EngineConfig, RankConfig, SocketPaths, default_kv_events
+from scheduler_components.reference.front import EngineFailedError, GenerateRequest, RequestRefusedError
+from scheduler_components.reference.messages import pack_tokens, unpack_hashes
+from scheduler_components.reference.policy import SchedulerConfig
+from scheduler_components.reference.request import SamplingLimits
+
+SMALL = EngineConfig(
+    dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
+)
+
+
+@pytest.fixture
+def private_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the engine puts its sockets, empty afterwards; short, since a socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="sc-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+        assert list(Path(directory).iterdir()) == []
+
+
+class Metrics:
+    def record(self, stats: object) -> None:
+        pass
+
+
+def run_engine(
+    scenario: Callable[[Engine], Awaitable[None]], config: EngineConfig = SMALL, complaints: list[str] | None = None
+) -> None:
+    async def whole() -> None:
+        show = (complaints if complaints is not None else []).append
+        async with open_engine(config, metrics=Metrics(), show=show) as engine:
+            await scenario(engine)
+        assert all(rank.process.returncode is not None for rank in engine.ranks)
+
+    asyncio.run(asyncio.wait_for(whole(), timeout=60))
+
+
+def wanted(tokens: range, max_new_tokens: int = 5) -> GenerateRequest:
+    limits = SamplingLimits(max_new_tokens=max_new_tokens)
+    return GenerateRequest(input_ids=pack_tokens(tokens), limits=limits)
+
+
+async def generate(engine: Engine, request: GenerateRequest) -> list[int]:
+    async with engine.front.open_request(request) as news:
+        return [token async for output in news for token in output.token_ids]
+
+
+def test_it_serves_and_all_ranks_of_a_replica_agree(private_tmp: Path) -> None:
+    async def scenario(engine: Engine) -> None:
+        requests = [wanted(range(start, start + 40)) for start in range(12)]
+        answers = await asyncio.gather(*(generate(engine, request) for request in requests))
+        assert all(len(tokens) == 5 for tokens in answers)
+        await engine.wait_until_idle()
+        dumps = await engine.dump_caches()
+        for leader in (0, 2):
+            assert unpack_hashes(dumps[leader].block_hashes)
+            assert dumps[leader].block_hashes == dumps[leader + 1].block_hashes
+            assert dumps[leader].digest == dumps[leader + 1].digest
+            assert dumps[leader].step == dumps[leader + 1].step
+        assert all(stats.load.num_running_reqs == 0 for stats in engine.front.board.stats.values())
+
+    run_engine(scenario)
+
+
+def test_only_the_first_rank_of_each_replica_opens_a_stream(private_tmp: Path) -> None:
+    async def scenario(engine: Engine) -> None:
+        ready = engine.front.board.ready
+        base = json.loads(config.kv_events or "")["endpoint"]
+        port = int(base.rpartition(":")[2])
+        assert ready == {0: base, 1: None, 2: f"tcp://127.0.0.1:{port + 1}", 3: None}
+
+    config = attrs.evolve(SMALL, kv_events=default_kv_events(SMALL))
+    run_engine(scenario, config)
+
+
+def test_kv_metrics_of_each_replica_arrive(private_tmp: Path) -> None:
+    async def scenario(engine: Engine) -> None:
+        while set(engine.kv_metrics) != {0, 1}:  # the receiver looks four times a second
+            await asyncio.gather(*(generate(engine, wanted(range(8))) for _ in range(4)))
+        assert engine.kv_metrics[0].kv_total_blocks == 256
+
+    run_engine(scenario)
+
+
+def test_a_request_that_can_never_fit_is_refused_and_costs_nothing_else(private_tmp: Path) -> None:
+    async def scenario(engine: Engine) -> None:
+        with pytest.raises(RequestRefusedError, match="the pool has 1024"):
+            await generate(engine, wanted(range(2000)))
+        assert len(await generate(engine, wanted(range(40)))) == 5
+
+    run_engine(scenario)
+
+
+def test_a_client_that_leaves_frees_what_its_request_held(private_tmp: Path) -> None:
+    async def scenario(engine: Engine) -> None:
+        async with engine.front.open_request(wanted(range(40), max_new_tokens=900)) as news:
+            await anext(news)
+        await engine.wait_until_idle()
+        assert all(stats.load.num_used_tokens == 0 for stats in engine.front.board.stats.values())
+
+    run_engine(scenario)
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: int) -> None:
+    async def scenario(engine: Engine) -> None:
+        os.kill(engine.ranks[tp_rank].process.pid, signal.SIGKILL)
+        with pytest.raises(EngineFailedError, match=f"tp{tp_rank}.* was killed by signal 9"):
+            await engine.run(asyncio.Event().wait())
+        with pytest.raises(EngineFailedError):
+            await generate(engine, wanted(range(4)))
+
+    run_engine(scenario)
+
+
+def test_a_rank_that_cannot_start_says_why(private_tmp: Path) -> None:
+    async def scenario(engine: Engine) -> None:
+        raise AssertionError("it started")
+
+    complaints: list[str] = []
+    config = attrs.evolve(SMALL, kv_events='{"publisher": "carrier-pigeon"}')
+    with pytest.raises(EngineFailedError, match="carrier-pigeon"):
+        run_engine(scenario, config, complaints)
+    assert any("carrier-pigeon" in line for line in complaints)
+
+
+def test_what_the_caller_raises_comes_out_and_the_engine_is_stopped(private_tmp: Path) -> None:
+    async def scenario(engine: Engine) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_engine(scenario)
+
+
+def test_a_rank_without_a_configuration_ends_with_one_line() -> None:
+    command = [sys.executable, "-m", "scheduler_components.reference.rank_process"]
+    done = subprocess.run(command, input=b"nonsense\n", capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"DecodeError: ")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_a_configuration_reaches_a_rank_whole() -> None:
+    config = RankConfig(attrs.evolve(SMALL, kv_events="{}"), 3, SocketPaths("/tmp/x"))
+    assert RankConfig.from_json(config.to_json()) == config
+    with pytest.raises(DecodeError):
+        RankConfig.from_json(b"{}")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dp_size": 0}, {"attn_cp_size": -1}, {"attn_tp_size": 0}, {"speed": 0.0}, {"speed": float("inf")}]
+)
+def test_sizes_that_cannot_work_are_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig(**changes)
+    assert refused.value.field == next(iter(changes))

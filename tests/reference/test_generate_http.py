@@ -1,0 +1,204 @@
+"""``/generate``: good requests are answered whole or streamed, bad ones get a status and a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components.reference.batch import RequestOutput
+from scheduler_components.reference.dispatch import LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.front import EngineFailedError, Front
+from scheduler_components.reference.generate_http import MAX_BODY_BYTES, BadBodyError, GenerateEndpoint, parse_body
+from scheduler_components.reference.messages import (
+    AbortRequest,
+    Command,
+    RequestRefused,
+    StepOutputs,
+    SubmitRequest,
+    decode_command,
+    unpack_tokens,
+)
+from scheduler_components.reference.request import FinishReason
+
+
+class Leader:
+    """A replica that answers each request at once with its prompt, token by token."""
+
+    def __init__(self) -> None:
+        self.front: Front | None = None
+        self.commands: list[Command] = []
+        self.answer: Callable[[SubmitRequest], None] = self.echo
+
+    def send(self, frame: bytes, flags: int) -> None:
+        command = decode_command(frame)
+        self.commands.append(command)
+        if isinstance(command, SubmitRequest):
+            asyncio.get_running_loop().call_soon(self.answer, command)
+
+    def echo(self, command: SubmitRequest) -> None:
+        prompt = unpack_tokens(command.input_ids)
+        for place, token in enumerate(prompt, start=1):
+            reason = FinishReason.LENGTH if place == len(prompt) else None
+            output = RequestOutput(command.rid, (token,), reason, len(prompt), place, 0)
+            self.front.receive(StepOutputs((output,)))
+
+    def refuse(self, command: SubmitRequest) -> None:
+        self.front.receive(RequestRefused(command.rid, "too long for the pool"))
+
+    def say_nothing(self, command: SubmitRequest) -> None:
+        pass
+
+
+class Metrics:
+    def record(self, stats: object) -> None:
+        pass
+
+
+def make_front() -> tuple[Front, Leader]:
+    leader = Leader()
+    front = Front(leaders=[leader], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]), metrics=Metrics())  # type: ignore[arg-type, list-item]
+    leader.front = front
+    return front, leader
+
+
+def post(front: Front, body: bytes | dict[str, Any]) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=GenerateEndpoint(front=front))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            return await client.post("/generate", content=content)
+
+    return asyncio.run(asyncio.wait_for(send(), timeout=10))
+
+
+def test_a_whole_answer_has_all_tokens_and_the_counts() -> None:
+    front, _ = make_front()
+    response = post(front, {"input_ids": [5, 6, 7], "rid": "mine"})
+    assert response.status_code == 200
+    assert response.json() == {
+        "output_ids": [5, 6, 7],
+        "meta_info": {
+            "id": "mine",
+            "finish_reason": {"type": "length", "length": 3},
+            "prompt_tokens": 3,
+            "completion_tokens": 3,
+            "cached_tokens": 0,
+        },
+    }
+
+
+def test_a_streamed_answer_is_events_of_new_tokens_and_done() -> None:
+    front, _ = make_front()
+    response = post(front, {"input_ids": [5, 6, 7], "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    answers = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert [answer["output_ids"] for answer in answers] == [[5], [6], [7]]
+    assert [answer["meta_info"]["finish_reason"] for answer in answers[:2]] == [None, None]
+
+
+def test_what_a_client_may_ask_for_reaches_the_scheduler() -> None:
+    front, leader = make_front()
+    params = {"max_new_tokens": 7, "stop_token_ids": [1, 2], "ignore_eos": True}
+    post(front, {"input_ids": [9], "sampling_params": params, "conversation": "chat"})
+    (command,) = leader.commands
+    assert isinstance(command, SubmitRequest)
+    limits = command.limits
+    assert (limits.max_new_tokens, limits.stop_token_ids, limits.ignore_eos) == (7, (1, 2), True)
+
+
+BAD_BODIES = [
+    (b"", "body"),
+    (b"{", "body"),
+    (b"\xff", "body"),
+    (b"[" * 100_000, "body"),
+    (b"[]", "body"),
+    ({}, "input_ids"),
+    ({"input_ids": []}, "input_ids"),
+    ({"input_ids": [1, -1]}, "input_ids"),
+    ({"input_ids": [2**32]}, "input_ids"),
+    ({"input_ids": "text"}, "input_ids"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": "many"}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids"),
+    ({"input_ids": [1], "sampling_params": {"temperature": 1}}, "temperature"),
+    ({"input_ids": [1], "text": "hello"}, "text"),
+    ({"input_ids": [1], "rid": ""}, "rid"),
+    ({"input_ids": [1], "rid": "x" * 129}, "rid"),
+    ({"input_ids": [1], "stream": 1}, "stream"),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), BAD_BODIES)
+def test_a_bad_request_is_400_and_names_the_field(body: bytes | dict[str, Any], field: str) -> None:
+    front, leader = make_front()
+    response = post(front, body)
+    assert response.status_code == 400
+    assert field in response.json()["error"]["message"]
+    assert leader.commands == []
+
+
+@given(st.binary(max_size=60))
+def test_no_body_escapes_as_another_error(body: bytes) -> None:
+    try:
+        parse_body(body)
+    except BadBodyError:
+        return
+
+
+def test_a_body_beyond_the_limit_is_413() -> None:
+    front, leader = make_front()
+    response = post(front, b" " * (MAX_BODY_BYTES + 1))
+    assert response.status_code == 413
+    assert leader.commands == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_scheduler_refuses_is_400_with_its_reason(stream: bool) -> None:
+    front, leader = make_front()
+    leader.answer = leader.refuse
+    response = post(front, {"input_ids": [1], "stream": stream})
+    assert response.status_code == 400
+    assert "too long for the pool" in response.json()["error"]["message"]
+
+
+def test_an_engine_that_failed_is_503() -> None:
+    front, _ = make_front()
+    front.fail(EngineFailedError("rank 3 died"))
+    assert post(front, {"input_ids": [1]}).status_code == 503
+
+
+def test_too_many_requests_are_503() -> None:
+    front, _ = make_front()
+    front.max_open_requests = 0
+    assert post(front, {"input_ids": [1]}).status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
+    front, leader = make_front()
+    leader.answer = leader.say_nothing
+    body = json.dumps({"input_ids": [1], "rid": "gone", "stream": stream}).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
+    asyncio.run(asyncio.wait_for(GenerateEndpoint(front=front)(scope, receive, send), timeout=10))
+    assert leader.commands[-1] == AbortRequest("gone")
+    assert front.num_open_requests == 0
+    assert sent == []

@@ -1,0 +1,128 @@
+"""Messages between the engine's processes come out as they went in, and what is no message is a DecodeError."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components.errors import DecodeError
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.reference.batch import RequestOutput
+from scheduler_components.reference.messages import (
+    AbortRequest,
+    CacheDump,
+    Command,
+    DumpCache,
+    RankReady,
+    Report,
+    RequestRefused,
+    StatsReport,
+    StepInput,
+    StepOutputs,
+    SubmitRequest,
+    decode_command,
+    decode_report,
+    decode_step,
+    encode,
+    pack_hashes,
+    pack_tokens,
+    unpack_hashes,
+    unpack_tokens,
+)
+from scheduler_components.reference.request import FinishReason, SamplingLimits
+
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)
+hashes = st.frozensets(st.integers(-(2**63), 2**63 - 1), max_size=20)
+counts = st.integers(0, 2**40)
+rids = st.text(min_size=1, max_size=20)
+
+commands = st.one_of(
+    st.builds(
+        SubmitRequest,
+        rids,
+        tokens.map(pack_tokens),
+        st.builds(SamplingLimits, st.integers(1, 2**31), tokens.map(tuple), st.booleans()),
+    ),
+    st.builds(AbortRequest, rids),
+    st.builds(DumpCache, counts),
+)
+outputs = st.builds(
+    RequestOutput,
+    rids,
+    tokens.map(tuple),
+    st.none() | st.sampled_from(FinishReason),
+    counts,
+    counts,
+    counts,
+    counts,
+)
+reports = st.one_of(
+    st.builds(RankReady, counts, st.none() | st.text()),
+    st.builds(StepOutputs, st.lists(outputs, max_size=5).map(tuple)),
+    st.builds(RequestRefused, rids, st.text()),
+    st.builds(
+        StatsReport,
+        counts,
+        counts,
+        st.builds(SchedulerStats, st.just((("dp_rank", "1"),)), st.builds(LoadSnapshot, sequence=counts)),
+    ),
+    st.builds(
+        CacheDump, counts, counts, counts, st.integers(0, 2**32 - 1), st.integers(-1, 2**60), hashes.map(pack_hashes)
+    ),
+)
+
+
+@given(commands)
+def test_a_command_comes_out_as_it_went_in(command: Command) -> None:
+    assert decode_command(encode(command)) == command
+
+
+@given(st.builds(StepInput, counts, st.integers(0, 2**32 - 1), st.lists(commands, max_size=4).map(tuple)))
+def test_a_step_comes_out_as_it_went_in(step: StepInput) -> None:
+    assert decode_step(encode(step)) == step
+
+
+@given(reports)
+def test_a_report_comes_out_as_it_went_in(report: Report) -> None:
+    assert decode_report(encode(report)) == report
+
+
+@given(tokens)
+def test_tokens_are_packed_in_four_bytes_each(token_ids: list[int]) -> None:
+    packed = pack_tokens(token_ids)
+    assert len(packed) == 4 * len(token_ids)
+    assert list(unpack_tokens(packed)) == token_ids
+
+
+def test_tokens_are_packed_little_endian() -> None:
+    assert pack_tokens([1, 0x01020304]) == b"\x01\x00\x00\x00\x04\x03\x02\x01"
+
+
+def test_a_token_beyond_u32_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        pack_tokens([2**32])
+
+
+@given(hashes)
+def test_hashes_are_packed_in_eight_bytes_each(block_hashes: frozenset[int]) -> None:
+    packed = pack_hashes(block_hashes)
+    assert len(packed) == 8 * len(block_hashes)
+    assert unpack_hashes(packed) == block_hashes
+
+
+@pytest.mark.parametrize("decode", [decode_command, decode_step, decode_report])
+@given(noise=st.binary(max_size=40))
+def test_noise_is_a_decode_error(decode, noise: bytes) -> None:
+    try:
+        decode(noise)
+    except DecodeError:
+        return
+    raise AssertionError("noise was taken for a message")
+
+
+@pytest.mark.parametrize("unpack", [unpack_tokens, unpack_hashes])
+def test_packed_values_that_are_not_whole_are_a_decode_error(unpack) -> None:
+    with pytest.raises(DecodeError, match="3 bytes"):
+        unpack(b"abc")

@@ -1,0 +1,153 @@
+"""Properties of the admission policy: what is refused never fits, what is accepted always does, and order is kept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.reference.policy import (
+    NewTokenRatio,
+    SchedulerConfig,
+    check_request_fits,
+    expected_pages,
+    pages_for,
+    pages_to_come,
+    prefill_chunk,
+    retraction_victim,
+)
+from scheduler_components.reference.request import Request, SamplingLimits
+
+checked = settings(deadline=None, max_examples=200)
+
+sizes = st.integers(1, 40)
+
+
+def a_request(num_prompt: int, num_output: int, max_new: int) -> Request:
+    request = Request("r", range(num_prompt), SamplingLimits(max_new_tokens=max_new))
+    request.token_ids.extend(range(num_output))
+    return request
+
+
+@checked
+@given(st.integers(0, 500), sizes)
+def test_pages_hold_their_tokens_and_one_page_fewer_does_not(num_tokens: int, page_size: int) -> None:
+    num_pages = pages_for(num_tokens, page_size)
+    assert num_pages * page_size >= num_tokens
+    assert (num_pages - 1) * page_size < num_tokens
+
+
+@checked
+@given(sizes, sizes, st.integers(1, 200), st.integers(1, 200))
+@example(page_size=1, num_pages=1, num_input=1, max_new=1)
+@example(page_size=1, num_pages=1, num_input=1, max_new=2)
+def test_a_request_is_refused_exactly_when_the_whole_pool_could_not_hold_it(
+    page_size: int, num_pages: int, num_input: int, max_new: int
+) -> None:
+    config = SchedulerConfig(page_size=page_size, kv_tokens=page_size * num_pages)
+    fits = pages_for(num_input + max_new - 1, page_size) <= num_pages
+    if fits:
+        check_request_fits(config, num_input, max_new)
+        return
+    with pytest.raises(ConfigError) as refusal:
+        check_request_fits(config, num_input, max_new)
+    assert refusal.value.field == "input_ids"
+    room = config.kv_tokens - num_input + 1
+    if room >= 1:  # the mend tells the truth: so many are allowed, and not one more
+        assert f"at most {room} new tokens" in refusal.value.mend
+        check_request_fits(config, num_input, room)
+        with pytest.raises(ConfigError):
+            check_request_fits(config, num_input, room + 1)
+    else:
+        assert f"at most {config.kv_tokens} tokens" in refusal.value.mend
+        check_request_fits(config, config.kv_tokens, 1)
+
+
+@checked
+@given(sizes, sizes, st.integers(1, 100), st.integers(0, 50), st.integers(1, 50), st.floats(0, 1))
+@example(page_size=1, num_pages=2, num_prompt=1, num_output=0, num_left=2, ratio=1.0)
+def test_what_fits_the_pool_is_never_expected_to_outgrow_it(
+    page_size: int, num_pages: int, num_prompt: int, num_output: int, num_left: int, ratio: float
+) -> None:
+    """So a request that is alone can always be admitted, also after a retraction."""
+    assume(pages_for(num_prompt + num_output + num_left - 1, page_size) <= num_pages)
+    request = a_request(num_prompt, num_output, num_output + num_left)
+    expected = expected_pages(request, page_size=page_size, new_token_ratio=ratio)
+    assert pages_for(num_prompt + num_output, page_size) <= expected <= num_pages
+
+
+@checked
+@given(st.lists(st.integers(1, 50), max_size=5), sizes, st.floats(0, 1))
+def test_pages_to_come_shrink_as_pages_are_taken_and_are_never_negative(
+    prompts: list[int], page_size: int, ratio: float
+) -> None:
+    requests = [a_request(num_prompt, 0, 10) for num_prompt in prompts]
+    before = pages_to_come(requests, page_size=page_size, new_token_ratio=ratio)
+    for request in requests:
+        request.pages = list(range(pages_for(request.num_input_tokens, page_size)))
+    after = pages_to_come(requests, page_size=page_size, new_token_ratio=ratio)
+    assert before - after == sum(len(request.pages) for request in requests)
+    assert after >= 0
+
+
+@checked
+@given(sizes, sizes, st.integers(0, 40))
+def test_a_chunk_keeps_to_every_bound_and_wastes_nothing(left: int, chunk: int, budget: int) -> None:
+    num_tokens = prefill_chunk(left, chunk_tokens=chunk, budget_tokens=budget)
+    assert num_tokens <= left and num_tokens <= chunk and num_tokens <= budget
+    assert num_tokens in (left, chunk, budget)
+
+
+@checked
+@given(st.permutations(range(5)))
+def test_the_latest_arrival_is_retracted(arrivals: list[int]) -> None:
+    requests = []
+    for arrival in arrivals:
+        requests.append(a_request(1, 0, 1))
+        requests[-1].arrival = arrival
+    assert retraction_victim(requests).arrival == 4
+
+
+@checked
+@given(st.floats(0, 1), st.floats(0, 1), st.lists(st.booleans(), max_size=1500))
+def test_the_ratio_stays_between_its_bounds_and_jumps_back_at_a_retraction(
+    one: float, other: float, retractions: list[bool]
+) -> None:
+    config = SchedulerConfig(new_token_ratio=max(one, other), min_new_token_ratio=min(one, other))
+    ratio = NewTokenRatio.of(config)
+    for retracted in retractions:
+        before = ratio.value
+        ratio.after_step(retracted=retracted)
+        assert config.min_new_token_ratio <= ratio.value <= config.new_token_ratio
+        assert ratio.value == config.new_token_ratio if retracted else ratio.value <= before
+
+
+def test_the_ratio_reaches_its_minimum() -> None:
+    ratio = NewTokenRatio.of(SchedulerConfig())
+    for _ in range(601):
+        ratio.after_step(retracted=False)
+    assert ratio.value == SchedulerConfig().min_new_token_ratio
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "mend"),
+    [
+        ("page_size", 0, "at least 1"),
+        ("kv_tokens", -16, "at least 1"),
+        ("kv_tokens", 100, "give 96"),
+        ("kv_tokens", 15, "give 16"),
+        ("max_running_requests", 0, "at least 1"),
+        ("max_prefill_tokens", True, "at least 1"),
+        ("chunk_tokens", 0, "at least 1"),
+        ("new_token_ratio", 1.5, "from 0 to 1"),
+        ("new_token_ratio", float("nan"), "from 0 to 1"),
+        ("min_new_token_ratio", 0.9, "at most 0.7"),
+        ("kv_metrics_every_steps", 0, "at least 1"),
+    ],
+)
+def test_a_size_that_cannot_work_is_named_with_its_mend(field: str, value: float, mend: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        SchedulerConfig(**{field: value})
+    assert error.value.field == field
+    assert mend in error.value.mend

@@ -1,0 +1,54 @@
+"""The probe tells a ZMQ socket from a closed port and from anything else that listens."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import zmq
+
+from observability.kv_stream.discovery import StreamAddress, bare_address
+from scheduler_components.reference.probe import probe_ports, speaks_zmq
+
+HOST = "127.0.0.1"
+
+
+def test_a_zmq_socket_speaks() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        port = publisher.bind_to_random_port(f"tcp://{HOST}")
+        assert asyncio.run(speaks_zmq(HOST, port))
+
+
+def test_a_closed_port_does_not() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    assert not asyncio.run(speaks_zmq(HOST, port))
+
+
+def test_another_protocol_does_not() -> None:
+    async def scenario() -> bool:
+        async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(greet, HOST, 0)
+        async with server:
+            return await speaks_zmq(HOST, server.sockets[0].getsockname()[1])
+
+    assert not asyncio.run(scenario())
+
+
+def test_every_candidate_port_is_dialled_but_those_of_the_replay() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        port = publisher.bind_to_random_port(f"tcp://{HOST}", min_port=20_000, max_port=40_000)
+        address = bare_address(f"tcp://{HOST}:{port}", replay=f"tcp://{HOST}:{port + 1}")
+        probe = asyncio.run(probe_ports([address], world_size=3))
+    assert probe is not None
+    assert probe.probed == (port, port + 2)
+    assert port in probe.speaking
+    assert probe.advertised == {port}
+
+
+def test_streams_that_are_not_on_tcp_are_not_probed() -> None:
+    address: StreamAddress = bare_address("ipc:///tmp/stream")
+    assert asyncio.run(probe_ports([address], world_size=4)) is None

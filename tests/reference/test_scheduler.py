@@ -1,0 +1,180 @@
+"""What the reference scheduler does with requests in single situations: refusals, sharing, retraction, aborts, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.reference.device import SimulatedModel
+from scheduler_components.reference.request import FinishReason, Request, SamplingLimits
+
+MODEL = SimulatedModel()  # what the bench's device computes with
+
+
+@pytest.mark.parametrize(
+    ("rid", "num_tokens", "max_new", "field"),
+    [("long", 65, 1, "input_ids"), ("greedy", 10, 56, "input_ids"), ("first", 4, 4, "rid")],
+)
+def test_a_refused_request_costs_nothing_else(
+    make_bench: Callable, rid: str, num_tokens: int, max_new: int, field: str
+) -> None:
+    bench = make_bench()
+    first = bench.submit("first", range(10), 5)
+    before = (bench.scheduler.state_digest, len(bench.scheduler.queues), bench.scheduler.totals())
+    with pytest.raises(ConfigError) as refusal:
+        bench.submit(rid, range(num_tokens), max_new)
+    assert refusal.value.field == field
+    assert before == (bench.scheduler.state_digest, len(bench.scheduler.queues), bench.scheduler.totals())
+    bench.drain()
+    assert first.output_ids == bench.foretold(first)
+
+
+def test_the_longest_request_that_the_pool_holds_is_served(make_bench: Callable) -> None:
+    bench = make_bench()
+    request = bench.submit("r", range(60), 5)
+    bench.drain()
+    assert request.output_ids == bench.foretold(request)
+    assert request.num_retractions == 0
+
+
+def test_a_request_object_is_served_once_and_its_id_may_come_again(make_bench: Callable) -> None:
+    bench = make_bench()
+    request = bench.submit("r", range(5))
+    bench.drain()
+    with pytest.raises(ConfigError, match="served before"):
+        bench.scheduler.submit(request)
+    bench.submit("r", range(5))
+    assert bench.drain()[-1].outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_second_prompt_computes_only_what_the_first_did_not(make_bench: Callable) -> None:
+    bench = make_bench()
+    bench.submit("one", range(20))
+    assert sum(result.num_prefill_tokens for result in bench.drain()) == 20
+    bench.submit("two", [*range(18), 99, 98])
+    assert bench.scheduler.load.get_loads().num_waiting_uncached_tokens == 4  # known before it runs
+    (result,) = bench.drain()
+    assert result.num_prefill_tokens == 4
+    assert result.outputs[0].num_cached_tokens == 16
+    assert bench.scheduler.totals().cached_tokens_total == 16
+
+
+def test_the_same_prompt_twice_leaves_one_token_to_compute_a_page_at_least(make_bench: Callable) -> None:
+    bench = make_bench()
+    for rid in ("one", "two"):
+        bench.submit(rid, range(8))
+        results = bench.drain()
+    assert results[0].num_prefill_tokens == 4
+    assert results[0].outputs[0].num_cached_tokens == 4
+
+
+def test_prefills_and_decodes_share_a_batch_and_the_prefill_keeps_to_its_budget(make_bench: Callable) -> None:
+    bench = make_bench(max_prefill_tokens=5)
+    bench.submit("a", range(3), 10)
+    bench.submit("b", range(100, 108), 10)
+    shape = [(result.num_prefill_tokens, result.num_decode_tokens) for result in bench.drain()[:4]]
+    assert shape == [(5, 0), (5, 1), (1, 1), (0, 2)]
+
+
+def test_prefills_that_go_on_together_share_the_budget(make_bench: Callable) -> None:
+    bench = make_bench(max_prefill_tokens=8, chunk_tokens=5)
+    bench.submit("a", range(15))
+    bench.submit("b", range(100, 115))
+    assert [result.num_prefill_tokens for result in bench.drain()] == [8, 8, 8, 5, 1]
+
+
+def test_what_is_reserved_for_output_shrinks_while_nobody_is_retracted(make_bench: Callable) -> None:
+    """Both together may take 86 positions of 82: the second comes in when the first has shown that it does well."""
+    bench = make_bench(page_size=1, kv_tokens=82, new_token_ratio=1.0, min_new_token_ratio=0.0)
+    bench.submit("a", range(4), 50)
+    bench.scheduler.step()
+    bench.submit("b", range(100, 104), 30)
+    admitted_at = [result.step for result in bench.drain() if result.num_admitted]
+    assert 10 < admitted_at[0] < 50
+
+
+def test_a_retracted_request_waits_with_what_the_cache_still_has_of_it(make_bench: Callable) -> None:
+    bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    bench.submit("early", range(8), 20)
+    bench.submit("late", range(50, 58), 20)
+    while not bench.scheduler.step().num_retracted:
+        assert bench.scheduler.has_work
+    load = bench.scheduler.load.get_loads()
+    assert load.num_pending_tokens > 8
+    assert load.num_waiting_uncached_tokens <= 4
+
+
+def test_the_latest_arrival_gives_way_and_loses_no_token(make_bench: Callable) -> None:
+    bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    early = bench.submit("early", range(8), 20)
+    late = bench.submit("late", range(50, 58), 20)
+    results = bench.drain()
+    assert sum(result.num_retracted for result in results) == late.num_retractions > 0
+    assert early.num_retractions == 0
+    assert (early.output_ids, late.output_ids) == (bench.foretold(early), bench.foretold(late))
+    assert bench.scheduler.totals().cached_tokens_total == 0  # its own pages found again are no hit
+    assert bench.scheduler.totals().num_retractions_total == late.num_retractions
+    assert late.num_retractions == results[-1].outputs[0].num_retractions
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+def test_an_abort_takes_everything_back(make_bench: Callable, num_steps: int) -> None:
+    """0: still waiting; 1: in the middle of a chunked prefill; 2 and 5: in decode."""
+    bench = make_bench(chunk_tokens=8)
+    bench.submit("r", range(12), 10)
+    for _ in range(num_steps):
+        bench.scheduler.step()
+    assert bench.scheduler.abort("r")
+    assert bench.scheduler.has_work  # the abort is still to be told
+    (result,) = bench.drain()
+    assert [(output.rid, output.token_ids, output.finish_reason) for output in result.outputs] == [
+        ("r", (), FinishReason.ABORT)
+    ]
+    load = bench.sink.stats[-1].load
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_pending_tokens, load.num_used_tokens) == (0,) * 4
+    assert bench.sink.kv_metrics[-1].request_active_slots == 0
+    assert bench.sink.stats[-1].totals.num_aborted_requests_total == 1
+    assert not bench.scheduler.abort("r")
+    assert not bench.scheduler.abort("never seen")
+
+
+def test_an_id_is_taken_until_its_abort_has_been_told(make_bench: Callable) -> None:
+    bench = make_bench()
+    bench.submit("r", range(5))
+    bench.scheduler.abort("r")
+    with pytest.raises(ConfigError, match="in flight"):
+        bench.submit("r", range(5))
+    bench.drain()
+    bench.submit("r", range(5))
+
+
+def test_a_stop_token_ends_a_request_and_the_end_of_sequence_can_be_ignored(make_bench: Callable) -> None:
+    bench = make_bench(eos_token_id=MODEL.next_token("ends", 4))
+    ends = bench.submit("ends", range(4), 5)
+    ignores = Request("ignores", range(4), SamplingLimits(max_new_tokens=3, ignore_eos=True))
+    stops = Request("stops", range(4), SamplingLimits(5, stop_token_ids=(MODEL.next_token("stops", 5),)))
+    bench.scheduler.submit(ignores)
+    bench.scheduler.submit(stops)
+    bench.device.answers = [(MODEL.next_token("ends", 4),) * 2 + (1,)]
+    bench.drain()
+    assert (ends.num_output_tokens, ends.finish_reason) == (1, FinishReason.STOP)
+    assert (ignores.num_output_tokens, ignores.finish_reason) == (3, FinishReason.LENGTH)
+    assert (stops.num_output_tokens, stops.finish_reason) == (2, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("device lost"), (), (1, 2, 3)])
+def test_a_step_whose_device_failed_can_be_repeated(make_bench: Callable, answer: tuple[int, ...] | Exception) -> None:
+    bench = make_bench(chunk_tokens=8)
+    request = bench.submit("r", range(12), 4)
+    bench.submit("gone", range(30, 34))
+    bench.scheduler.abort("gone")
+    bench.device.answers = [answer]
+    with pytest.raises((RuntimeError, ValueError)):
+        bench.scheduler.step()
+    bench.scheduler.cache.check_integrity()
+    outputs = [output for result in bench.drain() for output in result.outputs]
+    assert outputs[0].rid == "gone"  # an abort is not lost with the batch
+    assert request.output_ids == bench.foretold(request)
+    assert bench.scheduler.cache.used_tokens == 0

@@ -1,0 +1,243 @@
+"""The reference scheduler as a state machine: any workload, any small pool, aborts anywhere.
+
+After every step: the cache's arithmetic holds; pages in use are exactly those that running requests hold; order of
+arrival is kept; the oldest request moved on; load counts equal a naive recount; replaying the events gives the cache's
+blocks. At the end every request has exactly the tokens that the device foretells, and nothing is held.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler_components.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+)
+from scheduler_components.kv_events.publisher import EventPublisher
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.batch import StepResult
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.policy import SchedulerConfig, pages_for
+from scheduler_components.reference.request import FinishReason, Request, RequestState, SamplingLimits
+from scheduler_components.reference.scheduler import Scheduler
+
+EOS = 3
+MODEL = SimulatedModel(vocab_size=3, eos_token_id=EOS, mean_output_tokens=20)  # few words: outputs and prompts share
+
+
+class StreamView(EventPublisher):
+    """The blocks that a subscriber knows of."""
+
+    def __init__(self, page_size: int) -> None:
+        super().__init__()
+        self.page_size = page_size
+        self.blocks: set[int] = set()
+        self.num_removed = 0
+
+    def publish(self, events: EventBatch) -> None:
+        assert events.events, "an empty batch was published"
+        for event in events.events:
+            self.apply(event)
+
+    def apply(self, event: KVCacheEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.blocks.clear()
+        elif isinstance(event, BlockRemoved):
+            assert self.blocks.issuperset(event.block_hashes)
+            self.blocks.difference_update(event.block_hashes)
+            self.num_removed += len(event.block_hashes)
+        elif isinstance(event, BlockStored):
+            assert event.parent_block_hash is None or event.parent_block_hash in self.blocks
+            assert self.blocks.isdisjoint(event.block_hashes)
+            assert event.block_size == self.page_size
+            assert len(event.token_ids) == len(event.block_hashes) * self.page_size
+            self.blocks.update(event.block_hashes)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def foretold(request: Request) -> tuple[tuple[int, ...], FinishReason]:
+    """What a request must generate when nobody aborts it."""
+    limits, tokens = request.limits, []
+    for position in range(request.num_prompt_tokens, request.num_prompt_tokens + limits.max_new_tokens):
+        tokens.append(MODEL.next_token(request.rid, position))
+        if tokens[-1] in limits.stop_token_ids or (tokens[-1] == EOS and not limits.ignore_eos):
+            return tuple(tokens), FinishReason.STOP
+    return tuple(tokens), FinishReason.LENGTH
+
+
+def progress(request: Request) -> tuple[int, int]:
+    return len(request.token_ids), request.num_computed_tokens
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        page_size=st.integers(1, 4),
+        num_pages=st.sampled_from([8, 12, 16, 4, 1]),
+        slots=st.sampled_from([3, 4, 6, 1]),
+        prefill=st.sampled_from([7, 20, 40, 1]),
+        chunk=st.sampled_from([3, 8, 50, 1]),
+        ratios=st.sampled_from([(0.0, 0.0), (0.7, 0.1), (1.0, 0.0), (1.0, 1.0)]),
+    )
+    def start(
+        self, page_size: int, num_pages: int, slots: int, prefill: int, chunk: int, ratios: tuple[float, float]
+    ) -> None:
+        self.config = SchedulerConfig(
+            page_size=page_size,
+            kv_tokens=page_size * num_pages,
+            max_running_requests=slots,
+            max_prefill_tokens=prefill,
+            chunk_tokens=chunk,
+            new_token_ratio=ratios[0],
+            min_new_token_ratio=ratios[1],
+            eos_token_id=EOS,
+        )
+        self.view = StreamView(page_size)
+        self.scheduler = Scheduler(
+            self.config,
+            ParallelState.trivial(),
+            SimulatedDevice(MODEL, clock=lambda: 0.0, sleep=lambda _: None),
+            event_sink=self.view,
+        )
+        self.requests: dict[str, Request] = {}
+        self.streamed: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+
+    @rule(
+        prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), min_size=1, max_size=4),
+        max_new=st.integers(1, 14),
+        stop=st.sampled_from([(), (), (0,), (1, 2)]),
+        ignore_eos=st.booleans(),
+    )
+    def submit(self, prompts: list[list[int]], max_new: int, stop: tuple[int, ...], ignore_eos: bool) -> None:
+        room = self.config.kv_tokens
+        limits = SamplingLimits(max_new_tokens=min(max_new, room), stop_token_ids=stop, ignore_eos=ignore_eos)
+        for prompt in prompts:
+            request = Request(f"r{len(self.requests)}", prompt[: room - limits.max_new_tokens + 1], limits)
+            self.scheduler.submit(request)
+            self.requests[request.rid] = request
+            self.streamed[request.rid] = []
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.requests)))
+        request = self.requests[rid]
+        was_in_flight = request.state is not RequestState.FINISHED
+        assert self.scheduler.abort(rid) is was_in_flight
+        assert request.state is RequestState.FINISHED
+        assert not request.pages
+        assert not self.scheduler.abort(rid)
+
+    @rule(num_steps=st.integers(1, 6))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            oldest = min(self.scheduler.queues, key=lambda request: request.arrival, default=None)
+            before = progress(oldest) if oldest is not None else (0, 0)
+            ratio_before = self.scheduler.batcher.new_token_ratio.value
+            result = self.scheduler.step()
+            self.read(result)
+            ratio = self.scheduler.batcher.new_token_ratio.value
+            assert ratio == self.config.new_token_ratio if result.num_retracted else ratio <= ratio_before
+            assert oldest is None or progress(oldest) > before or oldest.state is RequestState.FINISHED
+            assert self.view.blocks == set(self.scheduler.cache.block_hashes())
+
+    @rule()
+    def flush(self) -> None:
+        if self.scheduler.flush_cache():
+            assert not self.view.blocks
+            assert self.scheduler.cache.free_tokens == self.config.kv_tokens
+        else:
+            assert len(self.scheduler.queues)
+
+    def read(self, result: StepResult) -> None:
+        for output in result.outputs:
+            assert output.rid not in self.ended
+            self.streamed[output.rid] += output.token_ids
+            request = self.requests[output.rid]
+            assert output.num_prompt_tokens == request.num_prompt_tokens
+            assert output.num_output_tokens == len(self.streamed[output.rid])
+            assert 0 <= output.num_cached_tokens < output.num_prompt_tokens
+            if output.finish_reason is not None:
+                self.ended[output.rid] = output.finish_reason
+        assert not (result.num_admitted and result.num_retracted), "what was taken was given back in the same step"
+        assert result.num_prefill_tokens <= self.config.max_prefill_tokens
+        assert result.digest == self.scheduler.state_digest
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        cache, page_size = self.scheduler.cache, self.config.page_size
+        cache.check_integrity()
+        held = {page for request in self.scheduler.queues.running for page in request.pages}
+        assert cache.used_tokens == len(held) * page_size
+        for request in self.scheduler.queues.running:
+            assert len(request.pages) == pages_for(request.num_computed_tokens, page_size)
+        assert not any(request.pages for request in self.scheduler.queues.waiting)
+
+    @invariant()
+    def order_of_arrival_is_kept(self) -> None:
+        arrivals = [request.arrival for request in self.scheduler.queues]
+        assert arrivals == sorted(arrivals)
+        assert len(self.scheduler.queues) == len(arrivals)
+        assert len(self.scheduler.queues.running) <= self.config.max_running_requests
+
+    @invariant()
+    def load_equals_a_recount(self) -> None:
+        queues = self.scheduler.queues
+        load = self.scheduler.load.get_loads()
+        left = sum(max(0, request.prefill_end - request.num_computed_tokens) for request in queues.running)
+        cached = sum(request.num_cached_tokens for request in queues.waiting)
+        pending = left + sum(len(request.token_ids) for request in queues.waiting)
+        assert (load.num_running_reqs, load.num_waiting_reqs) == (len(queues.running), len(queues.waiting))
+        assert load.num_pending_tokens == pending
+        assert load.num_waiting_uncached_tokens == pending - cached >= 0
+        assert load.num_used_tokens == self.scheduler.cache.used_tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        bound = 1 + sum(len(request.token_ids) + request.limits.max_new_tokens for request in self.requests.values())
+        for result in self.scheduler.drain():
+            self.read(result)
+            self.pages_add_up()
+            assert self.view.blocks == set(self.scheduler.cache.block_hashes())
+            bound -= 1
+            assert bound, "the scheduler does not come to an end"
+        self.every_request_ended_as_foretold()
+        self.nothing_is_held()
+
+    def every_request_ended_as_foretold(self) -> None:
+        assert self.ended.keys() == self.requests.keys()
+        for rid, request in self.requests.items():
+            tokens, reason = foretold(request)
+            if self.ended[rid] is FinishReason.ABORT:
+                assert self.streamed[rid] == list(tokens[: len(self.streamed[rid])])
+            else:
+                assert (tuple(self.streamed[rid]), self.ended[rid]) == (tokens, reason)
+
+    def nothing_is_held(self) -> None:
+        scheduler = self.scheduler
+        assert not scheduler.has_work
+        assert scheduler.cache.used_tokens == 0
+        load = scheduler.load.get_loads()
+        assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_tokens) == (0, 0, 0)
+        totals = scheduler.totals()
+        if self.config.min_new_token_ratio == 1.0:  # all output reserved: nobody is ever in another's way
+            assert totals.num_retractions_total == 0
+        assert totals.num_requests_total == len(self.requests)
+        assert totals.num_aborted_requests_total == list(self.ended.values()).count(FinishReason.ABORT)
+        assert totals.generation_tokens_total == sum(map(len, self.streamed.values()))
+        assert totals.num_retractions_total == sum(request.num_retractions for request in self.requests.values())
+        if not scheduler.cache.num_event_collapses:  # a collapse tells the present content instead of each removal
+            assert totals.evicted_tokens_total == self.view.num_removed * self.config.page_size
+        assert 0 <= totals.cached_tokens_total <= totals.prompt_tokens_total
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(deadline=None, max_examples=250, stateful_step_count=50)

@@ -1,0 +1,95 @@
+"""What the reference scheduler tells, and in which step: events, metrics, the order of things around the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler_components.kv_events.events import AllBlocksCleared
+from scheduler_components.parallel_state import ParallelState
+
+
+def test_each_chunk_is_stored_in_the_step_that_computed_it(make_bench: Callable) -> None:
+    bench = make_bench(chunk_tokens=6)
+    bench.submit("r", range(20), 2)
+    stored = []
+    for _ in bench.scheduler.drain():
+        stored.append(len(bench.stored_tokens()))
+    assert stored == [4, 12, 16, 20, 20]  # 6, 12, 18 and 20 tokens computed, whole pages told; then one decode
+    assert bench.stored_tokens() == list(range(20))
+
+
+def test_output_is_cached_at_the_end_except_its_last_token(make_bench: Callable) -> None:
+    bench = make_bench()
+    request = bench.submit("r", range(6), 7)
+    bench.drain()
+    assert bench.stored_tokens() == [*range(6), *request.output_ids[:6]]
+
+
+def test_requests_with_one_prompt_at_once_store_it_once(make_bench: Callable) -> None:
+    bench = make_bench()
+    requests = [bench.submit(f"r{index}", range(9), 3) for index in range(3)]
+    bench.scheduler.step()
+    assert bench.stored_tokens() == list(range(8))
+    assert len({tuple(request.pages[:2]) for request in requests}) == 1
+    assert len({request.pages[2] for request in requests}) == 3
+    bench.drain()
+    assert bench.scheduler.cache.used_tokens == 0
+
+
+def test_events_leave_between_launch_and_wait(make_bench: Callable) -> None:
+    bench = make_bench()
+    bench.submit("r", range(8))
+    bench.scheduler.step()
+    assert bench.journal == ["launch", "idle", "wait", "publish"]
+
+
+def test_batches_carry_time_and_stream_index(make_bench: Callable) -> None:
+    bench = make_bench(ParallelState.from_tp_rank(2, tp_size=4, attn_dp_size=2))
+    bench.submit("r", range(8))
+    bench.drain()
+    assert [(batch.ts, batch.attn_dp_rank) for batch in bench.publisher.batches] == [(1_700_000_000.0, 1)]
+
+
+def test_a_flush_forgets_prefixes_and_says_so_at_once(make_bench: Callable) -> None:
+    bench = make_bench()
+    bench.submit("r", range(8))
+    assert not bench.scheduler.flush_cache()
+    bench.drain()
+    assert bench.scheduler.flush_cache()
+    assert bench.publisher.events()[-1] == AllBlocksCleared()
+    bench.submit("again", range(8))
+    assert bench.drain()[0].num_prefill_tokens == 8
+
+
+def test_every_step_reports_and_ranks_that_do_not_report_stay_silent(make_bench: Callable) -> None:
+    leader = make_bench(ParallelState.from_tp_rank(0, tp_size=2), kv_metrics_every_steps=2)
+    follower = make_bench(ParallelState.from_tp_rank(1, tp_size=2), kv_metrics_every_steps=2)
+    for bench in (leader, follower):
+        bench.submit("r", range(8), 6)
+        assert len(bench.drain()) == 6
+    assert [stats.totals.generation_tokens_total for stats in leader.sink.stats] == [1, 2, 3, 4, 5, 6]
+    assert leader.sink.stats[-1].load.num_running_reqs == 0
+    assert [metrics.request_active_slots for metrics in leader.sink.kv_metrics] == [1, 1, 0]
+    assert leader.publisher.batches
+    assert (follower.sink.stats, follower.sink.kv_metrics, follower.publisher.batches) == ([], [], [])
+
+
+def test_close_sends_what_is_left_and_closes_both_sinks(make_bench: Callable) -> None:
+    bench = make_bench()
+    bench.submit("r", range(7), 20)
+    bench.scheduler.step()
+    bench.scheduler.step()
+    bench.scheduler.abort("r")  # its second page is full by now and goes to the cache
+    bench.scheduler.close()
+    bench.scheduler.close()
+    assert bench.journal[-3:] == ["publish", "shutdown", "shutdown"]
+    assert len(bench.stored_tokens()) == 8
+    assert bench.sink.closed
+
+
+def test_an_idle_step_is_harmless(make_bench: Callable) -> None:
+    bench = make_bench()
+    result = bench.scheduler.step()
+    assert (result.step, result.outputs, result.num_prefill_tokens) == (1, (), 0)
+    assert bench.journal == []
+    assert not bench.scheduler.has_work

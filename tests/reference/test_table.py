@@ -1,0 +1,90 @@
+"""The table shows what ranks report beside what the observer sees; the tally's arithmetic is right."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.stats import StreamStats
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.reference.table import RateWindow, make_rows, plain_line, progress_text, render_table
+from scheduler_components.reference.tally import Tally, percentile
+
+
+def report(**load: float) -> SchedulerStats:
+    return SchedulerStats(labels=(), load=LoadSnapshot(**load))
+
+
+def stream(rank: int, *, events: int, batches: int, gaps: int = 0) -> StreamStats:
+    return StreamStats(
+        rank=rank,
+        endpoint="tcp://h:1",
+        state=StreamState.LIVE,
+        last_seq=batches - 1,
+        batches=batches,
+        events=events,
+        gaps=gaps,
+    )
+
+
+def test_rates_are_growth_between_two_looks() -> None:
+    rates = RateWindow()
+    make_rows({}, {0: stream(0, events=10, batches=5)}, rates=rates, now_s=100.0)
+    (row,) = make_rows({}, {0: stream(0, events=30, batches=9)}, rates=rates, now_s=102.0)
+    assert (row.events_per_s, row.batches_per_s, row.sequence) == (10.0, 2.0, 8)
+
+
+def test_two_looks_at_once_show_no_rate() -> None:
+    rates = RateWindow()
+    for _ in range(2):
+        (row,) = make_rows({}, {0: stream(0, events=10, batches=5)}, rates=rates, now_s=100.0)
+        assert row.events_per_s == 0
+
+
+def test_a_rank_is_shown_whether_it_reports_or_is_followed() -> None:
+    rows = make_rows({2: report()}, {1: stream(1, events=0, batches=0)}, rates=RateWindow(), now_s=0.0)
+    assert [row.dp_rank for row in rows] == [1, 2]
+
+
+def test_table_and_line_show_the_same_facts() -> None:
+    load = report(num_running_reqs=7, num_waiting_reqs=3, token_usage=0.25, cache_hit_rate=0.5, gen_throughput=99.0)
+    rows = make_rows({0: load}, {0: stream(0, events=4, batches=2, gaps=6)}, rates=RateWindow(), now_s=0.0)
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(render_table(rows, "title"))
+    line = plain_line(rows, "title")
+    for fact in ("7", "3", "25%", "50%", "99", "6", "live", "title"):
+        assert fact in shown.getvalue()
+        assert fact in line
+
+
+def test_progress_counts_what_has_ended_and_what_is_open() -> None:
+    tally = Tally(total=10, sent=5)
+    tally.finish(prompt_tokens=4, cached_tokens=1, output_tokens=2)
+    tally.refused.add("too long")
+    assert "2/10 requests done, 3 open" in progress_text(tally, 1.0)
+    assert tally.tokens.hit_rate == 0.25
+
+
+def test_reasons_are_bounded_and_counts_are_not() -> None:
+    tally = Tally()
+    for number in range(1000):
+        tally.failed.add(f"reason {number}")
+    assert tally.failed.count == 1000
+    assert len(tally.failed.reasons) < 20
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.sampled_from([0.5, 0.95]))
+def test_a_percentile_is_the_smallest_value_that_covers_its_share(values: list[float], share: float) -> None:
+    found = percentile(values, share)
+    assert found in values
+    assert sum(value <= found for value in values) >= share * len(values)
+    assert sum(value < found for value in values) < share * len(values)
+
+
+def test_the_percentile_of_nothing_is_zero() -> None:
+    assert percentile([], 0.5) == 0.0

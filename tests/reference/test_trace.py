@@ -1,0 +1,129 @@
+"""Traces: every line is checked, arrivals are spread within what was recorded, equal hash ids give equal tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.reference.messages import unpack_tokens
+from scheduler_components.reference.trace import (
+    BLOCK_TOKENS,
+    TraceRequest,
+    open_trace,
+    parse_trace,
+    prompt_tokens,
+    spread_arrivals,
+)
+
+
+def line(
+    timestamp: object = 0, input_length: object = 600, output_length: object = 5, hash_ids: object = (1, 2)
+) -> bytes:
+    return json.dumps(
+        {
+            "timestamp": timestamp,
+            "input_length": input_length,
+            "output_length": output_length,
+            "hash_ids": hash_ids,
+        }
+    ).encode()
+
+
+def request(
+    arrival_s: float, index: int = 0, input_length: int = 600, hash_ids: tuple[int, ...] = (1, 2)
+) -> TraceRequest:
+    return TraceRequest(index=index, arrival_s=arrival_s, input_length=input_length, output_length=5, hash_ids=hash_ids)
+
+
+def test_a_line_becomes_a_request() -> None:
+    (parsed,) = parse_trace([line(timestamp=3000)])
+    assert parsed == TraceRequest(index=0, arrival_s=3.0, input_length=600, output_length=5, hash_ids=(1, 2))
+
+
+def test_blank_lines_are_skipped_and_not_numbered_as_requests() -> None:
+    assert [parsed.index for parsed in parse_trace([line(), b"\n", b"", line()])] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (b"{", "truncated"),
+        (b"[]", "Expected `object`"),
+        (b"{}", "timestamp"),
+        (b"\xff\xfe", ""),
+        (line(timestamp=-1), "timestamp"),
+        (line(timestamp="now"), "timestamp"),
+        (line(timestamp=None), "timestamp"),
+        (line(input_length=0), "input_length"),
+        (line(output_length=0), "output_length"),
+        (line(input_length=1.5), "input_length"),
+        (line(hash_ids=[]), "hash_ids"),
+        (line(hash_ids=[1]), "needs 2 hash_ids, there are 1"),
+        (line(hash_ids=[1, 2, 3]), "needs 2 hash_ids, there are 3"),
+        (line(hash_ids=[1, -2]), "hash_ids"),
+        (line(timestamp=1999), "before the previous"),
+    ],
+)
+def test_a_bad_line_is_named(bad: bytes, complaint: str) -> None:
+    requests = parse_trace([line(timestamp=2000), bad], name="my.jsonl")
+    next(requests)
+    with pytest.raises(ConfigError, match=r"my\.jsonl:2") as refused:
+        next(requests)
+    assert complaint in str(refused.value)
+
+
+def test_requests_of_one_timestamp_are_spread_evenly_up_to_the_next() -> None:
+    spread = spread_arrivals([request(0.0)] * 4 + [request(3.0)] * 2 + [request(4.0)], quantum_s=3.0)
+    assert [each.arrival_s for each in spread] == [0.0, 0.75, 1.5, 2.25, 3.0, 3.5, 4.0]
+
+
+@given(st.lists(st.integers(0, 40), max_size=30).map(sorted), st.floats(0.1, 10))
+def test_spreading_keeps_order_and_stays_within_the_quantum(arrivals: list[int], quantum_s: float) -> None:
+    recorded = [request(float(arrival), index) for index, arrival in enumerate(arrivals)]
+    spread = list(spread_arrivals(recorded, quantum_s=quantum_s))
+    assert [each.index for each in spread] == list(range(len(recorded)))
+    assert [each.arrival_s for each in spread] == sorted(each.arrival_s for each in spread)
+    for before, after in zip(recorded, spread, strict=True):
+        assert before.arrival_s <= after.arrival_s < before.arrival_s + quantum_s
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, BLOCK_TOKENS))
+def test_a_prompt_has_its_length_and_equal_ids_give_equal_blocks(hash_ids: list[int], last_tokens: int) -> None:
+    length = (len(hash_ids) - 1) * BLOCK_TOKENS + last_tokens
+    prompt = unpack_tokens(prompt_tokens(request(0.0, input_length=length, hash_ids=tuple(hash_ids))))
+    assert len(prompt) == length
+    assert all(0 <= token < 32_768 for token in prompt)
+    for place, hash_id in enumerate(hash_ids):
+        block = unpack_tokens(prompt_tokens(request(0.0, input_length=BLOCK_TOKENS, hash_ids=(hash_id,))))
+        found = prompt[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS]
+        assert found == block[: len(found)]
+
+
+def test_different_ids_give_different_blocks() -> None:
+    blocks = {prompt_tokens(request(0.0, input_length=BLOCK_TOKENS, hash_ids=(hash_id,))) for hash_id in range(500)}
+    assert len(blocks) == 500
+
+
+def test_requests_share_a_conversation_beyond_the_system_prompt_only() -> None:
+    def conversation(*hash_ids: int) -> str:
+        return request(0.0, hash_ids=hash_ids).conversation
+
+    assert conversation(0, 7, 8) == conversation(0, 7, 9)
+    assert conversation(0, 7) != conversation(0, 8)
+    assert conversation(0) == "0"
+
+
+def test_a_file_is_read_little_further_than_its_limit(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\n".join([*(line(timestamp=1000 * second) for second in range(4)), b"nonsense"]))
+    assert [each.arrival_s for each in open_trace(path, limit=2)] == [0.0, 1.0]
+
+
+def test_a_missing_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        open_trace(tmp_path / "none.jsonl")

@@ -1,0 +1,150 @@
+"""The verdict: it passes for evidence of a sound run and fails, saying where, for every way to be unsound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.stats import StreamStats
+from scheduler_components.reference.messages import CacheDump, pack_hashes
+from scheduler_components.reference.tally import Tally
+from scheduler_components.reference.verdict import Evidence, PortProbe, StreamEvidence, Verdict, judge
+
+HELD = {0: frozenset({1, -2, 3}), 1: frozenset({4})}
+
+
+def dump(tp_rank: int, **changes: Any) -> CacheDump:
+    sound = CacheDump(
+        dump_id=1,
+        tp_rank=tp_rank,
+        step=9,
+        digest=tp_rank // 2,
+        last_sequence=5 if tp_rank % 2 == 0 else -1,
+        block_hashes=pack_hashes(HELD[tp_rank // 2]),
+    )
+    return msgspec.structs.replace(sound, **changes)
+
+
+def stream(rank: int, *, blocks: frozenset[int] | None = None, **changes: Any) -> StreamEvidence:
+    stats = StreamStats(rank=rank, endpoint="tcp://h:1", state=StreamState.LIVE, last_seq=5, batches=6, events=7)
+    return StreamEvidence(
+        stats=msgspec.structs.replace(stats, **changes),
+        published_sequence=5,
+        blocks=HELD[rank] if blocks is None else blocks,
+    )
+
+
+def sound_tally() -> Tally:
+    tally = Tally(sent=2)
+    for _ in range(2):
+        tally.finish(prompt_tokens=10, cached_tokens=5, output_tokens=3)
+    return tally
+
+
+def evidence(**changes: Any) -> Evidence:
+    sound = Evidence(
+        dp_size=2,
+        ranks_per_replica=2,
+        owners=frozenset({0, 2}),
+        probe=PortProbe(probed=(10, 11, 12, 13), speaking=frozenset({10, 11}), advertised=frozenset({10, 11})),
+        streams=[stream(0), stream(1)],
+        dumps={tp_rank: dump(tp_rank) for tp_rank in range(4)},
+        tally=sound_tally(),
+    )
+    return attrs.evolve(sound, **changes)
+
+
+def failures(verdict: Verdict) -> dict[str, str]:
+    return {check.name: check.facts for check in verdict.checks if not check.passed}
+
+
+def test_a_sound_run_passes_every_check() -> None:
+    verdict = judge(evidence())
+    assert verdict.passed
+    assert [check.name for check in verdict.checks] == [
+        "requests",
+        "replicas agree",
+        "streams",
+        "no gap",
+        "view equals cache",
+    ]
+    assert "exactly 2 streams for 4 ranks" in verdict.checks[2].facts
+
+
+@given(st.frozensets(st.integers(-5, 5)), st.frozensets(st.integers(-5, 5)))
+def test_a_view_passes_only_when_it_is_the_cache(held: frozenset[int], seen: frozenset[int]) -> None:
+    dumps = {tp_rank: dump(tp_rank, block_hashes=pack_hashes(held)) for tp_rank in range(4)}
+    found = failures(judge(evidence(dumps=dumps, streams=[stream(0, blocks=seen), stream(1, blocks=held)])))
+    assert ("view equals cache" in found) == (held != seen)
+    if held != seen:
+        assert f"{len(held - seen)} missing and {len(seen - held)} extra" in found["view equals cache"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gaps": 1},
+        {"losses": 1},
+        {"restarts": 1},
+        {"decode_errors": 1},
+        {"bad_frames": 1},
+        {"rank_mismatches": 1},
+        {"last_seq": 4},
+        {"state": StreamState.PARTIAL},
+        {"state": StreamState.RECOVERING},
+    ],
+)
+def test_a_stream_that_was_not_read_whole_fails(changes: dict[str, Any]) -> None:
+    assert list(failures(judge(evidence(streams=[stream(0), stream(1, **changes)])))) == ["no gap"]
+
+
+@pytest.mark.parametrize("owners", [{0}, {0, 1, 2}, {0, 1, 2, 3}, {1, 3}, set()])
+def test_any_other_set_of_stream_owners_fails(owners: set[int]) -> None:
+    assert list(failures(judge(evidence(owners=frozenset(owners))))) == ["streams"]
+
+
+@pytest.mark.parametrize("speaking", [{10}, {10, 11, 12}, {10, 12}, set()])
+def test_any_other_set_of_answering_ports_fails(speaking: set[int]) -> None:
+    probe = PortProbe(probed=(10, 11, 12, 13), speaking=frozenset(speaking), advertised=frozenset({10, 11}))
+    assert list(failures(judge(evidence(probe=probe)))) == ["streams"]
+
+
+def test_too_few_followed_streams_fail() -> None:
+    assert "streams" in failures(judge(evidence(streams=[stream(0)])))
+
+
+@pytest.mark.parametrize("changes", [{"digest": 77}, {"step": 8}, {"block_hashes": pack_hashes([99])}])
+@pytest.mark.parametrize("follower", [1, 3])
+def test_a_follower_that_differs_from_its_leader_fails(follower: int, changes: dict[str, Any]) -> None:
+    dumps = {tp_rank: dump(tp_rank) for tp_rank in range(4)} | {follower: dump(follower, **changes)}
+    assert str(follower) in failures(judge(evidence(dumps=dumps)))["replicas agree"]
+
+
+def test_requests_that_failed_or_vanished_or_never_finished_fail() -> None:
+    failed = sound_tally()
+    failed.sent += 1
+    failed.failed.add("the server hung up")
+    assert "the server hung up" in failures(judge(evidence(tally=failed)))["requests"]
+    vanished = sound_tally()
+    vanished.sent += 1
+    assert "requests" in failures(judge(evidence(tally=vanished)))
+    assert "requests" in failures(judge(evidence(tally=Tally())))
+
+
+def test_a_refused_request_is_counted_and_passes() -> None:
+    tally = sound_tally()
+    tally.sent += 1
+    tally.refused.add("too long")
+    assert judge(evidence(tally=tally)).passed
+
+
+def test_without_streams_the_rest_is_still_judged() -> None:
+    verdict = judge(evidence(streams=[], probe=None, owners=frozenset(), no_streams_reason="publisher is null"))
+    assert verdict.passed
+    assert "publisher is null" in verdict.checks[-1].facts

@@ -1,0 +1,124 @@
+"""Subscriber and publisher of the kit together: whatever the setting, the view equals what was published."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from observability.kv_stream.discovery import StreamAddress, bare_address
+from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
+from scheduler_components.kv_events.events import BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+DEADLINE_S = 20.0
+POLICY = FollowPolicy(probe_interval_s=0.1)
+LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def open_publisher(stack: ExitStack, **options: object) -> ZmqEventPublisher:
+    publisher = ZmqEventPublisher(**({"attn_dp_rank": 0} | LOOPBACK | options))
+    stack.callback(publisher.shutdown)
+    return publisher
+
+
+def address_of(publisher: ZmqEventPublisher, rank: int = 0, topic: str = "") -> StreamAddress:
+    return bare_address(publisher.endpoint, replay=publisher.replay_endpoint, rank=rank, topic=topic)
+
+
+def publish(publisher: ZmqEventPublisher, *hashes: int) -> None:
+    for block_hash in hashes:
+        event = BlockStored((block_hash,), None, (1, 2), 2, None)
+        publisher.publish(KVEventBatch(ts=time.time(), events=(event,)))
+
+
+def wait_for(sub: Subscriber, rank: int, seq: int) -> None:
+    assert sub.wait_until(rank, seq, DEADLINE_S), sub.stats()
+    assert sub.stats()[rank].state is StreamState.LIVE
+
+
+@pytest.mark.parametrize("replay_framing", ["seed", "topic"])
+@pytest.mark.parametrize("dialect", ["array", "map", "vllm"])
+def test_late_join_then_live(stack: ExitStack, dialect: str, replay_framing: str) -> None:
+    publisher = open_publisher(stack, dialect=dialect, replay_framing=replay_framing, topic="kv")
+    publish(publisher, *range(200))
+    sub = stack.enter_context(open_subscriber([address_of(publisher, topic="kv")], policy=POLICY))
+    wait_for(sub, 0, 199)
+    publish(publisher, *range(200, 300))
+    publisher.publish(KVEventBatch(ts=time.time(), events=(BlockRemoved((5, 7)),)))
+    wait_for(sub, 0, 300)
+    assert sub.blocks(0) == set(range(300)) - {5, 7}
+    assert (sub.stats()[0].gaps, sub.stats()[0].decode_errors) == (0, 0)
+
+
+def test_ranks_do_not_mix(stack: ExitStack) -> None:
+    publishers = [open_publisher(stack, attn_dp_rank=rank) for rank in range(4)]
+    addresses = [address_of(publisher, rank) for rank, publisher in enumerate(publishers)]
+    sub = stack.enter_context(open_subscriber(addresses, policy=POLICY))
+    for rank, publisher in enumerate(publishers):
+        publish(publisher, 1, 2, *range(100 * rank, 100 * rank + 50))
+    for rank in range(4):
+        wait_for(sub, rank, 51)
+        assert sub.blocks(rank) == {1, 2, *range(100 * rank, 100 * rank + 50)}
+        assert sub.stats()[rank].rank_mismatches == 0
+    assert sub.deepest_prefix([1, 2, 103]) == {0: 2, 1: 3, 2: 2, 3: 2}
+    assert sub.ranks_holding(103) == (1,)
+
+
+@pytest.mark.parametrize("seq_base", ["zero", "clock"])
+@pytest.mark.parametrize("second_life", [range(1_000, 1_010), range(1_000, 1_300)], ids=["behind", "past"])
+def test_a_restart_is_seen_also_when_it_passes_the_old_number(
+    stack: ExitStack, seq_base: str, second_life: range
+) -> None:
+    first = open_publisher(stack, seq_base=seq_base)
+    address = address_of(first)
+    publish(first, *range(100))
+    sub = stack.enter_context(open_subscriber([address], policy=POLICY))
+    wait_for(sub, 0, first.stats().last_sequence)
+    first.shutdown()
+    second = open_publisher(stack, endpoint=str(address.events), replay_endpoint=str(address.replay), seq_base=seq_base)
+    publish(second, *second_life)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while sub.blocks(0) != set(second_life):
+        assert time.monotonic() < deadline_s, sub.stats()
+        sub.poll(0.05)
+    wait_for(sub, 0, second.stats().last_sequence)
+    assert sub.stats()[0].disconnects == 1
+
+
+def test_a_stream_without_replay_is_live_from_its_first_batch(stack: ExitStack) -> None:
+    publisher = open_publisher(stack, replay_endpoint=None)
+    sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=POLICY))
+    assert sub.wait_until(0, -1, DEADLINE_S)
+    publish(publisher, 0)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not sub.stats()[0].batches:
+        assert time.monotonic() < deadline_s, sub.stats()
+        publish(publisher, 1)
+        sub.poll(0.01)
+    assert sub.stats()[0].state in (StreamState.LIVE, StreamState.PARTIAL)
+    assert (sub.stats()[0].state is StreamState.LIVE) == (0 in sub.blocks(0))
+
+
+def test_a_publisher_that_drained_at_shutdown_is_read_to_its_end(stack: ExitStack) -> None:
+    publisher = open_publisher(stack)
+    sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=POLICY))
+    publish(publisher, 0)
+    wait_for(sub, 0, 0)
+    publish(publisher, *range(1, 500))
+    publisher.shutdown()
+    deadline_s = time.monotonic() + DEADLINE_S
+    while sub.stats()[0].last_seq != 499:
+        assert time.monotonic() < deadline_s, sub.stats()
+        sub.poll(0.05)
+    assert sub.blocks(0) == set(range(500))
