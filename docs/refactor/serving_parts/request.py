@@ -1,0 +1,103 @@
+"""A request, what is told of it, and what has been counted over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from scheduler_components.cache.radix_tree import RadixNode
+from scheduler_components.metrics.stats import SchedulerTotals
+
+__all__ = ["Output", "Outbox", "Request", "Totals", "finish_reason"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A request and the KV pages that it holds while it runs; plain data, written to by ``batching`` and results.
+
+    Attributes:
+        token_ids: the prompt, then what was generated.
+        pages: of the first ``num_computed_tokens`` positions, and of those that this step computes.
+        num_shared_pages: the first of them, which stand in the cache and are locked through ``node``.
+        prefill_end: ``len(token_ids)`` at the last admission: computing up to here is prefill.
+        num_cached_tokens: of ``token_ids``, how many the cache covered when last asked.
+    """
+
+    rid: str
+    token_ids: list[int]
+    max_new_tokens: int
+    num_prompt_tokens: int = field(init=False)
+    pages: list[int] = field(default_factory=list)
+    num_shared_pages: int = 0
+    node: RadixNode | None = None
+    num_computed_tokens: int = 0
+    prefill_end: int = 0
+    num_cached_tokens: int = 0
+    num_retractions: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens to prefill when nothing is cached."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Positions that must go through the device before the next token is known."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_prefill_tokens_left(self) -> int:
+        """The part of a prefill that is still to compute."""
+        return max(0, self.prefill_end - self.num_computed_tokens)
+
+
+def finish_reason(request: Request, eos_token_id: int) -> str | None:
+    """Return why the request is done after its last token, or None while it goes on."""
+    if request.token_ids[-1] == eos_token_id:
+        return "stop"
+    return "length" if len(request.token_ids) - request.num_prompt_tokens >= request.max_new_tokens else None
+
+
+class Output(msgspec.Struct, frozen=True):
+    """News of one request."""
+
+    rid: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+class Outbox:
+    """Keeps what the scheduler sends to its clients."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Output] = []
+
+    def send(self, output: Output) -> None:
+        self.outputs.append(output)
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """Counters that only grow: whoever does the thing counts it here; a ``TotalsSource``."""
+
+    num_requests: int = 0
+    num_aborted: int = 0
+    num_retractions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+
+    def totals(self) -> SchedulerTotals:
+        """Return the counters of this moment."""
+        return SchedulerTotals(
+            num_requests_total=self.num_requests,
+            num_aborted_requests_total=self.num_aborted,
+            num_retractions_total=self.num_retractions,
+            prompt_tokens_total=self.prompt_tokens,
+            cached_tokens_total=self.cached_tokens,
+            generation_tokens_total=self.generation_tokens,
+        )

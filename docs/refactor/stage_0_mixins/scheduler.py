@@ -1,0 +1,76 @@
+"""A scheduler made of mixins."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from scheduler_components.cache.radix_cache import RadixCache
+from scheduler_components.metrics.rolling import RateMeter
+from serving_parts.batching import Counters, check_fits, next_batch, next_tokens, release
+from serving_parts.request import Output, Request, Totals
+from serving_parts.surroundings import Surroundings
+
+from .ambient import get_clock, get_parallel, get_settings, set_surroundings
+from .kv_events import KvEventsMixin
+from .load import LoadMixin
+from .metrics import MetricsMixin
+from .results import OutputMixin
+
+
+class Scheduler(KvEventsMixin, LoadMixin, MetricsMixin, OutputMixin):
+    """Serves requests in steps."""
+
+    def __init__(self, send_output: Callable) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.totals = Totals()
+        self.rates = RateMeter(clock=get_clock())
+        self.cache = RadixCache(
+            page_size=get_settings().page_size,
+            capacity_tokens=get_settings().kv_tokens,
+            record=get_parallel().owns_kv_stream,
+        )
+        self.init_kv_events()
+        self.init_load()
+        self.init_metrics()
+        self.init_output(send_output)
+
+    @property
+    def num_chunked_tokens_left(self) -> int:
+        return sum(request.num_prefill_tokens_left for request in self.running)
+
+    def submit(self, request: Request) -> None:
+        check_fits(request, get_settings())
+        request.num_cached_tokens = self.cache.match_prefix(request.token_ids[:-1]).num_tokens
+        self.waiting.append(request)
+        self.totals.num_requests += 1
+
+    def abort(self, rid: str) -> bool:
+        request = next((each for each in [*self.running, *self.waiting] if each.rid == rid), None)
+        if request is None:
+            return False
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.running = [each for each in self.running if each is not request]
+        release(self.cache, request)
+        self.totals.num_aborted += 1
+        self.send_output(Output(rid, (), "abort"))
+        return True
+
+    def step(self) -> None:
+        counters = Counters(self.totals, self.rates)
+        batch = next_batch(self.cache, self.waiting, self.running, get_settings(), counters)
+        self.running = batch.running
+        self.process_batch_result(batch, next_tokens(batch, get_settings()))
+        self.publish_kv_events()
+        self.emit_metrics()
+
+    def close(self) -> None:
+        self.close_kv_events()
+
+
+def open_scheduler(around: Surroundings) -> Scheduler:
+    """Make the scheduler; what it needs, it finds."""
+    set_surroundings(around)
+    return Scheduler(around.outbox.send)

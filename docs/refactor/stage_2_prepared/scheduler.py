@@ -1,0 +1,127 @@
+"""A scheduler with components that have no methods yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from observability.prometheus_sink import PrometheusSink
+from scheduler_components.cache.radix_cache import RadixCache
+from scheduler_components.kv_events.publisher import EventPublisher
+from scheduler_components.kv_events.registry import open_event_publisher
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.metrics.rolling import RateMeter
+from scheduler_components.parallel_state import ParallelState
+from serving_parts.batching import Counters, Settings, check_fits, next_batch, next_tokens, release
+from serving_parts.request import Output, Request, Totals
+from serving_parts.surroundings import PublisherFactory, Surroundings
+
+from .kv_events import KvEvents, KvEventsMixin
+from .load import Load, LoadMixin
+from .metrics import Metrics, MetricsMixin
+from .results import OutputMixin, Results
+
+
+class Scheduler:
+    """Serves requests in steps."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        parallel: ParallelState,
+        clock: Callable[[], float],
+        event_publisher: EventPublisher,
+        metrics_collector: PrometheusSink,
+        send_output: Callable,
+    ) -> None:
+        self.settings = settings
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.totals = Totals()
+        self.rates = RateMeter(clock=clock)
+        self.cache = RadixCache(
+            page_size=settings.page_size,
+            capacity_tokens=settings.kv_tokens,
+            record=parallel.owns_kv_stream,
+        )
+        self.kv_events = KvEvents(
+            enable=settings.kv_events is not None and parallel.owns_kv_stream,
+            parallel=parallel,
+            clock=clock,
+            take_events=self.cache.take_events,
+            event_publisher=event_publisher,
+        )
+        self.load = Load(
+            parallel=parallel,
+            clock=clock,
+            cache=self.cache,
+            rates=self.rates,
+            max_running_requests=settings.max_running_requests,
+            get_running=lambda: self.running,
+            get_waiting=lambda: self.waiting,
+            get_num_chunked_tokens_left=lambda: self.num_chunked_tokens_left,
+        )
+        self.metrics = Metrics(
+            enable=parallel.reports_metrics,
+            parallel=parallel,
+            metrics_collector=metrics_collector,
+            get_load=self.get_load,
+            get_totals=self.totals.totals,
+            get_publisher_stats=lambda: KvEventsMixin.stats(self.kv_events),
+        )
+        self.results = Results(
+            cache=self.cache,
+            totals=self.totals,
+            rates=self.rates,
+            eos_token_id=settings.eos_token_id,
+            send_output=send_output,
+        )
+
+    @property
+    def num_chunked_tokens_left(self) -> int:
+        return sum(request.num_prefill_tokens_left for request in self.running)
+
+    def submit(self, request: Request) -> None:
+        check_fits(request, self.settings)
+        request.num_cached_tokens = self.cache.match_prefix(request.token_ids[:-1]).num_tokens
+        self.waiting.append(request)
+        self.totals.num_requests += 1
+
+    def abort(self, rid: str) -> bool:
+        request = next((each for each in [*self.running, *self.waiting] if each.rid == rid), None)
+        if request is None:
+            return False
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.running = [each for each in self.running if each is not request]
+        release(self.cache, request)
+        self.totals.num_aborted += 1
+        self.results.send_output(Output(rid, (), "abort"))
+        return True
+
+    def step(self) -> None:
+        counters = Counters(self.totals, self.rates)
+        batch = next_batch(self.cache, self.waiting, self.running, self.settings, counters)
+        self.running = OutputMixin.process_batch_result(self.results, batch, next_tokens(batch, self.settings))
+        KvEventsMixin.publish_kv_events(self.kv_events)
+        MetricsMixin.emit_metrics(self.metrics)
+
+    def get_load(self) -> LoadSnapshot:
+        return LoadMixin.get_load(self.load)
+
+    def close(self) -> None:
+        KvEventsMixin.shutdown(self.kv_events)
+
+
+def open_scheduler(around: Surroundings) -> Scheduler:
+    """Open what has to be opened, then make the scheduler."""
+    settings, parallel = around.settings, around.parallel
+    return Scheduler(
+        settings=settings,
+        parallel=parallel,
+        clock=around.clock,
+        event_publisher=open_event_publisher(settings.kv_events, parallel=parallel, factory=PublisherFactory),
+        metrics_collector=PrometheusSink(around.registry, clock=around.clock),
+        send_output=around.outbox.send,
+    )

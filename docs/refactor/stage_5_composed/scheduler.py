@@ -1,0 +1,123 @@
+"""A scheduler composed of the kit's components and one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from observability.prometheus_sink import PrometheusSink
+from scheduler_components.cache.radix_cache import RadixCache
+from scheduler_components.kv_events.registry import open_event_publisher
+from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load.token_counted_queue import TokenCountedQueue
+from scheduler_components.load_inquirer import LoadInquirer
+from scheduler_components.metrics.rolling import RateMeter
+from scheduler_components.metrics_emitter import MetricsEmitter
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import KvEventSink, MetricsSink
+from serving_parts.batching import Counters, Settings, check_fits, next_batch, next_tokens, release
+from serving_parts.request import Output, Request, Totals
+from serving_parts.surroundings import PublisherFactory, Surroundings
+
+from .results import OutputSink, Results
+
+
+class Scheduler:
+    """Serves requests in steps."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        parallel: ParallelState,
+        clock: Callable[[], float],
+        event_sink: KvEventSink,
+        metrics_sink: MetricsSink,
+        outputs: OutputSink,
+    ) -> None:
+        self.settings = settings
+        self.max_running_requests = settings.max_running_requests
+        self.waiting: TokenCountedQueue[Request] = TokenCountedQueue()
+        self.running: list[Request] = []
+        self.totals = Totals()
+        self.rates = RateMeter(clock=clock)
+        self.cache = RadixCache(
+            page_size=settings.page_size,
+            capacity_tokens=settings.kv_tokens,
+            record=parallel.owns_kv_stream,
+        )
+        self.kv_events = SchedulerKvEventsPublisher(
+            parallel=parallel,
+            clock=clock,
+            source=self.cache,
+            sink=event_sink,
+        )
+        self.load = LoadInquirer(
+            parallel=parallel,
+            clock=clock,
+            queues=self,
+            pool=self.cache,
+            rates=self.rates,
+        )
+        self.metrics = MetricsEmitter(
+            parallel=parallel,
+            sink=metrics_sink,
+            load=self.load,
+            totals=self.totals,
+            publisher=self.kv_events,
+        )
+        self.results = Results(
+            cache=self.cache,
+            totals=self.totals,
+            rates=self.rates,
+            eos_token_id=settings.eos_token_id,
+            outputs=outputs,
+        )
+
+    @property
+    def num_chunked_tokens_left(self) -> int:
+        return sum(request.num_prefill_tokens_left for request in self.running)
+
+    def submit(self, request: Request) -> None:
+        check_fits(request, self.settings)
+        request.num_cached_tokens = self.cache.match_prefix(request.token_ids[:-1]).num_tokens
+        self.waiting.append(request)
+        self.totals.num_requests += 1
+
+    def abort(self, rid: str) -> bool:
+        request = next((each for each in [*self.running, *self.waiting] if each.rid == rid), None)
+        if request is None:
+            return False
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.running = [each for each in self.running if each is not request]
+        release(self.cache, request)
+        self.totals.num_aborted += 1
+        self.results.outputs.send(Output(rid, (), "abort"))
+        return True
+
+    def step(self) -> None:
+        counters = Counters(self.totals, self.rates)
+        batch = next_batch(self.cache, self.waiting, self.running, self.settings, counters)
+        self.running = self.results.process_batch_result(batch, next_tokens(batch, self.settings))
+        self.kv_events.publish_kv_events()
+        self.metrics.emit()
+
+    def get_load(self) -> LoadSnapshot:
+        return self.load.get_loads()
+
+    def close(self) -> None:
+        self.kv_events.shutdown()
+
+
+def open_scheduler(around: Surroundings) -> Scheduler:
+    """Open what has to be opened, then make the scheduler."""
+    settings, parallel = around.settings, around.parallel
+    return Scheduler(
+        settings=settings,
+        parallel=parallel,
+        clock=around.clock,
+        event_sink=open_event_publisher(settings.kv_events, parallel=parallel, factory=PublisherFactory),
+        metrics_sink=PrometheusSink(around.registry, clock=around.clock),
+        outputs=around.outbox,
+    )
