@@ -6,7 +6,7 @@ data parallelism without DP attention, hold different caches; pipeline, CP and T
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,38 +15,13 @@ from hypothesis import strategies as st
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.endpoint import MAX_PORT, Endpoint
 from scheduler_components.kv_events.port_plan import PortPlan
-from scheduler_components.parallel_state import ParallelState
-
-SIZES = st.integers(1, 4)
-
-
-@st.composite
-def engines(draw: st.DrawFn) -> list[tuple[int, ParallelState]]:
-    """Every rank of one engine, each with the number of the KV cache that it holds a part or copy of."""
-    pp_size, dp_size, cp_size, tp_size = draw(SIZES), draw(SIZES), draw(SIZES), draw(SIZES)
-    dp_attention = draw(st.booleans())
-    attn_dp_size = dp_size if dp_attention else 1
-    worlds = 1 if dp_attention else dp_size
-    ranks_a_stage = attn_dp_size * cp_size * tp_size
-    ranks = []
-    for world, pp_rank, tp_rank in product(range(worlds), range(pp_size), range(ranks_a_stage)):
-        state = ParallelState.from_tp_rank(
-            tp_rank,
-            tp_size=ranks_a_stage,
-            attn_dp_size=attn_dp_size,
-            attn_cp_size=cp_size,
-            pp_rank=pp_rank,
-            pp_size=pp_size,
-            **({} if dp_attention else {"dp_size": dp_size, "dp_rank": world if dp_size > 1 else None}),
-        )
-        ranks.append((tp_rank // (cp_size * tp_size) if dp_attention else world, state))
-    return ranks
+from scheduler_components.testing.strategies.topologies import EngineRank, engine_of, engines
 
 
 @settings(deadline=None)
 @given(engines())
 def test_each_kv_cache_has_one_owner_and_streams_are_numbered_without_holes(
-    engine: list[tuple[int, ParallelState]],
+    engine: list[EngineRank],
 ) -> None:
     caches = {cache for cache, _ in engine}
     owners = [(cache, state) for cache, state in engine if state.owns_kv_stream]
@@ -58,7 +33,7 @@ def test_each_kv_cache_has_one_owner_and_streams_are_numbered_without_holes(
 @settings(deadline=None)
 @given(engines())
 def test_all_ranks_of_a_cache_agree_on_its_stream_and_one_of_them_reports(
-    engine: list[tuple[int, ParallelState]],
+    engine: list[EngineRank],
 ) -> None:
     for cache in {cache for cache, _ in engine}:
         ranks = [state for of_cache, state in engine if of_cache == cache]
@@ -69,7 +44,7 @@ def test_all_ranks_of_a_cache_agree_on_its_stream_and_one_of_them_reports(
 
 @settings(deadline=None)
 @given(engines())
-def test_metric_labels_tell_all_reporting_ranks_apart(engine: list[tuple[int, ParallelState]]) -> None:
+def test_metric_labels_tell_all_reporting_ranks_apart(engine: list[EngineRank]) -> None:
     labels = [state.metric_labels for _, state in engine if state.reports_metrics]
     assert len(labels) == len(set(labels))
 
@@ -80,7 +55,7 @@ BASES = st.tuples(st.integers(1, MAX_PORT), st.integers(1, MAX_PORT), st.integer
 @settings(deadline=None)
 @given(engines(), BASES, st.sampled_from(["*", "0.0.0.0", "::", "127.0.0.1"]))
 def test_the_endpoints_of_all_streams_differ_and_lead_back_to_their_rank(
-    engine: list[tuple[int, ParallelState]], ports: tuple[int, int, int], host: str
+    engine: list[EngineRank], ports: tuple[int, int, int], host: str
 ) -> None:
     owners = [state for _, state in engine if state.owns_kv_stream]
     bases = [Endpoint(transport="tcp", host=host, port=port) for port in ports]
@@ -107,7 +82,7 @@ def test_the_endpoints_of_all_streams_differ_and_lead_back_to_their_rank(
 
 @settings(deadline=None)
 @given(engines(), st.sampled_from(["ipc", "inproc"]))
-def test_paths_of_all_streams_differ_too(engine: list[tuple[int, ParallelState]], transport: str) -> None:
+def test_paths_of_all_streams_differ_too(engine: list[EngineRank], transport: str) -> None:
     owners = [state for _, state in engine if state.owns_kv_stream]
     plan = PortPlan(
         events=Endpoint.parse(f"{transport}://kv-events"),
@@ -132,18 +107,8 @@ def test_well_known_engines(
     pp: int, dp: int, cp: int, tp: int, dp_attention: bool, owners: list[tuple[int, int, int, int]]
 ) -> None:
     """Owners as (world, pp_rank, tp_rank, stream)."""
-    attn_dp_size = dp if dp_attention else 1
     found = []
-    for world, pp_rank, tp_rank in product(range(1 if dp_attention else dp), range(pp), range(attn_dp_size * cp * tp)):
-        state = ParallelState.from_tp_rank(
-            tp_rank,
-            tp_size=attn_dp_size * cp * tp,
-            attn_dp_size=attn_dp_size,
-            attn_cp_size=cp,
-            pp_rank=pp_rank,
-            pp_size=pp,
-            **({} if dp_attention else {"dp_size": dp, "dp_rank": world}),
-        )
+    for cache, state in engine_of(pp=pp, dp=dp, cp=cp, tp=tp, dp_attention=dp_attention):
         if state.owns_kv_stream:
-            found.append((world, pp_rank, tp_rank, state.kv_stream_index))
+            found.append((0 if dp_attention else cache, state.pp_rank, state.tp_rank, state.kv_stream_index))
     assert found == owners

@@ -11,28 +11,20 @@ from hypothesis import strategies as st
 
 from scheduler_components.cache.block_hash import hash_pages, pack_tokens, page_digests, unpack_tokens
 from scheduler_components.errors import ConfigError
+from scheduler_components.testing.golden.vectors import PageHashVector, page_hash_vectors
 
 TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def test_golden_chain_of_three_pages() -> None:
-    # Made with hashlib alone from the rule in words: SHA-256 of the parent's whole digest, then each token as four
-    # little-endian bytes; the hash is the first eight bytes, big-endian, signed.
-    assert hash_pages([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], 4) == (
-        -3488128144981237669,  # cf97adeedb59e05b...
-        5674439469042975057,  # 4ebfa8a1f3c34151...
-        -1307369107475853156,  # eddb4ab93695109c...
-    )
-
-
-def test_golden_chain_at_the_edges_of_u32() -> None:
-    assert hash_pages([0, 2**32 - 1], 1) == (-2360060374177730597, -4102252993426431875)
+@pytest.mark.parametrize("vector", page_hash_vectors(), ids=lambda vector: vector.name)
+def test_golden_page_hashes(vector: PageHashVector) -> None:
+    hashes = hash_pages(vector.token_ids, vector.page_size, bytes.fromhex(vector.prior))
+    assert hashes == vector.block_hashes
 
 
 def test_a_chain_goes_on_from_the_whole_digest_of_the_page_before() -> None:
     first = bytes.fromhex("cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72")
     assert page_digests(pack_tokens([1, 2, 3, 4]), 4, b"") == first
-    assert hash_pages([5, 6, 7, 8], 4, first) == (5674439469042975057,)
 
 
 @settings(deadline=None)

@@ -12,6 +12,7 @@ from scheduler_components.cache.radix_cache import RadixCache
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
 from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventRecorder
 from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.testing.ledger import EventLedger
 
 
 def tree_with(tokens: list[int], page_size: int = 1) -> tuple[RadixTree, RadixNode]:
@@ -21,16 +22,9 @@ def tree_with(tokens: list[int], page_size: int = 1) -> tuple[RadixTree, RadixNo
 
 
 def replay(events: tuple[KVCacheEvent, ...]) -> set[int]:
-    held: set[int] = set()
-    for event in events:
-        if isinstance(event, BlockStored):
-            assert event.parent_block_hash is None or event.parent_block_hash in held
-            held.update(event.block_hashes)
-        elif isinstance(event, BlockRemoved):
-            held.difference_update(event.block_hashes)
-        else:
-            held.clear()
-    return held
+    ledger = EventLedger()
+    assert ledger.apply_all(events) == []
+    return ledger.hashes()
 
 
 def test_removals_in_a_row_are_one_event_and_order_is_kept() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,73 +18,28 @@ from scheduler_components.kv_events.events import (
     KVCacheEvent,
     KVEventBatch,
 )
-
-VECTORS = json.loads((Path(__file__).parent.parent / "golden" / "vectors.json").read_text())
-KINDS = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved, "AllBlocksCleared": AllBlocksCleared}
-
-
-def batch_of(described: dict[str, Any]) -> KVEventBatch:
-    events = []
-    for event in described["events"]:
-        fields = {name: value for name, value in event.items() if name != "type"}
-        if "extra_keys" in fields:
-            fields["extra_keys"] = tuple(tuple(keys) for keys in fields["extra_keys"])
-        events.append(KINDS[event["type"]](**fields))
-    return KVEventBatch(ts=described["ts"], events=tuple(events))
+from scheduler_components.testing.golden.vectors import BatchVector, PeerVector, batch_vectors, peer_vectors
+from scheduler_components.testing.strategies.events import events as any_events
 
 
-def bytes_of(vector: dict[str, Any]) -> bytes:
-    return b"".join(bytes.fromhex(part) for part, _ in vector["parts"])
+@pytest.mark.parametrize("vector", batch_vectors(), ids=str)
+def test_writes_the_golden_bytes(vector: BatchVector) -> None:
+    assert BatchEncoder(vector.dialect).encode(vector.event_batch, vector.rank or 0) == vector.payload
 
 
-@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
-def test_writes_the_golden_bytes(vector: dict[str, Any]) -> None:
-    assert BatchEncoder(vector["dialect"]).encode(batch_of(vector["batch"]), vector["batch"]["rank"]) == bytes_of(
-        vector
-    )
-
-
-@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
-def test_reads_the_golden_bytes(vector: dict[str, Any]) -> None:
-    decoded = BatchDecoder().decode(bytes_of(vector))
-    assert decoded.events == batch_of(vector["batch"]).events
-    assert (decoded.ts, decoded.attn_dp_rank, decoded.errors) == (vector["batch"]["ts"], vector["batch"]["rank"], ())
+@pytest.mark.parametrize("vector", [*batch_vectors(), *peer_vectors()], ids=str)
+def test_reads_the_golden_bytes_of_every_dialect_and_peer(vector: PeerVector) -> None:
+    decoded = BatchDecoder().decode(vector.payload)
+    assert decoded.events == vector.events
+    assert (decoded.ts, decoded.attn_dp_rank, decoded.errors) == (vector.batch.ts, vector.rank, ())
 
 
 def test_every_dialect_has_vectors() -> None:
-    assert {vector["dialect"] for vector in VECTORS} == set(DIALECTS)
-
-
-hashes = st.integers(-(2**63), 2**63 - 1)
-names = st.none() | st.text(max_size=8)
-
-
-@st.composite
-def stored(draw: st.DrawFn) -> BlockStored:
-    block_size = draw(st.integers(1, 4))
-    block_hashes = tuple(draw(st.lists(hashes, max_size=4)))
-    count = len(block_hashes) * block_size
-    return BlockStored(
-        block_hashes=block_hashes,
-        parent_block_hash=draw(st.none() | hashes),
-        token_ids=tuple(draw(st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count))),
-        block_size=block_size,
-        lora_id=draw(st.none() | st.integers(0, 9)),
-        medium=draw(names),
-        lora_name=draw(names),
-        extra_keys=draw(st.none() | st.lists(st.none() | st.tuples(st.text(max_size=3)), max_size=2).map(tuple)),
-        group_idx=draw(st.none() | st.integers(0, 3)),
-        cache_salt=draw(names),
-        session_id=draw(names),
-    )
-
-
-removed = st.builds(BlockRemoved, st.lists(hashes, max_size=4).map(tuple), names, st.none() | st.integers(0, 3))
-events = st.lists(stored() | removed | st.just(AllBlocksCleared()), max_size=5).map(tuple)
+    assert {vector.dialect for vector in batch_vectors()} == set(DIALECTS)
 
 
 @settings(deadline=None)
-@given(dialect=st.sampled_from(DIALECTS), events=events, rank=st.integers(0, 64))
+@given(dialect=st.sampled_from(DIALECTS), events=any_events(), rank=st.integers(0, 64))
 def test_what_is_written_is_read_back(dialect: str, events: tuple[KVCacheEvent, ...], rank: int) -> None:
     decoded = BatchDecoder().decode(BatchEncoder(dialect).encode(KVEventBatch(2.25, events), rank))
     assert (decoded.ts, decoded.events, decoded.attn_dp_rank, decoded.errors) == (2.25, events, rank, ())
@@ -240,9 +193,9 @@ def test_hostile_bytes_inside_an_event_cost_the_event(field: bytes) -> None:
 
 
 @settings(deadline=None, max_examples=500)
-@given(vector=st.sampled_from(VECTORS), data=st.data())
-def test_mutated_bytes_never_raise_anything_else(vector: dict[str, Any], data: st.DataObject) -> None:
-    payload = bytearray(bytes_of(vector))
+@given(vector=st.sampled_from([*batch_vectors(), *peer_vectors()]), data=st.data())
+def test_mutated_bytes_never_raise_anything_else(vector: PeerVector, data: st.DataObject) -> None:
+    payload = bytearray(vector.payload)
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     try:

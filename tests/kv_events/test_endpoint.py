@@ -8,26 +8,16 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.endpoint import MAX_PORT, Endpoint
-
-HOSTS = st.one_of(
-    st.sampled_from(
-        ["*", "0.0.0.0", "::", "localhost", "eth0", "eth0.100", "br-lan", "node_1.example.", "fe80::1%eth0"]
-    ),
-    st.ip_addresses().map(str),
-)
-TCP = st.builds(Endpoint, transport=st.just("tcp"), host=HOSTS, port=st.integers(0, MAX_PORT))
-NAMES = st.from_regex(r"[a-z@/][a-z0-9/._ -]{0,40}[a-z0-9]", fullmatch=True)
-LOCAL = st.builds(Endpoint, transport=st.sampled_from(["ipc", "inproc"]), path=NAMES)
-ENDPOINTS = st.one_of(TCP, LOCAL)
+from scheduler_components.testing.strategies.endpoints import BAD_ENDPOINTS, any_endpoint_texts, endpoints
 
 
-@given(ENDPOINTS)
+@given(endpoints())
 def test_the_text_of_an_endpoint_is_the_endpoint(endpoint: Endpoint) -> None:
     assert Endpoint.parse(str(endpoint)) == endpoint
 
 
 @settings(deadline=None)
-@given(st.one_of(st.text(), st.from_regex(r"(tcp|ipc|inproc)://[\[\]:*%@. \x00a-f0-9]{0,12}", fullmatch=True)))
+@given(any_endpoint_texts())
 @example("tcp://[::1%] ]:5")
 @example("tcp://[::%lo]:5")
 @example("tcp://[*]:5557")
@@ -92,57 +82,7 @@ def test_ipc_and_inproc_bind_and_stay_on_this_machine(text: str) -> None:
     assert not endpoint.is_wildcard
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "no transport"),
-        ("5557", "no transport"),
-        ("*:5557", "no transport"),
-        ("udp://*:5557", "transport 'udp'"),
-        ("TCP://*:5557", "transport 'TCP'"),
-        (" tcp://*:5557", "transport ' tcp'"),
-        ("tcp://", "no port"),
-        ("tcp://*", "no port"),
-        ("tcp://localhost", "no port"),
-        ("tcp://[::1]", "no port"),
-        ("tcp://*:", "'' where a port"),
-        ("tcp://:5557", "no host"),
-        ("tcp://*:port", "'port' where a port"),
-        ("tcp://*:5557 ", "'5557 ' where a port"),
-        ("tcp://*: 5557", "' 5557' where a port"),
-        ("tcp://*:+5557", "'+5557' where a port"),
-        ("tcp://*:-1", "'-1' where a port"),
-        ("tcp://*:55.5", "'55.5' where a port"),
-        ("tcp://*:5557/path", "'5557/path' where a port"),
-        ("tcp://*:\u0665\u0665", "where a port"),
-        ("tcp://*:65536", "no port from 0 to 65535"),
-        ("tcp://*:70000", "no port from 0 to 65535"),
-        ("tcp://*:100000", "'100000' where a port"),
-        ("tcp://:::5557", "more than one colon"),
-        ("tcp://::1:5557", "more than one colon"),
-        ("tcp://[::1:5557", "more than one colon"),
-        ("tcp://a b:5557", "where a host"),
-        ("tcp://me@host:5557", "where a host"),
-        ("tcp://*.example:5557", "where a host"),
-        ("tcp://a..b:5557", "where a host"),
-        ("tcp://[]:5557", "where a host"),
-        ("tcp://[eth0]:5557", "where a host"),
-        ("tcp://[:::]:5557", "where a host"),
-        ("tcp://[fe80::1%eth 0]:5557", "where a host"),
-        ("tcp://" + "a" * 64 + ":5557", "where a host"),
-        ("tcp://256.0.0.1:5557", "not an IPv4"),
-        ("tcp://127.0.0.01:5557", "not an IPv4"),
-        ("tcp://1.2.3:5557", "not an IPv4"),
-        ("ipc://", "no path"),
-        ("ipc://*", "no path"),
-        ("ipc://@", "no path"),
-        ("inproc://", "no path"),
-        ("ipc:///tmp/x ", "white space"),
-        ("ipc:///tmp/x\x00y", "control characters"),
-        ("ipc:///tmp/" + "x" * 103, "108 bytes"),
-        ("inproc://" + "x" * 246, "246 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("text", "problem"), BAD_ENDPOINTS.items())
 def test_bad_endpoints_are_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Endpoint.parse(text, field="load_endpoint")
@@ -174,7 +114,7 @@ def test_parts_that_do_not_go_together_are_refused(parts: dict[str, object]) -> 
 
 
 @settings(deadline=None)
-@given(ENDPOINTS, st.integers(0, 64))
+@given(endpoints(), st.integers(0, 64))
 def test_offsets_give_every_rank_its_own_address_and_lead_back(base: Endpoint, ranks: int) -> None:
     try:
         offsets = [base.offset(rank) for rank in range(ranks + 1)]

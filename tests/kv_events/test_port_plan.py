@@ -7,15 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.endpoint import MAX_PORT, Endpoint
+from scheduler_components.kv_events.endpoint import Endpoint
 from scheduler_components.kv_events.port_plan import PortPlan
-
-# Few bases close together, some at the upper end: most plans are near the line between good and bad.
-PORTS = st.one_of(st.integers(5557, 5570), st.integers(MAX_PORT - 6, MAX_PORT), st.just(0))
-TCP = st.builds(Endpoint, transport=st.just("tcp"), host=st.sampled_from(["*", "127.0.0.1", "::1"]), port=PORTS)
-PATHS = st.sampled_from(["/tmp/kv", "/tmp/kv_dp1", "/tmp/kv_dp2", "/tmp/kv_dp1_dp1", "/tmp/replay"])
-LOCAL = st.builds(Endpoint, transport=st.sampled_from(["ipc", "inproc"]), path=PATHS)
-BASES = st.one_of(TCP, LOCAL)
+from scheduler_components.testing.strategies.endpoints import crowded_endpoints
 
 
 def key(endpoint: Endpoint) -> object:
@@ -33,7 +27,7 @@ def fits(bases: list[Endpoint], stream_count: int) -> bool:
 
 
 @settings(deadline=None)
-@given(BASES, st.none() | BASES, st.none() | BASES, st.integers(1, 6))
+@given(crowded_endpoints(), st.none() | crowded_endpoints(), st.none() | crowded_endpoints(), st.integers(1, 6))
 @example(Endpoint.parse("ipc:///tmp/kv"), Endpoint.parse("ipc:///tmp/kv_dp1"), None, 2)
 def test_a_plan_stands_exactly_when_all_its_endpoints_differ(
     events: Endpoint, replay: Endpoint | None, load: Endpoint | None, stream_count: int

@@ -12,6 +12,7 @@ from scheduler_components.kv_events.event_stream import EventStream, chain_after
 from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events.replay_cursors import ReplayCursors
 from scheduler_components.kv_events.replay_wire import END_SEQ, REPLAY_FRAMINGS, Kind, Meta, Request, Verb
+from scheduler_components.testing.golden.vectors import replay_frame_vectors
 
 EPOCH, TOKEN = bytes(range(16)), b"12345678"
 ENCODER = BatchEncoder()
@@ -68,15 +69,15 @@ def hashes(messages: list[tuple[bytes, ...]]) -> list[int]:
     return list(held)
 
 
-@pytest.mark.parametrize(
-    ("framing", "before", "end"),
-    [("seed", (b"c", b""), (b"c", b"", END_SEQ, b"")), ("topic", (b"c", b"", b"t"), (b"c", b"", b"", END_SEQ, b""))],
-)
-def test_both_framings_are_those_of_the_wire(framing: str, before: tuple[bytes], end: tuple[bytes]) -> None:
-    stream = stream_of(2)
+@pytest.mark.parametrize("framing", REPLAY_FRAMINGS)
+def test_both_framings_are_the_golden_bytes(framing: str) -> None:
+    golden = replay_frame_vectors()
+    wanted = [golden[f"{framing} framing: {what}"].message for what in ("batch 1", "end")]
+    stream = stream_of(1)
+    stream.append(ENCODER.encode(KVEventBatch(1.0, ()), 0))
     cursors = cursors_of(stream, framing=framing, topic=b"t")
     ask(cursors, 1)
-    assert answer(cursors) == [(*before, (1).to_bytes(8, "big"), stream.payload(1)), end]
+    assert answer(cursors) == [(b"c", *message) for message in wanted]
 
 
 def test_unknown_framing_is_a_config_error() -> None:
@@ -266,3 +267,25 @@ def test_a_client_that_leaves_lets_the_base_go() -> None:
     ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH))
     cursors.drop(b"c")
     assert stream.pins == 0
+
+
+def test_a_window_that_overtakes_its_last_batch_does_not_break_an_extended_answer() -> None:
+    stream = stream_of(4, max_steps=3)
+    cursors = cursors_of(stream)
+    ask(cursors, Request(2, Verb.SYNC, TOKEN, EPOCH))
+    end_chain = stream.chain
+    for _ in range(2):
+        cursors.sent(b"c")
+    add(stream, 10)  # the last batch waits for a slow client meanwhile
+    assert numbers(answer(cursors)) == [3, -1]
+    ask(cursors, Request(2, Verb.SYNC, TOKEN, EPOCH))
+    metas = [Meta.decode(message[-1]) for message in answer(cursors) if message[-2] == END_SEQ]
+    assert [meta.kind for meta in metas] == [Kind.BEGIN, Kind.BEGIN, Kind.END]
+    assert metas[-1].chain != end_chain
+
+
+def test_a_snapshot_says_how_many_chunks_its_base_has() -> None:
+    cursors = cursors_of(stream_of(4, max_steps=2))
+    ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN))
+    metas = [Meta.decode(message[-1]) for message in answer(cursors) if message[-2] == END_SEQ]
+    assert [meta.chunks for meta in metas] == [None, 1, None]

@@ -9,20 +9,23 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
 from scheduler_components.kv_events.replay_wire import Kind, Meta, Request, Verb
+from scheduler_components.testing.golden.vectors import replay_frame_vectors
 
 TOKEN, EPOCH = bytes(range(8)), bytes(range(16))
 
 
-def test_plain_request_is_eight_bytes() -> None:
-    assert Request(258).encode() == bytes.fromhex("0000000000000102")
-    assert Request.parse(bytes.fromhex("0000000000000102")) == Request(258)
-
-
-def test_extended_request_is_the_37_bytes_of_the_wire() -> None:
-    expected = bytes.fromhex("0000000000000102" + "4b565831" + "02" + "0001020304050607") + EPOCH
-    assert len(expected) == 37
-    assert Request(258, Verb.SYNC, TOKEN, EPOCH).encode() == expected
-    assert Request.parse(expected) == Request(258, Verb.SYNC, TOKEN, EPOCH)
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("plain request from 258", Request(258)),
+        ("extended request: sync from 258", Request(258, Verb.SYNC, TOKEN, EPOCH)),
+    ],
+)
+def test_requests_are_the_golden_bytes(name: str, request_: Request) -> None:
+    _, frame = replay_frame_vectors()[name].message
+    assert request_.encode() == frame
+    assert Request.parse(frame) == request_
+    assert len(frame) == (8 if request_.verb is None else 37)
 
 
 @pytest.mark.parametrize(

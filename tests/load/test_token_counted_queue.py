@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,16 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_components.load.counting import count_request
 from scheduler_components.load.token_counted_queue import TokenCountedQueue
+from scheduler_components.testing.fakes.sources import FakeRequest as Req
 
 tokens = st.integers(min_value=0, max_value=2**20)
-
-
-@dataclass
-class Req:
-    """All requests of equal counts are ``==``, so that a queue which compares instead of identifying is caught."""
-
-    num_input_tokens: int
-    num_cached_tokens: int = 0
 
 
 requests = st.builds(Req, tokens, tokens)

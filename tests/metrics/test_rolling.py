@@ -8,17 +8,10 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.metrics.rolling import RateMeter
+from scheduler_components.testing.fakes.clock import FakeClock
 
 WINDOW_S, BUCKETS = 8.0, 16
 BUCKET_S = WINDOW_S / BUCKETS
-
-
-class FakeClock:
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_meter() -> tuple[RateMeter, FakeClock]:
@@ -35,17 +28,17 @@ steps_s = st.integers(0, 100).map(lambda quarters: quarters / 4)
 @example([(0.0, 5), (25.0, 0)])
 def test_throughput_counts_the_window_and_nothing_older(history: list[tuple[float, int]]) -> None:
     meter, clock = make_meter()
-    start = clock.now
+    start = clock.now_s
     seen: list[tuple[float, int]] = []
     for step_s, generated in history:
-        clock.now += step_s
+        clock.now_s += step_s
         meter.observe_decode(generated)
-        seen.append((clock.now, generated))
-        surely_in = sum(amount for at, amount in seen if at > clock.now - WINDOW_S + BUCKET_S)
-        perhaps_in = sum(amount for at, amount in seen if at >= clock.now - WINDOW_S)
-        span_s = max(BUCKET_S, min(clock.now - start, WINDOW_S))
+        seen.append((clock.now_s, generated))
+        surely_in = sum(amount for at, amount in seen if at > clock.now_s - WINDOW_S + BUCKET_S)
+        perhaps_in = sum(amount for at, amount in seen if at >= clock.now_s - WINDOW_S)
+        span_s = max(BUCKET_S, min(clock.now_s - start, WINDOW_S))
         assert surely_in / span_s <= meter.gen_throughput
-        assert meter.gen_throughput <= perhaps_in / max(BUCKET_S, min(clock.now - start, WINDOW_S - BUCKET_S))
+        assert meter.gen_throughput <= perhaps_in / max(BUCKET_S, min(clock.now_s - start, WINDOW_S - BUCKET_S))
 
 
 @settings(deadline=None)
@@ -53,7 +46,7 @@ def test_throughput_counts_the_window_and_nothing_older(history: list[tuple[floa
 def test_a_steady_rate_reads_as_itself(rate: int, seconds: int) -> None:
     meter, clock = make_meter()
     for _ in range(seconds * 4):
-        clock.now += 0.25
+        clock.now_s += 0.25
         meter.observe_decode(rate)
     assert meter.gen_throughput == pytest.approx(4 * rate, rel=0.1 if seconds >= WINDOW_S else 0.3)
 
@@ -63,7 +56,7 @@ def test_an_idle_scheduler_reads_zero_after_one_window() -> None:
     meter.observe_decode(100)
     meter.observe_prefill(100, 50)
     assert meter.gen_throughput > 0
-    clock.now += WINDOW_S
+    clock.now_s += WINDOW_S
     assert meter.gen_throughput == 0.0
     assert meter.cache_hit_rate == 0.0
 
@@ -73,7 +66,7 @@ def test_an_idle_scheduler_reads_zero_after_one_window() -> None:
 def test_rates_stay_in_range_whatever_the_clock_and_the_caller_do(history: list[tuple[float, int, int]]) -> None:
     meter, clock = make_meter()
     for now, first, second in history:
-        clock.now = now
+        clock.now_s = now
         meter.observe_decode(first)
         meter.observe_prefill(first, second)
         assert meter.gen_throughput >= 0.0
@@ -82,11 +75,11 @@ def test_rates_stay_in_range_whatever_the_clock_and_the_caller_do(history: list[
 
 def test_a_clock_set_back_neither_freezes_nor_empties_the_window() -> None:
     meter, clock = make_meter()
-    clock.now += 2.0
+    clock.now_s += 2.0
     meter.observe_decode(100)
-    clock.now -= 500.0
+    clock.now_s -= 500.0
     assert meter.gen_throughput == 50.0
-    clock.now += WINDOW_S
+    clock.now_s += WINDOW_S
     assert meter.gen_throughput == 0.0
 
 

@@ -1,0 +1,24 @@
+"""The property suite of the tiny scheduler: the kit's checks, on a fixed workload and on every one Hypothesis makes."""
+
+import pytest
+from hypothesis import given, settings
+from tiny_scheduler import TinyScheduler
+
+from scheduler_components.testing.scheduler_checks import MIN_POOL_TOKENS, SCHEDULER_CHECKS
+from scheduler_components.testing.strategies.workloads import workloads
+
+
+def open_scheduler(sink):
+    return TinyScheduler(sink, capacity_tokens=MIN_POOL_TOKENS)
+
+
+@pytest.mark.parametrize("check", SCHEDULER_CHECKS)
+def test_it_serves_the_kits_workload(check):
+    check(open_scheduler)
+
+
+@settings(deadline=None, max_examples=50)
+@given(workload=workloads())
+def test_it_serves_any_workload(workload):
+    for check in SCHEDULER_CHECKS:
+        check(open_scheduler, workload)

@@ -1,0 +1,1 @@
+"""Golden bytes as data files; ``vectors`` reads them."""

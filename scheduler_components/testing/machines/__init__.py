@@ -1,0 +1,1 @@
+"""Hypothesis state machines to subclass. They need the extra ``testing``."""

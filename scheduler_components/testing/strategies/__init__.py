@@ -1,0 +1,1 @@
+"""Hypothesis strategies. They need the extra ``testing``."""

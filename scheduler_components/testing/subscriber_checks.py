@@ -1,0 +1,220 @@
+"""What every subscriber must do: run each of ``SUBSCRIBER_CHECKS`` on a subscriber of your own.
+
+A check takes a function that opens a subscriber of one stream, publishes through a scripted publisher with the faults
+of released ones, and polls the subscriber until its view is the publisher's state. ``deadline_s`` bounds each wait: a
+few of the subscriber's probe intervals are enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from scheduler_components.testing.fakes.zmq_scripted_publisher import ScriptedPublisher, open_scripted_publisher
+from scheduler_components.testing.histories import ChainHistory
+from scheduler_components.testing.parts import FollowingSubscriber
+from scheduler_components.testing.story import Story
+
+__all__ = ["DEADLINE_S", "SUBSCRIBER_CHECKS", "OpenSubscriber", "StreamPlace"]
+
+DEADLINE_S = 20.0
+_TURN_S = 0.005
+_END = b"\xff" * 8
+
+
+class StreamPlace(msgspec.Struct, frozen=True):
+    """Where the stream to follow is: PUB address, replay ROUTER address, topic."""
+
+    endpoint: str
+    replay_endpoint: str
+    topic: str
+
+
+OpenSubscriber = Callable[[StreamPlace], FollowingSubscriber]
+
+
+@dataclass
+class _Bench:
+    story: Story
+    publisher: ScriptedPublisher
+    subscriber: FollowingSubscriber
+    deadline_s: float
+    history: ChainHistory = field(default_factory=ChainHistory)
+
+    def tell(self, count: int) -> None:
+        """Publish so many batches of one event."""
+        for _ in range(count):
+            self.publisher.tell(self.history.next(self.publisher.next_sequence))
+
+    def turn(self) -> None:
+        """Let both sides work once."""
+        self.publisher.idle()
+        try:
+            self.subscriber.poll(_TURN_S)
+        except Exception as error:
+            raise self.story.failure("poll() raises nothing", f"{type(error).__name__}: {error}") from error
+
+    def until(self, condition: Callable[[], bool]) -> bool:
+        """Turn until ``condition`` holds; False when it never did."""
+        end_s = time.monotonic() + self.deadline_s
+        while not condition():
+            if time.monotonic() > end_s:
+                return False
+            self.turn()
+        return True
+
+    def knows_all(self) -> bool:
+        return self.subscriber.is_live() and set(self.subscriber.blocks()) == set(self.history.standing)
+
+    def expect_all(self) -> None:
+        """The view becomes the publisher's state, and the subscriber says so."""
+        reached = self.until(self.knows_all)
+        stands, believed = set(self.history.standing), set(self.subscriber.blocks())
+        self.story.require(
+            reached,
+            f"live, with all {len(stands)} blocks, within {self.deadline_s} s",
+            f"{'live' if self.subscriber.is_live() else 'not live'}, {len(stands - believed)} blocks missing and "
+            f"{len(believed - stands)} stale",
+        )
+
+    def follow_live(self) -> None:
+        """Wait for the live connection: from here on nothing is lost unless the check loses it."""
+        joined = self.until(lambda: self.publisher.num_subscribers > 0)
+        self.story.did("waited for its subscription, then published 3 batches")
+        self.story.require(joined, f"a subscription to {self.publisher.topic!r} within {self.deadline_s} s", "none")
+        self.tell(3)
+        self.expect_all()
+
+
+def check_late_joiners_get_everything(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+    """Both dialects, both framings: replay first, then live."""
+    for dialect, framing in (("array", "seed"), ("map", "topic"), ("vllm", "seed")):
+        title = f"Who joins late has the whole state, and follows it ({dialect} dialect, {framing} framing)"
+        with _bench(title, open_subscriber, deadline_s, dialect, framing, told=50) as bench:
+            bench.story.did("published 50 batches before it joined")
+            bench.expect_all()
+            bench.story.did("published 50 more")
+            bench.tell(50)
+            bench.expect_all()
+
+
+def check_gaps_are_filled(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+    """Lost live batches come by replay."""
+    with _bench("A gap in the live numbers is filled by replay", open_subscriber, deadline_s) as bench:
+        bench.follow_live()
+        bench.story.did("lost 5 live batches, then published 5 more")
+        bench.publisher.loses_live = True
+        bench.tell(5)
+        bench.publisher.loses_live = False
+        bench.tell(5)
+        bench.expect_all()
+
+
+def check_a_lost_end_is_found(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+    """When the last batch is lost and silence follows, nothing but a probe can tell."""
+    with _bench("A lost last batch is found although nothing follows it", open_subscriber, deadline_s) as bench:
+        bench.follow_live()
+        bench.story.did("lost one live batch that clears everything, then fell silent")
+        bench.publisher.loses_live = True
+        bench.publisher.tell(bench.history.clear())
+        bench.expect_all()
+
+
+def check_old_batches_resurrect_nothing(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+    """A live batch that comes again is no news."""
+    with _bench("A batch that arrives twice is applied once", open_subscriber, deadline_s) as bench:
+        bench.follow_live()
+        stored = bench.publisher.tell(bench.history.store(701, 702))
+        bench.publisher.tell(bench.history.remove())
+        bench.expect_all()
+        bench.story.did(f"sent batch {stored}, whose block was removed since, once more")
+        publisher = bench.publisher
+        publisher.send_raw(publisher.topic, stored.to_bytes(8, "big"), publisher.sent[stored])
+        bench.tell(2)
+        bench.expect_all()
+
+
+def check_garbage_costs_itself(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+    """Messages that are not of this wire change nothing and raise nothing."""
+    with _bench("Messages that are not frames of this wire cost only themselves", open_subscriber, deadline_s) as bench:
+        bench.follow_live()
+        topic = bench.publisher.topic
+        bench.story.did("sent one frame, two frames, a short number, the number -1, and a payload of no msgpack")
+        for frames in ((b"",), (topic, bytes(8)), (topic, b"123", b""), (topic, _END, b"")):
+            bench.publisher.send_raw(*frames)
+        bench.tell(3)
+        bench.expect_all()
+
+
+def check_restarts_are_seen(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+    """A publisher that begins again at 0 with an empty cache is followed anew."""
+    with _bench("A publisher's second life replaces its first", open_subscriber, deadline_s) as bench:
+        bench.follow_live()
+        bench.story.did("restarted the publisher at number 0 with an empty cache, and published 3 batches")
+        bench.publisher.restart()
+        bench.history.clear()
+        for token in (901, 902, 903):
+            bench.publisher.tell(bench.history.store(token, token))
+        bench.expect_all()
+
+
+def check_it_never_claims_what_it_cannot_know(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+    """With a gap that no replay fills, a subscriber is anything but live."""
+    with _bench("Nobody is live with a gap that was not filled", open_subscriber, deadline_s) as bench:
+        bench.follow_live()
+        bench.story.did("lost a live batch while the replay channel is silent, then published one more")
+        publisher = bench.publisher
+        publisher.answers = False
+        publisher.loses_live = True
+        publisher.tell(bench.history.store(801, 801))
+        lost = bench.history.standing[-1]
+        publisher.loses_live = False
+        seen = publisher.tell(bench.history.store(802, 802))
+        # It has seen the gap when it applied what came after, or became anything but live.
+        bench.until(lambda: bench.history.standing[-1] in bench.subscriber.blocks() or not bench.subscriber.is_live())
+        bench.story.require(
+            not (bench.subscriber.is_live() and lost not in bench.subscriber.blocks()),
+            f"not live while a batch before {seen} is missing",
+            "live",
+        )
+        bench.story.did("let the replay channel answer again")
+        publisher.answers = True
+        bench.expect_all()
+
+
+@contextmanager
+def _bench(
+    title: str,
+    open_subscriber: OpenSubscriber,
+    deadline_s: float,
+    dialect: str = "array",
+    framing: str = "seed",
+    told: int = 0,
+) -> Iterator[_Bench]:
+    story = Story(title)
+    with open_scripted_publisher(topic="kv", dialect=dialect, framing=framing) as publisher:
+        history = ChainHistory()
+        for number in range(told):
+            publisher.tell(history.next(number))
+        place = StreamPlace(publisher.endpoint, publisher.replay_endpoint or "", "kv")
+        subscriber = story.call("opened a subscriber", lambda: open_subscriber(place))
+        try:
+            yield _Bench(story, publisher, subscriber, deadline_s, history)
+        finally:
+            subscriber.close()
+
+
+SUBSCRIBER_CHECKS: tuple[Callable[[OpenSubscriber, float], None], ...] = (
+    check_late_joiners_get_everything,
+    check_gaps_are_filled,
+    check_a_lost_end_is_found,
+    check_old_batches_resurrect_nothing,
+    check_garbage_costs_itself,
+    check_restarts_are_seen,
+    check_it_never_claims_what_it_cannot_know,
+)
+"""All of them."""

@@ -1,0 +1,127 @@
+"""The ipc lock. Property: one of all who want a path has it, a dead owner's is free, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from scheduler_components.errors import StartError
+from scheduler_components.kv_events.file_ipc_lock import lock_ipc_path
+
+
+def test_a_path_is_taken_once_and_free_after_release(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv")
+    for _ in range(3):
+        lock = lock_ipc_path(path)
+        assert lock is not None
+        with pytest.raises(StartError, match="another publisher"):
+            lock_ipc_path(path)
+        lock.release()
+        lock.release()
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_abstract_namespace_needs_no_lock() -> None:
+    assert lock_ipc_path("@kv") is None
+
+
+def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a person's notes")
+    with pytest.raises(StartError, match="not a socket"):
+        lock_ipc_path(str(tmp_path / "kv"))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["a person's notes"]
+
+
+def test_a_listener_without_a_lock_is_left_alone_and_its_remains_are_not(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with pytest.raises(StartError, match="another publisher"):
+            lock_ipc_path(path)
+    lock = lock_ipc_path(path)
+    assert lock is not None
+    lock.release()
+
+
+def test_a_directory_that_is_not_there_is_a_start_error(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="cannot lock"):
+        lock_ipc_path(str(tmp_path / "none" / "kv"))
+
+
+def test_the_lock_file_is_not_followed_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "kv.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(StartError, match="cannot lock"):
+        lock_ipc_path(str(tmp_path / "kv"))
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_killed_owner_holds_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv")
+    script = (
+        "import os, signal, sys; from scheduler_components.kv_events.file_ipc_lock import lock_ipc_path\n"
+        "lock = lock_ipc_path(sys.argv[1]); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, path], check=False)
+    assert Path(f"{path}.lock").exists()
+    lock = lock_ipc_path(path)
+    assert lock is not None
+    lock.release()
+
+
+def test_a_forked_child_keeps_no_lock_alive(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv")
+    # The owner forks a child that outlives it, as engines do with their workers.
+    script = (
+        "import os, sys; from scheduler_components.kv_events.file_ipc_lock import lock_ipc_path\n"
+        "lock = lock_ipc_path(sys.argv[1])\n"
+        "if os.fork() == 0:\n"
+        "    print('ready', flush=True); sys.stdin.read(); os._exit(0)\n"
+        "os._exit(0)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert owner.stdout is not None and owner.stdin is not None
+    assert owner.stdout.readline() == b"ready\n"
+    assert owner.wait(30) == 0
+    lock = lock_ipc_path(path)
+    assert lock is not None
+    lock.release()
+    owner.stdin.close()
+    assert owner.stdout.read() == b""  # the child has ended
+    owner.stdout.close()
+
+
+def test_many_who_want_one_path_get_it_one_after_the_other(tmp_path: Path) -> None:
+    path, holders, most = str(tmp_path / "kv"), [0], [0]
+    counting = threading.Lock()
+
+    def take_often() -> None:
+        taken = 0
+        while taken < 200:
+            try:
+                lock = lock_ipc_path(path)
+            except StartError:
+                os.sched_yield()
+                continue
+            assert lock is not None
+            with counting:
+                holders[0] += 1
+                most[0] = max(most[0], holders[0])
+            taken += 1
+            with counting:
+                holders[0] -= 1
+            lock.release()
+
+    threads = [threading.Thread(target=take_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,267 @@
+"""The judge on live sockets: the kit's engines conform, faults are told with their mend, and so is a wrong target."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
+
+import pytest
+
+from scheduler_components.errors import ConfigError, StartError
+from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.events import KVEventBatch
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components.reference import cli
+from scheduler_components.testing.conformance.examine import examine_conformance
+from scheduler_components.testing.conformance.report import ConformanceReport, RuleResult
+from scheduler_components.testing.conformance.zmq_probe import ProbeOptions
+from scheduler_components.testing.fakes.zmq_scripted_publisher import (
+    Frames,
+    ScriptedPublisher,
+    open_scripted_publisher,
+)
+from scheduler_components.testing.histories import BLOCK_SIZE, ChainHistory
+from scheduler_components.testing.parts import ListeningPublisher
+
+Command = Callable[..., tuple[object, str, str]]
+
+QUICK = ProbeOptions(listen_s=20.0, enough_batches=30, answer_s=5.0)
+HASTY = ProbeOptions(listen_s=0.1, enough_batches=30, answer_s=0.3)
+
+
+@pytest.fixture
+def ticking() -> Iterator[Callable[[ListeningPublisher], None]]:
+    """Let a publisher publish a history on a thread of its own until the test ends, and then close it."""
+    over = Event()
+    opened: list[ListeningPublisher] = []
+    threads = ThreadPoolExecutor(4)
+
+    def tick(publisher: ListeningPublisher) -> None:
+        history, number = ChainHistory(), 0
+        while not over.wait(0.002):
+            publisher.publish(KVEventBatch(float(number + 1), (history.next(number),)))
+            publisher.idle()
+            number += 1
+
+    def start(publisher: ListeningPublisher) -> None:
+        opened.append(publisher)
+        threads.submit(tick, publisher)
+
+    yield start
+    over.set()
+    threads.shutdown()
+    for publisher in opened:
+        publisher.shutdown()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run ``scheduler-components conformance``: exit code, standard output, standard error."""
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["scheduler-components", "conformance", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return (ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def open_zmq(rank: int = 0, **options: object) -> ZmqEventPublisher:
+    return ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True, **options)  # type: ignore[arg-type]
+
+
+def broken(report: ConformanceReport) -> list[RuleResult]:
+    return [each for stream in report.streams for each in stream.rules if each.status == "broken"]
+
+
+@pytest.mark.parametrize("options", [{}, {"dialect": "vllm", "replay_framing": "topic", "topic": "kv"}])
+def test_the_kits_publisher_conforms(ticking: Callable[[ListeningPublisher], None], options: dict[str, object]) -> None:
+    publisher = open_zmq(**options)
+    ticking(publisher)
+    report = examine_conformance(
+        publisher.endpoint,
+        QUICK,
+        replay_endpoint=publisher.replay_endpoint,
+        topic=str(options.get("topic", "")),
+        block_size=BLOCK_SIZE,
+    )
+    assert broken(report) == []
+    assert report.exit_code == 0
+    (stream,) = report.streams
+    assert {each.rule for each in stream.rules if each.status == "not judged"} <= {"order"}
+    assert (stream.facts.speaks_extension, stream.facts.knows_history) == (True, True)
+    assert stream.facts.live_batches >= QUICK.enough_batches
+    text = "\n".join(report.lines())
+    assert f"{publisher.endpoint}: conforms" in text
+    assert "extended replay yes" in text
+
+
+def test_a_publisher_with_a_short_window_still_conforms(ticking: Callable[[ListeningPublisher], None]) -> None:
+    publisher = open_zmq(buffer_steps=5)
+    ticking(publisher)
+    report = examine_conformance(publisher.endpoint, QUICK, replay_endpoint=publisher.replay_endpoint)
+    assert broken(report) == []
+
+
+class Faulty(ScriptedPublisher):
+    """Loses every seventh batch for good, and its end markers."""
+
+    def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
+        return [] if sequence % 7 == 6 else super().live_messages(sequence, payload)
+
+    def answer(self, request: bytes) -> list[Frames]:
+        return [frames for frames in super().answer(request)[:-1] if int.from_bytes(frames[0], "big") % 7 != 6]
+
+
+def test_faults_are_told_with_their_mend(ticking: Callable[[ListeningPublisher], None]) -> None:
+    publisher = open_scripted_publisher(Faulty)
+    ticking(publisher)
+    options = ProbeOptions(listen_s=20.0, enough_batches=30, answer_s=0.5)
+    report = examine_conformance(
+        publisher.endpoint, options, replay_endpoint=publisher.replay_endpoint, block_size=BLOCK_SIZE + 1
+    )
+    assert {"no-gap", "replay-end", "replay-order", "replay-past-end", "block-size"} <= {
+        each.rule for each in broken(report)
+    }
+    text = "\n".join(report.lines())
+    assert "ERROR   replay-end: every answer ends with the end marker" in text
+    assert "-> send it always" in text
+    assert "does NOT conform" in text
+    assert report.exit_code == 1
+    decoded = json.loads(report.to_json())
+    assert decoded["conforms"] is False
+    (gap,) = [each for each in decoded["streams"][0]["rules"] if each["rule"] == "no-gap"]
+    assert (gap["status"], gap["weight"]) == ("broken", "error")
+    assert len(gap["seen"]) <= 3
+
+
+class JoinsLate(ScriptedPublisher):
+    """A live connection that comes about some batches after the first replay was answered."""
+
+    def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
+        return super().live_messages(sequence, payload) if self.asked and len(self.sent) > self.joined_at else []
+
+    def answer(self, request: bytes) -> list[Frames]:
+        if len(self.asked) == 1:
+            self.joined_at = len(self.sent) + 20
+        return super().answer(request)
+
+    joined_at = 1 << 30
+
+
+def test_batches_between_the_first_replay_and_the_first_live_one_are_no_gap(
+    ticking: Callable[[ListeningPublisher], None],
+) -> None:
+    publisher = open_scripted_publisher(JoinsLate)
+    ticking(publisher)
+    report = examine_conformance(publisher.endpoint, QUICK, replay_endpoint=publisher.replay_endpoint)
+    assert broken(report) == []
+    assert report.streams[0].facts.knows_history
+
+
+def test_a_silent_stream_does_not_conform() -> None:
+    with open_scripted_publisher() as publisher:
+        report = examine_conformance(publisher.endpoint, HASTY, replay_endpoint=publisher.replay_endpoint)
+    assert [each.rule for each in broken(report)] == ["speaks", "replay-answers"]
+
+
+def test_a_closed_port_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        endpoint = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+    report = examine_conformance(endpoint, HASTY)
+    assert [each.rule for each in report.engine if each.status == "broken"] == ["reachable"]
+    assert "Connection refused" in "\n".join(report.lines())
+
+
+@contextmanager
+def serving(info: object) -> Iterator[str]:
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(info).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_every_advertised_stream_is_judged(
+    ticking: Callable[[ListeningPublisher], None], free_ports: Callable[[int], int]
+) -> None:
+    base = free_ports(4)
+    for rank in range(2):
+        ticking(ZmqEventPublisher(rank, f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 2}", bind=True))
+    described = {
+        "endpoint_host": "127.0.0.1", "endpoint_port_base": base, "replay_endpoint_port_base": base + 2, "dp_size": 2,
+        "topic": "", "block_size": BLOCK_SIZE,
+    }  # fmt: skip
+    with serving({"kv_events": described}) as url:
+        report = examine_conformance(url, QUICK)
+    assert [(stream.rank, Endpoint.parse(stream.endpoint).port) for stream in report.streams] == [
+        (0, base),
+        (1, base + 1),
+    ]
+    assert broken(report) == []
+    assert [each.status for each in report.engine] == ["kept", "kept"]
+
+
+@pytest.mark.parametrize("info", [{}, {"kv_events": None, "kv_events_error": "unset"}, {"kv_events": {"topic": 5}}, []])
+def test_a_bad_descriptor_is_told(info: object) -> None:
+    with serving(info) as url:
+        report = examine_conformance(url, HASTY)
+    assert [each.rule for each in report.engine if each.status == "broken"] == ["descriptor"]
+    assert (report.exit_code, report.streams) == (1, ())
+
+
+def test_a_persons_mistakes_are_config_errors() -> None:
+    for target in ("localhost:5557", "tcp://*:5557", "udp://a:1"):
+        with pytest.raises(ConfigError):
+            examine_conformance(target)
+    with pytest.raises(ConfigError, match="topic='kv': belongs to a bare endpoint"):
+        examine_conformance("http://127.0.0.1:1", topic="kv")
+    with pytest.raises(StartError):
+        examine_conformance("http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_prints_the_report_and_exits_by_it(
+    ticking: Callable[[ListeningPublisher], None], as_json: bool, command: Command
+) -> None:
+    publisher = open_zmq()
+    ticking(publisher)
+    arguments = [publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint or "", "--batches", "20"]
+    status, told, complaint = command(*arguments, *(["--json"] if as_json else []))
+    assert (status, complaint) == (0, "")
+    assert json.loads(told)["conforms"] if as_json else told.rstrip().endswith(": conforms")
+
+
+def test_the_command_says_no_by_its_exit_code(command: Command) -> None:
+    with open_scripted_publisher() as publisher:
+        status, told, _ = command(publisher.endpoint, "--listen", "0.1")
+    assert status == 1
+    assert "ERROR   speaks" in told
+
+
+@pytest.mark.parametrize("arguments", [["tcp://*:5557"], ["http://127.0.0.1:1", "--topic", "kv"], ["nonsense"], []])
+def test_a_mistake_is_one_line_and_exit_code_2(command: Command, arguments: list[str]) -> None:
+    status, _, complaint = command(*arguments)
+    assert status == 2
+    assert complaint.startswith("scheduler-components: ")
+    assert complaint.count("\n") == 1

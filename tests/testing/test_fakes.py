@@ -1,0 +1,114 @@
+"""The fakes do what the ports say, and the faults that they are asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+
+from scheduler_components.hicache.in_process_sync import InProcessSync
+from scheduler_components.hicache.sync import SyncDomain
+from scheduler_components.kv_events.events import AllBlocksCleared, KVEventBatch
+from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
+from scheduler_components.load_inquirer import LoadInquirer
+from scheduler_components.metrics_emitter import MetricsEmitter
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import LoadSink
+from scheduler_components.testing.fakes.clock import FakeClock
+from scheduler_components.testing.fakes.device import InstantDevice
+from scheduler_components.testing.fakes.network import Fault, FaultyNetwork
+from scheduler_components.testing.fakes.sinks import (
+    ListEventSink,
+    ListKvMetricsSink,
+    ListLoadSink,
+    ListMetricsSink,
+)
+from scheduler_components.testing.fakes.sources import (
+    FakeLoad,
+    FakeParts,
+    FakePool,
+    FakeQueues,
+    FakeRates,
+    FakeRequest,
+    ScriptedEvents,
+)
+from scheduler_components.testing.fakes.thread_ranks import hops_of, run_ranks
+from scheduler_components.testing.strategies.faults import fault_plans
+
+TRIVIAL = ParallelState.trivial()
+
+
+def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
+    clock, sink, metrics, kv_metrics = FakeClock(5.0), ListEventSink(), ListMetricsSink(), ListKvMetricsSink()
+    queues = FakeQueues(running=[1], waiting=[FakeRequest(10, 4)])
+    load = LoadInquirer(
+        parallel=TRIVIAL, queues=queues, pool=FakePool(), rates=FakeRates(), parts=FakeParts(), clock=clock
+    )
+    publisher = SchedulerKvEventsPublisher(
+        parallel=TRIVIAL, source=ScriptedEvents([AllBlocksCleared()]), sink=sink, load=load, metrics_sink=kv_metrics,
+        clock=clock,
+    )  # fmt: skip
+    for _ in range(2):
+        publisher.publish_kv_events()
+    publisher.idle()
+    publisher.emit_kv_metrics()
+    MetricsEmitter(parallel=TRIVIAL, load=load, sink=metrics, publisher=publisher).emit()
+    assert sink.batches == [KVEventBatch(5.0, (AllBlocksCleared(),), 0)]
+    assert (sink.num_idled, len(kv_metrics.sent), metrics.stats[0].load.num_waiting_uncached_tokens) == (1, 1, 6)
+    sink.error = metrics.error = RuntimeError("told to")
+    publisher.idle()
+    MetricsEmitter(parallel=TRIVIAL, load=FakeLoad(), sink=metrics).emit()
+    publisher.shutdown()
+    assert (sum(publisher.failures.counts.values()), sink.num_closed, kv_metrics.num_closed) == (2, 1, 1)
+
+
+def test_a_load_sink_keeps_reports() -> None:
+    fake = ListLoadSink()
+    sink: LoadSink = fake
+    sink.send(FakeLoad().get_loads())
+    sink.close()
+    assert (len(fake.sent), fake.num_closed) == (1, 1)
+
+
+def test_an_instant_device_computes_or_answers_by_its_script() -> None:
+    device: InstantDevice[int, int] = InstantDevice(lambda batch: batch + 1)
+    device.scripted = [7, ValueError("out of memory")]
+    device.launch(1)
+    assert device.wait() == 7
+    with pytest.raises(ValueError, match="out of memory"):
+        device.wait()
+    assert (device.wait(), device.launched) == (2, [1])
+
+
+@settings(deadline=None)
+@given(plan=fault_plans())
+def test_a_faulty_network_loses_repeats_and_delays_what_its_plan_says_and_invents_nothing(plan: list[Fault]) -> None:
+    network: FaultyNetwork[int] = FaultyNetwork(plan)
+    arrived = [each for number in range(len(plan) + 1) for each in network.carry(number)] + network.settle()
+    counts = Counter(arrived)
+    for number, fault in enumerate([*plan, Fault.NONE]):
+        if fault in (Fault.LOSE, Fault.REPLACE_LAST):
+            assert counts[number] == 0
+        else:
+            assert counts[number] >= (2 if fault is Fault.REPEAT else 1)
+    assert counts.keys() <= set(range(len(plan) + 1))
+    assert network.num_lost == sum(fault in (Fault.LOSE, Fault.REPLACE_LAST) for fault in plan)
+
+
+def test_a_network_without_a_plan_keeps_order() -> None:
+    network: FaultyNetwork[int] = FaultyNetwork()
+    assert [network.carry(number) for number in range(3)] == [[0], [1], [2]]
+
+
+def test_ranks_on_threads_agree_and_the_lowest_error_is_told() -> None:
+    hops = hops_of(ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2))
+    assert run_ranks(hops, lambda domain: domain.min("landed", domain.rank + 5, step=0)) == [5] * 4
+    assert InProcessSync(hops).num_collectives == 0
+
+    def fail(domain: SyncDomain) -> None:
+        domain.barrier("start", step=0)
+        raise ValueError(f"rank {domain.rank}")
+
+    with pytest.raises(ValueError, match="rank 0"):
+        run_ranks(hops, fail)

@@ -1,0 +1,119 @@
+"""The ledger keeps what stands, exactly, and names every rule that an event breaks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from scheduler_components.cache.block_hash import hash_pages
+from scheduler_components.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from scheduler_components.testing.histories import ChainHistory
+from scheduler_components.testing.ledger import EventLedger
+from scheduler_components.testing.strategies.events import cache_histories, events, hostile_histories
+from scheduler_components.testing.wire_rules import RULES
+
+
+def stored(*hashes: int, parent: int | None = None, medium: str | None = None) -> BlockStored:
+    return BlockStored(hashes, parent, hashes, 1, None, medium)
+
+
+@settings(deadline=None)
+@given(history=cache_histories())
+def test_what_a_real_cache_tells_is_clean_and_on_the_chain(history: list[KVEventBatch]) -> None:
+    ledger = EventLedger()
+    for batch in history:
+        assert batch.events
+        assert ledger.apply_all(batch.events) == []
+    assert ledger.num_off_chain == 0
+    for each in ledger.hashes():
+        assert ledger.prefix(each)
+
+
+@settings(deadline=None)
+@given(history=hostile_histories(), more=events())
+def test_no_history_raises_and_every_violation_has_a_rule(
+    history: list[KVEventBatch], more: tuple[KVCacheEvent, ...]
+) -> None:
+    ledger = EventLedger()
+    violations = [each for batch in history for each in ledger.apply_all(batch.events)] + ledger.apply_all(more)
+    assert {violation.rule for violation in violations} <= RULES.keys()
+
+
+def test_the_chain_history_is_clean() -> None:
+    history, ledger = ChainHistory(), EventLedger()
+    for number in range(200):
+        assert ledger.apply(history.next(number)) == []
+        assert ledger.hashes() == set(history.standing)
+    assert ledger.num_off_chain == 0
+
+
+def test_media_and_groups_are_kept_apart_and_a_clear_takes_all() -> None:
+    ledger = EventLedger()
+    group = BlockStored((5,), None, (5,), 1, None, group_idx=2)
+    assert ledger.apply_all([stored(1), stored(1, medium="CPU"), group, BlockRemoved((1,), "GPU")]) == []
+    assert (ledger.hashes(), ledger.hashes("CPU"), ledger.hashes(None, 2)) == (set(), {1}, {5})
+    assert ledger.apply(AllBlocksCleared()) == []
+    assert ledger.blocks() == {}
+
+
+def test_a_parent_on_another_medium_is_a_parent() -> None:
+    assert EventLedger().apply_all([stored(1, medium="CPU"), stored(2, parent=1)]) == []
+
+
+def test_order_within_one_removal_means_nothing() -> None:
+    assert EventLedger().apply_all([stored(1, 2, 3), BlockRemoved((1, 2, 3))]) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "rules"),
+    [
+        ([stored(2, parent=1)], ["parents-first"]),
+        ([stored(2, parent=0)], ["root-parent"]),
+        ([stored(1), stored(1)], ["stored-once"]),
+        ([stored(1), BlockStored((1,), None, (9,), 1, None)], ["one-content", "stored-once"]),
+        ([BlockRemoved((1,))], ["removed-stands"]),
+        ([stored(1, 2), BlockRemoved((1,))], ["children-first"]),
+        ([stored(1, medium="TAPE")], ["medium"]),
+        ([BlockStored((1,), None, (1, 2), 1, None)], ["event"]),
+        ([stored(1), BlockStored((2,), None, (1, 2), 2, None)], ["block-size"]),
+        ([KVCacheEvent()], ["event"]),
+        ([BlockStored((), None, (), 0, None)], ["event"]),
+        ([BlockStored((1,), None, (1 << 32,), 1, None)], ["event"]),
+    ],
+)
+def test_each_fault_is_named(told: list[KVCacheEvent], rules: list[str]) -> None:
+    assert [violation.rule for violation in EventLedger().apply_all(told)] == rules
+
+
+def test_without_its_beginning_nothing_earlier_is_judged_until_a_clear() -> None:
+    ledger = EventLedger(is_complete=False)
+    assert ledger.apply_all([stored(2, parent=1), BlockRemoved((9,))]) == []
+    broken = ledger.apply_all([AllBlocksCleared(), stored(2, parent=1)])
+    assert [violation.rule for violation in broken] == ["parents-first"]
+
+
+def test_a_block_that_is_its_own_ancestor_has_no_prefix() -> None:
+    ledger = EventLedger(is_complete=False)
+    ledger.apply_all([stored(1, parent=2), stored(2, parent=1)])
+    for unknown in (1, 3):
+        with pytest.raises(KeyError):
+            ledger.prefix(unknown)
+
+
+def test_an_identity_without_a_seed_is_kept_and_not_compared() -> None:
+    ledger = EventLedger()
+    assert ledger.apply(BlockStored((1,), None, (1,), 1, None, cache_salt="\ud800")) == []
+    assert (ledger.num_chained, ledger.hashes()) == (0, {1})
+
+
+def test_hashes_off_the_chain_are_counted_and_no_fault() -> None:
+    ledger = EventLedger()
+    on_chain = BlockStored(hash_pages([1, 2], 2), None, (1, 2), 2, None)
+    assert ledger.apply_all([on_chain, BlockStored((5,), None, (3, 4), 2, None)]) == []
+    assert (ledger.num_chained, ledger.num_off_chain) == (2, 1)

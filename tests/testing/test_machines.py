@@ -1,0 +1,254 @@
+"""The kit's machines pass on the kit's parts, and find parts that break their promise."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from observability.kv_stream.applier import BatchApplier
+from observability.kv_stream.cursor import StreamCursor
+from observability.kv_stream.follower import FollowPolicy, StreamFollower
+from observability.kv_stream.instructions import AskReplay, StreamState
+from observability.kv_stream.listener import NullListener
+from observability.kv_stream.view import BlockView, Tier
+from scheduler_components.cache.radix_cache import RadixCache
+from scheduler_components.hicache.file_storage import open_file_page_store
+from scheduler_components.hicache.memory_storage import MemoryPageStore
+from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components.kv_events.events import BlockStored, KVCacheEvent
+from scheduler_components.kv_events.replay_wire import END_SEQ, plain_request
+from scheduler_components.ports import PageBytes, PageStore
+from scheduler_components.testing.ledger import EventLedger
+from scheduler_components.testing.machines.follower_machine import FollowerMachine
+from scheduler_components.testing.machines.page_store_machine import PageStoreMachine
+from scheduler_components.testing.machines.prefix_cache_machine import PrefixCacheMachine
+from scheduler_components.testing.page_store_checks import MAX_BYTES, page_of
+from scheduler_components.testing.parts import FollowerCore
+
+# A broken part may take some hundred stories to be found; the same ones every time, or the test would be a lottery.
+MANY = settings(
+    max_examples=3_000, stateful_step_count=30, deadline=None, phases=[Phase.generate], database=None, derandomize=True
+)
+FEW = settings(max_examples=60, stateful_step_count=30, deadline=None, phases=[Phase.generate], database=None)
+
+
+class MemoryStoreMachine(PageStoreMachine):
+    def open_store(self) -> PageStore:
+        return MemoryPageStore(MAX_BYTES)
+
+
+class FileStoreMachine(PageStoreMachine):
+    def open_store(self) -> PageStore:
+        self.directory = Path(tempfile.mkdtemp())
+        return open_file_page_store(self.directory, capacity_bytes=MAX_BYTES)
+
+    def teardown(self) -> None:
+        super().teardown()
+        shutil.rmtree(self.directory)
+
+
+class SmallStoreMachine(PageStoreMachine):
+    loses_pages = True
+
+    def open_store(self) -> PageStore:
+        return MemoryPageStore(2 * len(page_of("a")))
+
+
+@pytest.mark.parametrize("machine", [MemoryStoreMachine, FileStoreMachine, SmallStoreMachine])
+def test_the_kits_stores_pass(machine: type[RuleBasedStateMachine]) -> None:
+    run_state_machine_as_test(machine, settings=FEW)
+
+
+class MixesNames(MemoryStoreMachine):
+    def open_store(self) -> PageStore:
+        class Store(MemoryPageStore):
+            def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
+                return list(super().batch_get([key.replace("/", "-") for key in keys]))
+
+        return Store(MAX_BYTES)
+
+
+class TellsStoresAlone(PrefixCacheMachine):
+    def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> RadixCache:
+        class Cache(RadixCache):
+            def take_events(self) -> tuple[KVCacheEvent, ...]:
+                return tuple(event for event in super().take_events() if isinstance(event, BlockStored))
+
+        return Cache(page_size=page_size, capacity_tokens=capacity_tokens, record=record)
+
+
+class EvictsOneMore(PrefixCacheMachine):
+    def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> RadixCache:
+        class Cache(RadixCache):
+            def evict(self, num_pages: int) -> int:
+                return super().evict(num_pages + 1 if num_pages > 0 else num_pages)
+
+        return Cache(page_size=page_size, capacity_tokens=capacity_tokens, record=record)
+
+
+class KitFollower:
+    """The kit's cores behind the port of the machine."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.view = BlockView()
+        self.question: AskReplay | None = None
+        self.open_ask: int | None = None
+        self.frames: deque[tuple[int, bytes]] = deque()
+        applier = BatchApplier(
+            rank=0, view=self.view, decoder=BatchDecoder(), listener=NullListener(), wall_clock=lambda: 0.0
+        )
+        self.follower = StreamFollower(
+            cursor=StreamCursor(has_replay=True),
+            applier=applier,
+            channel=self,
+            policy=FollowPolicy(),
+            jitter=lambda: 0.0,
+        )
+        self.follower.begin(0.0)
+        self.follower.connected(0.0)
+
+    def ask(self, question: AskReplay) -> None:
+        self.question, self.open_ask = question, question.ask
+
+    def drop(self) -> None:
+        self.question = self.open_ask = None
+
+    def live(self, sequence: int, payload: bytes) -> None:
+        self.frames.append((sequence, payload))
+        self.take_frames()
+
+    def take_frames(self) -> None:
+        """Live frames stay in the socket while the cursor does not listen."""
+        while self.frames and self.follower.cursor.listening:
+            self.follower.live(*self.frames.popleft(), self.now_s)
+
+    def request(self) -> bytes | None:
+        question, self.question = self.question, None
+        return None if question is None else question.request.encode()
+
+    def answered(self, sequence: bytes, payload: bytes) -> None:
+        if self.open_ask is None:
+            return
+        if sequence == END_SEQ:
+            self.follower.answer_marked(self.open_ask, payload, self.now_s)
+        else:
+            self.follower.answered(self.open_ask, int.from_bytes(sequence, "big"), payload, self.now_s)
+        self.take_frames()
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.follower.tick(self.now_s)
+        self.take_frames()
+
+    def blocks(self) -> Set[int]:
+        return self.view.blocks(0, Tier.DEVICE)
+
+    def is_live(self) -> bool:
+        return self.follower.cursor.state is StreamState.LIVE
+
+
+class KitFollowerMachine(FollowerMachine):
+    def open_follower(self) -> FollowerCore:
+        return KitFollower()
+
+
+def test_the_kits_follower_passes() -> None:
+    run_state_machine_as_test(KitFollowerMachine, settings=settings(FEW, max_examples=120))
+
+
+class TruthTeller:
+    """Sound and slow: asks for what it lacks whenever it doubts, and says so."""
+
+    def __init__(self) -> None:
+        self.ledger, self.last = EventLedger(), -1
+        self.doubts, self.asks = True, True
+
+    def live(self, sequence: int, payload: bytes) -> None:
+        if sequence > self.last + 1:
+            self.doubts = self.asks = True
+        self.apply(sequence, payload)
+
+    def apply(self, sequence: int, payload: bytes) -> None:
+        if sequence == self.last + 1:
+            self.last = sequence
+            self.ledger.apply_all(BatchDecoder().decode(payload).events)
+
+    def request(self) -> bytes | None:
+        asks, self.asks = self.asks, False
+        return plain_request(self.last + 1) if asks else None
+
+    def answered(self, sequence: bytes, payload: bytes) -> None:
+        if sequence == END_SEQ:
+            self.doubts = False
+        else:
+            self.apply(int.from_bytes(sequence, "big"), payload)
+
+    def advance(self, seconds: float) -> None:
+        self.asks = True
+
+    def blocks(self) -> Set[int]:
+        return self.ledger.hashes()
+
+    def is_live(self) -> bool:
+        return not self.doubts
+
+
+class TruthTellerMachine(FollowerMachine):
+    def open_follower(self) -> FollowerCore:
+        return TruthTeller()
+
+
+def test_a_simple_follower_passes_too() -> None:
+    run_state_machine_as_test(TruthTellerMachine, settings=FEW)
+
+
+class SkipsGaps(TruthTeller):
+    def apply(self, sequence: int, payload: bytes) -> None:
+        if sequence > self.last:
+            self.last = sequence - 1
+            super().apply(sequence, payload)
+
+
+class AppliesTwice(TruthTeller):
+    def apply(self, sequence: int, payload: bytes) -> None:
+        if sequence <= self.last:
+            self.ledger.apply_all(BatchDecoder().decode(payload).events)
+        super().apply(sequence, payload)
+
+
+class NeverAsksAgain(TruthTeller):
+    def advance(self, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [SkipsGaps, AppliesTwice, NeverAsksAgain])
+def test_broken_followers_are_found(kind: type[TruthTeller]) -> None:
+    class Machine(FollowerMachine):
+        def open_follower(self) -> FollowerCore:
+            return kind()
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Machine, settings=MANY)
+
+
+@pytest.mark.parametrize("machine", [MixesNames, TellsStoresAlone, EvictsOneMore])
+def test_broken_parts_are_found(machine: type[RuleBasedStateMachine]) -> None:
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(machine, settings=MANY)
+
+
+def test_a_machine_without_a_part_says_what_to_override() -> None:
+    with pytest.raises(TypeError, match="override open_cache"):
+        PrefixCacheMachine().open_cache(1, 1, True)
+    with pytest.raises(TypeError, match="override open_follower"):
+        FollowerMachine()
+    with pytest.raises(TypeError, match="override open_store"):
+        PageStoreMachine()

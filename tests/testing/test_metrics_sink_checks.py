@@ -1,0 +1,112 @@
+"""Every metrics-sink check passes on the Prometheus sink, and fails with its story on one that breaks its promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from observability.catalog import CATALOG
+from observability.prometheus_sink import PrometheusSink
+from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.testing import metrics_sink_checks as checks
+from scheduler_components.testing.story import ConformanceError
+
+
+class Scrape:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
+    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+        return self.registry.get_sample_value(f"sglang:{metric}", dict(labels))
+
+
+def open_prometheus() -> tuple[PrometheusSink, Scrape]:
+    registry = CollectorRegistry()
+    return PrometheusSink(registry), Scrape(registry)
+
+
+@pytest.mark.parametrize("check", checks.METRICS_SINK_CHECKS)
+def test_the_prometheus_sink_passes(check: Callable[[checks.OpenMetricsSink], None]) -> None:
+    check(open_prometheus)
+
+
+class DictSink:
+    """Sound: a value a name and label set."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, str], float] = {}
+
+    def record(self, stats: SchedulerStats) -> None:
+        for metric in CATALOG:
+            if metric.path and (value := metric.read(stats)) is not None:
+                self.put(metric.name, str(dict(stats.labels)), value)
+
+    def put(self, name: str, labels: str, value: float) -> None:
+        self.values[name, labels] = value
+
+    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+        return self.values.get((metric, str(dict(labels))))
+
+
+class LeavesOneOut(DictSink):
+    def put(self, name: str, labels: str, value: float) -> None:
+        if name != "token_usage":
+            super().put(name, labels, value)
+
+
+class Sums(DictSink):
+    def put(self, name: str, labels: str, value: float) -> None:
+        super().put(name, labels, value + self.values.get((name, labels), 0))
+
+
+class OneRank(DictSink):
+    def put(self, name: str, labels: str, value: float) -> None:
+        super().put(name, "", value)
+
+    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+        return self.values.get((metric, ""))
+
+
+class OnlyGrows(DictSink):
+    def put(self, name: str, labels: str, value: float) -> None:
+        if name.endswith("_total") and value < self.values.get((name, labels), 0):
+            raise ValueError("counters only grow")
+        super().put(name, labels, value)
+
+
+class Finite(DictSink):
+    def put(self, name: str, labels: str, value: float) -> None:
+        super().put(name, labels, int(value * 1000) / 1000)
+
+
+def opening(kind: type[DictSink]) -> checks.OpenMetricsSink:
+    def open_sink() -> tuple[DictSink, DictSink]:
+        sink = kind()
+        return sink, sink
+
+    return open_sink
+
+
+CASES = [
+    (checks.check_every_value_comes_out, LeavesOneOut, "token_usage of {"),
+    (checks.check_the_newest_report_wins, Sums, "num_running_reqs of {"),
+    (checks.check_ranks_are_kept_apart, OneRank, "num_running_reqs of {"),
+    (checks.check_a_restarted_rank_is_no_error, OnlyGrows, "ValueError: counters only grow"),
+    (checks.check_no_report_raises, Finite, "cannot convert float NaN to integer"),
+]
+
+
+@pytest.mark.parametrize(("check", "broken", "told"), CASES)
+def test_a_broken_sink_fails_with_its_story(
+    check: Callable[[checks.OpenMetricsSink], None], broken: type[DictSink], told: str
+) -> None:
+    check(opening(DictSink))
+    with pytest.raises(ConformanceError) as failed:
+        check(opening(broken))
+    assert told in str(failed.value)
+
+
+def test_every_check_has_a_broken_sink() -> None:
+    assert [check for check, _, _ in CASES] == list(checks.METRICS_SINK_CHECKS)

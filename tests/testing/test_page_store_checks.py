@@ -1,0 +1,115 @@
+"""Every page-store check fails, with its story, on a store that breaks its promise. (Sound ones: tests/hicache.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from scheduler_components.hicache.memory_storage import MemoryPageStore
+from scheduler_components.ports import PageBytes, PageStore
+from scheduler_components.testing import page_store_checks as checks
+from scheduler_components.testing.story import ConformanceError
+
+
+class Store(MemoryPageStore):
+    def __init__(self) -> None:
+        super().__init__(checks.MAX_BYTES)
+
+
+class FindsAll(Store):
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        return len(keys)
+
+
+class Sorts(Store):
+    def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
+        return list(super().batch_get(sorted(keys)))
+
+
+class CountsAll(Store):
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        return sum(super(CountsAll, self).batch_exists([key]) for key in keys)
+
+
+class LeavesOutHoles(Store):
+    def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
+        return [page for page in super().batch_get(keys) if page is not None]
+
+
+class RefusesTwice(Store):
+    def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
+        new = [not self.batch_exists([key]) for key in keys]
+        super().batch_set(keys, pages)
+        return new
+
+
+class NeverForgets(Store):
+    def delete(self, keys: Sequence[str]) -> int:
+        return self.batch_exists(keys)
+
+
+class FoldsCase(Store):
+    def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
+        return list(super().batch_set([key.lower() for key in keys], pages))
+
+    def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
+        return list(super().batch_get([key.lower() for key in keys]))
+
+
+class KeepsViews:
+    """Keeps what it is given, not a copy."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, PageBytes] = {}
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        return len(keys)
+
+    def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
+        return [self.pages.get(key) for key in keys]
+
+    def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
+        self.pages.update(zip(keys, pages, strict=True))
+        return [True] * len(keys)
+
+    def delete(self, keys: Sequence[str]) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class RefusesNothing(Store):
+    def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
+        if not keys:
+            raise ValueError("no keys")
+        return list(super().batch_get(keys))
+
+
+CASES: list[tuple[Callable[[PageStore, str], None], Callable[[], PageStore], str]] = [
+    (checks.check_absent_keys_are_misses, FindsAll, "batch_exists() of 3 absent keys"),
+    (checks.check_pages_come_back_byte_for_byte_in_the_order_asked, Sorts, "its page under"),
+    (checks.check_exists_counts_the_longest_prefix, CountsAll, "keys held without a hole: 2"),
+    (checks.check_a_hole_costs_only_itself, LeavesOutHoles, "pages of the answer: 3"),
+    (checks.check_a_page_may_be_set_again, RefusesTwice, "each key held"),
+    (checks.check_a_deleted_page_is_gone_and_can_come_back, NeverForgets, "delete() of it again"),
+    (checks.check_any_key_is_a_plain_name, FoldsCase, "its page under 'key A.b'"),
+    (checks.check_a_page_does_not_follow_its_memory, KeepsViews, "overwrote that memory"),
+    (checks.check_nothing_asked_is_nothing_done, RefusesNothing, "ValueError: no keys"),
+]
+
+
+@pytest.mark.parametrize(("check", "broken", "told"), CASES)
+def test_a_broken_store_fails_with_its_story(
+    check: Callable[[PageStore, str], None], broken: Callable[[], PageStore], told: str
+) -> None:
+    store = broken()
+    with pytest.raises(ConformanceError) as failed:
+        check(store, "key ")
+    store.close()
+    assert told in str(failed.value)
+
+
+def test_every_check_has_a_broken_store() -> None:
+    assert [check for check, _, _ in CASES] == list(checks.PAGE_STORE_CHECKS)

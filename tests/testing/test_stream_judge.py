@@ -1,0 +1,169 @@
+"""The judge of streams: a sound record breaks no rule, and each fault of the wire breaks the rule of its name."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.kv_events.codec import DIALECTS, BatchEncoder
+from scheduler_components.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from scheduler_components.testing.conformance.record import Expectations, Frames, ReplayAnswer, StreamRecord
+from scheduler_components.testing.conformance.stream_judge import judge_stream
+from scheduler_components.testing.golden.vectors import PeerVector, peer_vectors
+from scheduler_components.testing.strategies.events import cache_histories, hostile_histories
+from scheduler_components.testing.wire_rules import RULES
+
+EXPECTED = Expectations(rank=0, topic=b"kv", block_size=1)
+
+
+def stored(block_hash: int, parent: int | None = None, token: int = 7, **fields: object) -> BlockStored:
+    return BlockStored((block_hash,), parent, (token,), 1, None, **fields)  # type: ignore[arg-type]
+
+
+def payload(*events: KVCacheEvent, ts: float = 1.0, rank: int = 0) -> bytes:
+    return BatchEncoder().encode(KVEventBatch(ts, events), rank)
+
+
+def raw(*events: object, ts: object = 1.0, rank: object = 0) -> bytes:
+    return msgspec.msgpack.encode([ts, list(events), rank])
+
+
+def live(*payloads: bytes, first: int = 0, topic: bytes = b"kv") -> tuple[Frames, ...]:
+    return tuple((topic, number.to_bytes(8, "big"), each) for number, each in enumerate(payloads, start=first))
+
+
+def replayed(*payloads: bytes, first: int = 0, start: int | None = 0, ended: bool = True) -> ReplayAnswer:
+    return ReplayAnswer(start, tuple(frames[1:] for frames in live(*payloads, first=first)), ended)
+
+
+def broken(record: StreamRecord, expected: Expectations = EXPECTED) -> list[str]:
+    return [violation.rule for violation in judge_stream(record, expected).violations]
+
+
+A, B, C = payload(stored(1)), payload(stored(2, 1)), payload(BlockRemoved((2,)))
+BARE = ReplayAnswer(None, (), True)
+SOUND = StreamRecord(
+    live=live(B, C, first=1), history=replayed(A), again=replayed(B, C, first=1, start=1), past_end=BARE, malformed=BARE
+)
+
+
+def test_a_sound_stream_breaks_no_rule_and_all_but_the_engines_rules_were_judged() -> None:
+    verdict = judge_stream(SOUND, EXPECTED)
+    assert verdict.violations == ()
+    assert verdict.judged == RULES.keys() - {"descriptor", "reachable"}
+    facts = verdict.facts
+    assert (facts.live_batches, facts.replayed_batches, facts.events, facts.blocks) == (2, 1, 3, 1)
+    assert (facts.first_sequence, facts.last_sequence, facts.knows_history) == (0, 2, True)
+    assert (facts.dialects, facts.replay_frames) == (("array",), (2,))
+
+
+@settings(deadline=None)
+@given(history=cache_histories(), dialect=st.sampled_from(DIALECTS), late=st.integers(0, 12))
+def test_what_a_cache_tells_breaks_no_rule(history: list[KVEventBatch], dialect: str, late: int) -> None:
+    payloads = [BatchEncoder(dialect).encode(batch, 0) for batch in history]
+    if not payloads:
+        return
+    late = min(late, len(payloads) - 1)
+    record = StreamRecord(live=live(*payloads[late:], first=late), history=replayed(*payloads[: late + 1]))
+    verdict = judge_stream(record, Expectations(0, b"kv"))
+    assert verdict.violations == ()
+    assert verdict.facts.off_chain_blocks == 0
+
+
+@settings(deadline=None)
+@given(
+    history=hostile_histories(),
+    noise=st.lists(st.tuples(st.binary(max_size=9), st.binary(max_size=9), st.binary(max_size=40))),
+    answers=st.lists(st.lists(st.binary(max_size=9), min_size=1, max_size=4).map(tuple), max_size=4),
+)
+def test_nothing_that_is_heard_raises(history: list[KVEventBatch], noise: list[Frames], answers: list[Frames]) -> None:
+    payloads = [BatchEncoder().encode(batch, 0) for batch in history]
+    answer = ReplayAnswer(0, tuple(answers), False)
+    verdict = judge_stream(StreamRecord(live=(*live(*payloads), *noise, (b"",)), history=answer), EXPECTED)
+    assert {violation.rule for violation in verdict.violations} <= verdict.judged <= RULES.keys()
+
+
+@pytest.mark.parametrize("vector", peer_vectors(), ids=str)
+def test_every_measured_peer_is_at_most_warned(vector: PeerVector) -> None:
+    rank = vector.rank or 0
+    record = StreamRecord(live=live(vector.payload, first=5))
+    assert set(broken(record, Expectations(rank, b"kv"))) <= {"hash-type"}
+
+
+def sound(**changes: object) -> StreamRecord:
+    return msgspec.structs.replace(SOUND, **changes)
+
+
+CASES: dict[str, StreamRecord] = {
+    "speaks": StreamRecord(history=BARE),
+    "live-frames": sound(live=((b"kv", bytes(8)),)),
+    "topic": sound(live=live(B, C, first=1, topic=b"other")),
+    "sequence-frame": sound(live=((b"kv", b"\xff" * 8, B),)),
+    "order": sound(live=(*live(B, C, first=1), *live(B, first=1))),
+    "no-gap": sound(live=live(B, payload(), first=1)[:1] + live(payload(), first=9)),
+    "batch": sound(live=live(msgspec.msgpack.encode([1.0, [], 0, "later"]), first=1), again=None),
+    "batch-time": sound(live=live(raw(ts=float("nan")), first=1), again=None),
+    "batch-rank": sound(live=live(payload(rank=3), first=1), again=None),
+    "event": sound(live=live(raw(["BlockMoved", [1]]), first=1), again=None),
+    "hash-type": sound(live=live(raw(["BlockRemoved", [b"\x00" * 7 + b"\x01"]]), first=1), again=None),
+    "block-size": sound(live=live(payload(BlockStored((3,), None, (1, 2), 2, None)), first=1), again=None),
+    "root-parent": sound(live=live(payload(stored(3, 0)), first=1), again=None),
+    "parents-first": sound(live=live(payload(stored(3, 99)), first=1), again=None),
+    "one-content": sound(live=live(payload(BlockRemoved((1,)), stored(1, token=8)), first=1), again=None),
+    "stored-once": sound(live=live(payload(stored(1)), first=1), again=None),
+    "removed-stands": sound(live=live(payload(BlockRemoved((9,))), first=1), again=None),
+    "children-first": sound(live=live(B, payload(BlockRemoved((1,))), first=1), again=None),
+    "medium": sound(live=live(payload(stored(3, medium="TAPE")), first=1), again=None),
+    "replay-answers": StreamRecord(live=live(A), history=ReplayAnswer(0)),
+    "replay-frames": sound(history=ReplayAnswer(0, ((b"", b"", bytes(8), A),), True)),
+    "replay-end": sound(history=replayed(A, ended=False)),
+    "replay-order": sound(again=ReplayAnswer(1, replayed(B, C, first=1).messages[::-1], True)),
+    "replay-same": sound(again=replayed(payload(stored(2, 1), ts=2.0), C, first=1, start=1)),
+    "replay-past-end": sound(past_end=replayed(A)),
+    "replay-malformed": sound(malformed=ReplayAnswer(None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "record"), CASES.items(), ids=str)
+def test_each_fault_breaks_the_rule_of_its_name(rule: str, record: StreamRecord) -> None:
+    assert set(broken(record)) == {rule}
+
+
+def test_every_rule_has_a_fault() -> None:
+    assert CASES.keys() == RULES.keys() - {"descriptor", "reachable"}
+
+
+def test_what_refers_to_unseen_history_is_not_judged_until_a_clear() -> None:
+    orphan, unknown = payload(stored(3, 99)), payload(BlockRemoved((9,)))
+    before = StreamRecord(live=live(orphan, unknown, first=7))
+    verdict = judge_stream(before, EXPECTED)
+    assert verdict.violations == ()
+    assert not verdict.facts.knows_history
+    assert "parents-first" not in verdict.judged
+    after = StreamRecord(live=live(payload(AllBlocksCleared()), orphan, unknown, first=7))
+    assert broken(after) == ["parents-first", "removed-stands"]
+
+
+def test_batches_of_a_folded_base_may_differ_from_the_live_ones() -> None:
+    base = payload(AllBlocksCleared(), stored(1), ts=0.0)
+    record = sound(live=live(A, B, C), history=replayed(base, B, C), again=None)
+    assert broken(record) == []
+
+
+def test_a_live_batch_that_only_replay_had_is_a_fact_and_no_fault() -> None:
+    record = sound(live=(*live(A), *live(C, first=2)), history=BARE, again=replayed(A, B, C))
+    verdict = judge_stream(record, EXPECTED)
+    assert (verdict.violations, verdict.facts.lost_live) == ((), 1)
+
+
+def test_the_topic_framing_is_read() -> None:
+    answer = ReplayAnswer(0, live(A), True)
+    assert judge_stream(sound(history=answer), EXPECTED).facts.replay_frames == (2, 3)

@@ -1,0 +1,113 @@
+"""Every subscriber check passes on the kit's subscriber, and fails with its story on one that breaks its promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from contextlib import suppress
+
+import pytest
+import zmq
+
+from observability.kv_stream.discovery import bare_address
+from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.zmq_subscriber import open_subscriber
+from scheduler_components.errors import DecodeError
+from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components.testing import subscriber_checks as checks
+from scheduler_components.testing.ledger import EventLedger
+from scheduler_components.testing.story import ConformanceError
+
+QUICK = FollowPolicy(answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
+
+
+class Follower:
+    """The kit's subscriber of one stream."""
+
+    def __init__(self, place: checks.StreamPlace) -> None:
+        address = bare_address(place.endpoint, replay=place.replay_endpoint, topic=place.topic)
+        self.subscriber = open_subscriber([address], policy=QUICK)
+        self.poll, self.close = self.subscriber.poll, self.subscriber.close
+
+    def blocks(self) -> Set[int]:
+        return self.subscriber.blocks(0)
+
+    def is_live(self) -> bool:
+        return self.subscriber.stats()[0].state is StreamState.LIVE
+
+
+@pytest.mark.parametrize("check", checks.SUBSCRIBER_CHECKS)
+def test_the_kits_subscriber_passes(check: Callable[[checks.OpenSubscriber, float], None]) -> None:
+    check(Follower, checks.DEADLINE_S)
+
+
+class Naive:
+    """What many routers do: take what comes, ask for nothing, believe it."""
+
+    def __init__(self, place: checks.StreamPlace) -> None:
+        self.ledger, self.decoder = EventLedger(), BatchDecoder()
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.subscribe(place.topic)
+        self.socket.connect(place.endpoint)
+        self.last = -1
+
+    def poll(self, timeout_s: float) -> None:
+        while self.socket.poll(int(1000 * timeout_s)):
+            _, sequence, payload = self.socket.recv_multipart()
+            self.take(int.from_bytes(sequence, "big", signed=True), payload)
+
+    def take(self, sequence: int, payload: bytes) -> None:
+        if sequence > self.last:
+            self.last = sequence
+            self.apply(payload)
+
+    def apply(self, payload: bytes) -> None:
+        with suppress(DecodeError):
+            self.ledger.apply_all(self.decoder.decode(payload).events)
+
+    def blocks(self) -> Set[int]:
+        return self.ledger.hashes()
+
+    def is_live(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.context.term()
+
+
+class TakesAll(Naive):
+    """Applies what is old too, so that a restart is no matter to it."""
+
+    def take(self, sequence: int, payload: bytes) -> None:
+        self.apply(payload)
+
+
+@pytest.mark.parametrize(
+    ("check", "broken", "told"),
+    [
+        (checks.check_late_joiners_get_everything, Naive, "blocks missing"),
+        (checks.check_gaps_are_filled, Naive, "blocks missing"),
+        (checks.check_a_lost_end_is_found, Naive, "0 blocks missing and 3 stale"),
+        (checks.check_old_batches_resurrect_nothing, TakesAll, "1 stale"),
+        (checks.check_garbage_costs_itself, Naive, "ValueError: not enough values to unpack"),
+        (checks.check_restarts_are_seen, Naive, "3 blocks missing and 3 stale"),
+        (checks.check_it_never_claims_what_it_cannot_know, Naive, "not live while a batch"),
+    ],
+)
+def test_a_broken_subscriber_fails_with_its_story(
+    check: Callable[[checks.OpenSubscriber, float], None], broken: type[Naive], told: str
+) -> None:
+    with pytest.raises(ConformanceError) as failed:
+        check(broken, 0.5)
+    assert told in str(failed.value), str(failed.value)
+
+
+def test_a_subscriber_that_never_subscribes_is_told() -> None:
+    class Deaf(Naive):
+        def __init__(self, place: checks.StreamPlace) -> None:
+            super().__init__(checks.StreamPlace("inproc://nobody", "", place.topic))
+
+    with pytest.raises(ConformanceError, match="a subscription to b'kv' within"):
+        checks.check_gaps_are_filled(Deaf, 0.1)

@@ -1,0 +1,138 @@
+"""Every publisher check passes on the kit's publishers, and fails with its story on one that breaks its promise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from scheduler_components.kv_events.events import EventBatch
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components.testing import zmq_publisher_checks as checks
+from scheduler_components.testing.fakes.zmq_scripted_publisher import (
+    Frames,
+    ScriptedPublisher,
+    open_scripted_publisher,
+)
+from scheduler_components.testing.story import ConformanceError
+
+
+def open_zmq(dialect: str, framing: str) -> ZmqEventPublisher:
+    return ZmqEventPublisher(
+        0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True, dialect=dialect, replay_framing=framing
+    )
+
+
+@pytest.mark.parametrize("check", checks.PUBLISHER_CHECKS)
+@pytest.mark.parametrize(("dialect", "framing"), [("array", "seed"), ("vllm", "topic")])
+def test_the_zmq_publisher_passes(check: Callable[[checks.OpenPublisher], None], dialect: str, framing: str) -> None:
+    check(lambda: open_zmq(dialect, framing))
+
+
+@pytest.mark.parametrize("check", checks.PUBLISHER_CHECKS)
+def test_the_scripted_publisher_passes(check: Callable[[checks.OpenPublisher], None]) -> None:
+    check(open_scripted_publisher)
+
+
+class SendsTwoFrames(ScriptedPublisher):
+    def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
+        return [frames[1:] for frames in super().live_messages(sequence, payload)]
+
+
+class SwapsLive(ScriptedPublisher):
+    held: list[Frames] = []  # noqa: RUF012
+
+    def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
+        if sequence % 10 == 9:
+            self.held = super().live_messages(sequence, payload)
+            return []
+        released, self.held = self.held, []
+        return [*super().live_messages(sequence, payload), *released]
+
+
+class KeepsFewForReplay(ScriptedPublisher):
+    def idle(self) -> None:
+        self.window = 10
+        super().idle()
+
+
+class NeverEnds(ScriptedPublisher):
+    def idle(self) -> None:
+        self.ends_answers = False
+        super().idle()
+
+
+class SilentWhenEmpty(ScriptedPublisher):
+    def answer(self, request: bytes) -> list[Frames]:
+        return super().answer(request) if self.sent else []
+
+
+class SilentToStrangers(ScriptedPublisher):
+    def answer(self, request: bytes) -> list[Frames]:
+        return super().answer(request) if len(request) < 37 else []
+
+
+class BurnsNumbers(ScriptedPublisher):
+    burnt = 0
+
+    def publish(self, events: EventBatch) -> None:
+        try:
+            super().publish(events)
+        except OverflowError:
+            self.burnt += 1
+
+    @property
+    def next_sequence(self) -> int:
+        return super().next_sequence + self.burnt
+
+
+class LosesTheTail(ScriptedPublisher):
+    """Sends a batch when the next one comes."""
+
+    tail: list[Frames] = []  # noqa: RUF012
+
+    def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
+        sent, self.tail = self.tail, super().live_messages(sequence, payload)
+        return sent
+
+
+@pytest.mark.parametrize(
+    ("check", "broken", "told"),
+    [
+        (checks.check_live_batches_keep_the_wire, SendsTwoFrames, "live-frames: a message of 2 frames"),
+        (checks.check_live_batches_keep_the_wire, SwapsLive, "the last 60 events, live"),
+        (checks.check_replay_brings_late_readers_to_the_same_state, KeepsFewForReplay, "every event, in order"),
+        (checks.check_every_request_gets_an_end, NeverEnds, "((), False)"),
+        (checks.check_every_request_gets_an_end, SilentWhenEmpty, "before anything was published"),
+        (checks.check_every_request_gets_an_end, SilentToStrangers, "an answer that ends"),
+        (checks.check_poison_burns_no_number, BurnsNumbers, "neighbouring numbers: [0, 1]"),
+        (checks.check_shutdown_sends_the_tail_and_lets_go, LosesTheTail, "the last 8 events, live"),
+    ],
+)
+def test_a_broken_publisher_fails_with_its_story(
+    monkeypatch: pytest.MonkeyPatch,
+    check: Callable[[checks.OpenPublisher], None],
+    broken: type[ScriptedPublisher],
+    told: str,
+) -> None:
+    monkeypatch.setattr(checks, "DEADLINE_S", 0.3)
+    with pytest.raises(ConformanceError) as failed:
+        check(lambda: open_scripted_publisher(broken))
+    assert told in str(failed.value)
+
+
+def test_a_thread_left_behind_is_told() -> None:
+    released = threading.Event()
+    waiting = threading.Thread(target=released.wait, name="left-behind")
+
+    class LeavesAThread(ScriptedPublisher):
+        def shutdown(self) -> None:
+            super().shutdown()
+            if not waiting.ident:
+                waiting.start()
+
+    with pytest.raises(ConformanceError, match="left-behind"):
+        checks.check_shutdown_sends_the_tail_and_lets_go(lambda: open_scripted_publisher(LeavesAThread))
+    released.set()
+    waiting.join()
