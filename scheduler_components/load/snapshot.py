@@ -81,6 +81,11 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         gen_throughput: generated tokens a second over the recent window.
         cache_hit_rate: cached / input tokens over the recent window, 0 to 1.
         utilization: the fuller of request slots and tokens, 0 to 1.
+        total_prefill_uncached_tokens: tokens that prefill has computed since the start.
+        total_prefill_busy_us: microseconds that those steps took; readers take differences of both between two
+            reports and have the prefill rate (SGLang 0.5.16 and later).
+        dispatched_watermarks: (dispatcher, ticket) pairs: this report counts every request that the dispatcher gave
+            that ticket or a lower one.
     """
 
     sequence: int = 0
@@ -104,3 +109,6 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     lora: LoraLoad | None = None
     speculative: SpeculativeLoad | None = None
     memory: MemoryLoad | None = None
+    total_prefill_uncached_tokens: int = 0
+    total_prefill_busy_us: int = 0
+    dispatched_watermarks: tuple[tuple[str, int], ...] = ()

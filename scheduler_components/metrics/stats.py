@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.metrics.request_latencies import LatencyTotals
 
 __all__ = ["KvMetrics", "PublisherStats", "SchedulerStats", "SchedulerTotals"]
 
@@ -41,7 +42,10 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
         batches_buffered, bytes_buffered: kept for replay one by one, now.
         blocks_in_base: standing blocks of batches that left that window, now.
         batches_pending: accepted and not yet sent, now.
+        lag_s: age of the oldest of them; 0 when there are none.
         last_sequence: number of the last batch sent, -1 before the first.
+        subscribers_seen: connections of live subscribers that came about; tcp and ipc only.
+        peers_refused: connections, live and replay, that did not: no or wrong keys, or no ZeroMQ peer.
         open_bind_without_auth: 1 when the stream listens beyond loopback without authentication.
     """
 
@@ -60,12 +64,18 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
     bytes_buffered: int = 0
     blocks_in_base: int = 0
     batches_pending: int = 0
+    lag_s: float = 0.0
     last_sequence: int = -1
+    subscribers_seen: int = 0
+    peers_refused: int = 0
     open_bind_without_auth: int = 0
 
 
 class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
-    """Running totals of one scheduler since it started; each only ever grows."""
+    """Running totals of one scheduler since it started; each only ever grows.
+
+    ``latencies`` are the histograms of its requests' times, where it keeps them.
+    """
 
     num_requests_total: int = 0
     num_aborted_requests_total: int = 0
@@ -74,6 +84,7 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     cached_tokens_total: int = 0
     generation_tokens_total: int = 0
     evicted_tokens_total: int = 0
+    latencies: LatencyTotals | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):

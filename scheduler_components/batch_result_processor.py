@@ -1,0 +1,208 @@
+"""BatchResultProcessor: from a batch's tokens to requests, cache and clients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import msgspec
+
+from scheduler_components.failure_log import FailureLog
+from scheduler_components.finish import FinishReason, finish_reason_after
+from scheduler_components.request_ports import (
+    BookedRequest,
+    KvResidence,
+    OutputStream,
+    RequestRegister,
+    ResultObserver,
+)
+
+__all__ = ["NO_OBSERVER", "BatchResultProcessor", "WorkResult"]
+
+logger = logging.getLogger(__name__)
+
+_BOOKING = "booking a request's result"
+_COMPUTING = "computing a batch"
+_ENDING = "ending a request"
+_RELEASING = "releasing a request's pages"
+_OBSERVING = "observing results"
+
+R = TypeVar("R", bound=BookedRequest)
+
+
+class WorkResult(msgspec.Struct, Generic[R], frozen=True):
+    """What the device made of one request in one step.
+
+    Attributes:
+        request: whose result it is; at most one a request and batch.
+        start, end: positions whose KV the step has computed, drafts not counted. ``start`` is the request's
+            ``num_computed_tokens`` at the time.
+        token_ids: the tokens after position ``end``: one, or several where drafts were accepted. Not looked at for
+            a chunk from within the prompt, after which the next token is known already.
+        is_prefill: False for a decode.
+        error: why there is no result; empty where there is one.
+    """
+
+    request: R
+    start: int
+    end: int
+    token_ids: tuple[int, ...] = ()
+    is_prefill: bool = False
+    error: str = ""
+
+
+class _NoObserver:
+    """The observer of a scheduler that counts nothing."""
+
+    def generated(self, request: object, num_tokens: int) -> None:
+        pass
+
+    def ended(self, request: object, reason: FinishReason) -> None:
+        pass
+
+
+NO_OBSERVER: ResultObserver[object] = _NoObserver()
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchResultProcessor(Generic[R]):
+    """Books results: new tokens, KV that became usable, requests that ended.
+
+    What goes wrong with one request's result ends that request with ``FinishReason.ERROR`` and touches no other. It
+    is counted in ``failures`` and logged once an episode. Positions that a failed step was to compute are not
+    marked as computed, so nothing of it gets into the prefix cache.
+
+    Attributes:
+        kv: full pages go to the prefix cache after each prefill chunk, all pages back at the end.
+        requests: ended requests leave it.
+        output: is told the news, once a step.
+        observer: totals, rates, latencies.
+        eos_token_ids: the model's end-of-sequence tokens.
+        failures: what went wrong so far.
+    """
+
+    kv: KvResidence[R]
+    requests: RequestRegister[R]
+    output: OutputStream[R]
+    observer: ResultObserver[R] = NO_OBSERVER
+    eos_token_ids: frozenset[int] = frozenset()
+    failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
+    _untold: list[R] = field(default_factory=list, init=False, repr=False)
+
+    def process(self, results: Iterable[WorkResult[R]] = ()) -> list[R]:
+        """Book one computed batch and stream the news; returns the requests that have some, aborted ones first.
+
+        A result of a request that has ended meanwhile is left out: an abort may come while the device computes.
+        """
+        for result in results:
+            request = result.request
+            if request.finish_reason is not None:
+                continue
+            try:
+                has_news = self._book(result)
+            except Exception as error:  # noqa: BLE001 - one request's trouble is not the batch's; counted and logged
+                self._fail(request, _BOOKING, error)
+            else:
+                self.failures.succeeded(_COMPUTING)
+                self.failures.succeeded(_BOOKING)
+                if has_news:
+                    self._untold.append(request)
+        return self._tell()
+
+    def fail(self, requests: Iterable[R], error: Exception) -> list[R]:
+        """End the requests of a batch that the device could not compute, and stream it; returns them."""
+        for request in requests:
+            if request.finish_reason is None:
+                self._fail(request, _COMPUTING, error)
+        return self._tell()
+
+    def abort(self, request: R) -> bool:
+        """End a request that nobody waits for any more; the next ``process`` tells of it. False if it had ended.
+
+        Its pages are free at once. Where the device may still be computing it, abort it after the step instead.
+        """
+        if request.finish_reason is not None:
+            return False
+        self._end(request, FinishReason.ABORT)
+        self._untold.append(request)
+        return True
+
+    @property
+    def has_news(self) -> bool:
+        """True when aborts wait for a ``process`` to tell of them."""
+        return bool(self._untold)
+
+    def _tell(self) -> list[R]:
+        news, self._untold = self._untold, []
+        self.output.stream(news)
+        return news
+
+    def _book(self, result: WorkResult[R]) -> bool:
+        """Book one result; True when the request has news for its client."""
+        request = result.request
+        if result.error:
+            raise _FailedResultError(result.error)
+        num_tokens = len(request.token_ids)
+        if not result.start == request.num_computed_tokens < result.end <= num_tokens:
+            raise ValueError(
+                f"positions {result.start} to {result.end} of {request!r}, which has {num_tokens} tokens and KV of "
+                f"{request.num_computed_tokens}: it was retracted, or mixed up with another"
+            )
+        if result.end < num_tokens:
+            request.num_computed_tokens = result.end
+            self.kv.share(request)
+            return False
+        num_accepted, reason = self._append(request, result.token_ids)
+        # The drafts that became tokens have their KV; the last token has none yet.
+        request.num_computed_tokens = result.end + num_accepted - 1
+        if result.is_prefill:
+            self.kv.share(request)
+        self._observe_tokens(request, num_accepted)
+        if reason is not None:
+            self._end(request, reason)
+        return True
+
+    def _append(self, request: R, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
+        """Append tokens up to the one that ends the request; drafts accepted beyond it never were."""
+        if not token_ids:
+            raise ValueError(f"no token for {request!r}")
+        tokens = request.token_ids
+        num_prompt_tokens = request.num_prompt_tokens
+        for place, token in enumerate(token_ids, start=1):
+            tokens.append(token)
+            reason = finish_reason_after(token, len(tokens) - num_prompt_tokens, request.limits, self.eos_token_ids)
+            if reason is not None:
+                return place, reason
+        return len(token_ids), None
+
+    def _fail(self, request: R, activity: str, error: Exception) -> None:
+        self.failures.failed(activity, error)
+        self._end(request, FinishReason.ERROR)
+        self._untold.append(request)
+
+    def _end(self, request: R, reason: FinishReason) -> None:
+        """Take a request out and its pages back; whatever fails in one part, the others are done."""
+        try:
+            self.requests.finish(request, reason)
+        except Exception as error:  # noqa: BLE001 - its pages must come back all the same
+            self.failures.failed(_ENDING, error)
+        try:
+            self.kv.release(request)
+        except Exception as error:  # noqa: BLE001 - a broken cache says so in its own integrity check too
+            self.failures.failed(_RELEASING, error)
+        try:
+            self.observer.ended(request, reason)
+        except Exception as error:  # noqa: BLE001 - a broken counter must not fail a request
+            self.failures.failed(_OBSERVING, error)
+
+    def _observe_tokens(self, request: R, num_tokens: int) -> None:
+        try:
+            self.observer.generated(request, num_tokens)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.failures.failed(_OBSERVING, error)
+
+
+class _FailedResultError(Exception):
+    """The device said why it has no result for a request."""

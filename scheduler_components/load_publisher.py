@@ -1,0 +1,162 @@
+"""LoadPublisher: how loaded this replica is, told to dispatchers while it is still true."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scheduler_components.failure_log import FailureLog
+from scheduler_components.load.gauge_pacer import GaugePacer
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import LoadSink, LoadSource
+
+if TYPE_CHECKING:
+    from scheduler_components.kv_events.config import KVEventsConfig
+
+__all__ = ["NO_LOAD_SINK", "LoadPublisher", "open_load_publisher"]
+
+logger = logging.getLogger(__name__)
+
+_PUBLISHING = "publishing the load"
+_CLOSING = "closing the load publisher"
+
+
+class _NoLoadSink:
+    """The sink of a rank that owns no stream, and of an engine whose load nobody asked for."""
+
+    def send(self, load: LoadSnapshot) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+NO_LOAD_SINK: LoadSink = _NoLoadSink()
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadPublisher:
+    """Offers the load to a sink every step, and hands it on when it is news or the last report grows old.
+
+    Only the rank that owns its KV stream speaks, as with events. Nothing that a source or sink raises reaches the
+    scheduler's step: it is counted in ``failures``, logged once an episode, and the next step tries again.
+
+    Attributes:
+        parallel: decides who speaks.
+        load: usually a ``LoadInquirer``, or ``LoadWithTotals`` around one.
+        sink: made by ``open_load_publisher``, or anything that takes snapshots.
+        pacer: throttle, dedupe and heartbeat; counts what it held back.
+        clock: seconds from any origin.
+        failures: what went wrong so far.
+    """
+
+    parallel: ParallelState
+    load: LoadSource
+    sink: LoadSink
+    pacer: GaugePacer = field(default_factory=GaugePacer)
+    clock: Callable[[], float] = time.monotonic
+    failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
+
+    def publish_load(self) -> None:
+        """Report the load if it is due. Call it at the end of every step, and at least once a heartbeat when idle.
+
+        While the throttle holds, this costs one look at the clock.
+        """
+        if self.sink is NO_LOAD_SINK or not self.parallel.owns_kv_stream:
+            return
+        now = self.clock()
+        if self.pacer.is_due(now):
+            self._offer(now)
+
+    def flush(self) -> None:
+        """Report what the throttle may have held back. Call it before a wait of unknown length."""
+        if self.sink is not NO_LOAD_SINK and self.parallel.owns_kv_stream:
+            self._offer(self.clock())
+
+    def _offer(self, now: float) -> None:
+        try:
+            load = self.load.get_loads()
+            content = _content(load)
+            if not self.pacer.is_news(content, now):
+                return
+            self.sink.send(load)
+        except Exception as error:  # noqa: BLE001 - a gauge never raises into the step; counted and logged
+            self.failures.failed(_PUBLISHING, error)
+            return
+        self.pacer.went_out(content, now)
+        self.failures.succeeded(_PUBLISHING)
+
+    def close(self) -> None:
+        """Close the sink. Safe to call twice; never raises."""
+        sink, self.sink = self.sink, NO_LOAD_SINK
+        try:
+            sink.close()
+        except Exception as error:  # noqa: BLE001 - a scheduler that ends has other things to close
+            self.failures.failed(_CLOSING, error)
+
+
+def _content(load: LoadSnapshot) -> tuple[object, ...]:
+    """What makes a report news. The number, the time and rates that decay by themselves do not."""
+    return (
+        load.num_running_reqs,
+        load.num_waiting_reqs,
+        load.num_pending_tokens,
+        load.num_waiting_uncached_tokens,
+        load.num_used_tokens,
+        load.num_total_tokens,
+        load.max_total_num_tokens,
+        load.max_running_requests,
+        load.dispatched_watermarks,
+        load.total_prefill_uncached_tokens,
+        load.queues,
+        load.disaggregation,
+        load.lora,
+    )
+
+
+def open_load_publisher(
+    config: str | KVEventsConfig | None,
+    *,
+    parallel: ParallelState,
+    load: LoadSource,
+    pacer: GaugePacer | None = None,
+) -> LoadPublisher:
+    """Gate, offset and open: the load gauge of this rank's stream, from the configuration of its events.
+
+    ``load_endpoint`` is bound at this rank's offset, whatever ``publisher`` is, and lets in the same clients as the
+    events where ``auth`` is required. The configuration is checked in full
+    on every rank before anything opens; a rank that owns no stream, and an engine without ``load_endpoint``, get a
+    publisher that does nothing.
+
+    Args:
+        config: text of ``--kv-events-config``, a ready config, or None for no load gauge.
+        parallel: decides whether this rank speaks, and as which stream.
+        load: read when a report is due.
+        pacer: other intervals than the default ones.
+
+    Raises:
+        ConfigError: the configuration is not right for this engine.
+        StartError: the machine refused the address.
+    """
+    publisher = LoadPublisher(parallel=parallel, load=load, sink=NO_LOAD_SINK, pacer=pacer or GaugePacer())
+    if not config:
+        return publisher
+    # Imported here so that the component itself loads neither pyzmq nor pydantic.
+    from scheduler_components.kv_events.config import KVEventsConfig
+    from scheduler_components.kv_events.zmq_access import StreamAccess
+    from scheduler_components.load.zmq_load_sink import check_load_endpoint, open_zmq_load_sink
+
+    settings = config if isinstance(config, KVEventsConfig) else KVEventsConfig.from_cli(config)
+    plan = settings.port_plan(parallel.kv_stream_count)
+    if plan.load is not None:
+        check_load_endpoint(plan.load)
+        if parallel.owns_kv_stream:
+            # Keys and auth come together; the config has refused one without the other.
+            keys, clients = settings.secret_key_file, settings.client_keys_dir
+            access = StreamAccess.read(keys, clients) if keys and clients else None
+            publisher.sink = open_zmq_load_sink(plan.load.offset(parallel.kv_stream_index), access=access)
+    return publisher

@@ -1,0 +1,1 @@
+"""Output: what leaves a scheduler for its clients."""

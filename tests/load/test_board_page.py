@@ -1,0 +1,81 @@
+"""A page holds its last whole report, whatever its writer was in the middle of, in whatever order bytes are seen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import DecodeError
+from scheduler_components.load.board_page import PAGE_BYTES, LoadPage
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load.work_totals import MAX_DISPATCHERS
+
+
+def new_page() -> tuple[LoadPage, bytearray]:
+    memory = bytearray(PAGE_BYTES)
+    return LoadPage(memoryview(memory)), memory
+
+
+def report(sequence: int) -> LoadSnapshot:
+    return LoadSnapshot(sequence=sequence, num_running_reqs=sequence * 1_000_003, num_used_tokens=2**40 + sequence)
+
+
+def test_an_empty_page_holds_nothing() -> None:
+    assert new_page()[0].read() is None
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20))
+def test_the_last_report_is_read(count: int) -> None:
+    page, _ = new_page()
+    for sequence in range(1, count + 1):
+        page.write(report(sequence), sequence)
+        assert page.read() == (sequence, report(sequence))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(1, 6), st.lists(st.booleans(), min_size=120, max_size=120))
+@example(1, [False] * 120)
+@example(1, [True] * 120)
+def test_a_write_that_is_half_seen_leaves_the_report_before_it(count: int, seen: list[bool]) -> None:
+    """Any subset of the bytes of the last write may be visible: a torn read, a dead writer, a late store."""
+    page, memory = new_page()
+    for sequence in range(1, count + 1):
+        page.write(report(sequence), sequence)
+    before = bytes(memory)
+    page.write(report(count + 1), count + 1)
+    changed = [at for at in range(PAGE_BYTES) if memory[at] != before[at]]
+    for place, at in enumerate(changed):
+        if not seen[place % len(seen)]:
+            memory[at] = before[at]
+    is_whole = all(memory[at] != before[at] for at in changed)
+    assert page.read() == ((count + 1, report(count + 1)) if is_whole else (count, report(count)))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_foreign_bytes_are_no_report(first: bytes, second: bytes) -> None:
+    page, memory = new_page()
+    memory[: len(first)] = first
+    memory[PAGE_BYTES // 2 : PAGE_BYTES // 2 + len(second)] = second
+    assert page.read() is None
+
+
+def test_a_whole_buffer_of_another_program_is_a_decode_error() -> None:
+    from hashlib import blake2b
+
+    page, memory = new_page()
+    content = (2).to_bytes(8, "little") + (1).to_bytes(8, "little") + b"\xc1"
+    memory[: 16 + len(content)] = blake2b(content, digest_size=16).digest() + content
+    with pytest.raises(DecodeError):
+        page.read()
+
+
+def test_the_largest_report_fits_and_a_larger_one_leaves_the_last() -> None:
+    page, _ = new_page()
+    largest = LoadSnapshot(dispatched_watermarks=tuple((f"{index:064}", 2**63 - 1) for index in range(MAX_DISPATCHERS)))
+    page.write(largest, 1)
+    with pytest.raises(ValueError, match="fit"):
+        page.write(LoadSnapshot(dispatched_watermarks=(("x" * PAGE_BYTES, 1),)), 2)
+    assert page.read() == (1, largest)

@@ -1,0 +1,134 @@
+"""A dispatcher's view is exact: last report plus unreported equals what the replica holds plus what is on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.load.dispatch_ledger import DispatchLedger
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load.work_totals import MAX_DISPATCHERS, LoadWithTotals, WorkTotals
+
+SEND, TAKE_IN, REPORT, DELIVER, LOSE = range(5)
+
+steps = st.lists(st.tuples(st.sampled_from([SEND, SEND, TAKE_IN, REPORT, DELIVER, LOSE]), st.integers(0, 1)))
+
+
+@settings(deadline=None)
+@given(steps)
+def test_no_request_is_forgotten_or_counted_twice(actions: list[tuple[int, int]]) -> None:
+    ledgers = [DispatchLedger(dispatcher="a"), DispatchLedger(dispatcher="b")]
+    wires: list[list[tuple[int, int]]] = [[], []]
+    work, held, reports = WorkTotals(), [0, 0], []
+    seen_tokens = [0, 0]  # of each dispatcher, in the newest report delivered
+    for action, who in actions:
+        if action == SEND:
+            wires[who].append((ledgers[who].dispatched(100), 100))
+        elif action == TAKE_IN and wires[who]:
+            ticket, tokens = wires[who].pop(0)
+            work.took_in("ab"[who], ticket)
+            held[who] += tokens
+        elif action == REPORT:
+            reports.append((work.dispatched_watermarks, tuple(held)))
+        elif action == DELIVER and reports:
+            watermarks, counted = reports.pop(0)
+            for ledger in ledgers:
+                ledger.reported(watermarks)
+            seen_tokens = list(counted)
+        elif action == LOSE and reports:
+            reports.pop(0)
+        for index, ledger in enumerate(ledgers):
+            on_the_way = sum(tokens for _, tokens in wires[index])
+            assert seen_tokens[index] + ledger.unreported_tokens == held[index] + on_the_way
+
+
+def test_a_report_that_comes_again_or_late_changes_nothing() -> None:
+    ledger = DispatchLedger(dispatcher="a")
+    for _ in range(3):
+        ledger.dispatched(10)
+    ledger.reported([("a", 2)])
+    ledger.reported([("a", 1), ("b", 99)])
+    assert (ledger.unreported_requests, ledger.unreported_tokens) == (1, 10)
+
+
+def test_a_request_that_could_not_be_sent_is_withdrawn_once() -> None:
+    ledger = DispatchLedger(dispatcher="a")
+    ticket = ledger.dispatched(10)
+    ledger.withdraw(ticket)
+    ledger.withdraw(ticket)
+    assert ledger.unreported_tokens == 0
+
+
+def test_what_a_restarted_replica_has_lost_leaves_with_the_next_request_counted() -> None:
+    ledger = DispatchLedger(dispatcher="a")
+    for _ in range(5):
+        ledger.dispatched(10)
+    reborn = WorkTotals()
+    ledger.reported(reborn.dispatched_watermarks)
+    assert ledger.unreported_tokens == 50
+    reborn.took_in("a", ledger.dispatched(7))
+    ledger.reported(reborn.dispatched_watermarks)
+    assert ledger.unreported_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "naïve", "a\n", "\ud800"])
+def test_a_name_that_no_report_can_carry_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="dispatcher"):
+        DispatchLedger(dispatcher=name)
+    work = WorkTotals()
+    work.took_in(name, 1)
+    assert (work.dispatched_watermarks, work.refused_tickets) == ((), 1)
+
+
+@pytest.mark.parametrize("ticket", [-1, 2**63])
+def test_a_ticket_that_no_report_can_carry_costs_itself(ticket: int) -> None:
+    work = WorkTotals()
+    work.took_in("a", ticket)
+    work.took_in("a", 3)
+    assert (work.dispatched_watermarks, work.refused_tickets) == ((("a", 3),), 1)
+
+
+def test_watermarks_are_bounded_and_the_longest_silent_dispatcher_leaves() -> None:
+    work = WorkTotals()
+    for index in range(MAX_DISPATCHERS):
+        work.took_in(f"d{index}", 1)
+    work.took_in("d0", 2)
+    work.took_in("new", 1)
+    names = dict(work.dispatched_watermarks)
+    assert len(names) == MAX_DISPATCHERS
+    assert names["d0"] == 2
+    assert "d1" not in names
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(-5, 5), st.floats(-1, 1))))
+@example([(-1, -1.0)])
+def test_prefill_totals_only_grow(steps: list[tuple[int, float]]) -> None:
+    work = WorkTotals()
+    for tokens, busy_s in steps:
+        before = (work.total_prefill_uncached_tokens, work.total_prefill_busy_us)
+        work.prefilled(tokens, busy_s)
+        assert before <= (work.total_prefill_uncached_tokens, work.total_prefill_busy_us)
+        assert work.total_prefill_busy_us >= before[1]
+
+
+@dataclass
+class Load:
+    def get_loads(self) -> LoadSnapshot:
+        return LoadSnapshot(num_running_reqs=3)
+
+
+def test_a_load_says_the_totals() -> None:
+    work = WorkTotals()
+    work.took_in("a", 7)
+    work.prefilled(100, 0.002)
+    assert LoadWithTotals(load=Load(), work=work).get_loads() == LoadSnapshot(
+        num_running_reqs=3,
+        total_prefill_uncached_tokens=100,
+        total_prefill_busy_us=2000,
+        dispatched_watermarks=(("a", 7),),
+    )

@@ -1,0 +1,107 @@
+"""Times of a request never shrink, never are negative, and add up, over retractions and clocks that are set back."""
+
+from __future__ import annotations
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.metrics.request_latencies import RequestLatencies
+from scheduler_components.metrics.request_times import RequestPhase, RequestTimeStats
+
+clock_readings = st.floats(-1e9, 1e9)
+TOKENS = 4
+actions = st.lists(st.tuples(st.sampled_from([*RequestPhase, TOKENS, TOKENS]), clock_readings), max_size=30)
+
+
+@settings(deadline=None, max_examples=300)
+@given(clock_readings, actions)
+@example(5.0, [(RequestPhase.PREFILL, 3.0), (RequestPhase.QUEUE, 1.0), (RequestPhase.ENDED, 4.0)])
+@example(0.0, [(TOKENS, 1.0), (RequestPhase.QUEUE, 2.0), (RequestPhase.PREFILL, -9.0), (TOKENS, -8.0)])
+def test_no_time_is_negative_or_shrinks_and_phases_add_up(start: float, steps: list[tuple[int, float]]) -> None:
+    times = RequestTimeStats(start)
+    forward_s, last = 0.0, start
+    for action, now in steps:
+        before = list(times.times_s)
+        was_ended = times.phase is RequestPhase.ENDED
+        if action == TOKENS:
+            interval_s = times.took_token(now)
+            assert interval_s is None or interval_s >= 0.0
+        else:
+            times.move_to(RequestPhase(action), now)
+        assert all(0.0 <= old <= new for old, new in zip(before, times.times_s, strict=True))
+        assert times.e2e_s == times.queue_s + times.prefill_s + times.decode_s
+        assert was_ended <= (times.phase is RequestPhase.ENDED and before == times.times_s)
+        if not was_ended:
+            forward_s += max(0.0, now - last)
+            last = now
+    assert abs(times.e2e_s - forward_s) <= 1e-6 * max(1.0, forward_s)
+    for moment_s in (times.first_queue_s, times.first_token_s):
+        assert moment_s is None or 0.0 <= moment_s <= times.e2e_s
+
+
+def test_each_phase_goes_on_where_a_retraction_stopped_it() -> None:
+    times = RequestTimeStats(0.0)
+    times.move_to(RequestPhase.PREFILL, 2.0)
+    assert times.took_token(3.0) is None
+    assert times.took_token(3.5) == 0.5
+    times.move_to(RequestPhase.QUEUE, 4.0)
+    times.move_to(RequestPhase.PREFILL, 14.0)
+    assert times.took_token(15.0) == 11.5
+    times.move_to(RequestPhase.ENDED, 16.0)
+    assert (times.queue_s, times.prefill_s, times.decode_s, times.e2e_s) == (12.0, 2.0, 2.0, 16.0)
+    assert (times.first_queue_s, times.first_token_s, times.num_retractions) == (2.0, 3.0, 1)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+latency_actions = st.lists(st.tuples(st.sampled_from("aartttte"), st.floats(-2, 5), st.integers(-1, 4)), max_size=40)
+
+
+@settings(deadline=None)
+@given(latency_actions)
+def test_histograms_count_each_request_once_and_each_token_after_the_first_step(
+    steps: list[tuple[str, float, int]],
+) -> None:
+    clock = Clock()
+    latencies = RequestLatencies(clock=clock)
+    times = latencies.queued()
+    token_steps: list[int] = []
+    is_admitted = is_ended = False
+    for action, step_s, num_tokens in steps:
+        clock.now += step_s
+        if action == "a":
+            latencies.admitted(times)
+        elif action == "r":
+            latencies.retracted(times)
+        elif action == "t":
+            latencies.took_tokens(times, num_tokens)
+            if num_tokens > 0 and not is_ended:
+                token_steps.append(num_tokens)
+        else:
+            latencies.ended(times)
+        is_admitted |= not is_ended and (action == "a" or (action == "t" and num_tokens > 0))
+        is_ended |= action == "e"
+    totals = latencies.totals()
+    assert totals.queue.count == is_admitted
+    assert totals.time_to_first_token.count == bool(token_steps)
+    assert totals.inter_token.count == sum(token_steps[1:])
+    assert totals.e2e.count == totals.prefill.count == totals.decode.count == is_ended
+    assert all(histogram.total >= 0 for histogram in (totals.queue, totals.e2e, totals.inter_token))
+    if is_ended:
+        assert totals.e2e.total == times.e2e_s
+
+
+def test_tokens_that_come_together_share_their_interval() -> None:
+    clock = Clock()
+    latencies = RequestLatencies(clock=clock)
+    times = latencies.queued()
+    for clock.now, num_tokens in ((1.0, 1), (1.2, 4)):
+        latencies.took_tokens(times, num_tokens)
+    inter_token = latencies.totals().inter_token
+    assert inter_token.counts[inter_token.bounds.index(0.06)] == 4
+    assert abs(inter_token.total - 0.2) < 1e-9

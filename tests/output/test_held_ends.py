@@ -1,0 +1,52 @@
+"""Held ends are bounded in number and bytes; what is lost is counted to the token, and the oldest lose first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.output.delta import OutputDelta, TokenOutput
+from scheduler_components.output.held_ends import HeldEnds
+
+
+def end(number: int, num_tokens: int, hidden_bytes: int = 0) -> OutputDelta:
+    hidden_states = (bytes(hidden_bytes),) if hidden_bytes else None
+    return OutputDelta(
+        str(number), 0, num_tokens, "stop", TokenOutput(tuple(range(num_tokens)), 7, 3, 1, None, hidden_states)
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 400))), st.integers(1, 6), st.integers(1, 1000))
+def test_bounds_hold_and_nothing_is_lost_uncounted(sizes: list[tuple[int, int]], max_ends: int, max_bytes: int) -> None:
+    held = HeldEnds(max_ends=max_ends, max_bytes=max_bytes)
+    for number, (num_tokens, hidden_bytes) in enumerate(sizes):
+        held.hold(end(number, num_tokens, hidden_bytes))
+        assert len(held) <= max_ends
+        assert held.num_bytes <= max_bytes
+    kept = held.deltas
+    assert [int(delta.rid) for delta in kept] == list(range(len(sizes) - len(kept), len(sizes)))
+    assert len(kept) + held.ends_dropped == len(sizes)
+    kept_tokens = sum(len(delta.output.token_ids) for delta in kept)
+    assert kept_tokens + held.tokens_dropped == sum(num_tokens for num_tokens, _ in sizes)
+    has_lost = [not delta.output.token_ids for delta in kept if delta.num_output_tokens]
+    assert has_lost == sorted(has_lost, reverse=True), "a younger one lost its tokens before an older one"
+    assert all(delta.finish_reason == "stop" and delta.output.num_prompt_tokens == 7 for delta in kept)
+    held.drop_all()
+    assert (len(held), held.num_bytes, held.ends_dropped) == (0, 0, len(sizes))
+
+
+def test_what_was_taken_is_forgotten_and_not_counted_as_lost() -> None:
+    held = HeldEnds()
+    held.hold(end(0, 5))
+    held.taken()
+    held.drop_all()
+    assert (held.deltas, held.num_bytes, held.tokens_dropped) == ((), 0, 0)
+
+
+@pytest.mark.parametrize("name", ["max_ends", "max_bytes"])
+def test_a_bound_leaves_room(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        HeldEnds(**{name: 0})

@@ -1,0 +1,327 @@
+"""Over real sockets: a dispatcher reads the newest load, or none; it never reads the past for the present."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import zmq
+
+from scheduler_components.errors import ConfigError, StartError
+from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.zmq_access import ClientKeys
+from scheduler_components.kv_events.zmq_keys import write_key_pair
+from scheduler_components.load.gauge_pacer import GaugePacer
+from scheduler_components.load.load_stat import decode_load_stat
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load.zmq_load_reader import ZmqLoadReader, open_zmq_load_reader
+from scheduler_components.load.zmq_load_sink import ZmqLoadSink, open_zmq_load_sink
+from scheduler_components.load_publisher import NO_LOAD_SINK, open_load_publisher
+from scheduler_components.parallel_state import ParallelState
+
+Eventually = Callable[[Callable[[], object]], None]
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Load:
+    running: int = 0
+    dp_rank: int = 0
+
+    def get_loads(self) -> LoadSnapshot:
+        return LoadSnapshot(timestamp=time.time(), num_running_reqs=self.running, dp_rank=self.dp_rank)
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ZmqLoadSink]:
+    text = "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{tmp_path}/load"
+    sink = open_zmq_load_sink(Endpoint.parse(text))
+    yield sink
+    sink.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def reader(sink: ZmqLoadSink, clock: Clock) -> Iterator[ZmqLoadReader]:
+    reader = open_zmq_load_reader([sink.endpoint], clock=clock)
+    yield reader
+    reader.close()
+
+
+def connect(sink: ZmqLoadSink, reader: ZmqLoadReader, eventually: Eventually) -> None:
+    def arrived() -> bool:
+        sink.send(LoadSnapshot(num_running_reqs=1))
+        return bool(reader.read().samples)
+
+    eventually(arrived)
+
+
+def newest(reader: ZmqLoadReader) -> int:
+    return reader.view.samples[0].stat.sequence
+
+
+def test_frames_are_those_that_routers_read(
+    sink: ZmqLoadSink, subscribe: Callable[..., zmq.Socket[bytes]], eventually: Eventually
+) -> None:
+    socket = subscribe(sink.endpoint, b"load")
+
+    def arrived() -> int:
+        sink.send(LoadSnapshot(num_running_reqs=3, dp_rank=2))
+        return socket.poll(1)
+
+    eventually(arrived)
+    topic, sequence, payload = socket.recv_multipart()
+    stat = decode_load_stat(payload)
+    assert topic == b"load"
+    assert int.from_bytes(sequence, "big") == stat.sequence
+    assert (stat.num_running_reqs, stat.attn_dp_rank) == (3, 2)
+
+
+def test_of_all_that_waits_the_newest_is_read(sink: ZmqLoadSink, reader: ZmqLoadReader, eventually: Eventually) -> None:
+    connect(sink, reader, eventually)
+    for running in range(20):
+        sink.send(LoadSnapshot(num_running_reqs=running))
+
+    def read() -> bool:
+        reader.read()
+        if newest(reader) < sink.sent - 1:
+            sink.send(LoadSnapshot(num_running_reqs=19))
+        return newest(reader) >= 19
+
+    eventually(read)
+    assert reader.redials == 0
+
+
+def test_after_a_stall_no_sample_from_the_stall_is_read(
+    sink: ZmqLoadSink, reader: ZmqLoadReader, clock: Clock, eventually: Eventually
+) -> None:
+    connect(sink, reader, eventually)
+    for _ in range(5_000):  # far more than fits on the way
+        sink.send(LoadSnapshot(num_running_reqs=7))
+    before_stall, last_of_stall = newest(reader), sink.sent - 1
+    clock.now += 30.0
+    read: list[int] = []
+
+    def first_after_stall() -> bool:
+        reader.read()
+        if newest(reader) != before_stall:
+            read.append(newest(reader))
+        else:
+            sink.send(LoadSnapshot(num_running_reqs=8))
+        return bool(read)
+
+    eventually(first_after_stall)
+    assert read[0] > last_of_stall
+    assert reader.redials == 1
+
+
+STALLING_READER = """
+import sys
+from scheduler_components.load.zmq_load_reader import open_zmq_load_reader
+reader = open_zmq_load_reader([sys.argv[1]], stall_s=0.5)
+while True:
+    for sample in reader.read(timeout_s=5.0).samples.values():
+        print(sample.stat.sequence, sample.received_s, flush=True)
+"""
+
+
+@dataclass
+class Printed:
+    """What a process has printed so far: (sequence, time of reading) a line."""
+
+    descriptor: int
+    text: bytes = b""
+    samples: list[tuple[int, float]] = field(default_factory=list)
+
+    def read(self) -> list[tuple[int, float]]:
+        try:
+            self.text += os.read(self.descriptor, 65536)
+        except BlockingIOError:
+            return self.samples
+        *lines, self.text = self.text.split(b"\n")
+        self.samples.extend((int(line.split()[0]), float(line.split()[1])) for line in lines)
+        return self.samples
+
+
+def test_a_process_that_was_stopped_reads_on_in_the_present(sink: ZmqLoadSink, eventually: Eventually) -> None:
+    def send_until(condition: Callable[[], object]) -> None:
+        def step() -> object:
+            sink.send(LoadSnapshot(num_running_reqs=1))
+            return condition()
+
+        eventually(step)
+
+    with subprocess.Popen([sys.executable, "-c", STALLING_READER, sink.endpoint], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        printed = Printed(process.stdout.fileno())
+        send_until(lambda: len(printed.read()) > 5)
+        os.kill(process.pid, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        send_until(lambda: time.monotonic() - stopped_s > 1.5)
+        last_of_stall, continued_s = sink.sent - 1, time.monotonic()
+        os.kill(process.pid, signal.SIGCONT)
+        send_until(lambda: printed.read()[-1][1] > continued_s)
+        process.kill()
+    assert min(sequence for sequence, read_s in printed.samples if read_s > continued_s) > last_of_stall
+
+
+def test_a_reader_that_never_reads_costs_nobody_anything(
+    sink: ZmqLoadSink, reader: ZmqLoadReader, subscribe: Callable[..., zmq.Socket[bytes]], eventually: Eventually
+) -> None:
+    subscribe(sink.endpoint)
+    connect(sink, reader, eventually)
+    for _ in range(20_000):
+        sink.send(LoadSnapshot())
+    connect_at = sink.sent
+
+    def reads_on() -> bool:
+        sink.send(LoadSnapshot())
+        reader.read()
+        return newest(reader) >= connect_at
+
+    eventually(reads_on)
+
+
+def test_bad_messages_cost_themselves(tmp_path: Path, eventually: Eventually) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    hostile = context.socket(zmq.PUB)
+    hostile.bind(f"ipc://{tmp_path}/hostile")
+    reader = open_zmq_load_reader([f"ipc://{tmp_path}/hostile"])
+
+    def refused() -> bool:
+        hostile.send(b"load")
+        hostile.send_multipart([b"load", b"", b"\xc1"])
+        hostile.send_multipart([b"loader", b"", b""])
+        reader.read(0.01)
+        return reader.bad > 5
+
+    eventually(refused)
+    assert not reader.view.samples
+    reader.close()
+    context.destroy(linger=0)
+
+
+def test_a_restarted_publisher_is_followed_at_once(tmp_path: Path, eventually: Eventually, clock: Clock) -> None:
+    endpoint = Endpoint.parse(f"ipc://{tmp_path}/load")
+    first = open_zmq_load_sink(endpoint)
+    reader = open_zmq_load_reader([str(endpoint)], clock=clock)
+    for _ in range(100):
+        first.send(LoadSnapshot())
+    connect(first, reader, eventually)
+    first.close()
+    second = open_zmq_load_sink(endpoint)
+
+    def follows() -> bool:
+        second.send(LoadSnapshot(num_running_reqs=42))
+        return reader.read().samples[0].stat.num_running_reqs == 42
+
+    eventually(follows)
+    second.close()
+    reader.close()
+
+
+def test_one_call_opens_each_ranks_gauge_at_its_port(free_ports: Callable[[int], int], eventually: Eventually) -> None:
+    base = free_ports(2)
+    config = f'{{"load_endpoint": "tcp://127.0.0.1:{base}"}}'
+    worlds = [ParallelState.from_tp_rank(tp_rank, tp_size=4, attn_dp_size=2) for tp_rank in range(4)]
+    publishers = [
+        open_load_publisher(
+            config,
+            parallel=parallel,
+            load=Load(running=4, dp_rank=parallel.kv_stream_index),
+            pacer=GaugePacer(min_interval_s=0.0, heartbeat_s=0.001),
+        )
+        for parallel in worlds
+    ]
+    assert [publisher.sink is NO_LOAD_SINK for publisher in publishers] == [False, True, False, True]
+    reader = open_zmq_load_reader([f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 1}"])
+
+    def all_heard() -> bool:
+        for publisher in publishers:
+            publisher.publish_load()
+        return reader.read(0.01).samples.keys() == {0, 1}
+
+    eventually(all_heard)
+    assert reader.view.samples[0].stat.num_running_reqs == 4
+    reader.close()
+    for publisher in publishers:
+        publisher.close()
+        publisher.close()
+
+
+def test_where_keys_are_required_only_allowed_readers_hear_the_load(
+    tmp_path: Path, free_ports: Callable[[int], int], eventually: Eventually
+) -> None:
+    server_key, server_secret = write_key_pair(tmp_path / "server", "engine")
+    _, reader_secret = write_key_pair(tmp_path / "clients", "router")
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)}"
+    config = {
+        "load_endpoint": endpoint,
+        "auth": "required",
+        "secret_key_file": str(server_secret),
+        "client_keys_dir": str(tmp_path / "clients"),
+    }
+    publisher = open_load_publisher(
+        json.dumps(config),
+        parallel=ParallelState(),
+        load=Load(running=4),
+        pacer=GaugePacer(min_interval_s=0.0, heartbeat_s=0.001),
+    )
+    stranger = open_zmq_load_reader([endpoint])
+    known = open_zmq_load_reader([endpoint], keys=ClientKeys.read(str(reader_secret), str(server_key)))
+
+    def heard() -> bool:
+        publisher.publish_load()
+        stranger.read()
+        return known.read(0.01).samples.keys() == {0} and known.received > 20
+
+    eventually(heard)
+    assert stranger.received == 0
+    for opened in (stranger, known, publisher):
+        opened.close()
+
+
+def test_an_address_in_use_is_a_start_error(sink: ZmqLoadSink) -> None:
+    with pytest.raises(StartError):
+        open_zmq_load_sink(Endpoint.parse(sink.endpoint))
+
+
+def test_a_closed_gauge_raises_and_closing_twice_is_quiet(tmp_path: Path) -> None:
+    sink = open_zmq_load_sink(Endpoint.parse(f"ipc://{tmp_path}/load"))
+    sink.close()
+    sink.close()
+    with pytest.raises(zmq.ZMQError):
+        sink.send(LoadSnapshot())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("endpoints", [[], ["tcp://*:5600"], ["tcp://127.0.0.1:0"], ["inproc://x"], ["nonsense"]])
+def test_a_reader_needs_somebody_to_dial(endpoints: list[str]) -> None:
+    with pytest.raises(ConfigError, match="load_endpoint"):
+        open_zmq_load_reader(endpoints)
+
+
+@pytest.mark.parametrize("stall_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_stall_is_a_time_span(stall_s: float) -> None:
+    with pytest.raises(ConfigError, match="stall_s"):
+        open_zmq_load_reader(["tcp://127.0.0.1:5600"], stall_s=stall_s)

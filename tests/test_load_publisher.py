@@ -1,0 +1,147 @@
+"""The load goes out when it is news or due, on the one rank that speaks, and never at the step's expense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.load.gauge_pacer import GaugePacer
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load_publisher import NO_LOAD_SINK, LoadPublisher, open_load_publisher
+from scheduler_components.parallel_state import ParallelState
+
+
+@dataclass
+class Load:
+    running: int = 0
+    reads: int = 0
+    broken: bool = False
+
+    def get_loads(self) -> LoadSnapshot:
+        self.reads += 1
+        if self.broken:
+            raise RuntimeError("no load today")
+        return LoadSnapshot(sequence=self.reads, timestamp=self.reads, num_running_reqs=self.running)
+
+
+@dataclass
+class Sink:
+    sent: list[int] = field(default_factory=list)
+    broken: bool = False
+    closes: int = 0
+
+    def send(self, load: LoadSnapshot) -> None:
+        if self.broken:
+            raise OSError("nobody there")
+        self.sent.append(load.num_running_reqs)
+
+    def close(self) -> None:
+        self.closes += 1
+        if self.broken:
+            raise OSError("stuck")
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(parallel: ParallelState | None = None) -> tuple[LoadPublisher, Load, Sink, Clock]:
+    load, sink, clock = Load(), Sink(), Clock()
+    pacer = GaugePacer(min_interval_s=0.5, heartbeat_s=2.0)
+    parallel = parallel or ParallelState()
+    return LoadPublisher(parallel=parallel, load=load, sink=sink, pacer=pacer, clock=clock), load, sink, clock
+
+
+def test_news_goes_out_and_repeats_wait_for_the_heartbeat() -> None:
+    publisher, load, sink, clock = make()
+    for clock.now, load.running in [(0, 1), (0.6, 1), (1.2, 2), (1.8, 2), (3.3, 2), (3.4, 9)]:
+        publisher.publish_load()
+    assert sink.sent == [1, 2, 2]
+    assert (publisher.pacer.repeated, publisher.pacer.throttled) == (2, 1)
+
+
+def test_while_throttled_the_load_is_not_even_read() -> None:
+    publisher, load, _, _ = make()
+    for load.running in range(100):
+        publisher.publish_load()
+    assert load.reads == 1
+
+
+def test_flush_sends_what_the_throttle_held_back_and_nothing_twice() -> None:
+    publisher, load, sink, clock = make()
+    publisher.publish_load()
+    load.running, clock.now = 5, 0.1
+    publisher.publish_load()
+    publisher.flush()
+    publisher.flush()
+    assert sink.sent == [0, 5]
+
+
+@pytest.mark.parametrize("part", ["load", "sink"])
+def test_nothing_raises_into_the_step_and_the_news_goes_out_later(part: str) -> None:
+    publisher, load, sink, clock = make()
+    broken = load if part == "load" else sink
+    broken.broken = True
+    publisher.publish_load()
+    assert sink.sent == []
+    assert publisher.failures.total == 1
+    broken.broken, clock.now = False, 0.6
+    publisher.publish_load()
+    assert sink.sent == [0]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 15))
+def test_one_rank_of_each_cache_speaks(tp_rank: int) -> None:
+    parallel = ParallelState.from_tp_rank(tp_rank, tp_size=16, attn_dp_size=4, attn_cp_size=2)
+    publisher, load, sink, _ = make(parallel)
+    publisher.publish_load()
+    publisher.flush()
+    assert sink.sent == [0] * parallel.owns_kv_stream
+    assert load.reads == 2 * parallel.owns_kv_stream
+
+
+def test_closing_twice_is_quiet_and_nothing_is_sent_after() -> None:
+    publisher, _, sink, _ = make()
+    sink.broken = True
+    publisher.close()
+    publisher.close()
+    publisher.publish_load()
+    publisher.flush()
+    assert (sink.closes, publisher.failures.total) == (1, 1)
+
+
+@pytest.mark.parametrize("config", [None, "", '{"publisher": "zmq"}', "{}"])
+def test_without_a_load_endpoint_nothing_is_opened_or_read(config: str | None) -> None:
+    load = Load()
+    publisher = open_load_publisher(config, parallel=ParallelState(), load=load)
+    publisher.publish_load()
+    publisher.close()
+    assert publisher.sink is NO_LOAD_SINK
+    assert load.reads == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ('{"load_endpoint": "tcp://*:5557"}', "load_endpoint"),  # the events' own port
+        ('{"load_endpoint": "inproc://x"}', "load_endpoint"),
+        ('{"load_endpoint": "tcp://*:65535"}', "load_endpoint"),  # no port left for the second stream
+        ('{"load_endpoint": 5}', "load_endpoint"),
+        ('{"load_endpoints": "tcp://*:5600"}', "load_endpoints"),
+    ],
+)
+@pytest.mark.parametrize("tp_rank", [0, 1, 3])
+def test_a_bad_configuration_fails_on_every_rank_alike(config: str, field: str, tp_rank: int) -> None:
+    parallel = ParallelState.from_tp_rank(tp_rank, tp_size=4, attn_dp_size=2)
+    with pytest.raises(ConfigError) as error:
+        open_load_publisher(config, parallel=parallel, load=Load())
+    assert error.value.field == field
