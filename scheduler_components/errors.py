@@ -18,6 +18,7 @@ __all__ = [
     "SyncClosedError",
     "SyncDivergenceError",
     "SyncTimeoutError",
+    "TierDivergenceError",
 ]
 
 _MAX_SHOWN_CHARACTERS = 200
@@ -163,6 +164,20 @@ class SyncDivergenceError(ComponentError):
 
 class SyncClosedError(ComponentError, RuntimeError):
     """An agreement was asked of a domain that has been closed: the caller is to blame."""
+
+
+class TierDivergenceError(ComponentError):
+    """Ranks of one replica hold different pages on a tier: what they decide from here on would not fit together.
+
+    Args:
+        step: the agreement that found it; the ranks parted in the step before.
+        digest: what this rank holds, as one number; compare it with the other ranks'.
+    """
+
+    def __init__(self, step: int, digest: int) -> None:
+        self.step = step
+        self.digest = digest
+        super().__init__(f"step {step}: ranks hold different pages on their tiers; this rank's digest is {digest:016x}")
 
 
 class StorageError(ComponentError):

@@ -41,8 +41,11 @@ def lower(event: KVCacheEvent) -> tuple[Any, ...]:
 
     Raises:
         TypeError: not one of the three events; an unknown tag would cost some readers the whole batch.
+        ValueError: tokens that do not fill the blocks, which readers drop.
     """
     if isinstance(event, BlockStored):
+        if len(event.token_ids) != len(event.block_hashes) * event.block_size:
+            raise ValueError("tokens do not fill the blocks")
         options = (event.medium, event.lora_name, event.extra_keys, event.group_idx, event.cache_salt, event.session_id)
         fixed = (
             "BlockStored",

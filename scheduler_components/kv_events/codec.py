@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,6 +37,12 @@ __all__ = [
 DIALECTS = ("array", "map", "vllm")
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 """The largest payload a reader takes: 8,192 tokens are 40 KB, so this is two orders above any honest batch."""
+
+_MAX_EVENTS = MAX_PAYLOAD_BYTES // 18
+"""The smallest event takes 18 bytes; a longer list would cost a reader many times its bytes before it fails."""
+
+_MAX_BAD_EVENTS = 1_000
+"""A batch with more of them is bad itself: reporting each would cost a reader a thousand times its bytes."""
 
 _INT64_LIMIT = 1 << 63
 _UINT64 = 1 << 64
@@ -85,7 +91,10 @@ class BatchEncoder:
         """
         owner = rank if batch.attn_dp_rank is None else batch.attn_dp_rank
         lower = self._lower
-        return self._encode((float(batch.ts), [lower(event) for event in batch.events], owner))
+        ts = float(batch.ts)
+        if not math.isfinite(ts):
+            raise ValueError(f"batch time {ts} is not finite")
+        return self._encode((ts, [lower(event) for event in batch.events], owner))
 
     def encode_sound(
         self, batch: EventBatch, rank: int
@@ -102,8 +111,7 @@ class BatchEncoder:
                 sound.append(event)
         if not sound:
             return None, (), refused
-        ts = float(batch.ts) if isinstance(batch.ts, int | float) else 0.0
-        kept = EventBatch(ts=ts, events=tuple(sound), attn_dp_rank=batch.attn_dp_rank)
+        kept = EventBatch(ts=_sound_time(batch.ts), events=tuple(sound), attn_dp_rank=batch.attn_dp_rank)
         return self.encode(kept, rank), kept.events, refused
 
     def encode_event(self, event: KVCacheEvent) -> bytes:
@@ -113,6 +121,11 @@ class BatchEncoder:
             TypeError, ValueError, OverflowError: it cannot be encoded.
         """
         return self._encode(self._lower(event))
+
+
+def _sound_time(ts: object) -> float:
+    """``ts`` where it is a finite number, else 0: readers drop a batch whose time is none."""
+    return float(ts) if isinstance(ts, int | float) and abs(ts) < _INT64_LIMIT else 0.0
 
 
 class DecodedBatch(msgspec.Struct, frozen=True):
@@ -133,7 +146,7 @@ class DecodedBatch(msgspec.Struct, frozen=True):
 
 class _RawBatch(msgspec.Struct, array_like=True, frozen=True):
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_EVENTS)]
     attn_dp_rank: int | None = None
 
 
@@ -161,7 +174,8 @@ class BatchDecoder:
         """Decode one payload; bad events are reported in ``errors``, each alone.
 
         Raises:
-            DecodeError: the batch itself is unreadable: not ``[ts, events, rank]``, no finite time, too large.
+            DecodeError: the batch itself is unreadable: not ``[ts, events, rank]``, no finite time, too large, or
+            more than a thousand bad events.
         """
         if len(payload) > self._max_payload_bytes:
             raise DecodeError(f"payload of {len(payload)} bytes is over the limit of {self._max_payload_bytes}")
@@ -186,7 +200,9 @@ class BatchDecoder:
             try:
                 events.append(read_event(bytes(raw)))
             except DecodeError as error:
-                errors.append(error)
+                errors.append(DecodeError(error.reason))  # a new one, for that one holds its frames
+                if len(errors) > _MAX_BAD_EVENTS:
+                    raise DecodeError(f"more than {_MAX_BAD_EVENTS} bad events, such as: {error.reason}") from None
         return DecodedBatch(batch.ts, tuple(events), batch.attn_dp_rank, tuple(errors))
 
 

@@ -14,15 +14,18 @@ from scheduler_components.kv_events.codec import DIALECTS
 from scheduler_components.kv_events.endpoint import Endpoint
 from scheduler_components.kv_events.port_plan import PortPlan
 
-__all__ = ["REPLAY_FRAMINGS", "SEQ_BASES", "KVEventsConfig", "suggest"]
+__all__ = ["AUTHS", "REPLAY_FRAMINGS", "SEQ_BASES", "KVEventsConfig", "suggest"]
 
 REPLAY_FRAMINGS = ("seed", "topic")
 SEQ_BASES = ("zero", "clock")
+AUTHS = ("none", "required")
 
 _MAX_COUNT = 2**31 - 1
 """libzmq keeps high-water marks in a C int; no machine holds this many batches either."""
 
 _Count = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
+
+_CHOICES = {"dialect": DIALECTS, "replay_framing": REPLAY_FRAMINGS, "seq_base": SEQ_BASES, "auth": AUTHS}
 
 _TYPE_NAMES = {
     "bool_type": "true or false",
@@ -56,10 +59,16 @@ class KVEventsConfig(BaseModel):
         dialect: ``array`` (the smallest form, which all measured readers take), ``map`` or ``vllm``.
         bind: whether the PUB sockets listen. None follows the host: wildcards, ipc and inproc bind, others connect.
         replay_framing: ``seed`` (all measured readers take it) or ``topic`` (as SGLang and vLLM answer today).
-        seq_base: ``zero`` (the seed's habit) or ``clock``, which starts above every earlier life of the publisher.
+        seq_base: ``zero`` (the seed's habit): plain consumers ignore a publisher that was started again until it has
+            passed its old number. ``clock`` starts at wall-clock microseconds, above every earlier life unless the
+            clock was set back, with AllBlocksCleared: plain consumers see the restart, and numbers take 9 bytes.
         load_endpoint: base address of the load gauge's PUB sockets. No port is claimed unasked.
         buffer_bytes: bytes that batches kept for replay may take, whatever their number: 256 MiB holds 10,000
             batches of some 5,000 tokens each, and is small beside a scheduler process.
+        auth: ``none`` (everybody who reaches an address reads it, as in the seed) or ``required``: CURVE, and only
+            clients whose key is allowed. SECURITY.md says how.
+        secret_key_file: the publisher's key pair, made by ``scheduler-components keygen``; for ``required`` alone.
+        client_keys_dir: directory of the allowed clients' public keys, read at start; for ``required`` alone.
         options: further keyword arguments of a third-party publisher; the kit's own take none.
 
     Raises:
@@ -81,6 +90,9 @@ class KVEventsConfig(BaseModel):
     seq_base: str = "zero"
     load_endpoint: str | None = None
     buffer_bytes: Annotated[int, Field(ge=1, le=2**63 - 1)] = 256 * 1024 * 1024
+    auth: str = "none"
+    secret_key_file: str | None = None
+    client_keys_dir: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
     def __init__(self, /, **settings: Any) -> None:
@@ -111,7 +123,7 @@ class KVEventsConfig(BaseModel):
     def _check(self) -> KVEventsConfig:
         if not self.publisher:
             raise ConfigError("publisher", "", "is empty", "give null, zmq or the name of a registered publisher")
-        for field, known in (("dialect", DIALECTS), ("replay_framing", REPLAY_FRAMINGS), ("seq_base", SEQ_BASES)):
+        for field, known in _CHOICES.items():
             value = getattr(self, field)
             if value not in known:
                 raise ConfigError(field, value, "is not known", suggest(value, known))
@@ -125,8 +137,23 @@ class KVEventsConfig(BaseModel):
             )
         if self.options and self.publisher in ("null", "zmq"):
             raise ConfigError("options", self.options, f"go to no publisher {self.publisher!r}", "take them out")
-        self.port_plan(1).events.decide_bind(self.bind)
+        plan = self.port_plan(1)
+        plan.events.decide_bind(self.bind)
+        self._check_auth(plan)
         return self
+
+    def _check_auth(self, plan: PortPlan) -> None:
+        """Keys and ``auth`` come together, so that nobody believes in a protection that is not there."""
+        for field in ("secret_key_file", "client_keys_dir"):
+            path = getattr(self, field)
+            if self.auth == "required" and not path:
+                raise ConfigError(field, path, 'is missing, and auth is "required"', "give its path")
+            if self.auth == "none" and path is not None:
+                raise ConfigError("auth", "none", f"leaves {field} without use", 'give "required", or take that out')
+        endpoints = (("endpoint", plan.events), ("replay_endpoint", plan.replay))
+        for field, endpoint in endpoints if self.auth == "required" else ():
+            if endpoint is not None and endpoint.transport == "inproc":
+                raise ConfigError(field, str(endpoint), "knows no keys, and auth is required", "give tcp or ipc")
 
     def port_plan(self, stream_count: int) -> PortPlan:
         """Give every stream its endpoints.

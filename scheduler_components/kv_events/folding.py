@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from scheduler_components.errors import DecodeError
 from scheduler_components.kv_events.block_state import BlockState, Segment, Tier, tier_of
 from scheduler_components.kv_events.codec import read_event
 from scheduler_components.kv_events.events import (
@@ -75,10 +76,17 @@ def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
     """Fold one batch that this process encoded itself, in either dialect; a stored run keeps its event's bytes."""
     for raw in _batch(payload)[1]:
         data = bytes(raw)
-        head = _array_head(data) if data[0] in _ARRAY_FIRST_BYTES else _map_head(data)
-        if isinstance(head, _ArrayStored | _MapStored):
+        try:
+            head = _array_head(data) if data[0] in _ARRAY_FIRST_BYTES else _map_head(data)
+        except msgspec.ValidationError:
+            # A scheduler's odd event, encoded as it was given. What readers make of it is what is folded.
+            try:
+                head = read_event(data)
+            except DecodeError:
+                continue
+        if isinstance(head, _ArrayStored | _MapStored | BlockStored):
             state.store(tier_of(head.medium, head.group_idx), head.block_hashes, head.parent_block_hash, data)
-        elif isinstance(head, _ArrayRemoved | _MapRemoved):
+        elif isinstance(head, _ArrayRemoved | _MapRemoved | BlockRemoved):
             state.remove(tier_of(head.medium, head.group_idx), head.block_hashes)
         else:
             state.clear()

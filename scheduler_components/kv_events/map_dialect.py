@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.kv_events.events import KVCacheEvent
+from scheduler_components.kv_events.events import BlockStored, KVCacheEvent
 
 __all__ = ["event_fields", "lower"]
 
@@ -29,10 +29,13 @@ def lower(event: KVCacheEvent, *, vllm: bool) -> dict[str, Any]:
 
     Raises:
         TypeError: not one of the three events; an unknown tag would cost some readers the whole batch.
+        ValueError: tokens that do not fill the blocks, which readers drop.
     """
     tag = type(event).__name__
     if tag not in _ALWAYS:
         raise TypeError(f"{tag} is not a KV-cache event of the wire")
+    if isinstance(event, BlockStored) and len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        raise ValueError("tokens do not fill the blocks")
     kept = _ALWAYS[tag] + (_ALWAYS_FOR_VLLM[tag] if vllm else ())
     fields: dict[str, Any] = {"type": tag}
     for name in event.__struct_fields__:

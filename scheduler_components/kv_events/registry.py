@@ -19,7 +19,16 @@ ENTRY_POINT_GROUP = "scheduler_components.event_publishers"
 _SEED_SETTINGS = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
 """What SGLang's factory passes, beside the rank: constructors written for it are called in just this way."""
 
-_OWN_SETTINGS = (*_SEED_SETTINGS, "dialect", "bind", "replay_framing", "seq_base", "buffer_bytes")
+_AUTH_SETTINGS = ("auth", "secret_key_file", "client_keys_dir")
+_OWN_SETTINGS = (
+    *_SEED_SETTINGS,
+    "dialect",
+    "bind",
+    "replay_framing",
+    "seq_base",
+    "buffer_bytes",
+    *_AUTH_SETTINGS,
+)
 
 
 class PublisherConstructor(Protocol):
@@ -81,7 +90,11 @@ class EventPublisherFactory:
             raise ConfigError("attn_dp_rank", attn_dp_rank, "is not a rank", "give an integer of at least 0")
         settings.port_plan(attn_dp_rank + 1)  # so many streams there are at least
         constructor = cls.find(settings.publisher)
-        names = _OWN_SETTINGS if constructor is _open_zmq_publisher else _SEED_SETTINGS
+        is_own = constructor in (_open_zmq_publisher, _open_null_publisher)
+        if settings.auth != "none" and not is_own:
+            problem = f"is not known to reach the publisher {settings.publisher!r}"
+            raise ConfigError("auth", settings.auth, problem, "take it out, and protect that publisher in its options")
+        names = _OWN_SETTINGS if is_own else _SEED_SETTINGS
         arguments = {name: getattr(settings, name) for name in names} | settings.options
         _check_signature(settings, constructor, arguments)
         return constructor(attn_dp_rank=attn_dp_rank, **arguments)

@@ -153,14 +153,17 @@ class ReplayCursors:
             for number, chunk in enumerate(chunks, start=first - len(chunks)):
                 yield _numbered(number, self._encode(chunk, clear=chunk is chunks[0]))
 
-    def _snapshot(self) -> Messages:
-        """The base as chunks numbered 0 and up."""
+    def _snapshot(self) -> Generator[Numbered | None, None, int]:
+        """The base as chunks numbered 0 and up; returns how many."""
+        num_chunks = 0
         for planned in self._stream.plan_base():
             if planned is None:
                 yield None
                 continue
             for number, chunk in enumerate(planned):
                 yield _numbered(number, self._encode(chunk, clear=number == 0))
+            num_chunks = len(planned)
+        return num_chunks
 
     def _encode(self, chunk: list[Segment[bytes]], *, clear: bool) -> bytes:
         return self._stream.encode_chunk(chunk, self._encoder, self._rank, clear=clear)
@@ -182,12 +185,15 @@ class ReplayCursors:
         if request.verb is Verb.STATUS:
             yield self._meta(request, Kind.STATUS, start)
             return
+        # Made now: by the time that a slow client has taken the last batch, the window may have passed it.
+        end = self._meta(request, Kind.END, stop)
+        num_chunks = None
         if request.verb is Verb.SNAPSHOT or not in_window:
             with self._pinned():
                 start = stream.first
                 yield self._meta(request, Kind.BEGIN, start, snap=True)
-                yield from self._snapshot()
-        yield self._meta(request, Kind.BEGIN, start)
+                num_chunks = yield from self._snapshot()
+        yield self._meta(request, Kind.BEGIN, start, chunks=num_chunks)
         for sequence in range(start, stop):
             if sequence < stream.first:
                 # Overtaken by the window: without the closing META the client knows that it must ask again.
@@ -195,12 +201,14 @@ class ReplayCursors:
                 yield _END
                 return
             yield _numbered(sequence, stream.payload(sequence))
-        yield self._meta(request, Kind.END, stop)
+        yield end
 
-    def _meta(self, request: Request, kind: Kind, start: int, *, snap: bool = False) -> Numbered:
+    def _meta(
+        self, request: Request, kind: Kind, start: int, *, snap: bool = False, chunks: int | None = None
+    ) -> Numbered:
         stream = self._stream
         chain = stream.chain_before(start)
-        meta = Meta(request.token, stream.epoch, stream.first, stream.next_sequence, kind, snap, start, chain)
+        meta = Meta(request.token, stream.epoch, stream.first, stream.next_sequence, kind, snap, start, chain, chunks)
         return END_SEQ, meta.encode()
 
     def message(self, client: bytes) -> tuple[bytes, ...] | None:

@@ -47,7 +47,7 @@ class Kind(enum.StrEnum):
     END = "end"
 
 
-class Meta(msgspec.Struct, frozen=True):
+class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     """A publisher's word about its stream, in answer to an extended request.
 
     Attributes:
@@ -60,6 +60,7 @@ class Meta(msgspec.Struct, frozen=True):
         snap: see ``kind``.
         start: the number that the digest stands before.
         chain: the digest of everything below ``start``.
+        chunks: how many chunks of the base went before; said where batches begin after a snapshot, None elsewhere.
     """
 
     token: bytes
@@ -70,6 +71,7 @@ class Meta(msgspec.Struct, frozen=True):
     snap: bool
     start: int
     chain: bytes
+    chunks: int | None = None
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -9,12 +9,15 @@ its turns, acts in its place when it does not, and goes back to sleep when nothi
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import select
 import threading
 from typing import Protocol
 
 __all__ = ["Backstop", "BackstopTurn", "Look"]
+
+_log = logging.getLogger(__name__)
 
 _LOOK_EVERY_MS = 5.0
 _LOOKS_BEFORE_SLEEP = 100
@@ -41,18 +44,18 @@ class Backstop:
 
     Args:
         turn: asked on every look.
-        watched_fd: file descriptor that becomes readable when a peer wants something, or None.
+        watched_fds: file descriptors that become readable when a peer wants something.
         name: the thread's name.
 
     Attributes:
         has_ended: True once the thread is gone, stopped or dead; a caller must not count on it any more.
     """
 
-    __slots__ = ("_looking", "_name", "_pipe", "_stopping", "_thread", "_turn", "_watched_fd", "has_ended")
+    __slots__ = ("_looking", "_name", "_pipe", "_stopping", "_thread", "_turn", "_watched_fds", "has_ended")
 
-    def __init__(self, turn: BackstopTurn, *, watched_fd: int | None, name: str) -> None:
+    def __init__(self, turn: BackstopTurn, *, watched_fds: tuple[int, ...], name: str) -> None:
         self._turn = turn
-        self._watched_fd = watched_fd
+        self._watched_fds = watched_fds
         self._name = name
         self.has_ended = False
         self._looking = False
@@ -61,13 +64,22 @@ class Backstop:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread; it sleeps until woken."""
+        """Start the thread; it sleeps until woken.
+
+        Raises:
+            OSError, RuntimeError: no file descriptor or no thread is left; nothing stays open.
+        """
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
-        self._pipe = (reader, writer)
-        self._thread = threading.Thread(target=self._run, args=(reader,), name=self._name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(reader,), name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            os.close(reader)
+            os.close(writer)
+            raise
+        self._pipe, self._thread = (reader, writer), thread
 
     def watch(self) -> None:
         """Begin to look, if not looking already: one attribute read in the common case, one system call otherwise."""
@@ -102,13 +114,15 @@ class Backstop:
         woken.register(reader, select.POLLIN)
         woken_or_asked = select.poll()
         woken_or_asked.register(reader, select.POLLIN)
-        if self._watched_fd is not None:
-            woken_or_asked.register(self._watched_fd, select.POLLIN)
+        for descriptor in self._watched_fds:
+            woken_or_asked.register(descriptor, select.POLLIN)
         try:
             while not self._stopping:
-                woken_or_asked.poll()
+                _forget_closed(woken_or_asked, woken_or_asked.poll())
                 self._looking = True
                 self._look(reader, woken, woken_or_asked)
+        except Exception:  # noqa: BLE001 - a thread's last words: nobody else would hear them
+            _log.exception("the KV-event backstop died: batches go out, and replays are served, inside publish() only")
         finally:
             self.has_ended = True
 
@@ -129,6 +143,13 @@ class Backstop:
                 woken.poll(_LOOK_EVERY_MS)
             elif found is Look.QUIET:
                 woken_or_asked.poll(_LOOK_EVERY_MS)
+
+
+def _forget_closed(poller: select.poll, found: list[tuple[int, int]]) -> None:
+    """A descriptor that somebody closed would wake the thread for ever."""
+    for descriptor, event in found:
+        if event & select.POLLNVAL:
+            poller.unregister(descriptor)
 
 
 def _drain(descriptor: int) -> None:

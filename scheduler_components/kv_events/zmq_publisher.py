@@ -15,23 +15,18 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 
 import msgspec
 
-from scheduler_components.errors import ConfigError, ForkedPublisherError, PublisherClosedError
-from scheduler_components.kv_events.codec import BatchEncoder
+from scheduler_components.errors import ConfigError, ForkedPublisherError, PublisherClosedError, StartError
+from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.event_stream import EPOCH_BYTES, EventStream
 from scheduler_components.kv_events.events import AllBlocksCleared, EventBatch, KVEventBatch
-from scheduler_components.kv_events.folding import collapse
 from scheduler_components.kv_events.publisher import EventPublisher
-from scheduler_components.kv_events.replay_cursors import ReplayCursors
 from scheduler_components.kv_events.replay_wire import END_SEQ
 from scheduler_components.kv_events.thread_backstop import Backstop, Look
-from scheduler_components.kv_events.zmq_live_sender import ZmqLiveSender
-from scheduler_components.kv_events.zmq_replay_server import ZmqReplayServer
-from scheduler_components.kv_events.zmq_sockets import Context, StreamSockets, open_stream_sockets
+from scheduler_components.kv_events.zmq_sockets import Context
+from scheduler_components.kv_events.zmq_stream_edge import open_stream_edge
 from scheduler_components.metrics.stats import PublisherStats
 
 __all__ = ["CloseReport", "ZmqEventPublisher"]
@@ -44,12 +39,23 @@ _MAX_DEFERRED = 8
 _STALLED_AFTER_S = 0.005
 """A scheduler that has not published or idled for this long has stopped ticking: the backstop acts for it."""
 
+_LET_GO_S = 1.0
+"""Time for another thread to end its turn, which takes milliseconds: also a ``close(0)`` closes its sockets."""
+
 
 class CloseReport(msgspec.Struct, frozen=True):
-    """What ``close`` could still do: batches sent and dropped over the publisher's whole life."""
+    """What ``close`` could still do.
+
+    Attributes:
+        batches_sent: handed to the PUB socket over the publisher's whole life.
+        batches_dropped: accepted and never sent, over the same time.
+        was_cut: True when the deadline passed before every peer had taken all that was sent to it: a slow or stopped
+            subscriber has missed the end of the stream.
+    """
 
     batches_sent: int
     batches_dropped: int
+    was_cut: bool = False
 
 
 class ZmqEventPublisher(EventPublisher):
@@ -69,10 +75,13 @@ class ZmqEventPublisher(EventPublisher):
         dialect: ``"array"``, ``"map"`` or ``"vllm"``.
         bind: True binds the PUB socket, False connects it; None follows the host (wildcards bind).
         replay_framing: ``"seed"`` or ``"topic"``.
-        seq_base: ``"zero"`` starts at 0, as the original; ``"clock"`` starts at wall-clock milliseconds with
+        seq_base: ``"zero"`` starts at 0, as the original; ``"clock"`` starts at wall-clock microseconds with
             AllBlocksCleared, so that plain consumers notice a restart.
         buffer_bytes: payload bytes kept for replay one by one.
-        context: a context to share, which inproc peers need; by default the publisher's own.
+        auth: ``"none"``, or ``"required"``: CURVE, and nobody but the clients of ``client_keys_dir``.
+        secret_key_file, client_keys_dir: see ``zmq_access``; given together with ``auth="required"``.
+        context: where inproc peers are, by default pyzmq's ``Context.instance()``. Other transports have a context
+            of their own.
 
     Raises:
         ConfigError: a parameter that cannot work; nothing has been opened.
@@ -97,59 +106,54 @@ class ZmqEventPublisher(EventPublisher):
         replay_framing: str = "seed",
         seq_base: str = "zero",
         buffer_bytes: int = 256 * 1024 * 1024,
+        auth: str = "none",
+        secret_key_file: str | None = None,
+        client_keys_dir: str | None = None,
         context: Context | None = None,
     ) -> None:
         super().__init__(attn_dp_rank)
-        if seq_base not in ("zero", "clock"):
-            raise ConfigError("seq_base", seq_base, "is not known", "give zero or clock")
-        events_at = Endpoint.parse(endpoint, field="endpoint").offset(attn_dp_rank, field="endpoint")
-        binds = events_at.decide_bind(bind)
-        replay_at = (
-            Endpoint.parse(replay_endpoint, field="replay_endpoint").offset(attn_dp_rank, field="replay_endpoint")
-            if replay_endpoint
-            else None
+        settings = KVEventsConfig(
+            publisher="zmq",
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            buffer_steps=buffer_steps,
+            hwm=hwm,
+            max_queue_size=max_queue_size,
+            topic=topic,
+            dialect=dialect,
+            bind=bind,
+            replay_framing=replay_framing,
+            seq_base=seq_base,
+            buffer_bytes=buffer_bytes,
+            auth=auth,
+            secret_key_file=secret_key_file,
+            client_keys_dir=client_keys_dir,
         )
-        encoder = BatchEncoder(dialect)
-        self._stream = EventStream(
-            epoch=os.urandom(EPOCH_BYTES),
-            max_steps=buffer_steps if replay_at else 0,
-            max_bytes=buffer_bytes,
-            first_sequence=0 if seq_base == "zero" else int(time.time() * 1000),
-        )
-        self._cursors = ReplayCursors(
-            self._stream, encoder=encoder, rank=attn_dp_rank, framing=replay_framing, topic=topic.encode()
-        )
-        self._max_queue_size = max_queue_size
-        self._pending: deque[EventBatch] = deque()
+        if type(attn_dp_rank) is not int or attn_dp_rank < 0:
+            raise ConfigError("attn_dp_rank", attn_dp_rank, "is not a rank", "give an integer of at least 0")
         self._turn = threading.Lock()
         self._pid = os.getpid()
         self._idle_is_called = False
-        self._ticked_at_s = 0.0
+        self._ticked_at_s = self._deferred_at_s = 0.0
         self._closed: CloseReport | None = None
-        self._batches_collapsed = self._batches_dropped = 0
-        self._is_overflowing = False
-        self._is_open_bind = binds and not events_at.is_loopback
-        self._sockets = open_stream_sockets(events_at, replay_at, hwm=hwm, bind=binds, context=context)
-        self._live = ZmqLiveSender(
-            self._sockets.pub, topic=topic.encode(), encoder=encoder, stream=self._stream, rank=attn_dp_rank
-        )
-        self._start(self._sockets)
+        self._edge = open_stream_edge(settings, attn_dp_rank, context)
+        self._pending = self._edge.live.pending
+        self.endpoint = self._edge.sockets.endpoint
+        self.replay_endpoint = self._edge.sockets.replay_endpoint
+        self._start_backstop()
+        atexit.register(self.shutdown)
         if seq_base == "clock":
             self.publish(KVEventBatch(ts=time.time(), events=(AllBlocksCleared(),)))
 
-    def _start(self, sockets: StreamSockets) -> None:
-        self.endpoint = sockets.endpoint
-        self.replay_endpoint = sockets.replay_endpoint
-        self._replay = ZmqReplayServer(sockets.replay, self._cursors) if sockets.replay else None
-        if self._is_open_bind:
-            _log.warning("KV events with prompt token ids are readable by anyone who reaches %s", self.endpoint)
-        self._backstop = Backstop(
-            self,
-            watched_fd=self._replay.wakeup_fd if self._replay else None,
-            name=f"kv-events-backstop-{self._attn_dp_rank}",
-        )
-        self._backstop.start()
-        atexit.register(self.shutdown)
+    def _start_backstop(self) -> None:
+        name = f"kv-events-backstop-{self._attn_dp_rank}"
+        self._backstop = Backstop(self, watched_fds=self._edge.wakeup_fds, name=name)
+        try:
+            self._backstop.start()
+        except (OSError, RuntimeError) as error:
+            self._edge.sockets.release()
+            mend = "raise the limits of open files and threads, or stop what uses them up"
+            raise StartError(self.endpoint, f"cannot start its thread ({error})", mend) from error
 
     def publish(self, events: EventBatch) -> None:
         """Accept one batch; never blocks. It goes out now, or at the next ``idle()``, in order.
@@ -158,11 +162,13 @@ class ZmqEventPublisher(EventPublisher):
             PublisherClosedError: after ``shutdown()``.
             ForkedPublisherError: in a child process: the sockets and the stream are the parent's.
         """
-        if self._closed is not None:
-            raise PublisherClosedError("publish() after shutdown(): the batch was not taken")
         if os.getpid() != self._pid:
             raise ForkedPublisherError(self._pid)
+        if self._closed is not None:
+            raise PublisherClosedError("publish() after shutdown(): the batch was not taken")
         pending = self._pending
+        if not pending:
+            self._deferred_at_s = time.monotonic()
         pending.append(events)
         if self._idle_is_called and len(pending) <= _MAX_DEFERRED and not self._backstop.has_ended:
             self._idle_is_called = False
@@ -171,16 +177,23 @@ class ZmqEventPublisher(EventPublisher):
         self._take_turn()
 
     def idle(self) -> None:
-        """Send what is pending and serve a bite of each replay; call it where the scheduler waits for its device."""
-        self._idle_is_called = True
-        self._take_turn()
+        """Send what is pending and serve a bite of each replay; call it where the scheduler waits for its device.
+
+        Raises:
+            ForkedPublisherError: in a child process.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedPublisherError(self._pid)
+        if self._closed is None:
+            self._idle_is_called = True
+            self._take_turn()
 
     def _take_turn(self) -> None:
         self._ticked_at_s = time.monotonic()
         # Never waits: whoever holds the turn looks at the pending batches again after letting go.
-        while self._turn.acquire(blocking=False):
+        while self._closed is None and self._turn.acquire(blocking=False):
             try:
-                unfinished = self._act()
+                unfinished = self._edge.act()
             finally:
                 self._turn.release()
             if unfinished:
@@ -193,34 +206,10 @@ class ZmqEventPublisher(EventPublisher):
         if time.monotonic() - self._ticked_at_s < _STALLED_AFTER_S or not self._turn.acquire(blocking=False):
             return Look.TICKING
         try:
-            unfinished = self._act()
+            unfinished = self._edge.act() | self._edge.count_peers()
         finally:
             self._turn.release()
         return Look.BUSY if unfinished or self._pending else Look.QUIET
-
-    def _act(self) -> bool:
-        """Send what is pending, fold, serve a bite of replays; True while there is more to do. Needs the turn."""
-        self._collapse_overflow()
-        while self._pending:
-            self._live.send(self._pending.popleft())
-        self._stream.fold_some()
-        if self._stream.is_held_up:
-            self._cursors.cut_short()
-        return self._replay.serve_bite() if self._replay else False
-
-    def _collapse_overflow(self) -> None:
-        """More is pending than may be kept: send the one batch that it amounts to instead. Nothing is lost by it."""
-        count = len(self._pending)
-        if count <= self._max_queue_size:
-            self._is_overflowing = False
-            return
-        merged = collapse([self._pending.popleft() for _ in range(count)])
-        self._batches_collapsed += count
-        if not self._is_overflowing:
-            self._is_overflowing = True
-            _log.warning("%d KV-event batches were pending: collapsed into one", count)
-        if merged is not None:
-            self._live.send(merged)
 
     def shutdown(self) -> None:
         """``close`` within ``SHUTDOWN_TIMEOUT`` seconds; safe to call twice."""
@@ -230,61 +219,32 @@ class ZmqEventPublisher(EventPublisher):
         """Send what is pending, end open replays with their end marker, let go of sockets, thread and context.
 
         Never raises for what the network does, and returns within about ``deadline_s``; a second call returns the
-        first one's report.
+        first one's report. In a child process it does nothing: the sockets are the parent's.
         """
         if self._closed is not None:
             return self._closed
-        self._closed = CloseReport(self._live.num_batches, self._batches_dropped)
+        live = self._edge.live
+        self._closed = CloseReport(live.num_batches, live.num_dropped)
         atexit.unregister(self.shutdown)
         if os.getpid() != self._pid:
             return self._closed
         deadline = time.monotonic() + deadline_s
-        stopped = self._backstop.stop(deadline_s)
-        if stopped and self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        was_cut = True
+        patience_s = max(deadline_s, _LET_GO_S)
+        if self._backstop.stop(patience_s) and self._turn.acquire(timeout=patience_s):
             try:
-                self._drain(deadline)
+                was_cut = self._edge.close(deadline)
             finally:
                 self._turn.release()
-        self._batches_dropped += len(self._pending)
-        if self._pending:
-            _log.warning("%d KV-event batches were not sent within %s s", len(self._pending), deadline_s)
-        self._pending.clear()
-        self._closed = CloseReport(self._live.num_batches, self._batches_dropped)
+        else:
+            _log.error("a thread did not let go of the KV-event sockets of %s: they stay open", self.endpoint)
+        live.drop_pending()
+        self._closed = CloseReport(live.num_batches, live.num_dropped, was_cut)
         return self._closed
-
-    def _drain(self, deadline: float) -> None:
-        while self._pending and time.monotonic() < deadline:
-            self._live.send(self._pending.popleft())
-        if self._replay:
-            self._replay.finish(deadline)
-        # linger 0 would lose what libzmq has queued but not yet written.
-        linger_ms = max(0, int((deadline - time.monotonic()) * 1000))
-        self._sockets.pub.close(linger=linger_ms)
-        if self._sockets.own_context:
-            self._sockets.own_context.term()
 
     def stats(self) -> PublisherStats:
         """Counters since the publisher was opened."""
-        replays = self._cursors
-        return PublisherStats(
-            batches_sent=self._live.num_batches,
-            events_sent=self._live.num_events,
-            bytes_sent=self._live.num_bytes,
-            events_refused=self._live.num_refused,
-            batches_collapsed=self._batches_collapsed,
-            batches_dropped=self._batches_dropped,
-            replays_served=replays.num_served,
-            batches_replayed=replays.num_batches,
-            replays_refused=replays.num_refused,
-            replays_truncated=replays.num_truncated,
-            replays_open=len(replays),
-            batches_buffered=len(self._stream),
-            bytes_buffered=self._stream.kept_bytes,
-            blocks_in_base=self._stream.num_base_blocks,
-            batches_pending=len(self._pending),
-            last_sequence=self._stream.next_sequence - 1,
-            open_bind_without_auth=int(self._is_open_bind),
-        )
+        return self._edge.stats(lag_s=time.monotonic() - self._deferred_at_s)
 
     @staticmethod
     def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:

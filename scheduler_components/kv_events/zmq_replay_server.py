@@ -16,17 +16,22 @@ _log = logging.getLogger(__name__)
 _SENDS_A_TURN = 16
 """A bite of replay between two live batches: larger ones show in the live latency (measured)."""
 
-_CLOSE_POLL_MS = 20
+_REQUESTS_A_TURN = 16
+"""Of their own, so that a client that does nothing but ask keeps nobody from being answered."""
+
+_CLOSE_POLL_MS = 200
+"""A client that takes nothing for so long gets no more than the end marker when the publisher closes."""
 
 
 class ZmqReplayServer:
     """Owns the ROUTER from the moment it is given until ``finish``; the caller holds the publisher's turn."""
 
-    __slots__ = ("_socket", "cursors")
+    __slots__ = ("_has_failed", "_socket", "cursors")
 
     def __init__(self, socket: zmq.Socket[bytes], cursors: ReplayCursors) -> None:
         self._socket = socket
         self.cursors = cursors
+        self._has_failed = False
 
     @property
     def wakeup_fd(self) -> int:
@@ -35,10 +40,22 @@ class ZmqReplayServer:
 
     def serve_bite(self) -> bool:
         """Take requests and send at most a bite of answers; True while there is more to do right away."""
-        sends_left = _SENDS_A_TURN
-        while sends_left and self._is_readable():
+        if self._has_failed:
+            return False
+        try:
+            return self._serve_bite()
+        except zmq.ZMQError as error:
+            # Only somebody who closed a shared context can have done this. A scheduler does not stop for it.
+            self._has_failed = True
+            _log.error("KV events cannot be replayed any more: %s", error)
+            return False
+
+    def _serve_bite(self) -> bool:
+        for _ in range(_REQUESTS_A_TURN):
+            if not self._is_readable():
+                break
             self.cursors.ask(self._socket.recv_multipart(zmq.NOBLOCK))
-            sends_left -= 1
+        sends_left = _SENDS_A_TURN
         for client in self.cursors.clients:
             sends_left = self._serve(client, sends_left)
             if not sends_left:
@@ -63,18 +80,23 @@ class ZmqReplayServer:
                 if error.errno != zmq.EHOSTUNREACH:
                     _log.warning("replay to a client failed: %s", error)
                 self.cursors.drop(client)
+                self.cursors.num_truncated += 1
                 return sends_left
             done = self.cursors.sent(client)
             sends_left -= 1
         self.cursors.rotate(client)
         return sends_left
 
-    def finish(self, deadline: float) -> None:
-        """Answer what was asked until ``deadline`` (``time.monotonic``), then end every answer, and close."""
-        while (self.serve_bite() or len(self.cursors)) and time.monotonic() < deadline:
+    def finish(self, until: float, deadline: float) -> None:
+        """Answer what was asked until ``until``, then end every answer, and close; sent by ``deadline`` or never.
+
+        Both are times of ``time.monotonic``.
+        """
+        while (self.serve_bite() or len(self.cursors)) and not self._has_failed and time.monotonic() < until:
             if len(self.cursors) and not self._socket.poll(_CLOSE_POLL_MS, zmq.POLLOUT | zmq.POLLIN):
                 break
-        self.cursors.cut_short()
-        for client in self.cursors.clients:
-            self._serve(client, 1)
+        if not self._has_failed:
+            self.cursors.cut_short()
+            for client in self.cursors.clients:
+                self._serve(client, 1)
         self._socket.close(linger=max(0, int((deadline - time.monotonic()) * 1000)))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
 
-from scheduler_components.kv_events.events import KVEventBatch
+from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components.kv_events.events import KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 RECEIVE_MS = 10_000
 
@@ -78,3 +81,38 @@ def connected() -> Callable[..., int]:
         raise AssertionError("the subscriber never heard the publisher")
 
     return publish_until_heard
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., ZmqEventPublisher]]:
+    """Open publishers on loopback ports that the system chooses, with replay; none outlives its test."""
+    publishers: list[ZmqEventPublisher] = []
+    threads = set(threading.enumerate())
+
+    def open_publisher(**options: object) -> ZmqEventPublisher:
+        settings: dict[str, object] = {
+            "attn_dp_rank": 0,
+            "endpoint": "tcp://127.0.0.1:0",
+            "replay_endpoint": "tcp://127.0.0.1:0",
+            "bind": True,
+        }
+        publishers.append(ZmqEventPublisher(**(settings | options)))  # type: ignore[arg-type]
+        return publishers[-1]
+
+    yield open_publisher
+    for publisher in publishers:
+        publisher.shutdown()
+    assert set(threading.enumerate()) == threads
+
+
+@pytest.fixture
+def read_replay(ask_replay: Callable[..., list[list[bytes]]]) -> Callable[[str], list[KVCacheEvent]]:
+    """Ask a replay endpoint for everything and return all events of the answer, each sound."""
+
+    def read(address: str) -> list[KVCacheEvent]:
+        decoder = BatchDecoder()
+        batches = [decoder.decode(message[-1]) for message in ask_replay(address, bytes(8))[:-1]]
+        assert not any(batch.errors for batch in batches)
+        return [event for batch in batches for event in batch.events]
+
+    return read

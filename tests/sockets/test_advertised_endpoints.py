@@ -6,7 +6,8 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -16,6 +17,10 @@ from scheduler_components.kv_events.events import AllBlocksCleared, KVEventBatch
 from scheduler_components.kv_events.publisher import EventPublisher, NullEventPublisher
 from scheduler_components.kv_events.registry import open_event_publisher
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components.load.gauge_pacer import GaugePacer
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load.zmq_load_reader import open_zmq_load_reader
+from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.server_info import kv_events_server_info
 
@@ -88,6 +93,37 @@ def replays_to_the_end(context: zmq.Context, address: str) -> bool:
     return False
 
 
+def reports_its_load(address: str, publisher: LoadPublisher) -> int | None:
+    """Publish until a reader at ``address`` has a sample; give the rank in it, None when it never does."""
+    with closing(open_zmq_load_reader([address])) as reader:
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            publisher.publish_load()
+            for sample in reader.read(0.02).samples.values():
+                return sample.stat.attn_dp_rank
+    return None
+
+
+@dataclass
+class Load:
+    """A replica's load."""
+
+    dp_rank: int
+
+    def get_loads(self) -> LoadSnapshot:
+        return LoadSnapshot(dp_rank=self.dp_rank)
+
+
+def open_load_gauges(stack: ExitStack, config: str, ranks: list[ParallelState]) -> list[LoadPublisher]:
+    publishers = []
+    for parallel in ranks:
+        pacer = GaugePacer(min_interval_s=0.0, heartbeat_s=0.001)
+        load = Load(parallel.kv_stream_index)
+        publishers.append(open_load_publisher(config, parallel=parallel, load=load, pacer=pacer))
+        stack.callback(publishers[-1].close)
+    return publishers
+
+
 def open_engine(stack: ExitStack, config: str, ranks: list[ParallelState]) -> list[EventPublisher]:
     publishers = []
     for parallel in ranks:
@@ -111,12 +147,13 @@ def test_every_advertised_endpoint_listens_and_serves_its_rank(
     context: zmq.Context, host: str, bind: bool | None, dialled: str
 ) -> None:
     """2 DP x 2 CP x 2 TP: eight ranks, two streams, one port after each range that must stay closed."""
-    base = free_port_block(6)
+    base = free_port_block(9)
     config = json.dumps(
         {
             "publisher": "zmq",
             "endpoint": f"tcp://{host}:{base}",
             "replay_endpoint": f"tcp://{host}:{base + 3}",
+            "load_endpoint": f"tcp://{host}:{base + 6}",
             "topic": "kv",
             "bind": bind,
         }
@@ -128,6 +165,7 @@ def test_every_advertised_endpoint_listens_and_serves_its_rank(
     assert info.keys() == {"kv_events"}
     with ExitStack() as stack:
         publishers = open_engine(stack, config, ranks)
+        gauges = open_load_gauges(stack, config, ranks)
         owners = {p.kv_stream_index: made for p, made in zip(ranks, publishers, strict=True) if p.owns_kv_stream}
         assert [isinstance(made, NullEventPublisher) for made in publishers] == [
             rank not in (0, 4) for rank in range(8)
@@ -136,9 +174,11 @@ def test_every_advertised_endpoint_listens_and_serves_its_rank(
             events_at = f"tcp://{dialled}:{described['endpoint_port_base'] + rank}"
             assert hears(context, events_at, described["topic"], owners[rank]) == rank
             assert replays_to_the_end(context, f"tcp://{dialled}:{described['replay_endpoint_port_base'] + rank}")
-        for closed in (base + 2, base + 5):
+            load_at = f"tcp://{dialled}:{described['load_endpoint_port_base'] + rank}"
+            assert reports_its_load(load_at, gauges[4 * rank]) == rank
+        for closed in (base + 2, base + 5, base + 8):
             assert not listens(dialled.strip("[]"), closed)
-    for port in range(base, base + 6):
+    for port in range(base, base + 9):
         assert not listens(dialled.strip("[]"), port)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -25,25 +25,6 @@ Subscribe = Callable[..., zmq.Socket[bytes]]
 Ask = Callable[..., list[list[bytes]]]
 Connected = Callable[..., int]
 Eventually = Callable[[Callable[[], object]], None]
-
-
-@pytest.fixture
-def opened() -> Iterator[Open]:
-    publishers: list[ZmqEventPublisher] = []
-
-    def open_publisher(**options: object) -> ZmqEventPublisher:
-        settings: dict[str, object] = {
-            "attn_dp_rank": 0,
-            "endpoint": "tcp://127.0.0.1:0",
-            "replay_endpoint": "tcp://127.0.0.1:0",
-            "bind": True,
-        }
-        publishers.append(ZmqEventPublisher(**(settings | options)))  # type: ignore[arg-type]
-        return publishers[-1]
-
-    yield open_publisher
-    for publisher in publishers:
-        publisher.shutdown()
 
 
 def batch(number: int) -> KVEventBatch:

@@ -1,0 +1,33 @@
+"""A subscriber in a process of its own: prints its state and blocks when asked to, one JSON line a request."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from observability.kv_stream.discovery import bare_address
+from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.zmq_subscriber import open_subscriber
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    events, replay = sys.argv[1:3]
+    os.set_blocking(sys.stdin.fileno(), False)
+    with open_subscriber([bare_address(events, replay=replay)], policy=FollowPolicy(probe_interval_s=0.1)) as sub:
+        while True:
+            sub.poll(0.01)
+            asked = sys.stdin.buffer.raw.read(1)  # type: ignore[attr-defined]
+            if asked == b"":
+                return
+            if asked is not None:
+                answer = {"state": sub.stats()[0].state.value, "blocks": sorted(sub.blocks(0))}
+                say(json.dumps(answer))
+
+
+main()

@@ -1,0 +1,152 @@
+"""A million hostile payloads. Property: each is a batch or a DecodeError, and costs no more than its size allows."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from observability.kv_stream.applier import BatchApplier, Outcome
+from observability.kv_stream.listener import NullListener
+from observability.kv_stream.view import BlockView
+from scheduler_components.errors import DecodeError
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES, BatchDecoder, DecodedBatch
+from scheduler_components.kv_events.events import BlockRemoved, BlockStored
+from scheduler_components.kv_events.replay_wire import Kind, Meta, Request, Verb
+from scheduler_components.testing.golden.vectors import batch_vectors, peer_vectors
+
+VECTORS = [vector.payload for vector in (*batch_vectors(), *peer_vectors())]
+INPUTS = 1_000_000
+VIEW_LIVES = 5_000
+# First bytes of every msgpack kind, and numbers at the edges of its lengths.
+KINDS = bytes([0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0), 0xE0, 0xFF])
+NUMBERS = [struct.pack(f">{code}", value) for code, value in (("H", 2**16 - 1), ("I", 2**32 - 1), ("Q", 2**64 - 1))]
+NUMBERS += [struct.pack(">d", value) for value in (float("nan"), float("inf"), -0.0)]
+
+
+def mutate(payload: bytes, draw: random.Random) -> bytes:
+    """Change ``payload`` in one place or three, as a peer with a bug or a grudge would."""
+    data = bytearray(payload)
+    for _ in range(3 if draw.getrandbits(1) else 1):
+        at = draw.getrandbits(16) % (len(data) + 1)
+        how = draw.getrandbits(3)
+        if how < 3:
+            data[at : at + 1] = KINDS[draw.getrandbits(8) % len(KINDS)].to_bytes(1, "big")
+        elif how == 3:
+            data[at : at + 1] = draw.getrandbits(8).to_bytes(1, "big")
+        elif how == 4:
+            del data[at:]
+        elif how == 5:
+            number = NUMBERS[draw.getrandbits(8) % len(NUMBERS)]
+            data[at : at + len(number)] = number
+        elif how == 6:
+            other = VECTORS[draw.getrandbits(16) % len(VECTORS)]
+            data[at:at] = other[draw.getrandbits(8) % len(other) :]
+        else:
+            data[at:at] = data[at : at + draw.getrandbits(6)]
+    return bytes(data)
+
+
+def check_size(batch: DecodedBatch, payload: bytes) -> None:
+    """Every value of a batch takes a byte at least: nothing was made out of a length that lied."""
+    values = len(batch.events) + len(batch.errors)
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            values += len(event.token_ids)
+            assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+        if isinstance(event, BlockStored | BlockRemoved):
+            values += len(event.block_hashes)
+            assert all(-(2**63) <= value < 2**63 for value in event.block_hashes)
+    assert values <= len(payload)
+
+
+@pytest.mark.timeout(300)
+def test_a_million_mutated_payloads_reach_the_view_or_are_refused() -> None:
+    draw = random.Random(20_260)
+    decoder, outcomes, read = BatchDecoder(), dict.fromkeys(Outcome, 0), 0
+
+    class Sizes(NullListener):
+        """Sees every batch that was read."""
+
+        def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+            nonlocal read
+            read += 1
+            check_size(batch, payload)
+
+    for number in range(INPUTS):
+        if number % VIEW_LIVES == 0:
+            view = BlockView()
+            applier = BatchApplier(rank=0, view=view, decoder=decoder, listener=Sizes(), wall_clock=lambda: 0.0)
+        payload = mutate(VECTORS[number % len(VECTORS)], draw)
+        outcomes[applier.apply(number, payload, replayed=False)] += 1
+        assert view.block_count(0) <= VIEW_LIVES * 64
+    assert sum(outcomes.values()) == INPUTS
+    # The fuzzer reaches both sides of every check: neither mostly noise, nor mostly sound.
+    assert min(outcomes.values()) > INPUTS // 200
+    assert read > INPUTS // 20
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: b"\x91" * size,
+        lambda size: b"\x81\xa0" * (size // 2),
+        lambda size: (
+            b"\x93\xcb" + bytes(8) + b"\xdd" + (size - 16).to_bytes(4, "big") + b"\xc0" * (size - 16) + b"\x00"
+        ),
+        lambda size: b"\x93\xcb" + bytes(8) + b"\xdd" + (2**32 - 1).to_bytes(4, "big") + b"\xc0" * (size - 16),
+        lambda size: b"\x93\xcb" + bytes(8) + b"\x91" + b"\x91" * (size - 16) + b"\x00",
+        lambda size: b"\x93\xcb" + bytes(8) + b"\x91\xdc\x00\x02" + b"\xc6" + (2**32 - 1).to_bytes(4, "big"),
+        lambda size: msgspec.msgpack.encode((0.0, [None] * (size // 20), 0)),
+        lambda size: msgspec.msgpack.encode((0.0, [["BlockRemoved", [[]] * (size // 2)]], 0)),
+        lambda size: msgspec.msgpack.encode((0.0, [["BlockStored", [1], None, [0] * (size - 40), size, None]], 0)),
+        lambda size: msgspec.msgpack.encode((0.0, [{"type": "BlockRemoved", "x" * (size - 64): 0}], 0)),
+        lambda size: msgspec.msgpack.encode((0.0, [["y" * (size - 32)]], 0)),
+    ],
+    ids=[
+        "nested arrays",
+        "nested maps",
+        "nil events",
+        "a list that lies",
+        "a nested event",
+        "a lying bin",
+        "many nil events",
+        "hashes of arrays",
+        "a block that is not full",
+        "a long key",
+        "a long tag",
+    ],
+)
+def test_the_largest_payloads_of_bad_kinds_are_refused(make: Callable[[int], bytes]) -> None:
+    payload = make(MAX_PAYLOAD_BYTES)
+    assert len(payload) <= MAX_PAYLOAD_BYTES
+    try:
+        batch = BatchDecoder().decode(payload)
+    except DecodeError as error:
+        assert len(error.reason) < 500
+    else:
+        assert batch.events == ()
+        assert len(batch.errors) == 1
+        assert len(batch.errors[0].reason) < 500
+
+
+def test_mutated_words_of_the_replay_conversation_are_read_or_refused() -> None:
+    draw = random.Random(7)
+    meta = Meta(bytes(8), bytes(16), 3, 9, Kind.BEGIN, True, 5, bytes(8)).encode()
+    request = Request(5, Verb.SYNC, bytes(8), bytes(16)).encode()
+    read = refused = 0
+    for number in range(100_000):
+        try:
+            if number % 2:
+                parsed = Meta.decode(mutate(meta, draw))
+                assert 0 <= parsed.first <= parsed.start <= parsed.next
+            else:
+                assert Request.parse(mutate(request, draw)[:37]).start >= 0
+        except DecodeError:
+            refused += 1
+        else:
+            read += 1
+    assert min(read, refused) > 1_000

@@ -1,0 +1,53 @@
+"""A network that cuts, delays and partitions. Property: when it is over, the view is live and equals the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Start = Callable[..., Any]
+
+
+def test_connections_cut_in_mid_stream(start_publisher: Start, open_proxy: Start, watch: Start) -> None:
+    publisher = start_publisher(buffer_steps=200)
+    events, replay = open_proxy(publisher.endpoint), open_proxy(publisher.replay_endpoint)
+    view = watch(events.address, replay.address)
+    for turn in range(8):
+        publisher.begin("publish", 1_000 * turn, 1_000 * (turn + 1), 200)
+        view.poll_until(lambda turn=turn: 1_000 * turn + 100 in view.subscriber.blocks(0))
+        events.cut()
+        replay.cut()
+        publisher.read()
+    view.converge(set(range(8_000)))
+
+
+def test_a_silent_partition_of_either_channel(start_publisher: Start, open_proxy: Start, watch: Start) -> None:
+    publisher = start_publisher(buffer_steps=200, hwm=100)
+    events, replay = open_proxy(publisher.endpoint), open_proxy(publisher.replay_endpoint)
+    view = watch(events.address, replay.address)
+    done = 0
+    for held in (events, replay, events):
+        publisher.ask("publish", done, done + 500, 2_000)
+        view.converge(set(range(done + 500)))
+        held.hold()
+        publisher.ask("publish", done + 500, done + 2_000, 2_000)
+        for _ in range(10):
+            view.subscriber.poll(0.01)
+        held.go_on()
+        done += 2_000
+        view.converge(set(range(done)))
+
+
+def test_a_cut_while_everything_is_late(start_publisher: Start, open_proxy: Start, watch: Start) -> None:
+    publisher = start_publisher(buffer_steps=100)
+    events, replay = open_proxy(publisher.endpoint), open_proxy(publisher.replay_endpoint)
+    view = watch(events.address, replay.address)
+    publisher.ask("publish", 0, 1_000, 100)
+    view.converge(set(range(1_000)))
+    for proxy in (events, replay):
+        proxy.hold()
+    publisher.ask("publish", 1_000, 3_000, 100)
+    for proxy in (events, replay):
+        proxy.cut()
+        proxy.go_on()
+    view.converge(set(range(3_000)))

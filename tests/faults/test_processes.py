@@ -1,0 +1,156 @@
+"""Publishers and subscribers that die, stop and come back. Property: the view is live and right in the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from scheduler_components.kv_events.zmq_keys import write_key_pair
+
+Start = Callable[..., Any]
+
+
+@pytest.mark.parametrize("seq_base", ["zero", "clock"])
+@pytest.mark.parametrize("second_life", [10, 5_000], ids=["behind", "past the old number"])
+def test_killed_in_mid_stream_and_started_again(
+    start_publisher: Start, open_proxy: Start, watch: Start, seq_base: str, second_life: int
+) -> None:
+    first = start_publisher(seq_base=seq_base)
+    # A port of the system's choice may be somebody else's by the time that a successor wants it.
+    events, replay = open_proxy(first.endpoint), open_proxy(first.replay_endpoint)
+    view = watch(events.address, replay.address)
+    first.ask("publish", 0, 1_000, 10)
+    view.converge(set(range(1_000)))
+    first.begin("publish", 1_000, 10_000_000, 10)
+    view.poll_until(lambda: 1_500 in view.subscriber.blocks(0))
+    first.process.kill()
+    first.process.wait()
+    second = start_publisher(seq_base=seq_base, buffer_steps=100)
+    events.lead_to(second.endpoint)
+    replay.lead_to(second.replay_endpoint)
+    second.ask("publish", -second_life, 0, 10)
+    view.converge(set(range(-second_life, 0)))
+
+
+def test_a_killed_publishers_ipc_path_is_taken_over(start_publisher: Start, watch: Start, tmp_path: Path) -> None:
+    addresses = {"endpoint": f"ipc://{tmp_path}/kv", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    first = start_publisher(**addresses)
+    view = watch(first.endpoint, first.replay_endpoint)
+    first.ask("publish", 0, 10, 10)
+    view.converge(set(range(10)))
+    first.process.kill()
+    first.process.wait()
+    assert (tmp_path / "kv.lock").exists()
+    second = start_publisher(**addresses)
+    second.ask("publish", 100, 110, 10)
+    view.converge(set(range(100, 110)))
+    assert second.exit() == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stopped_subscriber_catches_up_and_holds_up_nobody(start_publisher: Start, start_subscriber: Start) -> None:
+    # The socket's queue and the window are both far smaller than what it misses.
+    publisher = start_publisher(hwm=100, buffer_steps=500)
+    subscriber = start_subscriber(publisher.endpoint, publisher.replay_endpoint)
+    publisher.ask("publish", 0, 100, 1_000)
+    wait_for_blocks(subscriber, list(range(100)))
+    os.kill(subscriber.process.pid, signal.SIGSTOP)
+    publisher.ask("publish", 100, 10_000, 1_000)
+    os.kill(subscriber.process.pid, signal.SIGCONT)
+    wait_for_blocks(subscriber, list(range(10_000)))
+    assert subscriber.exit() == 0
+
+
+def wait_for_blocks(subscriber: Any, blocks: list[int]) -> None:
+    for _ in range(2_000):
+        subscriber.send("?")
+        answer = subscriber.read()
+        if answer["blocks"] == blocks and answer["state"] == "live":
+            return
+    raise AssertionError(f"{len(answer['blocks'])} blocks, {answer['state']}")
+
+
+def test_interpreter_exit_sends_the_tail(start_publisher: Start, stack: ExitStack) -> None:
+    publisher = start_publisher()
+    context = stack.enter_context(zmq.Context())
+    subscriber = stack.enter_context(context.socket(zmq.SUB))
+    subscriber.setsockopt(zmq.RCVHWM, 0)
+    subscriber.setsockopt(zmq.RCVTIMEO, 20_000)
+    subscriber.subscribe(b"")
+    subscriber.connect(publisher.endpoint)
+    while not subscriber.poll(5):
+        publisher.ask("publish", 0, 1, 10)
+    publisher.ask("publish", 1, 5_000, 100)
+    last = publisher.ask("stats")["last_sequence"]
+    assert publisher.exit() == 0
+    while int.from_bytes(subscriber.recv_multipart()[1], "big") != last:
+        pass
+
+
+def test_interpreter_exit_does_not_wait_for_readers_that_never_read(start_publisher: Start, stack: ExitStack) -> None:
+    publisher = start_publisher()
+    context = stack.enter_context(zmq.Context())
+    for kind, endpoint in ((zmq.SUB, publisher.endpoint), (zmq.DEALER, publisher.replay_endpoint)):
+        reader = stack.enter_context(context.socket(kind))
+        reader.setsockopt(zmq.RCVHWM, 1)
+        reader.setsockopt(zmq.LINGER, 0)
+        if kind == zmq.SUB:
+            reader.subscribe(b"")
+        reader.connect(endpoint)
+        if kind == zmq.DEALER:
+            reader.send_multipart([b"", bytes(8)])
+            assert reader.poll(20_000)
+    publisher.ask("publish", 0, 3_000, 10_000)
+    assert publisher.exit() == 0
+
+
+FORKING = """
+import os, sys
+from scheduler_components.errors import ForkedPublisherError
+from scheduler_components.kv_events.events import AllBlocksCleared, KVEventBatch
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+batch = KVEventBatch(1.0, (AllBlocksCleared(),))
+publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True, **eval(sys.argv[1]))
+publisher.SHUTDOWN_TIMEOUT = 3_600.0  # a child that waited for anything would never end
+publisher.publish(batch)
+publisher.idle()
+publisher.publish(batch)
+child = os.fork()
+if child == 0:
+    try:
+        publisher.publish(batch)
+    except ForkedPublisherError:
+        sys.exit(7)  # the ordinary way out: atexit, garbage collection, everything
+    sys.exit(1)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+publisher.publish(batch)
+report = publisher.close(10.0)
+print(code, report.batches_sent, report.batches_dropped)
+"""
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_forked_child_leaves_by_the_ordinary_way_out(guarded: bool, tmp_path: Path) -> None:
+    options: dict[str, str] = {}
+    if guarded:
+        _, secret = write_key_pair(tmp_path / "own", "publisher")
+        client, _ = write_key_pair(tmp_path / "clients", "client")
+        options = {"auth": "required", "secret_key_file": str(secret), "client_keys_dir": str(client.parent)}
+    run = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "ignore:.*multi-threaded:DeprecationWarning", "-c", FORKING, repr(options)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.stdout, run.stderr) == ("7 3 0\n", "")

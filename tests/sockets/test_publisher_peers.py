@@ -1,0 +1,116 @@
+"""Hostile peers of the publisher. Property: they get nothing that they should not, and nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from scheduler_components.kv_events.events import (
+    BlockRemoved,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+Open = Callable[..., ZmqEventPublisher]
+ReadReplay = Callable[[str | None], list[KVCacheEvent]]
+Eventually = Callable[[Callable[[], object]], None]
+OpenSocket = Callable[[int], zmq.Socket[bytes]]
+
+
+def batch(number: int) -> KVEventBatch:
+    return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
+
+
+def test_a_client_that_only_asks_keeps_nobody_from_being_answered(
+    opened: Open, open_socket: OpenSocket, read_replay: ReadReplay
+) -> None:
+    publisher = opened()
+    for number in range(500):
+        publisher.publish(batch(number))
+    greedy = open_socket(zmq.DEALER)
+    greedy.connect(publisher.replay_endpoint or "")
+    stopping = threading.Event()
+
+    def flood() -> None:
+        while not stopping.is_set():
+            if greedy.poll(1, zmq.POLLOUT):
+                greedy.send_multipart([b"", bytes(8)])
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    try:
+        assert len(read_replay(publisher.replay_endpoint)) == 500
+    finally:
+        stopping.set()
+        flooding.join()
+
+
+def raw_connection(endpoint: str | None) -> socket.socket:
+    assert endpoint is not None
+    connection = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+    connection.settimeout(20)
+    return connection
+
+
+def read_to_its_end(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(4096):
+            pass
+
+
+BOGUS_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"BOGUS".ljust(20, b"\0") + bytes(32)
+"""ZMTP 3.0 with a mechanism that nobody knows."""
+
+
+def test_a_bogus_handshake_is_hung_up_on_and_counted(opened: Open, eventually: Eventually) -> None:
+    publisher = opened()
+    for endpoint in (publisher.endpoint, publisher.replay_endpoint):
+        with raw_connection(endpoint) as connection:
+            connection.sendall(BOGUS_GREETING)
+            read_to_its_end(connection)
+    eventually(lambda: publisher.stats().peers_refused == 2)
+    assert publisher.stats().subscribers_seen == 0
+
+
+def test_noise_on_both_ports_disturbs_nobody(opened: Open, read_replay: ReadReplay) -> None:
+    publisher = opened()
+    draw = random.Random(3)
+    for number in range(200):
+        # To libzmq much of this is a peer of ZMTP 1.0, which greets with next to nothing.
+        with raw_connection(publisher.endpoint if number % 2 else publisher.replay_endpoint) as connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET / HTTP/1.1\r\n\r\n" if number % 10 == 0 else draw.randbytes(3_000))
+        publisher.publish(batch(number))
+    assert len(read_replay(publisher.replay_endpoint)) == 200
+
+
+def test_who_says_nothing_is_hung_up_on(opened: Open) -> None:
+    publisher = opened()
+    connections = [raw_connection(publisher.endpoint), raw_connection(publisher.replay_endpoint)]
+    for connection in connections:
+        with connection:
+            read_to_its_end(connection)
+
+
+def test_hostile_requests_get_an_end_marker_or_nothing(
+    opened: Open, open_socket: OpenSocket, read_replay: ReadReplay, eventually: Eventually
+) -> None:
+    publisher = opened()
+    publisher.publish(batch(1))
+    draw = random.Random(5)
+    client = open_socket(zmq.DEALER)
+    client.connect(publisher.replay_endpoint or "")
+    for _ in range(500):
+        client.send_multipart([draw.randbytes(draw.randrange(40)) for _ in range(draw.randrange(1, 5))])
+    eventually(lambda: publisher.stats().replays_refused == 500)
+    large = open_socket(zmq.DEALER)
+    large.connect(publisher.replay_endpoint or "")
+    large.send_multipart([b"", bytes(2_000)])
+    assert not large.poll(50)
+    assert read_replay(publisher.replay_endpoint) == [BlockRemoved((1,))]

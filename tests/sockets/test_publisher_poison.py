@@ -1,0 +1,131 @@
+"""What a scheduler's bug may publish. Property: it costs itself and a counter, and takes no good event along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from scheduler_components.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+Open = Callable[..., ZmqEventPublisher]
+ReadReplay = Callable[[str | None], list[KVCacheEvent]]
+Eventually = Callable[[Callable[[], object]], None]
+OpenSocket = Callable[[int], zmq.Socket[bytes]]
+
+
+def batch(number: int) -> KVEventBatch:
+    return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
+
+
+class Junk:
+    """No batch."""
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        None,
+        Junk(),
+        EventBatch(ts=1.0, events=None),  # type: ignore[arg-type]
+        EventBatch(ts=1.0, events=(None,)),  # type: ignore[arg-type]
+        EventBatch(ts=1.0, events=(BlockStored((1,), None, (1, 2), 3, None),)),
+        EventBatch(ts=1.0, events=(BlockStored((1,), None, (1, "x"), "2", None),)),  # type: ignore[arg-type]
+        EventBatch(ts=1.0, events=(BlockStored((2**64,), None, (1,), 1, None),)),
+        EventBatch(ts=1.0, events=(AllBlocksCleared(),), attn_dp_rank=2**70),
+    ],
+    ids=["none", "object", "no events", "none event", "part of a block", "texts", "65 bits", "rank"],
+)
+@pytest.mark.parametrize("dialect", ["array", "map", "vllm"])
+def test_junk_is_refused_by_count_and_the_stream_goes_on(
+    opened: Open, read_replay: ReadReplay, junk: EventBatch, dialect: str
+) -> None:
+    publisher = opened(dialect=dialect)
+    publisher.publish(junk)
+    publisher.idle()
+    publisher.publish(junk)
+    publisher.publish(batch(1))
+    assert read_replay(publisher.replay_endpoint) == [BlockRemoved((1,))]
+    stats = publisher.stats()
+    assert (stats.events_refused, stats.batches_sent, stats.last_sequence) == (2, 1, 0)
+
+
+@pytest.mark.parametrize("ts", [float("nan"), float("inf"), None, "now", 10**400])
+def test_a_batch_without_a_time_keeps_its_events(opened: Open, read_replay: ReadReplay, ts: float) -> None:
+    publisher = opened()
+    publisher.publish(KVEventBatch(ts, (BlockRemoved((1,)),)))
+    assert read_replay(publisher.replay_endpoint) == [BlockRemoved((1,))]
+
+
+@pytest.mark.parametrize("medium", [5, ["GPU"]])
+def test_an_event_that_no_reader_takes_folds_to_nothing(opened: Open, read_replay: ReadReplay, medium: object) -> None:
+    publisher = opened(buffer_steps=1)
+    publisher.publish(KVEventBatch(1.0, (BlockStored((1,), None, (7,), 1, None, medium=medium),)))  # type: ignore[arg-type]
+    publisher.publish(KVEventBatch(1.0, (BlockStored((2,), None, (7,), 1, None),)))
+    publisher.publish(batch(3))
+    stored = read_replay(publisher.replay_endpoint)
+    assert stored[-2:] == [BlockStored((2,), None, (7,), 1, None), BlockRemoved((3,))]
+
+
+def test_events_too_large_for_a_reader_go_out_in_parts(opened: Open, read_replay: ReadReplay) -> None:
+    publisher = opened()
+    blocks, size = 600, 2048
+    tokens = tuple(range(2**31, 2**31 + blocks * size))
+    keys = tuple((str(number),) for number in range(blocks))
+    publisher.publish(KVEventBatch(1.0, (BlockStored(tuple(range(blocks)), -1, tokens, size, None, extra_keys=keys),)))
+    publisher.publish(KVEventBatch(1.0, (BlockRemoved(tuple(range(2**60, 2**60 + 500_000)), "CPU"),)))
+    events = read_replay(publisher.replay_endpoint)  # which takes no payload above a reader's limit
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    removed = [event for event in events if isinstance(event, BlockRemoved)]
+    assert [value for event in stored for value in event.block_hashes] == list(range(blocks))
+    assert [event.parent_block_hash for event in stored] == [-1, *(event.block_hashes[-1] for event in stored[:-1])]
+    assert tuple(token for event in stored for token in event.token_ids) == tokens
+    assert tuple(key for event in stored for key in event.extra_keys or ()) == keys
+    assert sum(len(event.block_hashes) for event in removed) == 500_000
+    assert {event.medium for event in removed} == {"CPU"}
+
+
+class Republishing(tuple):  # type: ignore[type-arg]
+    """Events during whose encoding the scheduler publishes again, as from a signal handler."""
+
+    __slots__ = ()
+    publish_more: Callable[[], None]
+
+    def __iter__(self) -> Iterator[KVCacheEvent]:
+        type(self).publish_more()
+        return super().__iter__()
+
+
+def test_what_overflows_is_collapsed_and_nothing_is_lost(
+    opened: Open, read_replay: ReadReplay, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = opened(max_queue_size=10)
+    stored = [BlockStored((number,), None, (number,), 1, None) for number in range(100)]
+
+    def publish_more() -> None:
+        Republishing.publish_more = lambda: None
+        for event in stored:
+            publisher.publish(KVEventBatch(1.0, (event,)))
+        publisher.publish(KVEventBatch(1.0, (BlockRemoved((5,)),)))
+
+    Republishing.publish_more = publish_more
+    publisher.publish(EventBatch(1.0, Republishing((BlockRemoved((200,)),))))
+    events = read_replay(publisher.replay_endpoint)
+    held: set[int] = set()
+    for event in events:
+        if isinstance(event, BlockStored):
+            held |= set(event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            held -= set(event.block_hashes)
+    assert held == set(range(100)) - {5}
+    assert (publisher.stats().batches_collapsed, publisher.stats().batches_sent) == (101, 2)
+    assert caplog.text.count("collapsed") == 1

@@ -1,0 +1,142 @@
+"""The asyncio API: an event loop is told of every change, waits without polling, and closes whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from observability.kv_stream.discovery import bare_address
+from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.listener import NullListener
+from observability.kv_stream.stats import StreamPosition
+from observability.kv_stream.zmq_async_subscriber import open_async_subscriber
+from scheduler_components.errors import ConfigError
+from scheduler_components.kv_events.codec import DecodedBatch
+from scheduler_components.kv_events.events import BlockStored, KVEventBatch
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+DEADLINE_S = 20.0
+POLICY = FollowPolicy(probe_interval_s=0.1)
+
+
+@pytest.fixture
+def publisher() -> Iterator[ZmqEventPublisher]:
+    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True)
+    yield publisher
+    publisher.shutdown()
+    assert not [each for each in threading.enumerate() if each is not threading.main_thread()]
+
+
+def publish(publisher: ZmqEventPublisher, *blocks: int) -> None:
+    for block in blocks:
+        event = BlockStored((block,), block - 1 if block else None, (block,), 1, None)
+        publisher.publish(KVEventBatch(ts=time.time(), events=(event,)))
+
+
+def following(publisher: ZmqEventPublisher, **options: Any) -> Any:
+    address = bare_address(publisher.endpoint, replay=publisher.replay_endpoint)
+    return open_async_subscriber([address], policy=POLICY, **options)
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, DEADLINE_S))
+
+
+def test_joins_late_and_follows(publisher: ZmqEventPublisher) -> None:
+    async def story() -> None:
+        publish(publisher, *range(50))
+        async with following(publisher) as sub:
+            assert await sub.wait_until(0, 49, DEADLINE_S)
+            publish(publisher, *range(50, 80))
+            assert await sub.wait_until(0, 79, DEADLINE_S)
+            assert sub.blocks(0) == set(range(80))
+            assert sub.deepest_prefix([0, 1, 2, 99]) == {0: 3}
+            assert sub.ranks_holding(79) == (0,)
+            assert sub.stats()[0].state is StreamState.LIVE
+
+    run(story())
+
+
+def test_changes_are_told_and_merged_for_a_slow_reader(publisher: ZmqEventPublisher) -> None:
+    async def story() -> None:
+        publish(publisher, 0)
+        async with following(publisher) as sub:
+            seen: list[StreamPosition] = []
+            async for position in sub:
+                seen.append(position)
+                if position.state is StreamState.LIVE:
+                    break
+            publish(publisher, *range(1, 200))
+            assert await sub.wait_until(0, 199, DEADLINE_S)
+            async for position in sub:
+                seen.append(position)
+                if position.last_seq == 199:
+                    break
+            assert [each.last_seq for each in seen] == sorted(each.last_seq for each in seen)
+            assert len(seen) < 20
+
+    run(story())
+
+
+def test_a_wait_that_takes_too_long_says_so(publisher: ZmqEventPublisher) -> None:
+    async def story() -> None:
+        async with following(publisher) as sub:
+            assert not await sub.wait_until(0, 5, 0.05)
+            assert await sub.wait_until(0, -1, DEADLINE_S)
+
+    run(story())
+
+
+def test_leaving_ends_those_who_wait(publisher: ZmqEventPublisher) -> None:
+    async def story() -> None:
+        async with following(publisher) as sub:
+            assert await sub.wait_until(0, -1, DEADLINE_S)
+
+            async def read_all() -> int:
+                return len([position async for position in sub])
+
+            readers = [asyncio.create_task(read_all()) for _ in range(3)]
+            waiter = asyncio.create_task(sub.wait_until(0, 5, DEADLINE_S))
+            await asyncio.sleep(0)
+        assert sum(await asyncio.gather(*readers)) >= 1
+        assert not await waiter
+
+    run(story())
+
+
+def test_an_error_in_the_block_closes_too(publisher: ZmqEventPublisher) -> None:
+    async def story() -> None:
+        async with following(publisher):
+            raise KeyError("of the program")
+
+    with pytest.raises(KeyError, match="of the program"):
+        run(story())
+
+
+def test_what_a_listener_raises_reaches_who_waits(publisher: ZmqEventPublisher) -> None:
+    class Failing(NullListener):
+        def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+            raise RuntimeError("the listener fails")
+
+    async def story() -> None:
+        publish(publisher, 0)
+        async with following(publisher, listener=Failing()) as sub:
+            with pytest.raises(RuntimeError, match="the listener fails"):
+                await sub.wait_until(0, 0, DEADLINE_S)
+
+    run(story())
+
+
+def test_a_mistake_is_told_where_it_is_made() -> None:
+    async def story() -> None:
+        async with open_async_subscriber([]):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="number of streams"):
+        run(story())

@@ -1,0 +1,247 @@
+"""The delivery contract over real sockets, against the kit's publisher, with a proxy on the live channel that does harm.
+
+Property: whatever is lost, cut or swapped on the way, the view becomes the publisher's state, and is never live before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from observability.kv_stream.discovery import StreamAddress, bare_address
+from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.stats import StreamStats
+from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events.zmq_access import ClientKeys
+from scheduler_components.kv_events.zmq_keys import write_key_pair
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+DEADLINE_S = 20.0
+POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
+LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
+
+Frames = list[bytes]
+
+
+class LiveProxy:
+    """Stands between a publisher and one subscriber; ``harm`` says what becomes of each message."""
+
+    def __init__(self, upstream: str) -> None:
+        self.harm: Callable[[Frames], Frames | None] = lambda frames: frames
+        self.context = zmq.Context()
+        self.sub, self.pub = self.context.socket(zmq.SUB), self.context.socket(zmq.PUB)
+        self.sub.subscribe(b"")
+        self.sub.setsockopt(zmq.RECONNECT_IVL, 10)
+        self.sub.connect(upstream)
+        self.pub.bind("tcp://127.0.0.1:*")
+
+    @property
+    def endpoint(self) -> str:
+        return self.pub.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def pump(self) -> int:
+        """Hand on what has come; how many messages that was."""
+        num_messages = 0
+        while self.sub.poll(0):
+            num_messages += 1
+            frames = self.harm(self.sub.recv_multipart())
+            if frames is not None:
+                self.pub.send_multipart(frames)
+        return num_messages
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+class Bench:
+    """A publisher, the proxy, and a subscriber that reads live batches through it and replays directly."""
+
+    def __init__(self, stack: ExitStack, **options: object) -> None:
+        self.stack, self.options = stack, LOOPBACK | options
+        self.held: set[int] = set()
+        self.publisher = self.open_publisher()
+        self.proxy = LiveProxy(self.publisher.endpoint)
+        stack.callback(self.proxy.close)
+        address = bare_address(self.proxy.endpoint, replay=self.publisher.replay_endpoint)
+        self.sub = stack.enter_context(open_subscriber([address], policy=POLICY))
+
+    def open_publisher(self) -> ZmqEventPublisher:
+        publisher = ZmqEventPublisher(0, **self.options)  # type: ignore[arg-type]
+        self.stack.callback(publisher.shutdown)
+        return publisher
+
+    def restart(self) -> None:
+        """The next life of the publisher, at the same addresses; the proxy keeps the subscriber's connection up."""
+        self.publisher.close(1.0)
+        self.options |= {"endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint}
+        self.publisher = self.open_publisher()
+        self.held = set()
+
+    def publish(self, *events: KVCacheEvent) -> None:
+        for event in events:
+            self.held = self.held | set(event.block_hashes) if isinstance(event, BlockStored) else set()
+            self.publisher.publish(KVEventBatch(ts=time.time(), events=(event,)))
+
+    @property
+    def stats(self) -> StreamStats:
+        return self.sub.stats()[0]
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, self.stats
+            self.proxy.pump()
+            self.sub.poll(0.005)
+            wrong = self.stats.state is StreamState.LIVE and self.is_current and self.sub.blocks(0) != self.held
+            assert not wrong, self.stats
+
+    @property
+    def is_current(self) -> bool:
+        return self.stats.is_extended and self.stats.last_seq == self.publisher.stats().last_sequence
+
+    def until_converged(self) -> None:
+        self.until(lambda: self.is_current and self.stats.state is StreamState.LIVE)
+        assert self.sub.blocks(0) == self.held
+
+    def until_heard(self) -> None:
+        """Publish until a batch came through proxy and subscriber: before, PUB sends nothing."""
+        self.until_converged()
+        while self.stats.lag_s is None:
+            self.publish(stored(len(self.held)))
+            self.until_converged()
+
+
+def stored(*hashes: int) -> BlockStored:
+    return BlockStored(hashes, None, tuple(range(len(hashes))), 1, None)
+
+
+def is_dropped(frames: Frames) -> Frames | None:
+    return None
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_a_dropped_last_clear_is_found_by_the_probe(stack: ExitStack) -> None:
+    bench = Bench(stack)
+    bench.publish(*(stored(block) for block in range(100)))
+    bench.until_heard()
+    bench.proxy.harm = is_dropped
+    bench.publish(AllBlocksCleared())
+    bench.until_converged()
+    assert bench.sub.blocks(0) == frozenset()
+    assert bench.stats.snapshots == 1
+
+
+def test_what_a_proxy_drops_is_recovered_in_parts(stack: ExitStack) -> None:
+    bench = Bench(stack)
+    bench.until_heard()
+    num_seen = 0
+
+    def drop_two_of_three(frames: Frames) -> Frames | None:
+        nonlocal num_seen
+        num_seen += 1
+        return frames if num_seen % 3 == 0 else None
+
+    bench.proxy.harm = drop_two_of_three
+    for block in range(1_000, 1_300):
+        bench.publish(stored(block))
+        bench.proxy.pump()
+        bench.sub.poll(0)
+    bench.until_converged()
+    assert (bench.stats.snapshots, bench.stats.splices, bench.stats.losses) == (1, 0, 0)
+    assert bench.stats.recovered > 0
+
+
+def test_a_payload_changed_on_the_way_is_found_by_its_digest(stack: ExitStack) -> None:
+    bench = Bench(stack)
+    bench.until_heard()
+    bench.publish(stored(50))
+    other = ZmqEventPublisher(0, **LOOPBACK)  # type: ignore[arg-type]
+    stack.callback(other.shutdown)
+    junk = [b"\xc1", b"", b"\x93\xcb", bytes(40)]
+    bench.proxy.harm = lambda frames: [*frames[:2], junk.pop()] if junk else frames
+    bench.publish(stored(51), stored(52), stored(53), stored(54))
+    bench.until(lambda: bench.stats.splices)
+    bench.until_converged()
+    assert bench.stats.decode_errors > 0
+
+
+@pytest.mark.parametrize("second_life", [1, 50, 300])
+@pytest.mark.parametrize("seq_base", ["zero", "clock"])
+def test_a_restart_behind_a_proxy_leaves_no_stale_block(stack: ExitStack, seq_base: str, second_life: int) -> None:
+    bench = Bench(stack, seq_base=seq_base)
+    bench.publish(*(stored(block) for block in range(100)))
+    bench.until_heard()
+    bench.restart()
+    bench.publish(*(stored(10_000 + block) for block in range(second_life)))
+    bench.until(lambda: bench.stats.restarts and bench.is_current and bench.stats.state is StreamState.LIVE)
+    assert bench.sub.blocks(0) == bench.held
+    assert bench.stats.disconnects == 0
+
+
+def test_all_that_left_the_window_is_there(stack: ExitStack) -> None:
+    bench = Bench(stack, buffer_steps=100)
+    bench.publish(*(stored(block) for block in range(1_000)))
+    bench.until_converged()
+    assert bench.sub.blocks(0) == set(range(1_000))
+
+
+def test_a_snapshot_of_many_blocks_comes_in_chunks(stack: ExitStack) -> None:
+    bench = Bench(stack, buffer_steps=1)
+    for first in range(0, 40_000, 100):
+        bench.publish(stored(*range(first, first + 100)))
+    bench.until_converged()
+    assert len(bench.sub.blocks(0)) == 40_000
+    assert bench.stats.snapshots == 1
+
+
+def test_a_reconnect_fetches_no_more_than_what_is_missing(stack: ExitStack) -> None:
+    bench = Bench(stack)
+    bench.publish(*(stored(block) for block in range(500)))
+    bench.until_heard()
+    before, endpoint = bench.stats.recovered, bench.proxy.endpoint
+    bench.proxy.pub.unbind(endpoint)
+    bench.proxy.pub.close(linger=0)
+    bench.until(lambda: bench.stats.state is StreamState.CONNECTING)
+    bench.publish(stored(1_000), stored(1_001))
+    bench.proxy.pump = lambda: 0  # type: ignore[method-assign]
+    pub = bench.proxy.context.socket(zmq.PUB)
+    pub.bind(endpoint)
+    bench.until_converged()
+    assert (bench.stats.recovered - before, bench.stats.snapshots, bench.stats.disconnects) == (2, 1, 1)
+
+
+def test_keys_open_a_guarded_stream_and_nothing_else_does(stack: ExitStack, tmp_path: Path) -> None:
+    publisher_key, secret = write_key_pair(tmp_path / "own", "publisher")
+    client_key, client_secret = write_key_pair(tmp_path / "clients", "client")
+    guard = {"auth": "required", "secret_key_file": str(secret), "client_keys_dir": str(client_key.parent)}
+    publisher = ZmqEventPublisher(0, **LOOPBACK, **guard)  # type: ignore[arg-type]
+    stack.callback(publisher.shutdown)
+    publisher.publish(KVEventBatch(ts=time.time(), events=(stored(1, 2, 3),)))
+    address = bare_address(publisher.endpoint, replay=publisher.replay_endpoint)
+    keys = ClientKeys.read(str(client_secret), str(publisher_key))
+    sub = stack.enter_context(open_subscriber([address], policy=POLICY, keys=keys))
+    assert sub.wait_until(0, 0, DEADLINE_S)
+    assert (sub.blocks(0), sub.stats()[0].state) == ({1, 2, 3}, StreamState.LIVE)
+    assert not reads_anything(stack, address)
+
+
+def reads_anything(stack: ExitStack, address: StreamAddress) -> bool:
+    policy = FollowPolicy(answer_timeout_s=0.1, retry_min_s=0.02, probe_interval_s=0.1, dead_after_s=0.5)
+    sub: Subscriber = stack.enter_context(open_subscriber([address], policy=policy))
+    deadline_s = time.monotonic() + DEADLINE_S
+    while sub.stats()[0].state is not StreamState.DEAD:
+        assert time.monotonic() < deadline_s, sub.stats()
+        sub.poll(0.05)
+    return sub.stats()[0].batches > 0
