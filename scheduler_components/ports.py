@@ -2,7 +2,8 @@
 
 Sources are read, sinks are written; each has at most five members, and a component asks for the smallest that
 will do. Sources are read late: a scheduler that rebinds ``self.running`` needs no lambda. Any object that has the
-members fits; nothing here is ever inherited from.
+members fits; nothing here is ever inherited from. What results and outputs ask of requests: ``request_ports``;
+what a hierarchical cache asks of a rank's memory and I/O: ``tier_ports``.
 """
 
 from __future__ import annotations

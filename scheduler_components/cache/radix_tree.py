@@ -35,10 +35,14 @@ class RadixNode:
         key: the bytes under which the parent finds this node.
         tokens: packed tokens of the run.
         num_pages: pages in the run.
-        pages: device page indices, one a page.
+        pages: device page indices, one a page; empty where the run is not on the device (hierarchical cache only).
+        host_pages: host page indices, one a page; empty where the run is not on the host.
+        is_stored: the storage tier is known to hold every page of the run.
         digests: 32 bytes a page; empty in a tree that does not hash.
         namespace: of the whole prefix.
-        lock_count: requests that hold this node or a node below it.
+        lock_count: holders of this node's device pages, or of those of a node below it.
+        host_lock_count: the same for host pages.
+        is_writing, is_backing_up: copies to the host, and to storage, are under way.
     """
 
     parent: RadixNode | None = None
@@ -49,6 +53,11 @@ class RadixNode:
     digests: bytearray = field(default_factory=bytearray)
     namespace: PrefixNamespace = PLAIN_NAMESPACE
     lock_count: int = 0
+    host_pages: array[int] = field(default_factory=_no_pages)
+    host_lock_count: int = 0
+    is_stored: bool = False
+    is_writing: bool = False
+    is_backing_up: bool = False
     children: dict[bytes, RadixNode] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -114,13 +123,16 @@ class RadixTree:
         return same
 
     def append(self, parent: RadixNode, packed: bytes, pages: array[int], namespace: PrefixNamespace) -> RadixNode:
-        """Hang a new run of whole pages below ``parent``, which must have no child that begins with its first page."""
+        """Hang a new run of whole pages below ``parent``, which must have no child that begins with its first page.
+
+        ``pages`` is empty for a run that is not on the device.
+        """
         seed = namespace.seed() if parent is self.root else b""
         node = RadixNode(
             parent=parent,
             key=seed + packed[: self.page_bytes],
             tokens=bytearray(packed),
-            num_pages=len(pages),
+            num_pages=len(packed) // self.page_bytes,
             pages=pages,
             namespace=namespace,
         )
@@ -146,10 +158,18 @@ class RadixTree:
             digests=node.digests,
             namespace=node.namespace,
             lock_count=node.lock_count,
+            host_pages=node.host_pages,
+            host_lock_count=node.host_lock_count,
+            is_stored=node.is_stored,
+            is_writing=node.is_writing,
+            is_backing_up=node.is_backing_up,
         )
         node.tokens = _take_tail(upper.tokens, cut * self.page_bytes)
+        # A tier that the run is not on has an empty array, and so have both parts.
         node.pages = upper.pages[cut:]
         del upper.pages[cut:]
+        node.host_pages = upper.host_pages[cut:]
+        del upper.host_pages[cut:]
         node.digests = _take_tail(upper.digests, cut * DIGEST_BYTES)
         node.num_pages -= cut
         node.key = bytes(node.tokens[: self.page_bytes])
@@ -224,14 +244,19 @@ class RadixTree:
             yield "its key is not its first page"
         if not len(node.tokens) == node.num_pages * self.page_bytes > 0:
             yield f"{len(node.tokens)} token bytes, {node.num_pages} pages of {self.page_bytes}"
-        if len(node.pages) != node.num_pages:
+        if len(node.pages) != node.num_pages and (node.pages or not node.host_pages):
             yield f"{len(node.pages)} page indices, {node.num_pages} pages"
+        if len(node.host_pages) not in (0, node.num_pages):
+            yield f"{len(node.host_pages)} host page indices, {node.num_pages} pages"
         prior = seed or bytes(parent.digests[-DIGEST_BYTES:])
         if node.digests != (page_digests(node.tokens, self.page_size, prior) if self.hashed else b""):
             yield "its digests do not follow from its parent's and its tokens"
         locked_below = sum(child.lock_count for child in node.children.values())
         if node.lock_count < locked_below:
             yield f"{node.lock_count} locks, its children {locked_below}"
+        locked_below = sum(child.host_lock_count for child in node.children.values())
+        if node.host_lock_count < locked_below:
+            yield f"{node.host_lock_count} host locks, its children {locked_below}"
 
 
 def _take_tail(run: bytearray, start: int) -> bytearray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from scheduler_components.cache.block_hash import DIGEST_BYTES, block_hashes_of, unpack_tokens
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
@@ -13,6 +13,10 @@ __all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder"]
 MAX_EVENT_TOKENS = 65_536
 """Tokens in one BlockStored (and hashes in one BlockRemoved); longer runs take several. At most 5 bytes a token on the
 wire keeps one event far below the 4 MiB that readers take."""
+
+
+def _on_device(_: RadixNode) -> tuple[str | None, ...]:
+    return (None,)
 
 
 class NullEventRecorder:
@@ -47,11 +51,13 @@ class EventRecorder:
     Args:
         tree: a hashed tree, whose content a collapse tells anew.
         max_pending_blocks: stored and removed blocks to keep.
+        media_of: the media that a node of the tree is on, for a collapse; the device alone by default.
     """
 
     __slots__ = (
         "_collapsed",
         "_events",
+        "_media_of",
         "_pending_blocks",
         "_removed",
         "_removed_medium",
@@ -60,8 +66,14 @@ class EventRecorder:
         "num_collapses",
     )
 
-    def __init__(self, tree: RadixTree, max_pending_blocks: int) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        max_pending_blocks: int,
+        media_of: Callable[[RadixNode], tuple[str | None, ...]] = _on_device,
+    ) -> None:
         self._tree = tree
+        self._media_of = media_of
         self.max_pending_blocks = max_pending_blocks
         self.num_collapses = 0
         self._events: list[KVCacheEvent] = []
@@ -94,7 +106,8 @@ class EventRecorder:
         if self._collapsed:
             self.cleared()
             for node in self._tree.walk():
-                self._events.extend(self._stored_events(node, None))
+                for medium in self._media_of(node):
+                    self._events.extend(self._stored_events(node, medium))
         self._flush_removed()
         events = tuple(self._events)
         self._reset()

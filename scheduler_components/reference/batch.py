@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from scheduler_components.reference.request import FinishReason, Request
+from scheduler_components.reference.request import Request
 
-__all__ = ["RequestOutput", "ScheduledBatch", "ScheduledWork", "StepResult"]
+__all__ = ["ScheduledBatch", "ScheduledWork", "StepResult"]
 
 
 class ScheduledWork(msgspec.Struct, frozen=True):
@@ -46,40 +46,19 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     num_retracted: int = 0
 
 
-class RequestOutput(msgspec.Struct, frozen=True, gc=False):
-    """News of one request in one step.
-
-    Attributes:
-        rid: whose news it is.
-        token_ids: tokens generated in this step; empty for an abort.
-        finish_reason: None while the request goes on.
-        num_prompt_tokens, num_output_tokens: totals so far.
-        num_cached_tokens: prompt tokens that the prefix cache covered at the first admission.
-        num_retractions: how often the request lost its pages.
-    """
-
-    rid: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_retractions: int = 0
-
-
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """What one ``Scheduler.step`` did.
 
     Attributes:
         step: number of the step, from 1.
-        outputs: news of requests, aborted ones first, then in order of arrival.
+        num_news: requests that got tokens or ended; the tokens themselves go to the scheduler's output sink.
         num_prefill_tokens, num_decode_tokens: positions computed, by kind.
         num_admitted, num_retracted: requests that began and lost their residence.
         digest: ``Scheduler.state_digest`` after the step.
     """
 
     step: int
-    outputs: tuple[RequestOutput, ...]
+    num_news: int
     num_prefill_tokens: int
     num_decode_tokens: int
     num_admitted: int

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
-from scheduler_components.metrics.rolling import RateMeter
 from scheduler_components.reference.batch import ScheduledBatch, ScheduledWork
+from scheduler_components.reference.cache_tiers import NO_TIERS, CacheTiers
 from scheduler_components.reference.policy import (
     NewTokenRatio,
     SchedulerConfig,
@@ -16,10 +17,12 @@ from scheduler_components.reference.policy import (
 )
 from scheduler_components.reference.queues import RequestQueues
 from scheduler_components.reference.request import Request
+from scheduler_components.reference.request_book import RequestBook
 from scheduler_components.reference.request_pages import RequestPages
-from scheduler_components.reference.totals import RunningTotals
 
 __all__ = ["Batcher"]
+
+_LOOK_AHEAD = 3  # requests behind the next one whose pages are brought closer already
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,15 +36,16 @@ class Batcher:
         config: budgets.
         queues: requests move between waiting and running here.
         pages: where their pages come from.
-        totals, rates: admitted prompts and retractions are counted here; nothing is decided by them.
+        book: admissions and retractions are counted and timed here; nothing is decided by it.
+        tiers: what of a waiting request's prefix is brought closer there.
         new_token_ratio: share of possible output that an admission reserves now.
     """
 
     config: SchedulerConfig
     queues: RequestQueues
     pages: RequestPages
-    totals: RunningTotals
-    rates: RateMeter
+    book: RequestBook
+    tiers: CacheTiers = NO_TIERS
     new_token_ratio: NewTokenRatio = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +102,7 @@ class Batcher:
         self.pages.release(request)
         request.num_retractions += 1
         self.queues.put_back(request)
-        self.totals.num_retractions += 1
+        self.book.retracted(request)
 
     def _admit_waiting(self, works: list[ScheduledWork]) -> int:
         """Let waiting requests in, first come first served, until one does not fit; return how many came in."""
@@ -111,7 +115,7 @@ class Batcher:
         num_admitted = 0
         while budget_tokens > 0 and queues.waiting and len(queues.running) < config.max_running_requests:
             request = queues.waiting[0]
-            if not self._try_admit(request, reserved_pages):
+            if not self._is_ready(request, is_next=True) or not self._try_admit(request, reserved_pages):
                 break
             num_admitted += 1
             work = _work(request, self._num_tokens_now(request, budget_tokens))
@@ -120,7 +124,13 @@ class Batcher:
             works.append(work)
             budget_tokens -= work.num_tokens
             reserved_pages += pages_to_come([request], page_size=config.page_size, new_token_ratio=ratio)
+        for request in islice(queues.waiting, 1, 1 + _LOOK_AHEAD):
+            self._is_ready(request, is_next=False)
         return num_admitted
+
+    def _is_ready(self, request: Request, *, is_next: bool) -> bool:
+        """Say whether no pages are on their way that a request should wait for; it begins to bring them closer."""
+        return self.tiers.is_ready(request.rid, request.token_ids[:-1], is_next=is_next)
 
     def _try_admit(self, request: Request, reserved_pages: int) -> bool:
         """Hold the cached prefix of a request and start it, unless the pool cannot promise the pages it lacks."""
@@ -136,11 +146,14 @@ class Batcher:
             return False
         request.prefill_end = request.num_input_tokens
         self.queues.admit(request)
-        if not request.num_retractions:
+        if request.num_retractions:
+            self.tiers.forget(request.rid)
+        else:
+            self.tiers.admitted(
+                request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
+            )
             request.num_cached_prompt_tokens = request.num_cached_tokens
-            self.totals.prompt_tokens += request.num_prompt_tokens
-            self.totals.cached_tokens += request.num_cached_tokens
-            self.rates.observe_prefill(request.num_prompt_tokens, request.num_cached_tokens)
+        self.book.admitted(request)
         return True
 
 

@@ -1,51 +1,64 @@
 """Which data-parallel replica gets the next request: pure, no sockets, no clock.
 
-A replica's load is what it last reported (running and waiting tokens) plus what was sent to it since. A report says how
-many submissions its leader had taken in, so that nothing is counted twice and nothing in flight is forgotten.
+A replica's load is what it last reported (running and waiting tokens) plus what was sent to it and no report counts
+yet, which its ``DispatchLedger`` knows.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from scheduler_components.load.dispatch_ledger import DispatchLedger
 from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.reference.messages import FRONT
 
-__all__ = ["LoadDispatcher", "ReplicaLoad"]
+__all__ = ["LoadDispatcher", "Placement", "ReplicaLoad"]
 
 _KEPT_CONVERSATIONS = 65_536
 
 
+class Placement(NamedTuple):
+    """Where a request goes: the replica, and the ticket under which its load reports will count it."""
+
+    replica: int
+    ticket: int
+
+
 @dataclass(slots=True, kw_only=True)
 class ReplicaLoad:
-    """What the dispatcher knows of one replica."""
+    """What the dispatcher knows of one replica.
 
+    Attributes:
+        ledger: what was sent and no report counts yet.
+        snapshot: the newest report.
+        last_ticket: of the last request sent; also how many were.
+    """
+
+    ledger: DispatchLedger = field(default_factory=lambda: DispatchLedger(dispatcher=FRONT))
     snapshot: LoadSnapshot = field(default_factory=LoadSnapshot)
-    submissions: int = 0
-    unreported_tokens: int = 0
-    _unreported: deque[int] = field(default_factory=deque)
+    last_ticket: int = 0
 
     @property
     def is_covered(self) -> bool:
-        """The last report was made after every submission had come in."""
-        return not self._unreported
+        """The last report was made after every request had come in."""
+        return not self.ledger.unreported_requests
 
     @property
     def total_tokens(self) -> int:
-        return self.snapshot.num_total_tokens + self.unreported_tokens
+        return self.snapshot.num_total_tokens + self.ledger.unreported_tokens
 
-    def submitted(self, num_tokens: int) -> None:
-        self.submissions += 1
-        self.unreported_tokens += num_tokens
-        self._unreported.append(num_tokens)
+    def dispatched(self, num_tokens: int) -> int:
+        """Note a request that is about to be sent; returns its ticket."""
+        self.last_ticket = self.ledger.dispatched(num_tokens)
+        return self.last_ticket
 
-    def reported(self, snapshot: LoadSnapshot, submissions_seen: int) -> None:
+    def reported(self, snapshot: LoadSnapshot) -> None:
         """Take in a report; one that is older than the last is dropped."""
-        if snapshot.sequence <= self.snapshot.sequence:
-            return
-        self.snapshot = snapshot
-        while len(self._unreported) > self.submissions - submissions_seen:
-            self.unreported_tokens -= self._unreported.popleft()
+        if snapshot.sequence > self.snapshot.sequence:
+            self.snapshot = snapshot
+            self.ledger.reported(snapshot.dispatched_watermarks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +76,7 @@ class LoadDispatcher:
     affinity_tokens: int = 0
     _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
-    def choose(self, num_tokens: int, conversation: str | None = None) -> int:
+    def dispatch(self, num_tokens: int, conversation: str | None = None) -> Placement:
         """Pick a replica for a request of ``num_tokens`` input tokens and count it there."""
         chosen = min(range(len(self.replicas)), key=self._order)
         if conversation is not None and self.affinity_tokens:
@@ -71,13 +84,12 @@ class LoadDispatcher:
             extra_tokens = self.replicas[home].total_tokens - self.replicas[chosen].total_tokens
             chosen = home if extra_tokens <= self.affinity_tokens else chosen
             self._remember(conversation, chosen)
-        self.replicas[chosen].submitted(num_tokens)
-        return chosen
+        return Placement(chosen, self.replicas[chosen].dispatched(num_tokens))
 
     def _order(self, index: int) -> tuple[int, int]:
         """Load first; among equals, such as idle replicas, the one that was given the fewest requests."""
         replica = self.replicas[index]
-        return replica.total_tokens, replica.submissions
+        return replica.total_tokens, replica.last_ticket
 
     def _remember(self, conversation: str, replica: int) -> None:
         self._homes[conversation] = replica

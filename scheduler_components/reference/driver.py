@@ -15,7 +15,13 @@ import httpx
 import msgspec
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.reference.front import Front, GenerateRequest, RequestRefusedError
+from scheduler_components.reference.front import (
+    Front,
+    GenerateRequest,
+    RequestFailedError,
+    RequestRefusedError,
+    TooBusyError,
+)
 from scheduler_components.reference.request import SamplingLimits
 from scheduler_components.reference.tally import Tally
 from scheduler_components.reference.trace import TraceRequest, prompt_tokens
@@ -140,8 +146,8 @@ class TraceDriver:
         speed: divides the trace's time.
         tally: what became of the requests.
         clock: monotonic seconds.
-        max_late_s: how far sending has fallen behind the trace at worst, in real seconds: the sign that the
-            engine, or this machine, is slower than ``speed`` asks.
+        max_late_s: how far sending has fallen behind the trace at worst, in real seconds, because so many requests were
+            open: the engine is slower than the trace asks.
     """
 
     front: Front
@@ -182,14 +188,17 @@ class TraceDriver:
         wanted = GenerateRequest(input_ids=prompt_tokens(request), limits=limits, conversation=request.conversation)
         try:
             async with self.front.open_request(wanted) as news:
-                async for output in news:
-                    if output.num_output_tokens == 1:
+                async for delta in news:
+                    if not delta.start:
                         tally.first_token_s.append(self.clock() - sent_s)
         except RequestRefusedError as error:
             tally.refused.add(f"request {request.index}: {error}")
             return
+        except (TooBusyError, RequestFailedError) as error:  # too busy: other clients have taken all places
+            tally.failed.add(f"request {request.index}: {error}")
+            return
         tally.finish(
-            prompt_tokens=output.num_prompt_tokens,
-            cached_tokens=output.num_cached_tokens,
-            output_tokens=output.num_output_tokens,
+            prompt_tokens=delta.output.num_prompt_tokens,
+            cached_tokens=delta.output.num_cached_tokens,
+            output_tokens=delta.num_output_tokens,
         )

@@ -6,14 +6,14 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import zmq
 import zmq.asyncio
 
-from scheduler_components.errors import DecodeError, StartError
+from scheduler_components.errors import StartError
 from scheduler_components.metrics.stats import KvMetrics
 from scheduler_components.metrics.zmq_kv_metrics_sink import ZmqKvMetricsReceiver, open_zmq_kv_metrics_receiver
 from scheduler_components.ports import MetricsSink
@@ -22,6 +22,7 @@ from scheduler_components.reference.engine_config import EngineConfig, RankConfi
 from scheduler_components.reference.front import EngineFailedError, Front
 from scheduler_components.reference.launcher import RankExit, RankProcess, open_ranks
 from scheduler_components.reference.messages import CacheDump, decode_report
+from scheduler_components.reference.outputs import MAX_QUEUED_BATCHES, decode_outputs
 
 __all__ = ["Engine", "open_engine"]
 
@@ -59,8 +60,8 @@ class Engine:
         failed = asyncio.ensure_future(self.front.board.failed.wait())
         try:
             await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
-            if self.front.failure is not None:
-                raise self.front.failure
+            if self.front.board.failure is not None:
+                raise self.front.board.failure
             return task.result()
         finally:
             task.cancel()
@@ -68,8 +69,12 @@ class Engine:
             await asyncio.gather(task, failed, return_exceptions=True)
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request is anywhere and every replica has said so."""
-        await self.front.board.wait_until(lambda: self.front.is_idle)
+        """Wait until no request is anywhere and every replica has said so.
+
+        Raises:
+            EngineFailedError: requests were still open after 30 seconds.
+        """
+        await self._expect(lambda: self.front.is_idle, "the engine did not become idle; is somebody else using it?")
 
     async def dump_caches(self) -> dict[int, CacheDump]:
         """Every rank's blocks by tp_rank; all ranks of a replica answer at the same step.
@@ -84,12 +89,15 @@ class Engine:
         def all_answered() -> bool:
             return sum(dump.dump_id == dump_id for dump in dumps.values()) == self.config.world_size
 
+        await self._expect(all_answered, "not all ranks dumped their caches")
+        return dict(dumps)
+
+    async def _expect(self, condition: Callable[[], bool], complaint: str) -> None:
         try:
             async with asyncio.timeout(_ANSWER_DEADLINE_S):
-                await self.front.board.wait_until(all_answered)
+                await self.front.board.wait_until(condition)
         except TimeoutError:
-            raise EngineFailedError(f"not all ranks dumped their caches within {_ANSWER_DEADLINE_S} s") from None
-        return dict(dumps)
+            raise EngineFailedError(f"{complaint} ({_ANSWER_DEADLINE_S} s)") from None
 
 
 @asynccontextmanager
@@ -115,7 +123,9 @@ async def open_engine(
         incoming, outgoing = zmq.asyncio.Context(), zmq.Context[zmq.Socket[bytes]]()
         opened.callback(incoming.destroy, linger=0)
         opened.callback(outgoing.destroy, linger=0)
-        reports = _bind_reports(incoming, sockets)
+        # Reports are bounded by open requests: ranks must never wait for the front with them.
+        reports = _bind_pull(incoming, sockets.reports, high_water_mark=0)
+        outputs = _bind_pull(incoming, sockets.outputs, high_water_mark=MAX_QUEUED_BATCHES)
         receiver = open_zmq_kv_metrics_receiver(sockets.kv_metrics)
         opened.callback(receiver.close)
         front = Front(
@@ -129,8 +139,9 @@ async def open_engine(
         ranks, first_exit = await opened.enter_async_context(open_ranks(rank_configs, show=show))
         engine = Engine(config=config, front=front, ranks=ranks)
         first_exit.add_done_callback(lambda exited: _note_failure(front, exited))
-        await opened.enter_async_context(_running(_listen(reports, front)))
-        await opened.enter_async_context(_running(_collect_kv_metrics(receiver, engine.kv_metrics)))
+        await opened.enter_async_context(_running(_listen(reports, front), front))
+        await opened.enter_async_context(_running(_take_outputs(outputs, front), front))
+        await opened.enter_async_context(_running(_collect_kv_metrics(receiver, engine.kv_metrics), front))
         await _wait_for_ranks(engine)
         yield engine
 
@@ -151,25 +162,32 @@ def _note_failure(front: Front, exited: asyncio.Future[RankExit]) -> None:
 
 
 @asynccontextmanager
-async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run ``work`` in the background until the block is left."""
+async def _running(work: Coroutine[None, None, None], front: Front) -> AsyncIterator[None]:
+    """Run ``work`` in the background until the block is left; should it end before, the engine has failed."""
+
+    def note_end(ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled():
+            front.fail(EngineFailedError(f"the front's own work ended: {ended.exception()!r}"))
+
     task = asyncio.create_task(work)
+    task.add_done_callback(note_end)
     try:
         yield
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _listen(reports: zmq.asyncio.Socket, front: Front) -> None:
-    """Hand every report to the front."""
+    """Hand every report to the front. One that cannot be read ends it: a rank is of another version."""
     while True:
-        frame = await reports.recv()
-        try:
-            front.receive(decode_report(frame))
-        except DecodeError as error:
-            front.fail(EngineFailedError(f"a rank does not speak this version's messages: {error}"))
+        front.receive(decode_report(await reports.recv()))
+
+
+async def _take_outputs(outputs: zmq.asyncio.Socket, front: Front) -> None:
+    """Hand every batch of outputs to the front, as with reports."""
+    while True:
+        front.take_outputs(decode_outputs(await outputs.recv()))
 
 
 async def _collect_kv_metrics(receiver: ZmqKvMetricsReceiver, newest: dict[int, KvMetrics]) -> None:
@@ -179,14 +197,14 @@ async def _collect_kv_metrics(receiver: ZmqKvMetricsReceiver, newest: dict[int, 
         await asyncio.sleep(_KV_METRICS_EVERY_S)
 
 
-def _bind_reports(context: zmq.asyncio.Context, sockets: SocketPaths) -> zmq.asyncio.Socket:
+def _bind_pull(context: zmq.asyncio.Context, address: str, *, high_water_mark: int) -> zmq.asyncio.Socket:
     socket = context.socket(zmq.PULL)
-    socket.rcvhwm = 0  # bounded by open requests: ranks must never wait for the front
+    socket.rcvhwm = high_water_mark
     try:
-        socket.bind(sockets.reports)
+        socket.bind(address)
     except zmq.ZMQError as error:
         mend = "set TMPDIR to a short path that can be written to"
-        raise StartError(sockets.reports, str(error), mend) from error
+        raise StartError(address, str(error), mend) from error
     return socket
 
 

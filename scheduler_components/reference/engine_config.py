@@ -14,6 +14,7 @@ import msgspec
 
 from scheduler_components.errors import ConfigError, DecodeError, StartError
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.hicache_config import HiCacheConfig
 from scheduler_components.reference.policy import SchedulerConfig
 
 __all__ = ["DEFAULT_HOST", "EngineConfig", "RankConfig", "SocketPaths", "default_kv_events"]
@@ -47,6 +48,7 @@ class EngineConfig:
         seed: of the simulated model's tokens.
         kv_events: configuration of the event publisher as JSON text; None publishes nothing.
         model_name: what the HTTP routes and metrics call the model.
+        hicache: tiers behind the device; None for none.
 
     Raises:
         ConfigError: naming the value that cannot work.
@@ -60,6 +62,7 @@ class EngineConfig:
     seed: int = 0
     kv_events: str | None = None
     model_name: str = "simulated-8b"
+    hicache: HiCacheConfig | None = None
 
     @property
     def ranks_per_replica(self) -> int:
@@ -93,6 +96,11 @@ class SocketPaths:
         return self._address("reports")
 
     @property
+    def outputs(self) -> str:
+        """Tokens of requests from each leader to the front; the front binds."""
+        return self._address("outputs")
+
+    @property
     def kv_metrics(self) -> str:
         """KvMetrics of every reporting rank to the front; the front binds."""
         return self._address("kv-metrics")
@@ -104,6 +112,10 @@ class SocketPaths:
     def steps(self, tp_rank: int) -> str:
         """The leader to follower ``tp_rank``; the follower binds."""
         return self._address(f"steps-{tp_rank}")
+
+    def sync(self, tp_rank: int) -> str:
+        """Rank ``tp_rank`` in agreements with the other ranks of its replica; it binds."""
+        return self._address(f"sync-{tp_rank}")
 
     def _address(self, name: str) -> str:
         return f"ipc://{Path(self.directory) / name}"
@@ -126,12 +138,12 @@ class RankConfig:
         """Raises DecodeError for text that is no configuration of a rank."""
         try:
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DecodeError(f"not the configuration of a rank: {error}") from error
 
 
 def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
-    """Configuration of an event stream with replay on free ports of ``host``.
+    """Configuration of an event stream with replay and load gauge on free ports of ``host``.
 
     One port a rank is kept for events, though only ``dp_size`` of them are used: whoever probes the others learns
     that no other rank publishes.
@@ -139,12 +151,13 @@ def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
     Raises:
         StartError: no run of free ports was found.
     """
-    base = _free_ports(host, engine.world_size + engine.dp_size)
+    base = _free_ports(host, engine.world_size + 2 * engine.dp_size)
     return msgspec.json.encode(
         {
             "publisher": "zmq",
             "endpoint": f"tcp://{host}:{base}",
             "replay_endpoint": f"tcp://{host}:{base + engine.world_size}",
+            "load_endpoint": f"tcp://{host}:{base + engine.world_size + engine.dp_size}",
             "bind": True,
         }
     ).decode()

@@ -15,9 +15,10 @@ import msgspec
 import zmq
 
 from scheduler_components.errors import ComponentError, ConfigError
+from scheduler_components.finish import FinishReason
 from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.output.delta import OutputBatch, OutputDelta
 from scheduler_components.ports import MetricsSink
-from scheduler_components.reference.batch import RequestOutput
 from scheduler_components.reference.dispatch import LoadDispatcher
 from scheduler_components.reference.messages import (
     AbortRequest,
@@ -28,13 +29,20 @@ from scheduler_components.reference.messages import (
     Report,
     RequestRefused,
     StatsReport,
-    StepOutputs,
     SubmitRequest,
     encode,
 )
 from scheduler_components.reference.request import SamplingLimits
 
-__all__ = ["EngineFailedError", "Front", "GenerateRequest", "OpenRequest", "RequestRefusedError", "TooBusyError"]
+__all__ = [
+    "EngineFailedError",
+    "Front",
+    "GenerateRequest",
+    "OpenRequest",
+    "RequestFailedError",
+    "RequestRefusedError",
+    "TooBusyError",
+]
 
 
 class EngineFailedError(ComponentError):
@@ -43,6 +51,10 @@ class EngineFailedError(ComponentError):
 
 class RequestRefusedError(ComponentError):
     """The scheduler can never serve this request; the text is for its author."""
+
+
+class RequestFailedError(ComponentError):
+    """The engine goes on, and has no answer, or not the whole one, for this request."""
 
 
 class TooBusyError(ComponentError):
@@ -56,12 +68,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         rid: unique among open requests; None lets the front choose.
         input_ids: prompt tokens, packed (``messages.pack_tokens``).
         limits: when to stop.
+        stream_interval: tokens between two pieces of news; 0 for all at the end.
         conversation: requests with the same value share a prefix; the dispatcher may keep them together.
     """
 
     rid: str | None = None
     input_ids: bytes
     limits: SamplingLimits
+    stream_interval: int = 1
     conversation: str | None = None
 
     @property
@@ -78,13 +92,15 @@ class RankBoard:
         stats: replica to its newest statistics.
         dumps: tp_rank to its newest cache dump.
         changed: set at every report; whoever waits for something clears it first.
-        failed: set when the engine cannot go on.
+        failure: why the engine cannot go on; None while it can.
+        failed: set together with ``failure``.
     """
 
     ready: dict[int, str | None] = field(default_factory=dict)
     stats: dict[int, SchedulerStats] = field(default_factory=dict)
     dumps: dict[int, CacheDump] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: EngineFailedError | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -104,7 +120,6 @@ class Front:
         metrics: takes every report of statistics.
         max_open_requests: beyond it, ``TooBusyError``: open requests are what the engine's memory grows with.
         board: what was heard from the ranks.
-        failure: why the engine stopped; None while it works.
     """
 
     leaders: Sequence[zmq.Socket[bytes]]
@@ -112,12 +127,12 @@ class Front:
     metrics: MetricsSink
     max_open_requests: int = 4096
     board: RankBoard = field(default_factory=RankBoard)
-    failure: EngineFailedError | None = None
     _open: dict[str, OpenRequest] = field(default_factory=dict, repr=False)
     _numbers: count[int] = field(default_factory=count, repr=False)
 
     @property
     def num_open_requests(self) -> int:
+        """Requests of which no end has been heard, those that their clients have left included."""
         return len(self._open)
 
     @property
@@ -135,34 +150,38 @@ class Front:
             EngineFailedError, TooBusyError: nothing was dispatched.
             ConfigError: the rid is in use.
         """
-        if self.failure is not None:
-            raise self.failure
+        if self.board.failure is not None:
+            raise self.board.failure
         if len(self._open) >= self.max_open_requests:
             raise TooBusyError(f"{len(self._open)} requests are open, which is the limit; try again later")
-        rid = request.rid if request.rid is not None else f"request-{next(self._numbers)}"
+        rid = request.rid if request.rid is not None else self._new_rid()
         if rid in self._open:
             raise ConfigError("rid", rid, "is the id of an open request", "give another, or none")
-        replica = self.dispatcher.choose(request.num_input_tokens, request.conversation)
+        replica, ticket = self.dispatcher.dispatch(request.num_input_tokens, request.conversation)
         opened = self._open[rid] = OpenRequest(rid=rid, replica=replica, front=self)
-        self._send(replica, SubmitRequest(rid, request.input_ids, request.limits))
+        command = SubmitRequest(rid, request.input_ids, request.limits, request.stream_interval, ticket)
+        self._send(replica, command)
         return opened
 
     def close_request(self, request: OpenRequest) -> None:
-        """Forget a request; abort it when it has not finished."""
-        if self._open.pop(request.rid, None) is not None and not request.finished:
+        """Abort a request unless its end has been heard. Its id stays in use until then: late news keep their owner."""
+        if self._open.get(request.rid) is request:
             self._send(request.replica, AbortRequest(request.rid))
 
+    def take_outputs(self, batch: OutputBatch) -> None:
+        """Pass the news of a replica's requests on to those who wait for them."""
+        for delta in batch.deltas:
+            self._pass_on(delta.rid, _news_in(delta), ended=delta.finish_reason is not None)
+        self.board.changed.set()
+
     def receive(self, report: Report) -> None:
-        """Take in what a rank says."""
-        if isinstance(report, StepOutputs):
-            for output in report.outputs:
-                self._pass_on(output.rid, output)
-        elif isinstance(report, StatsReport):
-            self.dispatcher.replicas[report.replica].reported(report.stats.load, report.submissions_seen)
+        """Take in what else a rank says."""
+        if isinstance(report, StatsReport):
+            self.dispatcher.replicas[report.replica].reported(report.stats.load)
             self.board.stats[report.replica] = report.stats
             self.metrics.record(report.stats)
         elif isinstance(report, RequestRefused):
-            self._pass_on(report.rid, RequestRefusedError(report.reason))
+            self._pass_on(report.rid, RequestRefusedError(report.reason), ended=True)
         elif isinstance(report, CacheDump):
             self.board.dumps[report.tp_rank] = report
         elif isinstance(report, RankReady):
@@ -175,16 +194,21 @@ class Front:
             self._send(replica, DumpCache(dump_id))
 
     def fail(self, error: EngineFailedError) -> None:
-        """The engine cannot go on: everybody who waits is told."""
-        self.failure = error
+        """The engine cannot go on: everybody who waits is told. Later failures follow from the first, which counts."""
+        if self.board.failure is not None:
+            return
+        self.board.failure = error
         for request in self._open.values():
             request.put(error)
         self.board.failed.set()
 
-    def _pass_on(self, rid: str, news: RequestOutput | RequestRefusedError) -> None:
-        opened = self._open.get(rid)
-        if opened is not None:  # None: its client has left, and its abort is on the way
-            opened.put(news)
+    def _pass_on(self, rid: str, news: OutputDelta | ComponentError, *, ended: bool) -> None:
+        self._open[rid].put(news)
+        if ended:
+            del self._open[rid]
+
+    def _new_rid(self) -> str:
+        return next(rid for number in self._numbers if (rid := f"request-{number}") not in self._open)
 
     def _send(self, replica: int, command: Command) -> None:
         self.leaders[replica].send(encode(command), zmq.DONTWAIT)  # no high-water mark: open requests are bounded
@@ -198,9 +222,9 @@ class OpenRequest:
     replica: int
     front: Front = field(repr=False)
     finished: bool = False
-    _news: asyncio.Queue[RequestOutput | ComponentError] = field(default_factory=asyncio.Queue, repr=False)
+    _news: asyncio.Queue[OutputDelta | ComponentError] = field(default_factory=asyncio.Queue, repr=False)
 
-    def put(self, news: RequestOutput | ComponentError) -> None:
+    def put(self, news: OutputDelta | ComponentError) -> None:
         self._news.put_nowait(news)
 
     async def __aenter__(self) -> OpenRequest:
@@ -214,11 +238,12 @@ class OpenRequest:
     def __aiter__(self) -> OpenRequest:
         return self
 
-    async def __anext__(self) -> RequestOutput:
+    async def __anext__(self) -> OutputDelta:
         """The next output; ends after the one with a finish reason.
 
         Raises:
             RequestRefusedError: the scheduler cannot serve the request.
+            RequestFailedError: it could not compute it, or tokens were lost.
             EngineFailedError: the engine stopped.
         """
         if self.finished:
@@ -229,3 +254,12 @@ class OpenRequest:
             raise news
         self.finished = news.finish_reason is not None
         return news
+
+
+def _news_in(delta: OutputDelta) -> OutputDelta | RequestFailedError:
+    if delta.finish_reason == FinishReason.ERROR:
+        return RequestFailedError(f"request {delta.rid!r} could not be computed; the engine's log says why")
+    num_lost = delta.num_output_tokens - delta.start - len(delta.output.token_ids)
+    if num_lost:
+        return RequestFailedError(f"{num_lost} tokens of request {delta.rid!r} were dropped, for too many were waiting")
+    return delta

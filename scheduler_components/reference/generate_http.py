@@ -12,26 +12,28 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from observability.http_app import error_response
 from scheduler_components.errors import ComponentError, ConfigError
-from scheduler_components.reference.batch import RequestOutput
+from scheduler_components.finish import FinishReason
+from scheduler_components.output.delta import OutputDelta
 from scheduler_components.reference.front import (
     Front,
     GenerateRequest,
     OpenRequest,
+    RequestFailedError,
     RequestRefusedError,
 )
 from scheduler_components.reference.messages import pack_tokens
-from scheduler_components.reference.request import FinishReason, SamplingLimits
+from scheduler_components.reference.request import SamplingLimits
 
 __all__ = ["MAX_BODY_BYTES", "BadBodyError", "BodyTooLongError", "GenerateEndpoint", "parse_body"]
 
 MAX_BODY_BYTES = 16 * 2**20
-"""Room for a prompt of a million tokens; a longer body is refused before it is read."""
+"""Room for a prompt of a million tokens; of a longer body no more than this is read."""
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -40,6 +42,7 @@ class _SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 128
     stop_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=64)] = ()
     ignore_eos: bool = False
+    stream_interval: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
 
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +84,11 @@ def parse_body(text: bytes) -> tuple[GenerateRequest, bool]:
     params = body.sampling_params
     limits = SamplingLimits(params.max_new_tokens, params.stop_token_ids, params.ignore_eos)
     request = GenerateRequest(
-        rid=body.rid, input_ids=pack_tokens(body.input_ids), limits=limits, conversation=body.conversation
+        rid=body.rid,
+        input_ids=pack_tokens(body.input_ids),
+        limits=limits,
+        stream_interval=params.stream_interval if body.stream else 0,
+        conversation=body.conversation,
     )
     return request, body.stream
 
@@ -97,6 +104,8 @@ class GenerateEndpoint:
         try:
             request, stream = parse_body(await _read_body(Request(scope, receive)))
             opened = self.front.open_request(request)
+        except ClientDisconnect:
+            return
         except ComponentError as error:
             await _error_response(error)(scope, receive, send)
             return
@@ -136,9 +145,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 async def _whole_answer(news: OpenRequest, scope: Scope, receive: Receive, send: Send) -> None:
     output_ids: list[int] = []
     try:
-        async for output in news:
-            output_ids += output.token_ids
-            last = output
+        async for delta in news:
+            output_ids += delta.output.token_ids
+            last = delta
     except ComponentError as error:
         response = _error_response(error)
     else:
@@ -155,10 +164,10 @@ async def _stream_answer(news: OpenRequest, scope: Scope, receive: Receive, send
         return
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await _send_event(send, _encode(_answer(first, first.token_ids)))
+    await _send_event(send, _encode(_answer(first, first.output.token_ids)))
     try:
-        async for output in news:
-            await _send_event(send, _encode(_answer(output, output.token_ids)))
+        async for delta in news:
+            await _send_event(send, _encode(_answer(delta, delta.output.token_ids)))
     except ComponentError as error:
         await _send_event(send, bytes(_error_response(error).body))
     await _send_event(send, b"[DONE]")
@@ -169,26 +178,26 @@ async def _send_event(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
 
-def _answer(output: RequestOutput, output_ids: list[int] | tuple[int, ...]) -> dict[str, Any]:
+def _answer(delta: OutputDelta, output_ids: list[int] | tuple[int, ...]) -> dict[str, Any]:
     return {
         "output_ids": output_ids,
         "meta_info": {
-            "id": output.rid,
-            "finish_reason": _finish_reason(output),
-            "prompt_tokens": output.num_prompt_tokens,
-            "completion_tokens": output.num_output_tokens,
-            "cached_tokens": output.num_cached_tokens,
+            "id": delta.rid,
+            "finish_reason": _finish_reason(delta),
+            "prompt_tokens": delta.output.num_prompt_tokens,
+            "completion_tokens": delta.num_output_tokens,
+            "cached_tokens": delta.output.num_cached_tokens,
         },
     }
 
 
-def _finish_reason(output: RequestOutput) -> dict[str, Any] | None:
-    if output.finish_reason is None:
+def _finish_reason(delta: OutputDelta) -> dict[str, Any] | None:
+    if delta.finish_reason is None:
         return None
-    if output.finish_reason is FinishReason.LENGTH:
-        return {"type": "length", "length": output.num_output_tokens}
-    if output.finish_reason is FinishReason.STOP:
-        return {"type": "stop", "matched": output.token_ids[-1]}
+    if delta.finish_reason == FinishReason.LENGTH:
+        return {"type": "length", "length": delta.num_output_tokens}
+    if delta.finish_reason == FinishReason.STOP:
+        return {"type": "stop", "matched": delta.output.token_ids[-1]}
     return {"type": "abort"}
 
 
@@ -197,6 +206,8 @@ def _error_response(error: ComponentError) -> Response:
         return error_response(400, str(error), param=error.field)
     if isinstance(error, RequestRefusedError):
         return error_response(400, str(error))
+    if isinstance(error, RequestFailedError):
+        return error_response(500, str(error))
     if isinstance(error, BodyTooLongError):
         return error_response(413, str(error))
     return error_response(503, str(error))  # TooBusyError, EngineFailedError

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -34,7 +35,7 @@ async def open_http_server(app: ASGIApp, *, host: str, port: int) -> AsyncIterat
         port: 0 lets the system choose.
 
     Yields:
-        The server's URL, with the port that was really bound.
+        A URL at which this machine reaches the server, with the port that was really bound.
 
     Raises:
         StartError: the address is taken or not this machine's.
@@ -46,7 +47,7 @@ async def open_http_server(app: ASGIApp, *, host: str, port: int) -> AsyncIterat
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield f"http://[{bound_host}]:{bound_port}" if ":" in bound_host else f"http://{bound_host}:{bound_port}"
+        yield _url(ip_address(bound_host), bound_port)
     finally:
         server.should_exit = True
         await serving
@@ -59,3 +60,10 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=512)
     except (OSError, OverflowError) as error:
         raise StartError(f"{host}:{port}", str(error), "give another --host or --port") from error
+
+
+def _url(host: IPv4Address | IPv6Address, port: int) -> str:
+    """A wildcard is no address to dial: loopback stands for it."""
+    if host.is_unspecified:
+        host = IPv4Address("127.0.0.1") if host.version == 4 else IPv6Address("::1")
+    return f"http://[{host}]:{port}" if host.version == 6 else f"http://{host}:{port}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from scheduler_components.errors import StartError
@@ -18,6 +18,7 @@ from scheduler_components.reference.engine_config import RankConfig
 __all__ = ["RankExit", "RankProcess", "open_ranks"]
 
 _RANK_MODULE = "scheduler_components.reference.rank_process"
+_LONGEST_LINE_BYTES = 2**20  # of standard error; a traceback's longest line is far below
 _STOP_GRACE_S = 5.0  # a rank drains its event stream before it goes
 
 
@@ -42,14 +43,16 @@ class RankExit:
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
-    """One scheduler process."""
+    """One scheduler process; ``name`` is its rank as ``ParallelState`` puts it."""
 
+    tp_rank: int
     name: str
     process: asyncio.subprocess.Process
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+    def configure(self, config: RankConfig) -> None:
+        """Tell the rank who it is. Should it have died already, its watcher says so."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(config.to_json() + b"\n")
 
     async def wait(self, show: Callable[[str], None]) -> RankExit:
         """Pass on what the rank writes until it ends."""
@@ -57,7 +60,7 @@ class RankProcess:
         last_line = ""
         async for line in self.process.stderr:
             last_line = line.decode(errors="replace").rstrip()
-            show(f"rank {self.name}: {last_line}")
+            show(f"rank {self.tp_rank}: {last_line}")
         return_code = await self.process.wait()
         return RankExit(rank=self.name, return_code=return_code, last_line=last_line)
 
@@ -94,8 +97,9 @@ async def open_ranks(
     try:
         for config in configs:
             name = str(config.engine.parallel(config.tp_rank))
-            rank = RankProcess(name=name, process=await _start(config))
+            rank = RankProcess(tp_rank=config.tp_rank, name=name, process=await _start(name))
             ranks.append(rank)
+            rank.configure(config)
             watcher = asyncio.create_task(rank.wait(show), name=f"rank {name}")
             watcher.add_done_callback(note_exit)
             watchers.append(watcher)
@@ -104,23 +108,19 @@ async def open_ranks(
         await asyncio.shield(_stop(ranks, watchers))
 
 
-async def _start(config: RankConfig) -> asyncio.subprocess.Process:
+async def _start(name: str) -> asyncio.subprocess.Process:
     try:
-        process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             _RANK_MODULE,
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE_BYTES,
             start_new_session=True,
         )
     except OSError as error:
-        raise StartError(f"rank {config.tp_rank}", str(error), "free memory or process slots") from error
-    assert process.stdin is not None
-    process.stdin.write(config.to_json() + b"\n")
-    with suppress(ConnectionError):  # it died at once: its watcher says so
-        await process.stdin.drain()
-    return process
+        raise StartError(f"rank {name}", str(error), "free memory or process slots") from error
 
 
 async def _stop(ranks: Sequence[RankProcess], watchers: Sequence[asyncio.Task[RankExit]]) -> None:

@@ -1,7 +1,8 @@
 """What the engine's processes say to each other: msgpack arrays over ZMQ PUSH/PULL on private ipc sockets.
 
 Front to the leader of a replica: ``Command``. Leader to its followers: ``StepInput``, one before each step.
-Every rank to the front: ``Report``. Token ids travel packed, four bytes each, little-endian.
+Every rank to the front: ``Report``; outputs have a way of their own (``outputs.py``). Token ids of prompts travel
+packed, four bytes each, little-endian.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import TypeVar
 import msgspec
 
 from scheduler_components.errors import DecodeError
+from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.reference.batch import RequestOutput
 from scheduler_components.reference.request import SamplingLimits
 
 __all__ = [
+    "FRONT",
     "AbortRequest",
     "CacheDump",
     "Command",
@@ -28,7 +30,6 @@ __all__ = [
     "RequestRefused",
     "StatsReport",
     "StepInput",
-    "StepOutputs",
     "SubmitRequest",
     "decode_command",
     "decode_report",
@@ -41,12 +42,18 @@ __all__ = [
 ]
 
 
+FRONT = "front"
+"""The front's name as a dispatcher, in load reports. It lives as long as its ranks do."""
+
+
 class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """A new request. ``input_ids`` is packed (``pack_tokens``)."""
+    """A new request. ``input_ids`` is packed (``pack_tokens``); ``ticket`` is of the front's ``DispatchLedger``."""
 
     rid: str
     input_ids: bytes
     limits: SamplingLimits
+    stream_interval: int
+    ticket: int
 
 
 class AbortRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -79,12 +86,6 @@ class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     stream_endpoint: str | None
 
 
-class StepOutputs(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """News of requests in one step of one replica."""
-
-    outputs: tuple[RequestOutput, ...]
-
-
 class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """The scheduler cannot ever serve this request; ``reason`` is for its author."""
 
@@ -93,17 +94,17 @@ class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag
 
 
 class StatsReport(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """A replica's statistics, and how many ``SubmitRequest`` its leader had taken in when it read them."""
+    """A replica's statistics; the watermarks of its load say which ``SubmitRequest`` it counts."""
 
     replica: int
-    submissions_seen: int
     stats: SchedulerStats
 
 
 class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Every block hash in one rank's cache at one step (packed, signed 64-bit).
+    """Every block hash in one rank's cache at one step, by tier (packed, signed 64-bit).
 
-    ``last_sequence`` is the number of the last batch that the rank published, -1 when it published none.
+    ``last_sequence`` is the number of the last batch that the rank published, -1 when it published none. ``tiers`` is
+    None without a hierarchical cache.
     """
 
     dump_id: int
@@ -112,9 +113,12 @@ class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     digest: int
     last_sequence: int
     block_hashes: bytes
+    host_hashes: bytes = b""
+    stored_hashes: bytes = b""
+    tiers: TierStats | None = None
 
 
-Report = RankReady | StepOutputs | RequestRefused | StatsReport | CacheDump
+Report = RankReady | RequestRefused | StatsReport | CacheDump
 
 T = TypeVar("T")
 
@@ -147,7 +151,7 @@ def decode_report(frame: bytes) -> Report:
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"not a message of this engine: {error}") from error
 
 

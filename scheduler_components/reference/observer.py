@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from observability.kv_stream.discovery import StreamAddress, discover
 from observability.kv_stream.stats import StreamStats
+from observability.kv_stream.view import Tier
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from scheduler_components.reference.verdict import StreamEvidence
 
@@ -23,21 +24,23 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Observer:
-    """Made by ``open_observer``. The subscriber belongs to its one thread; ``stats`` may be read by any.
+    """Made by ``open_observer``.
 
     Attributes:
         addresses: the streams that the engine advertises.
+        subscriber: belongs to ``thread``; its statistics and view may be read from any.
+        thread: the one that follows.
     """
 
     addresses: tuple[StreamAddress, ...]
-    _subscriber: Subscriber
-    _thread: ThreadPoolExecutor
+    subscriber: Subscriber
+    thread: ThreadPoolExecutor
     _stopping: bool = False
     _following: Future[None] = field(init=False)
 
     def start(self) -> None:
         """Begin to follow."""
-        self._following = self._thread.submit(self._follow)
+        self._following = self.thread.submit(self._follow)
 
     def stop(self) -> None:
         """Ask the thread to stop; the view stays readable."""
@@ -45,7 +48,7 @@ class Observer:
 
     def stats(self) -> dict[int, StreamStats]:
         """Each stream's state and counters, by rank."""
-        return self._subscriber.stats()
+        return self.subscriber.stats()
 
     async def settle(self, last_sequences: Mapping[int, int], *, timeout_s: float) -> list[StreamEvidence]:
         """Follow every stream up to its last batch, then stop; what was seen by then, whether or not it got there.
@@ -60,18 +63,22 @@ class Observer:
         deadline_s = loop.time() + timeout_s
         for rank, sequence in last_sequences.items():
             left_s = max(0.0, deadline_s - loop.time())
-            await loop.run_in_executor(self._thread, self._subscriber.wait_until, rank, sequence, left_s)
+            await loop.run_in_executor(self.thread, self.subscriber.wait_until, rank, sequence, left_s)
         stats = self.stats()
         return [
             StreamEvidence(
-                stats=stats[rank], published_sequence=sequence, blocks=frozenset(self._subscriber.blocks(rank))
+                stats=stats[rank],
+                published_sequence=sequence,
+                blocks=frozenset(self.subscriber.blocks(rank)),
+                host_blocks=frozenset(self.subscriber.blocks(rank, Tier.HOST)),
+                stored_blocks=frozenset(self.subscriber.blocks(rank, Tier.STORAGE)),
             )
             for rank, sequence in last_sequences.items()
         ]
 
     def _follow(self) -> None:
         while not self._stopping:
-            self._subscriber.poll(_POLL_S)
+            self.subscriber.poll(_POLL_S)
 
 
 @asynccontextmanager
@@ -85,13 +92,13 @@ async def open_observer(url: str) -> AsyncIterator[Observer]:
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="observer") as thread:
         addresses = await _in_thread(thread, lambda: discover(url))
         subscriber = await _in_thread(thread, lambda: open_subscriber(addresses))
-        observer = Observer(addresses=addresses, _subscriber=subscriber, _thread=thread)
+        observer = Observer(addresses=addresses, subscriber=subscriber, thread=thread)
         observer.start()
         try:
             yield observer
         finally:
             observer.stop()
-            thread.submit(subscriber.close)
+            thread.submit(subscriber.close).result()  # after the poll that is under way
 
 
 async def _in_thread(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from scheduler_components.finish import FinishReason
 from scheduler_components.load.token_counted_queue import TokenCountedQueue
-from scheduler_components.reference.request import FinishReason, Request, RequestState
+from scheduler_components.reference.request import Request, RequestState
 
 __all__ = ["RequestQueues"]
 

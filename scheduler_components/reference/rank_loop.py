@@ -11,12 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
+from scheduler_components.cache.radix_cache import RadixCache
 from scheduler_components.errors import ConfigError, LockstepError
+from scheduler_components.hicache.tiers import Tier
+from scheduler_components.load_publisher import LoadPublisher
 from scheduler_components.metrics.stats import SchedulerStats
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.reference.messages import (
+    FRONT,
     AbortRequest,
     CacheDump,
     Command,
@@ -25,7 +30,6 @@ from scheduler_components.reference.messages import (
     RequestRefused,
     StatsReport,
     StepInput,
-    StepOutputs,
     SubmitRequest,
     decode_command,
     decode_step,
@@ -39,8 +43,10 @@ from scheduler_components.reference.scheduler import Scheduler
 __all__ = ["Follower", "Leader", "ReportSocket", "StepExecutor", "StopSignal"]
 
 _STATS_EVERY_S = 0.05
-_HEARTBEAT_MS = 1000
+_IDLE_MS = 250  # a fraction of the load gauge's heartbeat: a sample is never much older than that
+_BACKLOG_MS = 20  # until outputs are offered again that the front did not take
 _COMMANDS_A_STEP = 256
+_DUMP_PATIENCE_STEPS = 10_000
 _SEND_RETRY_MS = 100
 
 
@@ -70,12 +76,10 @@ class ReportSocket:
 
     Attributes:
         replica: whose statistics they are.
-        submissions_seen: submissions that this rank took in so far.
     """
 
     socket: zmq.Socket[bytes]
     replica: int
-    submissions_seen: int = 0
     clock: Callable[[], float] = time.monotonic
     _held: StatsReport | None = field(default=None, init=False)
     _sent_s: float = field(default=float("-inf"), init=False)
@@ -84,7 +88,7 @@ class ReportSocket:
         self.socket.send(encode(report))
 
     def record(self, stats: SchedulerStats) -> None:
-        self._held = StatsReport(self.replica, self.submissions_seen, stats)
+        self._held = StatsReport(self.replica, stats)
         if self.clock() - self._sent_s >= _STATS_EVERY_S:
             self.flush()
 
@@ -103,17 +107,24 @@ class StepExecutor:
     parallel: ParallelState
     scheduler: Scheduler
     reports: ReportSocket
+    _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the step of its last chance
 
     def execute(self, step: StepInput) -> None:
         """Obey the commands, take the step, report."""
         for command in step.commands:
             self._obey(command)
-        result = self.scheduler.step()
-        if self.parallel.leads_replica and result.outputs:
-            self.reports.send(StepOutputs(result.outputs))
+        self.scheduler.step()
         for command in step.commands:
             if isinstance(command, DumpCache):
-                self.reports.send(self._dump(command.dump_id, step.step))
+                self._dumps_due[command.dump_id] = step.step + _DUMP_PATIENCE_STEPS
+        self._answer_dumps(step.step)
+
+    def _answer_dumps(self, step: int) -> None:
+        """Dump the cache at a step at which no page is on its way, so that what is told of it is the last word."""
+        for dump_id, last_step in list(self._dumps_due.items()):
+            if not self.scheduler.tiers.num_operations or step >= last_step:
+                del self._dumps_due[dump_id]
+                self.reports.send(self._dump(dump_id, step))
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, SubmitRequest):
@@ -122,22 +133,32 @@ class StepExecutor:
             self.scheduler.abort(command.rid)
 
     def _submit(self, command: SubmitRequest) -> None:
-        self.reports.submissions_seen += 1
+        self.scheduler.work.took_in(FRONT, command.ticket)
+        tokens = unpack_tokens(command.input_ids)
         try:
-            self.scheduler.submit(Request(command.rid, unpack_tokens(command.input_ids), command.limits))
+            self.scheduler.submit(Request(command.rid, tokens, command.limits, stream_interval=command.stream_interval))
         except ConfigError as error:  # the request's author is to blame, on every rank alike
             if self.parallel.leads_replica:
                 self.reports.send(RequestRefused(command.rid, str(error)))
 
     def _dump(self, dump_id: int, step: int) -> CacheDump:
-        self.scheduler.kv_events.idle()  # what the publisher still holds gets its number now
-        return CacheDump(
+        scheduler = self.scheduler
+        scheduler.kv_events.idle()  # what the publisher still holds gets its number now
+        dump = CacheDump(
             dump_id=dump_id,
             tp_rank=self.parallel.tp_rank,
             step=step,
-            digest=self.scheduler.state_digest,
-            last_sequence=self.scheduler.kv_events.stats().last_sequence,
-            block_hashes=pack_hashes(self.scheduler.cache.block_hashes()),
+            digest=scheduler.state_digest,
+            last_sequence=scheduler.kv_events.stats().last_sequence,
+            block_hashes=pack_hashes(scheduler.cache.block_hashes()),
+        )
+        if isinstance(scheduler.cache, RadixCache):
+            return dump
+        return msgspec.structs.replace(
+            dump,
+            host_hashes=pack_hashes(scheduler.cache.block_hashes(Tier.HOST)),
+            stored_hashes=pack_hashes(scheduler.cache.block_hashes(Tier.STORAGE)),
+            tiers=scheduler.tiers.stats(),
         )
 
 
@@ -149,16 +170,16 @@ class Leader:
     commands: zmq.Socket[bytes]
     followers: Sequence[zmq.Socket[bytes]]
     stop: StopSignal
+    load_publisher: LoadPublisher
 
     def run(self) -> None:
         """Returns when the order to stop comes."""
-        scheduler, reports = self.executor.scheduler, self.executor.reports
+        scheduler = self.executor.scheduler
         step = 0
         while True:
             if not scheduler.has_work:
-                scheduler.metrics.emit()
-                reports.flush()
-            if not self.stop.wait(self.commands, zmq.POLLIN, 0 if scheduler.has_work else _HEARTBEAT_MS):
+                self._tell_what_is_left()
+            if not self.stop.wait(self.commands, zmq.POLLIN, self._patience_ms()):
                 return
             commands = self._take_commands()
             if not commands and not scheduler.has_work:
@@ -168,6 +189,23 @@ class Leader:
             if not self._tell_followers(encode(step_input)):
                 return
             self.executor.execute(step_input)
+            self.load_publisher.publish_load()
+
+    def _tell_what_is_left(self) -> None:
+        """Before a wait: what was held back, by a throttle or because the front was behind, goes out."""
+        scheduler = self.executor.scheduler
+        self.load_publisher.flush()
+        scheduler.output.flush()
+        if not scheduler.output.has_backlog:  # a front that is behind has no use for more statistics either
+            scheduler.metrics.emit()
+            self.executor.reports.flush()
+
+    def _patience_ms(self) -> int:
+        """How long to wait for a command."""
+        scheduler = self.executor.scheduler
+        if scheduler.has_work:
+            return 0
+        return _BACKLOG_MS if scheduler.output.has_backlog else _IDLE_MS
 
     def _take_commands(self) -> tuple[Command, ...]:
         commands: list[Command] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import zmq
 
@@ -17,13 +17,17 @@ from scheduler_components.kv_events.publisher import EventPublisher
 from scheduler_components.kv_events.registry import open_event_publisher
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 from scheduler_components.kv_events_publisher import NO_KV_METRICS
+from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
 from scheduler_components.metrics.zmq_kv_metrics_sink import open_zmq_kv_metrics_sink
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine_config import RankConfig
 from scheduler_components.reference.messages import RankReady
+from scheduler_components.reference.outputs import MAX_QUEUED_BATCHES, OutputSocket
 from scheduler_components.reference.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
 from scheduler_components.reference.scheduler import Scheduler
+from scheduler_components.reference.zmq_sync import StopRequested
 
 __all__ = ["main", "run_rank"]
 
@@ -58,30 +62,62 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         reports = ReportSocket(socket=_connect_push(context, config.sockets.reports), replica=parallel.kv_stream_index)
         event_sink = open_event_publisher(config.engine.kv_events, parallel=parallel)
         opened.callback(event_sink.shutdown)
-        scheduler = _make_scheduler(config, parallel, event_sink, reports)
+        opened.enter_context(suppress(StopRequested))
+        cache, tiers = _open_cache(config, parallel, context, stop)
+        opened.callback(tiers.close)
+        scheduler = _make_scheduler(config, parallel, context, event_sink, reports, cache, tiers)
         opened.callback(scheduler.close)
+        load_publisher = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
+        opened.callback(load_publisher.close)
         executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
-        loop = _open_loop(config, context, executor, stop)
+        loop = _open_loop(config, context, executor, stop, load_publisher)
         reports.send(RankReady(config.tp_rank, _stream_endpoint(event_sink)))
         loop.run()
 
 
+def _open_cache(
+    config: RankConfig, parallel: ParallelState, context: _Context, stop: StopSignal
+) -> tuple[PrefixCache | None, CacheTiers]:
+    """Open what is behind the device; None where the scheduler's own cache will do."""
+    if config.engine.hicache is None:
+        return None, NO_TIERS
+    # Imported here: the memory of a host tier needs numpy, which an engine without one need not have.
+    from scheduler_components.reference.hicache_rank import open_host_tiers
+
+    return open_host_tiers(config, config.engine.hicache, parallel, context=context, wait_for=stop.wait)
+
+
 def _make_scheduler(
-    config: RankConfig, parallel: ParallelState, event_sink: EventPublisher, reports: ReportSocket
+    config: RankConfig,
+    parallel: ParallelState,
+    context: _Context,
+    event_sink: EventPublisher,
+    reports: ReportSocket,
+    cache: PrefixCache | None,
+    tiers: CacheTiers,
 ) -> Scheduler:
-    engine = config.engine
+    engine, outputs = config.engine, None
+    if parallel.leads_replica:
+        outputs = OutputSocket(
+            socket=_connect_push(context, config.sockets.outputs, high_water_mark=MAX_QUEUED_BATCHES)
+        )
     kv_metrics = open_zmq_kv_metrics_sink(config.sockets.kv_metrics) if parallel.reports_metrics else NO_KV_METRICS
     return Scheduler(
         engine.scheduler,
         parallel,
         SimulatedDevice(SimulatedModel(seed=engine.seed), speed=engine.speed),
+        cache=cache,
+        tiers=tiers,
         event_sink=event_sink,
+        output_sink=outputs,
         metrics_sink=reports,
         kv_metrics_sink=kv_metrics,
     )
 
 
-def _open_loop(config: RankConfig, context: _Context, executor: StepExecutor, stop: StopSignal) -> Leader | Follower:
+def _open_loop(
+    config: RankConfig, context: _Context, executor: StepExecutor, stop: StopSignal, load_publisher: LoadPublisher
+) -> Leader | Follower:
     parallel, sockets = executor.parallel, config.sockets
     if not parallel.leads_replica:
         return Follower(executor=executor, steps=_bind_pull(context, sockets.steps(parallel.tp_rank)), stop=stop)
@@ -90,8 +126,11 @@ def _open_loop(config: RankConfig, context: _Context, executor: StepExecutor, st
     return Leader(
         executor=executor,
         commands=_bind_pull(context, sockets.commands(parallel.kv_stream_index)),
-        followers=[_connect_push(context, sockets.steps(tp_rank), steps_ahead=_STEPS_AHEAD) for tp_rank in followers],
+        followers=[
+            _connect_push(context, sockets.steps(tp_rank), high_water_mark=_STEPS_AHEAD) for tp_rank in followers
+        ],
         stop=stop,
+        load_publisher=load_publisher,
     )
 
 
@@ -102,9 +141,10 @@ def _bind_pull(context: _Context, address: str) -> zmq.Socket[bytes]:
     return socket
 
 
-def _connect_push(context: _Context, address: str, *, steps_ahead: int = 0) -> zmq.Socket[bytes]:
+def _connect_push(context: _Context, address: str, *, high_water_mark: int = 0) -> zmq.Socket[bytes]:
+    """Connect to who may bind later; without a high-water mark sending never waits."""
     socket = context.socket(zmq.PUSH)
-    socket.sndhwm = steps_ahead
+    socket.sndhwm = high_water_mark
     socket.connect(address)
     return socket
 

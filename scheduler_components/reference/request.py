@@ -10,8 +10,11 @@ import msgspec
 
 from scheduler_components.cache.radix_tree import RadixNode
 from scheduler_components.errors import ConfigError
+from scheduler_components.finish import FinishReason
+from scheduler_components.metrics.request_times import RequestTimeStats
+from scheduler_components.output.delta import TokenOutput
 
-__all__ = ["FinishReason", "Request", "RequestState", "SamplingLimits"]
+__all__ = ["Request", "RequestState", "SamplingLimits"]
 
 MAX_TOKEN_ID = 2**32 - 1
 """Token ids are u32 on the wire of KV events."""
@@ -23,14 +26,6 @@ class RequestState(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class FinishReason(enum.StrEnum):
-    """Why a request ended; the values are those of SGLang's ``meta_info``."""
-
-    LENGTH = "length"
-    STOP = "stop"
-    ABORT = "abort"
 
 
 class SamplingLimits(msgspec.Struct, frozen=True, gc=False):
@@ -66,6 +61,7 @@ class Request:
         token_ids: u32; the prompt, then what was generated.
         num_prompt_tokens: where the prompt ends in ``token_ids``.
         limits: when to stop.
+        stream_interval: tokens between two messages to the client; 0 for all at the end.
         arrival: number given by the scheduler at submission; every order between requests comes from it.
         state, finish_reason: the reason is None until the state is FINISHED.
         pages: KV pages of positions 0 to ``num_computed_tokens`` and of what this step computes; the first
@@ -75,6 +71,7 @@ class Request:
         num_cached_tokens: of ``token_ids``, how many the cache covered when last asked.
         num_cached_prompt_tokens: the same at the first admission: what the client is told.
         num_retractions: how often the request lost its pages to others.
+        times: kept by the scheduler from submission on; no decision looks at them.
 
     Raises:
         ConfigError: no input tokens, a token id that is not u32, or an id that is empty or no valid text.
@@ -85,6 +82,7 @@ class Request:
         "token_ids",
         "num_prompt_tokens",
         "limits",
+        "stream_interval",
         "arrival",
         "state",
         "finish_reason",
@@ -96,13 +94,17 @@ class Request:
         "num_cached_tokens",
         "num_cached_prompt_tokens",
         "num_retractions",
+        "times",
     )
 
-    def __init__(self, rid: str, input_ids: Iterable[int], limits: SamplingLimits | None = None) -> None:
+    def __init__(
+        self, rid: str, input_ids: Iterable[int], limits: SamplingLimits | None = None, *, stream_interval: int = 1
+    ) -> None:
         self.rid = _checked_rid(rid)
         self.token_ids = _as_token_array(input_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.limits = limits if limits is not None else SamplingLimits()
+        self.stream_interval = stream_interval
         self.arrival = -1
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
@@ -114,6 +116,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_retractions = 0
+        self.times: RequestTimeStats | None = None
 
     @property
     def input_ids(self) -> tuple[int, ...]:
@@ -124,6 +127,15 @@ class Request:
     def output_ids(self) -> tuple[int, ...]:
         """What was generated so far; a retraction keeps it."""
         return tuple(self.token_ids[self.num_prompt_tokens :])
+
+    def output_since(self, start: int) -> TokenOutput:
+        """Return the output from its token ``start`` on, and the counts that go with it."""
+        return TokenOutput(
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens + start :]),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_prompt_tokens,
+            num_retractions=self.num_retractions,
+        )
 
     @property
     def num_input_tokens(self) -> int:

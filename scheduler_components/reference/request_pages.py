@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_components.cache.radix_cache import RadixCache
+from scheduler_components.reference.cache_tiers import PrefixCache
 from scheduler_components.reference.policy import pages_for
 from scheduler_components.reference.request import Request
 from scheduler_components.reference.totals import RunningTotals
@@ -25,7 +25,7 @@ class RequestPages:
         totals: evictions are counted here.
     """
 
-    cache: RadixCache
+    cache: PrefixCache
     totals: RunningTotals
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.live import Live
 
 from observability.kv_stream.stats import StreamStats
+from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.reference.hicache_facts import tier_facts
 from scheduler_components.reference.table import RateWindow, Row, make_rows, plain_line, progress_text, render_table
 from scheduler_components.reference.tally import Tally, percentile
 from scheduler_components.reference.verdict import Verdict
@@ -91,9 +93,12 @@ class Screen:
 
     async def _show_table(self, view: RunView) -> None:
         with Live(console=self.out, auto_refresh=False) as live:
-            while True:
-                live.update(render_table(view.rows(), view.title()), refresh=True)
-                await asyncio.sleep(_TABLE_EVERY_S)
+            try:
+                while True:
+                    live.update(render_table(view.rows(), view.title()), refresh=True)
+                    await asyncio.sleep(_TABLE_EVERY_S)
+            finally:
+                live.update(render_table(view.rows(), view.title()), refresh=True)  # what stays on the screen
 
     async def _show_lines(self, view: RunView) -> None:
         while True:
@@ -104,6 +109,11 @@ class Screen:
         """What the run came to."""
         self.say("\nSummary")
         for name, facts in _summary(view):
+            self.say(f"  {name:<18} {facts}")
+
+    def show_tiers(self, tiers: Sequence[TierStats]) -> None:
+        """What of the prompts each tier of a hierarchical cache had; nothing without one."""
+        for name, facts in tier_facts(tiers):
             self.say(f"  {name:<18} {facts}")
 
     def show_verdict(self, verdict: Verdict) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
@@ -12,6 +12,7 @@ from observability.kv_stream.discovery import NoStreamsError
 from observability.prometheus_sink import PrometheusSink
 from scheduler_components.reference.driver import ChatDriver, TraceDriver
 from scheduler_components.reference.engine import Engine, open_engine
+from scheduler_components.reference.front import EngineFailedError
 from scheduler_components.reference.http_server import open_http_server
 from scheduler_components.reference.observer import Observer, open_observer
 from scheduler_components.reference.probe import probe_ports
@@ -50,14 +51,21 @@ async def run_session(config: SessionConfig, screen: Screen) -> bool:
     ) as engine:
         async with open_http_server(make_app(engine, registry), host=config.host, port=config.port) as url:
             screen.say(f"ready at {url}; see /server_info, /v1/loads and /metrics")
-            passed = True
-            if config.has_work:
-                verdict = await engine.run(_run_workload(config, engine, url, screen))
-                screen.show_verdict(verdict)
-                passed = verdict.passed
-            if config.keep_serving or not config.has_work:
-                screen.say(f"serving at {url}; Ctrl-C stops")
-                await engine.run(_serve(config.duration_s))
+            try:
+                return await _use(config, engine, url, screen)
+            finally:
+                engine.front.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
+
+
+async def _use(config: SessionConfig, engine: Engine, url: str, screen: Screen) -> bool:
+    passed = True
+    if config.has_work:
+        verdict = await engine.run(_run_workload(config, engine, url, screen))
+        screen.show_verdict(verdict)
+        passed = verdict.passed
+    if config.keep_serving or not config.has_work:
+        screen.say(f"serving at {url}; Ctrl-C stops")
+        await engine.run(_serve(config.duration_s))
     return passed
 
 
@@ -80,17 +88,22 @@ async def _run_workload(config: SessionConfig, engine: Engine, url: str, screen:
             await _drive(config, engine, url, tally, screen)
             await engine.wait_until_idle()
         screen.show_summary(view)
-        return judge(await _gather_evidence(engine, observer, no_streams_reason, tally))
+        evidence = await _gather_evidence(engine, observer, no_streams_reason, tally)
+        tiers = [dump.tiers for leader in evidence.leaders if (dump := evidence.dumps[leader]).tiers is not None]
+        screen.show_tiers(tiers)
+        return judge(evidence)
 
 
 @asynccontextmanager
 async def _observing(url: str) -> AsyncIterator[tuple[Observer | None, str]]:
     """An observer of the engine, or None and the reason why there is nothing to observe."""
-    try:
-        async with open_observer(url) as observer:
+    async with AsyncExitStack() as opened:
+        try:
+            observer = await opened.enter_async_context(open_observer(url))
+        except NoStreamsError as error:
+            yield None, error.reason
+        else:
             yield observer, ""
-    except NoStreamsError as error:
-        yield None, error.reason
 
 
 async def _drive(config: SessionConfig, engine: Engine, url: str, tally: Tally, screen: Screen) -> None:
@@ -100,9 +113,8 @@ async def _drive(config: SessionConfig, engine: Engine, url: str, tally: Tally, 
         tally.total = config.limit
         await driver.run(open_trace(config.trace, limit=config.limit))
         if driver.max_late_s > 1:
-            screen.say(
-                f"sending fell behind the trace by up to {driver.max_late_s:.1f} s: --speed is beyond this machine"
-            )
+            late = f"{driver.max_late_s:.1f} s"
+            screen.say(f"sending fell behind the trace by up to {late}: the trace asks for more than the engine has")
     elif config.workload is not None:
         tally.total = config.workload.num_requests
         await ChatDriver(url=url, speed=speed, tally=tally).run(generate_chats(config.workload))

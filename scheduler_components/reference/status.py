@@ -28,7 +28,7 @@ class EngineStatus:
     engine: Engine
 
     def is_healthy(self) -> bool:
-        return self.engine.front.failure is None
+        return self.engine.front.board.failure is None
 
     def server_info(self) -> Mapping[str, Any]:
         """Configuration, the descriptor of the event streams, and each DP rank's newest slots and blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler_components.metrics.request_latencies import LatencyTotals
 from scheduler_components.metrics.stats import SchedulerTotals
 
 __all__ = ["RunningTotals"]
@@ -11,7 +12,7 @@ __all__ = ["RunningTotals"]
 
 @dataclass(slots=True, kw_only=True)
 class RunningTotals:
-    """Counters that only grow: whoever does the thing counts it here; a ``TotalsSource``.
+    """Counters that only grow: whoever does the thing counts it here.
 
     Attributes:
         num_requests: accepted by ``submit``.
@@ -31,8 +32,8 @@ class RunningTotals:
     generation_tokens: int = 0
     evicted_tokens: int = 0
 
-    def totals(self) -> SchedulerTotals:
-        """Return the counters of this moment."""
+    def totals(self, latencies: LatencyTotals) -> SchedulerTotals:
+        """Return the counters of this moment, with ``latencies`` beside them."""
         return SchedulerTotals(
             num_requests_total=self.num_requests,
             num_aborted_requests_total=self.num_aborted_requests,
@@ -41,4 +42,5 @@ class RunningTotals:
             cached_tokens_total=self.cached_tokens,
             generation_tokens_total=self.generation_tokens,
             evicted_tokens_total=self.evicted_tokens,
+            latencies=latencies,
         )

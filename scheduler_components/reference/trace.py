@@ -99,7 +99,7 @@ def parse_trace(lines: Iterable[bytes], *, name: str = "trace") -> Iterator[Trac
             continue
         try:
             line = decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _line_error(name, number, str(error)) from error
         blocks = -(-line.input_length // BLOCK_TOKENS)
         if blocks != len(line.hash_ids):

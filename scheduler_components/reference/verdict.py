@@ -15,6 +15,8 @@ from observability.kv_stream.stats import StreamStats
 from scheduler_components.reference.messages import CacheDump, unpack_hashes
 from scheduler_components.reference.tally import Tally
 
+_TIERS = ("device", "host", "storage")
+
 __all__ = ["Check", "Evidence", "PortProbe", "StreamEvidence", "Verdict", "judge"]
 
 
@@ -25,12 +27,14 @@ class StreamEvidence:
     Attributes:
         stats: its counters when it was last read.
         published_sequence: number of the last batch that its publisher sent.
-        blocks: hashes that the observer believes to be in the rank's cache.
+        blocks, host_blocks, stored_blocks: hashes that the observer believes to be in the rank's cache, by tier.
     """
 
     stats: StreamStats
     published_sequence: int
     blocks: Set[int]
+    host_blocks: Set[int] = frozenset()
+    stored_blocks: Set[int] = frozenset()
 
 
 @attrs.frozen(kw_only=True)
@@ -125,12 +129,17 @@ def _check_replicas(evidence: Evidence) -> Check:
         for tp_rank in range(leader + 1, leader + evidence.ranks_per_replica):
             dump = evidence.dumps[tp_rank]
             same = (dump.step, dump.digest) == (expected.step, expected.digest)
-            if not same or unpack_hashes(dump.block_hashes) != unpack_hashes(expected.block_hashes):
+            if not same or _held(dump) != _held(expected):
                 differing.append(tp_rank)
     facts = f"{evidence.world_size} ranks in {evidence.dp_size} replicas, each in lockstep with its leader"
     if differing:
         facts = f"ranks {differing} differ from the leaders of their replicas"
     return Check("replicas agree", not differing, facts)
+
+
+def _held(dump: CacheDump) -> tuple[Set[int], Set[int], Set[int]]:
+    """What a rank holds on each tier."""
+    return unpack_hashes(dump.block_hashes), unpack_hashes(dump.host_hashes), unpack_hashes(dump.stored_hashes)
 
 
 def _check_stream_count(evidence: Evidence) -> Check:
@@ -168,16 +177,20 @@ def _stream_problems(stream: StreamEvidence) -> Iterator[str]:
 
 
 def _check_views(evidence: Evidence) -> Check:
-    """The observer's view of each stream is its leader's cache, block by block."""
+    """The observer's view of each stream is its leader's cache, block by block and tier by tier."""
     facts, passed = [], True
     for stream in evidence.streams:
         rank = stream.stats.rank
-        held = unpack_hashes(evidence.dumps[evidence.leaders[rank]].block_hashes)
-        missing, extra = len(held - stream.blocks), len(stream.blocks - held)
+        held = _held(evidence.dumps[evidence.leaders[rank]])
+        seen = (stream.blocks, stream.host_blocks, stream.stored_blocks)
+        missing = sum(len(blocks - others) for blocks, others in zip(held, seen, strict=True))
+        extra = sum(len(others - blocks) for blocks, others in zip(held, seen, strict=True))
         passed = passed and not missing and not extra
+        counts = " + ".join(f"{len(blocks)} {tier}" for tier, blocks in zip(_TIERS, held, strict=True) if blocks)
+        counts = counts.removesuffix(f" {_TIERS[0]}") or "0"  # nothing else: no need to say where
         facts.append(
-            f"dp{rank}: {missing} missing and {extra} extra of {len(held)} blocks"
+            f"dp{rank}: {missing} missing and {extra} extra of {counts} blocks"
             if missing or extra
-            else f"dp{rank}: {len(held)} blocks equal"
+            else f"dp{rank}: {counts} blocks equal"
         )
     return Check("view equals cache", passed, "; ".join(facts))

@@ -15,6 +15,7 @@ from scheduler_components.reference.device import SimulatedModel
 from scheduler_components.reference.policy import SchedulerConfig
 from scheduler_components.reference.request import Request, SamplingLimits
 from scheduler_components.reference.scheduler import Scheduler
+from scheduler_components.testing.fakes.sinks import ListOutputSink
 
 MODEL = SimulatedModel()
 
@@ -88,11 +89,13 @@ class Bench:
         self.device = InstantDevice(self.journal)
         self.publisher = ListPublisher(self.journal)
         self.sink = ListSink()
+        self.outputs = ListOutputSink()
         self.scheduler = Scheduler(
             SchedulerConfig(**{"page_size": 4, "kv_tokens": 64, **sizes}),
             parallel if parallel is not None else ParallelState.trivial(),
             self.device,
             event_sink=self.publisher,
+            output_sink=self.outputs,
             metrics_sink=self.sink,
             kv_metrics_sink=self.sink,
             wall_clock=lambda: 1_700_000_000.0,

@@ -97,6 +97,14 @@ def test_a_workload_of_which_nothing_finishes_fails_the_verdict() -> None:
     assert re.search(r"requests +FAIL", out)
 
 
+def test_without_a_publisher_the_streams_are_not_judged() -> None:
+    arguments = ["--requests", "6", "--speed", "8", "--kv-events-config", '{"publisher": "null"}']
+    with started("demo", *TWO_BY_TWO, *arguments) as process:
+        code, out, _ = finish(process)
+    assert code == 0
+    assert re.search(r"streams +ok +not checked: ", out)
+
+
 def test_a_trace_is_replayed_and_judged(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lengths = [(0, 700, [1, 2]), (0, 5000, list(range(10))), (3000, 900, [1, 3]), (6000, 600, [1, 2])]
@@ -138,6 +146,21 @@ def test_an_interrupt_stops_everything_without_a_traceback(number: signal.Signal
     assert err.count("\n") == 1
 
 
+def test_an_open_stream_is_ended_in_order_when_the_engine_stops() -> None:
+    with started("serve", *TWO_BY_TWO, "--port", "0") as process:
+        url = wait_for_url(process)
+        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 100_000}, "stream": True}
+        with httpx.stream("POST", f"{url}/generate", json=body) as answer:
+            lines = answer.iter_lines()
+            assert "output_ids" in next(lines)
+            process.send_signal(signal.SIGINT)
+            *_, error, done = [line for line in lines if line]
+        assert "the engine is stopping" in error
+        assert done == "data: [DONE]"
+        status, _, err = finish(process)
+    assert (status, err.count("\n")) == (130, 1)
+
+
 def test_ranks_end_when_their_parent_is_killed() -> None:
     with started("serve", *TWO_BY_TWO, "--port", "0") as process:
         wait_for_url(process)
@@ -156,12 +179,17 @@ def test_a_running_engine_answers_what_routers_and_people_ask() -> None:
         assert info["tp_size"] == 4
         loads = httpx.get(f"{url}/v1/loads", params={"include": "core,disagg,queues,memory"}).json()
         assert [load["dp_rank"] for load in loads["loads"]] == [0, 1]
-        assert "sglang:num_running_reqs" in httpx.get(f"{url}/metrics").text
+        metrics = httpx.get(f"{url}/metrics").text
+        assert "sglang:num_running_reqs" in metrics
+        assert re.search(r"sglang:time_to_first_token_seconds_count\{.*\} 1\.0", metrics)
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "simulated-8b"
         assert httpx.get(f"{url}/get_model_info").json()["is_generation"] is True
         tokens = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
         assert httpx.post(f"{url}/generate", json=tokens).status_code == 200
-        assert "ERROR" not in run_command("doctor", url, "--listen", "1")
+        diagnosis = run_command("doctor", url, "--listen", "1")
+        assert "ERROR" not in diagnosis
+        for rank in (0, 1):
+            assert re.search(rf"OK +rank {rank}: load gauge \S+: 0 running, 0 waiting, 0 of 262144 tokens", diagnosis)
         watched = run_command("watch", url, "--history", "--json", "--count", "1", "--duration", "20")
         assert any(json.loads(line)["kind"] == "stored" for line in watched.splitlines())
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from scheduler_components.load.snapshot import LoadSnapshot
 from scheduler_components.reference.dispatch import LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.messages import FRONT
 
 
 def make_dispatcher(num_replicas: int, affinity_tokens: int = 0) -> LoadDispatcher:
@@ -14,12 +15,19 @@ def make_dispatcher(num_replicas: int, affinity_tokens: int = 0) -> LoadDispatch
     return LoadDispatcher(replicas=replicas, affinity_tokens=affinity_tokens)
 
 
+def report(sequence: int, *, num_tokens: int = 0, seen: int = 0) -> LoadSnapshot:
+    """A report that counts the first ``seen`` requests."""
+    return LoadSnapshot(
+        sequence=sequence, num_total_tokens=num_tokens, dispatched_watermarks=((FRONT, seen), ("someone else", 9))
+    )
+
+
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(1, 8))
 def test_unreported_requests_are_balanced(sizes: list[int], num_replicas: int) -> None:
     """Greedy dispatch keeps any two replicas within the largest request of each other."""
     dispatcher = make_dispatcher(num_replicas)
     for size in sizes:
-        dispatcher.choose(size)
+        dispatcher.dispatch(size)
     totals = [replica.total_tokens for replica in dispatcher.replicas]
     assert sum(totals) == sum(sizes)
     assert max(totals) - min(totals) <= max(sizes)
@@ -29,44 +37,44 @@ def test_unreported_requests_are_balanced(sizes: list[int], num_replicas: int) -
 def test_a_report_replaces_exactly_what_it_has_seen(sizes: list[int], data: st.DataObject) -> None:
     load = ReplicaLoad()
     for size in sizes:
-        load.submitted(size)
+        load.dispatched(size)
     seen = data.draw(st.integers(0, len(sizes)))
-    load.reported(LoadSnapshot(sequence=1, num_total_tokens=77), seen)
+    load.reported(report(1, num_tokens=77, seen=seen))
     assert load.total_tokens == 77 + sum(sizes[seen:])
     assert load.is_covered == (seen == len(sizes))
 
 
 def test_a_late_report_is_dropped() -> None:
     load = ReplicaLoad()
-    load.reported(LoadSnapshot(sequence=2, num_total_tokens=5), 0)
-    load.reported(LoadSnapshot(sequence=1, num_total_tokens=9), 0)
+    load.reported(report(2, num_tokens=5))
+    load.reported(report(1, num_tokens=9))
     assert load.total_tokens == 5
 
 
 def test_the_least_loaded_replica_is_chosen() -> None:
     dispatcher = make_dispatcher(3)
     for replica, tokens in enumerate([30, 10, 20]):
-        dispatcher.replicas[replica].reported(LoadSnapshot(sequence=1, num_total_tokens=tokens), 0)
-    assert [dispatcher.choose(15) for _ in range(3)] == [1, 2, 1]
+        dispatcher.replicas[replica].reported(report(1, num_tokens=tokens))
+    assert [dispatcher.dispatch(15).replica for _ in range(3)] == [1, 2, 1]
 
 
 def test_a_conversation_stays_until_that_costs_too_much() -> None:
     dispatcher = make_dispatcher(2, affinity_tokens=100)
-    home = dispatcher.choose(60, "chat")
-    assert dispatcher.choose(40, "chat") == home
-    assert dispatcher.choose(1, "chat") == home
-    assert dispatcher.choose(1, "chat") != home
+    home = dispatcher.dispatch(60, "chat").replica
+    assert dispatcher.dispatch(40, "chat").replica == home
+    assert dispatcher.dispatch(1, "chat").replica == home
+    assert dispatcher.dispatch(1, "chat").replica != home
 
 
 def test_a_conversation_that_moved_has_a_new_home() -> None:
     dispatcher = make_dispatcher(2, affinity_tokens=10)
-    home = dispatcher.choose(50, "chat")
-    away = dispatcher.choose(5, "chat")
+    home = dispatcher.dispatch(50, "chat").replica
+    away = dispatcher.dispatch(5, "chat").replica
     assert away != home
-    dispatcher.replicas[home].reported(LoadSnapshot(sequence=1), 1)
-    assert dispatcher.choose(1, "chat") == away
+    dispatcher.replicas[home].reported(report(1, seen=1))
+    assert dispatcher.dispatch(1, "chat").replica == away
 
 
 def test_without_affinity_load_alone_decides() -> None:
     dispatcher = make_dispatcher(2)
-    assert {dispatcher.choose(10, "chat"), dispatcher.choose(10, "chat")} == {0, 1}
+    assert {dispatcher.dispatch(10, "chat").replica, dispatcher.dispatch(10, "chat").replica} == {0, 1}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import attrs
 import pytest
 
 from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.load.zmq_load_reader import open_zmq_load_reader
 from scheduler_components.reference.engine import Engine, open_engine
 from scheduler_components.reference.engine_config import EngineConfig, RankConfig, SocketPaths, default_kv_events
 from scheduler_components.reference.front import EngineFailedError, GenerateRequest, RequestRefusedError
-from scheduler_components.reference.messages import pack_tokens, unpack_hashes
+from scheduler_components.reference.messages import FRONT, pack_tokens, unpack_hashes
 from scheduler_components.reference.policy import SchedulerConfig
 from scheduler_components.reference.request import SamplingLimits
+from scheduler_components.reference.status import EngineStatus
 
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
@@ -62,7 +65,7 @@ def wanted(tokens: range, max_new_tokens: int = 5) -> GenerateRequest:
 
 async def generate(engine: Engine, request: GenerateRequest) -> list[int]:
     async with engine.front.open_request(request) as news:
-        return [token async for output in news for token in output.token_ids]
+        return [token async for delta in news for token in delta.output.token_ids]
 
 
 def test_it_serves_and_all_ranks_of_a_replica_agree(private_tmp: Path) -> None:
@@ -100,6 +103,26 @@ def test_kv_metrics_of_each_replica_arrive(private_tmp: Path) -> None:
         assert engine.kv_metrics[0].kv_total_blocks == 256
 
     run_engine(scenario)
+
+
+def test_the_advertised_load_gauge_of_each_replica_counts_what_was_dispatched(private_tmp: Path) -> None:
+    async def scenario(engine: Engine) -> None:
+        described = EngineStatus(engine=engine).server_info()["kv_events"]
+        base, host = described["load_endpoint_port_base"], described["endpoint_host"]
+        with closing(open_zmq_load_reader(f"tcp://{host}:{base + rank}" for rank in range(2))) as reader:
+            await asyncio.gather(*(generate(engine, wanted(range(8))) for _ in range(4)))
+            await engine.wait_until_idle()
+            sent = {rank: load.last_ticket for rank, load in enumerate(engine.front.dispatcher.replicas)}
+            assert sum(sent.values()) == 4
+            while True:  # two heartbeats at most
+                samples = reader.read(0.1).samples
+                await asyncio.sleep(0)  # the deadline of the test is heard here
+                if {rank: dict(each.stat.dispatched_watermarks)[FRONT] for rank, each in samples.items()} == sent:
+                    break
+            assert all(each.stat.max_total_num_tokens == 1024 for each in samples.values())
+            assert all(each.stat.num_running_reqs == 0 for each in samples.values())
+
+    run_engine(scenario, attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)))
 
 
 def test_a_request_that_can_never_fit_is_refused_and_costs_nothing_else(private_tmp: Path) -> None:
@@ -158,6 +181,14 @@ def test_a_rank_without_a_configuration_ends_with_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(b"DecodeError: ")
     assert done.stderr.count(b"\n") == 1
+
+
+def test_a_rank_loads_nothing_that_only_the_front_needs() -> None:
+    """Eight of them start at once, often on few cores."""
+    program = "import sys, scheduler_components.reference.rank_process; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    heavy = {"typer", "rich", "starlette", "uvicorn", "httpx", "prometheus_client", "numpy"}
+    assert heavy.isdisjoint(loaded.stdout.split())
 
 
 def test_a_configuration_reaches_a_rank_whole() -> None:

@@ -9,28 +9,30 @@ from typing import Any
 import pytest
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.finish import FinishReason
 from scheduler_components.load.snapshot import LoadSnapshot
 from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.reference.batch import RequestOutput
+from scheduler_components.output.delta import OutputBatch, OutputDelta, TokenOutput
 from scheduler_components.reference.dispatch import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.front import (
     EngineFailedError,
     Front,
     GenerateRequest,
+    RequestFailedError,
     RequestRefusedError,
     TooBusyError,
 )
 from scheduler_components.reference.messages import (
+    FRONT,
     AbortRequest,
     Command,
     RequestRefused,
     StatsReport,
-    StepOutputs,
     SubmitRequest,
     decode_command,
     pack_tokens,
 )
-from scheduler_components.reference.request import FinishReason, SamplingLimits
+from scheduler_components.reference.request import SamplingLimits
 
 
 class Leader:
@@ -61,12 +63,12 @@ def wanted(rid: str | None = None, num_tokens: int = 3) -> GenerateRequest:
     return GenerateRequest(rid=rid, input_ids=pack_tokens(range(num_tokens)), limits=SamplingLimits(max_new_tokens=2))
 
 
-def output(rid: str, token: int, reason: FinishReason | None = None) -> RequestOutput:
-    return RequestOutput(rid, (token,), reason, 3, 1, 0)
+def output(rid: str, token: int, reason: FinishReason | None = None) -> OutputDelta:
+    return OutputDelta(rid, 0, 1, reason, TokenOutput((token,), 3))
 
 
-def stats(sequence: int, *, running: int = 0) -> SchedulerStats:
-    load = LoadSnapshot(sequence=sequence, num_running_reqs=running)
+def stats(sequence: int, *, seen: int = 0, running: int = 0) -> SchedulerStats:
+    load = LoadSnapshot(sequence=sequence, num_running_reqs=running, dispatched_watermarks=((FRONT, seen),))
     return SchedulerStats(labels=(("dp_rank", "0"),), load=load)
 
 
@@ -78,11 +80,11 @@ def test_a_request_is_submitted_once_and_gets_its_own_news_in_order() -> None:
     async def scenario() -> None:
         front, (leader,), _ = make_front()
         async with front.open_request(wanted("a")) as first, front.open_request(wanted("b")) as second:
-            front.receive(StepOutputs((output("a", 1), output("b", 2))))
-            front.receive(StepOutputs((output("a", 3, FinishReason.LENGTH),)))
-            front.receive(StepOutputs((output("b", 4, FinishReason.STOP),)))
-            assert [news.token_ids for news in [each async for each in first]] == [(1,), (3,)]
-            assert [news.token_ids for news in [each async for each in second]] == [(2,), (4,)]
+            front.take_outputs(OutputBatch(0, (output("a", 1), output("b", 2))))
+            front.take_outputs(OutputBatch(0, (output("a", 3, FinishReason.LENGTH),)))
+            front.take_outputs(OutputBatch(0, (output("b", 4, FinishReason.STOP),)))
+            assert [news.output.token_ids for news in [each async for each in first]] == [(1,), (3,)]
+            assert [news.output.token_ids for news in [each async for each in second]] == [(2,), (4,)]
         assert [command.rid for command in leader.commands if isinstance(command, SubmitRequest)] == ["a", "b"]
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
         assert front.num_open_requests == 0
@@ -96,7 +98,20 @@ def test_a_client_that_leaves_early_aborts_its_request() -> None:
         async with front.open_request(wanted("a")):
             pass
         assert leader.commands[-1] == AbortRequest("a")
-        front.receive(StepOutputs((output("a", 1),)))  # on its way when the client left: nobody minds
+        front.take_outputs(OutputBatch(0, (output("a", 1),)))  # on its way when the client left: nobody minds
+        assert front.num_open_requests == 1
+        front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
+        assert front.num_open_requests == 0
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_after_the_end_aborts_nothing() -> None:
+    async def scenario() -> None:
+        front, (leader,), _ = make_front()
+        async with front.open_request(wanted("a")):
+            front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
+        assert len(leader.commands) == 1
 
     run(scenario())
 
@@ -110,15 +125,29 @@ def test_requests_without_an_id_get_different_ones() -> None:
     run(scenario())
 
 
-def test_an_id_in_use_is_refused_and_can_be_used_again_later() -> None:
+def test_a_chosen_id_never_collides_with_one_that_a_client_gave() -> None:
+    async def scenario() -> None:
+        front, _, _ = make_front()
+        async with front.open_request(wanted("request-0")), front.open_request(wanted()) as second:
+            assert second.rid != "request-0"
+
+    run(scenario())
+
+
+def test_an_id_stays_in_use_until_the_end_of_its_request_was_heard() -> None:
+    """Otherwise the late abort of the first owner would end the second one's request."""
+
     async def scenario() -> None:
         front, (leader,), _ = make_front()
         async with front.open_request(wanted("a")):
-            with pytest.raises(ConfigError, match="open request"):
-                front.open_request(wanted("a"))
-            assert len(leader.commands) == 1
-        async with front.open_request(wanted("a")):
             pass
+        with pytest.raises(ConfigError, match="open request"):
+            front.open_request(wanted("a"))
+        assert [type(command) for command in leader.commands] == [SubmitRequest, AbortRequest]
+        front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
+        async with front.open_request(wanted("a")) as news:
+            front.take_outputs(OutputBatch(0, (output("a", 2, FinishReason.STOP),)))
+            assert [each.output.token_ids async for each in news] == [(2,)]
 
     run(scenario())
 
@@ -141,6 +170,26 @@ def test_a_refusal_reaches_its_author_and_is_not_aborted() -> None:
                 front.receive(RequestRefused("a", "too long"))
                 await anext(news)
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("delta", "complaint"),
+    [
+        (OutputDelta("a", 0, 0, FinishReason.ERROR, TokenOutput()), "could not be computed"),
+        (OutputDelta("a", 2, 5, FinishReason.STOP, TokenOutput()), "3 tokens .* were dropped"),
+    ],
+)
+def test_a_request_without_its_whole_answer_says_so(delta: OutputDelta, complaint: str) -> None:
+    async def scenario() -> None:
+        front, (leader,), _ = make_front()
+        with pytest.raises(RequestFailedError, match=complaint):
+            async with front.open_request(wanted("a")) as news:
+                front.take_outputs(OutputBatch(0, (delta,)))
+                await anext(news)
+        assert not any(isinstance(command, AbortRequest) for command in leader.commands)
+        assert front.num_open_requests == 0
 
     run(scenario())
 
@@ -174,13 +223,14 @@ def test_idle_means_that_every_replica_said_so_after_its_last_request() -> None:
         front, _, metrics = make_front()
         assert front.is_idle
         async with front.open_request(wanted("a")):
-            front.receive(StatsReport(0, 0, stats(1)))
+            front.receive(StatsReport(0, stats(1)))
             assert not front.is_idle
-        front.receive(StatsReport(0, 0, stats(2)))
+            front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
+        front.receive(StatsReport(0, stats(2)))
         assert not front.is_idle  # the replica had not seen the request yet
-        front.receive(StatsReport(0, 1, stats(3, running=1)))
+        front.receive(StatsReport(0, stats(3, seen=1, running=1)))
         assert not front.is_idle
-        front.receive(StatsReport(0, 1, stats(4)))
+        front.receive(StatsReport(0, stats(4, seen=1)))
         assert front.is_idle
         assert len(metrics.reports) == 4
 
@@ -193,7 +243,7 @@ def test_a_waiter_is_woken_by_the_report_that_it_waits_for() -> None:
         waiting = asyncio.create_task(front.board.wait_until(lambda: 0 in front.board.stats))
         await asyncio.sleep(0)
         assert not waiting.done()
-        front.receive(StatsReport(0, 0, stats(1)))
+        front.receive(StatsReport(0, stats(1)))
         await waiting
 
     run(scenario())

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components.reference.batch import RequestOutput
+from scheduler_components.finish import FinishReason
+from scheduler_components.output.delta import OutputBatch, OutputDelta, TokenOutput
 from scheduler_components.reference.dispatch import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.front import EngineFailedError, Front
 from scheduler_components.reference.generate_http import MAX_BODY_BYTES, BadBodyError, GenerateEndpoint, parse_body
@@ -20,12 +21,10 @@ from scheduler_components.reference.messages import (
     AbortRequest,
     Command,
     RequestRefused,
-    StepOutputs,
     SubmitRequest,
     decode_command,
     unpack_tokens,
 )
-from scheduler_components.reference.request import FinishReason
 
 
 class Leader:
@@ -46,8 +45,12 @@ class Leader:
         prompt = unpack_tokens(command.input_ids)
         for place, token in enumerate(prompt, start=1):
             reason = FinishReason.LENGTH if place == len(prompt) else None
-            output = RequestOutput(command.rid, (token,), reason, len(prompt), place, 0)
-            self.front.receive(StepOutputs((output,)))
+            output = TokenOutput((token,), num_prompt_tokens=len(prompt))
+            self.front.take_outputs(OutputBatch(place, (OutputDelta(command.rid, place - 1, place, reason, output),)))
+
+    def fail(self, command: SubmitRequest) -> None:
+        delta = OutputDelta(command.rid, 0, 0, FinishReason.ERROR, TokenOutput())
+        self.front.take_outputs(OutputBatch(0, (delta,)))
 
     def refuse(self, command: SubmitRequest) -> None:
         self.front.receive(RequestRefused(command.rid, "too long for the pool"))
@@ -108,12 +111,21 @@ def test_a_streamed_answer_is_events_of_new_tokens_and_done() -> None:
 
 def test_what_a_client_may_ask_for_reaches_the_scheduler() -> None:
     front, leader = make_front()
-    params = {"max_new_tokens": 7, "stop_token_ids": [1, 2], "ignore_eos": True}
-    post(front, {"input_ids": [9], "sampling_params": params, "conversation": "chat"})
+    params = {"max_new_tokens": 7, "stop_token_ids": [1, 2], "ignore_eos": True, "stream_interval": 5}
+    post(front, {"input_ids": [9], "sampling_params": params, "conversation": "chat", "stream": True})
     (command,) = leader.commands
     assert isinstance(command, SubmitRequest)
     limits = command.limits
     assert (limits.max_new_tokens, limits.stop_token_ids, limits.ignore_eos) == (7, (1, 2), True)
+    assert command.stream_interval == 5
+
+
+def test_who_asks_for_a_whole_answer_is_sent_no_pieces() -> None:
+    front, leader = make_front()
+    post(front, {"input_ids": [9]})
+    (command,) = leader.commands
+    assert isinstance(command, SubmitRequest)
+    assert command.stream_interval == 0
 
 
 BAD_BODIES = [
@@ -183,22 +195,57 @@ def test_too_many_requests_are_503() -> None:
     assert post(front, {"input_ids": [1]}).status_code == 503
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
-    front, leader = make_front()
-    leader.answer = leader.say_nothing
-    body = json.dumps({"input_ids": [1], "rid": "gone", "stream": stream}).encode()
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}])
+def ask(front: Front, *messages: dict[str, Any]) -> list[Any]:
+    """Call the endpoint as a server does, with what a client does; what would be sent to it."""
+    arriving = iter(messages)
     sent: list[Any] = []
 
     async def receive() -> Any:
-        return next(messages)
+        return next(arriving)
 
     async def send(message: Any) -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
     asyncio.run(asyncio.wait_for(GenerateEndpoint(front=front)(scope, receive, send), timeout=10))
+    return sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_could_not_be_computed_is_500(stream: bool) -> None:
+    front, leader = make_front()
+    leader.answer = leader.fail
+    response = post(front, {"input_ids": [1], "stream": stream})
+    assert response.status_code == 500
+    assert "could not be computed" in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
+    front, leader = make_front()
+    leader.answer = leader.say_nothing
+    body = json.dumps({"input_ids": [1], "rid": "gone", "stream": stream}).encode()
+    sent = ask(front, {"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"})
     assert leader.commands[-1] == AbortRequest("gone")
-    assert front.num_open_requests == 0
     assert sent == []
+
+
+def test_a_client_that_goes_away_within_its_body_costs_nothing() -> None:
+    front, leader = make_front()
+    half = {"type": "http.request", "body": b'{"input', "more_body": True}
+    assert ask(front, half, {"type": "http.disconnect"}) == []
+    assert leader.commands == []
+
+
+def test_a_stream_that_the_engine_cuts_says_so_and_ends() -> None:
+    front, leader = make_front()
+
+    def fail_after_one_token(command: SubmitRequest) -> None:
+        front.take_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
+        front.fail(EngineFailedError("rank 3 died"))
+
+    leader.answer = fail_after_one_token
+    events = post(front, {"input_ids": [1], "stream": True}).text.split("\n\n")
+    assert json.loads(events[0].removeprefix("data: "))["output_ids"] == [7]
+    assert "rank 3 died" in events[1]
+    assert events[2:] == ["data: [DONE]", ""]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
+from scheduler_components.finish import FinishReason
 from scheduler_components.load.snapshot import LoadSnapshot
 from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.reference.batch import RequestOutput
+from scheduler_components.output.delta import OutputBatch, OutputDelta, TokenOutput
 from scheduler_components.reference.messages import (
     AbortRequest,
     CacheDump,
@@ -20,7 +21,6 @@ from scheduler_components.reference.messages import (
     RequestRefused,
     StatsReport,
     StepInput,
-    StepOutputs,
     SubmitRequest,
     decode_command,
     decode_report,
@@ -31,7 +31,8 @@ from scheduler_components.reference.messages import (
     unpack_hashes,
     unpack_tokens,
 )
-from scheduler_components.reference.request import FinishReason, SamplingLimits
+from scheduler_components.reference.outputs import decode_outputs, encode_outputs
+from scheduler_components.reference.request import SamplingLimits
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 hashes = st.frozensets(st.integers(-(2**63), 2**63 - 1), max_size=20)
@@ -44,27 +45,25 @@ commands = st.one_of(
         rids,
         tokens.map(pack_tokens),
         st.builds(SamplingLimits, st.integers(1, 2**31), tokens.map(tuple), st.booleans()),
+        counts,
+        counts,
     ),
     st.builds(AbortRequest, rids),
     st.builds(DumpCache, counts),
 )
 outputs = st.builds(
-    RequestOutput,
+    OutputDelta,
     rids,
-    tokens.map(tuple),
+    counts,
+    counts,
     st.none() | st.sampled_from(FinishReason),
-    counts,
-    counts,
-    counts,
-    counts,
+    st.builds(TokenOutput, tokens.map(tuple), counts, counts, counts),
 )
 reports = st.one_of(
     st.builds(RankReady, counts, st.none() | st.text()),
-    st.builds(StepOutputs, st.lists(outputs, max_size=5).map(tuple)),
     st.builds(RequestRefused, rids, st.text()),
     st.builds(
         StatsReport,
-        counts,
         counts,
         st.builds(SchedulerStats, st.just((("dp_rank", "1"),)), st.builds(LoadSnapshot, sequence=counts)),
     ),
@@ -87,6 +86,11 @@ def test_a_step_comes_out_as_it_went_in(step: StepInput) -> None:
 @given(reports)
 def test_a_report_comes_out_as_it_went_in(report: Report) -> None:
     assert decode_report(encode(report)) == report
+
+
+@given(st.builds(OutputBatch, counts, st.lists(outputs, max_size=5).map(tuple)))
+def test_outputs_come_out_as_they_went_in(batch: OutputBatch) -> None:
+    assert decode_outputs(encode_outputs(batch)) == batch
 
 
 @given(tokens)
@@ -112,8 +116,9 @@ def test_hashes_are_packed_in_eight_bytes_each(block_hashes: frozenset[int]) -> 
     assert unpack_hashes(packed) == block_hashes
 
 
-@pytest.mark.parametrize("decode", [decode_command, decode_step, decode_report])
+@pytest.mark.parametrize("decode", [decode_command, decode_step, decode_report, decode_outputs])
 @given(noise=st.binary(max_size=40))
+@example(noise=b"\x91\xa1\x80")  # bad UTF-8 where the tag belongs
 def test_noise_is_a_decode_error(decode, noise: bytes) -> None:
     try:
         decode(noise)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.reference.request import FinishReason, Request, SamplingLimits
+from scheduler_components.output.delta import TokenOutput
+from scheduler_components.reference.request import Request, SamplingLimits
 
 checked = settings(deadline=None)
 u32 = st.integers(0, 2**32 - 1)
@@ -53,13 +54,18 @@ def test_limits_that_ask_for_nothing_are_refused(max_new_tokens: int) -> None:
         SamplingLimits(max_new_tokens=max_new_tokens)
 
 
-def test_limits_and_reasons_travel_as_messages() -> None:
+def test_limits_travel_as_messages() -> None:
     limits = SamplingLimits(max_new_tokens=3, stop_token_ids=(7,), ignore_eos=True)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(limits), type=SamplingLimits) == limits
-    reason = msgspec.msgpack.encode(FinishReason.STOP)
-    assert reason == msgspec.msgpack.encode("stop")
-    assert msgspec.msgpack.decode(reason, type=FinishReason) is FinishReason.STOP
 
 
 def test_a_request_says_where_it_stands() -> None:
     assert "'r7' waiting prompt=2 output=0/9" in repr(Request("r7", [1, 2], SamplingLimits(max_new_tokens=9)))
+
+
+def test_output_is_told_from_any_token_on_with_its_counts() -> None:
+    request = Request("r", [1, 2, 3], stream_interval=4)
+    request.token_ids.extend([7, 8, 9])
+    request.num_cached_prompt_tokens = 2
+    assert request.output_since(1) == TokenOutput((8, 9), num_prompt_tokens=3, num_cached_tokens=2)
+    assert request.output_since(3).token_ids == ()

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.finish import FinishReason
 from scheduler_components.reference.device import SimulatedModel
-from scheduler_components.reference.request import FinishReason, Request, SamplingLimits
+from scheduler_components.reference.request import Request, SamplingLimits
 
 MODEL = SimulatedModel()  # what the bench's device computes with
 
@@ -46,7 +47,8 @@ def test_a_request_object_is_served_once_and_its_id_may_come_again(make_bench: C
     with pytest.raises(ConfigError, match="served before"):
         bench.scheduler.submit(request)
     bench.submit("r", range(5))
-    assert bench.drain()[-1].outputs[0].finish_reason is FinishReason.LENGTH
+    bench.drain()
+    assert [delta.finish_reason for delta in bench.outputs.deltas] == [FinishReason.LENGTH] * 2
 
 
 def test_a_second_prompt_computes_only_what_the_first_did_not(make_bench: Callable) -> None:
@@ -57,7 +59,7 @@ def test_a_second_prompt_computes_only_what_the_first_did_not(make_bench: Callab
     assert bench.scheduler.load.get_loads().num_waiting_uncached_tokens == 4  # known before it runs
     (result,) = bench.drain()
     assert result.num_prefill_tokens == 4
-    assert result.outputs[0].num_cached_tokens == 16
+    assert bench.outputs.deltas[-1].output.num_cached_tokens == 16
     assert bench.scheduler.totals().cached_tokens_total == 16
 
 
@@ -67,7 +69,7 @@ def test_the_same_prompt_twice_leaves_one_token_to_compute_a_page_at_least(make_
         bench.submit(rid, range(8))
         results = bench.drain()
     assert results[0].num_prefill_tokens == 4
-    assert results[0].outputs[0].num_cached_tokens == 4
+    assert bench.outputs.deltas[-1].output.num_cached_tokens == 4
 
 
 def test_prefills_and_decodes_share_a_batch_and_the_prefill_keeps_to_its_budget(make_bench: Callable) -> None:
@@ -116,7 +118,7 @@ def test_the_latest_arrival_gives_way_and_loses_no_token(make_bench: Callable) -
     assert (early.output_ids, late.output_ids) == (bench.foretold(early), bench.foretold(late))
     assert bench.scheduler.totals().cached_tokens_total == 0  # its own pages found again are no hit
     assert bench.scheduler.totals().num_retractions_total == late.num_retractions
-    assert late.num_retractions == results[-1].outputs[0].num_retractions
+    assert late.num_retractions == bench.outputs.deltas[-1].output.num_retractions
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
@@ -128,10 +130,10 @@ def test_an_abort_takes_everything_back(make_bench: Callable, num_steps: int) ->
         bench.scheduler.step()
     assert bench.scheduler.abort("r")
     assert bench.scheduler.has_work  # the abort is still to be told
-    (result,) = bench.drain()
-    assert [(output.rid, output.token_ids, output.finish_reason) for output in result.outputs] == [
-        ("r", (), FinishReason.ABORT)
-    ]
+    bench.outputs.batches.clear()
+    bench.drain()
+    (delta,) = bench.outputs.deltas
+    assert (delta.rid, delta.output.token_ids, delta.finish_reason) == ("r", (), FinishReason.ABORT)
     load = bench.sink.stats[-1].load
     assert (load.num_running_reqs, load.num_waiting_reqs, load.num_pending_tokens, load.num_used_tokens) == (0,) * 4
     assert bench.sink.kv_metrics[-1].request_active_slots == 0
@@ -165,16 +167,74 @@ def test_a_stop_token_ends_a_request_and_the_end_of_sequence_can_be_ignored(make
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("device lost"), (), (1, 2, 3)])
-def test_a_step_whose_device_failed_can_be_repeated(make_bench: Callable, answer: tuple[int, ...] | Exception) -> None:
-    bench = make_bench(chunk_tokens=8)
-    request = bench.submit("r", range(12), 4)
+def test_a_batch_that_the_device_cannot_compute_fails_its_requests_and_nothing_else(
+    make_bench: Callable, answer: tuple[int, ...] | Exception
+) -> None:
+    bench = make_bench(chunk_tokens=8, max_running_requests=1)
+    bench.submit("failed", range(12), 4)
+    waiting = bench.submit("waiting", range(12), 4)
     bench.submit("gone", range(30, 34))
     bench.scheduler.abort("gone")
     bench.device.answers = [answer]
-    with pytest.raises((RuntimeError, ValueError)):
-        bench.scheduler.step()
+    bench.scheduler.step()
+    ends = {delta.rid: delta.finish_reason for delta in bench.outputs.deltas}
+    assert ends == {"gone": FinishReason.ABORT, "failed": FinishReason.ERROR}  # an abort is not lost with the batch
+    assert bench.scheduler.results.failures.total == 1
+    assert not bench.stored_tokens()  # nothing was computed, so nothing is cached
+    bench.drain()
     bench.scheduler.cache.check_integrity()
-    outputs = [output for result in bench.drain() for output in result.outputs]
-    assert outputs[0].rid == "gone"  # an abort is not lost with the batch
-    assert request.output_ids == bench.foretold(request)
+    assert waiting.output_ids == bench.foretold(waiting)
     assert bench.scheduler.cache.used_tokens == 0
+
+
+def test_tokens_go_out_at_the_pace_that_a_request_asks_for(make_bench: Callable) -> None:
+    bench = make_bench()
+    for rid, interval in (("each", 1), ("pairs", 2), ("whole", 0)):
+        bench.scheduler.submit(Request(rid, range(4), SamplingLimits(max_new_tokens=6), stream_interval=interval))
+    bench.drain()
+    sizes: dict[str, list[int]] = {}
+    for delta in bench.outputs.deltas:
+        sizes.setdefault(delta.rid, []).append(len(delta.output.token_ids))
+    assert sizes == {"each": [1] * 6, "pairs": [1, 2, 2, 1], "whole": [6]}
+
+
+def test_what_a_slow_receiver_did_not_take_comes_in_one_piece_and_retractions_repeat_nothing(
+    make_bench: Callable,
+) -> None:
+    bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    requests = [bench.submit("early", range(8), 20), bench.submit("late", range(50, 58), 20)]
+    for result in bench.scheduler.drain():
+        bench.outputs.is_full = result.step % 3 != 0
+    bench.outputs.is_full = False
+    bench.scheduler.output.flush()
+    assert requests[1].num_retractions
+    for request in requests:
+        news = [delta for delta in bench.outputs.deltas if delta.rid == request.rid]
+        assert tuple(token for delta in news for token in delta.output.token_ids) == request.output_ids
+        assert len(news) < 20
+
+
+def test_times_of_requests_and_of_prefill_are_in_the_reports(make_bench: Callable) -> None:
+    bench = make_bench(chunk_tokens=6)
+    bench.submit("r", range(10), 3)
+    bench.submit("gone", range(10), 3)
+    bench.scheduler.abort("gone")
+    bench.drain()
+    stats = bench.sink.stats[-1]
+    latencies = stats.totals.latencies
+    assert (latencies.time_to_first_token.count, latencies.inter_token.count) == (1, 2)
+    assert (latencies.queue.count, latencies.e2e.count) == (1, 2)
+    assert stats.load.total_prefill_uncached_tokens == 10
+
+
+def test_each_episode_of_a_failing_device_is_logged_once(
+    make_bench: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make_bench()
+    for rid, answer in (("a", OSError()), ("b", OSError()), ("c", None), ("d", OSError())):
+        bench.device.answers = [answer] if answer else []
+        bench.submit(rid, range(4))
+        bench.scheduler.step()
+    logged = [record.levelname for record in caplog.records if "computing a batch" in record.getMessage()]
+    assert logged == ["ERROR", "WARNING", "ERROR"]
+    assert bench.scheduler.results.failures.total == 3

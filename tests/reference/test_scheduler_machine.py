@@ -11,55 +11,37 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components.kv_events.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    KVCacheEvent,
-)
-from scheduler_components.kv_events.publisher import EventPublisher
+from scheduler_components.finish import FinishReason
+from scheduler_components.kv_events.events import BlockRemoved, EventBatch
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.reference.batch import StepResult
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.policy import SchedulerConfig, pages_for
-from scheduler_components.reference.request import FinishReason, Request, RequestState, SamplingLimits
+from scheduler_components.reference.request import Request, RequestState, SamplingLimits
 from scheduler_components.reference.scheduler import Scheduler
+from scheduler_components.testing.fakes.sinks import ListEventSink, ListOutputSink
+from scheduler_components.testing.ledger import EventLedger
 
 EOS = 3
 MODEL = SimulatedModel(vocab_size=3, eos_token_id=EOS, mean_output_tokens=20)  # few words: outputs and prompts share
 
 
-class StreamView(EventPublisher):
-    """The blocks that a subscriber knows of."""
+class StreamView(ListEventSink):
+    """The blocks that a subscriber knows of; every event must keep the rules of the wire."""
 
     def __init__(self, page_size: int) -> None:
         super().__init__()
-        self.page_size = page_size
-        self.blocks: set[int] = set()
+        self.ledger = EventLedger(block_size=page_size)
         self.num_removed = 0
+
+    @property
+    def blocks(self) -> set[int]:
+        return self.ledger.hashes()
 
     def publish(self, events: EventBatch) -> None:
         assert events.events, "an empty batch was published"
-        for event in events.events:
-            self.apply(event)
-
-    def apply(self, event: KVCacheEvent) -> None:
-        if isinstance(event, AllBlocksCleared):
-            self.blocks.clear()
-        elif isinstance(event, BlockRemoved):
-            assert self.blocks.issuperset(event.block_hashes)
-            self.blocks.difference_update(event.block_hashes)
-            self.num_removed += len(event.block_hashes)
-        elif isinstance(event, BlockStored):
-            assert event.parent_block_hash is None or event.parent_block_hash in self.blocks
-            assert self.blocks.isdisjoint(event.block_hashes)
-            assert event.block_size == self.page_size
-            assert len(event.token_ids) == len(event.block_hashes) * self.page_size
-            self.blocks.update(event.block_hashes)
-
-    def shutdown(self) -> None:
-        pass
+        assert self.ledger.apply_all(events.events) == []
+        self.num_removed += sum(len(each.block_hashes) for each in events.events if isinstance(each, BlockRemoved))
 
 
 def foretold(request: Request) -> tuple[tuple[int, ...], FinishReason]:
@@ -99,11 +81,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_id=EOS,
         )
         self.view = StreamView(page_size)
+        self.outputs = ListOutputSink()
         self.scheduler = Scheduler(
             self.config,
             ParallelState.trivial(),
             SimulatedDevice(MODEL, clock=lambda: 0.0, sleep=lambda _: None),
             event_sink=self.view,
+            output_sink=self.outputs,
         )
         self.requests: dict[str, Request] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -157,15 +141,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(self.scheduler.queues)
 
     def read(self, result: StepResult) -> None:
-        for output in result.outputs:
-            assert output.rid not in self.ended
-            self.streamed[output.rid] += output.token_ids
-            request = self.requests[output.rid]
-            assert output.num_prompt_tokens == request.num_prompt_tokens
-            assert output.num_output_tokens == len(self.streamed[output.rid])
-            assert 0 <= output.num_cached_tokens < output.num_prompt_tokens
-            if output.finish_reason is not None:
-                self.ended[output.rid] = output.finish_reason
+        for delta in self.outputs.deltas:
+            assert delta.rid not in self.ended
+            assert delta.start == len(self.streamed[delta.rid])
+            self.streamed[delta.rid] += delta.output.token_ids
+            request = self.requests[delta.rid]
+            assert delta.output.num_prompt_tokens == request.num_prompt_tokens
+            assert delta.num_output_tokens == len(self.streamed[delta.rid])
+            assert 0 <= delta.output.num_cached_tokens < delta.output.num_prompt_tokens
+            if delta.finish_reason is not None:
+                self.ended[delta.rid] = FinishReason(delta.finish_reason)
+        assert len(self.outputs.deltas) <= result.num_news
+        self.outputs.batches.clear()
         assert not (result.num_admitted and result.num_retracted), "what was taken was given back in the same step"
         assert result.num_prefill_tokens <= self.config.max_prefill_tokens
         assert result.digest == self.scheduler.state_digest

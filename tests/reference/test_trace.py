@@ -56,6 +56,7 @@ def test_blank_lines_are_skipped_and_not_numbered_as_requests() -> None:
         (b"[]", "Expected `object`"),
         (b"{}", "timestamp"),
         (b"\xff\xfe", ""),
+        (b'{"x":' + b"[" * 100_000, ""),
         (line(timestamp=-1), "timestamp"),
         (line(timestamp="now"), "timestamp"),
         (line(timestamp=None), "timestamp"),

@@ -1,0 +1,292 @@
+"""ThreadPageMover: moves real pages on three threads: copies, reads from storage, writes to storage.
+
+The scheduler's thread gives instructions and takes events; no agreement is ever made on another thread, so there is
+nothing between ranks that threads could interleave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+from scheduler_components.cache.block_hash import DIGEST_BYTES
+from scheduler_components.errors import StorageError
+from scheduler_components.hicache.host_pool import HostPool
+from scheduler_components.hicache.keys import KeySpace
+from scheduler_components.hicache.operations import (
+    BackupDone,
+    CopyToDevice,
+    CopyToHost,
+    Instruction,
+    IoEvent,
+    LoadDone,
+    PagesLanded,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    StorageAnswered,
+    WriteDone,
+    WriteToStorage,
+)
+from scheduler_components.hicache.page_memory import SimulatedDeviceMemory
+from scheduler_components.hicache.storage import CheckedPageStore, StorageStats
+from scheduler_components.hicache.thread_storage import DeadlinePageStore, open_deadline_page_store
+from scheduler_components.ports import PageStore
+
+__all__ = ["ThreadPageMover", "open_thread_page_mover"]
+
+_PAGES_A_TURN = 32  # pages asked of storage at once: how much a stop may come too late
+_JOIN_S = 10.0
+
+Work = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Backend:
+    """An attached store: one counting front for each thread that uses it."""
+
+    shared: DeadlinePageStore
+    for_reads: CheckedPageStore
+    for_writes: CheckedPageStore
+
+
+class _Worker:
+    """A thread that does one piece of work after the other."""
+
+    def __init__(self, name: str, crashed: Callable[[Exception], None]) -> None:
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        self._crashed = crashed
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def give(self, work: Work) -> None:
+        self._work.put(work)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - raised again on the scheduler's thread
+                self._crashed(error)
+
+
+class _Io:
+    """Threads, the way of events back to the scheduler's thread, and what is under way."""
+
+    def __init__(self) -> None:
+        self._events: SimpleQueue[IoEvent | Exception] = SimpleQueue()
+        self._early: list[IoEvent | Exception] = []  # taken off the queue by a wait
+        self._is_closed = False
+        self.copies, self.reads, self.writes = (
+            _Worker(f"pages-{name}", self._events.put) for name in ("copy", "read", "write")
+        )
+        self.loading: dict[int, int] = {}
+        self.reading: set[int] = set()
+        self.stopped: set[int] = set()
+
+    def start(self) -> None:
+        for worker in (self.copies, self.reads, self.writes):
+            worker.start()
+
+    def put(self, event: IoEvent) -> None:
+        self._events.put(event)
+
+    def take(self) -> list[IoEvent]:
+        taken, self._early = self._early, []
+        while not self._events.empty():
+            taken.append(self._events.get())
+        events: list[IoEvent] = []
+        for event in taken:
+            if isinstance(event, Exception):
+                raise event
+            events.append(event)
+        return events
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._early:
+            try:
+                self._early.append(self._events.get(timeout=timeout_s))
+            except Empty:
+                return
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.stopped |= self.reading
+            for worker in (self.copies, self.reads, self.writes):
+                worker.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class ThreadPageMover:
+    """A ``PageMover`` over a host pool, a simulated device and any page store. Made by ``open_thread_page_mover``.
+
+    All methods are for one thread, the scheduler's.
+
+    Attributes:
+        host: the rank's host pool; the cache above commits and releases, this writes and reads.
+        device: the rank's device pages.
+        keys: names the rank's slices in storage, and says whether this rank writes them.
+        max_load_pages: copies to the device that may be under way.
+    """
+
+    host: HostPool
+    device: SimulatedDeviceMemory
+    keys: KeySpace
+    max_load_pages: int = 4096
+    _io: _Io = field(default_factory=_Io, init=False)
+    _backend: _Backend | None = field(default=None, init=False)
+    _is_detaching: bool = field(default=False, init=False)
+
+    @property
+    def has_storage(self) -> bool:
+        return self._backend is not None and not self._is_detaching
+
+    @property
+    def load_room_pages(self) -> int:
+        return max(0, self.max_load_pages - sum(self._io.loading.values()))
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._io.start()
+
+    def attach(self, store: PageStore, *, deadline_s: float) -> None:
+        """Use ``store`` from the agreement on at which every rank of the replica has one.
+
+        Args:
+            store: owned by the mover from here on.
+            deadline_s: longest wait for one of its operations; what is late is a miss.
+
+        Raises:
+            StorageError: another store is attached, or is still in use while it is being detached.
+        """
+        if self._backend is not None:
+            raise StorageError("mover", "attach", "another store is attached or still in use: detach it, then step on")
+        shared = open_deadline_page_store(store, deadline_s=deadline_s)
+        page_bytes = self.device.shape.page_bytes
+        self._backend = _Backend(
+            shared,
+            CheckedPageStore(store=shared, page_bytes=page_bytes),
+            CheckedPageStore(store=shared, page_bytes=page_bytes),
+        )
+        self._is_detaching = False
+
+    def detach(self) -> None:
+        """Stop to use storage: from the next agreement on no rank begins anything with it, and when all that was
+        begun has settled the store is closed. Without one, nothing happens."""
+        self._is_detaching = self._backend is not None
+
+    def storage_stats(self) -> tuple[StorageStats, StorageStats]:
+        """Return what reads and what writes have come to with the attached store."""
+        if self._backend is None:
+            return StorageStats(), StorageStats()
+        return self._backend.for_reads.stats(), self._backend.for_writes.stats()
+
+    def submit(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            self._begin(instruction)
+
+    def poll(self) -> list[IoEvent]:
+        events = self._io.take()
+        for event in events:
+            if isinstance(event, LoadDone):
+                del self._io.loading[event.op]
+            elif isinstance(event, ReadEnded):
+                self._io.reading.discard(event.op)
+                self._io.stopped.discard(event.op)
+        return events
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is something to poll, at most ``timeout_s``: for a scheduler that has nothing else to do."""
+        self._io.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the threads and close the store."""
+        self._io.close()
+        self._close_store()
+
+    def _begin(self, instruction: Instruction) -> None:
+        io = self._io
+        if isinstance(instruction, CopyToHost):
+            io.copies.give(lambda: self._copy_to_host(instruction))
+        elif isinstance(instruction, CopyToDevice):
+            io.loading[instruction.op] = len(instruction.device_pages)
+            io.copies.give(lambda: self._copy_to_device(instruction))
+        elif isinstance(instruction, WriteToStorage):
+            io.writes.give(lambda: self._write(instruction))
+        elif isinstance(instruction, QueryStorage):
+            io.reads.give(lambda: self._query(instruction))
+        elif isinstance(instruction, ReadStorage):
+            io.reading.add(instruction.op)
+            io.reads.give(lambda: self._read(instruction))
+        elif isinstance(instruction, StopReading):
+            if instruction.op in io.reading:
+                io.stopped.add(instruction.op)
+        elif self._is_detaching:
+            self._close_store()
+
+    def _close_store(self) -> None:
+        if self._backend is not None:
+            self._backend.for_writes.close()
+        self._backend, self._is_detaching = None, False
+
+    # --- on the threads ---
+
+    def _copy_to_host(self, copy: CopyToHost) -> None:
+        self.host.load_from(self.device, copy.device_pages, copy.host_pages)
+        self._io.put(WriteDone(copy.op, True))
+
+    def _copy_to_device(self, copy: CopyToDevice) -> None:
+        self.host.load_back(copy.host_pages, self.device, copy.device_pages)
+        self._io.put(LoadDone(copy.op, True))
+
+    def _write(self, write: WriteToStorage) -> None:
+        backend, is_good = self._backend, True
+        if self.keys.writes:  # the one rank that writes this slice answers for it; the others have nothing to do
+            keys = self._keys(write.digests)
+            num_held = backend.for_writes.batch_exists(keys) if backend is not None else 0
+            for at in range(num_held, len(keys), _PAGES_A_TURN):
+                turn = slice(at, at + _PAGES_A_TURN)
+                pages = [self.host.read(page) for page in write.host_pages[turn]]
+                is_good = is_good and backend is not None and all(backend.for_writes.batch_set(keys[turn], pages))
+        self._io.put(BackupDone(write.op, is_good))
+
+    def _query(self, query: QueryStorage) -> None:
+        backend = self._backend
+        num_pages = backend.for_reads.batch_exists(self._keys(query.digests)) if backend is not None else 0
+        self._io.put(StorageAnswered(query.op, num_pages))
+
+    def _read(self, read: ReadStorage) -> None:
+        backend, keys, num_landed = self._backend, self._keys(read.digests), 0
+        while backend is not None and num_landed < len(keys) and read.op not in self._io.stopped:
+            turn = slice(num_landed, num_landed + _PAGES_A_TURN)
+            contents = backend.for_reads.batch_get(keys[turn])
+            for page, content in zip(read.host_pages[turn], contents, strict=True):
+                if content is None:
+                    backend = None  # a hole ends the prefix
+                    break
+                self.host.write(page, content)
+                num_landed += 1
+            self._io.put(PagesLanded(read.op, num_landed))
+        self._io.put(ReadEnded(read.op))
+
+    def _keys(self, digests: bytes) -> list[str]:
+        return [self.keys.key(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES)]
+
+
+def open_thread_page_mover(
+    host: HostPool, device: SimulatedDeviceMemory, keys: KeySpace, *, max_load_pages: int = 4096
+) -> ThreadPageMover:
+    """Start the threads of a mover without storage; ``close`` ends them."""
+    mover = ThreadPageMover(host=host, device=device, keys=keys, max_load_pages=max_load_pages)
+    mover.start()
+    return mover

@@ -1,0 +1,203 @@
+"""One rank's hierarchical cache by hand: what a request sees, what is refused, what a late reader of events is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components.hicache.hi_radix_cache import HiRadixCache
+from scheduler_components.hicache.operations import CopyToDevice, CopyToHost, LoadDone, WriteDone
+from scheduler_components.hicache.policy import HiCachePolicy
+from scheduler_components.hicache.tiers import Tier
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockStored
+from scheduler_components.reference.hicache_sim_io import SimulatedHostPages
+
+PAGE_SIZE = 2
+
+
+class Cache:
+    """Six device pages, eight host pages, and I/O that ends when it is told to."""
+
+    def __init__(self, policy: HiCachePolicy | None = None) -> None:
+        self.host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
+        self.cache = HiRadixCache(
+            page_size=PAGE_SIZE, capacity_tokens=13, host=self.host, num_host_pages=8, policy=policy, record=True
+        )
+        self._step = 0
+
+    def step(self, *, copies: bool = True) -> None:
+        """End all copies that were begun, well, and agree."""
+        cache = self.cache
+        for instruction in cache.take_instructions():
+            if isinstance(instruction, CopyToHost):
+                cache.handle(WriteDone(instruction.op, copies))
+            elif isinstance(instruction, CopyToDevice):
+                cache.handle(LoadDone(instruction.op, copies))
+        self._step += 1
+        ballot = cache.ballot(self._step, has_storage=False, load_room_pages=100, now_s=0.0)
+        cache.settle(self._step, ballot.open(ballot.pack(0)), now_s=0.0)
+        cache.check_integrity()
+
+    def compute(self, chat: int, num_pages: int) -> None:
+        tokens = prompt(chat, num_pages)
+        self.cache.insert(tokens, self.cache.allocate(num_pages))
+
+    def pages_on(self) -> tuple[int, int]:
+        return self.cache.num_pages_on(Tier.DEVICE), self.cache.num_pages_on(Tier.HOST)
+
+
+def prompt(chat: int, num_pages: int) -> list[int]:
+    return [chat * 100 + at for at in range(num_pages * PAGE_SIZE)]
+
+
+def test_an_evicted_prefix_is_loaded_back_before_its_request_runs() -> None:
+    it = Cache()
+    it.compute(0, 4)
+    it.step()
+    it.compute(1, 4)
+    assert it.pages_on() == (6, 4)
+    cache = it.cache
+    assert cache.match_prefix(prompt(0, 4)).num_tokens == 2 * PAGE_SIZE
+    it.step()
+    assert not cache.preparations.is_ready("r", prompt(0, 4))
+    it.step()
+    assert cache.preparations.is_ready("r", prompt(0, 4))
+    match = cache.match_prefix(prompt(0, 4))
+    assert match.num_tokens == 4 * PAGE_SIZE
+    cache.preparations.book_admission("r", prompt_tokens=9, cached_tokens=match.num_tokens)
+    stats = cache.stats()
+    assert (stats.prompt_tokens, stats.device_hit_tokens, stats.host_hit_tokens) == (9, 4, 4)
+
+
+def test_a_load_that_fails_is_given_up_and_its_pages_are_given_back() -> None:
+    it = Cache()
+    it.compute(0, 4)
+    it.step()
+    it.cache.evict(4)
+    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    it.step(copies=False)
+    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.pages_on() == (0, 4)
+    assert it.cache.free_tokens == it.cache.capacity_tokens
+
+
+def test_pages_that_a_request_computes_while_they_are_loaded_are_kept_once() -> None:
+    it = Cache()
+    it.compute(0, 2)
+    it.step()
+    it.cache.evict(2)
+    assert not it.cache.preparations.is_ready("r", prompt(0, 2))
+    it.compute(0, 1)
+    it.step()
+    assert it.pages_on() == (2, 2)
+    assert it.cache.free_tokens == 4 * PAGE_SIZE
+
+
+def test_a_copy_that_failed_is_dropped_with_its_node() -> None:
+    it = Cache()
+    it.compute(0, 4)
+    it.step(copies=False)
+    assert it.pages_on() == (4, 0)
+    it.cache.evict(4)
+    assert it.pages_on() == (0, 0)
+    assert it.cache.stats().pages_dropped == 4
+    assert it.host.pool.num_free == 8
+
+
+def test_write_back_copies_what_is_next_to_go() -> None:
+    it = Cache(HiCachePolicy(write="write_back", clean_ahead_pages=2))
+    it.compute(0, 3)
+    it.step()
+    assert it.pages_on() == (3, 0)  # there is room enough
+    it.compute(1, 2)
+    it.step()
+    it.step()
+    assert it.pages_on() == (5, 3)
+    it.cache.evict(3)
+    assert it.pages_on() == (2, 3)
+
+
+def test_what_is_on_its_way_is_not_evicted() -> None:
+    it = Cache()
+    it.compute(0, 6)
+    assert it.cache.evictable_tokens == 0
+    with pytest.raises(OutOfPagesError):
+        it.cache.allocate(1)
+    it.step()
+    assert it.cache.evictable_tokens == 6 * PAGE_SIZE
+
+
+def test_a_late_reader_is_told_every_tier() -> None:
+    """More events than are kept: the present content takes their place, tier by tier."""
+    it = Cache()
+    for chat in range(12):
+        it.compute(chat, 4)
+        it.step()
+    assert it.cache.num_event_collapses == 1
+    first, *rest = it.cache.take_events()
+    assert first == AllBlocksCleared()
+    told: dict[str | None, set[int]] = {None: set(), "CPU": set()}
+    for event in rest:
+        assert isinstance(event, BlockStored)
+        told[event.medium] |= {*event.block_hashes}
+    assert told == {None: set(it.cache.block_hashes()), "CPU": set(it.cache.block_hashes(Tier.HOST))}
+
+
+def test_a_host_that_is_full_of_what_the_device_has_takes_no_more() -> None:
+    it = Cache()
+    it.host.pool.allocate(5)  # somebody else's: this rank has fewer than the ledger says
+    it.compute(0, 4)
+    it.step()
+    assert it.pages_on() == (4, 0)
+    assert it.cache.stats().pages_not_written == 4
+
+
+WRONG_CALLS: dict[str, Callable[[HiRadixCache], object]] = {
+    "clearing what is under way": lambda cache: cache.clear(),
+    "unlocking what is not locked": lambda cache: [cache.unlock(cache.match_prefix(prompt(1, 2)).node)] * 2,
+    "freeing what is free": lambda cache: cache.free([5]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_call_changes_nothing(name: str) -> None:
+    it = Cache()
+    it.compute(1, 2)
+    it.step()
+    it.compute(0, 2)
+    before = it.cache.state_digest
+    with pytest.raises(CacheIntegrityError):
+        WRONG_CALLS[name](it.cache)
+    assert it.cache.state_digest == before
+    it.cache.check_integrity()
+
+
+def test_what_left_the_device_cannot_be_locked_there() -> None:
+    it = Cache()
+    it.compute(0, 2)
+    it.step()
+    node = it.cache.match_prefix(prompt(0, 2)).node
+    it.cache.evict(2)
+    with pytest.raises(CacheIntegrityError, match="not on the device"):
+        it.cache.lock(node)
+
+
+@pytest.mark.parametrize("field, value", [("page_size", 0), ("capacity_tokens", 1), ("num_host_pages", 0)])
+def test_a_size_that_cannot_be_is_refused(field: str, value: int) -> None:
+    host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
+    sizes = {"page_size": 2, "capacity_tokens": 8, "num_host_pages": 8} | {field: value}
+    with pytest.raises(ConfigError) as raised:
+        HiRadixCache(host=host, **sizes)
+    assert raised.value.field == field
+
+
+def test_insert_checks_pages_before_it_changes_anything() -> None:
+    it = Cache()
+    with pytest.raises(ConfigError, match="give 2 for 4 tokens"):
+        it.cache.insert(prompt(0, 2), it.cache.allocate(1))
+    with pytest.raises(CacheIntegrityError):
+        it.cache.insert(prompt(0, 2), [4, 5])
+    assert it.pages_on() == (0, 0)

@@ -1,0 +1,224 @@
+"""The hierarchical cache over real memory, threads and stores: pages come back byte for byte, or not at all.
+
+Properties:
+- what is loaded back on the device, from the host or from storage, is what was computed there;
+- every instruction is answered once, with a store that fails, stalls or lies too;
+- attaching and detaching a store, at any time, on some ranks first, is no error and loses no page of the tree;
+- closing ends the threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
+
+from scheduler_components.errors import CacheIntegrityError, StorageError
+from scheduler_components.hicache.file_storage import open_file_page_store
+from scheduler_components.hicache.hi_radix_cache import HiRadixCache
+from scheduler_components.hicache.host_pool import HostPool
+from scheduler_components.hicache.keys import KeySpace, Placement
+from scheduler_components.hicache.memory_storage import MemoryPageStore
+from scheduler_components.hicache.operations import CopyToHost
+from scheduler_components.hicache.page_memory import PageShape, SimulatedDeviceMemory
+from scheduler_components.hicache.policy import HiCachePolicy
+from scheduler_components.hicache.sync import SyncDomain
+from scheduler_components.hicache.thread_page_mover import ThreadPageMover, open_thread_page_mover
+from scheduler_components.hicache.tier_stepper import TierStepper
+from scheduler_components.hicache.tiers import Tier
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import PageBytes, PageStore
+from scheduler_components.reference.simulated_kv import SimulatedKv
+
+SHAPE = PageShape(num_layers=3, layer_page_bytes=64)
+PAGE_SIZE = 4
+Eventually = Callable[[Callable[[], object]], None]
+
+
+class Rank:
+    """One rank of its own, with eight device pages."""
+
+    def __init__(self, mover: ThreadPageMover, num_host_pages: int, policy: HiCachePolicy) -> None:
+        self.mover = mover
+        self.kv = SimulatedKv(device=mover.device, slice_index=1)
+        self.cache = HiRadixCache(
+            page_size=PAGE_SIZE,
+            capacity_tokens=8 * PAGE_SIZE,
+            host=mover.host,
+            num_host_pages=num_host_pages,
+            policy=policy,
+            witness=self.kv,
+        )
+        self.stepper = TierStepper(cache=self.cache, domain=SyncDomain(), mover=mover)
+
+    def step(self) -> bool:
+        """True when nothing is under way any more."""
+        self.stepper.step()
+        self.mover.wait(0.01)
+        return not self.cache.num_operations
+
+    def compute(self, chat: int, num_pages: int) -> None:
+        """Serve a prompt of a chat without looking what is cached."""
+        self.cache.insert(prompt(chat, num_pages), self.cache.allocate(num_pages))
+
+    def prepared(self, rid: str, chat: int, num_pages: int) -> bool:
+        self.step()
+        return self.cache.preparations.is_ready(rid, prompt(chat, num_pages))
+
+    def cached_pages(self, chat: int, num_pages: int) -> int:
+        return len(self.cache.match_prefix(prompt(chat, num_pages)).pages)
+
+
+def prompt(chat: int, num_pages: int) -> list[int]:
+    return [chat * 1000 + at for at in range(num_pages * PAGE_SIZE)]
+
+
+@contextmanager
+def opened(num_host_pages: int = 64, prefetch: str = "wait_complete") -> Iterator[Rank]:
+    keys = KeySpace(
+        model="m",
+        dtype="u8",
+        page_size=PAGE_SIZE,
+        layout="page_first",
+        placement=Placement(),
+        parallel=ParallelState.from_tp_rank(0, tp_size=1),
+    )
+    host = HostPool(SHAPE, num_host_pages, verify=True)
+    mover = open_thread_page_mover(host, SimulatedDeviceMemory(SHAPE, 8), keys, max_load_pages=3)
+    rank = Rank(mover, num_host_pages, HiCachePolicy(prefetch=prefetch, prefetch_threshold_pages=1))
+    try:
+        yield rank
+        rank.cache.check_integrity()
+    finally:
+        rank.stepper.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("page")]
+
+
+def test_pages_that_the_device_evicted_come_back_from_the_host(eventually: Eventually) -> None:
+    with opened() as rank:
+        for chat in range(4):
+            rank.compute(chat, 6)
+            eventually(rank.step)
+        assert rank.cached_pages(0, 6) == 0
+        eventually(lambda: rank.prepared("r", 0, 6))  # at most three pages at a time have room
+        assert rank.cached_pages(0, 6) == 6
+        assert rank.cache.stats().pages_loaded == 6
+
+
+def test_a_page_that_came_back_with_other_bytes_is_told(eventually: Eventually) -> None:
+    with opened() as rank:
+        rank.compute(0, 4)
+        eventually(rank.step)
+        pages = rank.cache.match_prefix(prompt(0, 4)).pages
+        match = rank.cache.match_prefix(prompt(0, 4))
+        rank.mover.device.layers[:, pages[0]] += 1
+        with pytest.raises(CacheIntegrityError, match="came back with other bytes"):
+            rank.kv.loaded(bytes(match.node.digests), pages)
+
+
+def test_pages_outlive_the_cache_in_storage(tmp_path: Path, eventually: Eventually) -> None:
+    def make() -> PageStore:
+        return open_file_page_store(tmp_path, capacity_bytes=1 << 20)
+
+    with opened() as rank:
+        rank.mover.attach(make(), deadline_s=10)
+        rank.step()
+        rank.compute(0, 7)
+        eventually(rank.step)
+        assert rank.cache.num_pages_on(Tier.STORAGE) == 7
+    with opened() as rank:
+        rank.mover.attach(make(), deadline_s=10)
+        rank.step()
+        rank.cache.preparations.expect("r", prompt(0, 8))
+        eventually(lambda: rank.prepared("r", 0, 8))
+        assert rank.cached_pages(0, 8) == 7
+        stats = rank.cache.stats()
+        assert (stats.pages_prefetched, stats.pages_loaded) == (7, 7)
+        rank.cache.preparations.book_admission("r", prompt_tokens=33, cached_tokens=7 * PAGE_SIZE)
+        assert rank.cache.stats().storage_hit_tokens == 7 * PAGE_SIZE
+
+
+class BadStore:
+    """Holds everything, and nothing of it is right."""
+
+    def __init__(self, answer: Callable[[], PageBytes | None]) -> None:
+        self._answer = answer
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        return len(keys)
+
+    def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
+        return [self._answer() for _ in keys]
+
+    def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
+        raise OSError("full")
+
+    def delete(self, keys: Sequence[str]) -> int:
+        return 0
+
+    def close(self) -> None:
+        raise OSError("away")
+
+
+@pytest.mark.parametrize("answer", [lambda: None, lambda: b"half", lambda: bytes(1000)])
+def test_a_bad_store_is_a_miss(eventually: Eventually, answer: Callable[[], PageBytes | None]) -> None:
+    with opened() as rank:
+        rank.mover.attach(BadStore(answer), deadline_s=10)
+        rank.step()
+        rank.cache.preparations.expect("r", prompt(0, 6))
+        eventually(lambda: rank.prepared("r", 0, 6))
+        assert rank.cached_pages(0, 6) == 0
+        assert rank.cache.stats().prefetches_revoked == 1
+        reads, _ = rank.mover.storage_stats()
+        assert reads.pages_missed == 6
+
+
+def test_a_store_that_stalls_delays_nothing_beyond_its_deadline(eventually: Eventually) -> None:
+    released = threading.Event()
+
+    class Stalled(BadStore):
+        def batch_exists(self, keys: Sequence[str]) -> int:
+            released.wait()
+            return len(keys)
+
+    with opened() as rank:
+        rank.mover.attach(Stalled(lambda: None), deadline_s=0.05)
+        rank.step()
+        rank.cache.preparations.expect("r", prompt(0, 6))
+        rank.compute(1, 2)
+        eventually(lambda: rank.prepared("r", 0, 6))
+        reads, _ = rank.mover.storage_stats()
+        assert reads.stalls >= 1
+        released.set()
+
+
+def test_a_store_is_attached_and_detached_at_run_time(eventually: Eventually) -> None:
+    with opened() as rank:
+        for _ in range(2):
+            rank.mover.attach(MemoryPageStore(1 << 20), deadline_s=10)
+            with pytest.raises(StorageError, match="detach it"):
+                rank.mover.attach(MemoryPageStore(1), deadline_s=10)
+            rank.step()
+            rank.cache.clear()
+            rank.compute(0, 6)
+            eventually(rank.step)
+            assert rank.cache.num_pages_on(Tier.STORAGE) == 6
+            rank.cache.preparations.expect("r", prompt(1, 6))
+            rank.mover.detach()
+            eventually(rank.step)
+            assert rank.cache.num_pages_on(Tier.STORAGE) == 0
+            assert rank.cache.num_pages_on(Tier.HOST) == 6
+            rank.cache.preparations.forget("r")
+
+
+def test_an_instruction_that_cannot_be_obeyed_is_raised_on_the_schedulers_thread(eventually: Eventually) -> None:
+    with opened() as rank:
+        rank.mover.submit([CopyToHost(1, (0,), (5,))])
+        rank.mover.wait(10)
+        with pytest.raises(CacheIntegrityError, match="page 5 is free"):
+            rank.mover.poll()

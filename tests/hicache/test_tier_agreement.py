@@ -1,0 +1,231 @@
+"""Ranks of one replica, with I/O of their own, hold the same pages on every tier; and each agreement is needed for it.
+
+Properties, after every step, for every number of ranks, policy, latency, failure, abort and eviction that comes up:
+- all ranks hold the same pages on each tier; their arithmetic adds up: no slot is lost, nothing locked is evicted;
+- the step took one packed reduction a hop, whatever was under way;
+- every page that is loaded back is the page that it should be, on every rank;
+- the events rebuild each tier's content;
+and after a drain nothing is locked, reserved or under way.
+
+Each single agreement is needed: with any one of them replaced by the rank's own value, ranks part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
+
+import attrs
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import CacheIntegrityError, SyncTimeoutError, TierDivergenceError
+from scheduler_components.hicache.ballot import Ballot, Outcome
+from scheduler_components.hicache.hi_radix_cache import HiRadixCache
+from scheduler_components.hicache.policy import HiCachePolicy
+from scheduler_components.hicache.tiers import Tier
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
+from scheduler_components.reference.hicache_sim import SimulatedReplica, SimulationConfig, agreement_of
+from scheduler_components.reference.hicache_sim_io import FaultRates
+from scheduler_components.reference.hicache_sim_rank import Commands, SimulatedWorkload
+
+POLICIES = st.builds(
+    HiCachePolicy,
+    write=st.sampled_from(["write_through", "write_back"]),
+    prefetch=st.sampled_from(["best_effort", "wait_complete", "timeout"]),
+    prefetch_threshold_pages=st.integers(1, 3),
+    prefetch_timeout_s=st.sampled_from([0.0, 2.0, 5.0]),
+    clean_ahead_pages=st.integers(1, 32),
+    load_threshold_pages=st.integers(1, 2),
+)
+RATES = st.builds(
+    FaultRates,
+    max_latency_steps=st.integers(1, 12),
+    failure=st.sampled_from([0.0, 0.05, 0.5]),
+    no_host_page=st.sampled_from([0.0, 0.1]),
+    no_load_room=st.sampled_from([0.0, 0.3]),
+    storage_outage=st.sampled_from([0.0, 0.02]),
+)
+CONFIGS = st.builds(
+    SimulationConfig,
+    attn_cp_size=st.integers(1, 3),
+    attn_tp_size=st.integers(1, 3),
+    policy=POLICIES,
+    rates=RATES,
+    page_size=st.integers(1, 3),
+    device_pages=st.integers(20, 60),
+    host_pages=st.integers(4, 80),
+)
+
+
+class TierView:
+    """What a router makes of the events."""
+
+    def __init__(self) -> None:
+        self.held: dict[str | None, set[int]] = {None: set(), "CPU": set(), "STORAGE": set()}
+
+    def apply(self, cache: HiRadixCache) -> None:
+        for event in cache.take_events():
+            if isinstance(event, BlockStored):
+                known = set.union(*self.held.values())
+                assert event.parent_block_hash is None or event.parent_block_hash in known, "an orphan"
+                assert not self.held[event.medium] & {*event.block_hashes}, "stored twice"
+                self.held[event.medium] |= {*event.block_hashes}
+            elif isinstance(event, BlockRemoved):
+                assert self.held[event.medium] >= {*event.block_hashes}, "removed twice"
+                self.held[event.medium] -= {*event.block_hashes}
+            else:
+                assert isinstance(event, AllBlocksCleared)
+                for held in self.held.values():
+                    held.clear()
+
+    def check(self, cache: HiRadixCache) -> None:
+        for tier, medium in ((Tier.DEVICE, None), (Tier.HOST, "CPU"), (Tier.STORAGE, "STORAGE")):
+            assert self.held[medium] == set(cache.block_hashes(tier)), tier
+
+
+@settings(max_examples=25, deadline=None)
+@given(config=CONFIGS, seed=st.integers(0, 10_000), num_steps=st.integers(1, 80))
+@example(config=SimulationConfig(), seed=0, num_steps=150)
+def test_ranks_never_part_and_nothing_leaks(config: SimulationConfig, seed: int, num_steps: int) -> None:
+    agreement = agreement_of(config)
+    replica, view = SimulatedReplica(config, seed=seed, agreement=agreement), TierView()
+    num_hops = (config.attn_cp_size > 1) + (config.attn_tp_size > 1)
+    for commands in SimulatedWorkload(seed=seed, page_size=config.page_size).steps(num_steps):
+        replica.step(commands)
+        assert not replica.has_parted
+        for cache in replica.caches:
+            cache.check_integrity()
+        view.apply(replica.caches[0])
+        view.check(replica.caches[0])
+        assert agreement.num_collectives == num_hops * replica.num_steps
+    replica.drain()
+    for rank in replica.ranks.values():
+        rank.cache.check_integrity()
+        assert not rank.cache.used_tokens
+        assert not rank.host.pool.num_held
+        assert rank.host.pool.num_cached == rank.cache.num_pages_on(Tier.HOST)
+        rank.cache.clear()
+        assert rank.host.pool.num_free == config.host_pages
+    view.apply(replica.caches[0])
+    view.check(replica.caches[0])
+
+
+class LocalSlots:
+    """An agreement with a hole: in slots that match a pattern, each rank gets back its own value."""
+
+    def __init__(self, config: SimulationConfig, pattern: str) -> None:
+        self._agreement = agreement_of(config)
+        self._pattern = pattern
+
+    def agree(self, ballots: Mapping[int, Ballot]) -> dict[int, Outcome]:
+        agreed = self._agreement.agree(ballots)
+        return {rank: self._with_own(agreed[rank], ballot.open(ballot.pack(0))) for rank, ballot in ballots.items()}
+
+    def _with_own(self, agreed: Outcome, own: Outcome) -> Outcome:
+        return Outcome(
+            {name: (own if fnmatch(name, self._pattern) else agreed).numbers[name] for name in agreed.numbers},
+            {name: (own if fnmatch(name, self._pattern) else agreed).verdicts[name] for name in agreed.verdicts},
+        )
+
+
+AGREEMENTS = [
+    "storage",
+    "load room",
+    "writes done",
+    "writes good",
+    "loads done",
+    "loads good",
+    "backups done",
+    "backups good",
+    "prefetch * answered",
+    "prefetch * hit",
+    "prefetch * reserved",
+    "prefetch * landed",
+    "prefetch * ended",
+]
+NOTHING = "no slot has this name"
+HARSH = FaultRates(max_latency_steps=10, failure=0.1, no_host_page=0.1, no_load_room=0.3, storage_outage=0.001)
+
+
+def num_parted(config: SimulationConfig, pattern: str, seeds: range) -> int:
+    """Runs that ended because ranks parted, or because one of them could not go on."""
+    return sum(
+        has_parted(SimulatedReplica(config, seed=seed, agreement=LocalSlots(config, pattern)), seed) for seed in seeds
+    )
+
+
+def has_parted(replica: SimulatedReplica, seed: int) -> bool:
+    for commands in SimulatedWorkload(seed=seed, page_size=replica.config.page_size).steps(400):
+        try:
+            replica.step(commands)
+        except (TierDivergenceError, CacheIntegrityError, AssertionError, IndexError, KeyError):
+            return True
+        if replica.has_parted:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("agreement", AGREEMENTS)
+def test_without_this_agreement_ranks_part(agreement: str) -> None:
+    policy = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=3.0, prefetch_threshold_pages=2)
+    config = SimulationConfig(policy=policy, rates=HARSH)
+    assert not num_parted(config, NOTHING, range(2))
+    assert num_parted(config, agreement, range(8)), "it is not needed, or the simulation never needs it"
+
+
+def parted_replica(agreement: str) -> SimulatedReplica:
+    config = SimulationConfig(attn_cp_size=2, attn_tp_size=1, rates=attrs.evolve(HARSH, storage_outage=0.0))
+    replica = SimulatedReplica(config, seed=1, agreement=LocalSlots(config, agreement))
+    for commands in SimulatedWorkload(seed=1, page_size=config.page_size).steps(60):
+        replica.step(commands)
+    assert replica.caches[1].evict(1) == 1
+    assert replica.has_parted
+    return replica
+
+
+def test_a_rank_that_parted_is_found_by_the_digest_at_its_next_step() -> None:
+    replica = parted_replica(NOTHING)
+    with pytest.raises(TierDivergenceError) as raised:
+        replica.step(Commands())
+    assert raised.value.step == 61
+    assert f"digest is {replica.caches[0].state_digest:016x}" in str(raised.value)
+
+
+def test_without_the_agreement_on_state_a_rank_that_parted_is_not_found() -> None:
+    replica = parted_replica("state")
+    replica.step(Commands())
+    assert replica.has_parted
+
+
+def test_over_tp_alone_ranks_part_and_over_cp_and_tp_they_never_do() -> None:
+    seeds = range(5)
+    for scope, expected in (("tp", 5), ("cp x tp", 0)):
+        config = SimulationConfig(scope=scope)
+        assert num_parted(config, NOTHING, seeds) == expected
+
+
+def test_a_rank_that_brings_nothing_is_named() -> None:
+    config = SimulationConfig()
+    agreement = agreement_of(config)
+    caches = SimulatedReplica(config, seed=0).caches
+    ballots = {
+        rank: cache.ballot(1, has_storage=True, load_room_pages=1, now_s=0.0) for rank, cache in enumerate(caches)
+    }
+    del ballots[2]
+    with pytest.raises(SyncTimeoutError, match=r"'hicache step' at step 1.*missing ranks: 2"):
+        agreement.agree(ballots)
+
+
+def test_the_ballot_has_the_same_slots_however_much_is_under_way() -> None:
+    """And they fit the first block: one reduction a hop, queue of any length."""
+    config = SimulationConfig(device_pages=2000, host_pages=4000)
+    [cache, *_] = SimulatedReplica(config, seed=0).caches
+    make: Callable[[], Ballot] = lambda: cache.ballot(1, has_storage=True, load_room_pages=1, now_s=0.0)  # noqa: E731
+    idle = len(make())
+    for chat in range(500):
+        cache.insert([chat, chat], cache.allocate(1))
+    assert cache.num_operations == 500
+    assert len(make()) == idle
+    assert len(make().pack(0)) == len(Ballot("nothing", step=0).pack(0))

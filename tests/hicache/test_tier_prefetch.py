@@ -1,0 +1,184 @@
+"""Prefetches: what one rank cannot, none does; what one rank's clock says, all obey."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scheduler_components.errors import CacheIntegrityError, ConfigError
+from scheduler_components.hicache.ballot import Ballot, Outcome
+from scheduler_components.hicache.in_process_sync import InProcessSync
+from scheduler_components.hicache.operations import (
+    Decision,
+    Instruction,
+    PagesLanded,
+    PrefetchHit,
+    PrefetchSettled,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    StorageAnswered,
+)
+from scheduler_components.hicache.policy import HiCachePolicy
+from scheduler_components.hicache.prefetch import NUM_LANES, PrefetchLanes
+from scheduler_components.reference.hicache_sim_io import SimulatedHostPages
+
+DIGESTS = bytes(range(32)) * 6
+
+
+class TwoRanks:
+    """Two ranks' prefetches, and a clock each."""
+
+    def __init__(self, policy: HiCachePolicy, host_pages: tuple[int, int] = (10, 10)) -> None:
+        hosts = [SimulatedHostPages(count, rng=random.Random(0), failure=0.0) for count in host_pages]
+        self.pools = [host.pool for host in hosts]
+        self.lanes = [PrefetchLanes(policy=policy, host=host) for host in hosts]
+        self.now_s = [0.0, 0.0]
+        self._sync = InProcessSync({0: [(0, 1)], 1: [(0, 1)]})
+        self._step = 0
+
+    def begin(self, number: int = 1) -> list[list[Instruction]]:
+        return [lanes.begin(number, DIGESTS) for lanes in self.lanes]
+
+    def agree(self, without: str = "no slot has this name") -> list[tuple[list[Decision], list[Instruction]]]:
+        """One agreement; slots that end in ``without`` are each rank's own."""
+        self._step += 1
+        ballots = {}
+        for rank, lanes in enumerate(self.lanes):
+            ballots[rank] = Ballot("step", step=self._step)
+            lanes.fill(ballots[rank], self.now_s[rank])
+        outcomes = self._sync.agree(ballots)
+        settled = []
+        for rank, lanes in enumerate(self.lanes):
+            own = ballots[rank].open(ballots[rank].pack(0))
+            verdicts = {
+                name: own.verdicts[name] if name.endswith(without) else verdict
+                for name, verdict in outcomes[rank].verdicts.items()
+            }
+            settled.append(lanes.settle(Outcome(outcomes[rank].numbers, verdicts)))
+        return settled
+
+    def reading(self) -> None:
+        """Bring a prefetch of four pages to where both ranks read."""
+        self.begin()
+        for lanes in self.lanes:
+            lanes.handle(StorageAnswered(1, 4))
+        assert self.agree() == [([PrefetchHit(1, 4)], [])] * 2
+        for lanes, now_s in zip(self.lanes, self.now_s, strict=True):
+            lanes.reserve(1, 4, now_s)
+        for decisions, instructions in self.agree():
+            assert not decisions
+            assert [type(instruction) for instruction in instructions] == [ReadStorage]
+
+
+@pytest.mark.parametrize("without, told", [("no slot has this name", [True, True]), ("timed out", [True, False])])
+def test_one_ranks_clock_stops_all_ranks(without: str, told: list[bool]) -> None:
+    """And without this agreement it stops one, while the others read on and make it wait."""
+    ranks = TwoRanks(HiCachePolicy(prefetch="timeout", prefetch_timeout_s=2.0, prefetch_timeout_s_per_page=0.5))
+    ranks.reading()
+    ranks.now_s = [4.0, 4.0]
+    assert ranks.agree(without) == [([], [])] * 2
+    ranks.now_s = [4.1, 3.9]
+    stopped = [instructions == [StopReading(1)] for _, instructions in ranks.agree(without)]
+    assert stopped == told
+
+
+def test_what_landed_on_every_rank_is_kept_and_the_rest_given_back() -> None:
+    ranks = TwoRanks(HiCachePolicy())
+    ranks.reading()
+    for lanes, landed in zip(ranks.lanes, (4, 2), strict=True):
+        lanes.handle(PagesLanded(1, landed))
+    ranks.lanes[0].handle(ReadEnded(1))
+    assert ranks.agree() == [([], [])] * 2
+    ranks.lanes[1].handle(ReadEnded(1))
+    for decisions, _ in ranks.agree():
+        [settled] = decisions
+        assert isinstance(settled, PrefetchSettled)
+        assert len(settled.host_pages) == 2
+    assert [(pool.num_cached, pool.num_held) for pool in ranks.pools] == [(2, 0)] * 2
+
+
+def test_a_miss_on_one_rank_is_a_miss() -> None:
+    ranks = TwoRanks(HiCachePolicy())
+    ranks.begin()
+    ranks.lanes[0].handle(StorageAnswered(1, 6))
+    assert ranks.agree() == [([], [])] * 2
+    ranks.lanes[1].handle(StorageAnswered(1, 0))
+    assert ranks.agree() == [([PrefetchSettled(1, ())], [])] * 2
+    assert [len(lanes) for lanes in ranks.lanes] == [0, 0]
+
+
+def test_a_rank_without_host_pages_votes_no_for_all() -> None:
+    ranks = TwoRanks(HiCachePolicy(), host_pages=(10, 3))
+    ranks.begin()
+    for lanes in ranks.lanes:
+        lanes.handle(StorageAnswered(1, 4))
+    ranks.agree()
+    for lanes in ranks.lanes:
+        lanes.reserve(1, 4, 0.0)
+    assert [pool.num_held for pool in ranks.pools] == [4, 0]
+    assert ranks.agree() == [([PrefetchSettled(1, ())], [])] * 2
+    assert [pool.num_free for pool in ranks.pools] == [10, 3]
+
+
+@pytest.mark.parametrize("when", ["querying", "voting", "reading"])
+def test_a_cancelled_prefetch_ends_and_gives_all_back(when: str) -> None:
+    ranks = TwoRanks(HiCachePolicy())
+    if when == "reading":
+        ranks.reading()
+    else:
+        ranks.begin()
+        for lanes in ranks.lanes:
+            lanes.handle(StorageAnswered(1, 4))
+    if when == "voting":
+        ranks.agree()
+        for lanes in ranks.lanes:
+            lanes.reserve(1, 4, 0.0)
+    for lanes in ranks.lanes:
+        lanes.cancel(1)
+    if when == "reading":
+        assert ranks.agree() == [([], [StopReading(1)])] * 2
+        assert ranks.agree() == [([], [])] * 2  # told once
+        for lanes in ranks.lanes:
+            lanes.handle(ReadEnded(1))
+    assert ranks.agree() == [([PrefetchSettled(1, ())], [])] * 2
+    assert [pool.num_free for pool in ranks.pools] == [10, 10]
+
+
+def test_prefetches_beyond_the_lanes_wait_their_turn() -> None:
+    ranks = TwoRanks(HiCachePolicy())
+    started = [ranks.begin(number) for number in range(1, NUM_LANES + 2)]
+    assert all(
+        instructions == [QueryStorage(number + 1, DIGESTS)] for number, [instructions, _] in enumerate(started[:-1])
+    )
+    assert started[-1] == [[], []]
+    for lanes in ranks.lanes:
+        lanes.handle(StorageAnswered(3, 0))
+    for _, instructions in ranks.agree():
+        assert instructions == [QueryStorage(NUM_LANES + 1, DIGESTS)]
+
+
+def test_news_of_a_prefetch_that_is_over_is_told() -> None:
+    ranks = TwoRanks(HiCachePolicy())
+    with pytest.raises(CacheIntegrityError, match="not under way"):
+        ranks.lanes[0].handle(ReadEnded(7))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("write", "write_sideways"),
+        ("prefetch", "sometimes"),
+        ("prefetch_threshold_pages", 0),
+        ("clean_ahead_pages", -1),
+        ("load_threshold_pages", True),
+        ("prefetch_timeout_s", float("nan")),
+        ("prefetch_timeout_s_per_page", -0.1),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as raised:
+        HiCachePolicy(**{field: value})
+    assert raised.value.field == field

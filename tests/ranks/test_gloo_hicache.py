@@ -1,0 +1,37 @@
+"""The hierarchical cache on real gloo processes, started by torchrun as a person would: TP2 x CP2, CP2 and TP2.
+
+Property: every rank holds the same pages at every step, though each one's I/O is slow and fails at times of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="needs torch: pip install scheduler-components[torch]"
+)
+
+PATIENCE_S = 90
+
+
+@pytest.mark.parametrize("size, cp_size", [(4, 2), (2, 2), (2, 1)], ids=["TP2 x CP2", "CP2", "TP2"])
+def test_ranks_hold_the_same_pages_at_every_step(size: int, cp_size: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m"]
+    command += ["scheduler_components.reference.hicache_torchrun", "--attn-cp-size", str(cp_size), "--steps", "150"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    held: dict[str, set[str]] = defaultdict(set)
+    ranks: dict[str, set[str]] = defaultdict(set)
+    for line in done.stdout.splitlines():
+        _, rank, _, step, _, digest = line.split()
+        held[step].add(digest)
+        ranks[step].add(rank)
+    assert [int(step) for step in held] == list(range(15, 151, 15))
+    assert all(len(digests) == 1 for digests in held.values())
+    assert all(len(present) == size for present in ranks.values())
+    assert len(set.union(*held.values())) > 1

@@ -1,0 +1,67 @@
+"""The engine with ``--hicache``, end to end: real processes, memory, threads and sockets, judged from outside."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.reference.hicache_config import HiCacheConfig
+
+COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli", "demo", "--hicache", "--speed", "4"]
+SMALL = ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "2", "--requests", "40", "--kv-tokens", "2048"]
+DEADLINE_S = 90
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """What a demo over file storage says; it must pass its verdict."""
+    command = [*COMMAND, *SMALL, "--hicache-storage", "file", "--hicache-storage-path", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED" in done.stdout
+    assert "4 ranks in 1 replicas, each in lockstep with its leader" in done.stdout
+    assert re.search(r"dp0: \d+ device \+ \d+ host( \+ \d+ storage)? blocks equal", done.stdout)
+    return done.stdout
+
+
+def hits(summary: str) -> dict[str, float]:
+    [line] = [line for line in summary.splitlines() if line.strip().startswith("hits by tier")]
+    return {tier: float(rate) for tier, rate in re.findall(r"(\w+) ([\d.]+)%", line)}
+
+
+def test_what_the_device_evicts_is_found_on_the_host_and_by_the_next_engine_in_storage(tmp_path: Path) -> None:
+    """Every page that comes back is compared with its bytes on the way; all ranks hold the same pages at every step."""
+    first = hits(run(tmp_path))
+    assert first["device"] > 0
+    assert first["host"] > 0
+    second = hits(run(tmp_path, "--hicache-prefetch", "wait_complete", "--hicache-write", "write_back"))
+    assert second["storage"] > 0
+    assert sum(second.values()) > sum(first.values())
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--hicache-storage", "file"], "storage_path='': is empty; name the directory to store pages in"),
+        (["--hicache-storage", "tape"], "'tape' is not one of"),
+        (["--hicache-host-tokens", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], complaint: str) -> None:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert complaint in line
+
+
+@pytest.mark.parametrize("field, value", [("storage", "tape"), ("host_tokens", 0), ("storage_bytes", -1)])
+def test_a_value_that_cannot_be_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as raised:
+        HiCacheConfig(**{"host_tokens": 1, field: value})
+    assert raised.value.field == field

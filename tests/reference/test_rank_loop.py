@@ -1,0 +1,279 @@
+"""A rank's loop: leader and followers take the same steps, who parts is caught, and the order to stop is heard."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from scheduler_components.errors import LockstepError
+from scheduler_components.finish import FinishReason
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load_publisher import LoadPublisher
+from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.output.delta import OutputDelta
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.batch import ScheduledBatch
+from scheduler_components.reference.messages import (
+    FRONT,
+    AbortRequest,
+    CacheDump,
+    Command,
+    DumpCache,
+    Report,
+    RequestRefused,
+    StatsReport,
+    StepInput,
+    SubmitRequest,
+    decode_report,
+    encode,
+    pack_tokens,
+    unpack_hashes,
+)
+from scheduler_components.reference.outputs import OutputSocket, decode_outputs
+from scheduler_components.reference.policy import SchedulerConfig
+from scheduler_components.reference.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
+from scheduler_components.reference.request import SamplingLimits
+from scheduler_components.reference.scheduler import Scheduler
+from scheduler_components.testing.fakes.sinks import ListLoadSink
+
+CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class OrderToStop:
+    """A pipe whose end is closed to order the stop, as a parent's death would."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        self.given = False
+
+    def give(self) -> None:
+        if not self.given:
+            self.given = True
+            os.close(self._writer)
+
+    def close(self) -> None:
+        self.give()
+        os.close(self.reader)
+
+
+class Device:
+    """Instant; orders the stop with its ``last`` batch."""
+
+    def __init__(self, order: OrderToStop, last: int) -> None:
+        self.num_batches = 0
+        self._order, self._last = order, last
+
+    def launch(self, batch: ScheduledBatch) -> None:
+        self.batch = batch
+        self.num_batches += 1
+
+    def wait(self) -> tuple[int, ...]:
+        if self.num_batches == self._last:
+            self._order.give()
+        return tuple(work.end for work in self.batch.works)
+
+
+class Wires:
+    """Sockets of one replica in one process."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._orders: list[OrderToStop] = []
+
+    def pair(self, high_water_mark: int = 0) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A PUSH and the PULL that reads it."""
+        push, pull = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        push.sndhwm = pull.rcvhwm = high_water_mark
+        name = f"inproc://{len(self._sockets)}"
+        self._sockets += (push, pull)
+        pull.bind(name)
+        push.connect(name)
+        return push, pull
+
+    def order(self) -> OrderToStop:
+        self._orders.append(OrderToStop())
+        return self._orders[-1]
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        for order in self._orders:
+            order.close()
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    opened = Wires()
+    yield opened
+    opened.close()
+
+
+class Rank:
+    """One rank's executor and what it reports."""
+
+    def __init__(self, wires: Wires, tp_rank: int, last_batch: int, *, output_room: int = 0) -> None:
+        self.order = wires.order()
+        push, self._reports = wires.pair()
+        outputs, self.outputs = wires.pair(output_room)
+        parallel = ParallelState.from_tp_rank(tp_rank, tp_size=2)
+        reports = ReportSocket(socket=push, replica=0)
+        device = Device(self.order, last_batch)
+        scheduler = Scheduler(
+            CONFIG,
+            parallel,
+            device,
+            output_sink=OutputSocket(socket=outputs) if parallel.leads_replica else None,
+            metrics_sink=reports,
+        )
+        self.executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
+        self.stop = StopSignal(self.order.reader)
+        self.load = ListLoadSink()
+        self.load_publisher = LoadPublisher(parallel=parallel, load=scheduler.load, sink=self.load)
+
+    def deltas(self) -> list[OutputDelta]:
+        """Outputs that have arrived."""
+        found: list[OutputDelta] = []
+        while self.outputs.poll(0):
+            found += decode_outputs(self.outputs.recv()).deltas
+        return found
+
+    def reports(self, kind: type[Report]) -> list[Any]:
+        found = []
+        while self._reports.poll(0):
+            found.append(decode_report(self._reports.recv()))
+        return [report for report in found if isinstance(report, kind)]
+
+
+def submit(rid: str, num_tokens: int = 10, max_new_tokens: int = 3, ticket: int = 1) -> SubmitRequest:
+    return SubmitRequest(rid, pack_tokens(range(num_tokens)), SamplingLimits(max_new_tokens=max_new_tokens), 1, ticket)
+
+
+def lead(wires: Wires, rank: Rank, commands: list[Command], followers: list[zmq.Socket[bytes]]) -> None:
+    """Run a leader over ``commands``, all of which it finds at once."""
+    push, pull = wires.pair()
+    for command in commands:
+        push.send(encode(command))
+    assert pull.poll(1000)
+    Leader(
+        executor=rank.executor,
+        commands=pull,
+        followers=followers,
+        stop=rank.stop,
+        load_publisher=rank.load_publisher,
+    ).run()
+
+
+def test_leader_and_follower_take_the_same_steps_and_only_the_leader_answers(wires: Wires) -> None:
+    leader, follower = Rank(wires, 0, last_batch=3), Rank(wires, 1, last_batch=3)
+    steps_out, steps_in = wires.pair()
+    lead(wires, leader, [submit("a"), submit("b")], [steps_out])
+    Follower(executor=follower.executor, steps=steps_in, stop=follower.stop).run()
+    assert leader.executor.scheduler.state_digest == follower.executor.scheduler.state_digest
+    outputs = leader.deltas()
+    assert [delta.rid for delta in outputs if delta.finish_reason == FinishReason.LENGTH] == ["a", "b"]
+    for rid in ("a", "b"):
+        assert [token for delta in outputs if delta.rid == rid for token in delta.output.token_ids] == [10, 11, 12]
+    assert follower.deltas() == []
+    assert follower.reports(StatsReport) == []
+
+
+def test_a_follower_whose_state_differs_is_caught_before_it_steps(wires: Wires) -> None:
+    rank = Rank(wires, 1, last_batch=1)
+    steps_out, steps_in = wires.pair()
+    steps_out.send(encode(StepInput(7, 0xBAD, ())))
+    with pytest.raises(LockstepError, match=r"step 7: dp0/pp0/tp1.*00000bad"):
+        Follower(executor=rank.executor, steps=steps_in, stop=rank.stop).run()
+    assert rank.executor.scheduler.num_steps == 0
+
+
+def test_a_request_that_cannot_fit_is_refused_by_the_leader_alone(wires: Wires) -> None:
+    for tp_rank, num_refusals in ((0, 1), (1, 0)):
+        rank = Rank(wires, tp_rank, last_batch=1)
+        rank.executor.execute(StepInput(1, 0, (submit("long", num_tokens=300), submit("fits"))))
+        refusals = rank.reports(RequestRefused)
+        assert len(refusals) == num_refusals
+        assert all("the pool has 256" in refusal.reason for refusal in refusals)
+        assert len(rank.executor.scheduler.queues) == 1
+
+
+def test_an_abort_is_told_and_one_of_an_unknown_request_is_not(wires: Wires) -> None:
+    rank = Rank(wires, 0, last_batch=9)
+    rank.executor.execute(StepInput(1, 0, (submit("a"),)))
+    rank.deltas()
+    rank.executor.execute(StepInput(2, 0, (AbortRequest("a"), AbortRequest("never seen"))))
+    assert [(delta.rid, delta.finish_reason) for delta in rank.deltas()] == [("a", FinishReason.ABORT)]
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_every_rank_dumps_the_cache_as_it_is_after_the_step(wires: Wires, tp_rank: int) -> None:
+    rank = Rank(wires, tp_rank, last_batch=9)
+    rank.executor.execute(StepInput(1, 0, (submit("a"), DumpCache(5))))
+    (dump,) = rank.reports(CacheDump)
+    assert (dump.dump_id, dump.tp_rank, dump.step) == (5, tp_rank, 1)
+    assert unpack_hashes(dump.block_hashes) == set(rank.executor.scheduler.cache.block_hashes())
+    assert len(unpack_hashes(dump.block_hashes)) == 2
+    assert dump.digest == rank.executor.scheduler.state_digest
+
+
+def test_an_idle_leader_has_reported_that_it_is_idle(wires: Wires) -> None:
+    rank = Rank(wires, 0, last_batch=3)
+    lead(wires, rank, [submit("a", ticket=7)], [])
+    newest = [rank.reports(StatsReport)[-1].stats.load, rank.load.sent[-1]]
+    assert [load.num_running_reqs for load in newest] == [0, 0]
+    assert [load.dispatched_watermarks for load in newest] == [((FRONT, 7),)] * 2
+
+
+def test_an_idle_leader_offers_again_what_the_front_did_not_take(wires: Wires) -> None:
+    rank = Rank(wires, 0, last_batch=1000, output_room=1)
+    leading = threading.Thread(target=lead, args=(wires, rank, [submit("a", max_new_tokens=50)], []))
+    leading.start()
+    tokens: list[int] = []
+    ended = False
+    while not ended and rank.outputs.poll(10_000):
+        for delta in decode_outputs(rank.outputs.recv()).deltas:
+            assert delta.start == len(tokens)
+            tokens += delta.output.token_ids
+            ended = delta.finish_reason is not None
+    rank.order.give()
+    leading.join()
+    assert tokens == list(range(10, 60))
+
+
+def test_a_leader_waits_for_a_follower_that_is_far_behind_and_still_hears_the_stop(wires: Wires) -> None:
+    rank = Rank(wires, 0, last_batch=2)
+    steps_out, _ = wires.pair(high_water_mark=1)  # two in the pipe, and nobody reads
+    lead(wires, rank, [submit("a", max_new_tokens=50)], [steps_out])
+    assert rank.executor.scheduler.num_steps == 2
+
+
+def test_statistics_are_throttled_and_the_last_ones_are_never_lost(wires: Wires) -> None:
+    push, pull = wires.pair()
+    clock = Clock()
+    reports = ReportSocket(socket=push, replica=1, clock=clock)
+
+    def sequences() -> list[int]:
+        found = []
+        while pull.poll(0):
+            report = decode_report(pull.recv())
+            assert isinstance(report, StatsReport)
+            found.append(report.stats.load.sequence)
+        return found
+
+    for sequence, clock.now_s in enumerate([0.0, 0.01, 0.02, 0.06, 0.07], start=1):
+        reports.record(SchedulerStats(labels=(), load=LoadSnapshot(sequence=sequence)))
+    assert sequences() == [1, 4]
+    reports.flush()
+    reports.flush()
+    assert sequences() == [5]

@@ -1,0 +1,112 @@
+"""Agreement over the engine's own sockets: one answer for all, or one error that says who is missing; or an end.
+
+Ranks are threads here, each with sockets of its own; they open in any order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
+from scheduler_components.hicache.ballot import Ballot
+from scheduler_components.hicache.rank_sets import world_rank_sets
+from scheduler_components.hicache.sync import SyncDomain
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.zmq_sync import StopRequested, open_zmq_sync_domain
+
+Work = Callable[[SyncDomain], object]
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as opened:
+        yield opened
+
+
+class Ranks:
+    """Four ranks, CP2 x TP2, and an order to stop."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, timeout_s: float = 10) -> None:
+        self._context, self._folder, self._timeout_s = context, folder, timeout_s
+        self.stop = threading.Event()
+
+    def run(self, works: Mapping[int, Work]) -> dict[int, object]:
+        """Do each rank's work; what it raises is its result."""
+        with ThreadPoolExecutor(4) as threads:
+            futures = {rank: threads.submit(self._run, rank, work) for rank, work in works.items()}
+            return {rank: future.result() for rank, future in futures.items()}
+
+    def _run(self, rank: int, work: Work) -> object:
+        world = world_rank_sets(ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2))
+        domain = open_zmq_sync_domain(
+            self._context,
+            rank=rank,
+            hops=world[rank].hops,
+            address_of=lambda peer: f"ipc://{self._folder / str(peer)}",
+            wait_for=self._wait,
+            timeout_s=self._timeout_s,
+        )
+        try:
+            return work(domain)
+        except (SyncTimeoutError, SyncDivergenceError, StopRequested) as error:
+            return error
+        finally:
+            domain.close()
+            domain.close()
+
+    def _wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
+        assert timeout_ms is not None
+        socket.poll(min(timeout_ms, 20), event)
+        return not self.stop.is_set()
+
+
+def test_ranks_get_the_answers_of_the_whole_grid_again_and_again(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    def work(domain: SyncDomain) -> object:
+        answers = []
+        for step in range(200):
+            ballot = Ballot("step", step=step)
+            ballot.min("landed", domain.rank * step)
+            ballot.max("wanted", domain.rank)
+            ballot.equal("state", -(2**63))
+            for slot in range(300 if step == 7 else 1):
+                ballot.any(f"slot {slot}", domain.rank == 3)
+            outcome = domain.agree(ballot)
+            answers.append((outcome.numbers["landed"], outcome.numbers["wanted"], *outcome.verdicts.values()))
+        return answers, domain.num_collectives
+
+    found = Ranks(context, tmp_path).run(dict.fromkeys(range(4), work))
+    expected = [(0, 3, True, *([True] * (300 if step == 7 else 1))) for step in range(200)]
+    assert found == dict.fromkeys(range(4), (expected, 2 * 201))
+
+
+def test_a_missing_rank_is_named_on_every_rank(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+    found = Ranks(context, tmp_path, timeout_s=0.3).run(
+        dict.fromkeys((0, 1, 3), lambda domain: domain.min("landed", 1, step=7))
+    )
+    for error in found.values():
+        assert isinstance(error, SyncTimeoutError)
+        assert (error.operation, error.step, error.missing_ranks) == ("landed", 7, (2,))
+
+
+def test_different_questions_are_named_on_every_rank(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+    works: dict[int, Work] = dict.fromkeys(range(4), lambda domain: domain.min("landed", 1, step=7))
+    works[2] = lambda domain: domain.vote_all("allocated", True, step=7)
+    for error in Ranks(context, tmp_path).run(works).values():
+        assert isinstance(error, SyncDivergenceError)
+        assert error.places[2] == "'allocated' at step 7, call 0"
+        assert error.places[0] == "'landed' at step 7, call 0"
+
+
+def test_an_order_to_stop_ends_the_wait(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+    ranks = Ranks(context, tmp_path)
+    threading.Timer(0.05, ranks.stop.set).start()
+    [found] = ranks.run({0: lambda domain: domain.min("landed", 1, step=7)}).values()
+    assert isinstance(found, StopRequested)
