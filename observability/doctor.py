@@ -24,10 +24,12 @@ from observability.kv_stream.discovery import (
 from observability.kv_stream.follower import FollowPolicy
 from observability.kv_stream.instructions import StreamState
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
+from observability.load_diagnosis import diagnose_load_gauges
 from observability.stream_diagnosis import BatchInspector, diagnose_stream
 from observability.zmq_topics import listen_for_topics
 from scheduler_components.errors import DecodeError, StartError
 from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.zmq_access import ClientKeys
 
 __all__ = ["DoctorOptions", "examine", "exit_code"]
 
@@ -40,11 +42,13 @@ class DoctorOptions:
     """How long to wait, in seconds.
 
     ``timeout_s`` is for one answer: a page, a connection, a replay. ``listen_s`` is how long the streams are followed
-    at most; it ends earlier when every stream has shown itself.
+    at most; it ends earlier when every stream has shown itself. ``keys`` are for publishers that let in none but
+    clients with keys.
     """
 
     timeout_s: float = 2.0
     listen_s: float = 8.0
+    keys: ClientKeys | None = None
 
 
 def examine(
@@ -80,8 +84,10 @@ def examine(
     findings += _look_at_hosts(worker, addresses)
     dialled = list(_dial(addresses, wait))
     findings += [finding for _, _, finding in dialled]
-    refused = {rank for rank, channel, finding in dialled if channel == "events" and finding.severity is Severity.ERROR}
-    reachable = [address for address in addresses if address.rank not in refused]
+    open_ports = {(rank, channel) for rank, channel, finding in dialled if finding.severity is Severity.OK}
+    reachable = [address for address in addresses if (address.rank, "events") in open_ports]
+    gauges = {each.rank: each.load for each in addresses if each.load and (each.rank, "load") in open_ports}
+    findings += diagnose_load_gauges(gauges, listen_s=wait.timeout_s, clock=clock)
     return [*findings, *_follow(reachable, wait, clock)]
 
 
@@ -165,7 +171,7 @@ def _follow(addresses: list[StreamAddress], wait: DoctorOptions, clock: Callable
         return
     inspector = BatchInspector()
     policy = FollowPolicy(answer_timeout_s=wait.timeout_s, probe_interval_s=wait.timeout_s, dead_after_s=wait.listen_s)
-    with open_subscriber(addresses, policy=policy, listener=inspector) as subscriber:
+    with open_subscriber(addresses, policy=policy, listener=inspector, keys=wait.keys) as subscriber:
         deadline_s = clock() + wait.listen_s
         while not _all_shown(subscriber) and (left_s := deadline_s - clock()) > 0:
             subscriber.poll(left_s)
@@ -188,7 +194,7 @@ def _look_at_topics(addresses: list[StreamAddress], wait: DoctorOptions) -> Iter
     """A stream that is silent under its topic may be talking under another; replays carry no topic."""
     if not addresses:
         return
-    heard = listen_for_topics(addresses, listen_s=wait.timeout_s)
+    heard = listen_for_topics(addresses, listen_s=wait.timeout_s, keys=wait.keys)
     for address in addresses:
         others = [topic for topic in heard[address.rank] if not topic.startswith(address.topic.encode())]
         if others:

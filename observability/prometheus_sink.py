@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from observability.catalog import CATALOG, LOAD_AGE, RANKS_REFUSED, SGLANG_PREFIX, VLLM_PREFIX, Metric
+from observability.catalog import (
+    CATALOG,
+    HISTOGRAMS,
+    LOAD_AGE,
+    RANKS_REFUSED,
+    SGLANG_PREFIX,
+    VLLM_PREFIX,
+    Metric,
+)
 from scheduler_components.errors import ConfigError
+from scheduler_components.metrics.histogram import HistogramSnapshot
 from scheduler_components.metrics.stats import SchedulerStats
 
 __all__ = ["PrometheusSink"]
@@ -52,7 +62,8 @@ class PrometheusSink(Collector):
         if not _PREFIX.fullmatch(prefix):
             raise ConfigError("prefix", prefix, "cannot begin a metric's name", 'write letters, digits, "_" and ":"')
         self._registry = registry
-        self._names = {metric: _names(metric, prefix, vllm_names) for metric in (*CATALOG, LOAD_AGE, RANKS_REFUSED)}
+        every = (*CATALOG, *HISTOGRAMS, LOAD_AGE, RANKS_REFUSED)
+        self._names = {metric: _names(metric, prefix, vllm_names) for metric in every}
         self._model_label = {"model_name": model_name} if model_name else {}
         self._max_ranks = max_ranks
         self._clock = clock
@@ -85,6 +96,8 @@ class PrometheusSink(Collector):
         for metric in CATALOG:
             samples = [(labels, metric.read(stats)) for labels, stats in reports]
             yield from self._families(metric, samples)
+        for metric in HISTOGRAMS:
+            yield from self._histogram_families(metric, reports)
         yield from self._families(
             LOAD_AGE, [(labels, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
         )
@@ -96,6 +109,18 @@ class PrometheusSink(Collector):
             for labels, value in samples:
                 if value is not None:
                     family.add_sample(name, labels, value)
+            if family.samples:
+                yield family
+
+    def _histogram_families(
+        self, metric: Metric, reports: list[tuple[dict[str, str], SchedulerStats]]
+    ) -> Iterator[MetricFamily]:
+        read = [(labels, metric.read_histogram(stats)) for labels, stats in reports]
+        for name in self._names[metric]:
+            family = _family(metric, name)
+            for labels, histogram in read:
+                if histogram is not None:
+                    _add_histogram(family, labels, histogram)
             if family.samples:
                 yield family
 
@@ -118,5 +143,18 @@ def _names(metric: Metric, prefix: str, vllm_names: bool) -> tuple[str, ...]:
 
 
 def _family(metric: Metric, name: str) -> MetricFamily:
+    if metric.kind == "histogram":
+        return HistogramMetricFamily(name, metric.help)
     make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     return make(name, metric.help)
+
+
+def _add_histogram(family: MetricFamily, labels: dict[str, str], histogram: HistogramSnapshot) -> None:
+    """Add one rank's buckets, each counting what those below it count too, then count and sum."""
+    below = 0
+    for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
+        below += count
+        le = "+Inf" if bound == math.inf else repr(float(bound))
+        family.add_sample(f"{family.name}_bucket", {**labels, "le": le}, below)
+    family.add_sample(f"{family.name}_count", labels, below)
+    family.add_sample(f"{family.name}_sum", labels, histogram.total)

@@ -39,7 +39,7 @@ def diagnose_stream(address: StreamAddress, stats: StreamStats, block_sizes: set
     Args:
         address: as advertised; stats: after some seconds of following it; block_sizes: those of its events.
     """
-    findings = [_judge_state(address, stats)]
+    findings = [*_judge_extension(address, stats), _judge_state(address, stats)]
     name = f"rank {address.rank}"
     if stats.replays_unanswered:
         findings.append(
@@ -63,12 +63,26 @@ def diagnose_stream(address: StreamAddress, stats: StreamStats, block_sizes: set
     return findings
 
 
+def _judge_extension(address: StreamAddress, stats: StreamStats) -> list[Finding]:
+    name = f"rank {address.rank}"
+    if stats.is_extended:
+        return [Finding(Severity.OK, f"{name}: the publisher's digest proves the view ({stats.verified} times so far)")]
+    if address.replay is None or not stats.replays_asked or stats.replays_unanswered:
+        return []
+    return [
+        Finding(
+            Severity.OK,
+            f"{name}: the publisher has no digest (SGLang's and vLLM's have none): followed by numbers and payloads",
+        )
+    ]
+
+
 def _judge_state(address: StreamAddress, stats: StreamStats) -> Finding:
     name = f"rank {address.rank}"
-    if stats.state is StreamState.LIVE:
+    if stats.state is StreamState.LIVE and (stats.last_seq >= 0 or not stats.is_extended):
         held = f"{name}: live at batch {stats.last_seq}, {stats.blocks_held} blocks held"
         return Finding(Severity.OK, held)
-    if stats.state is StreamState.SYNCING and not stats.replays_unanswered:
+    if stats.state in (StreamState.LIVE, StreamState.SYNCING) and not stats.replays_unanswered:
         return Finding(
             Severity.OK,
             f"{name}: connected, and nothing was published yet",
@@ -90,7 +104,7 @@ def _judge_state(address: StreamAddress, stats: StreamStats) -> Finding:
         return Finding(
             Severity.ERROR,
             f"{name}: {address.events} takes connections and is no ZeroMQ publisher that can be read",
-            "check that the port belongs to the event publisher and not to another server",
+            "check that the port is the event publisher's, and give key files if the stream asks for keys",
         )
     return Finding(Severity.WARNING, f"{name}: still {stats.state} at batch {stats.last_seq}", "look again")
 

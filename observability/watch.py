@@ -16,6 +16,7 @@ from observability.terminal_text import printable
 from scheduler_components.errors import ConfigError, DecodeError
 from scheduler_components.kv_events.codec import DecodedBatch
 from scheduler_components.kv_events.events import BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.kv_events.zmq_access import ClientKeys
 
 __all__ = ["WatchOptions", "addresses_of", "watch"]
 
@@ -31,6 +32,7 @@ class WatchOptions:
         as_json: one JSON object a line instead of text. Token ids are prompts in clear, so neither form shows them.
         history: also replay what was published before, and what was missed.
         replay_endpoint, topic: of a bare endpoint; a worker's URL tells its own.
+        keys: for publishers that let in none but clients with keys.
         max_events: stop after this many events; duration_s: stop after so long. None goes on.
     """
 
@@ -38,6 +40,7 @@ class WatchOptions:
     history: bool = False
     replay_endpoint: str | None = None
     topic: str | None = None
+    keys: ClientKeys | None = None
     max_events: int | None = None
     duration_s: float | None = None
 
@@ -84,7 +87,7 @@ def watch(
     wanted = options or WatchOptions()
     printer = LinePrinter(out, as_json=wanted.as_json, max_events=wanted.max_events)
     stop_at_s = clock() + wanted.duration_s if wanted.duration_s is not None else None
-    with open_subscriber(addresses_of(target, wanted), listener=printer) as subscriber:
+    with open_subscriber(addresses_of(target, wanted), listener=printer, keys=wanted.keys) as subscriber:
         while not printer.is_done and not should_stop() and (stop_at_s is None or clock() < stop_at_s):
             subscriber.poll(_POLL_S)
     return printer.num_events
@@ -137,6 +140,15 @@ class LinePrinter:
     def view_cleared(self, rank: int, reason: str) -> None:
         """Write why what was known is not known any more."""
         self._problem("reset", rank, reason)
+
+    def snapshot_begun(self, rank: int) -> None:
+        """Write that the events that follow are the whole state, and not what happened."""
+        self._problem("snapshot", rank, "a snapshot of all blocks begins")
+
+    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+        """Write what came of it."""
+        text = "the snapshot replaces what was known" if was_used else "the snapshot was cut and is forgotten"
+        self._problem("snapshot_end", rank, text, was_used=was_used)
 
     def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
         """Write the new state."""

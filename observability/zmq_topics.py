@@ -10,6 +10,7 @@ import zmq
 from observability.kv_stream.discovery import StreamAddress
 from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
 from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.zmq_access import ClientKeys, apply_client_keys
 
 __all__ = ["listen_for_topics"]
 
@@ -19,7 +20,11 @@ _MAX_TOPICS = 8
 
 
 def listen_for_topics(
-    addresses: Sequence[StreamAddress], *, listen_s: float, clock: Callable[[], float] = time.monotonic
+    addresses: Sequence[StreamAddress],
+    *,
+    listen_s: float,
+    keys: ClientKeys | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, set[bytes]]:
     """Read the first frame of what each stream sends, by rank; empty for a stream that sends nothing.
 
@@ -32,7 +37,7 @@ def listen_for_topics(
     with context:
         try:
             for address in addresses:
-                socket = _open_to_all_topics(context, address.events)
+                socket = _open_to_all_topics(context, address.events, keys)
                 ranks[socket] = address.rank
                 poller.register(socket, zmq.POLLIN)
             deadline_s = clock() + listen_s
@@ -48,11 +53,13 @@ def listen_for_topics(
     return topics
 
 
-def _open_to_all_topics(context: zmq.Context[Socket], endpoint: Endpoint) -> Socket:
+def _open_to_all_topics(context: zmq.Context[Socket], endpoint: Endpoint, keys: ClientKeys | None) -> Socket:
     socket: Socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
     socket.setsockopt(zmq.IPV6, int(endpoint.is_ipv6))
     socket.setsockopt(zmq.SUBSCRIBE, b"")
+    if keys is not None:
+        apply_client_keys(socket, keys)
     socket.connect(str(endpoint))
     return socket

@@ -15,6 +15,8 @@ SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observ
 EDGE_PREFIXES = ("zmq_", "torch_", "thread_", "file_", "http_", "prometheus_", "mooncake_", "shm_")
 EDGE_MODULES = {"zmq", "torch", "threading", "multiprocessing", "asyncio", "prometheus_client", "mooncake"}
 MAX_LINES = 300
+# The one door of the test kit: `scheduler-components conformance` is a check of the kit that people run by hand.
+CONFORMANCE_COMMAND = ROOT / "scheduler_components" / "reference" / "conformance_command.py"
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -40,9 +42,11 @@ def test_layers(path: Path) -> None:
     for module in imports(path):
         if is_in(path, ".") and not is_in(path, "reference", "testing"):
             assert not module.startswith("observability"), f"{name(path)} is inside a scheduler and imports {module}"
+        if not path.is_relative_to(ROOT / "observability" / "testing"):
+            assert not module.startswith("observability.testing"), f"{name(path)} imports {module}"
         if not is_in(path, "reference"):
             assert not module.startswith("scheduler_components.reference"), f"{name(path)} imports {module}"
-        if not is_in(path, "testing"):
+        if not is_in(path, "testing") and path != CONFORMANCE_COMMAND:
             assert not module.startswith("scheduler_components.testing"), f"{name(path)} imports {module}"
 
 
@@ -52,6 +56,12 @@ def test_sockets_threads_and_devices_live_in_edge_files(path: Path) -> None:
         return
     found = EDGE_MODULES & {module.partition(".")[0] for module in imports(path)}
     assert not found, f"{name(path)} imports {', '.join(found)} but is not an edge file"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_hypothesis_is_asked_for_in_strategies_and_machines_alone(path: Path) -> None:
+    found = any(module.partition(".")[0] in ("hypothesis", "pytest") for module in imports(path))
+    assert not found or is_in(path, "testing/strategies", "testing/machines"), name(path)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)

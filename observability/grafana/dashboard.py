@@ -1,6 +1,6 @@
 """The Grafana dashboard of the catalogue: ``python -m observability.grafana.dashboard`` writes ``dashboard.json``.
 
-A panel names metrics of ``observability.catalog`` and nothing else; unit, help and query follow from the catalogue.
+What is drawn stands in ``rows``; unit, help and query of each metric follow from the catalogue.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import attrs
-
 from observability.catalog import CATALOG, HISTOGRAMS, LOAD_AGE, RANKS_REFUSED, SGLANG_PREFIX, Metric
+from observability.grafana.rows import ROWS, Panel
 
 __all__ = ["DASHBOARD_FILE", "render_dashboard"]
 
@@ -43,116 +42,6 @@ _RATE_UNITS = {"bytes": "Bps"}
 
 _GRID_WIDTH = 24
 _PANEL_HEIGHT = 8
-
-
-@attrs.frozen
-class _Panel:
-    """One panel: its title, the metrics that it draws, and its width in the grid's columns."""
-
-    title: str
-    metrics: tuple[str, ...]
-    width: int = 8
-
-
-@attrs.frozen
-class _Row:
-    """Panels under one heading; a closed row costs no query until somebody opens it."""
-
-    title: str
-    panels: tuple[_Panel, ...]
-    is_open: bool = False
-
-
-_ROWS = (
-    _Row(
-        "Load",
-        (
-            _Panel("Running requests, and slots", ("num_running_reqs", "max_running_requests")),
-            _Panel("Waiting requests", ("num_queue_reqs",)),
-            _Panel("KV tokens in use", ("token_usage",)),
-            _Panel("Prefix cache hit rate", ("cache_hit_rate",)),
-            _Panel("Generated tokens a second", ("gen_throughput",)),
-            _Panel("Age of the load report", ("load_age_seconds",)),
-        ),
-        is_open=True,
-    ),
-    _Row(
-        "Latency",
-        (
-            _Panel("Time to first token", ("time_to_first_token_seconds",)),
-            _Panel("Between tokens", ("inter_token_latency_seconds",)),
-            _Panel("End to end", ("e2e_request_latency_seconds",)),
-            _Panel("In the queue", ("queue_time_seconds",)),
-            _Panel("In prefill", ("prefill_time_seconds",)),
-            _Panel("In decode", ("decode_time_seconds",)),
-        ),
-        is_open=True,
-    ),
-    _Row(
-        "Work",
-        (
-            _Panel("Tokens waiting for prefill", ("num_pending_tokens", "num_waiting_uncached_tokens")),
-            _Panel("KV pool", ("num_used_tokens", "num_total_tokens", "max_total_num_tokens")),
-            _Panel("Fuller of slots and tokens", ("utilization",)),
-            _Panel("Requests a second", ("num_requests_total", "num_aborted_requests_total")),
-            _Panel("Prompt tokens a second", ("prompt_tokens_total", "cached_tokens_total")),
-            _Panel("Tokens a second", ("generation_tokens_total", "prefill_uncached_tokens_total")),
-            _Panel("Retractions a second", ("num_retracted_requests_total",)),
-            _Panel("Evicted tokens a second", ("evicted_tokens_total",)),
-            _Panel("Held back requests", ("num_grammar_queue_reqs", "num_paused_reqs", "num_retracted_reqs")),
-            _Panel("Metric reports refused a second", ("metrics_reports_refused_total",)),
-        ),
-    ),
-    _Row(
-        "KV events",
-        (
-            _Panel("Batches and events a second", ("kv_events_batches_sent_total", "kv_events_sent_total")),
-            _Panel("Bytes a second", ("kv_events_bytes_sent_total",)),
-            _Panel("Lag", ("kv_events_lag_seconds",)),
-            _Panel(
-                "Batches lost, events refused, a second", ("kv_events_batches_dropped_total", "kv_events_refused_total")
-            ),
-            _Panel(
-                "Batches pending, and collapsed a second",
-                ("kv_events_batches_pending", "kv_events_batches_collapsed_total"),
-            ),
-            _Panel("Last sequence", ("kv_events_last_sequence",)),
-            _Panel("Replays a second", ("kv_events_replays_served_total", "kv_events_batches_replayed_total")),
-            _Panel(
-                "Replays cut or refused a second",
-                ("kv_events_replays_truncated_total", "kv_events_replays_refused_total"),
-            ),
-            _Panel("Open replays", ("kv_events_replays_open",)),
-            _Panel("Batches kept, and blocks in the base", ("kv_events_batches_buffered", "kv_events_blocks_in_base")),
-            _Panel("Bytes kept for replay", ("kv_events_bytes_buffered",)),
-            _Panel(
-                "Connections and refusals a second",
-                ("kv_events_subscribers_seen_total", "kv_events_peers_refused_total"),
-            ),
-            _Panel("Open to the network without keys", ("kv_events_open_bind_without_auth",)),
-        ),
-    ),
-    _Row(
-        "Engine parts",
-        (
-            _Panel("Prefill instance", ("num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs")),
-            _Panel(
-                "Decode instance",
-                (
-                    "num_decode_prealloc_queue_reqs",
-                    "num_decode_transfer_queue_reqs",
-                    "num_decode_retracted_queue_reqs",
-                ),
-            ),
-            _Panel("KV transfer speed", ("kv_transfer_speed_gb_s",), 4),
-            _Panel("KV transfer latency", ("kv_transfer_latency_ms",), 4),
-            _Panel("LoRA slots", ("lora_pool_slots_used", "lora_pool_slots_total")),
-            _Panel("Speculation: accepted a step", ("spec_accept_length",), 4),
-            _Panel("Speculation: accepted share", ("spec_accept_rate",), 4),
-            _Panel("Device memory", ("weight_memory_usage_gb", "kv_cache_memory_usage_gb", "graph_memory_usage_gb")),
-        ),
-    ),
-)
 
 
 def render_dashboard(prefix: str = SGLANG_PREFIX) -> Json:
@@ -198,7 +87,7 @@ def _variables(prefix: str) -> Iterator[Json]:
 def _panels(prefix: str) -> Iterator[Json]:
     """Give rows and panels, numbered and laid out from the top left; a closed row holds its panels."""
     number, top = 1, 0
-    for row in _ROWS:
+    for row in ROWS:
         heading = {"id": number, "type": "row", "title": row.title, "collapsed": not row.is_open, "panels": []}
         heading["gridPos"] = {"x": 0, "y": top, "w": _GRID_WIDTH, "h": 1}
         drawn, bottom = _laid_out(row.panels, prefix, first_id=number + 1, top=top + 1)
@@ -212,7 +101,7 @@ def _panels(prefix: str) -> Iterator[Json]:
             top += 1
 
 
-def _laid_out(panels: Iterable[_Panel], prefix: str, *, first_id: int, top: int) -> tuple[list[Json], int]:
+def _laid_out(panels: Iterable[Panel], prefix: str, *, first_id: int, top: int) -> tuple[list[Json], int]:
     """Put panels side by side while they fit; returns them, and the line below the last."""
     drawn: list[Json] = []
     left = 0
@@ -225,7 +114,7 @@ def _laid_out(panels: Iterable[_Panel], prefix: str, *, first_id: int, top: int)
     return drawn, top + _PANEL_HEIGHT
 
 
-def _draw(panel: _Panel, prefix: str) -> Json:
+def _draw(panel: Panel, prefix: str) -> Json:
     metrics = [_METRICS[name] for name in panel.metrics]
     targets = [target for metric in metrics for target in _targets(metric, prefix, is_alone=len(metrics) == 1)]
     units = {_unit(metric) for metric in metrics}

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from observability.kv_stream.listener import StreamListener
 from observability.kv_stream.view import BlockView
 from scheduler_components.errors import DecodeError
@@ -25,7 +27,7 @@ class Outcome(Enum):
 
 @dataclass(slots=True)
 class ApplierCounters:
-    """Counters of one stream's batches; ``lag_s`` and ``last_error`` are those of the latest."""
+    """Counters of one stream's batches and chunks; ``lag_s`` and ``last_error`` are those of the latest."""
 
     batches: int = 0
     events: int = 0
@@ -42,6 +44,7 @@ class BatchApplier:
     Attributes:
         rank: the stream's number in the view. A batch that names another is applied here all the same, and counted.
         wall_clock: seconds since the epoch, for the lag.
+        aside: the view that a snapshot is built in, None without one.
     """
 
     rank: int
@@ -50,9 +53,35 @@ class BatchApplier:
     listener: StreamListener
     wall_clock: Callable[[], float]
     counters: ApplierCounters = field(default_factory=ApplierCounters)
+    aside: BlockView | None = None
+
+    def begin_aside(self) -> None:
+        """Begin a snapshot, from nothing."""
+        self.aside = BlockView()
+        self.listener.snapshot_begun(self.rank)
+
+    def apply_aside(self, seq: int, payload: bytes, *, is_base: bool) -> Outcome:
+        """Apply one payload to the snapshot; never raises for what is in it."""
+        assert self.aside is not None
+        return self._apply_to(self.aside, seq, payload, replayed=True, is_base=is_base)
+
+    def swap_in(self) -> None:
+        """Replace this rank's blocks by those of the snapshot."""
+        assert self.aside is not None
+        self.view.replace(self.rank, self.aside)
+        self.aside = None
+        self.listener.snapshot_ended(self.rank, was_used=True)
+
+    def drop_aside(self) -> None:
+        """Forget the snapshot."""
+        self.aside = None
+        self.listener.snapshot_ended(self.rank, was_used=False)
 
     def apply(self, seq: int, payload: bytes, *, replayed: bool) -> Outcome:
-        """Apply one payload; never raises for what is in it."""
+        """Apply one payload to the view; never raises for what is in it."""
+        return self._apply_to(self.view, seq, payload, replayed=replayed)
+
+    def _apply_to(self, view: BlockView, seq: int, payload: bytes, *, replayed: bool, is_base: bool = False) -> Outcome:
         counters = self.counters
         try:
             batch = self.decoder.decode(payload)
@@ -67,8 +96,12 @@ class BatchApplier:
             counters.rank_mismatches += 1
         if not replayed:
             counters.lag_s = self.wall_clock() - batch.ts
-        self.view.apply(self.rank, batch.events)
-        self.listener.batch_applied(self.rank, seq, batch, replayed=replayed)
+        view.apply(self.rank, batch.events)
+        if is_base and batch.events[:1] == (AllBlocksCleared(),):
+            # That the base begins from nothing is how it is written, and nothing that happened.
+            batch = msgspec.structs.replace(batch, events=batch.events[1:])
+        if batch.events or batch.errors or not is_base:
+            self.listener.batch_applied(self.rank, seq, batch, replayed=replayed)
         return self._judge(seq, batch)
 
     def _judge(self, seq: int, batch: DecodedBatch) -> Outcome:

@@ -15,8 +15,19 @@ import attrs
 
 from observability.kv_stream.applier import BatchApplier, Outcome
 from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.instructions import Apply, AskReplay, Clear, Instruction, StreamState
-from scheduler_components.errors import ConfigError
+from observability.kv_stream.instructions import (
+    Apply,
+    ApplyAside,
+    AskReplay,
+    BeginAside,
+    Clear,
+    Instruction,
+    RetryLater,
+    StreamState,
+    SwapIn,
+)
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.kv_events.replay_wire import Meta
 
 __all__ = ["FollowPolicy", "ReplayChannel", "StreamFollower"]
 
@@ -33,9 +44,10 @@ class FollowPolicy:
     Attributes:
         answer_timeout_s: silence within a replay answer after which it counts as missing. Dynamo has no such limit
             and stays deaf after one lost end marker.
-        retry_min_s, retry_max_s: the pause after an unanswered question doubles between these, with jitter.
-        probe_interval_s: silence on the live channel after which the stream is probed; it bounds how long a lost
-            last batch stays unnoticed.
+        retry_min_s, retry_max_s: the pause after an unanswered question doubles between these, with jitter. A publisher
+            that comes back is asked within the longest one.
+        probe_interval_s: time between two probes; it bounds how long a lost last batch stays unnoticed. A publisher
+            without the extension is probed after so much silence.
         dead_after_s: time without a connection after which the publisher is taken for dead.
 
     Raises:
@@ -44,7 +56,7 @@ class FollowPolicy:
 
     answer_timeout_s: float = attrs.field(default=5.0, validator=_check_positive)
     retry_min_s: float = attrs.field(default=0.2, validator=_check_positive)
-    retry_max_s: float = attrs.field(default=30.0, validator=_check_positive)
+    retry_max_s: float = attrs.field(default=2.0, validator=_check_positive)
     probe_interval_s: float = attrs.field(default=2.0, validator=_check_positive)
     dead_after_s: float = attrs.field(default=15.0, validator=_check_positive)
 
@@ -57,7 +69,7 @@ class FollowPolicy:
 class ReplayChannel(Protocol):
     """Asks the publisher for past batches; at most one question is open."""
 
-    def ask(self, ask: int, start: int) -> None:
+    def ask(self, question: AskReplay) -> None:
         """Send the question and forget an older one with its connection."""
         ...
 
@@ -111,14 +123,13 @@ class StreamFollower:
     def connected(self, now_s: float) -> None:
         """The live connection is up."""
         self._deadlines.dead_s = math.inf
-        self._await_silence(now_s)
+        self._await_probe(now_s)
         self._follow(self.cursor.connected(), now_s)
 
     def disconnected(self, now_s: float) -> None:
         """The live connection was lost."""
         self._deadlines = _Deadlines(dead_s=now_s + self.policy.dead_after_s)
-        self.cursor.disconnected()
-        self._follow((), now_s)
+        self._follow(self.cursor.disconnected(), now_s)
 
     def live(self, seq: int, payload: bytes, now_s: float) -> None:
         """A batch came on the live channel; offer them only while ``cursor.listening``."""
@@ -126,9 +137,9 @@ class StreamFollower:
         instructions = self.cursor.live(seq, payload)
         if self.cursor.counters.gaps != gaps:
             self.applier.listener.gap_seen(self.applier.rank, last + 1, seq)
-        if instructions:
-            self._await_silence(now_s)  # batches that tell nothing new prove nothing
-            self._follow(instructions, now_s)
+        if instructions and not self.cursor.is_extended:
+            self._await_probe(now_s)  # batches that tell nothing new prove nothing
+        self._follow(instructions, now_s)
 
     def answered(self, ask: int, seq: int, payload: bytes, now_s: float) -> None:
         """A batch of the answer to question ``ask`` came."""
@@ -136,10 +147,21 @@ class StreamFollower:
             self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
         self._follow(self.cursor.answered(ask, seq, payload), now_s)
 
-    def answer_ended(self, ask: int, now_s: float) -> None:
-        """The end marker of the answer to question ``ask`` came."""
-        self._await_silence(now_s)
-        self._follow(self.cursor.answer_ended(ask), now_s)
+    def answer_marked(self, ask: int, payload: bytes, now_s: float) -> bool:
+        """An end marker of the answer to question ``ask`` came, or a META in its place; False when it is neither."""
+        if ask == self.cursor.open_ask:
+            self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
+        self._await_probe(now_s)
+        if not payload or not self.cursor.expects_meta:
+            self._follow(self.cursor.answer_ended(ask), now_s)
+            return True
+        try:
+            meta = Meta.decode(payload)
+        except DecodeError:
+            self._follow(self.cursor.answer_missing(ask), now_s)
+            return False
+        self._follow(self.cursor.answer_meta(ask, meta), now_s)
+        return True
 
     def tick(self, now_s: float) -> None:
         """Do what is due."""
@@ -152,13 +174,13 @@ class StreamFollower:
             due.retry_s = math.inf
             self._follow(self.cursor.retry(), now_s)
         if now_s >= due.probe_s:
-            self._await_silence(now_s)
+            self._await_probe(now_s)
             self._follow(self.cursor.probe(), now_s)
         if now_s >= due.dead_s:
             due.dead_s = math.inf
             self._follow(self.cursor.gave_up(), now_s)
 
-    def _await_silence(self, now_s: float) -> None:
+    def _await_probe(self, now_s: float) -> None:
         self._deadlines.probe_s = now_s + self.policy.probe_interval_s
 
     def _follow(self, instructions: tuple[Instruction, ...], now_s: float) -> None:
@@ -176,17 +198,28 @@ class StreamFollower:
 
     def _carry_out(self, instruction: Instruction, now_s: float) -> None:
         if isinstance(instruction, Apply):
-            outcome = self.applier.apply(instruction.seq, instruction.payload, replayed=instruction.replayed)
-            if outcome is Outcome.CLEARED:
-                self.cursor.cleared()
-            elif outcome is Outcome.DAMAGED:
-                self.cursor.damaged()
+            self._report(self.applier.apply(instruction.seq, instruction.payload, replayed=instruction.replayed))
+        elif isinstance(instruction, ApplyAside):
+            seq, payload, is_base = instruction.seq, instruction.payload, instruction.is_base
+            self._report(self.applier.apply_aside(seq, payload, is_base=is_base))
+        elif isinstance(instruction, BeginAside):
+            self.applier.begin_aside()
+        elif isinstance(instruction, SwapIn):
+            self.applier.swap_in()
         elif isinstance(instruction, Clear):
             self.applier.view.clear(self.applier.rank)
             self.applier.listener.view_cleared(self.applier.rank, instruction.reason)
         elif isinstance(instruction, AskReplay):
             self._told.asks = True
             self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
-            self.channel.ask(instruction.ask, instruction.start)
-        else:
+            self.channel.ask(instruction)
+        elif isinstance(instruction, RetryLater):
             self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
+        else:
+            self.applier.drop_aside()
+
+    def _report(self, outcome: Outcome) -> None:
+        if outcome is Outcome.CLEARED:
+            self.cursor.cleared()
+        elif outcome is Outcome.DAMAGED:
+            self.cursor.damaged()

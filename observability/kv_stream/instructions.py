@@ -7,14 +7,21 @@ from enum import StrEnum
 
 import msgspec
 
+from scheduler_components.kv_events.event_stream import EPOCH_BYTES
+from scheduler_components.kv_events.replay_wire import Request, Verb
+
 __all__ = [
     "Apply",
+    "ApplyAside",
     "AskReplay",
+    "BeginAside",
     "Clear",
     "CursorCounters",
+    "DropAside",
     "Instruction",
     "RetryLater",
     "StreamState",
+    "SwapIn",
 ]
 
 
@@ -23,10 +30,11 @@ class StreamState(StrEnum):
 
     CONNECTING: no connection; the view, if any, is what was true when it was lost.
     SYNCING: connected; the history is being fetched, or nothing has been published yet.
-    LIVE: the view is the publisher's state as of the last batch applied.
+    LIVE: the view is the publisher's state as of the last batch applied. That was proved (by its digest where the
+        publisher has the extension, else by its history and its last payload), and every batch since followed on.
     RECOVERING: something is missing or unproved, and a replay of it is under way.
-    PARTIAL: history is missing. What the view holds is true as far as every later batch could be read, but blocks
-        may be missing from it.
+    PARTIAL: history is missing, or nothing can prove the view. What it holds is true as far as every later batch
+        could be read, but blocks may be missing from it, and the last batches may have been lost.
     DEAD: the publisher has been unreachable for too long; the view of it is empty.
     """
 
@@ -39,14 +47,32 @@ class StreamState(StrEnum):
 
 
 class AskReplay(msgspec.Struct, frozen=True, gc=False):
-    """Ask the replay channel for every batch from ``start``; answers are handed back under the number ``ask``.
+    """Ask the replay channel; answers are handed back under the number ``ask``.
 
     It replaces any question still open. Use a connection of its own for each, so that a late answer to an older
     one is never taken for an answer to this one.
+
+    Attributes:
+        ask: number of the question, which is also the token of an extended one.
+        start: the first batch wanted, or that would be next.
+        verb: of an extended question; None asks plainly.
+        epoch: the life of the publisher that is held, zeros for none.
     """
 
     ask: int
     start: int
+    verb: Verb | None = None
+    epoch: bytes = bytes(EPOCH_BYTES)
+
+    @property
+    def request(self) -> Request:
+        """The question as it goes on the wire."""
+        return Request(self.start, self.verb, token_of(self.ask), self.epoch)
+
+
+def token_of(ask: int) -> bytes:
+    """The token by which an extended answer names its question."""
+    return ask.to_bytes(8, "big")
 
 
 class Apply(msgspec.Struct, frozen=True, gc=False):
@@ -55,6 +81,29 @@ class Apply(msgspec.Struct, frozen=True, gc=False):
     seq: int
     payload: bytes
     replayed: bool
+
+
+class BeginAside(msgspec.Struct, frozen=True, gc=False):
+    """A snapshot begins: build an empty view of this stream aside; the present one stays until it is replaced."""
+
+
+class ApplyAside(msgspec.Struct, frozen=True, gc=False):
+    """Apply one payload to the view aside, then report back as for ``Apply``.
+
+    ``is_base`` marks a chunk of the folded base; ``seq`` is then the last batch that the base covers.
+    """
+
+    seq: int
+    payload: bytes
+    is_base: bool
+
+
+class SwapIn(msgspec.Struct, frozen=True, gc=False):
+    """The view aside is whole: it replaces the present one at once."""
+
+
+class DropAside(msgspec.Struct, frozen=True, gc=False):
+    """The snapshot came to nothing: forget the view aside."""
 
 
 class Clear(msgspec.Struct, frozen=True, gc=False):
@@ -69,7 +118,7 @@ class RetryLater(msgspec.Struct, frozen=True, gc=False):
     failures: int
 
 
-Instruction = AskReplay | Apply | Clear | RetryLater
+Instruction = AskReplay | Apply | BeginAside | ApplyAside | SwapIn | DropAside | Clear | RetryLater
 
 
 @dataclass(slots=True)
@@ -84,7 +133,10 @@ class CursorCounters:
         losses: times that the stream became ``PARTIAL``.
         restarts: times that the stream turned out to be another life of its publisher.
         asks, unanswered: replay questions, and those whose answer did not come to its end in time.
-        stale_answers: batches of an answer that nobody waits for any more.
+        cut: extended answers that led no further: cut by the publisher, with a hole, or never ended.
+        stale_answers: messages of an answer that nobody waits for any more.
+        verified: times that the publisher's digest agreed; snapshots: views that were swapped in whole.
+        splices: times that it did not: what was applied is not what the publisher sent.
     """
 
     applied: int = 0
@@ -95,4 +147,8 @@ class CursorCounters:
     restarts: int = 0
     asks: int = 0
     unanswered: int = 0
+    cut: int = 0
     stale_answers: int = 0
+    verified: int = 0
+    snapshots: int = 0
+    splices: int = 0

@@ -12,7 +12,11 @@ __all__ = ["NullListener", "StreamListener"]
 
 
 class StreamListener(Protocol):
-    """Told of everything in the order in which it happens, on the thread that polls; what it raises ends that poll."""
+    """Told of everything in the order in which it happens, on the thread that polls; what it raises ends that poll.
+
+    Batches between ``snapshot_begun`` and ``snapshot_ended`` are applied to a view aside, which begins empty and
+    replaces the present one when it was used. Chunks of its base carry the number of the last batch in the base.
+    """
 
     def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         """A batch was applied to the view; ``batch.errors`` names the events that were left out of it."""
@@ -28,6 +32,12 @@ class StreamListener(Protocol):
 
     def view_cleared(self, rank: int, reason: str) -> None:
         """The view of this rank begins anew; not called for a publisher's own AllBlocksCleared."""
+        ...
+
+    def snapshot_begun(self, rank: int) -> None: ...
+
+    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+        """The snapshot replaced the view of this rank, or came to nothing."""
         ...
 
     def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None: ...
@@ -49,4 +59,10 @@ class NullListener:
         """Nothing to do."""
 
     def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+        """Nothing to do."""
+
+    def snapshot_begun(self, rank: int) -> None:
+        """Nothing to do."""
+
+    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
         """Nothing to do."""

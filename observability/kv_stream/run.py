@@ -30,13 +30,12 @@ class Run:
 class Question:
     """One open replay question.
 
-    ``full`` asks for all history; otherwise it continues the run. ``probing`` asks without need. ``has_batches``
-    means that the stream is known not to be empty, ``newer_seen`` that a live batch was dropped since.
+    ``full`` asks for all history; otherwise it continues the run. ``has_batches`` means that the stream is known not
+    to be empty, ``newer_seen`` that a live batch was dropped since.
     """
 
     ask: int
     full: bool
-    probing: bool
     has_batches: bool
     answers: int = 0
     applied: int = 0

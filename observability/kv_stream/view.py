@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
-from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.kv_events.events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 
 __all__ = ["BlockView", "Tier", "ViewCounters", "tier_of"]
 
@@ -35,6 +41,10 @@ def tier_of(medium: str | None) -> Tier | None:
     return _TIERS.get(medium)
 
 
+_Place = tuple[str | None, int | None]
+"""A medium and a KV-cache group."""
+
+
 @dataclass(slots=True)
 class ViewCounters:
     """What one rank's events did to the view; each only ever grows.
@@ -50,14 +60,28 @@ class ViewCounters:
     unknown_removals: int = 0
     unknown_media: int = 0
 
+    def add(self, other: ViewCounters) -> None:
+        """Count what was done in another view, too."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
 
 @dataclass(slots=True)
 class _RankBlocks:
-    """What one rank holds: its bit in the masks, and one set of hashes a tier."""
+    """What one rank holds: its bit in the masks, and for each tier one set of hashes a place.
+
+    Two places of one tier, media or KV-cache groups, hold a block each on its own: removed from one, it is still in
+    the other.
+    """
 
     bit: int
-    held: tuple[set[int], ...]
-    counters: ViewCounters
+    held: tuple[dict[_Place, set[int]], ...] = field(default_factory=lambda: tuple({} for _ in Tier))
+    counters: ViewCounters = field(default_factory=ViewCounters)
+
+    def on_tier(self, tier: Tier) -> Set[int]:
+        """The hashes on one tier, wherever there; not to be changed."""
+        places = self.held[tier]
+        return next(iter(places.values())) if len(places) == 1 else set().union(*places.values())
 
 
 class BlockView:
@@ -66,7 +90,7 @@ class BlockView:
     Each tier keeps one map of hash to a bit mask of ranks, which answers "who holds this?" with one lookup, and one
     set a rank, which makes a clear cost what that rank holds. Hashes are signed 64-bit integers, as decoded events
     carry them. A rank is any integer that its caller uses for one stream; streams of several workers need distinct
-    ones. Blocks are keyed by (hash, tier): storing twice is storing once.
+    ones. Blocks are keyed by hash, medium and KV-cache group: storing twice is storing once.
 
     Not locked: one thread applies; a reader in another thread takes its owner's lock.
     """
@@ -92,13 +116,14 @@ class BlockView:
                 if tier is None:
                     blocks.counters.unknown_media += 1
                 else:
-                    _store(blocks, blocks.held[tier], self._holders[tier], event.block_hashes)
+                    held = blocks.held[tier].setdefault(_place(event), set())
+                    _store(blocks, held, self._holders[tier], event.block_hashes)
             elif isinstance(event, BlockRemoved):
                 tier = _TIERS.get(event.medium)
                 if tier is None:
                     blocks.counters.unknown_media += 1
                 else:
-                    _remove(blocks, blocks.held[tier], self._holders[tier], event.block_hashes)
+                    _remove(blocks, blocks.held[tier], _place(event), self._holders[tier], event.block_hashes)
             elif isinstance(event, AllBlocksCleared):
                 self.clear(rank)
 
@@ -106,15 +131,28 @@ class BlockView:
         """Forget all blocks of one rank, on every tier; costs what that rank holds."""
         blocks = self._ranks.get(rank) or self._add_rank(rank)
         blocks.counters.clears += 1
-        for held, holders in zip(blocks.held, self._holders, strict=True):
-            for block_hash in held:
+        for tier, holders in zip(Tier, self._holders, strict=True):
+            for block_hash in blocks.on_tier(tier):
                 _drop_bit(holders, block_hash, blocks.bit)
-            held.clear()
+            blocks.held[tier].clear()
+
+    def replace(self, rank: int, other: BlockView) -> None:
+        """Let ``rank`` hold what it holds in ``other``, at once; costs what it holds in both."""
+        blocks = self._ranks.get(rank) or self._add_rank(rank)
+        fresh = other._ranks.get(rank) or _RankBlocks(0)
+        for tier, holders in zip(Tier, self._holders, strict=True):
+            before, after = blocks.on_tier(tier), fresh.on_tier(tier)
+            for block_hash in before - after:
+                _drop_bit(holders, block_hash, blocks.bit)
+            for block_hash in after - before:
+                holders[block_hash] = holders.get(block_hash, 0) | blocks.bit
+        blocks.held = tuple({place: set(held) for place, held in places.items()} for places in fresh.held)
+        blocks.counters.add(fresh.counters)
 
     def _add_rank(self, rank: int) -> _RankBlocks:
         bit = 1 << len(self._ranks)
         self._rank_of_bit[bit] = rank
-        blocks = self._ranks[rank] = _RankBlocks(bit, tuple(set() for _ in Tier), ViewCounters())
+        blocks = self._ranks[rank] = _RankBlocks(bit)
         return blocks
 
     # --- queries ---
@@ -167,17 +205,21 @@ class BlockView:
     def blocks(self, rank: int, tier: Tier = Tier.DEVICE) -> Set[int]:
         """A copy of the hashes that a rank holds on ``tier``; empty for a rank that was never seen."""
         known = self._ranks.get(rank)
-        return frozenset(known.held[tier]) if known else frozenset()
+        return frozenset(known.on_tier(tier)) if known else frozenset()
 
     def block_count(self, rank: int) -> int:
         """How many blocks a rank holds, over all tiers."""
         known = self._ranks.get(rank)
-        return sum(map(len, known.held)) if known else 0
+        return sum(len(known.on_tier(tier)) for tier in Tier) if known else 0
 
     def counters(self, rank: int) -> ViewCounters:
         """What the events of one rank did; zeros for a rank that was never seen."""
         known = self._ranks.get(rank)
         return known.counters if known else ViewCounters()
+
+
+def _place(event: BlockStored | BlockRemoved) -> _Place:
+    return (None if event.medium == MEDIUM_GPU else event.medium, event.group_idx)
 
 
 def _store(blocks: _RankBlocks, held: set[int], holders: dict[int, int], hashes: Sequence[int]) -> None:
@@ -192,12 +234,22 @@ def _store(blocks: _RankBlocks, held: set[int], holders: dict[int, int], hashes:
         holders[block_hash] = mask_of(block_hash, 0) | bit
 
 
-def _remove(blocks: _RankBlocks, held: set[int], holders: dict[int, int], hashes: Sequence[int]) -> None:
+def _remove(
+    blocks: _RankBlocks,
+    places: dict[_Place, set[int]],
+    place: _Place,
+    holders: dict[int, int],
+    hashes: Sequence[int],
+) -> None:
+    held = places.get(place, set())
+    others = [each for other, each in places.items() if other != place]
+    elsewhere = {each for each in hashes if any(each in other for other in others)} if others else frozenset()
     for block_hash in hashes:
         if block_hash in held:
             held.remove(block_hash)
-            _drop_bit(holders, block_hash, blocks.bit)
             blocks.counters.removed_blocks += 1
+            if block_hash not in elsewhere:
+                _drop_bit(holders, block_hash, blocks.bit)
         else:
             blocks.counters.unknown_removals += 1
 

@@ -1,22 +1,25 @@
 """The sockets of one followed stream: a SUB with its monitor, and a DEALER for each replay question.
 
 A SUB lives for one connection: when that is lost, what is left in the socket is read, and a new one is opened, so
-that batches of two lives of a publisher never mix in one queue.
+that batches of two lives of a publisher never mix in one queue. libzmq's own reconnecting would mix them.
 """
 
 from __future__ import annotations
 
 import math
 
+import attrs
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from observability.kv_stream.discovery import StreamAddress
 from observability.kv_stream.follower import StreamFollower
+from observability.kv_stream.instructions import AskReplay
 from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
 from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.zmq_access import ClientKeys, apply_client_keys
 
-__all__ = ["ZmqReplayChannel", "ZmqStream"]
+__all__ = ["Dial", "ZmqReplayChannel", "ZmqStream"]
 
 Socket = zmq.Socket[bytes]
 
@@ -32,19 +35,39 @@ _HEARTBEAT_MS = 5_000
 
 _FIRST_REOPEN_S = 0.05
 _LAST_REOPEN_S = 2.0
-_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_NEVER_MS = 3_600_000
+"""Before libzmq would reconnect a SUB by itself. -1 stands for never, and also forgets what waits in the socket."""
+
+_FAILED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
 
 
-def _open_dialled(context: zmq.Context[Socket], kind: int, endpoint: Endpoint) -> Socket:
-    socket: Socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
-    if endpoint.is_ipv6:
-        socket.setsockopt(zmq.IPV6, 1)
-    return socket
+@attrs.frozen
+class Dial:
+    """How a subscriber dials: in its own context, with its keys where the publishers ask for some."""
+
+    context: zmq.Context[Socket]
+    keys: ClientKeys | None = None
+
+    def open(self, kind: int, endpoint: Endpoint) -> Socket:
+        """A socket that is ready to connect to ``endpoint``."""
+        socket: Socket = self.context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
+        if endpoint.is_ipv6:
+            socket.setsockopt(zmq.IPV6, 1)
+        if self.keys is not None:
+            apply_client_keys(socket, self.keys)
+        return socket
 
 
 def _sequence(frame: bytes) -> int | None:
@@ -58,23 +81,23 @@ class ZmqReplayChannel:
     Reads both answer framings: the last two frames are sequence and payload in either.
     """
 
-    __slots__ = ("_ask", "_context", "_endpoint", "socket")
+    __slots__ = ("_ask", "_dial", "_endpoint", "socket")
 
-    def __init__(self, context: zmq.Context[Socket], endpoint: Endpoint | None) -> None:
-        self._context = context
+    def __init__(self, dial: Dial, endpoint: Endpoint | None) -> None:
+        self._dial = dial
         self._endpoint = endpoint
         self._ask = 0
         self.socket: Socket | None = None
 
-    def ask(self, ask: int, start: int) -> None:
+    def ask(self, question: AskReplay) -> None:
         """Send the question; see ``ReplayChannel``."""
         self.drop()
         if self._endpoint is None:
             return
-        self._ask = ask
-        self.socket = _open_dialled(self._context, zmq.DEALER, self._endpoint)
+        self._ask = question.ask
+        self.socket = self._dial.open(zmq.DEALER, self._endpoint)
         self.socket.connect(str(self._endpoint))
-        self.socket.send_multipart((b"", start.to_bytes(8, "big")))
+        self.socket.send_multipart((b"", question.request.encode()))
 
     def drop(self) -> None:
         """Close the open question's connection, if any."""
@@ -96,14 +119,15 @@ class ZmqStream:
     """One stream's sockets and follower. Opened, used and closed on one thread.
 
     Args:
-        context: the subscriber's own.
+        dial: how the subscriber dials.
         address: where the stream is.
         follower: what it tells; its channel is ``channel``.
         channel: the replay side.
     """
 
     __slots__ = (
-        "_context",
+        "_dial",
+        "_is_connected",
         "_monitor",
         "_reopen_at_s",
         "_reopen_pause_s",
@@ -117,7 +141,7 @@ class ZmqStream:
 
     def __init__(
         self,
-        context: zmq.Context[Socket],
+        dial: Dial,
         address: StreamAddress,
         follower: StreamFollower,
         channel: ZmqReplayChannel,
@@ -127,7 +151,8 @@ class ZmqStream:
         self.channel = channel
         self.bad_frames = 0
         self.disconnects = 0
-        self._context = context
+        self._dial = dial
+        self._is_connected = False
         self._sub: Socket | None = None
         self._monitor: Socket | None = None
         self._reopen_at_s = -math.inf
@@ -137,7 +162,8 @@ class ZmqStream:
         """Dial the live channel. Returns at once; the connection comes when it comes."""
         endpoint = self.address.events
         self._reopen_at_s = math.inf
-        self._sub = _open_dialled(self._context, zmq.SUB, endpoint)
+        self._sub = self._dial.open(zmq.SUB, endpoint)
+        self._sub.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self._sub.setsockopt_string(zmq.SUBSCRIBE, self.address.topic)
         self._monitor = self._sub.get_monitor_socket(_WATCHED)
         self._sub.connect(str(endpoint))
@@ -181,21 +207,24 @@ class ZmqStream:
         self.follower.tick(now_s)
 
     def _read_monitor(self, now_s: float) -> bool:
-        """Take the connection's events; True when it was lost."""
+        """Take the connection's events; True when it was lost or did not come about."""
         while self._monitor is not None:
             try:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             except zmq.Again:
                 return False
-            if event == zmq.EVENT_DISCONNECTED:
+            if event & _FAILED:
                 return True
+            self._is_connected = True
             self.follower.connected(now_s)
         return False
 
     def _lose(self, now_s: float) -> None:
-        self.disconnects += 1
         self._close_live()
-        self.follower.disconnected(now_s)
+        if self._is_connected:
+            self._is_connected = False
+            self.disconnects += 1
+            self.follower.disconnected(now_s)
         self._reopen_at_s = now_s + self._reopen_pause_s
         self._reopen_pause_s = min(_LAST_REOPEN_S, 2 * self._reopen_pause_s)
 
@@ -207,7 +236,7 @@ class ZmqStream:
             ask, frames = message
             seq = _sequence(frames[-2]) if len(frames) >= 2 else None
             if seq == _END_SEQ:
-                self.follower.answer_ended(ask, now_s)
+                self.bad_frames += not self.follower.answer_marked(ask, frames[-1], now_s)
             elif seq is None or seq < 0:
                 self.bad_frames += 1
             else:

@@ -14,11 +14,12 @@ from observability.kv_stream.cursor import StreamCursor
 from observability.kv_stream.discovery import MAX_STREAMS, StreamAddress
 from observability.kv_stream.follower import FollowPolicy, StreamFollower
 from observability.kv_stream.listener import NullListener, StreamListener
-from observability.kv_stream.stats import StreamStats
+from observability.kv_stream.stats import StreamPosition, StreamStats
 from observability.kv_stream.view import BlockView, Tier
-from observability.kv_stream.zmq_stream import ZmqReplayChannel, ZmqStream
+from observability.kv_stream.zmq_stream import Dial, ZmqReplayChannel, ZmqStream
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components.kv_events.zmq_access import ClientKeys
 
 __all__ = ["Subscriber", "open_subscriber"]
 
@@ -92,6 +93,15 @@ class Subscriber:
             self.poll(left_s)
         return True
 
+    def positions(self) -> dict[int, StreamPosition]:
+        """Where the view of each stream stands, by rank."""
+        with self._lock:
+            cursors = {rank: stream.follower.cursor for rank, stream in self._streams.items()}
+            return {
+                rank: StreamPosition(rank, cursor.state, cursor.last_seq, cursor.settled)
+                for rank, cursor in cursors.items()
+            }
+
     def stats(self) -> dict[int, StreamStats]:
         """Each stream's state and counters, by rank."""
         with self._lock:
@@ -104,6 +114,7 @@ class Subscriber:
             rank=applier.rank,
             endpoint=str(stream.address.events),
             state=cursor.state,
+            is_extended=cursor.is_extended,
             last_seq=cursor.last_seq,
             batches=done.batches,
             events=done.events,
@@ -114,9 +125,13 @@ class Subscriber:
             recovered=seen.recovered,
             losses=seen.losses,
             restarts=seen.restarts,
+            verified=seen.verified,
+            splices=seen.splices,
+            snapshots=seen.snapshots,
             duplicates=seen.duplicates,
             replays_asked=seen.asks,
             replays_unanswered=seen.unanswered,
+            replays_cut=seen.cut,
             disconnects=stream.disconnects,
             decode_errors=done.decode_errors,
             bad_frames=stream.bad_frames,
@@ -148,6 +163,7 @@ def open_subscriber(
     *,
     policy: FollowPolicy | None = None,
     listener: StreamListener | None = None,
+    keys: ClientKeys | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> Subscriber:
@@ -159,6 +175,7 @@ def open_subscriber(
         addresses: from ``discover``, or ``bare_address``.
         policy: how long to wait for what.
         listener: is told of every batch and change of state.
+        keys: for publishers that let in none but clients with keys (CURVE).
         clock: monotonic seconds, for deadlines; wall_clock: seconds since the epoch, for the lag.
 
     Raises:
@@ -172,12 +189,13 @@ def open_subscriber(
         raise ConfigError("addresses", ranks, "name a rank twice", "give each stream a rank of its own")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _SPARE_SOCKETS + _SOCKETS_PER_STREAM * len(wanted))
+    dial = Dial(context, keys)
     view = BlockView()
     streams: dict[int, ZmqStream] = {}
     subscriber = Subscriber(streams, view, context, clock)
     try:
         for address in wanted:
-            channel = ZmqReplayChannel(context, address.replay)
+            channel = ZmqReplayChannel(dial, address.replay)
             follower = StreamFollower(
                 cursor=StreamCursor(has_replay=address.replay is not None),
                 applier=BatchApplier(
@@ -191,7 +209,7 @@ def open_subscriber(
                 policy=policy or FollowPolicy(),
             )
             follower.begin(clock())
-            streams[address.rank] = ZmqStream(context, address, follower, channel)
+            streams[address.rank] = ZmqStream(dial, address, follower, channel)
             streams[address.rank].open()
     except BaseException:
         subscriber.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-__all__ = ["PeerCounter"]
+__all__ = ["PeerCounter", "open_peer_counter"]
 
 _REPORTS_A_TURN = 16
 _WATCHED = (
@@ -17,7 +17,7 @@ _WATCHED = (
 
 
 class PeerCounter:
-    """Counts completed and refused handshakes of one socket; the caller holds the publisher's turn.
+    """Counts completed and refused handshakes of one socket; made by ``open_peer_counter``, worked within the turn.
 
     libzmq tells a PUB socket's owner nothing else about its subscribers: not what they subscribe to, nor what was
     dropped for them.
@@ -29,16 +29,9 @@ class PeerCounter:
 
     __slots__ = ("_monitor", "num_connected", "num_refused")
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        address = f"inproc://peers-{id(socket)}"
-        socket.monitor(address, _WATCHED)
-        self._monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        # libzmq's own thread would wait, with all traffic, for room in a queue that is bounded.
-        self._monitor.setsockopt(zmq.RCVHWM, 0)
-        self._monitor.connect(address)
+    def __init__(self, monitor: zmq.Socket[bytes]) -> None:
+        self._monitor = monitor
         self.num_connected = self.num_refused = 0
-        # libzmq wakes a reader only once it has looked and found nothing.
-        self.count_some()
 
     @property
     def wakeup_fd(self) -> int:
@@ -59,3 +52,17 @@ class PeerCounter:
     def close(self) -> None:
         """Close the monitor, before or after its socket."""
         self._monitor.close(linger=0)
+
+
+def open_peer_counter(socket: zmq.Socket[bytes]) -> PeerCounter:
+    """Begin to count the peers of ``socket``."""
+    address = f"inproc://peers-{id(socket)}"
+    socket.monitor(address, _WATCHED)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    # libzmq's own thread would wait, with all traffic, for room in a queue that is bounded.
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    counter = PeerCounter(monitor)
+    # libzmq wakes a reader only once it has looked and found nothing.
+    counter.count_some()
+    return counter

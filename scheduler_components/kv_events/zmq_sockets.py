@@ -12,7 +12,7 @@ from scheduler_components.errors import StartError
 from scheduler_components.kv_events.endpoint import Endpoint
 from scheduler_components.kv_events.file_ipc_lock import lock_ipc_path
 from scheduler_components.kv_events.zmq_access import StreamAccess
-from scheduler_components.kv_events.zmq_peers import PeerCounter
+from scheduler_components.kv_events.zmq_peers import PeerCounter, open_peer_counter
 
 __all__ = ["Context", "Socket", "StreamSockets", "open_stream_sockets"]
 
@@ -129,7 +129,7 @@ class _Opening(NamedTuple):
             socket.setsockopt(option, value)
         if self.access is not None:
             self.access.guard(socket)
-        peers = None if is_inproc else PeerCounter(socket)
+        peers = None if is_inproc else open_peer_counter(socket)
         if peers is not None:
             self.undo.callback(peers.close)
         try:

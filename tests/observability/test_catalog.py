@@ -7,7 +7,8 @@ import re
 import msgspec
 import pytest
 
-from observability.catalog import CATALOG, LOAD_AGE, RANKS_REFUSED, Metric, render_markdown
+from observability.catalog import CATALOG, HISTOGRAMS, LOAD_AGE, RANKS_REFUSED, Metric, render_markdown
+from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.load.snapshot import (
     DisaggregationLoad,
     LoadSnapshot,
@@ -16,14 +17,16 @@ from scheduler_components.load.snapshot import (
     QueueLoad,
     SpeculativeLoad,
 )
+from scheduler_components.metrics.request_latencies import LatencyTotals, RequestLatencies
 from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
 
-EVERY_METRIC = (*CATALOG, LOAD_AGE, RANKS_REFUSED)
+EVERY_METRIC = (*CATALOG, *HISTOGRAMS, LOAD_AGE, RANKS_REFUSED)
 
 # Facts that reach a dashboard in another way, each with its reason.
 NOT_EXPORTED = {
     "load.timestamp": "exported as load_age_seconds",
     "load.dp_rank": "a label",
+    "load.dispatched_watermarks": "tickets mean something to their dispatcher alone",
     "load.queues.waiting": "num_queue_reqs says it",
     "load.memory.token_capacity": "max_total_num_tokens says it",
     "load.disaggregation.mode": "not a number; /v1/loads says it",
@@ -38,6 +41,8 @@ PARTS = {
     "load.speculative.": SpeculativeLoad,
     "load.memory.": MemoryLoad,
     "totals.": SchedulerTotals,
+    "totals.latencies.": LatencyTotals,
+    "totals.tiers.": TierStats,
     "publisher.": PublisherStats,
 }
 WHOLE = SchedulerStats(
@@ -49,11 +54,12 @@ WHOLE = SchedulerStats(
         speculative=SpeculativeLoad(2.5, 0.5),
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
     ),
+    totals=SchedulerTotals(tiers=TierStats()),
 )
 
 
 def test_every_fact_of_a_report_has_one_metric() -> None:
-    paths = [metric.path for metric in CATALOG]
+    paths = [metric.path for metric in (*CATALOG, *HISTOGRAMS)]
     sections = {prefix.rstrip(".") for prefix in PARTS}
     fields = {prefix + field.name for prefix, part in PARTS.items() for field in msgspec.structs.fields(part)}
     assert sorted(paths) == sorted(fields - sections - NOT_EXPORTED.keys())
@@ -91,6 +97,22 @@ def test_each_metric_reads_a_number_and_none_where_the_part_is_missing(metric: M
     assert isinstance(metric.read(WHOLE), int | float)
     bare = metric.read(SchedulerStats(labels=(), load=LoadSnapshot()))
     assert (bare is None) == (metric.path.count(".") == 2)
+
+
+@pytest.mark.parametrize("metric", HISTOGRAMS, ids=lambda metric: metric.name)
+def test_each_histogram_is_read_and_none_where_the_engine_keeps_none(metric: Metric) -> None:
+    totals = SchedulerTotals(latencies=RequestLatencies().totals())
+    histogram = metric.read_histogram(SchedulerStats(labels=(), load=LoadSnapshot(), totals=totals))
+    assert histogram is not None
+    assert histogram.count == 0
+    assert metric.read_histogram(SchedulerStats(labels=(), load=LoadSnapshot())) is None
+
+
+def test_the_names_of_latencies_are_those_of_the_peers() -> None:
+    names = {metric.name: metric.vllm_names for metric in HISTOGRAMS}
+    assert names.keys() >= {"time_to_first_token_seconds", "inter_token_latency_seconds"}
+    assert names.keys() >= {"e2e_request_latency_seconds", "queue_time_seconds"}
+    assert names["queue_time_seconds"] == ("request_queue_time_seconds",)
 
 
 def test_the_table_for_the_documentation_has_a_row_a_metric() -> None:

@@ -6,8 +6,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
 import pytest
@@ -23,6 +23,8 @@ from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.endpoint import Endpoint
 from scheduler_components.kv_events.events import BlockStored, KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load.zmq_load_sink import open_zmq_load_sink
 
 Serve = Callable[[dict[str, tuple[int, bytes]]], str]
 
@@ -132,6 +134,59 @@ def test_a_closed_port_is_named(serve: Serve, stack: ExitStack, closed_port: int
     assert any("replay port" in finding.what and finding.severity is Severity.ERROR for finding in troubles(findings))
     trouble = the_trouble(examine(serve(described(publisher, load_endpoint_port_base=closed_port)), QUICK))
     assert (trouble.severity, "load port" in trouble.what) == (Severity.WARNING, True)
+
+
+class Gauge:
+    """A worker's load gauge, on a thread of its own until the test ends."""
+
+    def __init__(self, stack: ExitStack, samples: Iterable[LoadSnapshot]) -> None:
+        sink = stack.enter_context(closing(open_zmq_load_sink(Endpoint.parse("tcp://127.0.0.1:0"))))
+        self.port = port(sink.endpoint)
+        ended = threading.Event()
+
+        def publish_on() -> None:
+            while not ended.wait(0.01):
+                for sample in samples:
+                    sink.send(sample)
+
+        thread = threading.Thread(target=publish_on)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(ended.set)
+
+
+def test_what_a_load_gauge_says_is_repeated(serve: Serve, stack: ExitStack) -> None:
+    gauge = Gauge(stack, [LoadSnapshot(num_running_reqs=3, num_used_tokens=40, max_total_num_tokens=64)])
+    findings = examine(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
+    assert not troubles(findings)
+    assert any("3 running, 0 waiting, 40 of 64 tokens" in finding.what for finding in findings)
+
+
+def test_a_load_gauge_that_is_silent_is_a_warning(serve: Serve, stack: ExitStack) -> None:
+    gauge = Gauge(stack, [])
+    findings = examine(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
+    assert "says nothing in 0.5 s" in the_trouble(findings).what
+    assert exit_code(findings) == 0
+
+
+def test_what_is_no_load_on_a_load_port_is_a_warning(serve: Serve, stack: ExitStack) -> None:
+    context = stack.enter_context(zmq.Context())
+    stranger = stack.enter_context(context.socket(zmq.XPUB))
+    stranger.bind("tcp://127.0.0.1:*")
+    bound = port(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def answer_the_subscriber() -> None:
+        if stranger.poll(20_000):
+            stranger.send_multipart([b"load", b"", b"no sample"])
+
+    thread = threading.Thread(target=answer_the_subscriber)
+    thread.start()
+    findings = examine(serve(described(open_publisher(stack), load_endpoint_port_base=bound)), QUICK)
+    thread.join()
+    assert [finding.what.split(":")[0] for finding in troubles(findings)] == [
+        "rank 0",
+        "1 messages of the load gauges are no LoadStat",
+    ]
 
 
 def test_every_rank_is_dialled(serve: Serve, stack: ExitStack, closed_port: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import prometheus_client
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,7 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from observability.catalog import CATALOG
 from observability.prometheus_sink import PrometheusSink
 from scheduler_components.errors import ConfigError
+from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.load.snapshot import LoadSnapshot, QueueLoad
+from scheduler_components.metrics.request_latencies import RequestLatencies
 from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
 from scheduler_components.parallel_state import ParallelState
 
@@ -36,7 +39,7 @@ def test_every_metric_of_the_catalogue_is_exposed_and_the_text_can_be_parsed() -
     PrometheusSink(registry).record(make_stats(queues=QueueLoad()))
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
     for metric in CATALOG:
-        if not metric.path.startswith("load.") or metric.path.count(".") == 1:
+        if metric.path.count(".") == 1:  # the others belong to parts that not every engine has
             family = families["sglang:" + metric.name.removesuffix("_total")]
             assert family.type == metric.kind
             assert family.documentation == metric.help
@@ -58,20 +61,49 @@ def test_counters_are_counters() -> None:
     stats = SchedulerStats(
         labels=ParallelState().metric_labels,
         load=LoadSnapshot(),
-        totals=SchedulerTotals(prompt_tokens_total=70, num_retractions_total=2),
+        totals=SchedulerTotals(prompt_tokens_total=70, num_retractions_total=2, tiers=TierStats(host_hit_tokens=16)),
         publisher=PublisherStats(batches_sent=5, last_sequence=4),
     )
     PrometheusSink(registry).record(stats)
     assert read(registry, "sglang:prompt_tokens_total") == 70
     assert read(registry, "sglang:num_retracted_requests_total") == 2
+    assert read(registry, "sglang:hicache_host_hit_tokens_total") == 16
     assert read(registry, "sglang:kv_events_batches_sent_total") == 5
     assert read(registry, "sglang:kv_events_last_sequence") == 4
+
+
+def test_histograms_read_as_prometheus_client_writes_its_own() -> None:
+    values = [0.0, 0.001, 0.05, 0.1, 0.100001, 3.0, 1e6]
+    latencies = RequestLatencies()
+    own = CollectorRegistry()
+    bounds = latencies.totals().queue.bounds
+    expected = prometheus_client.Histogram("sglang:queue_time_seconds", "doc", registry=own, buckets=bounds)
+    for value in values:
+        latencies.histograms.queue.observe(value)
+        expected.observe(value)
+    registry = CollectorRegistry()
+    totals = SchedulerTotals(latencies=latencies.totals())
+    PrometheusSink(registry, vllm_names=True).record(
+        SchedulerStats(labels=ParallelState().metric_labels, load=LoadSnapshot(), totals=totals)
+    )
+    for suffix in ("count", "sum"):
+        name = f"sglang:queue_time_seconds_{suffix}"
+        assert read(registry, name) == own.get_sample_value(name)
+    for bound in (*(str(float(bound)) for bound in bounds), "+Inf"):
+        name = "sglang:queue_time_seconds_bucket"
+        assert read(registry, name, le=bound) == own.get_sample_value(name, {"le": bound})
+    assert read(registry, "vllm:request_queue_time_seconds_count") == len(values)
+    text = generate_latest(registry).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["sglang:queue_time_seconds"].type == "histogram"
 
 
 def test_parts_that_an_engine_has_not_are_not_exposed() -> None:
     registry = CollectorRegistry()
     PrometheusSink(registry).record(make_stats())
-    assert "lora" not in generate_latest(registry).decode()
+    text = generate_latest(registry).decode()
+    assert "lora" not in text
+    assert "hicache" not in text
     assert read(registry, "sglang:num_paused_reqs") is None
 
 

@@ -49,12 +49,18 @@ def test_prints_what_is_wrong() -> None:
     printer.gap_seen(0, 5, 8)
     printer.view_cleared(0, "history is gone")
     printer.state_changed(0, StreamState.LIVE, StreamState.PARTIAL)
+    printer.snapshot_begun(0)
+    printer.snapshot_ended(0, was_used=True)
+    printer.snapshot_ended(0, was_used=False)
     printer.batch_unreadable(0, 9, DecodeError("truncated"))
     printer.batch_applied(0, 10, DecodedBatch(5.0, (), 0, (DecodeError("no hashes"),)), replayed=False)
     assert [line.partition("-- ")[2] for line in lines_of(out)] == [
         "batches 5 to 7 did not come",
         "history is gone",
         "is partial",
+        "a snapshot of all blocks begins",
+        "the snapshot replaces what was known",
+        "the snapshot was cut and is forgotten",
         "#9 is unreadable: truncated",
         "#10 one event is unreadable: no hashes",
     ]

@@ -12,7 +12,7 @@ import zmq
 from scheduler_components.kv_events.events import AllBlocksCleared, KVEventBatch
 from scheduler_components.kv_events.zmq_access import ClientKeys, StreamAccess, apply_client_keys
 from scheduler_components.kv_events.zmq_keys import read_key_pair, write_key_pair
-from scheduler_components.kv_events.zmq_peers import PeerCounter
+from scheduler_components.kv_events.zmq_peers import open_peer_counter
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
@@ -115,7 +115,7 @@ def test_without_anybody_to_answer_for_keys_nobody_gets_in(
     access = StreamAccess.read(str(tmp_path / "own" / "publisher.key_secret"), str(tmp_path / "allowed"))
     guarded, client = open_socket(zmq.PUB), open_socket(zmq.SUB)
     access.guard(guarded)
-    peers = PeerCounter(guarded)
+    peers = open_peer_counter(guarded)
     port = guarded.bind_to_random_port("tcp://127.0.0.1")
     apply_client_keys(client, stream.keys())
     client.subscribe(b"")

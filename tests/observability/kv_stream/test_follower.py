@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from observability.kv_stream.applier import BatchApplier
 from observability.kv_stream.cursor import StreamCursor
 from observability.kv_stream.follower import FollowPolicy, StreamFollower
-from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.instructions import AskReplay, StreamState
 from observability.kv_stream.listener import NullListener
 from observability.kv_stream.view import BlockView
 from scheduler_components.errors import ConfigError, DecodeError
@@ -26,8 +27,8 @@ class FakeChannel:
         self.asked: list[tuple[int, int]] = []
         self.is_open = False
 
-    def ask(self, ask: int, start: int) -> None:
-        self.asked.append((ask, start))
+    def ask(self, question: AskReplay) -> None:
+        self.asked.append((question.ask, question.start))
         self.is_open = True
 
     def drop(self) -> None:
@@ -90,11 +91,18 @@ def stored(block_hash: int, medium: str | None = None) -> BlockStored:
     return BlockStored((block_hash,), None, (1, 2), 2, None, medium)
 
 
-def live_bench() -> Bench:
+def plain_bench() -> Bench:
+    """At a publisher without the extension, which has just said so."""
     bench = Bench()
     bench.follower.connected(0.0)
-    bench.follower.answered(1, 0, payload(stored(5)), 0.0)
-    bench.follower.answer_ended(1, 0.0)
+    assert bench.follower.answer_marked(1, b"", 0.0)
+    return bench
+
+
+def live_bench() -> Bench:
+    bench = plain_bench()
+    bench.follower.answered(2, 0, payload(stored(5)), 0.0)
+    assert bench.follower.answer_marked(2, b"", 0.0)
     assert bench.state is StreamState.LIVE
     return bench
 
@@ -102,7 +110,7 @@ def live_bench() -> Bench:
 def test_a_replay_fills_the_view_and_closes_its_channel() -> None:
     bench = live_bench()
     assert bench.view.blocks(3) == {5}
-    assert (bench.channel.asked, bench.channel.is_open) == ([(1, 0)], False)
+    assert (bench.channel.asked, bench.channel.is_open) == ([(1, 0), (2, 0)], False)
     assert bench.diary.states == [StreamState.SYNCING, StreamState.LIVE]
     assert bench.diary.batches == [(0, True)]
 
@@ -115,38 +123,37 @@ def test_a_live_batch_has_a_lag() -> None:
 
 
 def test_an_answer_that_goes_on_is_waited_for_and_a_silent_one_is_not() -> None:
-    bench = Bench()
-    bench.follower.connected(0.0)
+    bench = plain_bench()
     for seq in range(10):
         bench.at(4.0 * (seq + 1))
-        bench.follower.answered(1, seq, payload(stored(seq)), 4.0 * (seq + 1))
+        bench.follower.answered(2, seq, payload(stored(seq)), 4.0 * (seq + 1))
     assert bench.follower.cursor.counters.unanswered == 0
     bench.at(46.0)
     assert bench.follower.cursor.counters.unanswered == 1
-    assert bench.channel.asked[1] == (2, 9)
+    assert bench.channel.asked[2] == (3, 9)
 
 
 def test_a_publisher_that_never_answers_is_asked_ever_less_often() -> None:
     bench = Bench()
     bench.follower.connected(0.0)
-    # Each question waits 5 s for its answer; the pauses after it are 1, 2, 4, 8, 8, ... s.
-    for count, moment_s in enumerate((0.0, 6.0, 13.0, 22.0, 35.0, 48.0), start=1):
+    # Each question waits 5 s for its answer; after the first, of the extension, the pauses are 1, 2, 4, ... s.
+    for count, moment_s in enumerate((0.0, 5.0, 11.0, 18.0, 27.0), start=1):
         bench.at(moment_s - 0.1)
         assert len(bench.channel.asked) == max(1, count - 1)
         bench.at(moment_s)
         assert len(bench.channel.asked) == count
     assert bench.state is StreamState.PARTIAL
-    bench.follower.answer_ended(6, 48.0)
-    bench.follower.live(8, payload(stored(8)), 48.0)
+    bench.follower.answer_marked(5, b"", 27.0)
+    bench.follower.live(8, payload(stored(8)), 27.0)
     assert bench.view.blocks(3) == {8}
 
 
 def test_silence_is_probed_with_the_held_number() -> None:
     bench = live_bench()
     bench.at(1.9)
-    assert bench.channel.asked == [(1, 0)]
+    assert bench.channel.asked == [(1, 0), (2, 0)]
     bench.at(2.1)
-    assert bench.channel.asked[1:] == [(2, 0)]
+    assert bench.channel.asked[2:] == [(3, 0)]
     assert bench.state is StreamState.LIVE
 
 
@@ -155,15 +162,15 @@ def test_batches_that_tell_nothing_new_do_not_put_the_probe_off() -> None:
     for tenths in range(20):
         bench.follower.live(0, payload(stored(5)), tenths / 10)
     bench.at(2.0)
-    assert bench.channel.asked[1:] == [(2, 0)]
+    assert bench.channel.asked[2:] == [(3, 0)]
 
 
 def test_the_tail_that_was_lost_is_found_by_the_probe() -> None:
     bench = live_bench()
     bench.at(2.0)
-    bench.follower.answered(2, 0, payload(stored(5)), 2.0)
-    bench.follower.answered(2, 1, payload(AllBlocksCleared()), 2.0)
-    bench.follower.answer_ended(2, 2.0)
+    bench.follower.answered(3, 0, payload(stored(5)), 2.0)
+    bench.follower.answered(3, 1, payload(AllBlocksCleared()), 2.0)
+    bench.follower.answer_marked(3, b"", 2.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.LIVE, frozenset())
 
 
@@ -209,8 +216,8 @@ def test_junk_costs_itself_and_the_live_state(junk: bytes) -> None:
 
 def test_a_batch_with_one_bad_event_applies_the_others() -> None:
     bench = live_bench()
-    bad = BlockStored((1, 2), None, (1,), 1, None)
-    bench.follower.live(1, payload(stored(6), bad), 1.0)
+    sound, bad = ("BlockStored", [6], None, [1, 2], 2, None), ("BlockStored", [1, 2], None, [1], 1, None)
+    bench.follower.live(1, msgspec.msgpack.encode((100.0, [sound, bad], 3)), 1.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.PARTIAL, {5, 6})
     assert bench.follower.applier.counters.decode_errors == 1
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,42 +22,54 @@ MEDIA = {
 
 HASHES = st.lists(st.integers(-4, 4), min_size=1, max_size=5)
 RANKS = st.integers(0, 3)
+GROUPS = st.sampled_from([None, None, 1])
 EVENTS = st.one_of(
     st.builds(
-        lambda hashes, medium: BlockStored(tuple(hashes), None, tuple(range(len(hashes))), 1, None, medium),
+        lambda hashes, medium, group: BlockStored(
+            tuple(hashes), None, tuple(range(len(hashes))), 1, None, medium, group_idx=group
+        ),
         HASHES,
         st.sampled_from(list(MEDIA)),
+        GROUPS,
     ),
-    st.builds(lambda hashes, medium: BlockRemoved(tuple(hashes), medium), HASHES, st.sampled_from(list(MEDIA))),
+    st.builds(
+        lambda hashes, medium, group: BlockRemoved(tuple(hashes), medium, group),
+        HASHES,
+        st.sampled_from(list(MEDIA)),
+        GROUPS,
+    ),
     st.just(AllBlocksCleared()),
 )
 
 
 class NaiveView:
+    """Every block where it was stored, one by one."""
+
     def __init__(self) -> None:
-        self.held: dict[tuple[int, Tier], set[int]] = defaultdict(set)
+        self.blocks: set[tuple[int, str | None, int | None, int]] = set()
 
     def apply(self, rank: int, event: KVCacheEvent) -> None:
         if isinstance(event, AllBlocksCleared):
-            for tier in Tier:
-                self.held[rank, tier].clear()
-            return
-        tier = MEDIA[event.medium]
-        if tier is not None and isinstance(event, BlockStored):
-            self.held[rank, tier] |= set(event.block_hashes)
-        elif tier is not None:
-            self.held[rank, tier] -= set(event.block_hashes)
+            self.blocks = {block for block in self.blocks if block[0] != rank}
+        elif isinstance(event, BlockStored | BlockRemoved) and MEDIA[event.medium] is not None:
+            medium = None if event.medium == "GPU" else event.medium
+            named = {(rank, medium, event.group_idx, block_hash) for block_hash in event.block_hashes}
+            self.blocks = self.blocks | named if isinstance(event, BlockStored) else self.blocks - named
+
+    def held(self, rank: int, tier: Tier) -> set[int]:
+        return {block[3] for block in self.blocks if block[0] == rank and MEDIA[block[1]] is tier}
 
     def depth(self, rank: int, tier: Tier, hashes: list[int]) -> int:
-        depth = 0
-        while depth < len(hashes) and hashes[depth] in self.held[rank, tier]:
+        held, depth = self.held(rank, tier), 0
+        while depth < len(hashes) and hashes[depth] in held:
             depth += 1
         return depth
 
 
-@given(
-    changes=st.lists(st.tuples(RANKS, st.lists(EVENTS, max_size=4)), max_size=25), prompt=st.lists(st.integers(-4, 4))
-)
+CHANGES = st.lists(st.tuples(RANKS, st.lists(EVENTS, max_size=4)), max_size=25)
+
+
+@given(changes=CHANGES, prompt=st.lists(st.integers(-4, 4)))
 @settings(max_examples=400, deadline=None)
 def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], prompt: list[int]) -> None:
     view, naive = BlockView(), NaiveView()
@@ -69,14 +79,14 @@ def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], p
             naive.apply(rank, event)
     for tier in Tier:
         for rank in range(4):
-            assert view.blocks(rank, tier) == naive.held[rank, tier]
+            assert view.blocks(rank, tier) == naive.held(rank, tier)
         depths = {rank: naive.depth(rank, tier, prompt) for rank in range(4)}
         assert view.deepest_prefix(prompt, tier) == {rank: depth for rank, depth in depths.items() if depth}
         for block_hash in range(-4, 5):
-            holders = {rank for rank in range(4) if block_hash in naive.held[rank, tier]}
+            holders = {rank for rank in range(4) if block_hash in naive.held(rank, tier)}
             assert set(view.ranks_holding(block_hash, tier)) == holders
     for rank in range(4):
-        assert view.block_count(rank) == sum(len(naive.held[rank, tier]) for tier in Tier)
+        assert view.block_count(rank) == sum(len(naive.held(rank, tier)) for tier in Tier)
 
 
 @pytest.mark.parametrize(("medium", "tier"), MEDIA.items())
@@ -117,3 +127,30 @@ def test_a_rank_never_seen_holds_nothing() -> None:
     view = BlockView()
     assert (view.blocks(3), view.block_count(3), view.ranks) == (frozenset(), 0, ())
     assert view.deepest_prefix([]) == view.deepest_prefix([1]) == {}
+
+
+@given(changes=CHANGES, aside=CHANGES, later=CHANGES)
+@settings(max_examples=200, deadline=None)
+def test_a_replaced_rank_is_as_if_it_had_never_been_another(
+    changes: list[tuple[int, list[KVCacheEvent]]],
+    aside: list[tuple[int, list[KVCacheEvent]]],
+    later: list[tuple[int, list[KVCacheEvent]]],
+) -> None:
+    view, other, expected = BlockView(), BlockView(), BlockView()
+    for rank, events in changes:
+        view.apply(rank, events)
+        if rank != 0:
+            expected.apply(rank, events)
+    for _, events in aside:
+        other.apply(0, events)
+        expected.apply(0, events)
+    view.replace(0, other)
+    other.clear(0)
+    for rank, events in later:
+        view.apply(rank, events)
+        expected.apply(rank, events)
+    for tier in Tier:
+        for rank in range(4):
+            assert view.blocks(rank, tier) == expected.blocks(rank, tier)
+        for block_hash in range(-4, 5):
+            assert set(view.ranks_holding(block_hash, tier)) == set(expected.ranks_holding(block_hash, tier))

@@ -1,0 +1,288 @@
+"""The rules of the extension, one by one, and how a stream finds out whether its publisher has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from observability.kv_stream.cursor import StreamCursor
+from observability.kv_stream.instructions import (
+    Apply,
+    ApplyAside,
+    AskReplay,
+    BeginAside,
+    Clear,
+    DropAside,
+    Instruction,
+    RetryLater,
+    StreamState,
+    SwapIn,
+    token_of,
+)
+from observability.kv_stream.sync import NO_EPOCH, Position
+from scheduler_components.kv_events.event_stream import chain_at_start
+from scheduler_components.kv_events.replay_wire import Kind, Meta, Verb
+
+OLD, NEW = b"o" * 16, b"n" * 16
+
+
+def payload(seq: int) -> bytes:
+    return b"%d" % seq
+
+
+def at(epoch: bytes, count: int) -> Position:
+    """The place after batches 0 to ``count - 1`` of a life."""
+    position = Position(epoch, 0, chain_at_start(epoch))
+    for seq in range(count):
+        position.advance(payload(seq))
+    return position
+
+
+def meta(cursor: StreamCursor, kind: Kind, place: Position, **changes: object) -> tuple[Instruction, ...]:
+    """Answer the open question with a META of a publisher that stands at ``place`` unless ``changes`` say otherwise."""
+    ask = cursor.open_ask
+    assert ask is not None
+    fields: dict[str, object] = {
+        "token": token_of(ask), "epoch": place.epoch, "first": 0, "next": place.next, "kind": kind, "snap": False,
+        "start": place.next, "chain": place.chain,
+    }  # fmt: skip
+    return cursor.answer_meta(ask, Meta(**(fields | changes)))  # type: ignore[arg-type]
+
+
+def take_snapshot(cursor: StreamCursor, place: Position) -> tuple[Instruction, ...]:
+    assert meta(cursor, Kind.BEGIN, place, snap=True) == (BeginAside(),)
+    assert cursor.answered(cursor.open_ask or 0, 0, b"chunk") == (ApplyAside(place.next - 1, b"chunk", True),)
+    assert meta(cursor, Kind.BEGIN, place, chunks=1) == ()
+    return meta(cursor, Kind.END, place)
+
+
+def opened(count: int = 3) -> StreamCursor:
+    """LIVE after ``count`` batches of the old life, with a snapshot as question 1."""
+    cursor = StreamCursor(has_replay=True)
+    assert cursor.connected() == (AskReplay(1, 0, Verb.SYNC, NO_EPOCH),)
+    assert (cursor.state, cursor.listening, cursor.is_extended) == (StreamState.SYNCING, False, False)
+    assert take_snapshot(cursor, at(OLD, count)) == (SwapIn(),)
+    assert (cursor.state, cursor.last_seq, cursor.is_extended) == (StreamState.LIVE, count - 1, True)
+    return cursor
+
+
+def test_an_empty_stream_is_live_at_once() -> None:
+    assert opened(0).last_seq == -1
+
+
+def test_live_batches_follow_on_and_repeated_ones_do_not_count() -> None:
+    cursor = opened()
+    assert cursor.live(3, payload(3)) == (Apply(3, payload(3), False),)
+    assert cursor.live(3, payload(3)) == cursor.live(0, b"late") == ()
+    assert (cursor.state, cursor.last_seq, cursor.counters.duplicates) == (StreamState.LIVE, 3, 2)
+
+
+def test_a_gap_is_closed_from_where_the_view_stands() -> None:
+    cursor = opened()
+    assert cursor.live(4, b"future") == (AskReplay(2, 3, Verb.SYNC, OLD),)
+    assert (cursor.state, cursor.last_seq) == (StreamState.RECOVERING, 2)
+    assert meta(cursor, Kind.BEGIN, at(OLD, 3)) == ()
+    assert cursor.answered(2, 3, payload(3)) == (Apply(3, payload(3), True),)
+    assert cursor.answered(2, 3, payload(3)) == ()
+    assert meta(cursor, Kind.END, at(OLD, 4)) == ()
+    assert (cursor.state, cursor.last_seq, cursor.counters.recovered) == (StreamState.LIVE, 3, 1)
+
+
+def test_an_incremental_answer_from_elsewhere_is_not_applied() -> None:
+    cursor = opened()
+    cursor.live(4, b"future")
+    assert meta(cursor, Kind.BEGIN, at(NEW, 3)) == (AskReplay(3, 3, Verb.SNAPSHOT, OLD),)
+    assert cursor.counters.splices == 1
+
+
+def test_a_wrong_digest_at_the_end_begins_anew() -> None:
+    cursor = opened()
+    cursor.live(4, b"future")
+    meta(cursor, Kind.BEGIN, at(OLD, 3))
+    cursor.answered(2, 3, b"spliced")
+    assert meta(cursor, Kind.END, at(OLD, 4)) == (AskReplay(3, 4, Verb.SNAPSHOT, OLD),)
+    assert cursor.state is StreamState.RECOVERING
+    assert take_snapshot(cursor, at(OLD, 4)) == (SwapIn(),)
+    assert cursor.state is StreamState.LIVE
+
+
+def test_another_life_is_swapped_in_whole() -> None:
+    cursor = opened()
+    cursor.probe()
+    assert meta(cursor, Kind.STATUS, at(NEW, 1)) == (AskReplay(3, 3, Verb.SYNC, OLD),)
+    assert take_snapshot(cursor, at(NEW, 1)) == (SwapIn(),)
+    assert (cursor.state, cursor.last_seq, cursor.counters.restarts) == (StreamState.LIVE, 0, 1)
+
+
+def test_a_status_is_compared_with_the_moment_of_the_question() -> None:
+    cursor = opened()
+    assert cursor.probe() == (AskReplay(2, 3, Verb.STATUS, OLD),)
+    cursor.live(3, payload(3))
+    assert meta(cursor, Kind.STATUS, at(OLD, 3), next=5) == ()
+    assert (cursor.state, cursor.counters.splices, cursor.counters.verified) == (StreamState.LIVE, 0, 2)
+
+
+def test_a_lost_tail_is_synchronised() -> None:
+    cursor = opened()
+    cursor.probe()
+    assert meta(cursor, Kind.STATUS, at(OLD, 3), next=4) == (AskReplay(3, 3, Verb.SYNC, OLD),)
+    assert cursor.state is StreamState.RECOVERING
+
+
+def test_a_place_that_the_window_has_passed_is_proved_at_the_second_probe() -> None:
+    cursor = opened()
+    cursor.probe()
+    cursor.live(3, payload(3))
+    assert meta(cursor, Kind.STATUS, at(OLD, 9)) == ()
+    cursor.probe()
+    cursor.live(4, payload(4))
+    assert meta(cursor, Kind.STATUS, at(OLD, 19)) == (AskReplay(4, 5, Verb.SYNC, OLD),)
+
+
+def test_a_frame_dropped_during_an_answer_is_asked_for() -> None:
+    cursor = opened()
+    cursor.live(4, b"future")
+    cursor.live(5, b"future")
+    meta(cursor, Kind.BEGIN, at(OLD, 3))
+    for seq in (3, 4):
+        cursor.answered(2, seq, payload(seq))
+    assert meta(cursor, Kind.END, at(OLD, 5)) == (AskReplay(3, 5, Verb.SYNC, OLD),)
+
+
+@pytest.mark.parametrize("lost", ["chunk 0", "chunk 1", "begin", "a batch"])
+def test_a_snapshot_with_a_hole_is_dropped(lost: str) -> None:
+    cursor = StreamCursor(has_replay=True)
+    cursor.connected()
+    place = at(OLD, 3)
+    meta(cursor, Kind.BEGIN, place, snap=True)
+    result: tuple[Instruction, ...] = ()
+    if lost == "chunk 0":
+        result = cursor.answered(1, 1, b"chunk")
+    else:
+        cursor.answered(1, 0, b"chunk")
+    if lost == "chunk 1":
+        result = meta(cursor, Kind.BEGIN, place, chunks=2)
+    elif lost == "begin":
+        result = meta(cursor, Kind.END, place)
+    elif lost == "a batch":
+        meta(cursor, Kind.BEGIN, place, chunks=1)
+        result = cursor.answered(1, 4, payload(4))
+    assert result == (DropAside(), RetryLater(1))
+    assert (cursor.state, cursor.open_ask) == (StreamState.SYNCING, None)
+
+
+def test_a_cut_answer_is_continued_where_it_was_applied() -> None:
+    cursor = opened()
+    cursor.live(5, b"future")
+    meta(cursor, Kind.BEGIN, at(OLD, 3))
+    cursor.answered(2, 3, payload(3))
+    assert cursor.answer_ended(2) == (AskReplay(3, 4, Verb.SYNC, OLD),)
+    assert cursor.answer_missing(3) == (RetryLater(1),)
+    assert cursor.retry() == (AskReplay(4, 4, Verb.SYNC, OLD),)
+
+
+def test_a_silent_publisher_costs_the_proof_and_no_block() -> None:
+    cursor = opened()
+    cursor.probe()
+    for failures in (1, 2, 3):
+        assert cursor.answer_missing(cursor.open_ask or 0) == (RetryLater(failures),)
+        assert cursor.state is (StreamState.PARTIAL if failures == 3 else StreamState.LIVE)
+        assert cursor.retry() == (AskReplay(failures + 2, 3, Verb.STATUS, OLD),)
+    cursor.live(3, payload(3))
+    cursor.cleared()
+    assert (cursor.state, cursor.last_seq) == (StreamState.PARTIAL, 3)
+    assert meta(cursor, Kind.STATUS, at(OLD, 3), next=4) == ()
+    assert cursor.state is StreamState.LIVE
+
+
+def test_what_could_not_be_read_is_asked_for_when_it_is_folded() -> None:
+    cursor = opened()
+    cursor.live(3, payload(3))
+    cursor.damaged()
+    assert cursor.state is StreamState.PARTIAL
+    cursor.probe()
+    assert meta(cursor, Kind.STATUS, at(OLD, 4), first=3) == ()
+    assert cursor.state is StreamState.PARTIAL
+    cursor.probe()
+    assert meta(cursor, Kind.STATUS, at(OLD, 4), first=4) == (AskReplay(4, 4, Verb.SNAPSHOT, OLD),)
+    take_snapshot(cursor, at(OLD, 4))
+    assert cursor.state is StreamState.LIVE
+
+
+def test_a_clear_heals_what_could_not_be_read() -> None:
+    cursor = opened()
+    cursor.live(3, payload(3))
+    cursor.damaged()
+    cursor.live(4, payload(4))
+    cursor.cleared()
+    assert cursor.state is StreamState.LIVE
+
+
+def test_an_answer_with_another_token_is_stale() -> None:
+    cursor = opened()
+    cursor.probe()
+    assert meta(cursor, Kind.STATUS, at(OLD, 3), token=bytes(8)) == ()
+    assert (cursor.open_ask, cursor.counters.stale_answers) == (2, 1)
+
+
+def test_a_reconnect_goes_on_where_the_view_stands() -> None:
+    cursor = opened()
+    cursor.disconnected()
+    assert cursor.state is StreamState.CONNECTING
+    assert cursor.connected() == (AskReplay(2, 3, Verb.SYNC, OLD),)
+    cursor.disconnected()
+    assert cursor.gave_up() == (Clear("the publisher is unreachable"),)
+    assert cursor.connected() == (AskReplay(3, 0, Verb.SYNC, NO_EPOCH),)
+
+
+# --- which publisher is it? ---
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_publisher_without_the_extension_is_asked_plainly(is_silent: bool) -> None:
+    cursor = StreamCursor(has_replay=True)
+    cursor.connected()
+    assert (cursor.answer_missing(1) if is_silent else cursor.answer_ended(1)) == (AskReplay(2, 0),)
+    cursor.answered(2, 0, b"0")
+    cursor.answer_ended(2)
+    assert (cursor.state, cursor.is_extended) == (StreamState.LIVE, False)
+
+
+def test_a_publisher_that_was_taken_for_plain_is_asked_again() -> None:
+    cursor = StreamCursor(has_replay=True)
+    cursor.connected()
+    cursor.answer_ended(1)
+    cursor.answer_ended(2)
+    asked = []
+    while not asked or asked[-1].verb is None:
+        (question,) = cursor.probe()
+        assert isinstance(question, AskReplay)
+        asked.append(question)
+        if question.verb is None:
+            cursor.answer_ended(question.ask)
+    assert len(asked) == 8
+    assert meta(cursor, Kind.STATUS, at(OLD, 3)) == (AskReplay(asked[-1].ask + 1, 0, Verb.SYNC, NO_EPOCH),)
+    take_snapshot(cursor, at(OLD, 3))
+    assert cursor.is_extended
+
+
+def test_a_successor_without_the_extension_is_followed_plainly_and_begins_anew() -> None:
+    cursor = opened()
+    cursor.disconnected()
+    cursor.connected()
+    assert cursor.answer_ended(2) == (RetryLater(1),)
+    cursor.retry()
+    assert cursor.answer_ended(3) == (RetryLater(2),)
+    cursor.retry()
+    cleared, question = cursor.answer_ended(4)
+    assert isinstance(cleared, Clear)
+    assert question == AskReplay(5, 0)
+
+
+def test_cut_answers_of_a_publisher_that_has_shown_the_extension_change_no_rules() -> None:
+    cursor = opened()
+    cursor.live(5, b"future")
+    for ask in range(2, 9):
+        assert cursor.answer_ended(ask) == (RetryLater(ask - 1),)
+        cursor.retry()
+    assert cursor.is_extended
+    assert cursor.state is StreamState.RECOVERING

@@ -1,0 +1,237 @@
+"""The plain rules against a model publisher and a faulty network.
+
+Properties, after every step:
+- LIVE is never said of a wrong view: the view is then what the publisher's present life held after ``last_seq``.
+- PARTIAL never holds a block that the publisher did not hold then.
+- The cursor is never stuck: when faults stop, it settles, and is LIVE when the publisher still has its history.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from observability.kv_stream.instructions import Apply, AskReplay, Clear, Instruction, RetryLater, StreamState
+from observability.kv_stream.plain_cursor import PlainCursor
+
+END = None
+CLEAR = -1
+
+
+@dataclass
+class Publisher:
+    """One publisher over several lives: what it held after each batch of the present life, and its replay window."""
+
+    window: int
+    life: int = 0
+    next_seq: int = 0
+    sent: dict[int, bytes] = field(default_factory=dict)
+    changes: dict[bytes, tuple[str, int]] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
+    held_after: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    def publish(self, op: int) -> tuple[int, bytes]:
+        """``op`` is CLEAR, or a block number that is stored when absent and removed when present."""
+        change = "clear" if op == CLEAR else "remove" if op in self.held else "store"
+        seq, self.next_seq = self.next_seq, self.next_seq + 1
+        payload = f"{self.life}:{seq}".encode()
+        self.sent[seq] = payload
+        self.changes[payload] = change, op
+        self.held = frozenset() if op == CLEAR else self.held ^ {op}
+        self.held_after[seq] = self.held
+        return seq, payload
+
+    def restart(self, base: int) -> None:
+        self.life += 1
+        self.next_seq = base
+        self.sent, self.held_after, self.held = {}, {}, frozenset()
+
+    def answer(self, start: int) -> list[tuple[int, bytes] | None]:
+        kept = list(self.sent.items())[-self.window :] if self.window else []
+        return [*((seq, payload) for seq, payload in kept if seq >= start), END]
+
+
+class World:
+    """Publisher, network and one cursor with the view that it steers."""
+
+    def __init__(self, *, window: int, has_replay: bool, patience: int = 3) -> None:
+        self.publisher = Publisher(window)
+        self.cursor = PlainCursor(has_replay=has_replay, patience=patience)
+        self.view: set[int] = set()
+        self.live: list[tuple[int, bytes]] = []
+        self.is_connected = False
+        self.question: AskReplay | None = None
+        self.answer: list[tuple[int, bytes] | None] | None = None
+        self.old_answers: list[tuple[int, list[tuple[int, bytes] | None]]] = []
+        self.retry_is_due = False
+
+    def carry_out(self, instructions: tuple[Instruction, ...]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Apply):
+                change, block = self.publisher.changes[instruction.payload]
+                if change == "store":
+                    self.view.add(block)
+                elif change == "remove":
+                    self.view.discard(block)
+                else:
+                    self.view.clear()
+                    self.cursor.cleared()
+            elif isinstance(instruction, Clear):
+                self.view.clear()
+            elif isinstance(instruction, AskReplay):
+                if self.question is not None and self.answer:
+                    self.old_answers.append((self.question.ask, self.answer))
+                self.question, self.answer = instruction, None
+            elif isinstance(instruction, RetryLater):
+                self.retry_is_due = True
+        self.check()
+
+    def check(self) -> None:
+        truth = self.publisher.held_after.get(self.cursor.last_seq, frozenset())
+        if self.cursor.state is StreamState.LIVE:
+            assert self.view == truth
+        elif self.cursor.state is StreamState.PARTIAL and self.is_connected:
+            assert self.view <= truth
+
+    # --- what may happen ---
+
+    def connect(self) -> None:
+        if not self.is_connected:
+            self.is_connected = True
+            self.carry_out(self.cursor.connected())
+
+    def disconnect(self) -> None:
+        if self.is_connected:
+            self.is_connected = False
+            self.live.clear()
+            self.question = self.answer = None
+            self.cursor.disconnected()
+
+    def publish(self, ops: list[int]) -> None:
+        batches = [self.publisher.publish(op) for op in ops]
+        if self.is_connected:
+            self.live += batches
+
+    def restart(self, base: int) -> None:
+        self.disconnect()
+        self.publisher.restart(base)
+        if base:
+            self.publish([CLEAR])
+
+    def deliver(self, count: int, fault: str) -> None:
+        for _ in range(min(count, len(self.live))):
+            self.deliver_one(fault)
+
+    def deliver_one(self, fault: str) -> None:
+        if fault == "reorder" and len(self.live) > 1:
+            self.live[0], self.live[1] = self.live[1], self.live[0]
+        batch = self.live.pop(0)
+        if fault == "repeat":
+            self.live.insert(0, batch)
+        if fault != "drop":
+            self.carry_out(self.cursor.live(*batch))
+
+    def serve(self, count: int, fault: str) -> None:
+        """Hand over some of the answer; only what comes after its first batch can be lost, as with TCP."""
+        for _ in range(count):
+            if self.question is None or self.cursor.open_ask != self.question.ask:
+                return
+            question, is_first = self.question, self.answer is None
+            if self.answer is None:
+                self.answer = self.publisher.answer(question.start)
+            if fault == "silence" and not is_first:
+                self.carry_out(self.cursor.answer_missing(question.ask))
+                return
+            message = self.answer.pop(0)
+            if message is END:
+                self.carry_out(self.cursor.answer_ended(question.ask))
+            elif fault != "drop" or is_first:
+                self.carry_out(self.cursor.answered(question.ask, *message))
+
+    def serve_stale(self) -> None:
+        if self.old_answers:
+            ask, answer = self.old_answers.pop()
+            for message in answer:
+                if message is END:
+                    self.carry_out(self.cursor.answer_ended(ask))
+                else:
+                    self.carry_out(self.cursor.answered(ask, *message))
+
+    def fail(self) -> None:
+        if self.question is not None:
+            self.carry_out(self.cursor.answer_missing(self.question.ask))
+
+    def retry(self) -> None:
+        if self.retry_is_due:
+            self.retry_is_due = False
+            self.carry_out(self.cursor.retry())
+
+    def give_up(self) -> None:
+        if not self.is_connected:
+            self.carry_out(self.cursor.gave_up())
+
+    def probe(self) -> None:
+        self.carry_out(self.cursor.probe())
+
+    def heal(self) -> None:
+        """Faults stop: everything is delivered, served and retried, and silence is probed."""
+        self.connect()
+        for _ in range(200):
+            self.serve(1_000, "none")
+            self.retry()
+            if self.cursor.listening and self.live:
+                self.deliver_one("none")
+            elif self.cursor.open_ask is None and not self.retry_is_due:
+                return
+        raise AssertionError(f"does not settle: {self.cursor!r}")
+
+
+OPS = st.lists(st.integers(0, 5) | st.just(CLEAR), min_size=1, max_size=4)
+STEPS = st.one_of(
+    st.tuples(st.just("publish"), OPS),
+    st.tuples(st.just("deliver"), st.integers(1, 4), st.sampled_from(["none", "none", "drop", "repeat", "reorder"])),
+    st.tuples(st.just("serve"), st.integers(1, 6), st.sampled_from(["none", "none", "drop", "silence"])),
+    st.tuples(st.just("restart"), st.sampled_from([0, 0, 1_000_000])),
+    st.tuples(st.sampled_from(["connect", "disconnect", "probe", "fail", "retry", "give_up", "serve_stale"])),
+)
+
+
+def run(world: World, steps: list[tuple]) -> None:
+    world.publish([0, 1, 2])
+    world.connect()
+    world.serve(3, "none")
+    for name, *arguments in steps:
+        getattr(world, name)(*arguments)
+
+
+@given(
+    window=st.integers(0, 6), has_replay=st.booleans(), patience=st.integers(1, 3), steps=st.lists(STEPS, max_size=60)
+)
+@settings(max_examples=600, deadline=None)
+def test_never_live_while_wrong_and_never_stuck(
+    window: int, has_replay: bool, patience: int, steps: list[tuple]
+) -> None:
+    world = World(window=window, has_replay=has_replay, patience=patience)
+    run(world, steps)
+    world.heal()
+    world.probe()
+    world.heal()
+    assert world.cursor.listening and world.cursor.state is not StreamState.CONNECTING
+
+
+@given(steps=st.lists(STEPS, max_size=60), last=OPS)
+@settings(max_examples=600, deadline=None)
+def test_converges_when_the_publisher_has_its_history(steps: list[tuple], last: list[int]) -> None:
+    """Window large enough for everything: once faults stop and a probe was answered, the view is the truth."""
+    world = World(window=1_000, has_replay=True)
+    run(world, steps)
+    world.publish(last)
+    world.live.clear()  # the tail is lost on the live channel
+    world.heal()
+    world.probe()
+    world.heal()
+    assert world.cursor.state is StreamState.LIVE
+    assert world.cursor.last_seq == world.publisher.next_seq - 1
+    assert world.view == world.publisher.held

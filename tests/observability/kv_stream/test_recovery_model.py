@@ -1,0 +1,282 @@
+"""The delivery contract on a faulty network, several subscribers at once.
+
+Properties:
+- after every step, no subscriber says ``LIVE`` of a wrong view, and none distrusts an honest publisher;
+- once faults stop, every view is the publisher's state within two probe intervals plus the sync.
+
+And the properties have teeth: each core, broken in one way, is caught by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from observability.kv_stream.digest_cursor import DigestCursor
+from observability.kv_stream.instructions import Apply, Instruction
+from observability.kv_stream.plain_cursor import PlainCursor
+from observability.kv_stream.sync import NO_EPOCH, Position
+from observability.kv_stream.view import BlockView, Tier
+from observability.testing.faulty_world import FaultyWorld, Story
+from scheduler_components.kv_events import event_stream
+from scheduler_components.kv_events.event_stream import EventStream
+from scheduler_components.kv_events.replay_cursors import ReplayCursors
+from scheduler_components.kv_events.replay_wire import Meta, Verb
+
+WHO = st.integers(0, 2)
+FAULTS = ("none", "none", "none", "lose", "repeat")
+STORIES = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["store", "store", "remove"]), st.integers(0, 5), st.integers(1, 3), st.booleans()),
+        st.just(("send",)),
+        st.just(("send",)),
+        st.tuples(st.just("deliver"), WHO, st.integers(1, 4), st.sampled_from([*FAULTS, "reorder"])),
+        st.tuples(st.just("serve"), WHO, st.integers(1, 8), st.sampled_from([*FAULTS, "cut", "garble"])),
+        st.tuples(st.just("wait"), st.sampled_from([1, 5, 21])),
+        st.tuples(st.sampled_from(["connect", "connect", "disconnect", "deliver_late"]), WHO),
+        st.sampled_from([("clear",), ("poison",), ("restart", False), ("restart", True)]),
+    ),
+    max_size=40,
+)
+WINDOWS = st.integers(1, 5)
+SEQ_BASES = st.sampled_from(["zero", "clock"])
+
+# A publisher that has shown the extension and falls silent was followed by the plain rules, which do not see a restart
+# behind a proxy.
+SILENT_AFTER_RESTART = [
+    ("store", 0, 1, False), ("wait", 21), ("restart", True), ("serve", 0, 1, "none"), ("store", 0, 1, False),
+    ("store", 0, 1, False), ("wait", 21), ("wait", 21),
+]  # fmt: skip
+# The window passes the end of an answer whose last batch waits for a slow client.
+OVERTAKEN_AT_THE_END = [
+    ("store", 3, 1, False), ("send",), ("deliver", 0, 1, "lose"), ("wait", 21), ("serve", 0, 3, "none"),
+    *[("store", 4, 1, False), ("send",)] * 8, ("serve", 0, 3, "none"),
+]  # fmt: skip
+
+
+@given(story=STORIES, window=WINDOWS, seq_base=SEQ_BASES)
+@example(story=SILENT_AFTER_RESTART, window=1, seq_base="zero")
+@example(story=OVERTAKEN_AT_THE_END, window=3, seq_base="zero")
+@settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
+def test_never_live_while_wrong_and_converges(story: Story, window: int, seq_base: str) -> None:
+    FaultyWorld(window=window, seq_base=seq_base).tell(story)
+
+
+# --- mutants ---
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+MUTANTS: list[Any] = []
+
+
+def mutant(mutate: Mutate, story: Story | None = None) -> Mutate:
+    MUTANTS.append(pytest.param(mutate, story, id=mutate.__name__))
+    return mutate
+
+
+def caught_by(*story: tuple) -> Callable[[Mutate], Mutate]:
+    """A mutant that chance finds too seldom: the story that found it, told first."""
+    return lambda mutate: mutant(mutate, list(story))
+
+
+FOUR_MORE = [
+    step for block in range(2, 6) for step in (("store", block, 1, False), ("remove", block - 2, 1, False), ("send",))
+]
+REJOIN_BEHIND_THE_WINDOW = [("disconnect", 0), *FOUR_MORE, ("connect", 0)]
+
+
+@caught_by(
+    *[("store", 3, 1, False), ("send",), ("store", 4, 1, False), ("send",), ("restart", True)],
+    *[("store", 5, 1, False), ("send",), ("wait", 21), ("serve", 0, 1, "none"), ("serve", 0, 9, "none")],
+    *[("deliver", 0, 2, "none"), ("remove", 5, 1, False), ("send",), ("store", 2, 1, False), ("send",)],
+)
+def digest_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Position, "is_at", lambda self, meta: (self.epoch, self.next) == (meta.epoch, meta.start))
+
+
+@mutant
+def neither_epoch_nor_digest_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Position, "is_at", lambda self, meta: self.next == meta.start)
+    judge, extended = DigestCursor._judge_status, ReplayCursors._extended
+
+    def judge_any_life(self: DigestCursor, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
+        asked_at.epoch = meta.epoch
+        return judge(self, asked_at, meta)
+
+    def answer_any_life(self: ReplayCursors, request: Any) -> Any:
+        known = request.epoch != NO_EPOCH
+        request = type(request)(request.start, request.verb, request.token, self._stream.epoch if known else NO_EPOCH)
+        return extended(self, request)
+
+    patch.setattr(DigestCursor, "_judge_status", judge_any_life)
+    patch.setattr(ReplayCursors, "_extended", answer_any_life)
+
+
+@caught_by(("wait", 21), ("store", 3, 1, False), ("send",), ("deliver", 0, 1, "none"), ("serve", 0, 1, "none"))
+def status_compared_with_the_digest_at_answer_time(patch: pytest.MonkeyPatch) -> None:
+    judge = DigestCursor._judge_status
+
+    def judge_now(self: DigestCursor, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
+        asked_at.chain = self._at.chain
+        return judge(self, asked_at, meta)
+
+    patch.setattr(DigestCursor, "_judge_status", judge_now)
+
+
+@mutant
+def base_not_folded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(event_stream, "fold_payload", lambda state, payload: None)
+
+
+@caught_by(*REJOIN_BEHIND_THE_WINDOW)
+def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    fold_some = EventStream.fold_some
+
+    def fold_and_forget_one(self: EventStream) -> None:
+        fold_some(self)
+        if self.has_folded and len(self) > 1 and not self.pins:
+            del self._window[self.first]
+            self.first += 1
+
+    patch.setattr(EventStream, "fold_some", fold_and_forget_one)
+
+
+@caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), *FOUR_MORE, ("serve", 0, 9, "none"))
+def base_folded_under_an_open_snapshot(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def not_pinned(self: ReplayCursors) -> Iterator[None]:
+        yield
+
+    patch.setattr(ReplayCursors, "_pinned", not_pinned)
+
+
+@mutant
+def plain_base_without_its_clear(patch: pytest.MonkeyPatch) -> None:
+    encode = ReplayCursors._encode
+    patch.setattr(ReplayCursors, "_encode", lambda self, chunk, *, clear: encode(self, chunk, clear=False))
+
+
+def _live_mutant(patch: pytest.MonkeyPatch, is_taken: Callable[[int, int], bool]) -> None:
+    """Live frames for which ``is_taken(seq, wanted)`` are applied, and followed on from."""
+    live = DigestCursor.live
+
+    def take_more(self: DigestCursor, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+        if self.listening and is_taken(seq, self._at.next):
+            self._at.next = max(seq, self._at.next - 1)
+            self._at.advance(payload)
+            return (Apply(seq, payload, False),)
+        return live(self, seq, payload)
+
+    patch.setattr(DigestCursor, "live", take_more)
+
+
+@mutant
+def future_frame_kept(patch: pytest.MonkeyPatch) -> None:
+    _live_mutant(patch, lambda seq, wanted: seq > wanted)
+
+
+@mutant
+def duplicate_applied(patch: pytest.MonkeyPatch) -> None:
+    _live_mutant(patch, lambda seq, wanted: seq < wanted)
+
+
+@mutant
+def future_frame_is_no_hint(patch: pytest.MonkeyPatch) -> None:
+    live = DigestCursor.live
+    patch.setattr(
+        DigestCursor, "live", lambda self, seq, payload: () if seq > self._at.next else live(self, seq, payload)
+    )
+    patch.setattr(DigestCursor, "probe", lambda self: ())
+
+
+@mutant
+def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
+    replace = BlockView.replace
+
+    def add(self: BlockView, rank: int, other: BlockView) -> None:
+        before = [self.blocks(rank, tier) for tier in Tier]
+        replace(self, rank, other)
+        for places, blocks in zip(self._ranks[rank].held, before, strict=True):
+            places.setdefault((None, None), set()).update(blocks)
+
+    patch.setattr(BlockView, "replace", add)
+
+
+@mutant
+def truncated_answer_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
+    def believe(self: DigestCursor, ask: int) -> tuple[Instruction, ...]:
+        question = self._question
+        return () if question is None or question.verb is Verb.STATUS else self._close(question)
+
+    patch.setattr(DigestCursor, "answer_ended", believe)
+
+
+@caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
+def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
+    encode = Meta.encode
+
+    def without_chunks(self: Meta) -> bytes:
+        fields = (self.token, self.epoch, self.first, self.next, self.kind, self.snap, self.start, self.chain)
+        return encode(Meta(*fields))
+
+    patch.setattr(Meta, "encode", without_chunks)
+
+
+@caught_by(
+    *[
+        *REJOIN_BEHIND_THE_WINDOW,
+        ("serve", 0, 1, "none"),
+        ("wait", 12),
+        ("remove", 4, 1, False),
+        *[("store", 0, 1, False), ("send",)] * 3,
+    ],
+    *[("serve", 0, 1, "none"), ("deliver_late", 0), ("serve", 0, 9, "none")],
+)
+def answers_to_older_questions_taken(patch: pytest.MonkeyPatch) -> None:
+    answered = DigestCursor.answered
+    patch.setattr(
+        DigestCursor, "answered", lambda self, ask, seq, payload: answered(self, self.open_ask or 0, seq, payload)
+    )
+
+
+@mutant
+def retry_never(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DigestCursor, "retry", lambda self: ())
+
+
+@mutant
+def probe_never(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DigestCursor, "probe", lambda self: ())
+
+
+@mutant
+def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
+    first_answer = PlainCursor._first_answer
+
+    def believe(self: PlainCursor, question: Any, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+        self._run.payload = payload if seq == self._run.last else self._run.payload
+        return first_answer(self, question, seq, payload)
+
+    patch.setattr(PlainCursor, "_first_answer", believe)
+
+
+@pytest.mark.parametrize(("mutate", "story"), MUTANTS)
+def test_a_broken_core_is_caught(mutate: Mutate, story: Story | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if story is not None:
+        FaultyWorld(window=2).tell(story)
+    mutate(monkeypatch)
+
+    @given(story=STORIES, window=WINDOWS, seq_base=SEQ_BASES)
+    @settings(
+        max_examples=1_500, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+    )  # fmt: skip
+    def holds(story: Story, window: int, seq_base: str) -> None:
+        FaultyWorld(window=window, seq_base=seq_base).tell(story)
+
+    with pytest.raises((AssertionError, KeyError)):
+        holds() if story is None else FaultyWorld(window=2).tell(story)
