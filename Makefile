@@ -4,21 +4,32 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
+SOAK_SECONDS ?= 900
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types format clean
+.PHONY: help demo test bench soak lint types format docs clean
 
 help:
 	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
 	@echo "make test    install what the tests need, then run them (TEST_ARGS='-k demo')"
+	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
+	@echo "make soak    run the soak test for SOAK_SECONDS (900; make test runs it for 60)"
 	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"
+	@echo "make docs    write what is generated: reference, metrics table, dashboard"
 	@echo "make clean   remove the environment and caches"
 
 demo: $(VENV)/.engine
-	$(BIN)/scheduler-components demo $(DEMO_ARGS)
+	$(BIN)/scheduler-components demo --hicache $(DEMO_ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/pytest $(TEST_ARGS)
+
+bench: $(VENV)/.engine
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+soak: $(VENV)/.dev
+	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest tests/faults/test_soak.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -31,6 +42,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.dev
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_metrics_table.py
+	$(BIN)/python -m observability.grafana.dashboard
+
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -41,7 +57,7 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.engine: pyproject.toml | $(VENV)/bin/pip
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[engine]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[engine,hicache]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/pip

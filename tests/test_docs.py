@@ -77,7 +77,11 @@ def test_every_document_is_reached_from_the_index() -> None:
 
 
 def test_every_command_that_is_named_exists() -> None:
-    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    known = {
+        (command.name or command.callback.__name__).replace("_", "-")
+        for command in app.registered_commands
+        if command.callback
+    }
     for path in DOCUMENTS:
         named = set(re.findall(r"scheduler-components ([a-z]+(?:-[a-z]+)*)", path.read_text()))
         assert named <= known, f"{path}: {named - known}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.load.snapshot import LoadSnapshot
 from scheduler_components.metrics.request_latencies import LatencyTotals
 
@@ -74,7 +75,8 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
 class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     """Running totals of one scheduler since it started; each only ever grows.
 
-    ``latencies`` are the histograms of its requests' times, where it keeps them.
+    ``latencies`` are the histograms of its requests' times, where it keeps them; ``tiers`` are the counters of its
+    hierarchical cache, where it has one.
     """
 
     num_requests_total: int = 0
@@ -85,6 +87,7 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     generation_tokens_total: int = 0
     evicted_tokens_total: int = 0
     latencies: LatencyTotals | None = None
+    tiers: TierStats | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):

@@ -49,8 +49,8 @@ class CacheTiers(Protocol):
         """Let a moment pass, when there is nothing to compute."""
         ...
 
-    def stats(self) -> TierStats:
-        """Return the counters of this moment."""
+    def stats(self) -> TierStats | None:
+        """Return the counters of this moment; None where there are no tiers."""
         ...
 
     @property
@@ -92,8 +92,8 @@ class _NoTiers:
     def wait(self) -> None:
         pass
 
-    def stats(self) -> TierStats:
-        return TierStats()
+    def stats(self) -> TierStats | None:
+        return None
 
     def close(self) -> None:
         pass

@@ -15,8 +15,12 @@ from scheduler_components.kv_events.registry import EventPublisherFactory
 from scheduler_components.load.zmq_load_sink import check_load_endpoint
 from scheduler_components.reference.engine_config import DEFAULT_HOST, EngineConfig, default_kv_events
 from scheduler_components.reference.hicache_options import (
+    MOONCAKE_MASTER,
+    MOONCAKE_METADATA,
     HiCacheOption,
     HostTokens,
+    MooncakeMaster,
+    MooncakeMetadata,
     Prefetch,
     PrefetchStop,
     Storage,
@@ -75,6 +79,8 @@ def serve(
     hicache_host_tokens: HostTokens = None,
     hicache_storage: Storage = StorageKind.NONE,
     hicache_path: StoragePath = None,
+    hicache_mooncake_master: MooncakeMaster = MOONCAKE_MASTER,
+    hicache_mooncake_metadata: MooncakeMetadata = MOONCAKE_METADATA,
     hicache_write: Write = WriteKind.THROUGH,
     hicache_prefetch: Prefetch = PrefetchStop.BEST_EFFORT,
     trace: Annotated[Path | None, typer.Option(help="Replay this trace (Mooncake's JSON lines), judge, stop.")] = None,
@@ -91,7 +97,15 @@ def serve(
         speed=speed,
         seed=seed,
         hicache=hicache_config(
-            hicache, kv_tokens, hicache_host_tokens, hicache_storage, hicache_path, hicache_write, hicache_prefetch
+            hicache,
+            kv_tokens,
+            hicache_host_tokens,
+            hicache_storage,
+            hicache_path,
+            hicache_mooncake_master,
+            hicache_mooncake_metadata,
+            hicache_write,
+            hicache_prefetch,
         ),
     )
     return _run(
@@ -126,6 +140,8 @@ def demo(
     hicache_host_tokens: HostTokens = None,
     hicache_storage: Storage = StorageKind.NONE,
     hicache_path: StoragePath = None,
+    hicache_mooncake_master: MooncakeMaster = MOONCAKE_MASTER,
+    hicache_mooncake_metadata: MooncakeMetadata = MOONCAKE_METADATA,
     hicache_write: Write = WriteKind.THROUGH,
     hicache_prefetch: Prefetch = PrefetchStop.BEST_EFFORT,
     requests: Annotated[
@@ -142,7 +158,15 @@ def demo(
         speed=speed,
         seed=seed,
         hicache=hicache_config(
-            hicache, kv_tokens, hicache_host_tokens, hicache_storage, hicache_path, hicache_write, hicache_prefetch
+            hicache,
+            kv_tokens,
+            hicache_host_tokens,
+            hicache_storage,
+            hicache_path,
+            hicache_mooncake_master,
+            hicache_mooncake_metadata,
+            hicache_write,
+            hicache_prefetch,
         ),
     )
     return _run(

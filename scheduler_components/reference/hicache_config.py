@@ -7,9 +7,17 @@ from typing import Literal, TypeAlias
 import attrs
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.hicache.mooncake_storage import MooncakeAddress
 from scheduler_components.hicache.policy import HiCachePolicy
 
-__all__ = ["HiCacheConfig", "StorageKind"]
+__all__ = ["MOONCAKE_MASTER", "MOONCAKE_METADATA", "HiCacheConfig", "StorageKind"]
+
+MOONCAKE_MASTER = "127.0.0.1:50051"
+MOONCAKE_METADATA = "http://127.0.0.1:8080/metadata"
+"""Where ``mooncake_master --enable_http_metadata_server=true`` listens when it is told nothing else."""
+
+_SEGMENT_BYTES = 64 << 20  # of each rank, given to the cluster
+_BUFFER_BYTES = 16 << 20
 
 StorageKind: TypeAlias = Literal["none", "file", "mooncake"]
 _STORAGE_KINDS = ("none", "file", "mooncake")
@@ -45,10 +53,22 @@ class HiCacheConfig:
     storage: StorageKind = attrs.field(default="none", validator=_check_kind)
     storage_path: str = ""
     storage_bytes: int = attrs.field(default=1 << 30, validator=_check_size)
-    mooncake_master: str = "127.0.0.1:50151"
-    mooncake_metadata: str = "http://127.0.0.1:58080/metadata"
+    mooncake_master: str = MOONCAKE_MASTER
+    mooncake_metadata: str = MOONCAKE_METADATA
     policy: HiCachePolicy = attrs.field(factory=HiCachePolicy)
 
     def __attrs_post_init__(self) -> None:
         if self.storage == "file" and not self.storage_path:
             raise ConfigError("storage_path", self.storage_path, "is empty", "name the directory to store pages in")
+        if self.storage == "mooncake":
+            _ = self.mooncake  # checked before any process is started
+
+    @property
+    def mooncake(self) -> MooncakeAddress:
+        """Where each rank joins the Mooncake cluster, and what it gives to it."""
+        return MooncakeAddress(
+            master=self.mooncake_master,
+            metadata=self.mooncake_metadata,
+            segment_bytes=_SEGMENT_BYTES,
+            buffer_bytes=_BUFFER_BYTES,
+        )

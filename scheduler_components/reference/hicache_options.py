@@ -9,11 +9,15 @@ from typing import Annotated
 import typer
 
 from scheduler_components.hicache.policy import HiCachePolicy
-from scheduler_components.reference.hicache_config import HiCacheConfig
+from scheduler_components.reference.hicache_config import MOONCAKE_MASTER, MOONCAKE_METADATA, HiCacheConfig
 
 __all__ = [
+    "MOONCAKE_MASTER",
+    "MOONCAKE_METADATA",
     "HiCacheOption",
     "HostTokens",
+    "MooncakeMaster",
+    "MooncakeMetadata",
     "Prefetch",
     "PrefetchStop",
     "Storage",
@@ -59,6 +63,12 @@ Storage = Annotated[StorageKind, typer.Option("--hicache-storage", help="The tie
 StoragePath = Annotated[
     Path | None, typer.Option("--hicache-storage-path", help="Directory of the file storage; outlives the engine.")
 ]
+MooncakeMaster = Annotated[
+    str, typer.Option("--hicache-mooncake-master", metavar="HOST:PORT", help="Address of Mooncake's master.")
+]
+MooncakeMetadata = Annotated[
+    str, typer.Option("--hicache-mooncake-metadata", metavar="URL", help="Address of Mooncake's metadata server.")
+]
 Write = Annotated[WriteKind, typer.Option("--hicache-write", help="When pages are copied to the host.")]
 Prefetch = Annotated[PrefetchStop, typer.Option("--hicache-prefetch", help="When a prefetch from storage ends.")]
 
@@ -69,6 +79,8 @@ def hicache_config(
     host_tokens: int | None,
     storage: StorageKind,
     storage_path: Path | None,
+    mooncake_master: str,
+    mooncake_metadata: str,
     write: WriteKind,
     prefetch: PrefetchStop,
 ) -> HiCacheConfig | None:
@@ -83,5 +95,7 @@ def hicache_config(
         host_tokens=host_tokens if host_tokens is not None else _HOST_TO_DEVICE * kv_tokens,
         storage=storage.value,
         storage_path=str(storage_path.absolute()) if storage_path is not None else "",
+        mooncake_master=mooncake_master,
+        mooncake_metadata=mooncake_metadata,
         policy=HiCachePolicy(write=write.value, prefetch=prefetch.value),
     )

@@ -85,15 +85,9 @@ def _open_store(hicache: HiCacheConfig) -> PageStore | None:
 
         return open_file_page_store(hicache.storage_path, capacity_bytes=hicache.storage_bytes)
     if hicache.storage == "mooncake":
-        from scheduler_components.hicache.mooncake_storage import MooncakeAddress, open_mooncake_page_store
+        from scheduler_components.hicache.mooncake_storage import open_mooncake_page_store
 
-        address = MooncakeAddress(
-            master=hicache.mooncake_master,
-            metadata=hicache.mooncake_metadata,
-            segment_bytes=64 << 20,
-            buffer_bytes=16 << 20,
-        )
-        return open_mooncake_page_store(address)
+        return open_mooncake_page_store(hicache.mooncake)
     return None
 
 

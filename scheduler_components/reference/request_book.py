@@ -9,6 +9,7 @@ from scheduler_components.metrics.request_latencies import RequestLatencies
 from scheduler_components.metrics.request_times import RequestTimeStats
 from scheduler_components.metrics.rolling import RateMeter
 from scheduler_components.metrics.stats import SchedulerTotals
+from scheduler_components.reference.cache_tiers import CacheTiers
 from scheduler_components.reference.request import Request
 from scheduler_components.reference.totals import RunningTotals
 
@@ -23,11 +24,13 @@ class RequestBook:
         counters: what only grows.
         rates: throughput and hit rate over the recent window.
         latencies: histograms of times.
+        tiers: count their own work.
     """
 
     counters: RunningTotals
     rates: RateMeter
     latencies: RequestLatencies
+    tiers: CacheTiers
 
     def queued(self, request: Request) -> None:
         """A new request waits."""
@@ -61,7 +64,7 @@ class RequestBook:
 
     def totals(self) -> SchedulerTotals:
         """Return the counters and histograms of this moment."""
-        return self.counters.totals(self.latencies.totals())
+        return self.counters.totals(self.latencies.totals(), self.tiers.stats())
 
 
 def _times(request: Request) -> RequestTimeStats:

@@ -118,7 +118,7 @@ class Scheduler:
         self.queues = queues = RequestQueues(max_running_requests=config.max_running_requests)
         counters, rates = RunningTotals(), RateMeter(clock=monotonic_clock)
         self.book = book = RequestBook(
-            counters=counters, rates=rates, latencies=RequestLatencies(clock=monotonic_clock)
+            counters=counters, rates=rates, latencies=RequestLatencies(clock=monotonic_clock), tiers=tiers
         )
         self.pages = pages = RequestPages(cache=self.cache, totals=counters)
         self.batcher = Batcher(config=config, queues=queues, pages=pages, book=book, tiers=tiers)

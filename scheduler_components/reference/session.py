@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from observability.kv_stream.discovery import NoStreamsError
 from observability.prometheus_sink import PrometheusSink
+from observability.prometheus_streams import StreamCollector
 from scheduler_components.reference.driver import ChatDriver, TraceDriver
 from scheduler_components.reference.engine import Engine, open_engine
 from scheduler_components.reference.front import EngineFailedError
@@ -52,15 +53,15 @@ async def run_session(config: SessionConfig, screen: Screen) -> bool:
         async with open_http_server(make_app(engine, registry), host=config.host, port=config.port) as url:
             screen.say(f"ready at {url}; see /server_info, /v1/loads and /metrics")
             try:
-                return await _use(config, engine, url, screen)
+                return await _use(config, engine, url, registry, screen)
             finally:
                 engine.front.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
 
 
-async def _use(config: SessionConfig, engine: Engine, url: str, screen: Screen) -> bool:
+async def _use(config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: Screen) -> bool:
     passed = True
     if config.has_work:
-        verdict = await engine.run(_run_workload(config, engine, url, screen))
+        verdict = await engine.run(_run_workload(config, engine, url, registry, screen))
         screen.show_verdict(verdict)
         passed = verdict.passed
     if config.keep_serving or not config.has_work:
@@ -76,9 +77,11 @@ async def _serve(duration_s: float | None) -> None:
         await asyncio.sleep(duration_s)
 
 
-async def _run_workload(config: SessionConfig, engine: Engine, url: str, screen: Screen) -> Verdict:
+async def _run_workload(
+    config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: Screen
+) -> Verdict:
     tally = Tally()
-    async with _observing(url) as (observer, no_streams_reason):
+    async with _observing(url, registry) as (observer, no_streams_reason):
         view = RunView(
             tally=tally,
             reports=engine.front.board.stats,
@@ -95,14 +98,15 @@ async def _run_workload(config: SessionConfig, engine: Engine, url: str, screen:
 
 
 @asynccontextmanager
-async def _observing(url: str) -> AsyncIterator[tuple[Observer | None, str]]:
-    """An observer of the engine, or None and the reason why there is nothing to observe."""
+async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[tuple[Observer | None, str]]:
+    """An observer of the engine, its recovery on ``/metrics``; or None and why there is nothing to observe."""
     async with AsyncExitStack() as opened:
         try:
             observer = await opened.enter_async_context(open_observer(url))
         except NoStreamsError as error:
             yield None, error.reason
         else:
+            opened.callback(StreamCollector(registry, observer).close)
             yield observer, ""
 
 

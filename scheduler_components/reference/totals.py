@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.metrics.request_latencies import LatencyTotals
 from scheduler_components.metrics.stats import SchedulerTotals
 
@@ -32,8 +33,8 @@ class RunningTotals:
     generation_tokens: int = 0
     evicted_tokens: int = 0
 
-    def totals(self, latencies: LatencyTotals) -> SchedulerTotals:
-        """Return the counters of this moment, with ``latencies`` beside them."""
+    def totals(self, latencies: LatencyTotals, tiers: TierStats | None) -> SchedulerTotals:
+        """Return the counters of this moment, with ``latencies`` and ``tiers`` beside them."""
         return SchedulerTotals(
             num_requests_total=self.num_requests,
             num_aborted_requests_total=self.num_aborted_requests,
@@ -43,4 +44,5 @@ class RunningTotals:
             generation_tokens_total=self.generation_tokens,
             evicted_tokens_total=self.evicted_tokens,
             latencies=latencies,
+            tiers=tiers,
         )

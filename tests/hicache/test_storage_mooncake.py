@@ -1,8 +1,9 @@
-"""Mooncake's real store, over TCP on this machine: the same checks, two processes, and a master that dies."""
+"""Mooncake's real store, over TCP on this machine: the same checks, two processes, an engine, a master that dies."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import socket
 import subprocess
@@ -185,3 +186,20 @@ def test_a_cluster_that_is_not_there_is_a_start_error_at_once() -> None:
 def test_a_bad_address_is_refused(master: str) -> None:
     with pytest.raises(ConfigError, match="is not host:port"):
         MooncakeAddress(master=master, metadata="http://127.0.0.1:1/metadata")
+
+
+ENGINE = [sys.executable, "-m", "scheduler_components.reference.cli", "demo", "--speed", "4", "--requests", "40"]
+ENGINE += ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "2", "--kv-tokens", "2048"]
+
+
+def test_an_engine_over_a_cluster_finds_pages_in_it(address: MooncakeAddress) -> None:
+    """A host tier that is too small for the workload: what it evicts comes back from the cluster, whole."""
+    arguments = ["--hicache", "--hicache-host-tokens", "4096", "--hicache-storage", "mooncake"]
+    arguments += ["--hicache-prefetch", "wait_complete"]
+    arguments += ["--hicache-mooncake-master", address.master, "--hicache-mooncake-metadata", address.metadata]
+    done = subprocess.run([*ENGINE, *arguments], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 ranks in 1 replicas, each in lockstep with its leader" in done.stdout
+    found = re.search(r"hits by tier .*storage ([\d.]+)%", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) > 0

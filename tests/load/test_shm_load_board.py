@@ -56,13 +56,14 @@ def test_reads_between_processes_are_whole_and_never_go_back(tmp_path: Path, eve
         eventually(lambda: len(board.read()) == 2)
         last = {0: 0, 1: 0}
         changes = 0
-        for _ in range(20_000):
+        reads = 0
+        while reads < 20_000 or changes < 100:  # a loaded machine gives the writers little time between two reads
+            reads += 1
             for rank, entry in board.read().items():
                 assert_whole(entry.load, rank)
                 assert entry.sequence >= last[rank]
                 changes += entry.sequence > last[rank]
                 last[rank] = entry.sequence
-        assert changes > 100
     finally:
         for writer in writers:
             writer.kill()

@@ -50,6 +50,7 @@ def test_what_the_device_evicts_is_found_on_the_host_and_by_the_next_engine_in_s
     [
         (["--hicache-storage", "file"], "storage_path='': is empty; name the directory to store pages in"),
         (["--hicache-storage", "tape"], "'tape' is not one of"),
+        (["--hicache-storage", "mooncake", "--hicache-mooncake-master", "nowhere"], "is not host:port"),
         (["--hicache-host-tokens", "0"], "greater than or equal to 1"),
     ],
 )

@@ -1,0 +1,101 @@
+"""Costs do not grow with what is kept. Only gross growth fails: a ratio of the best of several turns, never a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.bench_cache import GrowthProbe
+from benchmarks.bench_load import WaitingRequest, inquirer_over
+from benchmarks.measure import measure_in_turns
+from observability.kv_stream.view import BlockView
+from scheduler_components.kv_events.codec import BatchEncoder
+from scheduler_components.kv_events.event_stream import EventStream
+from scheduler_components.kv_events.events import BlockStored, KVEventBatch
+from scheduler_components.load.token_counted_queue import TokenCountedQueue
+
+GROSS = 4.0
+"""Caches of the processor and a neighbour's noise stay below this; one more factor of n does not."""
+
+TURNS = 7
+
+
+def growth(small: Callable[[], object], large: Callable[[], object], number: int) -> float:
+    """How many times as long ``large`` takes as ``small``, each at its best."""
+    found = measure_in_turns({"small": small, "large": large}, turns=TURNS, number=number)
+    return min(found["large"]) / min(found["small"])
+
+
+@pytest.fixture(scope="module")
+def cache_costs() -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    return GrowthProbe(1_000).costs_us(TURNS, prompts=10), GrowthProbe(100_000).costs_us(TURNS, prompts=10)
+
+
+@pytest.mark.parametrize("operation", ["match", "insert", "evict"])
+def test_a_page_costs_the_same_in_a_hundred_times_larger_tree(
+    operation: str, cache_costs: tuple[dict[str, list[float]], dict[str, list[float]]]
+) -> None:
+    small, large = (min(costs[operation]) for costs in cache_costs)
+    assert large / small < GROSS
+
+
+def test_a_load_inquiry_costs_the_same_at_any_queue_length() -> None:
+    empty = inquirer_over(TokenCountedQueue())
+    full = inquirer_over(TokenCountedQueue(WaitingRequest() for _ in range(10_000)))
+    assert growth(empty.get_loads, full.get_loads, 2_000) < GROSS
+
+
+def test_entering_and_leaving_a_queue_costs_the_same_at_any_length() -> None:
+    def through(queue: TokenCountedQueue[WaitingRequest]) -> Callable[[], None]:
+        def go() -> None:
+            queue.append(WaitingRequest())
+            queue.popleft()
+
+        return go
+
+    long = TokenCountedQueue(WaitingRequest() for _ in range(10_000))
+    assert growth(through(TokenCountedQueue()), through(long), 2_000) < GROSS
+
+
+def test_a_prefix_query_costs_the_same_in_a_hundred_times_larger_view() -> None:
+    prompt = tuple(range(128))
+
+    def query(num_others: int) -> Callable[[], object]:
+        view = BlockView()
+        others = tuple(range(1_000, 1_000 + num_others))
+        for hashes in (prompt, others):
+            view.apply(0, (BlockStored(hashes, None, hashes, 1, None),))
+        return lambda: view.deepest_prefix(prompt)
+
+    assert growth(query(1_000), query(100_000), 300) < GROSS
+
+
+def test_a_batch_costs_the_stream_the_same_however_many_went_before() -> None:
+    def appending(num_before: int) -> Callable[[], None]:
+        encoder = BatchEncoder()
+        stream = EventStream(epoch=bytes(16), max_steps=100, max_bytes=1 << 30)
+        payloads = [
+            encoder.encode(KVEventBatch(1.0, (BlockStored((number,), None, (7,), 1, None),)), 0)
+            for number in range(num_before)
+        ]
+
+        def append_one(payload: bytes) -> None:
+            stream.append(payload)
+            stream.fold_some()
+
+        for payload in payloads:
+            append_one(payload)
+        return lambda: append_one(payloads[-1])
+
+    assert growth(appending(500), appending(30_000), 500) < GROSS
+
+
+def test_an_event_costs_the_encoder_the_same_in_a_long_batch() -> None:
+    encoder = BatchEncoder()
+
+    def encoding(num_events: int) -> Callable[[], object]:
+        batch = KVEventBatch(1.0, tuple(BlockStored((number,), None, (7,), 1, None) for number in range(num_events)))
+        return lambda: encoder.encode(batch, 0)
+
+    assert growth(encoding(32), encoding(3_200), 20) < 100 * GROSS

@@ -1,0 +1,74 @@
+"""What a scheduler tells of its hierarchical cache: the cache's own counters, in the report of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
+
+from scheduler_components.hicache.hi_radix_cache import HiRadixCache
+from scheduler_components.hicache.host_pool import HostPool
+from scheduler_components.hicache.keys import KeySpace, Placement
+from scheduler_components.hicache.page_memory import PageShape, SimulatedDeviceMemory
+from scheduler_components.hicache.sync import SyncDomain
+from scheduler_components.hicache.thread_page_mover import open_thread_page_mover
+from scheduler_components.hicache.tier_stepper import TierStepper
+from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.cache_tiers import HostTiers
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.policy import SchedulerConfig
+from scheduler_components.reference.request import Request, SamplingLimits
+from scheduler_components.reference.scheduler import Scheduler
+
+CONFIG = SchedulerConfig(page_size=4, kv_tokens=64)
+SHAPE = PageShape(num_layers=1, layer_page_bytes=8)
+
+
+class LastStats:
+    def record(self, stats: SchedulerStats) -> None:
+        self.stats = stats
+
+
+@pytest.fixture
+def tiers() -> Iterator[HostTiers]:
+    """A device of 16 pages, a host of 64, one rank."""
+    parallel = ParallelState.trivial()
+    host, device = HostPool(SHAPE, 64), SimulatedDeviceMemory(SHAPE, CONFIG.kv_pages)
+    keys = KeySpace(model="m", dtype="d", page_size=4, layout="page_first", placement=Placement(), parallel=parallel)
+    mover = open_thread_page_mover(host, device, keys)
+    cache = HiRadixCache(page_size=4, capacity_tokens=64, host=host, num_host_pages=64)
+    tiers = HostTiers(stepper=TierStepper(cache=cache, domain=SyncDomain(), mover=mover), mover=mover)
+    yield tiers
+    tiers.close()
+
+
+def test_each_step_reports_where_prompts_were_found(tiers: HostTiers) -> None:
+    """Three prompts of 40 tokens over a device of 64: when the first comes again, the host alone has all of it."""
+    sink = LastStats()
+    scheduler = Scheduler(
+        CONFIG,
+        ParallelState.trivial(),
+        SimulatedDevice(SimulatedModel(), speed=1e9),
+        cache=tiers.stepper.cache,
+        tiers=tiers,
+        metrics_sink=sink,
+    )
+    for rid, first in (("a", 0), ("b", 100), ("c", 200), ("a again", 0)):
+        scheduler.submit(Request(rid, range(first, first + 41), SamplingLimits(max_new_tokens=1)))
+        for _ in scheduler.drain():
+            pass
+    told = sink.stats.totals.tiers
+    assert told == tiers.stats()
+    assert told is not None
+    assert (told.prompt_tokens, told.device_hit_tokens + told.host_hit_tokens) == (4 * 41, 40)
+    assert told.host_hit_tokens > 0
+
+
+def test_a_scheduler_without_tiers_tells_of_none(make_bench: Callable) -> None:
+    bench = make_bench()
+    bench.submit("r", range(8))
+    bench.drain()
+    assert bench.sink.stats[-1].totals.tiers is None
