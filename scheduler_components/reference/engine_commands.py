@@ -99,13 +99,13 @@ def serve(
         hicache=hicache_config(
             hicache,
             kv_tokens,
-            hicache_host_tokens,
-            hicache_storage,
-            hicache_path,
-            hicache_mooncake_master,
-            hicache_mooncake_metadata,
-            hicache_write,
-            hicache_prefetch,
+            host_tokens=hicache_host_tokens,
+            storage=hicache_storage,
+            storage_path=hicache_path,
+            mooncake_master=hicache_mooncake_master,
+            mooncake_metadata=hicache_mooncake_metadata,
+            write=hicache_write,
+            prefetch=hicache_prefetch,
         ),
     )
     return _run(
@@ -160,13 +160,13 @@ def demo(
         hicache=hicache_config(
             hicache,
             kv_tokens,
-            hicache_host_tokens,
-            hicache_storage,
-            hicache_path,
-            hicache_mooncake_master,
-            hicache_mooncake_metadata,
-            hicache_write,
-            hicache_prefetch,
+            host_tokens=hicache_host_tokens,
+            storage=hicache_storage,
+            storage_path=hicache_path,
+            mooncake_master=hicache_mooncake_master,
+            mooncake_metadata=hicache_mooncake_metadata,
+            write=hicache_write,
+            prefetch=hicache_prefetch,
         ),
     )
     return _run(

@@ -76,6 +76,7 @@ Prefetch = Annotated[PrefetchStop, typer.Option("--hicache-prefetch", help="When
 def hicache_config(
     is_on: bool,
     kv_tokens: int,
+    *,
     host_tokens: int | None,
     storage: StorageKind,
     storage_path: Path | None,

@@ -1,0 +1,76 @@
+"""``python -m benchmarks [section ...] [--quick] [--json FILE] [--plot FILE]``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.measure import Measurement, Scale
+from benchmarks.peers import find_peers
+from benchmarks.report import as_json, as_table, machine
+from benchmarks.scaling_plot import draw_growth
+
+_SECTIONS = (
+    "publish",
+    "saturated",
+    "throughput",
+    "replay",
+    "idle",
+    "load",
+    "metrics",
+    "codec",
+    "cache",
+    "view",
+    "hicache_step",
+    "start",
+)
+_QUICK = Scale(turns=1, share=0.2)
+
+
+def main() -> int:
+    """Run what was asked for and print one table a section; 0 whatever was found, for a time is no verdict."""
+    arguments = _parser().parse_args()
+    peers, missing = find_peers()
+    print(*(f"{name} {value}" for name, value in machine().items()), sep=", ", file=sys.stderr)
+    for line in missing:
+        print(line, file=sys.stderr)
+    scale = _QUICK if arguments.quick else Scale(turns=arguments.turns)
+    rows: list[Measurement] = []
+    for section in arguments.sections or _SECTIONS:
+        rows += _run(section, scale, peers)
+    if arguments.json:
+        arguments.json.write_bytes(as_json(rows))
+    if arguments.plot:
+        arguments.plot.write_text(draw_growth(rows))
+    missed = [row.what for row in rows if row.reached is False]
+    print(f"{len(rows)} measurements, {sum(row.reached is True for row in rows)} goals reached, {len(missed)} missed")
+    return 0
+
+
+def _run(section: str, scale: Scale, peers: list[str]) -> list[Measurement]:
+    begun = time.perf_counter()
+    name = f"benchmarks.bench_{section}"
+    if importlib.util.find_spec(name) is None:
+        print(f"\n{section}: not in this checkout", file=sys.stderr)
+        return []
+    found: list[Measurement] = importlib.import_module(name).run(scale, peers)
+    print(f"\n{section}, {time.perf_counter() - begun:.0f} s\n{as_table(found)}", flush=True)
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What the kit costs, beside its limits.")
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(_SECTIONS)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="one short turn of each: to see that it runs")
+    parser.add_argument("--turns", type=int, default=3, help="how often each comparison is repeated (3)")
+    parser.add_argument("--json", type=Path, help="write every turn's values there")
+    parser.add_argument("--plot", type=Path, help="draw the cache's costs by size there, as SVG")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

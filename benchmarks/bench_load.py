@@ -1,0 +1,92 @@
+"""Load inquiry at any queue length, beside a walk over the queue, which is what the peers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load.token_counted_queue import TokenCountedQueue
+from scheduler_components.load_inquirer import LoadInquirer
+from scheduler_components.parallel_state import ParallelState
+
+NAME = "load"
+
+
+class WaitingRequest(msgspec.Struct):
+    """A request as plain as one can be."""
+
+    num_input_tokens: int = 1_000
+    num_cached_tokens: int = 300
+
+
+@dataclass(slots=True)
+class StaticQueues:
+    """Queues and pool of a scheduler that stands still."""
+
+    waiting: Sequence[WaitingRequest]
+    running: list[int] = field(default_factory=lambda: [0] * 64)
+    max_running_requests: int = 256
+    num_chunked_tokens_left: int = 512
+    page_size: int = 16
+    capacity_tokens: int = 1 << 20
+    used_tokens: int = 1 << 19
+
+
+def inquirer_over(waiting: Sequence[WaitingRequest]) -> LoadInquirer:
+    """An inquirer that reads ``waiting`` and a pool that stands still."""
+    queues = StaticQueues(waiting)
+    return LoadInquirer(parallel=ParallelState.trivial(), queues=queues, pool=queues)
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - their inquirers want their engines
+    """Time ``get_loads`` at three lengths, and what the count costs a request."""
+    rows = []
+    for length in (0, 1_000, 10_000):
+        requests = [WaitingRequest() for _ in range(length)]
+        found = measure_in_turns(
+            {"limit": _one_snapshot, "counted": inquirer_over(TokenCountedQueue(requests)).get_loads},
+            turns=scale.turns,
+            number=scale.of(20_000),
+        )
+        walked = measure_in_turns(
+            {"walked": inquirer_over(requests).get_loads},
+            turns=scale.turns,
+            number=scale.of(20_000 // (1 + length // 10)),
+        )
+        beside = {"limit": _us(found["limit"]), "a walk": _us(walked["walked"])}
+        rows.append(
+            Measurement(NAME, f"get_loads(), {length:,} waiting", "us", _us(found["counted"]), beside, Goal(1.0))
+        )
+    return [*rows, _upkeep(scale)]
+
+
+def _one_snapshot() -> LoadSnapshot:
+    """One struct of as many values: what the answer itself costs."""
+    return LoadSnapshot(1, 1.0, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.5, 0.5, 0.5, None, None, None, None, None)
+
+
+def _upkeep(scale: Scale) -> Measurement:
+    counted: TokenCountedQueue[WaitingRequest] = TokenCountedQueue(WaitingRequest() for _ in range(1_000))
+    plain = [WaitingRequest() for _ in range(1_000)]
+    request = WaitingRequest()
+
+    def through_counted() -> None:
+        counted.append(request)
+        counted.pop()
+
+    def through_plain() -> None:
+        plain.append(request)
+        plain.pop()
+
+    calls = {"counted": through_counted, "limit": through_plain}
+    found = measure_in_turns(calls, turns=scale.turns, number=scale.of(50_000))
+    upkeep = [(ours - least) / 1e3 for ours, least in zip(found["counted"], found["limit"], strict=True)]
+    return Measurement(NAME, "upkeep a request, above a list's", "us", upkeep, {}, Goal(0.5))
+
+
+def _us(samples_ns: Sequence[float]) -> list[float]:
+    return [sample / 1e3 for sample in samples_ns]

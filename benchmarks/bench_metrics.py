@@ -1,0 +1,130 @@
+"""Metrics: what a step's report costs the scheduler, and what a scrape costs it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from benchmarks.bench_load import inquirer_over
+from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns, percentile
+from observability.prometheus_sink import PrometheusSink
+from scheduler_components.load.token_counted_queue import TokenCountedQueue
+from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.metrics_emitter import MetricsEmitter
+from scheduler_components.parallel_state import ParallelState
+
+NAME = "metrics"
+_NUM_GAUGES = 64
+"""What SGLang 0.5.23 sets one by one at a step's end."""
+_SCRAPE_EVERY_S = 0.1
+_WORK_LOOPS = 2_000
+
+
+class _Cell:
+    """The least that a sink can do: one attribute store."""
+
+    stats: SchedulerStats
+
+    def record(self, stats: SchedulerStats) -> None:
+        self.stats = stats
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - gauges set one by one stand for them
+    """Time ``emit``, its sink's part, one scrape, and a loop beside a thread that scrapes."""
+    registry = CollectorRegistry()
+    sink = PrometheusSink(registry)
+    cell = _Cell()
+    load = inquirer_over(TokenCountedQueue())
+    MetricsEmitter(parallel=ParallelState.trivial(), load=load, sink=cell).emit()
+    stats = cell.stats
+    emitter = MetricsEmitter(parallel=ParallelState.trivial(), load=load, sink=sink)
+    gauges, set_gauges = _gauges()
+    number = scale.of(20_000)
+    found = measure_in_turns(
+        {
+            "emit": emitter.emit,
+            "record": lambda: sink.record(stats),
+            "limit": lambda: cell.record(stats),
+        },
+        turns=scale.turns,
+        number=number,
+    )
+    found |= measure_in_turns({"64 gauges": set_gauges}, turns=scale.turns, number=scale.of(500))
+    us = {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
+    beside = {"limit": us["limit"], "64 gauges": us["64 gauges"]}
+    scrapes = measure_in_turns(
+        {"ours": lambda: generate_latest(registry), "64 gauges": lambda: generate_latest(gauges)},
+        turns=scale.turns,
+        number=scale.of(100),
+    )
+    ms = {name: [ns / 1e6 for ns in samples] for name, samples in scrapes.items()}
+    return [
+        Measurement(NAME, "the sink's part of a step, in process", "us", us["record"], beside, Goal(1.0)),
+        Measurement(NAME, "emit(): load inquiry and sink", "us", us["emit"], beside),
+        Measurement(NAME, "one scrape", "ms", ms["ours"], {"64 gauges": ms["64 gauges"]}, Goal(0.8)),
+        *_scraped_loops(scale, registry),
+    ]
+
+
+def _gauges() -> tuple[CollectorRegistry, Callable[[], None]]:
+    registry = CollectorRegistry()
+    labels = {"model_name": "m", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+    gauges = [Gauge(f"peer_{number}", "A gauge.", list(labels), registry=registry) for number in range(_NUM_GAUGES)]
+
+    def set_all() -> None:
+        for gauge in gauges:
+            gauge.labels(**labels).set(1.0)
+
+    return registry, set_all
+
+
+def _scraped_loops(scale: Scale, registry: CollectorRegistry) -> list[Measurement]:
+    """A loop's p99 beside a thread that scrapes, in turns with the same loop alone.
+
+    Ten times a second is a hundred times what a Prometheus server does; without a pause is the worst there can be.
+    """
+    spans: dict[float | None, list[float]] = {None: [], _SCRAPE_EVERY_S: [], 0.0: []}
+    for _ in range(scale.turns):
+        for pause_s, found in spans.items():
+            found.append(_loop_p99_us(registry, pause_s, scale.of(3_000)))
+    alone = {"unscraped": spans[None]}
+    goal = Goal(1.15, "unscraped")
+    return [
+        Measurement(NAME, "loop p99, scraped 10 times a second", "us", spans[_SCRAPE_EVERY_S], alone, goal),
+        Measurement(NAME, "loop p99, scraped without a pause", "us", spans[0.0], alone),
+    ]
+
+
+def _loop_p99_us(registry: CollectorRegistry, pause_s: float | None, steps: int) -> float:
+    if pause_s is None:
+        return _loop_alone_p99_us(steps)
+    stop = threading.Event()
+    thread = threading.Thread(target=_scrape_until, args=(registry, stop, pause_s))
+    thread.start()
+    try:
+        return _loop_alone_p99_us(steps)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _scrape_until(registry: CollectorRegistry, stop: threading.Event, pause_s: float) -> None:
+    while not stop.wait(pause_s):
+        generate_latest(registry)
+
+
+def _loop_alone_p99_us(steps: int) -> float:
+    gc.collect()
+    spans = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        total = 0
+        for number in range(_WORK_LOOPS):
+            total += number & 7
+        time.sleep(0.0005)
+        spans.append((time.perf_counter() - begun) * 1e6)
+    return percentile(spans, 99)

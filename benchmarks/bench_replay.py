@@ -1,0 +1,99 @@
+"""Replays: whole or not, how long they take, how soon an idle publisher answers, and what they do to live batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from benchmarks.measure import Goal, Measurement, Samples, Scale, percentile
+from benchmarks.processes import LoopResult, LoopSpec, Replays, run_loop
+from benchmarks.subjects import KIT, LIMIT
+
+NAME = "replay"
+_KEPT = 10_000
+_BUFFER_STEPS = 40_000
+"""Nothing leaves the window while it is replayed, so that all of it must arrive."""
+_SHAPE = "16 events"
+"""Some 1.7 KB a batch."""
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
+    """Ask for everything in each kind of loop, for the last batch of an idle publisher, and over and over."""
+    everything = LoopSpec(subject="", shape=_SHAPE, steps=0, kept=_KEPT, buffer_steps=_BUFFER_STEPS)
+    loops = {
+        "loop that also waits": replace(everything, steps=2_000),
+        "loop that never waits": replace(everything, steps=15_000, waits=False),
+    }
+    rows: list[Measurement] = []
+    for loop, spec in loops.items():
+        for client in ("prompt", "slow"):
+            runs = _run(replace(spec, replay=client, subscribes=False), (KIT, *peers), scale)
+            rows += _whole(f"{client} client, {loop}", runs, peers)
+    last = replace(everything, kept=100, replay="last", subscribes=False)
+    rows.append(_first_answer(_run(last, (KIT, LIMIT, *peers), scale)))
+    for loop, spec in loops.items():
+        rows += _live_meanwhile(loop, _run(replace(spec, replay="loop"), (KIT, *peers), scale), waits=spec.waits)
+    for loop, spec in loops.items():
+        # Most of what is asked for has left the window: the kit answers with the base that it was folded into.
+        folded = replace(spec, replay="loop", buffer_steps=_KEPT // 10)
+        rows += _live_meanwhile(f"{loop}, folded base", _run(folded, (KIT,), scale), waits=spec.waits)
+    return rows
+
+
+def _run(spec: LoopSpec, subjects: Sequence[str], scale: Scale) -> dict[str, list[LoopResult]]:
+    runs: dict[str, list[LoopResult]] = {subject: [] for subject in subjects}
+    spec = replace(spec, steps=scale.of(spec.steps) if spec.steps else 0)
+    for _ in range(max(1, scale.turns // 2)):
+        for subject in subjects:
+            runs[subject].append(run_loop(replace(spec, subject=subject)))
+    return runs
+
+
+def _values(runs: dict[str, list[LoopResult]], read: Callable[[LoopResult], float]) -> dict[str, Samples]:
+    return {name: [read(each) for each in found] for name, found in runs.items()}
+
+
+def _replays(run: LoopResult) -> Replays:
+    assert run.replays is not None
+    return run.replays
+
+
+def _whole(case: str, runs: dict[str, list[LoopResult]], peers: Sequence[str]) -> list[Measurement]:
+    counts = _values(runs, lambda run: _replays(run).batches[0])
+    ends = _values(runs, lambda run: float(_replays(run).ended[0]))
+    spans = _values(runs, lambda run: _replays(run).whole_s[0])
+    goal = Goal(1.5, "SGLang") if "SGLang" in peers and min(ends["SGLang"]) else None
+    return [
+        Measurement(NAME, f"batches of {_KEPT:,}, {case}", "", counts.pop(KIT), counts, Goal(_KEPT, at_least=True)),
+        Measurement(NAME, f"end marker, {case}", "", ends.pop(KIT), ends, Goal(1, at_least=True)),
+        Measurement(NAME, f"time to the end, {case}", "s", spans.pop(KIT), spans, goal),
+    ]
+
+
+def _first_answer(runs: dict[str, list[LoopResult]]) -> Measurement:
+    spans = _values(runs, lambda run: percentile(_replays(run).first_s, 50) * 1e3)
+    return Measurement(NAME, "first answer of an idle publisher, p50", "ms", spans.pop(KIT), spans, Goal(1.0))
+
+
+def _live_meanwhile(loop: str, runs: dict[str, list[LoopResult]], *, waits: bool) -> list[Measurement]:
+    delays = _values(runs, _live_p99_ms)
+    longest = _values(runs, lambda run: max(run.publish_us) / 1e3)
+    answers = _values(runs, lambda run: sum(_replays(run).ended))
+    return [
+        Measurement(NAME, f"live p99 while replaying, {loop}", "ms", delays.pop(KIT), delays, Goal(10.0)),
+        Measurement(
+            NAME,
+            f"publish() max while replaying, {loop}",
+            "ms",
+            longest.pop(KIT),
+            longest,
+            Goal(1.0) if waits else None,
+        ),
+        Measurement(NAME, f"whole replays meanwhile, {loop}", "", answers.pop(KIT), answers),
+    ]
+
+
+def _live_p99_ms(run: LoopResult) -> float:
+    assert run.deliveries is not None
+    return percentile(run.deliveries.delays_s, 99) * 1e3

@@ -1,0 +1,123 @@
+"""One rank of ``bench_hicache_step``: steps a cache and prints one line of JSON. Started by ``start_child``."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import msgspec
+import zmq
+
+from scheduler_components.hicache.hi_radix_cache import HiRadixCache
+from scheduler_components.hicache.operations import Instruction, IoEvent
+from scheduler_components.hicache.rank_sets import world_rank_sets
+from scheduler_components.hicache.sync import SyncDomain
+from scheduler_components.hicache.tier_stepper import TierStepper
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.hicache_sim_io import SimulatedHostPages
+from scheduler_components.reference.zmq_sync import open_zmq_sync_domain
+
+_WARM_UP_STEPS = 50
+
+
+class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank does: ``num_steps`` a turn, with ``num_operations`` under way all the time."""
+
+    rank: int
+    attn_cp_size: int
+    attn_tp_size: int
+    transport: str
+    folder: str
+    num_operations: int
+    num_turns: int
+    num_steps: int
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Microseconds a step, one value a turn, and collectives a step."""
+
+    us_a_step: list[float]
+    collectives_a_step: float
+
+
+class StuckMover:
+    """Takes instructions and never ends one."""
+
+    has_storage = False
+    load_room_pages = 0
+
+    def submit(self, instructions: Sequence[Instruction]) -> None:
+        pass
+
+    def poll(self) -> list[IoEvent]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def _wait(socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
+    socket.poll(timeout_ms, event)
+    return True
+
+
+def _open_domain(spec: StepSpec) -> SyncDomain:
+    size = spec.attn_cp_size * spec.attn_tp_size
+    world = world_rank_sets(ParallelState.from_tp_rank(spec.rank, tp_size=size, attn_cp_size=spec.attn_cp_size))
+    if spec.transport == "gloo":
+        import torch.distributed as dist
+
+        from scheduler_components.hicache.torch_groups import open_torch_sync_domains
+
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{spec.folder}/rendezvous",
+            rank=spec.rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+        return open_torch_sync_domains(world, ["scheduler"])["scheduler"]
+    return open_zmq_sync_domain(
+        zmq.Context(),
+        rank=spec.rank,
+        hops=world[spec.rank].hops,
+        address_of=lambda rank: f"ipc://{spec.folder}/{rank}",
+        wait_for=_wait,
+        timeout_s=60,
+    )
+
+
+def main() -> None:
+    """Step in turns."""
+    spec = msgspec.json.decode(sys.argv[1], type=StepSpec)
+    num_pages = spec.num_operations + 1
+    cache = HiRadixCache(
+        page_size=1,
+        capacity_tokens=num_pages,
+        host=SimulatedHostPages(num_pages, rng=random.Random(0), failure=0.0),
+        num_host_pages=num_pages,
+    )
+    for token in range(spec.num_operations):
+        cache.insert([token], cache.allocate(1))
+    stepper = TierStepper(cache=cache, domain=_open_domain(spec), mover=StuckMover())
+    for _ in range(_WARM_UP_STEPS):
+        stepper.step()
+    us_a_step, collectives = [], stepper.domain.num_collectives
+    for _ in range(spec.num_turns):
+        begun = time.perf_counter()
+        for _ in range(spec.num_steps):
+            stepper.step()
+        us_a_step.append((time.perf_counter() - begun) * 1e6 / spec.num_steps)
+    collectives = stepper.domain.num_collectives - collectives
+    result = StepResult(us_a_step=us_a_step, collectives_a_step=collectives / (spec.num_turns * spec.num_steps))
+    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    sys.stdout.flush()
+    stepper.domain.barrier("end", step=0)
+    stepper.close()
+
+
+if __name__ == "__main__":
+    main()

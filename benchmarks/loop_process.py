@@ -1,0 +1,136 @@
+"""A scheduler's loop in a process of its own: works, waits for a device that is not there, publishes.
+
+Started by ``processes.run_loop`` with a ``LoopSpec`` as JSON; writes a ``LoopResult`` as msgpack to standard output.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from benchmarks.processes import Delivery, LoopResult, LoopSpec, Replays, free_endpoints, start_child
+from benchmarks.subjects import Subject, open_subject
+from benchmarks.workloads import SHAPES
+
+_WORK_LOOPS = 4_000
+"""Some 200 microseconds of Python. A count and not a time: what steals the GIL must show in the step's length."""
+
+_DEVICE_S = 0.001
+_BETWEEN_S = 0.002
+_CHILD_TIMEOUT_S = 120
+_SETTLE_S = 1.5
+"""The peers' threads have sent, and kept, all that was published before by then."""
+
+R = TypeVar("R")
+
+
+class _Child:
+    """A subscriber or replay client: says ``ready`` in a line, then its result; ends soon after its input does."""
+
+    def __init__(self, module: str, argument: object) -> None:
+        self._process = start_child(module, msgspec.json.encode(argument))
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+
+    def wait_until_ready(self, meanwhile: Callable[[], None]) -> None:
+        """Call ``meanwhile`` every few milliseconds until the child has said that it hears."""
+        while not select.select([self._output], [], [], _BETWEEN_S)[0]:
+            meanwhile()
+        if self._output.readline() != b"ready\n":
+            raise RuntimeError("a benchmark's child did not get ready")
+
+    def result(self, kind: type[R]) -> R:
+        """Close the child's input, and wait for what it has to say."""
+        with self._process:
+            try:
+                output, _ = self._process.communicate(timeout=_CHILD_TIMEOUT_S)
+            finally:
+                self._process.kill()
+        return msgspec.msgpack.decode(output, type=kind)
+
+
+def _work() -> int:
+    total = 0
+    for number in range(_WORK_LOOPS):
+        total += number & 7
+    return total
+
+
+def _publish_one(subject: Subject, step: int, ts: float) -> None:
+    subject.publish(subject.make_batch(subject.make_events(step), ts))
+
+
+def _run_steps(subject: Subject, spec: LoopSpec) -> LoopResult:
+    publish_us, iteration_us = [], []
+    clock, idle, publish = time.perf_counter, subject.idle, subject.publish
+    cpu_before, begun_s = time.process_time(), time.time()
+    for step in range(spec.steps):
+        begun = clock()
+        _work()
+        if spec.waits:
+            device_done = clock() + _DEVICE_S
+            idle()
+            time.sleep(max(0.0, device_done - clock()))
+        making = clock()
+        batch = subject.make_batch(subject.make_events(spec.kept + step), time.time())
+        made = clock()
+        publish(batch)
+        published = clock()
+        publish_us.append((published - made) * 1e6)
+        iteration_us.append((published - begun - (made - making)) * 1e6)
+    cpu_s = time.process_time() - cpu_before
+    return LoopResult(
+        publish_us=publish_us, iteration_us=iteration_us, begun_s=begun_s, ended_s=time.time(), cpu_s=cpu_s
+    )
+
+
+def _publish_all(subject: Subject, batches: Sequence[Any]) -> LoopResult:
+    cpu_before, begun_s = time.process_time(), time.time()
+    for batch in batches:
+        subject.publish(batch)
+    cpu_s = time.process_time() - cpu_before
+    return LoopResult(publish_us=[], iteration_us=[], begun_s=begun_s, ended_s=time.time(), cpu_s=cpu_s)
+
+
+def _measure(subject: Subject, spec: LoopSpec, endpoint: str, replay_endpoint: str) -> LoopResult:
+    for step in range(spec.kept):
+        _publish_one(subject, step, 0.0)
+        subject.idle()
+    if spec.kept:
+        time.sleep(_SETTLE_S)
+    subscriber = replayer = None
+    if spec.subscribes:
+        subscriber = _Child("subscriber_process", {"endpoint": endpoint, "expected": spec.steps})
+        subscriber.wait_until_ready(lambda: (_publish_one(subject, 0, 0.0), subject.idle())[1])
+    if spec.replay != "none":
+        replayer = _Child("replay_process", {"endpoint": replay_endpoint, "asks": spec.replay, "kept": spec.kept})
+        replayer.wait_until_ready(subject.idle)
+    steps = range(0 if spec.works else spec.steps)
+    prebuilt = [subject.make_batch(subject.make_events(step), time.time()) for step in steps]
+    cpu_before = time.process_time()
+    result = _run_steps(subject, spec) if spec.works else _publish_all(subject, prebuilt)
+    deliveries = subscriber.result(Delivery) if subscriber else None
+    cpu_s = time.process_time() - cpu_before
+    replays = replayer.result(Replays) if replayer else None
+    return msgspec.structs.replace(result, deliveries=deliveries, replays=replays, cpu_to_delivery_s=cpu_s)
+
+
+def main() -> None:
+    """Run the loop that the command line describes."""
+    spec = msgspec.json.decode(sys.argv[1], type=LoopSpec)
+    endpoint, replay_endpoint = free_endpoints(2)
+    subject = open_subject(spec.subject, SHAPES[spec.shape], endpoint, replay_endpoint, spec.buffer_steps)
+    try:
+        result = _measure(subject, spec, endpoint, replay_endpoint)
+    finally:
+        subject.close()
+    sys.stdout.buffer.write(msgspec.msgpack.encode(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Measuring: calls timed in turns, and what a measurement is worth beside its limit, its peers and its goal.
+
+A machine's speed changes from minute to minute, so absolute numbers are for orientation. What is compared is timed
+in the same run in turns (A B A B), and a ratio is the median of the ratios of each turn.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+import msgspec
+
+__all__ = ["Goal", "Measurement", "Scale", "measure_in_turns", "percentile", "ratio_of"]
+
+Samples = Sequence[float]
+"""One value a turn; the turns of everything that is compared belong together."""
+
+
+class Scale(msgspec.Struct, frozen=True):
+    """How much to measure: ``turns`` of everything, each with ``share`` of the full number of steps."""
+
+    turns: int = 5
+    share: float = 1.0
+
+    def of(self, count: int) -> int:
+        """The part of a full count that this run takes."""
+        return max(1, int(count * self.share))
+
+
+class Goal(msgspec.Struct, frozen=True):
+    """Where a measurement is to arrive: a bound on the value, or on its ratio to something timed beside it.
+
+    Attributes:
+        bound: the value, in the measurement's unit; a ratio where ``beside`` is given.
+        beside: ``"limit"``, or a peer's name.
+        at_least: the bound is a lower one.
+    """
+
+    bound: float
+    beside: str = ""
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        sign = ">=" if self.at_least else "<="
+        return f"{sign} {self.bound:g}" + (f" x {self.beside}" if self.beside else "")
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """One row of the table.
+
+    Attributes:
+        section: the benchmark's name.
+        what: what was measured.
+        unit: of all values of this row.
+        ours: one value a turn.
+        beside: the same by name: ``"limit"`` for what physics (or the libraries below) allow, and the peers.
+        goal: None where a value is for orientation.
+    """
+
+    section: str
+    what: str
+    unit: str
+    ours: Samples
+    beside: dict[str, Samples] = {}
+    goal: Goal | None = None
+
+    @property
+    def value(self) -> float:
+        return median(self.ours)
+
+    def ratio(self, name: str) -> float | None:
+        """Ours / theirs, the median over turns; None where ``name`` was not measured."""
+        return ratio_of(self.ours, self.beside[name]) if name in self.beside else None
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the goal is met; None without one, or where what it refers to could not be measured."""
+        if self.goal is None:
+            return None
+        value = self.ratio(self.goal.beside) if self.goal.beside else self.value
+        if value is None or math.isnan(value):
+            return None
+        return value >= self.goal.bound if self.goal.at_least else value <= self.goal.bound
+
+
+def ratio_of(ours: Samples, theirs: Samples) -> float:
+    """The median of the turns' ratios; infinite where theirs was zero, and not a number where both were."""
+    ratios = []
+    for mine, other in zip(ours, theirs, strict=True):
+        ratios.append(mine / other if other else (math.inf if mine else math.nan))
+    return median(ratios)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that ``percent`` of ``values`` do not exceed; not a number for no values."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def measure_in_turns(calls: Mapping[str, Callable[[], object]], *, turns: int, number: int) -> dict[str, list[float]]:
+    """Time each call ``number`` times a turn; returns nanoseconds a call, one value a turn, by name."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    gc.collect()
+    for _ in range(turns):
+        for name, call in calls.items():
+            samples[name].append(_time(call, number))
+    return samples
+
+
+def _time(call: Callable[[], object], number: int) -> float:
+    repeats = range(number)
+    begun = time.perf_counter_ns()
+    for _ in repeats:
+        call()
+    return (time.perf_counter_ns() - begun) / number

@@ -1,0 +1,55 @@
+"""Resident memory of one thing that lives long, in a process that makes nothing else; prints bytes. Linux only."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.bench_cache import GrowthProbe
+from benchmarks.bench_view import make_events
+from benchmarks.processes import free_endpoints
+from benchmarks.subjects import KIT_WITHOUT_IDLE, open_subject
+from benchmarks.workloads import SHAPES
+from observability.kv_stream.view import BlockView
+
+COUNT = 100_000
+NUM_BATCHES = 10_000
+
+
+def _cache() -> int:
+    before = _resident_bytes()
+    probe = GrowthProbe(COUNT)
+    return _resident_bytes(probe) - before
+
+
+def _view() -> int:
+    view = BlockView()
+    stored, _ = make_events(COUNT, 64)
+    before = _resident_bytes()
+    view.apply(0, stored)
+    return _resident_bytes(view) - before
+
+
+def _window() -> int:
+    subject = open_subject(KIT_WITHOUT_IDLE, SHAPES["16 events"], *free_endpoints(2))
+    before = _resident_bytes()
+    for step in range(NUM_BATCHES):
+        subject.publish(subject.make_batch(subject.make_events(step), 0.0))
+    after = _resident_bytes()
+    subject.close()
+    return after - before
+
+
+def _resident_bytes(*_: object) -> int:
+    """Pages of this process that are in memory; what is given is alive until it has been read."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+THINGS: dict[str, Callable[[], int]] = {"cache": _cache, "view": _view, "window": _window}
+
+if __name__ == "__main__":
+    print(THINGS[sys.argv[1]]())

@@ -1,0 +1,87 @@
+"""Measurements as a table for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+
+import msgspec
+
+from benchmarks.measure import Measurement
+
+__all__ = ["as_json", "as_table", "machine"]
+
+_LIBRARIES = ("msgspec", "pyzmq", "prometheus-client")
+
+
+class _JsonRow(msgspec.Struct, frozen=True):
+    section: str
+    what: str
+    unit: str
+    value: float
+    ratios: dict[str, float]
+    goal: str
+    reached: bool | None
+    samples: dict[str, list[float]]
+
+
+class _JsonReport(msgspec.Struct, frozen=True):
+    machine: dict[str, str]
+    rows: list[_JsonRow]
+
+
+def machine() -> dict[str, str]:
+    """What the numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "cores": str(os.cpu_count()),
+        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+    } | {name: version(name) for name in _LIBRARIES}
+
+
+def as_json(rows: Iterable[Measurement]) -> bytes:
+    """Everything, with the value of every turn."""
+    return msgspec.json.format(msgspec.json.encode(_JsonReport(machine(), [_json_row(row) for row in rows])))
+
+
+def _json_row(row: Measurement) -> _JsonRow:
+    ratios = {name: ratio for name in row.beside if (ratio := row.ratio(name)) is not None}
+    samples = {"ours": list(row.ours)} | {name: list(values) for name, values in row.beside.items()}
+    goal = str(row.goal) if row.goal else ""
+    return _JsonRow(row.section, row.what, row.unit, row.value, ratios, goal, row.reached, samples)
+
+
+def as_table(rows: Sequence[Measurement]) -> str:
+    """One line a measurement: value, what it was timed beside with ours/theirs, goal, and whether it is reached."""
+    cells = [("what", "ours", "beside: theirs (ours/theirs)", "goal", "")]
+    cells += [_cells(row) for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    lines = []
+    for what, ours, beside, goal, mark in cells:
+        line = f"{what:<{widths[0]}}  {ours:>{widths[1]}}  {beside:<{widths[2]}}  {goal:<{widths[3]}}  {mark}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _cells(row: Measurement) -> tuple[str, str, str, str, str]:
+    beside = []
+    for name, values in row.beside.items():
+        ratio = row.ratio(name)
+        middle = sorted(values)[len(values) // 2]
+        told = "" if ratio is None or not math.isfinite(ratio) else f" ({ratio:.2f}x)"
+        beside.append(f"{name} {_number(middle)}{told}")
+    mark = {True: "reached", False: "MISSED", None: "-" if row.goal else ""}[row.reached]
+    unit = f" {row.unit}" if row.unit else ""
+    return row.what, _number(row.value) + unit, ", ".join(beside), str(row.goal or ""), mark
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

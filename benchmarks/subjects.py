@@ -1,0 +1,183 @@
+"""The publishers under test behind one small face: the kit's, the peers', none, and the physical limit."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from benchmarks.peers import load_peer
+from benchmarks.workloads import Shape
+from scheduler_components.kv_events.events import BlockStored, KVEventBatch
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+__all__ = ["KIT", "KIT_WITHOUT_IDLE", "LIMIT", "OFF", "Subject", "open_subject"]
+
+KIT = "kit"
+KIT_WITHOUT_IDLE = "kit without idle()"
+LIMIT = "limit"
+OFF = "off"
+END_SEQ = (-1).to_bytes(8, "big", signed=True)
+
+
+class Subject(Protocol):
+    """What a benchmark's scheduler knows of a publisher."""
+
+    def make_events(self, step: int) -> Any:
+        """The step's events in the publisher's own classes; not timed."""
+        ...
+
+    def make_batch(self, events: Any, ts: float) -> Any: ...
+
+    def publish(self, batch: Any) -> None: ...
+
+    def idle(self) -> None:
+        """Called where the scheduler waits for its device."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class OffSubject:
+    """Publishing is off; batches are made all the same, so that the loop does the same work."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+
+    def make_events(self, step: int) -> Any:
+        return tuple(BlockStored(**fields) for fields in self._shape.fields(step))
+
+    def make_batch(self, events: Any, ts: float) -> Any:
+        return KVEventBatch(ts, events)
+
+    def publish(self, batch: Any) -> None:
+        """Nothing."""
+
+    def idle(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class KitSubject(OffSubject):
+    """The kit's publisher, with replay: so a digest is kept of every batch."""
+
+    def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
+        super().__init__(shape)
+        self._publisher = ZmqEventPublisher(0, endpoint, replay_endpoint, buffer_steps, bind=True)
+        self.publish = self._publisher.publish  # type: ignore[method-assign] # no call of ours is timed
+        self.idle = self._publisher.idle  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self._publisher.close(5.0)
+
+
+class KitWithoutIdleSubject(KitSubject):
+    """The kit's publisher in a scheduler that does not know of ``idle``: ``publish()`` sends."""
+
+    def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
+        super().__init__(shape, endpoint, replay_endpoint, buffer_steps)
+        self.idle = lambda: None  # type: ignore[method-assign]
+
+
+class PeerEvents:
+    """A step's events in SGLang's or vLLM's classes."""
+
+    def __init__(self, peer: str, shape: Shape) -> None:
+        self._module = load_peer(peer)
+        self._shape = shape
+        self._extra = {"medium": None, "lora_name": None} if peer == "vLLM" else {}
+
+    def make_events(self, step: int) -> Any:
+        return [self._module.BlockStored(**fields, **self._extra) for fields in self._shape.fields(step)]
+
+    def make_batch(self, events: Any, ts: float) -> Any:
+        return self._module.KVEventBatch(ts, events)
+
+
+class PeerSubject(PeerEvents):
+    """SGLang's or vLLM's publisher, with replay; neither has an ``idle``."""
+
+    def __init__(self, peer: str, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
+        super().__init__(peer, shape)
+        # They bind wildcards only.
+        at, replay_at = (text.replace("127.0.0.1", "*") for text in (endpoint, replay_endpoint))
+        self._publisher = self._module.ZmqEventPublisher(0, at, replay_at, buffer_steps)
+        self.publish = self._publisher.publish
+
+    def idle(self) -> None:
+        """The peers know no such hook."""
+
+    def close(self) -> None:
+        self._publisher.shutdown()
+
+
+class LimitSubject:
+    """The least that encoding, sending and answering can be with these libraries: no number kept, nothing counted.
+
+    Replays are answered by a thread that blocks on its socket, from payloads that were kept encoded.
+    """
+
+    def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str) -> None:
+        self._shape = shape
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        pub = self._context.socket(zmq.PUB)
+        pub.sndhwm = 100_000
+        pub.bind(endpoint)
+        self._pub = pub
+        self._send = super(zmq.Socket, pub).send
+        self._kept: list[bytes] = []
+        self._replay_endpoint = replay_endpoint
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
+
+    def make_events(self, step: int) -> Any:
+        return [("BlockStored", *fields.values()) for fields in self._shape.fields(step)]
+
+    def make_batch(self, events: Any, ts: float) -> Any:
+        return (ts, events, 0)
+
+    def publish(self, batch: Any) -> None:
+        payload = self._encode(batch)
+        self._send(b"", zmq.SNDMORE)
+        self._send(len(self._kept).to_bytes(8, "big"), zmq.SNDMORE)
+        self._send(payload)
+        self._kept.append(payload)
+
+    def idle(self) -> None:
+        """Nothing waits."""
+
+    def _answer(self) -> None:
+        router = self._context.socket(zmq.ROUTER)
+        router.sndhwm = 0
+        router.bind(self._replay_endpoint)
+        try:
+            while True:
+                client, _, start = router.recv_multipart()
+                for sequence in range(int.from_bytes(start, "big"), len(self._kept)):
+                    router.send_multipart((client, b"", sequence.to_bytes(8, "big"), self._kept[sequence]))
+                router.send_multipart((client, b"", END_SEQ, b""))
+        except zmq.ContextTerminated:
+            router.close(linger=0)
+
+    def close(self) -> None:
+        self._pub.close(linger=5_000)
+        self._context.term()
+        self._thread.join()
+
+
+def open_subject(name: str, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int = 10_000) -> Subject:
+    """Open the publisher called ``name`` at two free addresses of this machine."""
+    if name == OFF:
+        return OffSubject(shape)
+    if name == KIT:
+        return KitSubject(shape, endpoint, replay_endpoint, buffer_steps)
+    if name == KIT_WITHOUT_IDLE:
+        return KitWithoutIdleSubject(shape, endpoint, replay_endpoint, buffer_steps)
+    if name == LIMIT:
+        return LimitSubject(shape, endpoint, replay_endpoint)
+    return PeerSubject(name, shape, endpoint, replay_endpoint, buffer_steps)

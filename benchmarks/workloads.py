@@ -1,0 +1,57 @@
+"""What the benchmarks publish: a few shapes of a step's events, new objects every step as a cache makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ["SHAPES", "Shape"]
+
+BLOCK_SIZE = 16
+_TOKENS = list(range(100_000, 100_000 + 8_192))
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The events of one step.
+
+    Attributes:
+        name: as it is written in the table.
+        num_events: stored events a step.
+        blocks_per_event: each of 16 tokens.
+    """
+
+    name: str
+    num_events: int
+    blocks_per_event: int
+
+    def fields(self, step: int) -> list[dict[str, Any]]:
+        """The fields of the step's BlockStored events; hashes are new in every step, parents are roots."""
+        first = 1 + step * self.num_events * self.blocks_per_event
+        tokens = _TOKENS[: self.blocks_per_event * BLOCK_SIZE]
+        return [
+            {
+                "block_hashes": _spread(first + event * self.blocks_per_event, self.blocks_per_event),
+                "parent_block_hash": None,
+                "token_ids": tokens,
+                "block_size": BLOCK_SIZE,
+                "lora_id": None,
+            }
+            for event in range(self.num_events)
+        ]
+
+
+def _spread(first: int, count: int) -> list[int]:
+    """Distinct signed 64-bit numbers that look like hashes: all nine bytes of msgpack."""
+    return [(index * 0x9E3779B97F4A7C15) % (1 << 64) - (1 << 63) for index in range(first, first + count)]
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("1 block", 1, 1),
+        Shape("16 events", 16, 1),
+        Shape("64 events", 64, 1),
+        Shape("8,192 tokens", 1, 512),
+    )
+}
