@@ -88,7 +88,7 @@ def find_in_device(requests: Iterable[TraceRequest], sizes: Sizes) -> Found:
 
 def find_in_tiers(requests: Iterable[TraceRequest], sizes: Sizes) -> Found:
     """Replay requests, none longer than the device, over a cache on device and host."""
-    num_host_pages = sizes.host_tokens // max(1, sizes.page_size)
+    num_host_pages = sizes.host_tokens // sizes.page_size
     cache = HiRadixCache(
         page_size=sizes.page_size,
         capacity_tokens=sizes.device_tokens,
