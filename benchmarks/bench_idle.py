@@ -25,7 +25,8 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
     counts: dict[str, list[float]] = {name: [] for name in (KIT, *peers)}
     for _ in range(max(1, scale.turns // 2)):
         for name in counts:
-            subject = open_subject(name, SHAPES["1 block"], *free_endpoints(2))
+            endpoint, replay_endpoint = free_endpoints(2)
+            subject = open_subject(name, SHAPES["1 block"], endpoint, replay_endpoint)
             time.sleep(_SETTLE_S)
             before = _wake_ups()
             time.sleep(_WATCH_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from benchmarks.measure import Goal, Measurement, Samples, Scale, measure_in_turns, percentile
+from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns, percentile
 from benchmarks.processes import LoopResult, LoopSpec, run_loop
 from benchmarks.subjects import KIT, KIT_WITHOUT_IDLE, LIMIT, OFF
 
@@ -40,7 +40,7 @@ def _rows(shape: str, runs: Runs, peers: Sequence[str]) -> list[Measurement]:
     rows = []
     for percent, goal in ((50, 1.0), (99, 5.0), (100, None)):
         spans = {name: [percentile(run.publish_us, percent) for run in runs[name]] for name in runs}
-        beside: dict[str, Samples] = {LIMIT: append} | {peer: spans[peer] for peer in peers}
+        beside: dict[str, list[float]] = {LIMIT: append} | {peer: spans[peer] for peer in peers}
         bound = None if goal is None else Goal(goal)
         rows.append(Measurement(NAME, f"publish() p{percent}, {shape}", "us", spans[KIT], beside, bound))
         if KIT_WITHOUT_IDLE in spans:

@@ -36,7 +36,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
         rows += _live_meanwhile(loop, _run(replace(spec, replay="loop"), (KIT, *peers), scale), waits=spec.waits)
     for loop, spec in loops.items():
         # Most of what is asked for has left the window: the kit answers with the base that it was folded into.
-        folded = replace(spec, replay="loop", buffer_steps=_KEPT // 10)
+        folded = replace(spec, replay="loop", buffer_steps=_KEPT // 10, steps=2_000)
         rows += _live_meanwhile(f"{loop}, folded base", _run(folded, (KIT,), scale), waits=spec.waits)
     return rows
 

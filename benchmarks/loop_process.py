@@ -65,6 +65,11 @@ def _publish_one(subject: Subject, step: int, ts: float) -> None:
     subject.publish(subject.make_batch(subject.make_events(step), ts))
 
 
+def _warm_up(subject: Subject) -> None:
+    _publish_one(subject, 0, 0.0)
+    subject.idle()
+
+
 def _run_steps(subject: Subject, spec: LoopSpec) -> LoopResult:
     publish_us, iteration_us = [], []
     clock, idle, publish = time.perf_counter, subject.idle, subject.publish
@@ -106,7 +111,7 @@ def _measure(subject: Subject, spec: LoopSpec, endpoint: str, replay_endpoint: s
     subscriber = replayer = None
     if spec.subscribes:
         subscriber = _Child("subscriber_process", {"endpoint": endpoint, "expected": spec.steps})
-        subscriber.wait_until_ready(lambda: (_publish_one(subject, 0, 0.0), subject.idle())[1])
+        subscriber.wait_until_ready(lambda: _warm_up(subject))
     if spec.replay != "none":
         replayer = _Child("replay_process", {"endpoint": replay_endpoint, "asks": spec.replay, "kept": spec.kept})
         replayer.wait_until_ready(subject.idle)

@@ -65,7 +65,7 @@ class Measurement(msgspec.Struct, frozen=True):
     what: str
     unit: str
     ours: Samples
-    beside: dict[str, Samples] = {}
+    beside: Mapping[str, Samples] = {}
     goal: Goal | None = None
 
     @property

@@ -34,7 +34,8 @@ def _view() -> int:
 
 
 def _window() -> int:
-    subject = open_subject(KIT_WITHOUT_IDLE, SHAPES["16 events"], *free_endpoints(2))
+    endpoint, replay_endpoint = free_endpoints(2)
+    subject = open_subject(KIT_WITHOUT_IDLE, SHAPES["16 events"], endpoint, replay_endpoint)
     before = _resident_bytes()
     for step in range(NUM_BATCHES):
         subject.publish(subject.make_batch(subject.make_events(step), 0.0))

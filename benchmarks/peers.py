@@ -15,7 +15,6 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,7 +75,7 @@ def load_peer(name: str) -> ModuleType:
 class _PlaceholderModule(ModuleType):
     """Gives a class for every name that looks like one, and for any other a function that returns a logger."""
 
-    __path__: Sequence[str] = ()
+    __path__: list[str] = []  # noqa: RUF012 - a package that has no files
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -44,26 +44,27 @@ def lower(event: KVCacheEvent) -> tuple[Any, ...]:
         ValueError: tokens that do not fill the blocks, which readers drop.
     """
     if isinstance(event, BlockStored):
-        if len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        hashes, tokens, size = event.block_hashes, event.token_ids, event.block_size
+        if len(tokens) != len(hashes) * size:
             raise ValueError("tokens do not fill the blocks")
+        fixed = ("BlockStored", hashes, event.parent_block_hash, tokens, size, event.lora_id)
+        # Six looks cost less than a tuple of six and its comparison, and most events have no options.
+        if (
+            event.medium is None
+            and event.lora_name is None
+            and event.extra_keys is None
+            and event.group_idx is None
+            and event.cache_salt is None
+            and event.session_id is None
+        ):
+            return fixed
         options = (event.medium, event.lora_name, event.extra_keys, event.group_idx, event.cache_salt, event.session_id)
-        fixed = (
-            "BlockStored",
-            event.block_hashes,
-            event.parent_block_hash,
-            event.token_ids,
-            event.block_size,
-            event.lora_id,
-        )
-        return fixed if options == _NO_OPTIONS else fixed + _trimmed(options)
+        return fixed + _trimmed(options)
     if isinstance(event, BlockRemoved):
         return ("BlockRemoved", event.block_hashes, *_trimmed((event.medium, event.group_idx)))
     if isinstance(event, AllBlocksCleared):
         return ("AllBlocksCleared",)
     raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
-
-
-_NO_OPTIONS = (None,) * 6
 
 
 def _trimmed(options: tuple[Any, ...]) -> tuple[Any, ...]:

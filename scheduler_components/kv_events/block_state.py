@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Generic, TypeVar
 
+import msgspec
+
 __all__ = ["BlockState", "Run", "Segment", "Tier", "tier_of"]
 
 T = TypeVar("T")
@@ -23,7 +25,7 @@ def tier_of(medium: str | None, group_idx: int | None = None) -> Tier:
     return (medium or "GPU", group_idx)
 
 
-class Run(Generic[T]):
+class Run(msgspec.Struct, Generic[T], gc=False):
     """The blocks of one stored event, in order, each the parent of the next.
 
     Attributes:
@@ -34,25 +36,19 @@ class Run(Generic[T]):
         num_standing: how many have been neither removed nor stored again since.
     """
 
-    __slots__ = ("block_hashes", "num_standing", "parent", "source", "tier")
-
-    def __init__(self, tier: Tier, block_hashes: Sequence[int], parent: int | None, source: T) -> None:
-        self.tier = tier
-        self.block_hashes = block_hashes
-        self.parent = parent
-        self.source = source
-        self.num_standing = 0
+    tier: Tier
+    block_hashes: Sequence[int]
+    parent: int | None
+    source: T
+    num_standing: int = 0
 
 
-class Segment(Generic[T]):
+class Segment(msgspec.Struct, Generic[T], frozen=True, gc=False):
     """Neighbouring blocks ``first`` to ``stop - 1`` of a run that all stand."""
 
-    __slots__ = ("first", "run", "stop")
-
-    def __init__(self, run: Run[T], first: int, stop: int) -> None:
-        self.run = run
-        self.first = first
-        self.stop = stop
+    run: Run[T]
+    first: int
+    stop: int
 
     @property
     def is_whole(self) -> bool:
@@ -80,6 +76,12 @@ class BlockState(Generic[T]):
         """Fold a stored event."""
         owners = self._tiers.setdefault(tier, {})
         run = Run(tier, block_hashes, parent, source)
+        if len(block_hashes) == 1:  # most events of a decoding step; what follows costs twice as much
+            if block_hashes[0] in owners:
+                self._discard(owners, block_hashes)
+            owners[block_hashes[0]] = self._runs[id(run)] = run
+            run.num_standing = 1
+            return
         if not owners.keys().isdisjoint(block_hashes):
             self._discard(owners, block_hashes)
         owners.update(zip(block_hashes, repeat(run)))

@@ -25,6 +25,9 @@ _LARGE_PAYLOAD_BYTES = MAX_PAYLOAD_BYTES // 2
 _MAX_REFUSALS_TOLD = 100
 """Further ones are only counted."""
 
+_SNDMORE = int(zmq.SNDMORE)
+"""A plain integer: the C-level send makes one of an enum three times a batch."""
+
 _UNSOUND = (*ENCODE_ERRORS, AttributeError, RecursionError)
 """What something raises that was published and is no batch of events."""
 
@@ -144,8 +147,8 @@ class ZmqLiveSender:
                 self._encode_and_send(EventBatch(ts=batch.ts, events=part, attn_dp_rank=batch.attn_dp_rank))
             return
         sequence = self._stream.append(payload)
-        self._send(self._topic, zmq.SNDMORE)
-        self._send(sequence.to_bytes(8, "big"), zmq.SNDMORE)
+        self._send(self._topic, _SNDMORE)
+        self._send(sequence.to_bytes(8, "big"), _SNDMORE)
         self._send(payload)
         self.num_batches += 1
         self.num_events += len(events)

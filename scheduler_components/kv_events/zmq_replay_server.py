@@ -16,8 +16,13 @@ _log = logging.getLogger(__name__)
 _SENDS_A_TURN = 16
 """A bite of replay between two live batches: larger ones show in the live latency (measured)."""
 
+_BYTES_A_SEND = 16 * 1024
+"""What counts as one send of a bite; a chunk of the base is as large as a whole bite."""
+
 _REQUESTS_A_TURN = 16
 """Of their own, so that a client that does nothing but ask keeps nobody from being answered."""
+
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 _CLOSE_POLL_MS = 200
 """A client that takes nothing for so long gets no more than the end marker when the publisher closes."""
@@ -26,10 +31,12 @@ _CLOSE_POLL_MS = 200
 class ZmqReplayServer:
     """Owns the ROUTER from the moment it is given until ``finish``; the caller holds the publisher's turn."""
 
-    __slots__ = ("_has_failed", "_socket", "cursors")
+    __slots__ = ("_events", "_has_failed", "_socket", "cursors")
 
     def __init__(self, socket: zmq.Socket[bytes], cursors: ReplayCursors) -> None:
         self._socket = socket
+        # pyzmq's Python-level getsockopt makes enums of both ends: ten times the call itself.
+        self._events = super(zmq.Socket, socket).get
         self.cursors = cursors
         self._has_failed = False
 
@@ -51,10 +58,12 @@ class ZmqReplayServer:
             return False
 
     def _serve_bite(self) -> bool:
-        for _ in range(_REQUESTS_A_TURN):
-            if not self._is_readable():
-                break
+        asked = 0
+        while asked < _REQUESTS_A_TURN and self._is_readable():
+            asked += 1
             self.cursors.ask(self._socket.recv_multipart(zmq.NOBLOCK))
+        if not len(self.cursors):
+            return asked == _REQUESTS_A_TURN
         sends_left = _SENDS_A_TURN
         for client in self.cursors.clients:
             sends_left = self._serve(client, sends_left)
@@ -64,7 +73,7 @@ class ZmqReplayServer:
         return self._is_readable()
 
     def _is_readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self._events(_EVENTS)) & _POLLIN)
 
     def _serve(self, client: bytes, sends_left: int) -> int:
         """Send to one client until it is done, is full, or the bite is eaten; returns the sends left."""
@@ -83,7 +92,9 @@ class ZmqReplayServer:
                 self.cursors.num_truncated += 1
                 return sends_left
             done = self.cursors.sent(client)
-            sends_left -= 1
+            # A step of planning, or a chunk of the base, is a bite of its own.
+            cost = _SENDS_A_TURN if message is None else 1 + len(message[-1]) // _BYTES_A_SEND
+            sends_left = max(0, sends_left - cost)
         self.cursors.rotate(client)
         return sends_left
 
