@@ -17,7 +17,7 @@ from scheduler_components.kv_events.registry import EventPublisherFactory
 __all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info", "merge_kv_events"]
 
 LOAD_TOPIC = "load"
-"""First frame of the load gauge's messages (wire.md; SGLang 0.5.23)."""
+"""First frame of the load gauge's messages (SGLang 0.5.23)."""
 
 _OWN_KEYS = ("kv_events", "kv_events_error", "kv_events_warning")
 

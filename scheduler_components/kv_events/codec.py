@@ -1,4 +1,4 @@
-"""Batches to bytes and back, in both dialects. Sources: wire.md's measurements of SGLang 0.5.23 and vLLM 0.33.
+"""Batches to bytes and back, in both dialects. Sources: SGLang 0.5.23 and vLLM 0.33, as measured (ARCHITECTURE.md).
 
 Writing takes a batch whole; when one event cannot be encoded, it alone is refused. Reading takes the common case
 (our array family) in one typed decode, and everything else event by event, so that one bad or unknown event
