@@ -1,4 +1,4 @@
-"""Every port of the kit: the small interfaces between a scheduler and its components. Read this page first.
+"""The ports of the kit: the small interfaces between a scheduler and its components. Read this page first.
 
 Sources are read, sinks are written; each has at most five members, and a component asks for the smallest that
 will do. Sources are read late: a scheduler that rebinds ``self.running`` needs no lambda. Any object that has the
