@@ -9,7 +9,8 @@ import msgspec
 __all__ = ["SHAPES", "Shape"]
 
 BLOCK_SIZE = 16
-_TOKENS = list(range(100_000, 100_000 + 8_192))
+_TOKENS = list(range(100_000, 100_000 + 8_193))
+"""One more than any event takes, so that a slice of them is always a new object."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -25,13 +26,16 @@ class Shape(msgspec.Struct, frozen=True):
     num_events: int
     blocks_per_event: int
 
-    def fields(self, step: int) -> list[dict[str, Any]]:
-        """The fields of the step's BlockStored events; hashes are new in every step, parents are roots."""
+    def fields(self, step: int, sequence: type[list[int]] | type[tuple[int, ...]] = list) -> list[dict[str, Any]]:
+        """The fields of the step's BlockStored events; hashes are new in every step, parents are roots.
+
+        ``sequence`` is what the events hold: the peers' caches make lists, the kit's makes tuples.
+        """
         first = 1 + step * self.num_events * self.blocks_per_event
-        tokens = _TOKENS[: self.blocks_per_event * BLOCK_SIZE]
+        tokens = _TOKENS_IN[sequence][: self.blocks_per_event * BLOCK_SIZE]
         return [
             {
-                "block_hashes": _spread(first + event * self.blocks_per_event, self.blocks_per_event),
+                "block_hashes": sequence(_spread(first + event * self.blocks_per_event, self.blocks_per_event)),
                 "parent_block_hash": None,
                 "token_ids": tokens,
                 "block_size": BLOCK_SIZE,
@@ -39,6 +43,9 @@ class Shape(msgspec.Struct, frozen=True):
             }
             for event in range(self.num_events)
         ]
+
+
+_TOKENS_IN: dict[Any, Any] = {list: _TOKENS, tuple: tuple(_TOKENS)}
 
 
 def _spread(first: int, count: int) -> list[int]:

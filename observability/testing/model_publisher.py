@@ -92,7 +92,7 @@ class ModelPublisher:
         sequence = self.stream.append(payload)
         self.stream.fold_some()
         if self.stream.is_held_up:
-            self.cursors.cut_short()
+            self.cursors.cut_pinned()
         self.states[self.life, sequence] = state
         return sequence, payload
 

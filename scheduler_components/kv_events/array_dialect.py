@@ -48,19 +48,20 @@ def lower(event: KVCacheEvent) -> tuple[Any, ...]:
         if len(tokens) != len(hashes) * size:
             raise ValueError("tokens do not fill the blocks")
         fixed = ("BlockStored", hashes, event.parent_block_hash, tokens, size, event.lora_id)
-        # Six looks cost less than a tuple of six and its comparison, and most events have no options.
+        # Looks at fields cost less than a tuple of them and its comparison, and most events have no option but a tier.
         if (
-            event.medium is None
-            and event.lora_name is None
+            event.lora_name is None
             and event.extra_keys is None
             and event.group_idx is None
             and event.cache_salt is None
             and event.session_id is None
         ):
-            return fixed
+            return fixed if event.medium is None else (*fixed, event.medium)
         options = (event.medium, event.lora_name, event.extra_keys, event.group_idx, event.cache_salt, event.session_id)
         return fixed + _trimmed(options)
     if isinstance(event, BlockRemoved):
+        if event.medium is None and event.group_idx is None:
+            return ("BlockRemoved", event.block_hashes)
         return ("BlockRemoved", event.block_hashes, *_trimmed((event.medium, event.group_idx)))
     if isinstance(event, AllBlocksCleared):
         return ("AllBlocksCleared",)

@@ -20,9 +20,12 @@ Tier = tuple[str, int | None]
 """A medium (None and GPU are the same one) and a KV-cache group."""
 
 
+_DEVICE: Tier = ("GPU", None)
+
+
 def tier_of(medium: str | None, group_idx: int | None = None) -> Tier:
     """The tier that an event speaks of."""
-    return (medium or "GPU", group_idx)
+    return _DEVICE if medium is None and group_idx is None else (medium or "GPU", group_idx)
 
 
 class Run(msgspec.Struct, Generic[T], gc=False):
@@ -33,6 +36,7 @@ class Run(msgspec.Struct, Generic[T], gc=False):
         block_hashes: all of them, standing or not.
         parent: hash of the block before the first, None at a root.
         source: what the run was made from.
+        serial: its place among all runs of its state, by the time of storing.
         num_standing: how many have been neither removed nor stored again since.
     """
 
@@ -40,6 +44,7 @@ class Run(msgspec.Struct, Generic[T], gc=False):
     block_hashes: Sequence[int]
     parent: int | None
     source: T
+    serial: int
     num_standing: int = 0
 
 
@@ -62,11 +67,12 @@ class Segment(msgspec.Struct, Generic[T], frozen=True, gc=False):
 class BlockState(Generic[T]):
     """The standing blocks by tier and hash. A block belongs to the run that stored it last."""
 
-    __slots__ = ("_runs", "_tiers")
+    __slots__ = ("_num_stored", "_runs", "_tiers")
 
     def __init__(self) -> None:
         self._tiers: dict[Tier, dict[int, Run[T]]] = {}
         self._runs: dict[int, Run[T]] = {}
+        self._num_stored = 0
 
     def __len__(self) -> int:
         """Standing blocks, over all tiers."""
@@ -74,20 +80,25 @@ class BlockState(Generic[T]):
 
     def store(self, tier: Tier, block_hashes: Sequence[int], parent: int | None, source: T) -> None:
         """Fold a stored event."""
-        owners = self._tiers.setdefault(tier, {})
-        run = Run(tier, block_hashes, parent, source)
+        owners = self._tiers.get(tier)
+        if owners is None:
+            owners = self._tiers[tier] = {}
+        serial = self._num_stored = self._num_stored + 1
+        run = Run(tier, block_hashes, parent, source, serial)
         if len(block_hashes) == 1:  # most events of a decoding step; what follows costs twice as much
-            if block_hashes[0] in owners:
+            block_hash = block_hashes[0]
+            if block_hash in owners:
                 self._discard(owners, block_hashes)
-            owners[block_hashes[0]] = self._runs[id(run)] = run
+            owners[block_hash] = self._runs[serial] = run
             run.num_standing = 1
             return
         if not owners.keys().isdisjoint(block_hashes):
             self._discard(owners, block_hashes)
+        num_before = len(owners)
         owners.update(zip(block_hashes, repeat(run)))
-        run.num_standing = len(set(block_hashes))
+        run.num_standing = len(owners) - num_before
         if run.num_standing:
-            self._runs[id(run)] = run
+            self._runs[serial] = run
 
     def remove(self, tier: Tier, block_hashes: Sequence[int]) -> None:
         """Fold a removed event; blocks that do not stand are nothing to remove."""
@@ -99,7 +110,7 @@ class BlockState(Generic[T]):
             if run is not None:
                 run.num_standing -= 1
                 if not run.num_standing:
-                    del self._runs[id(run)]
+                    del self._runs[run.serial]
 
     def clear(self) -> None:
         """Fold a cleared event."""
@@ -115,11 +126,15 @@ class BlockState(Generic[T]):
         return tuple(self._tiers)
 
     def segments(self) -> Iterator[Segment[T]]:
-        """Yield what stands, each block once, a block's parent before it; the state must not change meanwhile."""
-        yielded: set[tuple[int, int]] = set()
+        """Yield what stands, each block once, a block's parent before it; the state must not change meanwhile.
+
+        Runs come in the order in which they were stored, so that only what is taken out of turn has to be remembered.
+        """
+        ahead: dict[int, set[int]] = {}
         for run in self._runs.values():
             for segment in self._standing(run):
-                yield from self._with_ancestors(segment, yielded)
+                yield from self._with_ancestors(segment, run.serial, ahead)
+            ahead.pop(run.serial, None)
 
     def _standing(self, run: Run[T]) -> Iterator[Segment[T]]:
         owners = self._tiers[run.tier]
@@ -137,12 +152,18 @@ class BlockState(Generic[T]):
         if first is not None:
             yield Segment(run, first, len(run.block_hashes))
 
-    def _with_ancestors(self, segment: Segment[T], yielded: set[tuple[int, int]]) -> Iterator[Segment[T]]:
-        """A block that was stored again stands in a younger run than its children: that run comes first."""
+    def _with_ancestors(self, segment: Segment[T], serial: int, ahead: dict[int, set[int]]) -> Iterator[Segment[T]]:
+        """A block that was stored again stands in a younger run than its children: that run comes first.
+
+        ``ahead`` has the segments yielded of the run ``serial``, whose turn it is, and of later ones.
+        """
         chain: list[Segment[T]] = []
         wanted: Segment[T] | None = segment
-        while wanted is not None and (id(wanted.run), wanted.first) not in yielded:
-            yielded.add((id(wanted.run), wanted.first))
+        while wanted is not None and wanted.run.serial >= serial:
+            firsts = ahead.setdefault(wanted.run.serial, set())
+            if wanted.first in firsts:
+                break
+            firsts.add(wanted.first)
             chain.append(wanted)
             wanted = self._segment_of(wanted.run.tier, wanted.parent)
         yield from reversed(chain)

@@ -73,6 +73,9 @@ class BlockStored(KVCacheEvent, frozen=True):
     session_id: str | None = None
 
     def __post_init__(self) -> None:
+        # The common case first: this runs for every event on the scheduler's thread.
+        if type(self.block_hashes) is tuple and type(self.token_ids) is tuple and self.extra_keys is None:
+            return
         _freeze(self, "block_hashes", "token_ids", "extra_keys")
 
 
@@ -84,7 +87,8 @@ class BlockRemoved(KVCacheEvent, frozen=True):
     group_idx: int | None = None
 
     def __post_init__(self) -> None:
-        _freeze(self, "block_hashes")
+        if type(self.block_hashes) is not tuple:
+            _freeze(self, "block_hashes")
 
 
 class AllBlocksCleared(KVCacheEvent, frozen=True):
@@ -105,7 +109,8 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attn_dp_rank: int | None = None
 
     def __post_init__(self) -> None:
-        _freeze(self, "events")
+        if type(self.events) is not tuple:
+            _freeze(self, "events")
 
 
 class KVEventBatch(EventBatch, frozen=True):

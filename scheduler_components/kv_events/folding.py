@@ -26,7 +26,9 @@ from scheduler_components.kv_events.events import (
 __all__ = ["collapse", "fold_payload", "segment_event"]
 
 
-class _ArrayStored(msgspec.Struct, array_like=True, tag="BlockStored", frozen=True, gc=False):
+class _StoredHead(msgspec.Struct, frozen=True, gc=False):
+    """What folding needs of a stored event. Token ids, the bulk of it, are skipped and not made into integers."""
+
     block_hashes: tuple[int, ...]
     parent_block_hash: int | None
     token_ids: msgspec.Raw
@@ -37,36 +39,49 @@ class _ArrayStored(msgspec.Struct, array_like=True, tag="BlockStored", frozen=Tr
     extra_keys: msgspec.Raw | None = None
     group_idx: int | None = None
 
-
-class _MapStored(msgspec.Struct, tag_field="type", tag="BlockStored", frozen=True, gc=False):
-    block_hashes: tuple[int, ...]
-    parent_block_hash: int | None
-    medium: str | None = None
-    group_idx: int | None = None
+    def fold_into(self, state: BlockState[bytes], raw: bytes) -> None:
+        state.store(tier_of(self.medium, self.group_idx), self.block_hashes, self.parent_block_hash, raw)
 
 
-class _ArrayRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", frozen=True, gc=False):
+class _RemovedHead(msgspec.Struct, frozen=True, gc=False):
     block_hashes: tuple[int, ...]
     medium: str | None = None
     group_idx: int | None = None
 
-
-class _MapRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", frozen=True, gc=False):
-    block_hashes: tuple[int, ...]
-    medium: str | None = None
-    group_idx: int | None = None
+    def fold_into(self, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG002 - nothing of it is kept
+        state.remove(tier_of(self.medium, self.group_idx), self.block_hashes)
 
 
-class _ArrayCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", frozen=True, gc=False):
+class _ClearedHead(msgspec.Struct, frozen=True, gc=False):
+    def fold_into(self, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG002 - nothing of it is kept
+        state.clear()
+
+
+class _ArrayStored(_StoredHead, frozen=True, array_like=True, tag="BlockStored"):
     pass
 
 
-class _MapCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", frozen=True, gc=False):
+class _ArrayRemoved(_RemovedHead, frozen=True, array_like=True, tag="BlockRemoved"):
     pass
 
 
-_batch = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], Any]).decode
-# Heads only: token ids, the bulk of an event, are skipped and not made into integers.
+class _ArrayCleared(_ClearedHead, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _MapStored(_StoredHead, frozen=True, tag_field="type", tag="BlockStored"):
+    pass
+
+
+class _MapRemoved(_RemovedHead, frozen=True, tag_field="type", tag="BlockRemoved"):
+    pass
+
+
+class _MapCleared(_ClearedHead, frozen=True, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+_events = msgspec.msgpack.Decoder(tuple[msgspec.Raw, list[msgspec.Raw], msgspec.Raw]).decode
 _array_head = msgspec.msgpack.Decoder(_ArrayStored | _ArrayRemoved | _ArrayCleared).decode
 _map_head = msgspec.msgpack.Decoder(_MapStored | _MapRemoved | _MapCleared).decode
 _ARRAY_FIRST_BYTES = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}
@@ -74,22 +89,28 @@ _ARRAY_FIRST_BYTES = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}
 
 def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
     """Fold one batch that this process encoded itself, in either dialect; a stored run keeps its event's bytes."""
-    for raw in _batch(payload)[1]:
-        data = bytes(raw)
+    for view in _events(payload)[1]:
+        raw = bytes(view)
         try:
-            head = _array_head(data) if data[0] in _ARRAY_FIRST_BYTES else _map_head(data)
+            head = _array_head(raw) if raw[0] in _ARRAY_FIRST_BYTES else _map_head(raw)
         except msgspec.ValidationError:
-            # A scheduler's odd event, encoded as it was given. What readers make of it is what is folded.
-            try:
-                head = read_event(data)
-            except DecodeError:
-                continue
-        if isinstance(head, _ArrayStored | _MapStored | BlockStored):
-            state.store(tier_of(head.medium, head.group_idx), head.block_hashes, head.parent_block_hash, data)
-        elif isinstance(head, _ArrayRemoved | _MapRemoved | BlockRemoved):
-            state.remove(tier_of(head.medium, head.group_idx), head.block_hashes)
+            _fold_odd_event(state, raw)
         else:
-            state.clear()
+            head.fold_into(state, raw)
+
+
+def _fold_odd_event(state: BlockState[bytes], raw: bytes) -> None:
+    """A scheduler's odd event was encoded as it was given. What readers make of it is what is folded."""
+    try:
+        event = read_event(raw)
+    except DecodeError:
+        return
+    if isinstance(event, BlockStored):
+        state.store(tier_of(event.medium, event.group_idx), event.block_hashes, event.parent_block_hash, raw)
+    elif isinstance(event, BlockRemoved):
+        state.remove(tier_of(event.medium, event.group_idx), event.block_hashes)
+    else:
+        state.clear()
 
 
 def segment_event(segment: Segment[bytes]) -> BlockStored:

@@ -11,38 +11,77 @@ from typing import Any
 import msgspec
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.kv_events.events import BlockStored, KVCacheEvent
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 __all__ = ["event_fields", "lower"]
 
-_ALWAYS = {
-    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"),
-    "BlockRemoved": ("block_hashes",),
-    "AllBlocksCleared": (),
-}
-_ALWAYS_FOR_VLLM = {"BlockStored": ("medium", "lora_name"), "BlockRemoved": ("medium",), "AllBlocksCleared": ()}
 _decode = msgspec.msgpack.Decoder().decode
 
 
-def lower(event: KVCacheEvent, *, vllm: bool) -> dict[str, Any]:
-    """Write ``event`` as the map that goes on the wire.
+class _Map(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag_field="type"):
+    """What goes on the wire: fields with a default are left out where they are None."""
+
+
+class _Stored(_Map, frozen=True, tag="BlockStored"):
+    block_hashes: Any
+    parent_block_hash: Any
+    token_ids: Any
+    block_size: Any
+    lora_id: Any
+    medium: Any = None
+    lora_name: Any = None
+    extra_keys: Any = None
+    group_idx: Any = None
+    cache_salt: Any = None
+    session_id: Any = None
+
+
+class _StoredForVllm(_Map, frozen=True, tag="BlockStored"):
+    block_hashes: Any
+    parent_block_hash: Any
+    token_ids: Any
+    block_size: Any
+    lora_id: Any
+    medium: Any
+    lora_name: Any
+    extra_keys: Any = None
+    group_idx: Any = None
+    cache_salt: Any = None
+    session_id: Any = None
+
+
+class _Removed(_Map, frozen=True, tag="BlockRemoved"):
+    block_hashes: Any
+    medium: Any = None
+    group_idx: Any = None
+
+
+class _RemovedForVllm(_Map, frozen=True, tag="BlockRemoved"):
+    block_hashes: Any
+    medium: Any
+    group_idx: Any = None
+
+
+class _Cleared(_Map, frozen=True, tag="AllBlocksCleared"):
+    pass
+
+
+def lower(event: KVCacheEvent, *, vllm: bool) -> msgspec.Struct:
+    """Write ``event`` as what msgspec encodes to the map that goes on the wire.
 
     Raises:
         TypeError: not one of the three events; an unknown tag would cost some readers the whole batch.
         ValueError: tokens that do not fill the blocks, which readers drop.
     """
-    tag = type(event).__name__
-    if tag not in _ALWAYS:
-        raise TypeError(f"{tag} is not a KV-cache event of the wire")
-    if isinstance(event, BlockStored) and len(event.token_ids) != len(event.block_hashes) * event.block_size:
-        raise ValueError("tokens do not fill the blocks")
-    kept = _ALWAYS[tag] + (_ALWAYS_FOR_VLLM[tag] if vllm else ())
-    fields: dict[str, Any] = {"type": tag}
-    for name in event.__struct_fields__:
-        value = getattr(event, name)
-        if value is not None or name in kept:
-            fields[name] = value
-    return fields
+    if isinstance(event, BlockStored):
+        if len(event.token_ids) != len(event.block_hashes) * event.block_size:
+            raise ValueError("tokens do not fill the blocks")
+        return (_StoredForVllm if vllm else _Stored)(*msgspec.structs.astuple(event))
+    if isinstance(event, BlockRemoved):
+        return (_RemovedForVllm if vllm else _Removed)(*msgspec.structs.astuple(event))
+    if isinstance(event, AllBlocksCleared):
+        return _Cleared()
+    raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
 
 
 def event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:

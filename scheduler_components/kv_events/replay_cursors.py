@@ -69,6 +69,7 @@ class ReplayCursors:
         "_encoder",
         "_end_prefix",
         "_max_clients",
+        "_pinning",
         "_prefix",
         "_rank",
         "_stream",
@@ -97,6 +98,7 @@ class ReplayCursors:
         self._end_prefix: tuple[bytes, ...] = (b"", b"") if framing == "topic" else (b"",)
         self._max_clients = max_clients
         self._cursors: OrderedDict[bytes, _Cursor] = OrderedDict()
+        self._pinning: set[bytes] = set()
         self.num_served = self.num_batches = self.num_refused = self.num_truncated = 0
 
     def __len__(self) -> int:
@@ -120,29 +122,29 @@ class ReplayCursors:
             if len(self._cursors) >= self._max_clients:
                 raise DecodeError("too many replay clients")
             request = Request.parse(frames[2])
-            messages = self._plain(request.start) if request.verb is None else self._extended(request)
+            messages = self._plain(client, request.start) if request.verb is None else self._extended(client, request)
         except DecodeError:
             self.num_refused += 1
             messages = _bare_end()
         self._cursors[client] = _Cursor(messages)
 
-    def _plain(self, start: int) -> Messages:
+    def _plain(self, client: bytes, start: int) -> Messages:
         stream = self._stream
         stop = stream.next_sequence
         sequence = start if stream.has_folded else max(start, stream.first)
         while sequence < stop:
             if sequence < stream.first:
                 # Also when a slow client is overtaken by the window: the base it gets then makes up for the gap.
-                yield from self._folded(sequence)
+                yield from self._folded(client, sequence)
                 sequence = stream.first
                 continue
             yield _numbered(sequence, stream.payload(sequence))
             sequence += 1
         yield _END
 
-    def _folded(self, start: int) -> Messages:
+    def _folded(self, client: bytes, start: int) -> Messages:
         """The base as batches numbered up to ``first - 1``, at most ``first - start`` of them."""
-        with self._pinned():
+        with self._pinned(client):
             first = self._stream.first
             chunks: list[list[Segment[bytes]]] = []
             for planned in self._stream.plan_base(max_chunks=first - start):
@@ -150,8 +152,10 @@ class ReplayCursors:
                     yield None
                 else:
                     chunks = planned
-            for number, chunk in enumerate(chunks, start=first - len(chunks)):
-                yield _numbered(number, self._encode(chunk, clear=chunk is chunks[0]))
+            start = first - len(chunks)
+            for number in range(start, first):
+                # Let go of one by one: to free a large plan at once would show in the scheduler's step.
+                yield _numbered(number, self._encode(chunks.pop(0), clear=number == start))
 
     def _snapshot(self) -> Generator[Numbered | None, None, int]:
         """The base as chunks numbered 0 and up; returns how many."""
@@ -160,24 +164,26 @@ class ReplayCursors:
             if planned is None:
                 yield None
                 continue
-            for number, chunk in enumerate(planned):
-                yield _numbered(number, self._encode(chunk, clear=number == 0))
             num_chunks = len(planned)
+            for number in range(num_chunks):
+                yield _numbered(number, self._encode(planned.pop(0), clear=number == 0))
         return num_chunks
 
     def _encode(self, chunk: list[Segment[bytes]], *, clear: bool) -> bytes:
         return self._stream.encode_chunk(chunk, self._encoder, self._rank, clear=clear)
 
     @contextmanager
-    def _pinned(self) -> Iterator[None]:
-        """Keep the base as it is, and with it the window's start."""
+    def _pinned(self, client: bytes) -> Iterator[None]:
+        """Keep the base as it is, and with it the window's start, while ``client`` gets it."""
         self._stream.pins += 1
+        self._pinning.add(client)
         try:
             yield
         finally:
             self._stream.pins -= 1
+            self._pinning.discard(client)
 
-    def _extended(self, request: Request) -> Messages:
+    def _extended(self, client: bytes, request: Request) -> Messages:
         stream = self._stream
         stop = stream.next_sequence
         in_window = request.epoch == stream.epoch and stream.first <= request.start <= stop
@@ -189,7 +195,7 @@ class ReplayCursors:
         end = self._meta(request, Kind.END, stop)
         num_chunks = None
         if request.verb is Verb.SNAPSHOT or not in_window:
-            with self._pinned():
+            with self._pinned(client):
                 start = stream.first
                 yield self._meta(request, Kind.BEGIN, start, snap=True)
                 num_chunks = yield from self._snapshot()
@@ -232,8 +238,15 @@ class ReplayCursors:
         return False
 
     def cut_short(self) -> None:
-        """Let every open answer end with a bare end marker now: the publisher is closing, or cannot wait."""
-        for client in self.clients:
+        """Let every open answer end with a bare end marker now: the publisher is closing."""
+        self._cut(self.clients)
+
+    def cut_pinned(self) -> None:
+        """Let the answers that keep the base from folding end so: their clients take too long, and ask again."""
+        self._cut(tuple(self._pinning))
+
+    def _cut(self, clients: tuple[bytes, ...]) -> None:
+        for client in clients:
             self.drop(client)
             self._cursors[client] = _Cursor(_bare_end())
             self.num_truncated += 1

@@ -19,8 +19,10 @@ __all__ = ["Backstop", "BackstopTurn", "Look"]
 
 _log = logging.getLogger(__name__)
 
-_LOOK_EVERY_MS = 5.0
-_LOOKS_BEFORE_SLEEP = 100
+_LOOK_EVERY_MS = 8.0
+"""Twice as often would halve how long a last batch waits, and cost every step of a busy scheduler some microseconds."""
+
+_LOOKS_BEFORE_SLEEP = 60
 
 
 class Look(enum.Enum):
@@ -36,6 +38,10 @@ class BackstopTurn(Protocol):
 
     def take_turn_if_stalled(self) -> Look:
         """Act if the scheduler has not acted lately."""
+        ...
+
+    def stop_deferring(self) -> None:
+        """Nobody looks from now on: leave nothing to the backstop without waking it."""
         ...
 
 
@@ -81,11 +87,12 @@ class Backstop:
             raise
         self._pipe, self._thread = (reader, writer), thread
 
-    def watch(self) -> None:
-        """Begin to look, if not looking already: one attribute read in the common case, one system call otherwise."""
+    def watch(self) -> bool:
+        """Begin to look, if not looking already; False when the thread is gone. A system call only if it sleeps."""
         if not self._looking:
             self._looking = True
             self._wake()
+        return not self.has_ended
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread and close the pipe; False when it did not end within ``timeout_s``."""
@@ -125,6 +132,7 @@ class Backstop:
             _log.exception("the KV-event backstop died: batches go out, and replays are served, inside publish() only")
         finally:
             self.has_ended = True
+            self._turn.stop_deferring()
 
     def _look(self, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
         """Look until there has been nothing to do for a while."""
@@ -135,7 +143,8 @@ class Backstop:
             quiet_looks = quiet_looks + 1 if found is Look.QUIET else 0
             if quiet_looks > _LOOKS_BEFORE_SLEEP:
                 self._looking = False
-                # A batch may have been deferred just before the flag fell: its publisher saw it still set.
+                self._turn.stop_deferring()
+                # A batch may have been deferred just before the flags fell: its publisher saw them still set.
                 if self._turn.take_turn_if_stalled() is Look.QUIET:
                     return
                 self._looking = True

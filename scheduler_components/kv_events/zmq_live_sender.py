@@ -126,16 +126,6 @@ class ZmqLiveSender:
     def _send_batch(self, batch: EventBatch) -> None:
         """Encode before taking a number: an event that cannot be encoded takes none, and no good event along."""
         try:
-            self._encode_and_send(batch)
-        except zmq.ZMQError as error:
-            # Only somebody who closed a shared context can have done this. A scheduler does not stop for it.
-            self.num_dropped += 1
-            if not self._is_failing:
-                self._is_failing = True
-                _log.error("KV events cannot be sent any more: %s", error)
-
-    def _encode_and_send(self, batch: EventBatch) -> None:
-        try:
             payload: bytes | None = self._encoder.encode(batch, self._rank)
             events = batch.events
         except _UNSOUND:
@@ -144,12 +134,20 @@ class ZmqLiveSender:
             return
         if len(payload) > _LARGE_PAYLOAD_BYTES and (parts := halves(events)) is not None:
             for part in parts:
-                self._encode_and_send(EventBatch(ts=batch.ts, events=part, attn_dp_rank=batch.attn_dp_rank))
+                self._send_batch(EventBatch(ts=batch.ts, events=part, attn_dp_rank=batch.attn_dp_rank))
             return
         sequence = self._stream.append(payload)
-        self._send(self._topic, _SNDMORE)
-        self._send(sequence.to_bytes(8, "big"), _SNDMORE)
-        self._send(payload)
+        try:
+            self._send(self._topic, _SNDMORE)
+            self._send(sequence.to_bytes(8, "big"), _SNDMORE)
+            self._send(payload)
+        except zmq.ZMQError as error:
+            # Only somebody who closed a shared context can have done this. A scheduler does not stop for it.
+            self.num_dropped += 1
+            if not self._is_failing:
+                self._is_failing = True
+                _log.error("KV events cannot be sent any more: %s", error)
+            return
         self.num_batches += 1
         self.num_events += len(events)
         self.num_bytes += len(payload)

@@ -2,7 +2,8 @@
 
 Who works: the scheduler's own thread. ``publish()`` appends; ``idle()``, called where the scheduler waits for its
 device, encodes, sends and serves replays. A scheduler that never calls ``idle()`` has its batches sent inside
-``publish()``. A sending thread, as SGLang and vLLM have it, starves when the scheduler keeps the GIL.
+``publish()``, a burst of them in groups. A sending thread, as SGLang and vLLM have it, starves when the scheduler
+keeps the GIL.
 
 Who owns the sockets: whoever holds the turn, a lock that the scheduler's thread never waits for. The only other
 taker is the backstop thread, when the scheduler has stopped taking its turns.
@@ -22,19 +23,23 @@ from scheduler_components.errors import ConfigError, ForkedPublisherError, Publi
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoint import Endpoint
 from scheduler_components.kv_events.events import AllBlocksCleared, EventBatch, KVEventBatch
+from scheduler_components.kv_events.fork_hook import call_in_children
 from scheduler_components.kv_events.publisher import EventPublisher
 from scheduler_components.kv_events.replay_wire import END_SEQ
 from scheduler_components.kv_events.thread_backstop import Backstop, Look
 from scheduler_components.kv_events.zmq_sockets import Context
-from scheduler_components.kv_events.zmq_stream_edge import open_stream_edge
+from scheduler_components.kv_events.zmq_stream_edge import Occasion, open_stream_edge
 from scheduler_components.metrics.stats import PublisherStats
 
 __all__ = ["CloseReport", "ZmqEventPublisher"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_DEFERRED = 8
-"""Batches that may wait for ``idle()``: past these, ``publish()`` sends inline whatever the hook does."""
+_GROUP = 8
+"""Batches of a burst that go out together: what costs most is to wake libzmq's thread, and it wakes once for all."""
+
+_BURST_GAP_S = 0.0001
+"""Calls that follow each other within this are a burst once ``_GROUP`` of them have: no scheduler steps as quickly."""
 
 _STALLED_AFTER_S = 0.005
 """A scheduler that has not published or idled for this long has stopped ticking: the backstop acts for it."""
@@ -133,8 +138,11 @@ class ZmqEventPublisher(EventPublisher):
             raise ConfigError("attn_dp_rank", attn_dp_rank, "is not a rank", "give an integer of at least 0")
         self._turn = threading.Lock()
         self._pid = os.getpid()
-        self._idle_is_called = False
-        self._ticked_at_s = self._deferred_at_s = 0.0
+        self._is_inherited = False
+        # True while the next batch may wait: ``idle()`` has just been called, and the backstop looks.
+        self._may_defer = False
+        self._num_close_calls = 0
+        self._called_at_s = self._ticked_at_s = self._deferred_at_s = 0.0
         self._closed: CloseReport | None = None
         self._edge = open_stream_edge(settings, attn_dp_rank, context)
         self._pending = self._edge.live.pending
@@ -142,6 +150,7 @@ class ZmqEventPublisher(EventPublisher):
         self.replay_endpoint = self._edge.sockets.replay_endpoint
         self._start_backstop()
         atexit.register(self.shutdown)
+        call_in_children(self.disown)
         if seq_base == "clock":
             self.publish(KVEventBatch(ts=time.time(), events=(AllBlocksCleared(),)))
 
@@ -162,19 +171,37 @@ class ZmqEventPublisher(EventPublisher):
             PublisherClosedError: after ``shutdown()``.
             ForkedPublisherError: in a child process: the sockets and the stream are the parent's.
         """
-        if os.getpid() != self._pid:
+        if self._may_defer:
+            self._deferred_at_s = time.monotonic()
+            self._pending.append(events)
+            # Read again: whoever took it back meanwhile may have looked at the pending batches before this one came.
+            if self._may_defer:
+                self._may_defer = False
+                return
+        elif self._joins_group(events):
+            return
+        self._take_turn(Occasion.STEP)
+
+    def _joins_group(self, events: EventBatch) -> bool:
+        """Make a batch pending; True when it is one of a burst and waits for the rest of its group."""
+        self._check_usable()
+        now = time.monotonic()
+        pending = self._pending
+        if not pending:
+            self._deferred_at_s = now
+        pending.append(events)
+        if now - self._called_at_s > _BURST_GAP_S:
+            self._num_close_calls = 0
+        self._called_at_s = now
+        self._num_close_calls += 1
+        # The backstop has an eye on what waits.
+        return self._num_close_calls > _GROUP and len(pending) < _GROUP and self._backstop.watch()
+
+    def _check_usable(self) -> None:
+        if self._is_inherited:
             raise ForkedPublisherError(self._pid)
         if self._closed is not None:
             raise PublisherClosedError("publish() after shutdown(): the batch was not taken")
-        pending = self._pending
-        if not pending:
-            self._deferred_at_s = time.monotonic()
-        pending.append(events)
-        if self._idle_is_called and len(pending) <= _MAX_DEFERRED and not self._backstop.has_ended:
-            self._idle_is_called = False
-            self._backstop.watch()
-            return
-        self._take_turn()
 
     def idle(self) -> None:
         """Send what is pending and serve a bite of each replay; call it where the scheduler waits for its device.
@@ -182,18 +209,30 @@ class ZmqEventPublisher(EventPublisher):
         Raises:
             ForkedPublisherError: in a child process.
         """
-        if os.getpid() != self._pid:
+        if self._is_inherited:
             raise ForkedPublisherError(self._pid)
         if self._closed is None:
-            self._idle_is_called = True
-            self._take_turn()
+            self._take_turn(Occasion.WAIT)
+            # In this order: a backstop that goes to sleep in between takes the permission back.
+            self._may_defer = True
+            if not self._backstop.watch():
+                self._may_defer = False
 
-    def _take_turn(self) -> None:
+    def disown(self) -> None:
+        """Called in a forked child: sockets and stream are the parent's."""
+        self._is_inherited = True
+        self._may_defer = False
+
+    def stop_deferring(self) -> None:
+        """The backstop's word that it will not look any more: the next batch goes out inside ``publish()``."""
+        self._may_defer = False
+
+    def _take_turn(self, occasion: Occasion) -> None:
         self._ticked_at_s = time.monotonic()
         # Never waits: whoever holds the turn looks at the pending batches again after letting go.
         while self._closed is None and self._turn.acquire(blocking=False):
             try:
-                unfinished = self._edge.act()
+                unfinished = self._edge.act(occasion, self._ticked_at_s)
             finally:
                 self._turn.release()
             if unfinished:
@@ -203,10 +242,11 @@ class ZmqEventPublisher(EventPublisher):
 
     def take_turn_if_stalled(self) -> Look:
         """The backstop's look: act when the scheduler has not ticked lately."""
-        if time.monotonic() - self._ticked_at_s < _STALLED_AFTER_S or not self._turn.acquire(blocking=False):
+        now = time.monotonic()
+        if now - self._ticked_at_s < _STALLED_AFTER_S or not self._turn.acquire(blocking=False):
             return Look.TICKING
         try:
-            unfinished = self._edge.act() | self._edge.count_peers()
+            unfinished = self._edge.act(Occasion.STALL, now) | self._edge.count_peers()
         finally:
             self._turn.release()
         return Look.BUSY if unfinished or self._pending else Look.QUIET
@@ -225,8 +265,9 @@ class ZmqEventPublisher(EventPublisher):
             return self._closed
         live = self._edge.live
         self._closed = CloseReport(live.num_batches, live.num_dropped)
+        self._may_defer = False
         atexit.unregister(self.shutdown)
-        if os.getpid() != self._pid:
+        if self._is_inherited:
             return self._closed
         deadline = time.monotonic() + deadline_s
         was_cut = True

@@ -16,6 +16,9 @@ _log = logging.getLogger(__name__)
 _SENDS_A_TURN = 16
 """A bite of replay between two live batches: larger ones show in the live latency (measured)."""
 
+_SENDS_A_WAIT = 64
+"""A bite while the scheduler waits for its device: some 200 microseconds that nobody else wants."""
+
 _BYTES_A_SEND = 16 * 1024
 """What counts as one send of a bite; a chunk of the base is as large as a whole bite."""
 
@@ -45,26 +48,28 @@ class ZmqReplayServer:
         """Becomes readable when a client asks, or can take more."""
         return int(self._socket.getsockopt(zmq.FD))
 
-    def serve_bite(self) -> bool:
-        """Take requests and send at most a bite of answers; True while there is more to do right away."""
+    def serve_bite(self, *, is_waiting: bool = False) -> bool:
+        """Take requests and send at most a bite of answers; True while there is more to do right away.
+
+        ``is_waiting`` says that the scheduler has time: the bite is a large one.
+        """
         if self._has_failed:
             return False
         try:
-            return self._serve_bite()
+            return self._serve_bite(_SENDS_A_WAIT if is_waiting else _SENDS_A_TURN)
         except zmq.ZMQError as error:
             # Only somebody who closed a shared context can have done this. A scheduler does not stop for it.
             self._has_failed = True
             _log.error("KV events cannot be replayed any more: %s", error)
             return False
 
-    def _serve_bite(self) -> bool:
+    def _serve_bite(self, sends_left: int) -> bool:
         asked = 0
         while asked < _REQUESTS_A_TURN and self._is_readable():
             asked += 1
             self.cursors.ask(self._socket.recv_multipart(zmq.NOBLOCK))
         if not len(self.cursors):
             return asked == _REQUESTS_A_TURN
-        sends_left = _SENDS_A_TURN
         for client in self.cursors.clients:
             sends_left = self._serve(client, sends_left)
             if not sends_left:
@@ -93,7 +98,7 @@ class ZmqReplayServer:
                 return sends_left
             done = self.cursors.sent(client)
             # A step of planning, or a chunk of the base, is a bite of its own.
-            cost = _SENDS_A_TURN if message is None else 1 + len(message[-1]) // _BYTES_A_SEND
+            cost = _SENDS_A_WAIT if message is None else 1 + len(message[-1]) // _BYTES_A_SEND
             sends_left = max(0, sends_left - cost)
         self.cursors.rotate(client)
         return sends_left

@@ -5,6 +5,7 @@ Nothing here locks: whoever calls holds the publisher's turn.
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import time
@@ -20,12 +21,23 @@ from scheduler_components.kv_events.zmq_replay_server import ZmqReplayServer
 from scheduler_components.kv_events.zmq_sockets import Context, StreamSockets, open_stream_sockets
 from scheduler_components.metrics.stats import PublisherStats
 
-__all__ = ["ZmqStreamEdge", "open_stream_edge"]
+__all__ = ["Occasion", "ZmqStreamEdge", "open_stream_edge"]
 
 _log = logging.getLogger(__name__)
 
+_REQUESTS_EVERY_S = 0.002
+"""To look for replay requests costs a system call: a scheduler of quick steps does it in some of them."""
+
 _TURNS_BETWEEN_COUNTS = 64
 """Peers come rarely: their reports are looked for once in so many turns of a busy scheduler."""
+
+
+class Occasion(enum.Enum):
+    """When a turn is taken."""
+
+    STEP = "inside the scheduler's step, where every microsecond shows"
+    WAIT = "while the scheduler waits for its device: there is some time"
+    STALL = "by the backstop, for a scheduler that has stopped ticking"
 
 
 class ZmqStreamEdge:
@@ -37,7 +49,7 @@ class ZmqStreamEdge:
         is_open_bind: True when it listens beyond loopback without authentication.
     """
 
-    __slots__ = ("_cursors", "_num_turns", "_replay", "_stream", "is_open_bind", "live", "sockets")
+    __slots__ = ("_cursors", "_looked_at_s", "_num_turns", "_replay", "_stream", "is_open_bind", "live", "sockets")
 
     def __init__(
         self,
@@ -55,6 +67,7 @@ class ZmqStreamEdge:
         self._cursors = cursors
         self._replay = ZmqReplayServer(sockets.replay, cursors) if sockets.replay else None
         self._num_turns = 0
+        self._looked_at_s = 0.0
 
     @property
     def wakeup_fds(self) -> tuple[int, ...]:
@@ -62,16 +75,25 @@ class ZmqStreamEdge:
         replay = [self._replay.wakeup_fd] if self._replay else []
         return (*replay, *(counter.wakeup_fd for counter in self.sockets.peers if counter))
 
-    def act(self) -> bool:
-        """Send what is pending, fold, serve a bite of replays; True while there is more to do."""
+    def act(self, occasion: Occasion, now_s: float) -> bool:
+        """Send what is pending, fold, serve a bite of replays; True while there is more to do.
+
+        ``now_s`` is ``time.monotonic``.
+        """
         self.live.send_pending()
         self._stream.fold_some()
         if self._stream.is_held_up:
-            self._cursors.cut_short()
+            self._cursors.cut_pinned()
         self._num_turns += 1
         if self._num_turns % _TURNS_BETWEEN_COUNTS == 0:
             self.count_peers()
-        return self._replay.serve_bite() if self._replay else False
+        if self._replay is None:
+            return False
+        has_looked = now_s - self._looked_at_s < _REQUESTS_EVERY_S and occasion is not Occasion.STALL
+        if has_looked and not len(self._cursors):
+            return False
+        self._looked_at_s = now_s
+        return self._replay.serve_bite(is_waiting=occasion is Occasion.WAIT)
 
     def count_peers(self) -> bool:
         """Take a bounded number of reports of who connected; True while there may be more."""

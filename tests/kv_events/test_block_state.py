@@ -85,7 +85,10 @@ def test_parents_come_before_children(history: list[KVEventBatch]) -> None:
         above = segment.parent
         if above is not None and (tier, above) in standing and not _in_cycle(parents, tier, first):
             assert (tier, above) in seen
-        seen |= {(tier, each) for each in segment.run.block_hashes[segment.first : segment.stop]}
+        blocks = {(tier, each) for each in segment.run.block_hashes[segment.first : segment.stop]}
+        assert not blocks & seen
+        seen |= blocks
+    assert seen == standing.keys()
 
 
 def _in_cycle(parents: dict[tuple[Medium, int], int | None], tier: Medium, block_hash: int) -> bool:

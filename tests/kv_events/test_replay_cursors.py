@@ -236,14 +236,16 @@ def test_otherwise_sync_is_base_then_window(request_: Request, folded: int) -> N
     assert hashes(messages) == list(range(1, 9))
 
 
-def test_a_snapshot_holds_the_base_still_until_it_is_sent() -> None:
+def test_a_snapshot_holds_the_base_still_until_it_is_sent_or_its_client_leaves() -> None:
     stream = stream_of(8, max_steps=3)
     cursors = cursors_of(stream)
-    ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH))
+    for client in (b"c", b"leaves"):
+        ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH), client)
     add(stream, 3)
-    assert (stream.first, stream.pins) == (5, 1)
-    messages = answer(cursors)
-    assert hashes(messages) == list(range(1, 9))
+    assert (stream.first, stream.pins) == (5, 2)
+    assert hashes(answer(cursors)) == list(range(1, 9))
+    assert stream.pins == 1
+    cursors.drop(b"leaves")
     assert stream.pins == 0
 
 
@@ -255,18 +257,25 @@ def test_a_client_that_is_too_slow_is_cut_and_must_ask_again(verb: Verb) -> None
     add(stream, 20)
     if verb is Verb.SNAPSHOT:
         assert stream.is_held_up
-        cursors.cut_short()
+        cursors.cut_pinned()
     end = answer(cursors)[-1]
     assert end[-2:] == (END_SEQ, b"")
     assert (stream.pins, cursors.num_truncated) == (0, 1)
 
 
-def test_a_client_that_leaves_lets_the_base_go() -> None:
-    stream = stream_of(8, max_steps=3)
+def test_who_holds_the_base_up_is_cut_and_nobody_else() -> None:
+    stream = stream_of(30, max_steps=5)
     cursors = cursors_of(stream)
-    ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH))
-    cursors.drop(b"c")
-    assert stream.pins == 0
+    ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH), b"slow")
+    ask(cursors, 0, b"slow and plain")
+    ask(cursors, stream.first, b"prompt")
+    while stream.pins != 2:
+        cursors.sent(b"slow and plain")
+    add(stream, 10)
+    cursors.cut_pinned()
+    assert [numbers(answer(cursors, client)) for client in (b"slow", b"slow and plain")] == [[-1], [-1]]
+    assert numbers(answer(cursors, b"prompt")) == [*range(25, 30), -1]
+    assert (stream.pins, cursors.num_truncated) == (0, 2)
 
 
 def test_a_window_that_overtakes_its_last_batch_does_not_break_an_extended_answer() -> None:

@@ -104,7 +104,10 @@ class Bench:
 
     @property
     def is_current(self) -> bool:
-        return self.stats.is_extended and self.stats.last_seq == self.publisher.stats().last_sequence
+        published = self.publisher.stats()
+        return (
+            self.stats.is_extended and not published.batches_pending and self.stats.last_seq == published.last_sequence
+        )
 
     def until_converged(self) -> None:
         self.until(lambda: self.is_current and self.stats.state is StreamState.LIVE)

@@ -86,6 +86,21 @@ def test_the_tail_arrives_when_the_scheduler_stops_calling(
     assert number_of(subscriber.recv_multipart()) == 42
 
 
+def test_a_burst_goes_out_in_groups_and_its_tail_on_its_own(
+    opened: Open, subscribe: Subscribe, connected: Connected
+) -> None:
+    publisher = opened()
+    subscriber = subscribe(publisher.endpoint)
+    connected(publisher.publish, subscriber)
+    pending = []
+    for number in range(500):
+        publisher.publish(batch(number))
+        pending.append(publisher.stats().batches_pending)
+    assert pending[0] == 0  # a scheduler that publishes once a step, and never idles, has nothing held back
+    assert max(pending) < 8
+    assert [number_of(subscriber.recv_multipart()) for _ in range(500)] == list(range(500))
+
+
 def test_a_late_joiner_catches_up_by_replay(opened: Open, ask_replay: Ask) -> None:
     publisher = opened()
     for number in range(300):
