@@ -77,8 +77,11 @@ class LoadInquirer:
         """
         queues, pool, rates = self.queues, self.pool, self.rates
         waiting = queues.waiting
-        num_waiting, num_running, max_running = len(waiting), len(queues.running), queues.max_running_requests
-        pending_tokens, uncached_tokens = _count_queue(waiting)
+        num_running, max_running = len(queues.running), queues.max_running_requests
+        if isinstance(waiting, TokenCountedQueue):
+            num_waiting, pending_tokens, uncached_tokens = waiting.totals()
+        else:
+            num_waiting, pending_tokens, uncached_tokens = _walk(waiting)
         chunked_tokens = queues.num_chunked_tokens_left
         pending_tokens += chunked_tokens
         uncached_tokens += chunked_tokens
@@ -113,7 +116,7 @@ class LoadInquirer:
             token_usage,
             rates.gen_throughput,
             rates.cache_hit_rate,
-            max(token_usage, slot_usage),
+            token_usage if token_usage > slot_usage else slot_usage,  # max() costs a tenth of all
             special_queues,
             disaggregation,
             lora,
@@ -122,13 +125,11 @@ class LoadInquirer:
         )
 
 
-def _count_queue(queue: Sequence[QueuedRequest]) -> tuple[int, int]:
-    """Return ``(pending_tokens, uncached_tokens)``; the kit's own queue knows them, any other is walked."""
-    if isinstance(queue, TokenCountedQueue):
-        return queue.pending_tokens, queue.uncached_tokens
+def _walk(queue: Sequence[QueuedRequest]) -> tuple[int, int, int]:
+    """Return ``(requests, pending_tokens, uncached_tokens)`` of a queue that does not know them."""
     pending_tokens = uncached_tokens = 0
     for request in queue:
         pending, uncached = count_request(request)
         pending_tokens += pending
         uncached_tokens += uncached
-    return pending_tokens, uncached_tokens
+    return len(queue), pending_tokens, uncached_tokens

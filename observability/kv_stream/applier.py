@@ -109,6 +109,7 @@ class BatchApplier:
             self.counters.decode_errors += len(batch.errors)
             self.counters.last_error = f"batch {seq}: {batch.errors[-1].reason}"
             return Outcome.DAMAGED
-        if any(isinstance(event, AllBlocksCleared) for event in batch.events):
-            return Outcome.CLEARED
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                return Outcome.CLEARED
         return Outcome.ADDED

@@ -44,6 +44,12 @@ def tier_of(medium: str | None) -> Tier | None:
 _Place = tuple[str | None, int | None]
 """A medium and a KV-cache group."""
 
+_PlaceKey = str | None | _Place
+"""What an event says of its place: its medium alone where it names no group, for a tuple takes longer to look up."""
+
+_OpenPlace = tuple[set[int], dict[_Place, set[int]], dict[int, int]]
+"""The hashes in one place, all places of its tier, and the tier's map of hash to holders."""
+
 
 @dataclass(slots=True)
 class ViewCounters:
@@ -71,11 +77,12 @@ class _RankBlocks:
     """What one rank holds: its bit in the masks, and for each tier one set of hashes a place.
 
     Two places of one tier, media or KV-cache groups, hold a block each on its own: removed from one, it is still in
-    the other.
+    the other. ``opened`` spares each event the way to its place; it is emptied whenever ``held`` loses places.
     """
 
     bit: int
     held: tuple[dict[_Place, set[int]], ...] = field(default_factory=lambda: tuple({} for _ in Tier))
+    opened: dict[_PlaceKey, _OpenPlace] = field(default_factory=dict)
     counters: ViewCounters = field(default_factory=ViewCounters)
 
     def on_tier(self, tier: Tier) -> Set[int]:
@@ -110,22 +117,36 @@ class BlockView:
     def apply(self, rank: int, events: Iterable[KVCacheEvent]) -> None:
         """Apply one rank's events in order."""
         blocks = self._ranks.get(rank) or self._add_rank(rank)
+        opened = blocks.opened
         for event in events:
             if isinstance(event, BlockStored):
-                tier = _TIERS.get(event.medium)
-                if tier is None:
-                    blocks.counters.unknown_media += 1
-                else:
-                    held = blocks.held[tier].setdefault(_place(event), set())
-                    _store(blocks, held, self._holders[tier], event.block_hashes)
+                key = event.medium if event.group_idx is None else (event.medium, event.group_idx)
+                place = opened.get(key) or self._open_place(blocks, event, key)
+                if place:
+                    _store(blocks, place, event.block_hashes)
             elif isinstance(event, BlockRemoved):
-                tier = _TIERS.get(event.medium)
-                if tier is None:
-                    blocks.counters.unknown_media += 1
-                else:
-                    _remove(blocks, blocks.held[tier], _place(event), self._holders[tier], event.block_hashes)
+                key = event.medium if event.group_idx is None else (event.medium, event.group_idx)
+                place = opened.get(key) or self._open_place(blocks, event, key)
+                if place:
+                    _remove(blocks, place, event.block_hashes)
             elif isinstance(event, AllBlocksCleared):
                 self.clear(rank)
+
+    def _open_place(self, blocks: _RankBlocks, event: BlockStored | BlockRemoved, key: _PlaceKey) -> _OpenPlace | None:
+        """The place of an event; None, and counted, where there is nothing to change."""
+        tier = _TIERS.get(event.medium)
+        if tier is None:
+            blocks.counters.unknown_media += 1
+            return None
+        places = blocks.held[tier]
+        place = (None if event.medium == MEDIUM_GPU else event.medium, event.group_idx)
+        if place not in places:
+            if isinstance(event, BlockRemoved):
+                blocks.counters.unknown_removals += len(event.block_hashes)
+                return None
+            places[place] = set()
+        blocks.opened[key] = opened = (places[place], places, self._holders[tier])
+        return opened
 
     def clear(self, rank: int) -> None:
         """Forget all blocks of one rank, on every tier; costs what that rank holds."""
@@ -135,6 +156,7 @@ class BlockView:
             for block_hash in blocks.on_tier(tier):
                 _drop_bit(holders, block_hash, blocks.bit)
             blocks.held[tier].clear()
+        blocks.opened.clear()
 
     def replace(self, rank: int, other: BlockView) -> None:
         """Let ``rank`` hold what it holds in ``other``, at once; costs what it holds in both."""
@@ -147,6 +169,7 @@ class BlockView:
             for block_hash in after - before:
                 holders[block_hash] = holders.get(block_hash, 0) | blocks.bit
         blocks.held = tuple({place: set(held) for place, held in places.items()} for places in fresh.held)
+        blocks.opened.clear()
         blocks.counters.add(fresh.counters)
 
     def _add_rank(self, rank: int) -> _RankBlocks:
@@ -172,6 +195,7 @@ class BlockView:
             rank to depth in blocks, for ranks that hold at least the first block.
         """
         masks = self._holders[tier].get
+        rank_of_bit = self._rank_of_bit.get
         depths: dict[int, int] = {}
         alive = -1
         depth = 0
@@ -180,7 +204,12 @@ class BlockView:
             if mask != alive:
                 still = mask & alive
                 if depth and still != alive:
-                    self._note_depth(alive & ~still, depth, depths)
+                    gone = alive ^ still
+                    rank = rank_of_bit(gone)  # as a rule one rank ends: no walk over bits
+                    if rank is None:
+                        self._note_depth(gone, depth, depths)
+                    else:
+                        depths[rank] = depth
                 alive = still
                 if not alive:
                     return depths
@@ -218,40 +247,42 @@ class BlockView:
         return known.counters if known else ViewCounters()
 
 
-def _place(event: BlockStored | BlockRemoved) -> _Place:
-    return (None if event.medium == MEDIUM_GPU else event.medium, event.group_idx)
+# One block an event is common, so both loops make no call that they can spare.
 
 
-def _store(blocks: _RankBlocks, held: set[int], holders: dict[int, int], hashes: Sequence[int]) -> None:
-    before = len(held)
-    held.update(hashes)
+def _store(blocks: _RankBlocks, place: _OpenPlace, hashes: Sequence[int]) -> None:
+    held, _, holders = place
     counters = blocks.counters
     counters.stored_blocks += len(hashes)
-    counters.duplicate_stores += len(hashes) - (len(held) - before)
-    mask_of = holders.get
     bit = blocks.bit
     for block_hash in hashes:
-        holders[block_hash] = mask_of(block_hash, 0) | bit
-
-
-def _remove(
-    blocks: _RankBlocks,
-    places: dict[_Place, set[int]],
-    place: _Place,
-    holders: dict[int, int],
-    hashes: Sequence[int],
-) -> None:
-    held = places.get(place, set())
-    others = [each for other, each in places.items() if other != place]
-    elsewhere = {each for each in hashes if any(each in other for other in others)} if others else frozenset()
-    for block_hash in hashes:
         if block_hash in held:
-            held.remove(block_hash)
-            blocks.counters.removed_blocks += 1
-            if block_hash not in elsewhere:
-                _drop_bit(holders, block_hash, blocks.bit)
+            counters.duplicate_stores += 1
         else:
-            blocks.counters.unknown_removals += 1
+            held.add(block_hash)
+            if block_hash in holders:
+                holders[block_hash] |= bit
+            else:
+                holders[block_hash] = bit
+
+
+def _remove(blocks: _RankBlocks, place: _OpenPlace, hashes: Sequence[int]) -> None:
+    held, places, holders = place
+    is_alone = len(places) == 1
+    counters = blocks.counters
+    bit = blocks.bit
+    for block_hash in hashes:
+        if block_hash not in held:
+            counters.unknown_removals += 1
+            continue
+        held.remove(block_hash)
+        counters.removed_blocks += 1
+        if not is_alone and any(block_hash in other for other in places.values()):
+            continue
+        if holders[block_hash] == bit:
+            del holders[block_hash]
+        else:
+            holders[block_hash] &= ~bit
 
 
 def _drop_bit(holders: dict[int, int], block_hash: int, bit: int) -> None:

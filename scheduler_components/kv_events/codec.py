@@ -128,8 +128,10 @@ def _sound_time(ts: object) -> float:
     return float(ts) if isinstance(ts, int | float) and abs(ts) < _INT64_LIMIT else 0.0
 
 
-class DecodedBatch(msgspec.Struct, frozen=True):
+class DecodedBatch(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A batch as a reader sees it.
+
+    Array-like, so that a sound payload is decoded straight into what is returned. No payload can fill ``errors``.
 
     Attributes:
         ts: seconds since the epoch, as the publisher stamped it.
@@ -139,7 +141,7 @@ class DecodedBatch(msgspec.Struct, frozen=True):
     """
 
     ts: float
-    events: tuple[KVCacheEvent, ...]
+    events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
     attn_dp_rank: int | None
     errors: tuple[DecodeError, ...] = ()
 
@@ -148,12 +150,6 @@ class _RawBatch(msgspec.Struct, array_like=True, frozen=True):
     ts: float
     events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_EVENTS)]
     attn_dp_rank: int | None = None
-
-
-class _TypedBatch(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    ts: float
-    events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
-    attn_dp_rank: int | None
 
 
 class BatchDecoder:
@@ -167,7 +163,7 @@ class BatchDecoder:
 
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._max_payload_bytes = max_payload_bytes
-        self._decode_typed = msgspec.msgpack.Decoder(_TypedBatch).decode
+        self._decode_typed = msgspec.msgpack.Decoder(DecodedBatch).decode
         self._decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
 
     def decode(self, payload: bytes) -> DecodedBatch:
@@ -180,13 +176,16 @@ class BatchDecoder:
         if len(payload) > self._max_payload_bytes:
             raise DecodeError(f"payload of {len(payload)} bytes is over the limit of {self._max_payload_bytes}")
         try:
-            typed = self._decode_typed(payload)
-            _check_time(typed.ts)
-            for event in typed.events:
-                check_event(event)
-        except (DecodeError, *_DECODE_ERRORS):
+            batch = self._decode_typed(payload)
+        except _DECODE_ERRORS:
             return self._decode_by_event(payload)
-        return DecodedBatch(typed.ts, typed.events, typed.attn_dp_rank)
+        # The checks of _check_time and check_event, without their calls: whatever they refuse is read event by event.
+        if not math.isfinite(batch.ts):
+            return self._decode_by_event(payload)
+        for event in batch.events:
+            if type(event) is BlockStored and len(event.token_ids) != len(event.block_hashes) * event.block_size:
+                return self._decode_by_event(payload)
+        return batch
 
     def _decode_by_event(self, payload: bytes) -> DecodedBatch:
         try:
@@ -194,7 +193,7 @@ class BatchDecoder:
         except _DECODE_ERRORS as error:
             raise DecodeError(f"batch is not [ts, events, rank]: {error}") from error
         _check_time(batch.ts)
-        events: list[KVCacheEvent] = []
+        events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         errors: list[DecodeError] = []
         for raw in batch.events:
             try:
@@ -226,7 +225,7 @@ def check_event(event: KVCacheEvent) -> None:
 _EVENT_TYPES: dict[str, Any] = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved}
 
 
-def read_event(raw: bytes) -> KVCacheEvent:
+def read_event(raw: bytes) -> BlockStored | BlockRemoved | AllBlocksCleared:
     """Read one event of either dialect, forgiving what peers are known to vary."""
     first = raw[0]
     is_map = first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
@@ -244,12 +243,12 @@ def read_event(raw: bytes) -> KVCacheEvent:
     if tag == "BlockStored":
         fields.setdefault("parent_block_hash", None)
         fields.setdefault("lora_id", None)
-    event: KVCacheEvent = _convert(_EVENT_TYPES[tag], fields)
+    event = _convert(_EVENT_TYPES[tag], fields)
     check_event(event)
     return event
 
 
-def _convert(kind: Any, fields: dict[str, Any]) -> KVCacheEvent:
+def _convert(kind: Any, fields: dict[str, Any]) -> BlockStored | BlockRemoved:
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     for name in _FORGIVEN:
         if name in known and not isinstance(known[name], str | int | list | None):
@@ -258,7 +257,7 @@ def _convert(kind: Any, fields: dict[str, Any]) -> KVCacheEvent:
         values = msgspec.convert(known, _FIELD_TYPES[kind])
     except (msgspec.ValidationError, RecursionError) as error:
         raise DecodeError(str(error)) from error
-    event: KVCacheEvent = kind(**{name: getattr(values, name) for name in kind.__struct_fields__})
+    event: BlockStored | BlockRemoved = kind(**{name: getattr(values, name) for name in kind.__struct_fields__})
     return event
 
 

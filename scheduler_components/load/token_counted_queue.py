@@ -49,13 +49,21 @@ class TokenCountedQueue(Sequence[R]):
         """The part of ``pending_tokens`` that no cached prefix covers."""
         return self._uncached_tokens
 
+    def totals(self) -> tuple[int, int, int]:
+        """``(requests, pending_tokens, uncached_tokens)`` in one call, for load inquiries."""
+        return len(self._entries), self._pending_tokens, self._uncached_tokens
+
     def append(self, request: R) -> None:
         """Enter at the end."""
         entries = self._entries
         key = id(request)
         if key in entries:
             raise ValueError(f"{request!r} is already queued")
-        pending, uncached = count_request(request)
+        # What count_request does with sound counts, written out: the call is an eighth of what entering costs.
+        pending = request.num_input_tokens
+        uncached = pending - request.num_cached_tokens
+        if not 0 <= uncached <= pending:
+            pending, uncached = count_request(request)
         entries[key] = (request, pending, uncached)
         self._pending_tokens += pending
         self._uncached_tokens += uncached
@@ -72,16 +80,20 @@ class TokenCountedQueue(Sequence[R]):
 
     def popleft(self) -> R:
         """Leave from the front."""
-        return self._pop(last=False)
+        try:
+            _, (request, pending, uncached) = self._entries.popitem(False)
+        except KeyError:
+            raise IndexError("pop from an empty queue") from None
+        self._pending_tokens -= pending
+        self._uncached_tokens -= uncached
+        return request
 
     def pop(self) -> R:
         """Leave from the end."""
-        return self._pop(last=True)
-
-    def _pop(self, *, last: bool) -> R:
-        if not self._entries:
-            raise IndexError("pop from an empty queue")
-        request, pending, uncached = self._entries.popitem(last=last)[1]
+        try:
+            _, (request, pending, uncached) = self._entries.popitem()
+        except KeyError:
+            raise IndexError("pop from an empty queue") from None
         self._pending_tokens -= pending
         self._uncached_tokens -= uncached
         return request

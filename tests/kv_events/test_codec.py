@@ -118,6 +118,13 @@ def test_dialects_may_mix_and_unknown_fields_are_skipped() -> None:
     assert decoded.attn_dp_rank is None
 
 
+@pytest.mark.parametrize("later", [[[]], [["late"]], [[["DecodeError", "late"]]], [None], [{"a": 1}], [[], []]])
+def test_no_payload_fills_the_errors_of_its_batch(later: list[object]) -> None:
+    decoded = decode([1.0, [STORED], 0, *later])
+    assert decoded.events == (BlockStored((5,), None, (1,), 1, None),)
+    assert (decoded.ts, decoded.attn_dp_rank, decoded.errors) == (1.0, 0, ())
+
+
 def test_sglangs_event_with_metadata_is_taken() -> None:
     metadata = {"cache_salt": "tenant", "later": 1}
     decoded = decode([1.0, [["BlockStoredWithMetadata", [5], None, [1], 1, None, "GPU", metadata]], 0])

@@ -111,6 +111,7 @@ class QueueMachine(RuleBasedStateMachine):
     def counts_are_what_entered(self) -> None:
         assert self.queue.pending_tokens == sum(counts[0] for _, counts in self.model)
         assert self.queue.uncached_tokens == sum(counts[1] for _, counts in self.model)
+        assert self.queue.totals() == (len(self.model), self.queue.pending_tokens, self.queue.uncached_tokens)
 
 
 QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
@@ -159,3 +160,4 @@ def test_counts_stay_in_range_whatever_a_request_says(input_tokens: int, cached_
     assert 0 <= uncached_tokens <= pending_tokens == max(0, input_tokens)
     if 0 <= cached_tokens <= input_tokens:
         assert uncached_tokens == input_tokens - cached_tokens
+    assert TokenCountedQueue([Req(input_tokens, cached_tokens)]).totals() == (1, pending_tokens, uncached_tokens)

@@ -106,6 +106,41 @@ def test_harmless_events_are_counted() -> None:
     assert (counters.duplicate_stores, counters.unknown_removals, counters.unknown_media) == (1, 1, 1)
 
 
+def test_removals_from_a_place_where_nothing_was_stored_are_counted() -> None:
+    view = BlockView()
+    view.apply(7, [stored(1, 2), BlockRemoved((1, 2), None, 3), BlockRemoved((1,), "CPU"), BlockRemoved((1,), "TAPE")])
+    counters = view.counters(7)
+    assert (counters.removed_blocks, counters.unknown_removals, counters.unknown_media) == (0, 3, 1)
+    assert view.blocks(7) == {1, 2}
+
+
+def test_no_medium_and_the_device_are_one_place() -> None:
+    view = BlockView()
+    view.apply(7, [stored(1, medium="GPU"), stored(1), BlockRemoved((1,))])
+    assert view.blocks(7) == frozenset()
+    view.apply(7, [stored(2), BlockRemoved((2,), "GPU")])
+    assert view.blocks(7) == frozenset()
+    assert view.counters(7).duplicate_stores == 1
+
+
+def test_places_known_before_a_clear_or_a_replacement_are_found_anew() -> None:
+    view, other = BlockView(), BlockView()
+    view.apply(7, [stored(1), AllBlocksCleared(), stored(2)])
+    assert view.blocks(7) == {2}
+    other.apply(7, [stored(3)])
+    view.replace(7, other)
+    view.apply(7, [stored(4), BlockRemoved((3,))])
+    assert view.blocks(7) == {4}
+    assert other.blocks(7) == {3}
+
+
+def test_ranks_that_end_at_one_place_are_all_named() -> None:
+    view = BlockView()
+    for rank in range(70):
+        view.apply(rank, [stored(1, 2, 3) if rank % 2 else stored(1)])
+    assert view.deepest_prefix([1, 2, 3, 4]) == {rank: 3 if rank % 2 else 1 for rank in range(70)}
+
+
 def test_one_rank_is_cleared_without_the_others() -> None:
     view = BlockView()
     for rank in range(100):
