@@ -10,75 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError, PublisherClosedError
-from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, EventBatch, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events.publisher import NullEventPublisher
 from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher, kv_metrics_from
 from scheduler_components.load.snapshot import LoadSnapshot
 from scheduler_components.metrics.stats import KvMetrics, PublisherStats
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.testing.fakes.sinks import ListEventSink, ListKvMetricsSink
+from scheduler_components.testing.fakes.sources import FakeLoad, ScriptedEvents
 
-
-class Cache:
-    def __init__(self, *steps: Sequence[KVCacheEvent]) -> None:
-        self.steps = list(steps)
-
-    def take_events(self) -> Sequence[KVCacheEvent]:
-        return self.steps.pop(0) if self.steps else ()
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.batches: list[EventBatch] = []
-        self.error: Exception | None = None
-        self.idled = self.closed = 0
-
-    def publish(self, events: EventBatch) -> None:
-        if self.error is not None:
-            raise self.error
-        self.batches.append(events)
-
-    def idle(self) -> None:
-        if self.error is not None:
-            raise self.error
-        self.idled += 1
-
-    def stats(self) -> PublisherStats:
-        if self.error is not None:
-            raise self.error
-        return PublisherStats(batches_sent=len(self.batches), batches_dropped=2)
-
-    def shutdown(self) -> None:
-        self.closed += 1
-        if self.error is not None:
-            raise self.error
-
-
-class MetricsSink:
-    def __init__(self) -> None:
-        self.sent: list[KvMetrics] = []
-        self.closed = 0
-
-    def send(self, metrics: KvMetrics) -> None:
-        self.sent.append(metrics)
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-class Load:
-    def get_loads(self) -> LoadSnapshot:
-        return LoadSnapshot(
-            dp_rank=1,
-            num_running_reqs=3,
-            num_waiting_reqs=4,
-            num_used_tokens=33,
-            max_total_num_tokens=170,
-            page_size=16,
-            max_running_requests=8,
-            token_usage=0.2,
-            cache_hit_rate=0.5,
-        )
-
+BUSY = FakeLoad(
+    LoadSnapshot(
+        dp_rank=1,
+        num_running_reqs=3,
+        num_waiting_reqs=4,
+        num_used_tokens=33,
+        max_total_num_tokens=170,
+        page_size=16,
+        max_running_requests=8,
+        token_usage=0.2,
+        cache_hit_rate=0.5,
+    )
+)
 
 removed = st.builds(BlockRemoved, st.tuples(st.integers(-(2**63), 2**63 - 1)))
 
@@ -86,9 +39,9 @@ removed = st.builds(BlockRemoved, st.tuples(st.integers(-(2**63), 2**63 - 1)))
 @given(st.lists(st.lists(removed, max_size=4), max_size=10))
 @settings(deadline=None)
 def test_all_events_leave_in_order_and_no_batch_is_empty(steps: list[list[KVCacheEvent]]) -> None:
-    sink = Sink()
+    sink = ListEventSink()
     publisher = SchedulerKvEventsPublisher(
-        parallel=ParallelState(dp_rank=2, dp_size=4), source=Cache(*steps), sink=sink, clock=lambda: 77.5
+        parallel=ParallelState(dp_rank=2, dp_size=4), source=ScriptedEvents(*steps), sink=sink, clock=lambda: 77.5
     )
     for _ in steps:
         publisher.publish_kv_events()
@@ -96,20 +49,20 @@ def test_all_events_leave_in_order_and_no_batch_is_empty(steps: list[list[KVCach
 
 
 def test_a_batch_cannot_change_after_it_left() -> None:
-    events, sink = [AllBlocksCleared()], Sink()
-    SchedulerKvEventsPublisher(parallel=ParallelState(), source=Cache(events), sink=sink).publish_kv_events()
+    events, sink = [AllBlocksCleared()], ListEventSink()
+    SchedulerKvEventsPublisher(parallel=ParallelState(), source=ScriptedEvents(events), sink=sink).publish_kv_events()
     events.append(AllBlocksCleared())
     assert sink.batches[0].events == (AllBlocksCleared(),)
 
 
 @pytest.mark.parametrize(("attn_dp_size", "attn_cp_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
 def test_one_rank_of_each_cache_speaks_and_every_cache_is_drained(attn_dp_size: int, attn_cp_size: int) -> None:
-    sink = Sink()
+    sink = ListEventSink()
     for tp_rank in range(8):
         parallel = ParallelState.from_tp_rank(tp_rank, tp_size=8, attn_dp_size=attn_dp_size, attn_cp_size=attn_cp_size)
-        cache, metrics_sink = Cache([AllBlocksCleared()]), MetricsSink()
+        cache, metrics_sink = ScriptedEvents([AllBlocksCleared()]), ListKvMetricsSink()
         publisher = SchedulerKvEventsPublisher(
-            parallel=parallel, source=cache, sink=sink, load=Load(), metrics_sink=metrics_sink
+            parallel=parallel, source=cache, sink=sink, load=BUSY, metrics_sink=metrics_sink
         )
         publisher.publish_kv_events()
         publisher.emit_kv_metrics()
@@ -122,9 +75,10 @@ def test_one_rank_of_each_cache_speaks_and_every_cache_is_drained(attn_dp_size: 
 def test_a_batch_that_the_sink_refuses_is_counted_and_never_raises(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink = Sink()
+    sink = ListEventSink()
+    sink.num_dropped = 2
     publisher = SchedulerKvEventsPublisher(
-        parallel=ParallelState(), source=Cache(*[[AllBlocksCleared()]] * 50), sink=sink
+        parallel=ParallelState(), source=ScriptedEvents(*[[AllBlocksCleared()]] * 50), sink=sink
     )
     sink.error = error
     for _ in range(49):
@@ -134,7 +88,7 @@ def test_a_batch_that_the_sink_refuses_is_counted_and_never_raises(
     sink.error = None
     publisher.publish_kv_events()
     assert len(sink.batches) == 1
-    assert publisher.stats() == PublisherStats(batches_sent=1, batches_dropped=2 + 49)
+    assert publisher.stats() == PublisherStats(batches_sent=1, events_sent=1, batches_dropped=2 + 49)
 
 
 def test_a_cache_that_raises_costs_its_step_only() -> None:
@@ -142,17 +96,19 @@ def test_a_cache_that_raises_costs_its_step_only() -> None:
         def take_events(self) -> Sequence[KVCacheEvent]:
             raise RuntimeError("recorder is broken")
 
-    publisher = SchedulerKvEventsPublisher(parallel=ParallelState(), source=BrokenCache(), sink=Sink())
+    sink = ListEventSink()
+    sink.num_dropped = 2
+    publisher = SchedulerKvEventsPublisher(parallel=ParallelState(), source=BrokenCache(), sink=sink)
     publisher.publish_kv_events()
     assert publisher.failures.total == 1
     assert publisher.stats() == PublisherStats(batches_dropped=2 + 1)
 
 
 def test_hooks_and_counters_of_a_broken_sink_do_not_raise() -> None:
-    sink = Sink()
-    publisher = SchedulerKvEventsPublisher(parallel=ParallelState(), source=Cache(), sink=sink)
+    sink = ListEventSink()
+    publisher = SchedulerKvEventsPublisher(parallel=ParallelState(), source=ScriptedEvents(), sink=sink)
     publisher.idle()
-    assert sink.idled == 1
+    assert sink.num_idled == 1
     sink.error = OSError("gone")
     publisher.idle()
     assert publisher.stats() == PublisherStats()
@@ -160,24 +116,24 @@ def test_hooks_and_counters_of_a_broken_sink_do_not_raise() -> None:
 
 
 def test_shutdown_sends_the_last_step_and_closes_both_sinks_though_one_fails() -> None:
-    sink, metrics_sink = Sink(), MetricsSink()
+    sink, metrics_sink = ListEventSink(), ListKvMetricsSink()
     publisher = SchedulerKvEventsPublisher(
-        parallel=ParallelState(), source=Cache([AllBlocksCleared()]), sink=sink, metrics_sink=metrics_sink
+        parallel=ParallelState(), source=ScriptedEvents([AllBlocksCleared()]), sink=sink, metrics_sink=metrics_sink
     )
     publisher.shutdown()
     assert len(sink.batches) == 1
     sink.error = OSError("gone")
     publisher.shutdown()
-    assert (sink.closed, metrics_sink.closed) == (2, 2)
+    assert (sink.num_closed, metrics_sink.num_closed) == (2, 2)
 
 
 def test_kv_metrics_are_slots_and_blocks() -> None:
-    metrics_sink = MetricsSink()
+    metrics_sink = ListKvMetricsSink()
     publisher = SchedulerKvEventsPublisher(
         parallel=ParallelState(dp_rank=1, dp_size=2),
-        source=Cache(),
-        sink=Sink(),
-        load=Load(),
+        source=ScriptedEvents(),
+        sink=ListEventSink(),
+        load=BUSY,
         metrics_sink=metrics_sink,
     )
     publisher.emit_kv_metrics()
@@ -202,14 +158,20 @@ def test_kv_metrics_of_a_broken_load_do_not_raise() -> None:
             raise ZeroDivisionError
 
     publisher = SchedulerKvEventsPublisher(
-        parallel=ParallelState(), source=Cache(), sink=Sink(), load=BrokenLoad(), metrics_sink=MetricsSink()
+        parallel=ParallelState(),
+        source=ScriptedEvents(),
+        sink=ListEventSink(),
+        load=BrokenLoad(),
+        metrics_sink=ListKvMetricsSink(),
     )
     publisher.emit_kv_metrics()
     assert publisher.failures.total == 1
 
 
 def test_open_without_config_is_silent_and_opens_nothing() -> None:
-    publisher = SchedulerKvEventsPublisher.open(None, parallel=ParallelState(), source=Cache([AllBlocksCleared()]))
+    publisher = SchedulerKvEventsPublisher.open(
+        None, parallel=ParallelState(), source=ScriptedEvents([AllBlocksCleared()])
+    )
     publisher.publish_kv_events()
     publisher.idle()
     publisher.emit_kv_metrics()
@@ -234,4 +196,6 @@ def test_open_refuses_a_bad_setting_on_every_rank_alike(
 ) -> None:
     parallel = ParallelState.from_tp_rank(tp_rank, tp_size=2)
     with pytest.raises(ConfigError):
-        SchedulerKvEventsPublisher.open(config, parallel=parallel, source=Cache(), metrics_endpoint=metrics_endpoint)
+        SchedulerKvEventsPublisher.open(
+            config, parallel=parallel, source=ScriptedEvents(), metrics_endpoint=metrics_endpoint
+        )

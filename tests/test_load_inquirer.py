@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,78 +19,30 @@ from scheduler_components.load.snapshot import (
 from scheduler_components.load.token_counted_queue import TokenCountedQueue
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.testing.fakes.sources import FakeParts, FakePool, FakeQueues, FakeRates, FakeRequest
 
 counts = st.integers(0, 2**30)
 
 
-@dataclass
-class Req:
-    num_input_tokens: int = 100
-    num_cached_tokens: int = 30
-
-
-@dataclass
-class Queues:
-    running: Any = field(default_factory=list)
-    waiting: Any = field(default_factory=list)
-    max_running_requests: int = 8
-    num_chunked_tokens_left: int = 0
-
-
-@dataclass
-class Pool:
-    page_size: int = 16
-    capacity_tokens: int = 1600
-    used_tokens: int = 400
-
-
-@dataclass
-class Rates:
-    gen_throughput: float = 12.5
-    cache_hit_rate: float = 0.75
-
-
-@dataclass
-class Parts:
-    disaggregation: DisaggregationLoad | None = None
-    queues: QueueLoad | None = None
-    lora: LoraLoad | None = None
-    speculative: SpeculativeLoad | None = None
-    memory: MemoryLoad | None = None
-
-    def queue_load(self) -> QueueLoad | None:
-        return self.queues
-
-    def disaggregation_load(self) -> DisaggregationLoad | None:
-        return self.disaggregation
-
-    def lora_load(self) -> LoraLoad | None:
-        return self.lora
-
-    def speculative_load(self) -> SpeculativeLoad | None:
-        return self.speculative
-
-    def memory_load(self) -> MemoryLoad | None:
-        return self.memory
-
-
 def make_inquirer(**given_parts: Any) -> LoadInquirer:
-    arguments = {"parallel": ParallelState(), "queues": Queues(), "pool": Pool(), "clock": lambda: 1234.5}
+    arguments = {"parallel": ParallelState(), "queues": FakeQueues(), "pool": FakePool(), "clock": lambda: 1234.5}
     return LoadInquirer(**{**arguments, **given_parts})
 
 
 def test_every_fact_stands_in_its_own_field() -> None:
-    parts = Parts(
-        DisaggregationLoad(mode="prefill", waiting_reqs=5, pending_tokens=1000),
-        QueueLoad(grammar=2),
-        LoraLoad(slots_used=1, slots_total=4, utilization=0.25),
-        SpeculativeLoad(accept_length=2.5, accept_rate=0.5),
-        MemoryLoad(weight_gb=1.0, kv_cache_gb=2.0, graph_gb=3.0, token_capacity=1600),
+    parts = FakeParts(
+        queues=QueueLoad(grammar=2),
+        disaggregation=DisaggregationLoad(mode="prefill", waiting_reqs=5, pending_tokens=1000),
+        lora=LoraLoad(slots_used=1, slots_total=4, utilization=0.25),
+        speculative=SpeculativeLoad(accept_length=2.5, accept_rate=0.5),
+        memory=MemoryLoad(weight_gb=1.0, kv_cache_gb=2.0, graph_gb=3.0, token_capacity=1600),
     )
     inquirer = make_inquirer(
         parallel=ParallelState(dp_rank=3, dp_size=4),
-        queues=Queues(running=[1, 2, 3, 4], waiting=[Req(), Req(200, 0)], num_chunked_tokens_left=7),
-        rates=Rates(),
+        queues=FakeQueues(
+            running=[1, 2, 3, 4], waiting=[FakeRequest(100, 30), FakeRequest(200)], num_chunked_tokens_left=7
+        ),
+        rates=FakeRates(),
         parts=parts,
     )
     assert inquirer.get_loads() == LoadSnapshot(
@@ -119,27 +70,29 @@ def test_every_fact_stands_in_its_own_field() -> None:
     )
 
 
-@given(st.lists(st.builds(Req, counts, counts), max_size=30), counts)
+@given(st.lists(st.builds(FakeRequest, counts, counts), max_size=30), counts)
 @settings(deadline=None)
-def test_a_counted_queue_and_a_plain_list_read_alike(waiting: list[Req], chunked_tokens: int) -> None:
-    plain = make_inquirer(queues=Queues(waiting=waiting, num_chunked_tokens_left=chunked_tokens))
-    counted = make_inquirer(queues=Queues(waiting=TokenCountedQueue(waiting), num_chunked_tokens_left=chunked_tokens))
+def test_a_counted_queue_and_a_plain_list_read_alike(waiting: list[FakeRequest], chunked_tokens: int) -> None:
+    plain = make_inquirer(queues=FakeQueues(waiting=waiting, num_chunked_tokens_left=chunked_tokens))
+    counted = make_inquirer(
+        queues=FakeQueues(waiting=TokenCountedQueue(waiting), num_chunked_tokens_left=chunked_tokens)
+    )
     assert plain.get_loads() == counted.get_loads()
 
 
 @given(running=counts, max_running=counts, used=counts, capacity=counts)
 @settings(deadline=None)
 def test_shares_are_shares_also_without_capacity(running: int, max_running: int, used: int, capacity: int) -> None:
-    queues = Queues(running=range(min(running, max_running)), max_running_requests=max_running)
-    load = make_inquirer(queues=queues, pool=Pool(1, capacity, min(used, capacity))).get_loads()
+    queues = FakeQueues(running=range(min(running, max_running)), max_running_requests=max_running)
+    load = make_inquirer(queues=queues, pool=FakePool(1, capacity, min(used, capacity))).get_loads()
     assert 0.0 <= load.token_usage <= load.utilization <= 1.0
 
 
 def test_a_rebound_list_is_seen() -> None:
-    queues = Queues(running=[1, 2, 3])
+    queues = FakeQueues(running=[1, 2, 3])
     inquirer = make_inquirer(queues=queues)
     assert inquirer.get_loads().num_running_reqs == 3
-    queues.running, queues.waiting = [], [Req()]
+    queues.running, queues.waiting = [], [FakeRequest()]
     assert (inquirer.get_loads().num_running_reqs, inquirer.get_loads().num_waiting_reqs) == (0, 1)
 
 
@@ -149,8 +102,8 @@ def test_each_snapshot_has_the_next_number() -> None:
 
 
 def test_gauges_fall_to_zero_when_everything_is_aborted() -> None:
-    waiting = TokenCountedQueue([Req(), Req()])
-    queues, pool = Queues(running=[1], waiting=waiting, num_chunked_tokens_left=9), Pool()
+    waiting = TokenCountedQueue([FakeRequest(), FakeRequest()])
+    queues, pool = FakeQueues(running=[1], waiting=waiting, num_chunked_tokens_left=9), FakePool()
     inquirer = make_inquirer(queues=queues, pool=pool)
     assert inquirer.get_loads().num_total_tokens > 0
     waiting.clear()
@@ -162,15 +115,15 @@ def test_gauges_fall_to_zero_when_everything_is_aborted() -> None:
 
 
 def test_a_decode_instance_waits_for_no_uncached_tokens() -> None:
-    parts = Parts(DisaggregationLoad(mode="decode", waiting_reqs=2))
-    load = make_inquirer(queues=Queues(waiting=[Req()]), parts=parts).get_loads()
+    parts = FakeParts(disaggregation=DisaggregationLoad(mode="decode", waiting_reqs=2))
+    load = make_inquirer(queues=FakeQueues(waiting=[FakeRequest()]), parts=parts).get_loads()
     assert (load.num_waiting_reqs, load.num_pending_tokens, load.num_waiting_uncached_tokens) == (3, 100, 0)
 
 
 def test_what_a_source_raises_is_raised_on() -> None:
-    class Broken(Pool):
+    class Broken(FakePool):
         @property
-        def used_tokens(self) -> int:  # type: ignore[override]
+        def used_tokens(self) -> int:
             raise RuntimeError("pool is gone")
 
         @used_tokens.setter

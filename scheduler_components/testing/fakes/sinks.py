@@ -23,12 +23,13 @@ class _Failing:
 
 
 class ListEventSink(_Failing):
-    """A ``KvEventSink``."""
+    """A ``KvEventSink``; ``stats`` says that ``num_dropped`` batches were dropped."""
 
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[EventBatch] = []
         self.num_idled = 0
+        self.num_dropped = 0
 
     @property
     def events(self) -> list[KVCacheEvent]:
@@ -45,7 +46,9 @@ class ListEventSink(_Failing):
 
     def stats(self) -> PublisherStats:
         self._act()
-        return PublisherStats(batches_sent=len(self.batches), events_sent=len(self.events))
+        return PublisherStats(
+            batches_sent=len(self.batches), events_sent=len(self.events), batches_dropped=self.num_dropped
+        )
 
     def shutdown(self) -> None:
         self.num_closed += 1

@@ -1,0 +1,124 @@
+"""A load gauge opens where its rank's settings say, to those whom they allow, and lets go of what it opened."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import zmq
+
+from scheduler_components.errors import ConfigError, StartError
+from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.zmq_access import ClientKeys
+from scheduler_components.kv_events.zmq_keys import write_key_pair
+from scheduler_components.load.gauge_pacer import GaugePacer
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.load.zmq_load_reader import open_zmq_load_reader
+from scheduler_components.load.zmq_load_sink import open_zmq_load_sink
+from scheduler_components.load_publisher import NO_LOAD_SINK, open_load_publisher
+from scheduler_components.parallel_state import ParallelState
+
+Eventually = Callable[[Callable[[], object]], None]
+
+
+@dataclass
+class Load:
+    running: int = 0
+    dp_rank: int = 0
+
+    def get_loads(self) -> LoadSnapshot:
+        return LoadSnapshot(timestamp=time.time(), num_running_reqs=self.running, dp_rank=self.dp_rank)
+
+
+def test_one_call_opens_each_ranks_gauge_at_its_port(free_ports: Callable[[int], int], eventually: Eventually) -> None:
+    base = free_ports(2)
+    config = f'{{"load_endpoint": "tcp://127.0.0.1:{base}"}}'
+    worlds = [ParallelState.from_tp_rank(tp_rank, tp_size=4, attn_dp_size=2) for tp_rank in range(4)]
+    publishers = [
+        open_load_publisher(
+            config,
+            parallel=parallel,
+            load=Load(running=4, dp_rank=parallel.kv_stream_index),
+            pacer=GaugePacer(min_interval_s=0.0, heartbeat_s=0.001),
+        )
+        for parallel in worlds
+    ]
+    assert [publisher.sink is NO_LOAD_SINK for publisher in publishers] == [False, True, False, True]
+    reader = open_zmq_load_reader([f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 1}"])
+
+    def all_heard() -> bool:
+        for publisher in publishers:
+            publisher.publish_load()
+        return reader.read(0.01).samples.keys() == {0, 1}
+
+    eventually(all_heard)
+    assert reader.view.samples[0].stat.num_running_reqs == 4
+    reader.close()
+    for publisher in publishers:
+        publisher.close()
+        publisher.close()
+
+
+def test_where_keys_are_required_only_allowed_readers_hear_the_load(
+    tmp_path: Path, free_ports: Callable[[int], int], eventually: Eventually
+) -> None:
+    server_key, server_secret = write_key_pair(tmp_path / "server", "engine")
+    _, reader_secret = write_key_pair(tmp_path / "clients", "router")
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)}"
+    config = {
+        "load_endpoint": endpoint,
+        "auth": "required",
+        "secret_key_file": str(server_secret),
+        "client_keys_dir": str(tmp_path / "clients"),
+    }
+    publisher = open_load_publisher(
+        json.dumps(config),
+        parallel=ParallelState(),
+        load=Load(running=4),
+        pacer=GaugePacer(min_interval_s=0.0, heartbeat_s=0.001),
+    )
+    stranger = open_zmq_load_reader([endpoint])
+    known = open_zmq_load_reader([endpoint], keys=ClientKeys.read(str(reader_secret), str(server_key)))
+
+    def heard() -> bool:
+        publisher.publish_load()
+        stranger.read()
+        return known.read(0.01).samples.keys() == {0} and known.received > 20
+
+    eventually(heard)
+    assert stranger.received == 0
+    for opened in (stranger, known, publisher):
+        opened.close()
+
+
+@pytest.mark.parametrize("text", ["tcp://127.0.0.1:0", "ipc://{folder}/load"])
+def test_an_address_in_use_is_a_start_error(text: str, tmp_path: Path) -> None:
+    sink = open_zmq_load_sink(Endpoint.parse(text.format(folder=tmp_path)))
+    with pytest.raises(StartError):
+        open_zmq_load_sink(Endpoint.parse(sink.endpoint))
+    sink.close()
+
+
+def test_a_closed_gauge_raises_and_closing_twice_is_quiet(tmp_path: Path) -> None:
+    sink = open_zmq_load_sink(Endpoint.parse(f"ipc://{tmp_path}/load"))
+    sink.close()
+    sink.close()
+    with pytest.raises(zmq.ZMQError):
+        sink.send(LoadSnapshot())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("endpoints", [[], ["tcp://*:5600"], ["tcp://127.0.0.1:0"], ["inproc://x"], ["nonsense"]])
+def test_a_reader_needs_somebody_to_dial(endpoints: list[str]) -> None:
+    with pytest.raises(ConfigError, match="load_endpoint"):
+        open_zmq_load_reader(endpoints)
+
+
+@pytest.mark.parametrize("stall_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_stall_is_a_time_span(stall_s: float) -> None:
+    with pytest.raises(ConfigError, match="stall_s"):
+        open_zmq_load_reader(["tcp://127.0.0.1:5600"], stall_s=stall_s)
