@@ -2,7 +2,7 @@
 
 Names are SGLang's where SGLang (0.5.23) has the fact, and follow its habits where it has not, so that dashboards and
 routers written for SGLang read them. ``vllm_names`` are what vLLM (0.33.0) calls the same fact. A sink exports what
-stands here and nothing else.
+stands here and nothing else; ``output_catalog`` has what is read from streamers beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from observability.hicache_catalog import HICACHE_METRICS
 from observability.metric import Metric, counter, gauge, histogram
+from observability.output_catalog import OUTPUT_METRICS
 
 __all__ = [
     "CATALOG",
@@ -256,7 +257,9 @@ RANKS_REFUSED = counter("metrics_reports_refused_total", "reports", "", "Reports
 """What a sink did not store, because ranks it did not know came after the last it has room for."""
 
 
-def render_markdown(metrics: Iterable[Metric] = (*CATALOG, *HISTOGRAMS, LOAD_AGE, RANKS_REFUSED)) -> str:
+def render_markdown(
+    metrics: Iterable[Metric] = (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, LOAD_AGE, RANKS_REFUSED),
+) -> str:
     """Return the catalogue as a Markdown table, for the documentation."""
     lines = ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
     for metric in metrics:

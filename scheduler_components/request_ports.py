@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, MutableSequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from scheduler_components.output.delta import OutputBatch, TokenOutput
+from scheduler_components.output.delta import OutputBatch, OutputStats, TokenOutput
 
 if TYPE_CHECKING:
     from scheduler_components.finish import FinishReason
@@ -18,6 +18,7 @@ __all__ = [
     "BookedRequest",
     "KvResidence",
     "OutputSink",
+    "OutputStatsSource",
     "OutputStream",
     "RequestRegister",
     "ResultObserver",
@@ -146,3 +147,9 @@ class OutputSink(Protocol):
     def close(self) -> None:
         """Let go of sockets; safe to call twice."""
         ...
+
+
+class OutputStatsSource(Protocol):
+    """A streamer of outputs that counts what it does; ``OutputStreamer`` is one."""
+
+    def stats(self) -> OutputStats: ...

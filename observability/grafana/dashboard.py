@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from observability.catalog import CATALOG, HISTOGRAMS, LOAD_AGE, RANKS_REFUSED, SGLANG_PREFIX, Metric
 from observability.grafana.rows import ROWS, Panel
+from observability.output_catalog import OUTPUT_METRICS
 
 __all__ = ["DASHBOARD_FILE", "render_dashboard"]
 
@@ -19,7 +20,7 @@ DASHBOARD_FILE = Path(__file__).with_name("dashboard.json")
 
 Json: TypeAlias = dict[str, Any]
 
-_METRICS = {metric.name: metric for metric in (*CATALOG, *HISTOGRAMS, LOAD_AGE, RANKS_REFUSED)}
+_METRICS = {metric.name: metric for metric in (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, LOAD_AGE, RANKS_REFUSED)}
 
 _SCHEMA_VERSION = 39
 """Grafana 11's. Older dashboards are migrated when they are loaded, so newer Grafanas take it too."""

@@ -116,6 +116,17 @@ ROWS = (
         ),
     ),
     Row(
+        "Outputs",
+        (
+            Panel("Tokens sent a second", ("output_tokens_sent_total",)),
+            Panel("Messages and news sent a second", ("output_batches_sent_total", "output_deltas_sent_total")),
+            Panel("Steps delayed a second", ("output_steps_delayed_total",)),
+            Panel("Requests that wait for the receiver", ("output_requests_waiting", "output_ends_held")),
+            Panel("Bytes held for the receiver", ("output_bytes_held",)),
+            Panel("Ends and tokens dropped a second", ("output_ends_dropped_total", "output_tokens_dropped_total")),
+        ),
+    ),
+    Row(
         "Engine parts",
         (
             Panel("Prefill instance", ("num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs")),

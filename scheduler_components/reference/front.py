@@ -6,7 +6,7 @@ One asyncio loop owns everything here. Requests of the HTTP routes and of a repl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
@@ -14,10 +14,11 @@ from types import TracebackType
 import msgspec
 import zmq
 
+from observability.prometheus_outputs import RankLabels
 from scheduler_components.errors import ComponentError, ConfigError
 from scheduler_components.finish import FinishReason
 from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.output.delta import OutputBatch, OutputDelta
+from scheduler_components.output.delta import OutputBatch, OutputDelta, OutputStats
 from scheduler_components.ports import MetricsSink
 from scheduler_components.reference.dispatch import LoadDispatcher
 from scheduler_components.reference.messages import (
@@ -90,6 +91,7 @@ class RankBoard:
     Attributes:
         ready: tp_rank to the address of its event stream; None for a rank without one.
         stats: replica to its newest statistics.
+        outputs: labels of a rank to its newest counters of outputs.
         dumps: tp_rank to its newest cache dump.
         changed: set at every report; whoever waits for something clears it first.
         failure: why the engine cannot go on; None while it can.
@@ -98,10 +100,15 @@ class RankBoard:
 
     ready: dict[int, str | None] = field(default_factory=dict)
     stats: dict[int, SchedulerStats] = field(default_factory=dict)
+    outputs: dict[RankLabels, OutputStats] = field(default_factory=dict)
     dumps: dict[int, CacheDump] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     failure: EngineFailedError | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def output_stats(self) -> Mapping[RankLabels, OutputStats]:
+        """Counters of outputs by a rank's labels, for whoever exports them."""
+        return self.outputs
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that can only become true by a report."""
@@ -179,6 +186,7 @@ class Front:
         if isinstance(report, StatsReport):
             self.dispatcher.replicas[report.replica].reported(report.stats.load)
             self.board.stats[report.replica] = report.stats
+            self.board.outputs[report.stats.labels] = report.outputs
             self.metrics.record(report.stats)
         elif isinstance(report, RequestRefused):
             self._pass_on(report.rid, RequestRefusedError(report.reason), ended=True)

@@ -17,6 +17,7 @@ import msgspec
 from scheduler_components.errors import DecodeError
 from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.output.delta import OutputStats
 from scheduler_components.reference.request import SamplingLimits
 
 __all__ = [
@@ -98,6 +99,7 @@ class StatsReport(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tr
 
     replica: int
     stats: SchedulerStats
+    outputs: OutputStats = OutputStats()
 
 
 class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

@@ -19,6 +19,7 @@ from scheduler_components.errors import ConfigError, LockstepError
 from scheduler_components.hicache.tiers import Tier
 from scheduler_components.load_publisher import LoadPublisher
 from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.output.delta import OutputStats
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.reference.messages import (
     FRONT,
@@ -39,8 +40,9 @@ from scheduler_components.reference.messages import (
 )
 from scheduler_components.reference.request import Request
 from scheduler_components.reference.scheduler import Scheduler
+from scheduler_components.request_ports import OutputStatsSource
 
-__all__ = ["Follower", "Leader", "ReportSocket", "StepExecutor", "StopSignal"]
+__all__ = ["NO_OUTPUT_STATS", "Follower", "Leader", "ReportSocket", "StepExecutor", "StopSignal"]
 
 _STATS_EVERY_S = 0.05
 _IDLE_MS = 250  # a fraction of the load gauge's heartbeat: a sample is never much older than that
@@ -70,32 +72,44 @@ class StopSignal:
         return all(ready != self._descriptor for ready, _ in poller.poll(timeout_ms))
 
 
+class _NoOutputStats:
+    """The counters of a rank that has no scheduler yet."""
+
+    def stats(self) -> OutputStats:
+        return OutputStats()
+
+
+NO_OUTPUT_STATS: OutputStatsSource = _NoOutputStats()
+
+
 @dataclass(slots=True, kw_only=True)
 class ReportSocket:
     """The way to the front. As a ``MetricsSink`` it sends at most one report of statistics each 50 ms.
 
     Attributes:
         replica: whose statistics they are.
+        outputs: whose counters go with them. Set it when there is a scheduler, which is made with this sink.
     """
 
     socket: zmq.Socket[bytes]
     replica: int
     clock: Callable[[], float] = time.monotonic
-    _held: StatsReport | None = field(default=None, init=False)
+    outputs: OutputStatsSource = NO_OUTPUT_STATS
+    _held: SchedulerStats | None = field(default=None, init=False)
     _sent_s: float = field(default=float("-inf"), init=False)
 
     def send(self, report: Report) -> None:
         self.socket.send(encode(report))
 
     def record(self, stats: SchedulerStats) -> None:
-        self._held = StatsReport(self.replica, stats)
+        self._held = stats
         if self.clock() - self._sent_s >= _STATS_EVERY_S:
             self.flush()
 
     def flush(self) -> None:
         """Send the latest statistics, if they have not gone out yet: before a wait of unknown length."""
         if self._held is not None:
-            self.send(self._held)
+            self.send(StatsReport(self.replica, self._held, self.outputs.stats()))
             self._held = None
             self._sent_s = self.clock()
 

@@ -67,6 +67,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         opened.callback(tiers.close)
         scheduler = _make_scheduler(config, parallel, context, event_sink, reports, cache, tiers)
         opened.callback(scheduler.close)
+        reports.outputs = scheduler.output
         load_publisher = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
         opened.callback(load_publisher.close)
         executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from prometheus_client import CollectorRegistry
 
 from observability.kv_stream.discovery import NoStreamsError
+from observability.prometheus_outputs import OutputCollector
 from observability.prometheus_sink import PrometheusSink
 from observability.prometheus_streams import StreamCollector
 from scheduler_components.reference.driver import ChatDriver, TraceDriver
@@ -50,6 +51,7 @@ async def run_session(config: SessionConfig, screen: Screen) -> bool:
     async with open_engine(
         engine_config, metrics=metrics, affinity_tokens=config.affinity_tokens, show=screen.complain
     ) as engine:
+        OutputCollector(registry, engine.front.board, model_name=engine_config.model_name)
         async with open_http_server(make_app(engine, registry), host=config.host, port=config.port) as url:
             screen.say(f"ready at {url}; see /server_info, /v1/loads and /metrics")
             try:

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from observability.catalog import CATALOG, HISTOGRAMS, LOAD_AGE, RANKS_REFUSED
 from observability.grafana.dashboard import DASHBOARD_FILE, render_dashboard
+from observability.output_catalog import OUTPUT_METRICS
+from observability.prometheus_outputs import OutputCollector, RankOutputs
 from observability.prometheus_sink import PrometheusSink
 from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.load.snapshot import (
@@ -24,7 +26,9 @@ from scheduler_components.load.snapshot import (
 )
 from scheduler_components.metrics.request_latencies import RequestLatencies
 from scheduler_components.metrics.stats import SchedulerStats, SchedulerTotals
+from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.testing.fakes.sinks import ListOutputSink
 
 # Metrics without a panel, each with its reason.
 NOT_DRAWN = {
@@ -48,8 +52,9 @@ def expressions_of(dashboard: dict[str, Any]) -> list[str]:
 
 @pytest.fixture
 def exposed() -> set[tuple[str, frozenset[str]]]:
-    """Name and label names of every sample that a sink exposes for an engine with all parts."""
-    registry = CollectorRegistry()
+    """Name and label names of every sample that sink and collector expose for an engine with all parts."""
+    registry, streamer = CollectorRegistry(), OutputStreamer(sink=ListOutputSink())
+    OutputCollector(registry, RankOutputs(parallel=ParallelState.trivial(), outputs=streamer))
     PrometheusSink(registry).record(
         SchedulerStats(
             labels=ParallelState.trivial().metric_labels,
@@ -84,13 +89,14 @@ def test_every_query_asks_for_what_the_sink_exposes(exposed: set[tuple[str, froz
 
 def test_every_metric_of_the_catalogue_is_drawn() -> None:
     drawn = {name for expression in expressions_of(render_dashboard()) for name, _ in SERIES.findall(expression)}
-    names = {f"sglang:{metric.name}" for metric in (*CATALOG, LOAD_AGE, RANKS_REFUSED)}
+    names = {f"sglang:{metric.name}" for metric in (*CATALOG, *OUTPUT_METRICS, LOAD_AGE, RANKS_REFUSED)}
     names |= {f"sglang:{metric.name}_bucket" for metric in HISTOGRAMS}
     assert names - drawn == {f"sglang:{name}" for name in NOT_DRAWN}
 
 
 def test_counters_are_drawn_as_rates_and_nothing_else_is() -> None:
-    counters = {f"sglang:{metric.name}" for metric in (*CATALOG, RANKS_REFUSED) if metric.kind == "counter"}
+    every = (*CATALOG, *OUTPUT_METRICS, RANKS_REFUSED)
+    counters = {f"sglang:{metric.name}" for metric in every if metric.kind == "counter"}
     for expression in expressions_of(render_dashboard()):
         ((name, _),) = SERIES.findall(expression)
         assert ("rate(" in expression) == (name in counters or name.endswith("_bucket")), expression

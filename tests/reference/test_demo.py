@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -168,7 +168,9 @@ def test_ranks_end_when_their_parent_is_killed() -> None:
         finish(process)  # returns when the last rank has closed the output that it inherited
 
 
-def test_a_running_engine_answers_what_routers_and_people_ask() -> None:
+def test_a_running_engine_answers_what_routers_and_people_ask(
+    eventually: Callable[[Callable[[], object]], None],
+) -> None:
     with started("serve", *TWO_BY_TWO, "--port", "0") as process:
         url = wait_for_url(process)
         answer = httpx.post(f"{url}/generate", json={"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}})
@@ -182,6 +184,8 @@ def test_a_running_engine_answers_what_routers_and_people_ask() -> None:
         metrics = httpx.get(f"{url}/metrics").text
         assert "sglang:num_running_reqs" in metrics
         assert re.search(r"sglang:time_to_first_token_seconds_count\{.*\} 1\.0", metrics)
+        sent = re.compile(r'sglang:output_tokens_sent_total\{.*model_name="simulated-8b".*\} 4\.0')
+        eventually(lambda: sent.search(httpx.get(f"{url}/metrics").text))  # the last step's report may be on its way
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "simulated-8b"
         assert httpx.get(f"{url}/get_model_info").json()["is_generation"] is True
         tokens = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}

@@ -12,7 +12,7 @@ from scheduler_components.errors import ConfigError
 from scheduler_components.finish import FinishReason
 from scheduler_components.load.snapshot import LoadSnapshot
 from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.output.delta import OutputBatch, OutputDelta, TokenOutput
+from scheduler_components.output.delta import OutputBatch, OutputDelta, OutputStats, TokenOutput
 from scheduler_components.reference.dispatch import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.front import (
     EngineFailedError,
@@ -233,6 +233,16 @@ def test_idle_means_that_every_replica_said_so_after_its_last_request() -> None:
         front.receive(StatsReport(0, stats(4, seen=1)))
         assert front.is_idle
         assert len(metrics.reports) == 4
+
+    run(scenario())
+
+
+def test_the_board_keeps_each_ranks_newest_outputs() -> None:
+    async def scenario() -> None:
+        front, _, _ = make_front()
+        for num_batches in (1, 2):
+            front.receive(StatsReport(0, stats(num_batches), OutputStats(batches_sent=num_batches)))
+        assert front.board.output_stats() == {(("dp_rank", "0"),): OutputStats(batches_sent=2)}
 
     run(scenario())
 

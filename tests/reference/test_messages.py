@@ -10,7 +10,7 @@ from scheduler_components.errors import DecodeError
 from scheduler_components.finish import FinishReason
 from scheduler_components.load.snapshot import LoadSnapshot
 from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.output.delta import OutputBatch, OutputDelta, TokenOutput
+from scheduler_components.output.delta import OutputBatch, OutputDelta, OutputStats, TokenOutput
 from scheduler_components.reference.messages import (
     AbortRequest,
     CacheDump,
@@ -66,6 +66,7 @@ reports = st.one_of(
         StatsReport,
         counts,
         st.builds(SchedulerStats, st.just((("dp_rank", "1"),)), st.builds(LoadSnapshot, sequence=counts)),
+        st.builds(OutputStats, batches_sent=counts, tokens_dropped=counts),
     ),
     st.builds(
         CacheDump, counts, counts, counts, st.integers(0, 2**32 - 1), st.integers(-1, 2**60), hashes.map(pack_hashes)

@@ -137,6 +137,7 @@ class Rank:
             output_sink=OutputSocket(socket=outputs) if parallel.leads_replica else None,
             metrics_sink=reports,
         )
+        reports.outputs = scheduler.output
         self.executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
         self.stop = StopSignal(self.order.reader)
         self.load = ListLoadSink()
@@ -233,6 +234,14 @@ def test_an_idle_leader_has_reported_that_it_is_idle(wires: Wires) -> None:
     newest = [rank.reports(StatsReport)[-1].stats.load, rank.load.sent[-1]]
     assert [load.num_running_reqs for load in newest] == [0, 0]
     assert [load.dispatched_watermarks for load in newest] == [((FRONT, 7),)] * 2
+
+
+def test_a_report_has_the_counters_of_outputs_of_its_moment(wires: Wires) -> None:
+    rank = Rank(wires, 0, last_batch=3)
+    lead(wires, rank, [submit("a")], [])
+    outputs = rank.reports(StatsReport)[-1].outputs
+    assert outputs == rank.executor.scheduler.output.stats()
+    assert outputs.tokens_sent == 3
 
 
 def test_an_idle_leader_offers_again_what_the_front_did_not_take(wires: Wires) -> None:
