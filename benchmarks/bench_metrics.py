@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import msgspec
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from benchmarks.bench_load import inquirer_over
 from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns, percentile
+from benchmarks.metrics_process import NUM_GAUGES, ProcessSpec
 from observability.prometheus_sink import PrometheusSink
 from scheduler_components.load.token_counted_queue import TokenCountedQueue
 from scheduler_components.metrics.stats import SchedulerStats
@@ -18,8 +25,8 @@ from scheduler_components.metrics_emitter import MetricsEmitter
 from scheduler_components.parallel_state import ParallelState
 
 NAME = "metrics"
-_NUM_GAUGES = 64
-"""What SGLang 0.5.23 sets one by one at a step's end."""
+_ROOT = Path(__file__).parent.parent
+_PATIENCE_S = 120
 _SCRAPE_EVERY_S = 0.1
 _WORK_LOOPS = 2_000
 
@@ -34,7 +41,7 @@ class _Cell:
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - gauges set one by one stand for them
-    """Time ``emit``, its sink's part, one scrape, and a loop beside a thread that scrapes."""
+    """Time ``emit``, its sink's part in and across processes, scrapes, and a loop beside a thread that scrapes."""
     registry = CollectorRegistry()
     sink = PrometheusSink(registry)
     cell = _Cell()
@@ -66,14 +73,43 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
         Measurement(NAME, "the sink's part of a step, in process", "us", us["record"], beside, Goal(1.0)),
         Measurement(NAME, "emit(): load inquiry and sink", "us", us["emit"], beside),
         Measurement(NAME, "one scrape", "ms", ms["ours"], {"64 gauges": ms["64 gauges"]}, Goal(0.8)),
+        *_across_processes(scale, stats),
         *_scraped_loops(scale, registry),
+    ]
+
+
+def _across_processes(scale: Scale, stats: SchedulerStats) -> list[Measurement]:
+    """The same over shared memory, beside prometheus_client's own multiprocess mode."""
+    spec = ProcessSpec(
+        load=stats.load,
+        turns=scale.turns,
+        num_records=scale.of(20_000),
+        num_gauge_rounds=scale.of(500),
+        num_scrapes=scale.of(100),
+    )
+    command = [sys.executable, "-m", "benchmarks.metrics_process", msgspec.json.encode(spec).decode()]
+    with tempfile.TemporaryDirectory(prefix="metrics-peer-") as folder:
+        environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": folder}
+        done = subprocess.run(
+            command, cwd=_ROOT, env=environment, check=True, stdout=subprocess.PIPE, timeout=_PATIENCE_S
+        )
+    found = msgspec.json.decode(done.stdout, type=dict[str, list[float]])
+    us = {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
+    ms = {name: [ns / 1e6 for ns in samples] for name, samples in found.items()}
+    peer = "64 gauges, multiprocess"
+    beside = {"limit": us["limit"], peer: us["gauges"]}
+    whole = {"limit": us["limit whole"]}
+    return [
+        Measurement(NAME, "the sink's part of a step, across processes", "us", us["record"], beside, Goal(2.0)),
+        Measurement(NAME, "the same, with tiers and request times", "us", us["record whole"], whole),
+        Measurement(NAME, "one scrape, across processes", "ms", ms["scrape"], {peer: ms["scrape gauges"]}),
     ]
 
 
 def _gauges() -> tuple[CollectorRegistry, Callable[[], None]]:
     registry = CollectorRegistry()
     labels = {"model_name": "m", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
-    gauges = [Gauge(f"peer_{number}", "A gauge.", list(labels), registry=registry) for number in range(_NUM_GAUGES)]
+    gauges = [Gauge(f"peer_{number}", "A gauge.", list(labels), registry=registry) for number in range(NUM_GAUGES)]
 
     def set_all() -> None:
         for gauge in gauges:

@@ -56,7 +56,7 @@ PAGES = (
         "load.snapshot load.token_counted_queue load.gauge_pacer load.work_totals load.dispatch_ledger load.load_stat"
         " load.load_view load.zmq_load_sink load.zmq_load_reader load.shm_load_board metrics.stats metrics.rolling"
         " metrics.histogram metrics.request_times metrics.request_latencies metrics.kv_metrics_wire"
-        " metrics.zmq_kv_metrics_sink",
+        " metrics.zmq_kv_metrics_sink metrics.shm_metrics_board",
     ),
     Page("cache", "Cache", "scheduler_components.cache", "radix_cache namespace block_hash page_pool"),
     Page(
@@ -67,9 +67,9 @@ PAGES = (
     ),
     Page(
         "observability", "Observability", "observability",
-        "catalog metric prometheus_sink log_sink http_app watch doctor finding kv_stream.discovery"
-        " kv_stream.zmq_subscriber kv_stream.follower kv_stream.listener kv_stream.stats kv_stream.view"
-        " kv_stream.cursor kv_stream.instructions",
+        "catalog output_catalog metric prometheus_sink prometheus_board prometheus_outputs log_sink http_app watch"
+        " doctor finding kv_stream.discovery kv_stream.zmq_subscriber kv_stream.follower kv_stream.listener"
+        " kv_stream.stats kv_stream.view kv_stream.cursor kv_stream.instructions",
     ),
     Page("testing", "Test kit", "scheduler_components.testing", "*"),
 )  # fmt: skip

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import re
 import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from observability.catalog import (
-    CATALOG,
-    HISTOGRAMS,
-    LOAD_AGE,
-    RANKS_REFUSED,
-    SGLANG_PREFIX,
-    VLLM_PREFIX,
-    Metric,
-)
-from scheduler_components.errors import ConfigError
-from scheduler_components.metrics.histogram import HistogramSnapshot
+from observability.catalog import SGLANG_PREFIX
+from observability.prometheus_families import ReportFamilies, register, unregister
 from scheduler_components.metrics.stats import SchedulerStats
 
 __all__ = ["PrometheusSink"]
-
-_PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
 
 
 class PrometheusSink(Collector):
@@ -35,7 +21,8 @@ class PrometheusSink(Collector):
 
     ``record`` keeps the newest report of each rank, and that is all it does on the scheduler's thread; a scrape on
     another thread sees each rank's report whole. A rank that stops reporting keeps its last values, and
-    ``load_age_seconds`` says how old they are.
+    ``load_age_seconds`` says how old they are. For schedulers in processes of their own there is
+    ``PrometheusBoard``.
 
     Args:
         registry: who exposes the metrics; never the global one by default.
@@ -59,20 +46,12 @@ class PrometheusSink(Collector):
         vllm_names: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if not _PREFIX.fullmatch(prefix):
-            raise ConfigError("prefix", prefix, "cannot begin a metric's name", 'write letters, digits, "_" and ":"')
         self._registry = registry
-        every = (*CATALOG, *HISTOGRAMS, LOAD_AGE, RANKS_REFUSED)
-        self._names = {metric: _names(metric, prefix, vllm_names) for metric in every}
-        self._model_label = {"model_name": model_name} if model_name else {}
+        self._families = ReportFamilies(prefix=prefix, model_name=model_name, vllm_names=vllm_names, clock=clock)
         self._max_ranks = max_ranks
-        self._clock = clock
         self._latest: dict[tuple[tuple[str, str], ...], SchedulerStats] = {}
         self._refused = 0
-        try:
-            registry.register(self)
-        except ValueError as error:
-            raise ConfigError("prefix", prefix, "is taken in this registry", "give each sink its own") from error
+        register(registry, self, prefix)
 
     def record(self, stats: SchedulerStats) -> None:
         """Keep the newest report of a rank, told apart by its labels."""
@@ -84,77 +63,16 @@ class PrometheusSink(Collector):
 
     def describe(self) -> Iterator[MetricFamily]:
         """Yield the metrics without samples, so that the registry can refuse a second sink of the same names."""
-        for metric, names in self._names.items():
-            for name in names:
-                yield _family(metric, name)
+        return self._families.describe()
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all ranks, read from the newest report of each."""
         # A list of the values is taken at once, so a rank that reports for the first time does not break the loop.
-        reports = [({**self._model_label, **dict(stats.labels)}, stats) for stats in list(self._latest.values())]
-        now = self._clock()
-        for metric in CATALOG:
-            samples = [(labels, metric.read(stats)) for labels, stats in reports]
-            yield from self._families(metric, samples)
-        for metric in HISTOGRAMS:
-            yield from self._histogram_families(metric, reports)
-        yield from self._families(
-            LOAD_AGE, [(labels, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
-        )
-        yield from self._families(RANKS_REFUSED, [(self._model_label, self._refused)])
-
-    def _families(self, metric: Metric, samples: list[tuple[dict[str, str], float | None]]) -> Iterator[MetricFamily]:
-        for name in self._names[metric]:
-            family = _family(metric, name)
-            for labels, value in samples:
-                if value is not None:
-                    family.add_sample(name, labels, value)
-            if family.samples:
-                yield family
-
-    def _histogram_families(
-        self, metric: Metric, reports: list[tuple[dict[str, str], SchedulerStats]]
-    ) -> Iterator[MetricFamily]:
-        read = [(labels, metric.read_histogram(stats)) for labels, stats in reports]
-        for name in self._names[metric]:
-            family = _family(metric, name)
-            for labels, histogram in read:
-                if histogram is not None:
-                    _add_histogram(family, labels, histogram)
-            if family.samples:
-                yield family
+        return self._families.collect(list(self._latest.values()), self._refused)
 
     def close(self) -> None:
         """Leave the registry. Safe to call twice."""
-        try:
-            self._registry.unregister(self)
-        except KeyError:
-            return
+        unregister(self._registry, self)
 
     def __repr__(self) -> str:
         return f"<PrometheusSink: {len(self._latest)} ranks, {self._refused} reports refused>"
-
-
-def _names(metric: Metric, prefix: str, vllm_names: bool) -> tuple[str, ...]:
-    names = [prefix + metric.name]
-    if vllm_names:
-        names.extend(VLLM_PREFIX + name for name in metric.vllm_names)
-    return tuple(dict.fromkeys(names))  # with the prefix "vllm:" some would stand there twice
-
-
-def _family(metric: Metric, name: str) -> MetricFamily:
-    if metric.kind == "histogram":
-        return HistogramMetricFamily(name, metric.help)
-    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    return make(name, metric.help)
-
-
-def _add_histogram(family: MetricFamily, labels: dict[str, str], histogram: HistogramSnapshot) -> None:
-    """Add one rank's buckets, each counting what those below it count too, then count and sum."""
-    below = 0
-    for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
-        below += count
-        le = "+Inf" if bound == math.inf else repr(float(bound))
-        family.add_sample(f"{family.name}_bucket", {**labels, "le": le}, below)
-    family.add_sample(f"{family.name}_count", labels, below)
-    family.add_sample(f"{family.name}_sum", labels, histogram.total)

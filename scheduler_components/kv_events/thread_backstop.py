@@ -125,7 +125,7 @@ class Backstop:
             woken_or_asked.register(descriptor, select.POLLIN)
         try:
             while not self._stopping:
-                _forget_closed(woken_or_asked, woken_or_asked.poll())
+                _forget_closed(woken_or_asked, _wait(woken_or_asked, reader))
                 self._looking = True
                 self._look(reader, woken, woken_or_asked)
         except Exception:  # noqa: BLE001 - a thread's last words: nobody else would hear them
@@ -138,7 +138,6 @@ class Backstop:
         """Look until there has been nothing to do for a while."""
         quiet_looks = 0
         while not self._stopping:
-            _drain(reader)
             found = self._turn.take_turn_if_stalled()
             quiet_looks = quiet_looks + 1 if found is Look.QUIET else 0
             if quiet_looks > _LOOKS_BEFORE_SLEEP:
@@ -149,9 +148,18 @@ class Backstop:
                     return
                 self._looking = True
             if found is Look.TICKING:
-                woken.poll(_LOOK_EVERY_MS)
+                _wait(woken, reader, _LOOK_EVERY_MS)
             elif found is Look.QUIET:
-                woken_or_asked.poll(_LOOK_EVERY_MS)
+                _wait(woken_or_asked, reader, _LOOK_EVERY_MS)
+
+
+def _wait(poller: select.poll, reader: int, timeout_ms: float | None = None) -> list[tuple[int, int]]:
+    """Wait for any of the poller's descriptors; what woke the thread through its pipe is taken out of it."""
+    found = poller.poll(timeout_ms)
+    for descriptor, event in found:
+        if descriptor == reader and event & select.POLLIN:
+            os.read(reader, 4096)
+    return found
 
 
 def _forget_closed(poller: select.poll, found: list[tuple[int, int]]) -> None:
@@ -159,11 +167,3 @@ def _forget_closed(poller: select.poll, found: list[tuple[int, int]]) -> None:
     for descriptor, event in found:
         if event & select.POLLNVAL:
             poller.unregister(descriptor)
-
-
-def _drain(descriptor: int) -> None:
-    try:
-        while os.read(descriptor, 4096):
-            pass
-    except BlockingIOError:
-        return

@@ -142,7 +142,7 @@ class ZmqEventPublisher(EventPublisher):
         # True while the next batch may wait: ``idle()`` has just been called, and the backstop looks.
         self._may_defer = False
         self._num_close_calls = 0
-        self._called_at_s = self._ticked_at_s = self._deferred_at_s = 0.0
+        self._called_at_s = self._ticked_at_s = 0.0
         self._closed: CloseReport | None = None
         self._edge = open_stream_edge(settings, attn_dp_rank, context)
         self._pending = self._edge.live.pending
@@ -172,7 +172,6 @@ class ZmqEventPublisher(EventPublisher):
             ForkedPublisherError: in a child process: the sockets and the stream are the parent's.
         """
         if self._may_defer:
-            self._deferred_at_s = time.monotonic()
             self._pending.append(events)
             # Read again: whoever took it back meanwhile may have looked at the pending batches before this one came.
             if self._may_defer:
@@ -187,8 +186,6 @@ class ZmqEventPublisher(EventPublisher):
         self._check_usable()
         now = time.monotonic()
         pending = self._pending
-        if not pending:
-            self._deferred_at_s = now
         pending.append(events)
         if now - self._called_at_s > _BURST_GAP_S:
             self._num_close_calls = 0
@@ -285,7 +282,7 @@ class ZmqEventPublisher(EventPublisher):
 
     def stats(self) -> PublisherStats:
         """Counters since the publisher was opened."""
-        return self._edge.stats(lag_s=time.monotonic() - self._deferred_at_s)
+        return self._edge.stats(lag_s=time.monotonic() - self._ticked_at_s)
 
     @staticmethod
     def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:

@@ -25,7 +25,7 @@ __all__ = ["Occasion", "ZmqStreamEdge", "open_stream_edge"]
 
 _log = logging.getLogger(__name__)
 
-_REQUESTS_EVERY_S = 0.002
+_REQUESTS_EVERY_S = 0.004
 """To look for replay requests costs a system call: a scheduler of quick steps does it in some of them."""
 
 _TURNS_BETWEEN_COUNTS = 64

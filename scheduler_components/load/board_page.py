@@ -1,33 +1,17 @@
-"""One rank's page of a shared-memory load board: two buffers and a digest. Pure: works on any writable memory.
-
-The writer fills the buffers in turn, so that one of them is always whole, whenever the writer is interrupted or
-dies. A reader takes the buffer with the higher sequence whose digest covers exactly what it holds. That needs no
-lock, and no promise of the processor about the order in which another core sees the bytes: a torn read has the wrong
-digest, and is read again.
-
-Layout of each buffer: digest 16, sequence 8, length 8 (both little-endian), then ``length`` bytes of msgpack.
-"""
+"""One rank's page of a shared-memory load board: a ``DoubleBuffer`` of msgpack. Pure: works on any writable memory."""
 
 from __future__ import annotations
-
-import struct
-from hashlib import blake2b
 
 import msgspec
 
 from scheduler_components.errors import DecodeError
+from scheduler_components.load.double_buffer import DoubleBuffer
 from scheduler_components.load.snapshot import LoadSnapshot
 
 __all__ = ["PAGE_BYTES", "LoadPage"]
 
 PAGE_BYTES = 32 * 1024
 """Two buffers of 16 KiB: a report with every part and the watermarks of 64 dispatchers has some 8 KiB."""
-
-_BUFFER_BYTES = PAGE_BYTES // 2
-_DIGEST_BYTES = 16
-_HEAD = struct.Struct("<QQ")
-_BODY_AT = _DIGEST_BYTES + _HEAD.size
-_MAX_BODY_BYTES = _BUFFER_BYTES - _BODY_AT
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(LoadSnapshot).decode
@@ -40,10 +24,10 @@ class LoadPage:
         memory: ``PAGE_BYTES`` bytes; all zero at first. The caller keeps it mapped for as long as the page is used.
     """
 
-    __slots__ = ("_memory",)
+    __slots__ = ("_reports",)
 
     def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+        self._reports = DoubleBuffer(memory, start=0, buffer_bytes=PAGE_BYTES // 2)
 
     def write(self, load: LoadSnapshot, sequence: int) -> None:
         """Write report ``sequence``, which must be one above the last written.
@@ -51,12 +35,7 @@ class LoadPage:
         Raises:
             ValueError: the report does not fit; the last one stands.
         """
-        body = _encode(load)
-        if len(body) > _MAX_BODY_BYTES:
-            raise ValueError(f"a load report of {len(body)} bytes, {_MAX_BODY_BYTES} fit")
-        content = _HEAD.pack(sequence, len(body)) + body
-        at = sequence % 2 * _BUFFER_BYTES
-        self._memory[at : at + _DIGEST_BYTES + len(content)] = _digest(content) + content
+        self._reports.write(_encode(load), sequence)
 
     def read(self) -> tuple[int, LoadSnapshot] | None:
         """Return the newest whole report and its sequence; None when no buffer was whole when it was looked at.
@@ -67,27 +46,10 @@ class LoadPage:
         Raises:
             DecodeError: the newest whole buffer holds something else than a report: not this kit wrote it.
         """
-        found = max((self._whole_buffer(0), self._whole_buffer(1)), key=lambda buffer: buffer[0])
-        sequence, body = found
-        if sequence < 0:
+        found = self._reports.read()
+        if found is None:
             return None
         try:
-            return sequence, _decode(body)
+            return found[0], _decode(found[1])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"not a load report: {error}") from error
-
-    def _whole_buffer(self, index: int) -> tuple[int, bytes]:
-        """Return sequence and body of a buffer; the sequence is -1 when its content is not whole."""
-        at = index * _BUFFER_BYTES
-        copy = bytes(self._memory[at : at + _BODY_AT])
-        sequence, length = _HEAD.unpack_from(copy, _DIGEST_BYTES)
-        if length > _MAX_BODY_BYTES or sequence % 2 != index:
-            return -1, b""
-        body = bytes(self._memory[at + _BODY_AT : at + _BODY_AT + length])
-        if _digest(copy[_DIGEST_BYTES:] + body) != copy[:_DIGEST_BYTES]:
-            return -1, b""
-        return sequence, body
-
-
-def _digest(content: bytes) -> bytes:
-    return blake2b(content, digest_size=_DIGEST_BYTES).digest()

@@ -6,7 +6,6 @@ directory removes it; a rank that ends leaves its last report, which its age sho
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler_components.errors import DecodeError, ForkedPublisherError, StartError
+from scheduler_components.errors import DecodeError
 from scheduler_components.load.board_page import PAGE_BYTES, LoadPage
+from scheduler_components.load.shm_page_file import ShmPageFile, open_shm_page_file
 from scheduler_components.load.snapshot import LoadSnapshot
 
 __all__ = ["BoardEntry", "ShmLoadBoard", "ShmLoadSink", "open_shm_load_sink"]
@@ -36,13 +36,12 @@ class BoardEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class _MappedPage:
-    """A rank's file, mapped into this process."""
+    """A rank's file, mapped into a reader's process."""
 
     __slots__ = ("_map", "_view", "page")
 
-    def __init__(self, descriptor: int, *, writable: bool) -> None:
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self._map = mmap.mmap(descriptor, PAGE_BYTES, access=access)
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, PAGE_BYTES, access=mmap.ACCESS_READ)
         self._view = memoryview(self._map)
         self.page = LoadPage(self._view)
 
@@ -54,19 +53,16 @@ class _MappedPage:
 class ShmLoadSink:
     """A ``LoadSink`` that writes one rank's page. Made by ``open_shm_load_sink``.
 
-    A child forked from this process keeps the page taken until it ends or closes the sink.
-
     Attributes:
         sequence: of the last report written.
     """
 
-    __slots__ = ("_descriptor", "_mapped", "_pid", "sequence")
+    __slots__ = ("_file", "_page", "sequence")
 
-    def __init__(self, mapped: _MappedPage, descriptor: int, sequence: int) -> None:
-        self._mapped = mapped
-        self._descriptor = descriptor
-        self._pid = os.getpid()
-        self.sequence = sequence
+    def __init__(self, file: ShmPageFile) -> None:
+        self._file = file
+        self._page = LoadPage(file.memory)
+        self.sequence = _last_sequence(self._page)
 
     def send(self, load: LoadSnapshot) -> None:
         """Write one report; readers see it, whole, at once.
@@ -75,17 +71,13 @@ class ShmLoadSink:
             ValueError: the report is larger than a page, or the sink is closed; the last report stands.
             ForkedPublisherError: this is a child of the process that opened the sink; its page has another writer.
         """
-        if os.getpid() != self._pid:
-            raise ForkedPublisherError(self._pid)
-        self._mapped.page.write(load, self.sequence + 1)
+        self._file.check_owner()
+        self._page.write(load, self.sequence + 1)
         self.sequence += 1
 
     def close(self) -> None:
         """Let go of the page and of the right to write it; the last report stays. Safe to call twice."""
-        if self._descriptor >= 0:
-            self._mapped.close()
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def __repr__(self) -> str:
         return f"<ShmLoadSink: {self.sequence} reports>"
@@ -95,25 +87,9 @@ def open_shm_load_sink(directory: Path, rank: int) -> ShmLoadSink:
     """Take the page of ``rank`` (``ParallelState.kv_stream_index``), and go on after its last report.
 
     Raises:
-        StartError: another writer has the page, or the directory cannot be written to.
+        StartError: another writer has the page, or the directory cannot be written to, or has no room.
     """
-    path = _page_file(directory, rank)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        mend = "make the directory first, best under /dev/shm"
-        raise StartError(str(path), f"cannot be opened ({error.strerror})", mend) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, PAGE_BYTES)
-        mapped = _MappedPage(descriptor, writable=True)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise StartError(str(path), "another process writes there", "stop it, or give each rank its own") from error
-    except OSError as error:
-        os.close(descriptor)
-        raise StartError(str(path), f"cannot be mapped ({error.strerror})", "make room in the file system") from error
-    return ShmLoadSink(mapped, descriptor, _last_sequence(mapped.page))
+    return ShmLoadSink(open_shm_page_file(_page_file(directory, rank), PAGE_BYTES))
 
 
 def _last_sequence(page: LoadPage) -> int:
@@ -174,7 +150,7 @@ class ShmLoadBoard:
         try:
             if os.fstat(descriptor).st_size < PAGE_BYTES:
                 return None  # its writer is about to size it
-            mapped = self._pages[rank] = _MappedPage(descriptor, writable=False)
+            mapped = self._pages[rank] = _MappedPage(descriptor)
         finally:
             os.close(descriptor)
         return mapped

@@ -43,7 +43,8 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
         batches_buffered, bytes_buffered: kept for replay one by one, now.
         blocks_in_base: standing blocks of batches that left that window, now.
         batches_pending: accepted and not yet sent, now.
-        lag_s: age of the oldest of them; 0 when there are none.
+        lag_s: how long the oldest of them has waited at most, namely since the publisher last took a turn; 0 when there
+            are none.
         last_sequence: number of the last batch sent, -1 before the first.
         subscribers_seen: connections of live subscribers that came about; tcp and ipc only.
         peers_refused: connections, live and replay, that did not: no or wrong keys, or no ZeroMQ peer.

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
 from scheduler_components.load.board_page import PAGE_BYTES, LoadPage
+from scheduler_components.load.double_buffer import DoubleBuffer
 from scheduler_components.load.snapshot import LoadSnapshot
 from scheduler_components.load.work_totals import MAX_DISPATCHERS
 
@@ -63,11 +64,8 @@ def test_foreign_bytes_are_no_report(first: bytes, second: bytes) -> None:
 
 
 def test_a_whole_buffer_of_another_program_is_a_decode_error() -> None:
-    from hashlib import blake2b
-
     page, memory = new_page()
-    content = (2).to_bytes(8, "little") + (1).to_bytes(8, "little") + b"\xc1"
-    memory[: 16 + len(content)] = blake2b(content, digest_size=16).digest() + content
+    DoubleBuffer(memoryview(memory), start=0, buffer_bytes=PAGE_BYTES // 2).write(b"\xc1", 2)
     with pytest.raises(DecodeError):
         page.read()
 

@@ -24,11 +24,13 @@ from scheduler_components.metrics.rolling import RateMeter
 from scheduler_components.metrics.stats import PublisherStats, SchedulerStats
 from scheduler_components.output.delta import OutputBatch, TokenOutput
 from scheduler_components.output_streamer import OutputStreamer
-from scheduler_components.request_ports import OutputSink, RequestRegister, StreamedRequest
+from scheduler_components.request_ports import OutputSink, OutputStatsSource, RequestRegister, StreamedRequest
 
 if TYPE_CHECKING:
+    from observability.prometheus_board import ReportBoard
     from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
     from scheduler_components.load.zmq_load_sink import ZmqLoadSink
+    from scheduler_components.metrics.shm_metrics_board import NullMetricsSink, ShmMetricsBoard, ShmMetricsSink
     from scheduler_components.metrics.zmq_kv_metrics_sink import ZmqKvMetricsSink
 
     def an_event_sink(events: ZmqEventPublisher) -> ports.KvEventSink:
@@ -39,6 +41,12 @@ if TYPE_CHECKING:
 
     def a_load_sink(load: ZmqLoadSink) -> ports.LoadSink:
         return load
+
+    def a_metrics_sink(metrics: ShmMetricsSink | NullMetricsSink) -> ports.MetricsSink:
+        return metrics
+
+    def a_report_board(board: ShmMetricsBoard) -> ReportBoard:
+        return board
 
     def a_kv_metrics_sink(metrics: ZmqKvMetricsSink) -> ports.KvMetricsSink:
         return metrics
@@ -140,8 +148,11 @@ def test_a_users_classes_fit() -> None:
 
 def test_an_output_streamer_takes_a_users_request_and_sink() -> None:
     outbox = Outbox()
-    OutputStreamer(sink=outbox).stream([Running()])
+    streamer = OutputStreamer(sink=outbox)
+    counters: OutputStatsSource = streamer
+    streamer.stream([Running()])
     assert outbox.batches[0].deltas[0].output.token_ids == (7, 8)
+    assert counters.stats().tokens_sent == 2
 
 
 def test_what_does_not_fit_is_refused_by_the_checker() -> None:

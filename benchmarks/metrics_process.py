@@ -1,0 +1,126 @@
+"""A scheduler and a server of metrics in one process that is set up for prometheus_client's multiprocess mode.
+
+``python -m benchmarks.metrics_process SPEC`` prints its times as JSON. It is a process of its own because that mode
+is chosen by an environment variable, ``PROMETHEUS_MULTIPROC_DIR``, before the library is imported.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import sys
+import tempfile
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from benchmarks.measure import measure_in_turns
+from observability.prometheus_board import PrometheusBoard
+from scheduler_components.hicache.tier_stats import TierStats
+from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.metrics.request_latencies import LatencyTotals, RequestLatencies
+from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, open_shm_metrics_sink
+from scheduler_components.metrics.stats import SchedulerStats, SchedulerTotals
+from scheduler_components.parallel_state import ParallelState
+
+NUM_GAUGES = 64
+"""What SGLang 0.5.23 sets one by one at a step's end."""
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """``load`` is the one reported; numbers of calls a turn follow."""
+
+    load: LoadSnapshot
+    turns: int
+    num_records: int
+    num_gauge_rounds: int
+    num_scrapes: int
+
+
+def main() -> None:
+    """Measure what the specification on the command line says."""
+    spec = msgspec.json.decode(sys.argv[1], type=ProcessSpec)
+    with tempfile.TemporaryDirectory(prefix="metrics-board-", dir=_memory_directory()) as folder:
+        found = _measure(spec, Path(folder))
+    print(msgspec.json.encode(found).decode())
+
+
+def _memory_directory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
+    parallel = ParallelState.trivial()
+    sink = open_shm_metrics_sink(directory, parallel)
+    plain = SchedulerStats(labels=parallel.metric_labels, load=spec.load)
+    whole = cycle([msgspec.structs.replace(plain, totals=totals) for totals in _whole_totals()])
+    set_gauges = _gauges()
+    records: dict[str, Callable[[], object]] = {
+        "record": lambda: sink.record(plain),
+        "record whole": lambda: sink.record(next(whole)),
+        "limit": _packing(_count_numbers(plain)),
+        "limit whole": _packing(_count_numbers(next(whole))),
+    }
+    found = measure_in_turns(records, turns=spec.turns, number=spec.num_records)
+    found |= measure_in_turns({"gauges": set_gauges}, turns=spec.turns, number=spec.num_gauge_rounds)
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    PrometheusBoard(ours, board=ShmMetricsBoard(directory=directory, num_ranks=1))
+    MultiProcessCollector(theirs)
+    sink.record(plain)
+    scrapes: dict[str, Callable[[], object]] = {
+        "scrape": lambda: generate_latest(ours),
+        "scrape gauges": lambda: generate_latest(theirs),
+    }
+    found |= measure_in_turns(scrapes, turns=spec.turns, number=spec.num_scrapes)
+    sink.close()
+    return found
+
+
+def _whole_totals() -> list[SchedulerTotals]:
+    """Two in which everything is kept, and one histogram differs: what a step of decoding changes."""
+    latencies = RequestLatencies()
+    histograms = latencies.histograms
+    for name in LatencyTotals.__struct_fields__:
+        for number in range(2_000):
+            getattr(histograms, name).observe(number % 97 * 0.05)
+    first = latencies.totals()
+    histograms.inter_token.observe(0.01)
+    return [SchedulerTotals(latencies=each, tiers=TierStats()) for each in (first, latencies.totals())]
+
+
+def _packing(count: int) -> Callable[[], None]:
+    """As many doubles in shared memory: no encoding of their meaning, nothing that tells a torn read."""
+    memory = mmap.mmap(-1, 8 * count)
+    layout, values = struct.Struct(f"{count}d"), [1.5] * count
+    return lambda: layout.pack_into(memory, 0, *values)
+
+
+def _count_numbers(value: object) -> int:
+    if isinstance(value, msgspec.Struct):
+        return sum(map(_count_numbers, msgspec.structs.astuple(value)))
+    if isinstance(value, tuple):
+        return sum(map(_count_numbers, value))
+    return int(isinstance(value, int | float))
+
+
+def _gauges() -> Callable[[], None]:
+    labels = {"model_name": "m", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+    gauges = [
+        # The mode is SGLang's. Their values are in mapped files, whatever the registry.
+        Gauge(f"peer_{number}", "A gauge.", list(labels), registry=None, multiprocess_mode="mostrecent")
+        for number in range(NUM_GAUGES)
+    ]
+
+    def set_all() -> None:
+        for gauge in gauges:
+            gauge.labels(**labels).set(1.0)
+
+    return set_all
+
+
+if __name__ == "__main__":
+    main()

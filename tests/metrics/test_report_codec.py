@@ -1,0 +1,148 @@
+"""A report comes back as it was, whole; what is none is refused, by its writer or by its reader."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.errors import DecodeError
+from scheduler_components.hicache.tier_stats import TierStats
+from scheduler_components.load.snapshot import (
+    DisaggregationLoad,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    QueueLoad,
+    SpeculativeLoad,
+)
+from scheduler_components.metrics.histogram import Histogram, HistogramSnapshot
+from scheduler_components.metrics.report_codec import LAYOUT_ID, ReportEncoder, decode_report
+from scheduler_components.metrics.request_latencies import LatencyHistograms, RequestLatencies
+from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.parallel_state import ParallelState
+
+LABELS = ParallelState().metric_labels
+
+
+def report(load: LoadSnapshot | None = None, **totals: object) -> SchedulerStats:
+    return SchedulerStats(labels=LABELS, load=load or LoadSnapshot(), totals=SchedulerTotals(**totals))
+
+
+def whole_report() -> SchedulerStats:
+    """Every part is there, and no two numbers of a struct are equal."""
+    load = LoadSnapshot(
+        *range(1, 13), 0.25, 0.5, 0.75, 1.0, QueueLoad(1, 2, 3, 4),
+        DisaggregationLoad("decode", 1, 2, 3, 4, 5, 6.5, 7.5, 8, 9), LoraLoad(1, 2, 0.5), SpeculativeLoad(2.5, 0.25),
+        MemoryLoad(1.5, 2.5, 3.5, 4), 13, 14,
+    )  # fmt: skip
+    latencies = RequestLatencies()
+    for at, name in enumerate(latencies.totals().__struct_fields__):
+        getattr(latencies.histograms, name).observe(0.01 * at, at + 1)
+    totals = SchedulerTotals(*range(1, 8), latencies.totals(), TierStats(*range(1, 16)))
+    return SchedulerStats(LABELS, load, totals, PublisherStats(*range(1, 16), 0.5, *range(17, 21)))
+
+
+def encoded(stats: SchedulerStats) -> bytes:
+    return ReportEncoder(stats.labels).encode(stats)
+
+
+def test_every_part_comes_back() -> None:
+    assert decode_report(encoded(whole_report())) == whole_report()
+    assert decode_report(encoded(report())) == report()
+
+
+def test_watermarks_do_not_cross() -> None:
+    told = report(LoadSnapshot(dispatched_watermarks=(("front", 7),), total_prefill_busy_us=5))
+    assert decode_report(encoded(told)) == report(LoadSnapshot(total_prefill_busy_us=5))
+
+
+def test_histograms_that_change_in_turn_come_back_as_they_are() -> None:
+    latencies, encoder = RequestLatencies(), ReportEncoder(LABELS)
+    histograms = [getattr(latencies.histograms, name) for name in latencies.totals().__struct_fields__]
+    for number in range(30):
+        histograms[number * 5 % 6].observe(number * 0.1)
+        stats = report(latencies=latencies.totals())
+        assert decode_report(encoder.encode(stats)) == stats
+    assert decode_report(encoder.encode(report())) == report()
+    assert decode_report(encoder.encode(stats)) == stats
+
+
+def test_bounds_are_the_engines_own() -> None:
+    latencies = RequestLatencies(histograms=LatencyHistograms(queue=Histogram([0.5])))
+    assert decode_report(encoded(report(latencies=latencies.totals()))).totals.latencies == latencies.totals()
+
+
+def test_scalars_of_numpy_are_numbers() -> None:
+    load = LoadSnapshot(num_running_reqs=np.int64(3), token_usage=np.float32(0.5), num_used_tokens=np.uint8(7))
+    expected = LoadSnapshot(num_running_reqs=3, token_usage=0.5, num_used_tokens=7)
+    assert decode_report(encoded(report(load))) == report(expected)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        LoadSnapshot(num_running_reqs=1 << 64),
+        LoadSnapshot(num_running_reqs=-(1 << 63) - 1),
+        LoadSnapshot(num_running_reqs=object()),
+        LoadSnapshot(num_running_reqs=1j),
+    ],
+)
+def test_what_is_no_number_of_64_bits_is_refused(load: LoadSnapshot) -> None:
+    encoder = ReportEncoder(LABELS)
+    with pytest.raises((TypeError, OverflowError)):
+        encoder.encode(report(load))
+    assert decode_report(encoder.encode(report())) == report()
+
+
+def test_a_report_of_another_rank_is_refused() -> None:
+    encoder = ReportEncoder((("dp_rank", "1"),))
+    with pytest.raises(ValueError, match="this page is that of"):
+        encoder.encode(report())
+    assert encoder.encode(SchedulerStats((("dp_rank", "1"),), LoadSnapshot()))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300))
+@example(b"")
+@example(b"\x91" * 4000)
+@example(b"\x96" + b"\xc0" * 6)
+def test_garbage_is_a_decode_error(body: bytes) -> None:
+    with pytest.raises(DecodeError):
+        decode_report(body)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 10**6), st.binary(min_size=1, max_size=3))
+def test_a_damaged_report_is_refused_or_still_a_whole_one(place: int, damage: bytes) -> None:
+    body = bytearray(encoded(whole_report()))
+    at = place % len(body)
+    body[at : at + len(damage)] = damage
+    with suppress(DecodeError):
+        read = decode_report(bytes(body))
+        assert read.totals.latencies is None or all(
+            len(each.counts) == len(each.bounds) + 1 for each in msgspec.structs.astuple(read.totals.latencies)
+        )
+
+
+def test_parts_that_do_not_fit_together_are_refused() -> None:
+    uneven = msgspec.structs.replace(
+        RequestLatencies().totals(), queue=HistogramSnapshot(bounds=(1.0, 2.0), counts=(1, 2), total=3.0)
+    )
+    with pytest.raises(DecodeError, match="2 counts for 2 bounds"):
+        decode_report(encoded(report(latencies=uneven)))
+    with pytest.raises(DecodeError, match="no label's name"):
+        decode_report(encoded(SchedulerStats((('a="1"} 5', "x"),), LoadSnapshot())))
+
+
+def test_every_process_has_the_same_layout_id() -> None:
+    script = "from scheduler_components.metrics.report_codec import LAYOUT_ID; print(LAYOUT_ID.hex())"
+    printed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert bytes.fromhex(printed) == LAYOUT_ID
+    assert len(LAYOUT_ID) == 8

@@ -1,0 +1,179 @@
+"""What a scrape reads over shared memory is what a sink in the scheduler's own process would have shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from observability.prometheus_board import PrometheusBoard
+from observability.prometheus_sink import PrometheusSink
+from scheduler_components.errors import ConfigError
+from scheduler_components.hicache.tier_stats import TierStats
+from scheduler_components.load.snapshot import (
+    DisaggregationLoad,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    QueueLoad,
+    SpeculativeLoad,
+)
+from scheduler_components.metrics.request_latencies import LatencyTotals, RequestLatencies
+from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, open_shm_metrics_sink
+from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import MetricsSink
+from scheduler_components.testing import metrics_sink_checks as checks
+
+NUM_RANKS = 8
+LABELS = [ParallelState.from_tp_rank(r, tp_size=8, attn_dp_size=8).metric_labels for r in range(NUM_RANKS)]
+
+S = TypeVar("S", bound=msgspec.Struct)
+VALUES = {
+    int: st.integers(-(2**63), 2**64 - 1) | st.integers(0, 9),
+    float: st.floats(),
+    str: st.text(max_size=5),
+    tuple[tuple[str, int], ...]: st.just((("front", 3),)),
+}
+PARTS = {
+    "queues": QueueLoad,
+    "disaggregation": DisaggregationLoad,
+    "lora": LoraLoad,
+    "speculative": SpeculativeLoad,
+    "memory": MemoryLoad,
+    "tiers": TierStats,
+}
+
+
+def structs(kind: type[S], **given: st.SearchStrategy[object]) -> st.SearchStrategy[S]:
+    """Any values that the fields' types allow, in 64 bits; parts that an engine may lack are sometimes missing."""
+    fields = {
+        field.name: st.none() | structs(PARTS[field.name]) if field.name in PARTS else VALUES[field.type]
+        for field in msgspec.structs.fields(kind)
+        if field.name not in given
+    }
+    return st.builds(kind, **fields, **given)
+
+
+@st.composite
+def latencies(draw: st.DrawFn) -> LatencyTotals:
+    kept = RequestLatencies()
+    observed = st.tuples(st.sampled_from(LatencyTotals.__struct_fields__), st.floats(0, 5000), st.integers(1, 2**40))
+    for name, value, times in draw(st.lists(observed, max_size=5)):
+        getattr(kept.histograms, name).observe(value, times)
+    return kept.totals()
+
+
+reports = structs(
+    SchedulerStats,
+    labels=st.sampled_from(LABELS),
+    load=structs(LoadSnapshot),
+    totals=structs(SchedulerTotals, latencies=st.none() | latencies()),
+    publisher=structs(PublisherStats),
+)
+
+
+class RankSinks:
+    """A sink a rank, as in processes of their own; each report goes to its rank's."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._by_labels: dict[object, MetricsSink] = {}
+        for rank, labels in enumerate(LABELS):
+            sink = open_shm_metrics_sink(directory, ParallelState.from_tp_rank(rank, tp_size=8, attn_dp_size=8))
+            stack.callback(sink.close)
+            self._by_labels[labels] = sink
+
+    def record(self, stats: SchedulerStats) -> None:
+        self._by_labels.get(stats.labels, self._by_labels[LABELS[0]]).record(stats)
+
+
+@contextmanager
+def across_processes(
+    registry: CollectorRegistry, clock: Callable[[], float], **settings: object
+) -> Iterator[RankSinks]:
+    with TemporaryDirectory() as directory, ExitStack() as stack:
+        board = ShmMetricsBoard(directory=Path(directory), num_ranks=NUM_RANKS)
+        PrometheusBoard(registry, board=board, clock=clock, **settings)
+        yield RankSinks(Path(directory), stack)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.lists(reports, max_size=5), st.booleans(), st.sampled_from(["", "tiny"]))
+def test_a_scrape_is_that_of_a_sink_in_process(
+    recorded: list[SchedulerStats], vllm_names: bool, model_name: str
+) -> None:
+    there, here = CollectorRegistry(), CollectorRegistry()
+    sink = PrometheusSink(here, model_name=model_name, vllm_names=vllm_names, clock=lambda: 100.0)
+    with across_processes(there, lambda: 100.0, model_name=model_name, vllm_names=vllm_names) as sinks:
+        for stats in recorded:
+            sink.record(stats)
+            sinks.record(stats)
+        assert lines(there) == lines(here)
+
+
+def lines(registry: CollectorRegistry) -> list[str]:
+    """Sorted, since a sink shows ranks in the order in which they came."""
+    return sorted(generate_latest(registry).decode().splitlines())
+
+
+class Scrape:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
+    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+        return self.registry.get_sample_value(f"sglang:{metric}", dict(labels))
+
+
+@pytest.mark.parametrize("check", checks.METRICS_SINK_CHECKS)
+def test_the_checks_of_every_sink_pass(check: Callable[[checks.OpenMetricsSink], None]) -> None:
+    registry = CollectorRegistry()
+    with across_processes(registry, lambda: 0.0) as sinks:
+        check(lambda: (sinks, Scrape(registry)))
+
+
+class Board:
+    def __init__(self, *reports: SchedulerStats) -> None:
+        self.reports = reports
+
+    def read(self) -> dict[int, SchedulerStats]:
+        return dict(enumerate(self.reports))
+
+
+def test_a_rank_that_stopped_reporting_shows_as_a_growing_age() -> None:
+    registry, now = CollectorRegistry(), [100.0]
+    labels = ParallelState().metric_labels
+    board = Board(SchedulerStats(labels, LoadSnapshot(timestamp=99.0, num_running_reqs=7)))
+    PrometheusBoard(registry, board=board, clock=lambda: now[0])
+    scrape = Scrape(registry)
+    assert scrape.value("load_age_seconds", dict(labels)) == 1.0
+    now[0] = 500.0
+    assert scrape.value("load_age_seconds", dict(labels)) == 401.0
+    assert scrape.value("num_running_reqs", dict(labels)) == 7
+
+
+def test_two_pages_of_one_rank_do_not_spoil_the_scrape() -> None:
+    registry, labels = CollectorRegistry(), ParallelState().metric_labels
+    twice = [SchedulerStats(labels, LoadSnapshot(num_running_reqs=number)) for number in (1, 2)]
+    PrometheusBoard(registry, board=Board(*twice))
+    assert generate_latest(registry).decode().count("sglang:num_running_reqs{") == 1
+
+
+def test_names_are_registered_once_and_let_go_of() -> None:
+    registry = CollectorRegistry()
+    collector = PrometheusBoard(registry, board=Board())
+    with pytest.raises(ConfigError, match="prefix"):
+        PrometheusSink(registry)
+    with pytest.raises(ConfigError, match="prefix"):
+        PrometheusBoard(CollectorRegistry(), board=Board(), prefix="9lives")
+    collector.close()
+    collector.close()
+    assert generate_latest(registry) == b""
+    PrometheusSink(registry)
