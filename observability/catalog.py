@@ -15,8 +15,10 @@ from observability.output_catalog import OUTPUT_METRICS
 
 __all__ = [
     "CATALOG",
+    "EVERY_METRIC",
     "HISTOGRAMS",
     "LOAD_AGE",
+    "PAGES_UNREAD",
     "RANKS_REFUSED",
     "SGLANG_PREFIX",
     "VLLM_PREFIX",
@@ -257,9 +259,19 @@ RANKS_REFUSED = counter("metrics_reports_refused_total", "reports", "", "Reports
 """What a sink did not store, because ranks it did not know came after the last it has room for."""
 
 
-def render_markdown(
-    metrics: Iterable[Metric] = (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, LOAD_AGE, RANKS_REFUSED),
-) -> str:
+PAGES_UNREAD = counter(
+    "metrics_pages_unread_total",
+    "reads",
+    "",
+    "Reads of a rank's page of metrics that found no whole report: none is written yet, or the page was refused.",
+)
+"""What a ``PrometheusBoard`` knows beside: the ranks behind these reads show their last values, or nothing."""
+
+EVERY_METRIC: tuple[Metric, ...] = (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, LOAD_AGE, RANKS_REFUSED, PAGES_UNREAD)
+"""What the documentation lists and the dashboard may draw; streams that are followed have a catalogue of their own."""
+
+
+def render_markdown(metrics: Iterable[Metric] = EVERY_METRIC) -> str:
     """Return the catalogue as a Markdown table, for the documentation."""
     lines = ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
     for metric in metrics:

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
-from prometheus_client.registry import Collector
 
-from observability.catalog import (
-    CATALOG,
-    HISTOGRAMS,
-    LOAD_AGE,
-    RANKS_REFUSED,
-    SGLANG_PREFIX,
-    VLLM_PREFIX,
-    Metric,
-)
-from scheduler_components.errors import ConfigError
+from observability.catalog import CATALOG, HISTOGRAMS, LOAD_AGE, SGLANG_PREFIX, VLLM_PREFIX, Metric
+from observability.prometheus_registry import check_prefix, model_label, new_family
 from scheduler_components.metrics.histogram import HistogramSnapshot
 from scheduler_components.metrics.stats import SchedulerStats
 
-__all__ = ["ReportFamilies", "register", "unregister"]
-
-_PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
+__all__ = ["ReportFamilies"]
 
 _Report = tuple[dict[str, str], SchedulerStats]
 """A report with its labels, ``model_name`` among them."""
@@ -37,6 +23,7 @@ class ReportFamilies:
     """Builds the families of all metrics of the catalogue from the newest report of each rank.
 
     Args:
+        own_counters: metrics that the collector itself counts, of all ranks together.
         prefix: of every name.
         model_name: value of the ``model_name`` label; without one there is no such label.
         vllm_names: also build vLLM's names, under ``vllm:``, of the facts that it has a name for.
@@ -48,27 +35,27 @@ class ReportFamilies:
 
     def __init__(
         self,
+        own_counters: tuple[Metric, ...],
         *,
         prefix: str = SGLANG_PREFIX,
         model_name: str = "",
         vllm_names: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if not _PREFIX.fullmatch(prefix):
-            raise ConfigError("prefix", prefix, "cannot begin a metric's name", 'write letters, digits, "_" and ":"')
-        every = (*CATALOG, *HISTOGRAMS, LOAD_AGE, RANKS_REFUSED)
+        check_prefix(prefix)
+        every = (*CATALOG, *HISTOGRAMS, LOAD_AGE, *own_counters)
         self._names = {metric: _names(metric, prefix, vllm_names) for metric in every}
-        self._model_label = {"model_name": model_name} if model_name else {}
+        self._model_label = model_label(model_name)
         self._clock = clock
 
     def describe(self) -> Iterator[MetricFamily]:
         """Yield the metrics without samples, so that a registry can refuse a second collector of the same names."""
         for metric, names in self._names.items():
             for name in names:
-                yield _family(metric, name)
+                yield new_family(metric, name)
 
-    def collect(self, newest: Iterable[SchedulerStats], num_refused: int) -> Iterator[MetricFamily]:
-        """Yield the metrics of all ranks; ``num_refused`` reports had no room."""
+    def collect(self, newest: Iterable[SchedulerStats], counts: Mapping[Metric, int]) -> Iterator[MetricFamily]:
+        """Yield the metrics of all ranks, and ``counts``: what each of ``own_counters`` stands at."""
         reports: list[_Report] = [({**self._model_label, **dict(stats.labels)}, stats) for stats in newest]
         now = self._clock()
         for metric in CATALOG:
@@ -79,11 +66,12 @@ class ReportFamilies:
         yield from self._families(
             LOAD_AGE, [(labels, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
         )
-        yield from self._families(RANKS_REFUSED, [(self._model_label, num_refused)])
+        for metric, count in counts.items():
+            yield from self._families(metric, [(self._model_label, count)])
 
     def _families(self, metric: Metric, samples: list[tuple[dict[str, str], float | None]]) -> Iterator[MetricFamily]:
         for name in self._names[metric]:
-            family = _family(metric, name)
+            family = new_family(metric, name)
             for labels, value in samples:
                 if value is not None:
                     family.add_sample(name, labels, value)
@@ -93,7 +81,7 @@ class ReportFamilies:
     def _histogram_families(self, metric: Metric, reports: list[_Report]) -> Iterator[MetricFamily]:
         read = [(labels, metric.read_histogram(stats)) for labels, stats in reports]
         for name in self._names[metric]:
-            family = _family(metric, name)
+            family = new_family(metric, name)
             for labels, histogram in read:
                 if histogram is not None:
                     _add_histogram(family, labels, histogram)
@@ -101,38 +89,11 @@ class ReportFamilies:
                 yield family
 
 
-def register(registry: CollectorRegistry, collector: Collector, prefix: str) -> None:
-    """Let ``registry`` ask ``collector`` at a scrape.
-
-    Raises:
-        ConfigError: the registry already has metrics of these names.
-    """
-    try:
-        registry.register(collector)
-    except ValueError as error:
-        raise ConfigError("prefix", prefix, "is taken in this registry", "give each sink its own") from error
-
-
-def unregister(registry: CollectorRegistry, collector: Collector) -> None:
-    """Take ``collector`` out of ``registry``. Safe to call twice."""
-    try:
-        registry.unregister(collector)
-    except KeyError:
-        return
-
-
 def _names(metric: Metric, prefix: str, vllm_names: bool) -> tuple[str, ...]:
     names = [prefix + metric.name]
     if vllm_names:
         names.extend(VLLM_PREFIX + name for name in metric.vllm_names)
     return tuple(dict.fromkeys(names))  # with the prefix "vllm:" some would stand there twice
-
-
-def _family(metric: Metric, name: str) -> MetricFamily:
-    if metric.kind == "histogram":
-        return HistogramMetricFamily(name, metric.help)
-    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    return make(name, metric.help)
 
 
 def _add_histogram(family: MetricFamily, labels: dict[str, str], histogram: HistogramSnapshot) -> None:

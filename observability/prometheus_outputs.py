@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from observability.catalog import SGLANG_PREFIX
 from observability.output_catalog import OUTPUT_METRICS
-from scheduler_components.errors import ConfigError
+from observability.prometheus_registry import check_prefix, model_label, new_family, register, unregister
 from scheduler_components.output.delta import OutputStats
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.request_ports import OutputStatsSource
@@ -23,8 +21,6 @@ __all__ = ["OutputCollector", "RankLabels", "RankOutputs", "RankOutputsSource"]
 
 RankLabels: TypeAlias = tuple[tuple[str, str], ...]
 """``ParallelState.metric_labels`` of a rank."""
-
-_PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
 
 
 class RankOutputsSource(Protocol):
@@ -75,22 +71,17 @@ class OutputCollector(Collector):
         prefix: str = SGLANG_PREFIX,
         model_name: str = "",
     ) -> None:
-        if not _PREFIX.fullmatch(prefix):
-            raise ConfigError("prefix", prefix, "cannot begin a metric's name", 'write letters, digits, "_" and ":"')
+        check_prefix(prefix)
         self._registry = registry
         self._source = source
         self._prefix = prefix
-        self._model_label = {"model_name": model_name} if model_name else {}
-        try:
-            registry.register(self)
-        except ValueError as error:
-            raise ConfigError("prefix", prefix, "is taken in this registry", "give each engine its own") from error
+        self._model_label = model_label(model_name)
+        register(registry, self, prefix)
 
     def describe(self) -> Iterator[MetricFamily]:
         """Yield the metrics without samples, so that the registry can refuse a second collector."""
         for metric in OUTPUT_METRICS:
-            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            yield make(self._prefix + metric.name, metric.help)
+            yield new_family(metric, self._prefix + metric.name)
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all ranks."""
@@ -106,7 +97,4 @@ class OutputCollector(Collector):
 
     def close(self) -> None:
         """Leave the registry. Safe to call twice."""
-        try:
-            self._registry.unregister(self)
-        except KeyError:
-            return
+        unregister(self._registry, self)

@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from observability.catalog import SGLANG_PREFIX
-from observability.prometheus_families import ReportFamilies, register, unregister
+from observability.catalog import RANKS_REFUSED, SGLANG_PREFIX
+from observability.prometheus_families import ReportFamilies
+from observability.prometheus_registry import register, unregister
 from scheduler_components.metrics.stats import SchedulerStats
 
 __all__ = ["PrometheusSink"]
@@ -47,7 +48,9 @@ class PrometheusSink(Collector):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
-        self._families = ReportFamilies(prefix=prefix, model_name=model_name, vllm_names=vllm_names, clock=clock)
+        self._families = ReportFamilies(
+            (RANKS_REFUSED,), prefix=prefix, model_name=model_name, vllm_names=vllm_names, clock=clock
+        )
         self._max_ranks = max_ranks
         self._latest: dict[tuple[tuple[str, str], ...], SchedulerStats] = {}
         self._refused = 0
@@ -68,7 +71,7 @@ class PrometheusSink(Collector):
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all ranks, read from the newest report of each."""
         # A list of the values is taken at once, so a rank that reports for the first time does not break the loop.
-        return self._families.collect(list(self._latest.values()), self._refused)
+        return self._families.collect(list(self._latest.values()), {RANKS_REFUSED: self._refused})
 
     def close(self) -> None:
         """Leave the registry. Safe to call twice."""

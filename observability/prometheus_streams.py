@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from observability.kv_stream.instructions import StreamState
 from observability.kv_stream.stats import StreamStats
-from observability.stream_catalog import STREAM_CATALOG, STREAM_STATE
-from scheduler_components.errors import ConfigError
+from observability.prometheus_registry import new_family, register, unregister
+from observability.stream_catalog import STREAM_CATALOG, STREAM_PREFIX, STREAM_STATE
 
 __all__ = ["StreamCollector", "StreamStatsSource"]
 
@@ -36,16 +35,12 @@ class StreamCollector(Collector):
     def __init__(self, registry: CollectorRegistry, source: StreamStatsSource) -> None:
         self._registry = registry
         self._source = source
-        try:
-            registry.register(self)
-        except ValueError as error:
-            raise ConfigError("registry", "kv_stream_*", "is taken", "follow each worker in a registry") from error
+        register(registry, self, STREAM_PREFIX)
 
     def describe(self) -> Iterator[MetricFamily]:
         """Yield the metrics without samples, so that the registry can refuse a second collector."""
         for metric in (STREAM_STATE, *STREAM_CATALOG):
-            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            yield make(metric.name, metric.help)
+            yield new_family(metric, metric.name)
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all streams."""
@@ -64,7 +59,4 @@ class StreamCollector(Collector):
 
     def close(self) -> None:
         """Leave the registry. Safe to call twice."""
-        try:
-            self._registry.unregister(self)
-        except KeyError:
-            return
+        unregister(self._registry, self)

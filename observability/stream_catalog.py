@@ -9,11 +9,13 @@ from typing import Literal
 
 from observability.metric import Metric
 
-__all__ = ["STREAM_CATALOG", "STREAM_STATE", "render_stream_markdown"]
+__all__ = ["STREAM_CATALOG", "STREAM_PREFIX", "STREAM_STATE", "render_stream_markdown"]
+
+STREAM_PREFIX = "kv_stream_"
 
 
 def _metric(kind: Literal["gauge", "counter"], name: str, unit: str, path: str, help: str) -> Metric:
-    return Metric(name=f"kv_stream_{name}", kind=kind, unit=unit, help=help, path=path)
+    return Metric(name=f"{STREAM_PREFIX}{name}", kind=kind, unit=unit, help=help, path=path)
 
 
 STREAM_STATE = _metric(

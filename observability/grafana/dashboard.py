@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from observability.catalog import CATALOG, HISTOGRAMS, LOAD_AGE, RANKS_REFUSED, SGLANG_PREFIX, Metric
+from observability.catalog import EVERY_METRIC, PAGES_UNREAD, RANKS_REFUSED, SGLANG_PREFIX, Metric
 from observability.grafana.rows import ROWS, Panel
-from observability.output_catalog import OUTPUT_METRICS
 
 __all__ = ["DASHBOARD_FILE", "render_dashboard"]
 
@@ -20,7 +19,10 @@ DASHBOARD_FILE = Path(__file__).with_name("dashboard.json")
 
 Json: TypeAlias = dict[str, Any]
 
-_METRICS = {metric.name: metric for metric in (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, LOAD_AGE, RANKS_REFUSED)}
+_METRICS = {metric.name: metric for metric in EVERY_METRIC}
+
+_OF_NO_RANK = (RANKS_REFUSED, PAGES_UNREAD)
+"""Counted by the process that is scraped, over all ranks: without the labels of one."""
 
 _SCHEMA_VERSION = 39
 """Grafana 11's. Older dashboards are migrated when they are loaded, so newer Grafanas take it too."""
@@ -152,8 +154,9 @@ def _targets(metric: Metric, prefix: str, *, is_alone: bool) -> Iterator[Json]:
     legend = "{{instance}} dp{{dp_rank}}" if is_alone else f"{metric.name} {{{{instance}}}} dp{{{{dp_rank}}}}"
     if metric.kind == "gauge":
         yield _target(f"{series}{chosen}", legend)
-    elif metric is RANKS_REFUSED:  # of the whole sink, so without the labels of a rank
-        yield _target(f'rate({series}{{instance=~"$instance"}}[$__rate_interval])', "{{instance}}")
+    elif metric in _OF_NO_RANK:
+        legend = legend.removesuffix(" dp{{dp_rank}}")
+        yield _target(f'rate({series}{{instance=~"$instance"}}[$__rate_interval])', legend)
     elif metric.kind == "counter":
         yield _target(f"rate({series}{chosen}[$__rate_interval])", legend)
     else:

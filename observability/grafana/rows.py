@@ -62,7 +62,10 @@ ROWS = (
             Panel("Retractions a second", ("num_retracted_requests_total",)),
             Panel("Evicted tokens a second", ("evicted_tokens_total",)),
             Panel("Held back requests", ("num_grammar_queue_reqs", "num_paused_reqs", "num_retracted_reqs")),
-            Panel("Metric reports refused a second", ("metrics_reports_refused_total",)),
+            Panel(
+                "Metric reports refused, and pages unread, a second",
+                ("metrics_reports_refused_total", "metrics_pages_unread_total"),
+            ),
         ),
     ),
     Row(

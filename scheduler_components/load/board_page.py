@@ -5,20 +5,22 @@ from __future__ import annotations
 import msgspec
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.load.double_buffer import DoubleBuffer
+from scheduler_components.load.double_buffer import DoubleBuffer, ReadAt, read_newest
 from scheduler_components.load.snapshot import LoadSnapshot
 
-__all__ = ["PAGE_BYTES", "LoadPage"]
+__all__ = ["PAGE_BYTES", "LoadPage", "decode_load", "look_at_load_page"]
 
 PAGE_BYTES = 32 * 1024
 """Two buffers of 16 KiB: a report with every part and the watermarks of 64 dispatchers has some 8 KiB."""
+
+_BUFFER_BYTES = PAGE_BYTES // 2
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(LoadSnapshot).decode
 
 
 class LoadPage:
-    """A page in memory; one process writes to it, any number read.
+    """The writer's end of a page, of which there is one.
 
     Args:
         memory: ``PAGE_BYTES`` bytes; all zero at first. The caller keeps it mapped for as long as the page is used.
@@ -27,7 +29,7 @@ class LoadPage:
     __slots__ = ("_reports",)
 
     def __init__(self, memory: memoryview) -> None:
-        self._reports = DoubleBuffer(memory, start=0, buffer_bytes=PAGE_BYTES // 2)
+        self._reports = DoubleBuffer(memory, start=0, buffer_bytes=_BUFFER_BYTES)
 
     def write(self, load: LoadSnapshot, sequence: int) -> None:
         """Write report ``sequence``, which must be one above the last written.
@@ -37,19 +39,23 @@ class LoadPage:
         """
         self._reports.write(_encode(load), sequence)
 
-    def read(self) -> tuple[int, LoadSnapshot] | None:
-        """Return the newest whole report and its sequence; None when no buffer was whole when it was looked at.
+    def last_sequence(self) -> int:
+        """Return the sequence of the last report, after which a new writer goes on; 0 when there is none."""
+        return self._reports.last_sequence()
 
-        A page that nobody has written to has no whole buffer; nor has one, for a moment, whose writer was quicker
-        than this look. Look again to tell the two apart.
 
-        Raises:
-            DecodeError: the newest whole buffer holds something else than a report: not this kit wrote it.
-        """
-        found = self._reports.read()
-        if found is None:
-            return None
-        try:
-            return found[0], _decode(found[1])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DecodeError(f"not a load report: {error}") from error
+def look_at_load_page(read_at: ReadAt, known_sequence: int = 0) -> tuple[int, bytes] | None:
+    """Return the newest whole report of a page and its sequence, as ``read_newest`` does, which says more."""
+    return read_newest(read_at, 0, _BUFFER_BYTES, known_sequence)
+
+
+def decode_load(body: bytes) -> LoadSnapshot:
+    """Read one report.
+
+    Raises:
+        DecodeError: it is none: not this kit wrote it.
+    """
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"not a load report: {error}") from error

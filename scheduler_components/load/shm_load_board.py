@@ -6,22 +6,22 @@ directory removes it; a rank that ends leaves its last report, which its age sho
 
 from __future__ import annotations
 
-import mmap
-import os
+import logging
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from scheduler_components.errors import DecodeError
-from scheduler_components.load.board_page import PAGE_BYTES, LoadPage
+from scheduler_components.failure_log import FailureLog
+from scheduler_components.load.board_page import PAGE_BYTES, LoadPage, decode_load, look_at_load_page
 from scheduler_components.load.shm_page_file import ShmPageFile, open_shm_page_file
+from scheduler_components.load.shm_page_reader import ShmPageReader
 from scheduler_components.load.snapshot import LoadSnapshot
 
 __all__ = ["BoardEntry", "ShmLoadBoard", "ShmLoadSink", "open_shm_load_sink"]
 
-_LOOKS = 16
-"""At two copies of a microsecond each, a writer that overtakes a reader so often writes nothing else."""
+logger = logging.getLogger(__name__)
 
 
 class BoardEntry(msgspec.Struct, frozen=True, gc=False):
@@ -33,21 +33,6 @@ class BoardEntry(msgspec.Struct, frozen=True, gc=False):
     def age_s(self, now: float) -> float:
         """Seconds since the counts were read; ``now`` is the wall clock, which all processes of a machine share."""
         return max(0.0, now - self.load.timestamp)
-
-
-class _MappedPage:
-    """A rank's file, mapped into a reader's process."""
-
-    __slots__ = ("_map", "_view", "page")
-
-    def __init__(self, descriptor: int) -> None:
-        self._map = mmap.mmap(descriptor, PAGE_BYTES, access=mmap.ACCESS_READ)
-        self._view = memoryview(self._map)
-        self.page = LoadPage(self._view)
-
-    def close(self) -> None:
-        self._view.release()
-        self._map.close()
 
 
 class ShmLoadSink:
@@ -62,7 +47,7 @@ class ShmLoadSink:
     def __init__(self, file: ShmPageFile) -> None:
         self._file = file
         self._page = LoadPage(file.memory)
-        self.sequence = _last_sequence(self._page)
+        self.sequence = self._page.last_sequence()
 
     def send(self, load: LoadSnapshot) -> None:
         """Write one report; readers see it, whole, at once.
@@ -92,74 +77,63 @@ def open_shm_load_sink(directory: Path, rank: int) -> ShmLoadSink:
     return ShmLoadSink(open_shm_page_file(_page_file(directory, rank), PAGE_BYTES))
 
 
-def _last_sequence(page: LoadPage) -> int:
-    try:
-        last = page.read()
-    except DecodeError:
-        return 0  # the file held something else; it is ours now
-    return 0 if last is None else last[0]
-
-
 @dataclass(slots=True, kw_only=True)
 class ShmLoadBoard:
     """Reads the newest reports of all ranks of one engine; a rank that has not come yet is looked for again.
 
+    A page may be removed and made anew, or cut short under the reader: it is copied from its file, not mapped. One
+    thread at a time may read.
+
     Attributes:
         directory: the board.
         num_ranks: pages to look for, rank 0 to ``num_ranks - 1``.
-        unread: looks that found a page and no report in it: the writer was quicker, or the page is not a report's.
     """
 
     directory: Path
     num_ranks: int
-    unread: int = field(default=0, init=False)
-    _pages: dict[int, _MappedPage] = field(default_factory=dict, init=False, repr=False)
-    _newest: dict[int, BoardEntry] = field(default_factory=dict, init=False, repr=False)
+    _pages: ShmPageReader[BoardEntry] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._pages = ShmPageReader(
+            subject="load",
+            path_of=partial(_page_file, self.directory),
+            look_at=look_at_load_page,
+            decode=_decode_entry,
+            logger=logger,
+        )
+
+    @property
+    def unread(self) -> int:
+        """Reads that found a page and no report in it: none is written yet, the writer was quicker each time, or the
+        page was refused. The rank's last good report, if there was one, was given instead.
+        """
+        return self._pages.unread
+
+    @property
+    def failures(self) -> FailureLog:
+        """Pages refused (cut short, not a file, not a report), logged once an episode."""
+        return self._pages.failures
 
     def read(self) -> dict[int, BoardEntry]:
-        """Return rank -> newest report, of the ranks that have written one. A rank's sequence never goes back."""
-        for rank in range(self.num_ranks):
-            mapped = self._pages.get(rank) or self._map(rank)
-            if mapped is not None:
-                self._look(rank, mapped.page)
-        return dict(self._newest)
+        """Return rank -> newest report, of the ranks that have written one. Never raises.
+
+        A rank's sequence goes back only where its page was begun anew, because it was removed or damaged.
+        """
+        self._pages.read(self.num_ranks)
+        return self._pages.newest()
 
     def stale_ranks(self, *, now: float, max_age_s: float) -> list[int]:
         """Return the ranks whose newest report, by the last ``read``, is older than ``max_age_s``, or missing."""
-        newest = self._newest
+        newest = self._pages.newest()
         return [rank for rank in range(self.num_ranks) if rank not in newest or newest[rank].age_s(now) > max_age_s]
-
-    def _look(self, rank: int, page: LoadPage) -> None:
-        known = self._newest.get(rank)
-        for _ in range(_LOOKS):
-            try:
-                found = page.read()
-            except DecodeError:
-                break
-            if found is not None:
-                if known is None or found[0] > known.sequence:
-                    self._newest[rank] = BoardEntry(*found)
-                return
-        self.unread += 1
-
-    def _map(self, rank: int) -> _MappedPage | None:
-        try:
-            descriptor = os.open(_page_file(self.directory, rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        try:
-            if os.fstat(descriptor).st_size < PAGE_BYTES:
-                return None  # its writer is about to size it
-            mapped = self._pages[rank] = _MappedPage(descriptor)
-        finally:
-            os.close(descriptor)
-        return mapped
 
     def close(self) -> None:
         """Let go of the pages. Safe to call twice."""
-        for mapped in self._pages.values():
-            mapped.close()
-        self._pages.clear()
+        self._pages.close()
+
+
+def _decode_entry(sequence: int, body: bytes) -> BoardEntry:
+    return BoardEntry(sequence, decode_load(body))
 
 
 def _page_file(directory: Path, rank: int) -> Path:

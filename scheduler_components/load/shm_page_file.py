@@ -16,6 +16,9 @@ __all__ = ["ShmPageFile", "open_shm_page_file"]
 class ShmPageFile:
     """The writer's end of a page. Made by ``open_shm_page_file``.
 
+    The page is mapped, so that a write costs no system call. Whoever cuts the file short meanwhile ends the writer,
+    with SIGBUS at its next write; its readers go on, for they copy (``ShmPageReader``).
+
     A child forked from this process has no part in the page: there, the file is closed at once.
 
     Attributes:

@@ -6,11 +6,10 @@ Layout: magic 8, layout id 8, then the two buffers.
 from __future__ import annotations
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.load.double_buffer import DoubleBuffer
-from scheduler_components.metrics.report_codec import LAYOUT_ID, decode_report
-from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.load.double_buffer import DoubleBuffer, ReadAt, read_newest
+from scheduler_components.metrics.report_codec import LAYOUT_ID
 
-__all__ = ["PAGE_BYTES", "MetricsPage"]
+__all__ = ["PAGE_BYTES", "MetricsPage", "look_at_metrics_page"]
 
 _MAGIC = b"SCMETRIC"
 _HEAD = _MAGIC + LAYOUT_ID
@@ -21,10 +20,13 @@ PAGE_BYTES = len(_HEAD) + 2 * _BUFFER_BYTES
 
 
 class MetricsPage:
-    """A page in memory; one process writes to it, any number read.
+    """The writer's end of a page, of which there is one.
 
     Args:
         memory: ``PAGE_BYTES`` bytes. The caller keeps it mapped for as long as the page is used.
+
+    Attributes:
+        reports: where encoded reports are written, once the page is claimed.
     """
 
     __slots__ = ("_memory", "reports")
@@ -41,34 +43,25 @@ class MetricsPage:
         if self._memory[: len(_HEAD)] != _HEAD:
             self._memory[:PAGE_BYTES] = bytes(PAGE_BYTES)
             self._memory[: len(_HEAD)] = _HEAD
-        last = self.reports.read()
-        return 0 if last is None else last[0]
+        return self.reports.last_sequence()
 
-    def write(self, body: bytes, sequence: int) -> None:
-        """Write encoded report ``sequence``, which must be one above the last written.
 
-        Raises:
-            ValueError: the report does not fit; the last one stands.
-        """
-        self.reports.write(body, sequence)
+def look_at_metrics_page(read_at: ReadAt, known_sequence: int = 0) -> tuple[int, bytes] | None:
+    """Return the newest whole report of a page and its sequence, as ``read_newest`` does, which says more.
 
-    def read(self) -> SchedulerStats | None:
-        """Return the newest whole report; None when there is none yet, or the writer was quicker: look again.
-
-        Raises:
-            DecodeError: this is no page of reports, or one of another version's, or what is in it is no report.
-        """
-        head = bytes(self._memory[: len(_HEAD)])
-        if not any(head):
-            return None  # its writer is about to claim it
-        if head != _HEAD:
-            raise DecodeError(_what_is_wrong_with(head))
-        found = self.reports.read()
-        return None if found is None else decode_report(found[1])
+    Raises:
+        DecodeError: this is no page of reports, or one of another version's, or it is cut short.
+    """
+    head = read_at(len(_HEAD), 0)
+    if not any(head):
+        return None  # its writer is about to claim it
+    if head != _HEAD:
+        raise DecodeError(_what_is_wrong_with(head))
+    return read_newest(read_at, len(_HEAD), _BUFFER_BYTES, known_sequence)
 
 
 def _what_is_wrong_with(head: bytes) -> str:
-    if not head.startswith(_MAGIC):
+    if len(head) < len(_HEAD) or not head.startswith(_MAGIC):
         return "not a page of metrics"
     layout = head[len(_MAGIC) :].hex()
     return (

@@ -12,15 +12,16 @@ load and has a sink of its own.
 from __future__ import annotations
 
 import logging
-import os
+import threading
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from scheduler_components.errors import DecodeError
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.load.shm_page_file import ShmPageFile, open_shm_page_file
-from scheduler_components.metrics.metrics_page import PAGE_BYTES, MetricsPage
-from scheduler_components.metrics.report_codec import ReportEncoder
+from scheduler_components.load.shm_page_reader import ShmPageReader
+from scheduler_components.metrics.metrics_page import PAGE_BYTES, MetricsPage, look_at_metrics_page
+from scheduler_components.metrics.report_codec import ReportEncoder, decode_report
 from scheduler_components.metrics.stats import SchedulerStats
 from scheduler_components.parallel_state import ParallelState
 
@@ -29,8 +30,6 @@ __all__ = ["NullMetricsSink", "ShmMetricsBoard", "ShmMetricsSink", "open_shm_met
 logger = logging.getLogger(__name__)
 
 _WRITING = "writing metrics to shared memory"
-_LOOKS = 16
-"""At two copies of some microseconds each, a writer that overtakes a reader so often writes nothing else."""
 
 
 class NullMetricsSink:
@@ -108,67 +107,50 @@ class ShmMetricsBoard:
     """Reads the newest reports of all ranks of one engine; a rank that has not come yet is looked for again.
 
     Each read opens, copies and closes the pages: so a page may be removed and made anew, and one that is cut short
-    under the reader is an error and not a fatal signal, as it would be in mapped memory.
+    under the reader is an error and not a fatal signal, as it would be in mapped memory. Threads may read at once;
+    they take turns.
 
     Attributes:
         directory: the board.
         num_ranks: pages to look for, rank 0 to ``num_ranks - 1``.
-        unread: reads that found a page and no report in it: none is written yet, the writer was quicker each time,
-            or the page was refused. The rank's last good report, if there was one, was given instead.
-        failures: pages refused (of another layout, cut short, not a file, not a report), logged once an episode.
     """
 
     directory: Path
     num_ranks: int
-    unread: int = field(default=0, init=False)
-    failures: FailureLog = field(default_factory=lambda: FailureLog(logger), init=False)
-    _newest: dict[int, SchedulerStats] = field(default_factory=dict, init=False, repr=False)
+    _pages: ShmPageReader[SchedulerStats] = field(init=False, repr=False)
+    _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._pages = ShmPageReader(
+            subject="metrics",
+            path_of=partial(_page_path, self.directory),
+            look_at=look_at_metrics_page,
+            decode=_decode_entry,
+            logger=logger,
+        )
+
+    @property
+    def unread(self) -> int:
+        """Reads that found a page and no report in it: none is written yet, the writer was quicker each time, or the
+        page was refused. The rank's last good report, if there was one, was given instead.
+        """
+        return self._pages.unread
+
+    @property
+    def failures(self) -> FailureLog:
+        """Pages refused (of another layout, cut short, not a file, not a report), logged once an episode."""
+        return self._pages.failures
 
     def read(self) -> dict[int, SchedulerStats]:
         """Return rank -> newest report, of the ranks that have written one. Never raises."""
-        for rank in range(self.num_ranks):
-            activity = f"reading the metrics of rank {rank}"
-            try:
-                self._look(rank)
-            except (OSError, DecodeError) as error:
-                self.unread += 1
-                self.failures.failed(activity, error)
-            else:
-                self.failures.succeeded(activity)
-        return dict(self._newest)
-
-    def _look(self, rank: int) -> None:
-        path = _page_path(self.directory, rank)
-        for _ in range(_LOOKS):
-            content = _read_page(path)
-            if not content:
-                return
-            stats = MetricsPage(memoryview(content)).read()
-            if stats is not None:
-                self._newest[rank] = stats
-                return
-        self.unread += 1
+        with self._turn:
+            self._pages.read(self.num_ranks)
+            self._pages.close()  # scrapes are rare, and a board that nobody scrapes any more holds no files
+            return self._pages.newest()
 
 
-def _read_page(path: Path) -> bytes:
-    """Return a copy of a page; nothing while its writer has not come, or is about to fill the file.
-
-    Raises:
-        OSError: there is something that is not a readable file.
-        DecodeError: it is shorter than a page.
-    """
-    try:
-        # Without O_NONBLOCK, opening a pipe that somebody put there would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return b""
-    try:
-        content = os.read(descriptor, PAGE_BYTES)
-    finally:
-        os.close(descriptor)
-    if 0 < len(content) < PAGE_BYTES:
-        raise DecodeError(f"{path} has {len(content)} bytes, a page of metrics has {PAGE_BYTES}")
-    return content
+def _decode_entry(_sequence: int, body: bytes) -> SchedulerStats:
+    return decode_report(body)
 
 
 def _page_path(directory: Path, rank: int) -> Path:

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.load.board_page import PAGE_BYTES, LoadPage
+from scheduler_components.load.board_page import PAGE_BYTES, LoadPage, decode_load, look_at_load_page
 from scheduler_components.load.double_buffer import DoubleBuffer
 from scheduler_components.load.snapshot import LoadSnapshot
 from scheduler_components.load.work_totals import MAX_DISPATCHERS
@@ -18,21 +18,29 @@ def new_page() -> tuple[LoadPage, bytearray]:
     return LoadPage(memoryview(memory)), memory
 
 
+def read(memory: bytearray, known_sequence: int = 0) -> tuple[int, LoadSnapshot] | None:
+    found = look_at_load_page(lambda num_bytes, at: bytes(memory[at : at + num_bytes]), known_sequence)
+    return None if found is None else (found[0], decode_load(found[1]))
+
+
 def report(sequence: int) -> LoadSnapshot:
     return LoadSnapshot(sequence=sequence, num_running_reqs=sequence * 1_000_003, num_used_tokens=2**40 + sequence)
 
 
 def test_an_empty_page_holds_nothing() -> None:
-    assert new_page()[0].read() is None
+    page, memory = new_page()
+    assert read(memory) is None
+    assert page.last_sequence() == 0
 
 
 @settings(deadline=None)
 @given(st.integers(1, 20))
 def test_the_last_report_is_read(count: int) -> None:
-    page, _ = new_page()
+    page, memory = new_page()
     for sequence in range(1, count + 1):
         page.write(report(sequence), sequence)
-        assert page.read() == (sequence, report(sequence))
+        assert read(memory) == (sequence, report(sequence))
+        assert page.last_sequence() == sequence
 
 
 @settings(deadline=None, max_examples=300)
@@ -51,29 +59,31 @@ def test_a_write_that_is_half_seen_leaves_the_report_before_it(count: int, seen:
         if not seen[place % len(seen)]:
             memory[at] = before[at]
     is_whole = all(memory[at] != before[at] for at in changed)
-    assert page.read() == ((count + 1, report(count + 1)) if is_whole else (count, report(count)))
+    last = count + 1 if is_whole else count
+    assert read(memory) == (last, report(last))
+    assert read(memory, count + 1) == ((last, report(last)) if is_whole else None)
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_foreign_bytes_are_no_report(first: bytes, second: bytes) -> None:
-    page, memory = new_page()
+    _, memory = new_page()
     memory[: len(first)] = first
     memory[PAGE_BYTES // 2 : PAGE_BYTES // 2 + len(second)] = second
-    assert page.read() is None
+    assert read(memory) is None
 
 
 def test_a_whole_buffer_of_another_program_is_a_decode_error() -> None:
-    page, memory = new_page()
+    _, memory = new_page()
     DoubleBuffer(memoryview(memory), start=0, buffer_bytes=PAGE_BYTES // 2).write(b"\xc1", 2)
     with pytest.raises(DecodeError):
-        page.read()
+        read(memory)
 
 
 def test_the_largest_report_fits_and_a_larger_one_leaves_the_last() -> None:
-    page, _ = new_page()
+    page, memory = new_page()
     largest = LoadSnapshot(dispatched_watermarks=tuple((f"{index:064}", 2**63 - 1) for index in range(MAX_DISPATCHERS)))
     page.write(largest, 1)
     with pytest.raises(ValueError, match="fit"):
         page.write(LoadSnapshot(dispatched_watermarks=(("x" * PAGE_BYTES, 1),)), 2)
-    assert page.read() == (1, largest)
+    assert read(memory) == (1, largest)

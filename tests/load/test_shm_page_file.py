@@ -33,7 +33,7 @@ def test_the_page_has_its_room_before_anybody_writes(tmp_path: Path) -> None:
 
 
 def test_a_short_page_is_filled_up_and_a_long_one_is_not_cut(tmp_path: Path) -> None:
-    """Cutting it would end, with a fatal signal, a reader that has mapped the rest."""
+    """Cutting it would end, with a fatal signal, whoever has mapped the rest."""
     (tmp_path / "short").write_bytes(b"abc")
     (tmp_path / "long").write_bytes(b"x" * (2 * NUM_BYTES))
     for name, size in (("short", NUM_BYTES), ("long", 2 * NUM_BYTES)):

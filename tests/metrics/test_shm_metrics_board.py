@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -191,10 +192,6 @@ def test_a_report_that_cannot_be_written_is_counted_and_leaves_the_last(
     assert board.read() == {0: report(3)}
 
 
-def damage_nothing(page: Path) -> None:
-    page.write_bytes(b"")
-
-
 def cut_short(page: Path) -> None:
     os.truncate(page, 100)
 
@@ -218,7 +215,7 @@ def put_a_directory(page: Path) -> None:
     page.mkdir()
 
 
-@pytest.mark.parametrize("damage", [cut_short, overwrite, link_elsewhere, put_a_directory])
+@pytest.mark.parametrize("damage", [cut_short, overwrite, link_elsewhere, put_a_pipe, put_a_directory])
 def test_a_page_that_is_none_is_refused_and_the_last_good_report_stays(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -236,12 +233,25 @@ def test_a_page_that_is_none_is_refused_and_the_last_good_report_stays(
     sinks[1].close()
 
 
-@pytest.mark.parametrize("damage", [damage_nothing, put_a_pipe])
-def test_a_file_without_a_byte_is_a_rank_that_has_not_come(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_a_file_without_a_byte_is_a_rank_that_has_not_come(tmp_path: Path) -> None:
     (tmp_path / "rank0.metrics").touch()
-    damage(tmp_path / "rank0.metrics")
     board = ShmMetricsBoard(directory=tmp_path, num_ranks=1)
     assert (board.read(), board.unread) == ({}, 0)
+
+
+def test_scrapes_at_the_same_time_do_not_mix_up_ranks(tmp_path: Path) -> None:
+    """Two Prometheus servers may ask at once, and the library answers each on a thread of its own."""
+    sinks = [open_sink(tmp_path, rank) for rank in range(8)]
+    board = ShmMetricsBoard(directory=tmp_path, num_ranks=8)
+    for rank, sink in enumerate(sinks):
+        sink.record(report(1, rank))
+    expected = {rank: report(1, rank) for rank in range(8)}
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: board.read() == expected, range(2_000)))
+    assert all(found)
+    assert (board.unread, board.failures.total) == (0, 0)
+    for sink in sinks:
+        sink.close()
 
 
 def test_a_page_of_another_version_is_taken_over_by_its_next_writer(
@@ -284,6 +294,20 @@ sink.record(stats)
 sys.exit(0 if (failures, before, sink.sequence, sink.failures.total) == (1, 0, 1, 0) else 1)
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60, stderr=subprocess.DEVNULL)
+
+
+def test_the_newer_half_being_written_does_not_show_the_report_before_the_last(tmp_path: Path) -> None:
+    """A counter that goes back by one step is, to Prometheus, a restarted rank."""
+    sink, board = open_sink(tmp_path), ShmMetricsBoard(directory=tmp_path, num_ranks=1)
+    for number in range(1, 7):
+        sink.record(report(number))
+    assert board.read() == {0: report(6)}
+    page = bytearray((tmp_path / "rank0.metrics").read_bytes())
+    page[16 + 30] ^= 0xFF
+    (tmp_path / "rank0.metrics").write_bytes(page)
+    assert board.read() == {0: report(6)}
+    assert board.unread == 1
+    sink.close()
 
 
 def test_what_the_publisher_counts_crosses(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import re
 import msgspec
 import pytest
 
-from observability.catalog import CATALOG, HISTOGRAMS, LOAD_AGE, RANKS_REFUSED, Metric, render_markdown
-from observability.output_catalog import OUTPUT_METRICS
+from observability.catalog import CATALOG, EVERY_METRIC, HISTOGRAMS, Metric, render_markdown
 from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.load.snapshot import (
     DisaggregationLoad,
@@ -20,8 +19,6 @@ from scheduler_components.load.snapshot import (
 )
 from scheduler_components.metrics.request_latencies import LatencyTotals, RequestLatencies
 from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
-
-EVERY_METRIC = (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, LOAD_AGE, RANKS_REFUSED)
 
 # Facts that reach a dashboard in another way, each with its reason.
 NOT_EXPORTED = {

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability.catalog import CATALOG, HISTOGRAMS, LOAD_AGE, RANKS_REFUSED
+from observability.catalog import EVERY_METRIC
 from observability.grafana.dashboard import DASHBOARD_FILE, render_dashboard
-from observability.output_catalog import OUTPUT_METRICS
+from observability.prometheus_board import PrometheusBoard
 from observability.prometheus_outputs import OutputCollector, RankOutputs
-from observability.prometheus_sink import PrometheusSink
 from scheduler_components.hicache.tier_stats import TierStats
 from scheduler_components.load.snapshot import (
     DisaggregationLoad,
@@ -50,24 +49,35 @@ def expressions_of(dashboard: dict[str, Any]) -> list[str]:
     return [target["expr"] for panel in panels_of(dashboard) for target in panel["targets"]]
 
 
+class Board:
+    """What a ``PrometheusBoard`` exposes is what a sink does, and what it counts itself."""
+
+    unread = 0
+
+    def __init__(self, report: SchedulerStats) -> None:
+        self.report = report
+
+    def read(self) -> dict[int, SchedulerStats]:
+        return {0: self.report}
+
+
 @pytest.fixture
 def exposed() -> set[tuple[str, frozenset[str]]]:
-    """Name and label names of every sample that sink and collector expose for an engine with all parts."""
+    """Name and label names of every sample that board and collector expose for an engine with all parts."""
     registry, streamer = CollectorRegistry(), OutputStreamer(sink=ListOutputSink())
     OutputCollector(registry, RankOutputs(parallel=ParallelState.trivial(), outputs=streamer))
-    PrometheusSink(registry).record(
-        SchedulerStats(
-            labels=ParallelState.trivial().metric_labels,
-            load=LoadSnapshot(
-                queues=QueueLoad(),
-                disaggregation=DisaggregationLoad(),
-                lora=LoraLoad(1, 2, 0.5),
-                speculative=SpeculativeLoad(2.5, 0.5),
-                memory=MemoryLoad(1.0, 2.0, 3.0, 4),
-            ),
-            totals=SchedulerTotals(latencies=RequestLatencies().totals(), tiers=TierStats()),
-        )
+    report = SchedulerStats(
+        labels=ParallelState.trivial().metric_labels,
+        load=LoadSnapshot(
+            queues=QueueLoad(),
+            disaggregation=DisaggregationLoad(),
+            lora=LoraLoad(1, 2, 0.5),
+            speculative=SpeculativeLoad(2.5, 0.5),
+            memory=MemoryLoad(1.0, 2.0, 3.0, 4),
+        ),
+        totals=SchedulerTotals(latencies=RequestLatencies().totals(), tiers=TierStats()),
     )
+    PrometheusBoard(registry, board=Board(report))
     found = re.findall(r"^(sglang:\w+)(\{.*\})? ", generate_latest(registry).decode(), re.MULTILINE)
     return {(name, frozenset(re.findall(r'(\w+)="', labels))) for name, labels in found}
 
@@ -89,14 +99,13 @@ def test_every_query_asks_for_what_the_sink_exposes(exposed: set[tuple[str, froz
 
 def test_every_metric_of_the_catalogue_is_drawn() -> None:
     drawn = {name for expression in expressions_of(render_dashboard()) for name, _ in SERIES.findall(expression)}
-    names = {f"sglang:{metric.name}" for metric in (*CATALOG, *OUTPUT_METRICS, LOAD_AGE, RANKS_REFUSED)}
-    names |= {f"sglang:{metric.name}_bucket" for metric in HISTOGRAMS}
+    endings = {"gauge": "", "counter": "", "histogram": "_bucket"}
+    names = {f"sglang:{metric.name}{endings[metric.kind]}" for metric in EVERY_METRIC}
     assert names - drawn == {f"sglang:{name}" for name in NOT_DRAWN}
 
 
 def test_counters_are_drawn_as_rates_and_nothing_else_is() -> None:
-    every = (*CATALOG, *OUTPUT_METRICS, RANKS_REFUSED)
-    counters = {f"sglang:{metric.name}" for metric in every if metric.kind == "counter"}
+    counters = {f"sglang:{metric.name}" for metric in EVERY_METRIC if metric.kind == "counter"}
     for expression in expressions_of(render_dashboard()):
         ((name, _),) = SERIES.findall(expression)
         assert ("rate(" in expression) == (name in counters or name.endswith("_bucket")), expression

@@ -116,12 +116,38 @@ def test_a_scrape_is_that_of_a_sink_in_process(
         for stats in recorded:
             sink.record(stats)
             sinks.record(stats)
-        assert lines(there) == lines(here)
+        found = lines(there)
+        beside = [line for line in found if "sglang:metrics_pages_unread_total" in line]
+        assert [line for line in found if line not in beside] == lines(here)
+        assert len(beside) == 3  # its help, its type and one sample
 
 
 def lines(registry: CollectorRegistry) -> list[str]:
     """Sorted, since a sink shows ranks in the order in which they came."""
     return sorted(generate_latest(registry).decode().splitlines())
+
+
+@pytest.mark.parametrize(("prefix", "model_name"), [("sglang:", ""), ("mine_", "tiny")])
+def test_pages_that_could_not_be_read_are_counted_beside_the_ranks(
+    tmp_path: Path, prefix: str, model_name: str
+) -> None:
+    registry = CollectorRegistry()
+    board = ShmMetricsBoard(directory=tmp_path, num_ranks=2)
+    PrometheusBoard(registry, board=board, prefix=prefix, model_name=model_name)
+
+    def unread() -> float | None:
+        labels = {"model_name": model_name} if model_name else {}
+        return registry.get_sample_value(f"{prefix}metrics_pages_unread_total", labels)
+
+    assert unread() == 0  # no rank has come
+    (tmp_path / "rank0.metrics").write_bytes(b"something else")
+    assert unread() == 1
+    assert unread() == 2
+    sink = open_shm_metrics_sink(tmp_path, ParallelState(dp_rank=1, dp_size=2))
+    assert unread() == 4  # one page refused, one without a report yet
+    sink.record(SchedulerStats(ParallelState(dp_rank=1, dp_size=2).metric_labels, LoadSnapshot()))
+    assert unread() == 5
+    sink.close()
 
 
 class Scrape:
@@ -140,6 +166,8 @@ def test_the_checks_of_every_sink_pass(check: Callable[[checks.OpenMetricsSink],
 
 
 class Board:
+    unread = 0
+
     def __init__(self, *reports: SchedulerStats) -> None:
         self.reports = reports
 
