@@ -90,11 +90,15 @@ class ModelPublisher:
     def send(self, payload: bytes, state: State) -> Frame:
         """Number one payload, after which a reader holds ``state``."""
         sequence = self.stream.append(payload)
+        self.fold()
+        self.states[self.life, sequence] = state
+        return sequence, payload
+
+    def fold(self) -> None:
+        """What a publisher does in each of its turns, whether it sends or answers."""
         self.stream.fold_some()
         if self.stream.is_held_up:
             self.cursors.cut_pinned()
-        self.states[self.life, sequence] = state
-        return sequence, payload
 
     def send_poison(self) -> list[Frame]:
         """A batch with one event that nobody can read, which therefore changes nothing."""

@@ -90,6 +90,7 @@ class ModelSubscriber:
                 self.publisher.cursors.ask(
                     [self.client, b"", question.request.encode() if is_read else plain_request(2**63)]
                 )
+            self.publisher.fold()
             if self.client not in self.publisher.cursors.clients:
                 return  # the publisher of that answer is gone, or a message was lost
             if fault == "cut":

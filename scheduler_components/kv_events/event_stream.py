@@ -25,7 +25,7 @@ EPOCH_BYTES = 16
 CHAIN_BYTES = 8
 
 _FOLDS_A_TURN = 8
-"""Batches folded in one turn: more would show in the scheduler's step when the window shrinks by bytes."""
+"""Batches folded in one turn, besides as many as came in it: more would show in the scheduler's step."""
 
 _CHUNK_BYTES = 256 * 1024
 """Size at which a chunk of the base is full: large enough to amortise a send, small enough for one turn."""
@@ -71,6 +71,7 @@ class EventStream:
         "_base",
         "_max_bytes",
         "_max_steps",
+        "_num_unfolded",
         "_window",
         "_window_chains",
         "chain",
@@ -92,7 +93,7 @@ class EventStream:
         self._base: BlockState[bytes] = BlockState()
         self.first = self.next_sequence = first_sequence
         self.chain = chain_at_start(epoch)
-        self.kept_bytes = 0
+        self.kept_bytes = self._num_unfolded = 0
         self.has_folded = False
         self.pins = 0
 
@@ -115,12 +116,15 @@ class EventStream:
         self._window_chains.append(self.chain)
         self.chain = chain_after(self.chain, sequence, payload)
         self.kept_bytes += len(payload)
+        self._num_unfolded += 1
         return sequence
 
     def fold_some(self) -> None:
-        """Fold a bounded number of batches that the window has no room for; call it once a turn."""
-        for _ in range(_FOLDS_A_TURN):
-            if self.pins or not self._is_over(1):
+        """Fold a bounded number of batches that the window has no room for; call it once a turn, sent or not."""
+        most = self._num_unfolded + _FOLDS_A_TURN
+        self._num_unfolded = 0
+        for _ in range(most):
+            if self.pins or not self.is_behind:
                 return
             payload = self._window.popleft()
             self._window_chains.popleft()
@@ -128,6 +132,11 @@ class EventStream:
             self.has_folded = True
             self.kept_bytes -= len(payload)
             fold_payload(self._base, payload)
+
+    @property
+    def is_behind(self) -> bool:
+        """True while there is more in the window than it has room for: it was pinned, and folds now."""
+        return self._is_over(1)
 
     def _is_over(self, factor: int) -> bool:
         if len(self._window) > self._max_steps * factor:

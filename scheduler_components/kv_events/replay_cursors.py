@@ -144,6 +144,7 @@ class ReplayCursors:
 
     def _folded(self, client: bytes, start: int) -> Messages:
         """The base as batches numbered up to ``first - 1``, at most ``first - start`` of them."""
+        yield from self._caught_up()
         with self._pinned(client):
             first = self._stream.first
             chunks: list[list[Segment[bytes]]] = []
@@ -156,6 +157,11 @@ class ReplayCursors:
             for number in range(start, first):
                 # Let go of one by one: to free a large plan at once would show in the scheduler's step.
                 yield _numbered(number, self._encode(chunks.pop(0), clear=number == start))
+
+    def _caught_up(self) -> Messages:
+        """Wait until what was held up by the last client is folded: to pin the base now would hold it up at once."""
+        while self._stream.is_behind and not self._stream.pins:
+            yield None
 
     def _snapshot(self) -> Generator[Numbered | None, None, int]:
         """The base as chunks numbered 0 and up; returns how many."""
@@ -185,16 +191,19 @@ class ReplayCursors:
 
     def _extended(self, client: bytes, request: Request) -> Messages:
         stream = self._stream
-        stop = stream.next_sequence
-        in_window = request.epoch == stream.epoch and stream.first <= request.start <= stop
+        in_window = request.epoch == stream.epoch and stream.first <= request.start <= stream.next_sequence
         start = request.start if in_window else stream.first
         if request.verb is Verb.STATUS:
             yield self._meta(request, Kind.STATUS, start)
             return
+        gets_base = request.verb is Verb.SNAPSHOT or not in_window
+        if gets_base:
+            yield from self._caught_up()
         # Made now: by the time that a slow client has taken the last batch, the window may have passed it.
+        stop = stream.next_sequence
         end = self._meta(request, Kind.END, stop)
         num_chunks = None
-        if request.verb is Verb.SNAPSHOT or not in_window:
+        if gets_base:
             with self._pinned(client):
                 start = stream.first
                 yield self._meta(request, Kind.BEGIN, start, snap=True)

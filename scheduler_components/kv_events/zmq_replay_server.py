@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 _SENDS_A_TURN = 16
 """A bite of replay between two live batches: larger ones show in the live latency (measured)."""
 
-_SENDS_A_WAIT = 64
-"""A bite while the scheduler waits for its device: some 200 microseconds that nobody else wants."""
+_SENDS_A_WAIT = 96
+"""A bite while the scheduler waits for its device: some 300 microseconds that nobody else wants."""
 
 _BYTES_A_SEND = 16 * 1024
 """What counts as one send of a bite; a chunk of the base is as large as a whole bite."""
