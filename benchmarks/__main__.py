@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ _SECTIONS = (
     "publish",
     "saturated",
     "throughput",
+    "parts",
     "replay",
     "idle",
     "load",
@@ -33,7 +33,10 @@ _QUICK = Scale(turns=1, share=0.2)
 
 def main() -> int:
     """Run what was asked for and print one table a section; 0 whatever was found, for a time is no verdict."""
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    if unknown := set(arguments.sections) - set(_SECTIONS):
+        parser.error(f"section {', '.join(sorted(unknown))} is not known: give some of {', '.join(_SECTIONS)}")
     peers, missing = find_peers()
     print(*(f"{name} {value}" for name, value in machine().items()), sep=", ", file=sys.stderr)
     for line in missing:
@@ -53,11 +56,7 @@ def main() -> int:
 
 def _run(section: str, scale: Scale, peers: list[str]) -> list[Measurement]:
     begun = time.perf_counter()
-    name = f"benchmarks.bench_{section}"
-    if importlib.util.find_spec(name) is None:
-        print(f"\n{section}: not in this checkout", file=sys.stderr)
-        return []
-    found: list[Measurement] = importlib.import_module(name).run(scale, peers)
+    found: list[Measurement] = importlib.import_module(f"benchmarks.bench_{section}").run(scale, peers)
     print(f"\n{section}, {time.perf_counter() - begun:.0f} s\n{as_table(found)}", flush=True)
     return found
 

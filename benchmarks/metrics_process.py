@@ -69,7 +69,7 @@ def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
     found |= measure_in_turns({"gauges": set_gauges}, turns=spec.turns, number=spec.num_gauge_rounds)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     PrometheusBoard(ours, board=ShmMetricsBoard(directory=directory, num_ranks=1))
-    MultiProcessCollector(theirs)
+    MultiProcessCollector(theirs)  # type: ignore[no-untyped-call]
     sink.record(plain)
     scrapes: dict[str, Callable[[], object]] = {
         "scrape": lambda: generate_latest(ours),

@@ -123,30 +123,27 @@ class EventStream:
         """Fold a bounded number of batches that the window has no room for; call it once a turn, sent or not."""
         most = self._num_unfolded + _FOLDS_A_TURN
         self._num_unfolded = 0
-        for _ in range(most):
-            if self.pins or not self.is_behind:
-                return
+        while most and self.is_behind and not self.pins:
             payload = self._window.popleft()
             self._window_chains.popleft()
             self.first += 1
             self.has_folded = True
             self.kept_bytes -= len(payload)
             fold_payload(self._base, payload)
+            most -= 1
 
     @property
     def is_behind(self) -> bool:
         """True while there is more in the window than it has room for: it was pinned, and folds now."""
-        return self._is_over(1)
-
-    def _is_over(self, factor: int) -> bool:
-        if len(self._window) > self._max_steps * factor:
-            return True
-        return self.kept_bytes > self._max_bytes * factor and len(self._window) > 1
+        num = len(self._window)
+        return num > self._max_steps or (self.kept_bytes > self._max_bytes and num > 1)
 
     @property
     def is_held_up(self) -> bool:
         """True when pinned snapshots have let the window grow to twice its bounds: they must be cut."""
-        return bool(self.pins) and self._is_over(2)
+        num = len(self._window)
+        is_over_twice = num > 2 * self._max_steps or (self.kept_bytes > 2 * self._max_bytes and num > 1)
+        return bool(self.pins) and is_over_twice
 
     def payload(self, sequence: int) -> bytes:
         """The payload numbered ``sequence``, from ``first`` to ``next_sequence - 1``.

@@ -6,7 +6,7 @@ collapses batches that wait too long into the one batch that they amount to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -81,22 +81,36 @@ class _MapCleared(_ClearedHead, frozen=True, tag_field="type", tag="AllBlocksCle
     pass
 
 
-_events = msgspec.msgpack.Decoder(tuple[msgspec.Raw, list[msgspec.Raw], msgspec.Raw]).decode
-_array_head = msgspec.msgpack.Decoder(_ArrayStored | _ArrayRemoved | _ArrayCleared).decode
-_map_head = msgspec.msgpack.Decoder(_MapStored | _MapRemoved | _MapCleared).decode
+_Raw = msgspec.Raw
+_Head = _StoredHead | _RemovedHead | _ClearedHead
+_events = msgspec.msgpack.Decoder(tuple[_Raw, list[_Raw], _Raw]).decode
+_array_heads = msgspec.msgpack.Decoder(tuple[_Raw, list[_ArrayStored | _ArrayRemoved | _ArrayCleared], _Raw]).decode
+_map_heads = msgspec.msgpack.Decoder(tuple[_Raw, list[_MapStored | _MapRemoved | _MapCleared], _Raw]).decode
 _ARRAY_FIRST_BYTES = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}
+_HEADER_BYTES = 11
+"""An array of three, eight bytes of time behind their tag, and the length of a list of up to fifteen events."""
+_LIST_OF_ONE = 0x91
 
 
 def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
-    """Fold one batch that this process encoded itself, in either dialect; a stored run keeps its event's bytes."""
-    for view in _events(payload)[1]:
-        raw = bytes(view)
-        try:
-            head = _array_head(raw) if raw[0] in _ARRAY_FIRST_BYTES else _map_head(raw)
-        except msgspec.ValidationError:
-            _fold_odd_event(state, raw)
-        else:
-            head.fold_into(state, raw)
+    """Fold one batch that a ``BatchEncoder`` wrote, in either dialect; a stored run keeps its event's bytes."""
+    try:
+        if payload[_HEADER_BYTES - 1] == _LIST_OF_ONE:
+            # Its bytes, which may be all of a large payload, are found without reading through them again.
+            _, heads, rank = _heads_decoder(payload[_HEADER_BYTES])(payload)
+            heads[0].fold_into(state, payload[_HEADER_BYTES : len(payload) - len(bytes(rank))])
+            return
+        events = [bytes(event) for event in _events(payload)[1]]
+        if events:
+            for head, event in zip(_heads_decoder(events[0][0])(payload)[1], events, strict=True):
+                head.fold_into(state, event)
+    except msgspec.ValidationError:
+        for odd in _events(payload)[1]:
+            _fold_odd_event(state, bytes(odd))
+
+
+def _heads_decoder(first_byte: int) -> Callable[[bytes], tuple[_Raw, Sequence[_Head], _Raw]]:
+    return _array_heads if first_byte in _ARRAY_FIRST_BYTES else _map_heads
 
 
 def _fold_odd_event(state: BlockState[bytes], raw: bytes) -> None:

@@ -1,0 +1,61 @@
+"""What a published batch costs its process, part by part: where a publisher's time goes, and what is left to win.
+
+Each part runs alone, in a process without subscribers, with what it needs in the processor's caches. A scheduler's
+step finds them cold, and takes two to three times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.measure import Measurement, Scale, measure_in_turns
+from benchmarks.workloads import SHAPES
+from scheduler_components.kv_events.array_dialect import lower
+from scheduler_components.kv_events.block_state import BlockState
+from scheduler_components.kv_events.codec import BatchEncoder
+from scheduler_components.kv_events.event_stream import EventStream, chain_after
+from scheduler_components.kv_events.events import BlockStored, KVEventBatch
+from scheduler_components.kv_events.folding import fold_payload
+from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+
+NAME = "parts"
+_CASES = {"1 block": 20_000, "64 events": 1_000, "8,192 tokens": 500}
+_WINDOW_BYTES = 1 << 30
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - of the kit's publisher alone
+    """Time the parts of each shape, and the whole of them in a burst, while the window fills."""
+    rows = []
+    for shape, number in _CASES.items():
+        spent = _parts(shape, scale, scale.of(number))
+        whole = spent.pop("whole")
+        rows += [Measurement(NAME, f"{part}, {shape}", "us", us, {"whole": whole}) for part, us in spent.items()]
+        rows.append(Measurement(NAME, f"a batch in a burst, before it folds, {shape}", "us", whole))
+    return rows
+
+
+def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
+    batch = KVEventBatch(1.5, tuple(BlockStored(**fields) for fields in SHAPES[shape].fields(1, tuple)), 0)
+    encoder = BatchEncoder()
+    payload = encoder.encode(batch, 0)
+    stream = EventStream(epoch=bytes(16), max_steps=number * (scale.turns + 1), max_bytes=_WINDOW_BYTES)
+    state: BlockState[bytes] = BlockState()
+    publisher = ZmqEventPublisher(
+        0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", number * (scale.turns + 1), bind=True, buffer_bytes=_WINDOW_BYTES
+    )
+    try:
+        found = measure_in_turns(
+            {
+                "encoding": lambda: encoder.encode(batch, 0),
+                "of it: events to plain tuples": lambda: [lower(event) for event in batch.events],
+                "number, window and digest": lambda: stream.append(payload),
+                "of it: the digest": lambda: chain_after(bytes(8), 7, payload),
+                "folding, once it leaves the window": lambda: fold_payload(state, payload),
+                "whole": lambda: publisher.publish(batch),
+            },
+            turns=scale.turns,
+            number=number,
+        )
+    finally:
+        publisher.close(1.0)
+    return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
