@@ -20,10 +20,10 @@ import time
 import msgspec
 
 from scheduler_components.errors import ConfigError, ForkedPublisherError, PublisherClosedError, StartError
+from scheduler_components.fork_hook import call_in_children
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoint import Endpoint
 from scheduler_components.kv_events.events import AllBlocksCleared, EventBatch, KVEventBatch
-from scheduler_components.kv_events.fork_hook import call_in_children
 from scheduler_components.kv_events.publisher import EventPublisher
 from scheduler_components.kv_events.replay_wire import END_SEQ
 from scheduler_components.kv_events.thread_backstop import Backstop, Look

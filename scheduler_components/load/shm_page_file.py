@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import weakref
 from pathlib import Path
 
 from scheduler_components.errors import ForkedPublisherError, StartError
+from scheduler_components.fork_hook import call_in_children
 
 __all__ = ["ShmPageFile", "open_shm_page_file"]
 
@@ -33,7 +33,7 @@ class ShmPageFile:
         self._pid = os.getpid()
         self._is_forked = False
         self.memory = memoryview(self._map)
-        _open_files.add(self)
+        call_in_children(self._let_go_in_child)
 
     def check_owner(self) -> None:
         """Call it before each write; costs no system call.
@@ -47,26 +47,15 @@ class ShmPageFile:
     def close(self) -> None:
         """Let go of the page and of the right to write it; what it says stays. Safe to call twice."""
         if self._descriptor >= 0:
-            _open_files.discard(self)
             self.memory.release()
             self._map.close()
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _let_go_in_child(self) -> None:
+        """The lock must end with its owner, not with the last child."""
         self._is_forked = True
         self.close()
-
-
-def _let_go_in_child() -> None:
-    """Close a forked child's copies: the lock must end with its owner, not with the last child."""
-    for file in list(_open_files):
-        file._let_go_in_child()
-
-
-_open_files: weakref.WeakSet[ShmPageFile] = weakref.WeakSet()
-# A hook at fork can never be taken back, so there is one for all files and not one each.
-os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def open_shm_page_file(path: Path, num_bytes: int) -> ShmPageFile:
