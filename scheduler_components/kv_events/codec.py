@@ -16,13 +16,9 @@ import msgspec
 
 from scheduler_components.errors import ConfigError, DecodeError
 from scheduler_components.kv_events import array_dialect, map_dialect
-from scheduler_components.kv_events.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    KVCacheEvent,
-)
+from scheduler_components.kv_events.event_reader import WireEvent, read_event
+from scheduler_components.kv_events.events import BlockStored, EventBatch, KVCacheEvent
+from scheduler_components.kv_events.map_reader import read_map_batch
 
 __all__ = [
     "DIALECTS",
@@ -45,9 +41,9 @@ _MAX_BAD_EVENTS = 1_000
 """A batch with more of them is bad itself: reporting each would cost a reader a thousand times its bytes."""
 
 _INT64_LIMIT = 1 << 63
-_UINT64 = 1 << 64
 ENCODE_ERRORS = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+_NOT_SOUND = (DecodeError, *_DECODE_ERRORS)
 
 
 _LOWER: dict[str, Callable[[KVCacheEvent], Any]] = {
@@ -141,7 +137,7 @@ class DecodedBatch(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     """
 
     ts: float
-    events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
+    events: tuple[WireEvent, ...]
     attn_dp_rank: int | None
     errors: tuple[DecodeError, ...] = ()
 
@@ -159,11 +155,13 @@ class BatchDecoder:
         max_payload_bytes: larger payloads are refused unread.
     """
 
-    __slots__ = ("_decode_raw", "_decode_typed", "_max_payload_bytes")
+    __slots__ = ("_decode_arrays", "_decode_raw", "_decode_whole", "_max_payload_bytes")
 
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._max_payload_bytes = max_payload_bytes
-        self._decode_typed = msgspec.msgpack.Decoder(DecodedBatch).decode
+        self._decode_arrays = msgspec.msgpack.Decoder(DecodedBatch).decode
+        # A stream is of one dialect: which one, its first batch tells.
+        self._decode_whole: Callable[[bytes], DecodedBatch] = self._decode_arrays
         self._decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
 
     def decode(self, payload: bytes) -> DecodedBatch:
@@ -176,9 +174,9 @@ class BatchDecoder:
         if len(payload) > self._max_payload_bytes:
             raise DecodeError(f"payload of {len(payload)} bytes is over the limit of {self._max_payload_bytes}")
         try:
-            batch = self._decode_typed(payload)
-        except _DECODE_ERRORS:
-            return self._decode_by_event(payload)
+            batch = self._decode_whole(payload)
+        except _NOT_SOUND:
+            return self._decode_otherwise(payload)
         # The checks of _check_time and check_event, without their calls: whatever they refuse is read event by event.
         if not math.isfinite(batch.ts):
             return self._decode_by_event(payload)
@@ -187,13 +185,30 @@ class BatchDecoder:
                 return self._decode_by_event(payload)
         return batch
 
+    def _decode_otherwise(self, payload: bytes) -> DecodedBatch:
+        """The stream may be of the other dialect, which is read at once from then on; else each event counts alone."""
+        other: Callable[[bytes], DecodedBatch] = self._decode_arrays
+        if self._decode_whole is other:
+            other = self._decode_maps
+        try:
+            other(payload)
+        except _NOT_SOUND:
+            pass
+        else:
+            self._decode_whole = other
+        return self._decode_by_event(payload)
+
+    @staticmethod
+    def _decode_maps(payload: bytes) -> DecodedBatch:
+        return DecodedBatch(*read_map_batch(payload))
+
     def _decode_by_event(self, payload: bytes) -> DecodedBatch:
         try:
             batch = self._decode_raw(payload)
         except _DECODE_ERRORS as error:
             raise DecodeError(f"batch is not [ts, events, rank]: {error}") from error
         _check_time(batch.ts)
-        events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        events: list[WireEvent] = []
         errors: list[DecodeError] = []
         for raw in batch.events:
             try:
@@ -208,81 +223,3 @@ class BatchDecoder:
 def _check_time(ts: float) -> None:
     if not math.isfinite(ts):
         raise DecodeError(f"batch time {ts} is not finite")
-
-
-def check_event(event: KVCacheEvent) -> None:
-    """Refuse an event whose tokens do not fill its blocks; ranges of single fields are part of their types.
-
-    Raises:
-        DecodeError: with the numbers that do not agree.
-    """
-    if isinstance(event, BlockStored) and len(event.token_ids) != len(event.block_hashes) * event.block_size:
-        raise DecodeError(
-            f"{len(event.token_ids)} tokens do not fill {len(event.block_hashes)} blocks of {event.block_size}"
-        )
-
-
-_EVENT_TYPES: dict[str, Any] = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved}
-
-
-def read_event(raw: bytes) -> BlockStored | BlockRemoved | AllBlocksCleared:
-    """Read one event of either dialect, forgiving what peers are known to vary."""
-    first = raw[0]
-    is_map = first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
-    tag, fields = map_dialect.event_fields(raw) if is_map else array_dialect.event_fields(raw)
-    if tag == "AllBlocksCleared":
-        return AllBlocksCleared()
-    if tag not in _EVENT_TYPES:
-        raise DecodeError(f"unknown event {tag!r:.60}")
-    hashes = fields.get("block_hashes")
-    if not isinstance(hashes, list):
-        raise DecodeError("block_hashes is not an array")
-    fields["block_hashes"] = [signed_hash(value) for value in hashes]
-    if fields.get("parent_block_hash") is not None:
-        fields["parent_block_hash"] = signed_hash(fields["parent_block_hash"])
-    if tag == "BlockStored":
-        fields.setdefault("parent_block_hash", None)
-        fields.setdefault("lora_id", None)
-    event = _convert(_EVENT_TYPES[tag], fields)
-    check_event(event)
-    return event
-
-
-def _convert(kind: Any, fields: dict[str, Any]) -> BlockStored | BlockRemoved:
-    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
-    for name in _FORGIVEN:
-        if name in known and not isinstance(known[name], str | int | list | None):
-            del known[name]
-    try:
-        values = msgspec.convert(known, _FIELD_TYPES[kind])
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise DecodeError(str(error)) from error
-    event: BlockStored | BlockRemoved = kind(**{name: getattr(values, name) for name in kind.__struct_fields__})
-    return event
-
-
-def _map_twin(kind: Any) -> Any:
-    """The same fields as ``kind``, read by name: msgspec reads an array-like struct from arrays only."""
-    fields = []
-    for field in msgspec.structs.fields(kind):
-        fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
-    return msgspec.defstruct(f"{kind.__name__}Fields", fields, frozen=True)
-
-
-_FIELD_TYPES = {kind: _map_twin(kind) for kind in _EVENT_TYPES.values()}
-_FORGIVEN = ("medium", "lora_name", "extra_keys", "group_idx", "cache_salt", "session_id")
-
-
-def signed_hash(value: object) -> int:
-    """Fold a peer's block hash to a signed 64-bit integer.
-
-    Unsigned integers (vLLM) wrap; bytes (newer vLLM) give their last 8, big-endian, as the smg gateway folds them.
-
-    Raises:
-        DecodeError: neither an integer of 64 bits nor bytes.
-    """
-    if isinstance(value, bytes) and value:
-        return int.from_bytes(value[-8:], "big", signed=len(value) >= 8)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value - _UINT64 if value >= _INT64_LIMIT else value
-    raise DecodeError(f"a hash is {type(value).__name__}, not an integer")

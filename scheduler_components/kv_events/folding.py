@@ -13,7 +13,7 @@ import msgspec
 
 from scheduler_components.errors import DecodeError
 from scheduler_components.kv_events.block_state import BlockState, Segment, Tier, tier_of
-from scheduler_components.kv_events.codec import read_event
+from scheduler_components.kv_events.event_reader import read_event
 from scheduler_components.kv_events.events import (
     AllBlocksCleared,
     BlockRemoved,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from scheduler_components.kv_events.events import (
 )
 from scheduler_components.testing.golden.vectors import BatchVector, PeerVector, batch_vectors, peer_vectors
 from scheduler_components.testing.strategies.events import events as any_events
+from scheduler_components.testing.strategies.events import removed_events, stored_events
 
 
 @pytest.mark.parametrize("vector", batch_vectors(), ids=str)
@@ -116,6 +118,42 @@ def test_dialects_may_mix_and_unknown_fields_are_skipped() -> None:
     decoded = decode([1.0, [later_array, later_map], None])
     assert decoded.events == (BlockStored((5,), None, (1,), 1, None),) * 2
     assert decoded.attn_dp_rank is None
+
+
+HASH_FORMS: dict[str, Callable[[int], object]] = {
+    "signed": lambda value: value,
+    "unsigned": lambda value: value % 2**64,
+    "bytes": lambda value: b"\x07" * 24 + value.to_bytes(8, "big", signed=True),
+}
+JUNK = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=3) | st.lists(st.none(), max_size=2)
+)
+
+
+@st.composite
+def peers_maps(draw: st.DrawFn) -> dict[str, object]:
+    """An event as some peer might send it: hashes in any form, nil or missing options, unknown fields, and junk."""
+    event = draw(stored_events() | removed_events())
+    fields = {"type": type(event).__name__} | {name: getattr(event, name) for name in event.__struct_fields__}
+    form = HASH_FORMS[draw(st.sampled_from(sorted(HASH_FORMS)))]
+    fields["block_hashes"] = [form(value) for value in event.block_hashes]
+    if fields.get("parent_block_hash") is not None:
+        fields["parent_block_hash"] = form(fields["parent_block_hash"])
+    for name in draw(st.sets(st.sampled_from(sorted(fields)))):
+        if fields[name] is None:
+            del fields[name]
+    return fields | draw(st.dictionaries(st.sampled_from([*sorted(fields), "locality"]), JUNK, max_size=1))
+
+
+@settings(deadline=None, max_examples=300)
+@given(sent=st.lists(peers_maps(), max_size=4))
+def test_a_batch_of_maps_is_read_as_each_of_its_events_is(sent: list[dict[str, object]]) -> None:
+    decoder = BatchDecoder()
+    decoder.decode(msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}], 0]))  # it knows the dialect now
+    alone = [decode([1.0, [event, {"type": "BlockMoved"}], 0]) for event in sent]  # the second one is nobody's
+    decoded = decoder.decode(msgspec.msgpack.encode([1.0, sent, 0]))
+    assert decoded.events == tuple(event for each in alone for event in each.events)
+    assert len(decoded.errors) == sum(len(each.errors) - 1 for each in alone)
 
 
 @pytest.mark.parametrize("later", [[[]], [["late"]], [[["DecodeError", "late"]]], [None], [{"a": 1}], [[], []]])
