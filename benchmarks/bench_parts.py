@@ -47,7 +47,7 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
         found = measure_in_turns(
             {
                 "encoding": lambda: encoder.encode(batch, 0),
-                "of it: events to plain tuples": lambda: [lower(event) for event in batch.events],
+                "of it: events to plain tuples": lambda: lower(batch.events),
                 "number, window and digest": lambda: stream.append(payload),
                 "of it: the digest": lambda: chain_after(bytes(8), 7, payload),
                 "folding, once it leaves the window": lambda: fold_payload(state, payload),

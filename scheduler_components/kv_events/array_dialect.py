@@ -7,6 +7,7 @@ map) is taken.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -36,36 +37,45 @@ _METADATA_POSITION = 6
 _decode = msgspec.msgpack.Decoder().decode
 
 
-def lower(event: KVCacheEvent) -> tuple[Any, ...]:
-    """Write ``event`` as the array that goes on the wire.
+def lower(events: Iterable[KVCacheEvent]) -> list[tuple[Any, ...]]:
+    """Write events as the arrays that go on the wire: all in one loop, which is half of what encoding small ones costs.
 
     Raises:
-        TypeError: not one of the three events; an unknown tag would cost some readers the whole batch.
+        TypeError: one is none of the three events; an unknown tag would cost some readers the whole batch.
         ValueError: tokens that do not fill the blocks, which readers drop.
     """
-    if isinstance(event, BlockStored):
-        hashes, tokens, size = event.block_hashes, event.token_ids, event.block_size
-        if len(tokens) != len(hashes) * size:
-            raise ValueError("tokens do not fill the blocks")
-        fixed = ("BlockStored", hashes, event.parent_block_hash, tokens, size, event.lora_id)
-        # Looks at fields cost less than a tuple of them and its comparison, and most events have no option but a tier.
-        if (
-            event.lora_name is None
-            and event.extra_keys is None
-            and event.group_idx is None
-            and event.cache_salt is None
-            and event.session_id is None
-        ):
-            return fixed if event.medium is None else (*fixed, event.medium)
-        options = (event.medium, event.lora_name, event.extra_keys, event.group_idx, event.cache_salt, event.session_id)
-        return fixed + _trimmed(options)
-    if isinstance(event, BlockRemoved):
-        if event.medium is None and event.group_idx is None:
-            return ("BlockRemoved", event.block_hashes)
-        return ("BlockRemoved", event.block_hashes, *_trimmed((event.medium, event.group_idx)))
-    if isinstance(event, AllBlocksCleared):
-        return ("AllBlocksCleared",)
-    raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
+    lowered: list[tuple[Any, ...]] = []
+    for event in events:
+        if isinstance(event, BlockStored):
+            hashes, tokens, size = event.block_hashes, event.token_ids, event.block_size
+            if len(tokens) != len(hashes) * size:
+                raise ValueError("tokens do not fill the blocks")
+            fixed = ("BlockStored", hashes, event.parent_block_hash, tokens, size, event.lora_id)
+            # Looks at fields cost less than a tuple of them and its comparison, and most events have no option.
+            if (
+                event.medium is None
+                and event.lora_name is None
+                and event.extra_keys is None
+                and event.group_idx is None
+                and event.cache_salt is None
+                and event.session_id is None
+            ):
+                lowered.append(fixed)
+            else:
+                lowered.append(fixed + _options_of(event))
+        elif isinstance(event, BlockRemoved):
+            lowered.append(("BlockRemoved", event.block_hashes, *_trimmed((event.medium, event.group_idx))))
+        elif isinstance(event, AllBlocksCleared):
+            lowered.append(("AllBlocksCleared",))
+        else:
+            raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
+    return lowered
+
+
+def _options_of(event: BlockStored) -> tuple[Any, ...]:
+    return _trimmed(
+        (event.medium, event.lora_name, event.extra_keys, event.group_idx, event.cache_salt, event.session_id)
+    )
 
 
 def _trimmed(options: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ costs itself and never its batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any
 
@@ -46,7 +46,7 @@ _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Over
 _NOT_SOUND = (DecodeError, *_DECODE_ERRORS)
 
 
-_LOWER: dict[str, Callable[[KVCacheEvent], Any]] = {
+_LOWER: dict[str, Callable[[Iterable[KVCacheEvent]], list[Any]]] = {
     "array": array_dialect.lower,
     "map": partial(map_dialect.lower, vllm=False),
     "vllm": partial(map_dialect.lower, vllm=True),
@@ -86,11 +86,10 @@ class BatchEncoder:
             TypeError, ValueError, OverflowError: some event cannot be encoded; see ``encode_sound``.
         """
         owner = rank if batch.attn_dp_rank is None else batch.attn_dp_rank
-        lower = self._lower
         ts = float(batch.ts)
         if not math.isfinite(ts):
             raise ValueError(f"batch time {ts} is not finite")
-        return self._encode((ts, [lower(event) for event in batch.events], owner))
+        return self._encode((ts, self._lower(batch.events), owner))
 
     def encode_sound(
         self, batch: EventBatch, rank: int
@@ -116,7 +115,7 @@ class BatchEncoder:
         Raises:
             TypeError, ValueError, OverflowError: it cannot be encoded.
         """
-        return self._encode(self._lower(event))
+        return self._encode(self._lower((event,))[0])
 
 
 def _sound_time(ts: object) -> float:

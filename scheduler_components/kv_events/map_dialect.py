@@ -6,6 +6,7 @@ event and ``medium`` in every removed one; the ``vllm`` flavour writes them as n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -66,13 +67,17 @@ class _Cleared(_Map, frozen=True, tag="AllBlocksCleared"):
     pass
 
 
-def lower(event: KVCacheEvent, *, vllm: bool) -> msgspec.Struct:
-    """Write ``event`` as what msgspec encodes to the map that goes on the wire.
+def lower(events: Iterable[KVCacheEvent], *, vllm: bool) -> list[msgspec.Struct]:
+    """Write events as what msgspec encodes to the maps that go on the wire.
 
     Raises:
-        TypeError: not one of the three events; an unknown tag would cost some readers the whole batch.
+        TypeError: one is none of the three events; an unknown tag would cost some readers the whole batch.
         ValueError: tokens that do not fill the blocks, which readers drop.
     """
+    return [_lower(event, vllm=vllm) for event in events]
+
+
+def _lower(event: KVCacheEvent, *, vllm: bool) -> msgspec.Struct:
     if isinstance(event, BlockStored):
         if len(event.token_ids) != len(event.block_hashes) * event.block_size:
             raise ValueError("tokens do not fill the blocks")
