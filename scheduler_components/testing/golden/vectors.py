@@ -1,4 +1,4 @@
-"""Reads the golden bytes: what every dialect writes, what every measured peer sends, page hashes and replay frames.
+"""Reads the golden bytes: what every dialect writes, what every measured peer sends, page hashes, replays, digests.
 
 All were made by hand from the wire's description, part by part, and none by this kit's own code; each part says what it
 is. The data files are plain JSON, so that a kit in another language can read them too:
@@ -7,6 +7,7 @@ is. The data files are plain JSON, so that a kit in another language can read th
 - ``peers.json``: batches in shapes that released peers send, by peer and version. Reading must give the events.
 - ``page_hashes.json``: token ids, page size and seed to block hashes.
 - ``replay_frames.json``: requests and answers of replay channels.
+- ``digests.json``: a stream's payloads to the digest before the first and after each.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from scheduler_components.kv_events.events import (
 
 __all__ = [
     "BatchVector",
+    "DigestVector",
     "FrameVector",
     "PageHashVector",
     "PeerVector",
     "batch_vectors",
+    "digest_vectors",
     "page_hash_vectors",
     "peer_vectors",
     "replay_frame_vectors",
@@ -117,6 +120,27 @@ class FrameVector(msgspec.Struct, frozen=True):
         return tuple(bytes.fromhex(frame) for frame, _ in self.frames)
 
 
+class DigestVector(msgspec.Struct, frozen=True):
+    """A stream's life; bytes in hexadecimal.
+
+    Attributes:
+        name: what it shows.
+        epoch: 16 bytes.
+        first_sequence: number of the first payload.
+        payloads: in order.
+        chains: the digest before the first payload, then after each.
+    """
+
+    name: str
+    epoch: str
+    first_sequence: int
+    payloads: tuple[str, ...]
+    chains: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
 @cache
 def batch_vectors() -> tuple[BatchVector, ...]:
     """``batches.json``."""
@@ -139,6 +163,12 @@ def page_hash_vectors() -> tuple[PageHashVector, ...]:
 def replay_frame_vectors() -> dict[str, FrameVector]:
     """``replay_frames.json``, by name."""
     return {each.name: each for each in msgspec.json.decode(_read("replay_frames.json"), type=list[FrameVector])}
+
+
+@cache
+def digest_vectors() -> tuple[DigestVector, ...]:
+    """``digests.json``."""
+    return msgspec.json.decode(_read("digests.json"), type=tuple[DigestVector, ...])
 
 
 def _read(name: str) -> bytes:
