@@ -141,6 +141,7 @@ class ZmqEventPublisher(EventPublisher):
         self._is_inherited = False
         # True while the next batch may wait: ``idle()`` has just been called, and the backstop looks.
         self._may_defer = False
+        self._group = min(_GROUP, max_queue_size)
         self._num_close_calls = 0
         self._called_at_s = self._ticked_at_s = 0.0
         self._closed: CloseReport | None = None
@@ -192,7 +193,7 @@ class ZmqEventPublisher(EventPublisher):
         self._called_at_s = now
         self._num_close_calls += 1
         # The backstop has an eye on what waits.
-        return self._num_close_calls > _GROUP and len(pending) < _GROUP and self._backstop.watch()
+        return self._num_close_calls > _GROUP and len(pending) < self._group and self._backstop.watch()
 
     def _check_usable(self) -> None:
         if self._is_inherited:

@@ -101,6 +101,15 @@ def test_a_burst_goes_out_in_groups_and_its_tail_on_its_own(
     assert [number_of(subscriber.recv_multipart()) for _ in range(500)] == list(range(500))
 
 
+@pytest.mark.parametrize("max_queue_size", [1, 3])
+def test_a_burst_is_not_held_back_until_it_overflows(opened: Open, max_queue_size: int) -> None:
+    publisher = opened(max_queue_size=max_queue_size)
+    for number in range(50):
+        publisher.publish(batch(number))
+    assert publisher.close(10.0).batches_sent == 50
+    assert publisher.stats().batches_collapsed == 0
+
+
 def test_a_late_joiner_catches_up_by_replay(opened: Open, ask_replay: Ask) -> None:
     publisher = opened()
     for number in range(300):
