@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from typing import Protocol
 
-__all__ = ["call_in_children"]
-
-_methods: set[weakref.WeakMethod[Callable[[], None]]] = set()
+__all__ = ["ProcessBound", "tell_of_forks"]
 
 
-def call_in_children(method: Callable[[], None]) -> None:
-    """Call a bound method in every child that this process forks, before any other code of the child.
+class ProcessBound(Protocol):
+    """Something with sockets, files or threads that a forked child must not use."""
 
-    The method's object is not kept alive by this, and is forgotten with its end.
-    """
-    _methods.add(weakref.WeakMethod(method, _methods.discard))
+    def disown(self) -> None:
+        """Called in the child, before any other code of it."""
+        ...
 
 
-def _call_all() -> None:
-    for reference in tuple(_methods):
-        method = reference()
-        if method is not None:
-            method()
+_told: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
+
+
+def tell_of_forks(owner: ProcessBound) -> None:
+    """Call ``owner.disown`` in every child that this process forks. This does not keep ``owner`` alive."""
+    _told.add(owner)
+
+
+def _tell_all() -> None:
+    for owner in tuple(_told):
+        owner.disown()
 
 
 # A hook at fork can never be taken back: so there is one, and not one for each object.
-os.register_at_fork(after_in_child=_call_all)
+os.register_at_fork(after_in_child=_tell_all)

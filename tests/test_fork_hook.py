@@ -7,15 +7,15 @@ import os
 
 import pytest
 
-from scheduler_components.fork_hook import call_in_children
+from scheduler_components.fork_hook import tell_of_forks
 
 
 class Owner:
     def __init__(self, notes: list[str], name: str) -> None:
         self.notes, self.name = notes, name
-        call_in_children(self.note)
+        tell_of_forks(self)
 
-    def note(self) -> None:
+    def disown(self) -> None:
         self.notes.append(self.name)
 
 

@@ -6,10 +6,10 @@ import fcntl
 import os
 import socket
 import stat
-import weakref
 from contextlib import suppress
 
 from scheduler_components.errors import StartError
+from scheduler_components.fork_hook import tell_of_forks
 
 __all__ = ["IpcPathLock", "lock_ipc_path"]
 
@@ -22,7 +22,7 @@ class IpcPathLock:
     def __init__(self, path: str, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
-        _held.add(self)
+        tell_of_forks(self)
 
     def release(self) -> None:
         """Remove the socket's file, which libzmq leaves there, and unlock. Safe to call twice.
@@ -42,24 +42,17 @@ class IpcPathLock:
 
     def close(self) -> None:
         """Close the descriptor, and with it this process's part of the lock."""
-        _held.discard(self)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def disown(self) -> None:
+        """In a forked child: close its copy. A lock must end with its owner, not with the last child."""
+        self.close()
 
 
 def _lock_path(path: str) -> str:
     return f"{path}.lock"
-
-
-def _let_go_in_child() -> None:
-    """Close a forked child's copies: a lock must end with its owner, not with the last child."""
-    for lock in list(_held):
-        lock.close()
-
-
-_held: weakref.WeakSet[IpcPathLock] = weakref.WeakSet()
-# A hook at fork can never be taken back, so there is one for all locks and not one each.
-os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def lock_ipc_path(path: str) -> IpcPathLock | None:

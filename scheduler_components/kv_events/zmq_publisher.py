@@ -20,7 +20,7 @@ import time
 import msgspec
 
 from scheduler_components.errors import ConfigError, ForkedPublisherError, PublisherClosedError, StartError
-from scheduler_components.fork_hook import call_in_children
+from scheduler_components.fork_hook import tell_of_forks
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoint import Endpoint
 from scheduler_components.kv_events.events import AllBlocksCleared, EventBatch, KVEventBatch
@@ -151,7 +151,7 @@ class ZmqEventPublisher(EventPublisher):
         self.replay_endpoint = self._edge.sockets.replay_endpoint
         self._start_backstop()
         atexit.register(self.shutdown)
-        call_in_children(self.disown)
+        tell_of_forks(self)
         if seq_base == "clock":
             self.publish(KVEventBatch(ts=time.time(), events=(AllBlocksCleared(),)))
 
@@ -217,7 +217,7 @@ class ZmqEventPublisher(EventPublisher):
                 self._may_defer = False
 
     def disown(self) -> None:
-        """Called in a forked child: sockets and stream are the parent's."""
+        """In a forked child: sockets and stream are the parent's, and every call says so."""
         self._is_inherited = True
         self._may_defer = False
 

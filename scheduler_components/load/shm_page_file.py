@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from scheduler_components.errors import ForkedPublisherError, StartError
-from scheduler_components.fork_hook import call_in_children
+from scheduler_components.fork_hook import tell_of_forks
 
 __all__ = ["ShmPageFile", "open_shm_page_file"]
 
@@ -33,7 +33,7 @@ class ShmPageFile:
         self._pid = os.getpid()
         self._is_forked = False
         self.memory = memoryview(self._map)
-        call_in_children(self._let_go_in_child)
+        tell_of_forks(self)
 
     def check_owner(self) -> None:
         """Call it before each write; costs no system call.
@@ -52,8 +52,8 @@ class ShmPageFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _let_go_in_child(self) -> None:
-        """The lock must end with its owner, not with the last child."""
+    def disown(self) -> None:
+        """In a forked child: close its copies. The lock must end with its owner, not with the last child."""
         self._is_forked = True
         self.close()
 
