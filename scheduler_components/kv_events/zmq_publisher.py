@@ -166,7 +166,9 @@ class ZmqEventPublisher(EventPublisher):
             raise StartError(self.endpoint, f"cannot start its thread ({error})", mend) from error
 
     def publish(self, events: EventBatch) -> None:
-        """Accept one batch; never blocks. It goes out now, or at the next ``idle()``, in order.
+        """Accept one batch; never blocks. It goes out now, at the next ``idle()``, or with the rest of a burst.
+
+        Batches keep their order. What waits goes out within some ten milliseconds when nothing is called any more.
 
         Raises:
             PublisherClosedError: after ``shutdown()``.
