@@ -212,11 +212,14 @@ class ZmqEventPublisher(EventPublisher):
         if self._is_inherited:
             raise ForkedPublisherError(self._pid)
         if self._closed is None:
+            is_busy = bool(self._pending) or self._num_close_calls > 0
+            self._num_close_calls = 0
             self._take_turn(Occasion.WAIT)
-            # In this order: a backstop that goes to sleep in between takes the permission back.
-            self._may_defer = True
-            if not self._backstop.watch():
-                self._may_defer = False
+            if is_busy:  # a scheduler that only idles keeps no thread awake
+                # In this order: a backstop that goes to sleep in between takes the permission back.
+                self._may_defer = True
+                if not self._backstop.watch():
+                    self._may_defer = False
 
     def disown(self) -> None:
         """In a forked child: sockets and stream are the parent's, and every call says so."""

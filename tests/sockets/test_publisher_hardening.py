@@ -12,12 +12,14 @@ import pytest
 import zmq
 
 from scheduler_components.errors import ConfigError, ForkedPublisherError, StartError
+from scheduler_components.kv_events import zmq_publisher
 from scheduler_components.kv_events.codec import BatchDecoder
 from scheduler_components.kv_events.events import (
     BlockRemoved,
     KVCacheEvent,
     KVEventBatch,
 )
+from scheduler_components.kv_events.thread_backstop import Backstop
 from scheduler_components.kv_events.zmq_keys import write_key_pair
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
@@ -104,6 +106,24 @@ def test_a_dead_backstop_is_noticed_by_the_next_publish(
     publisher.publish(batch(7))  # nobody but publish() could send it now
     assert BatchDecoder().decode(subscriber.recv_multipart()[2]).events == (BlockRemoved((7,)),)
     assert publisher.stats().batches_pending == 0
+
+
+def test_a_scheduler_that_only_idles_keeps_no_thread_awake(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes: list[str] = []
+
+    class NotedBackstop(Backstop):
+        def watch(self) -> bool:
+            wakes.append("watch")
+            return super().watch()
+
+    monkeypatch.setattr(zmq_publisher, "Backstop", NotedBackstop)
+    publisher = opened()
+    for _ in range(3):
+        publisher.idle()
+    assert not wakes
+    publisher.publish(batch(1))
+    publisher.idle()
+    assert wakes  # the next batch may wait, so somebody must look
 
 
 def test_lag_is_the_age_of_what_waits(opened: Open) -> None:
