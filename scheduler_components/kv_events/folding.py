@@ -90,6 +90,7 @@ _ARRAY_FIRST_BYTES = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}
 _HEADER_BYTES = 11
 """An array of three, eight bytes of time behind their tag, and the length of a list of up to fifteen events."""
 _LIST_OF_ONE = 0x91
+_ANY_RANK = b"\x00"
 
 
 def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
@@ -105,8 +106,12 @@ def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
             for head, event in zip(_heads_decoder(events[0][0])(payload)[1], events, strict=True):
                 head.fold_into(state, event)
     except msgspec.ValidationError:
-        for odd in _events(payload)[1]:
-            _fold_odd_event(state, bytes(odd))
+        events = [bytes(event) for event in _events(payload)[1]]
+        if len(events) == 1:
+            _fold_odd_event(state, events[0])
+            return
+        for event in events:  # as batches of one, so that only the odd one is read as such
+            fold_payload(state, payload[: _HEADER_BYTES - 1] + bytes([_LIST_OF_ONE]) + event + _ANY_RANK)
 
 
 def _heads_decoder(first_byte: int) -> Callable[[bytes], tuple[_Raw, Sequence[_Head], _Raw]]:

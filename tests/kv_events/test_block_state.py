@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +100,19 @@ def _in_cycle(parents: dict[tuple[Medium, int], int | None], tier: Medium, block
         visited.add(above)
         above = parents.get((tier, above))
     return above is not None
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_odd_event_leaves_the_others_of_its_batch_as_they_are(dialect: str) -> None:
+    """A scheduler's unsigned hashes mean the same blocks in every batch, also beside a hash that is none."""
+    unsigned = 2**64 - 5
+    odd = BlockRemoved(("none",))  # type: ignore[arg-type]
+    state: BlockState[bytes] = BlockState()
+    for events in ((run(unsigned),), (odd, BlockRemoved((unsigned,)))):
+        fold_payload(state, BatchEncoder(dialect).encode(KVEventBatch(0.0, events), 300))
+    assert len(state) == 0
+    fold_payload(state, BatchEncoder(dialect).encode(KVEventBatch(0.0, (odd,)), 300))
+    assert len(state) == 0
 
 
 def test_collapse_keeps_what_it_does_not_know_for_the_encoder_to_refuse() -> None:
