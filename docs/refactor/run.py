@@ -1,6 +1,7 @@
 """Play one workload on the stages: ``python docs/refactor/run.py [stage ...]``; without names on all of them.
 
-Prints what came out of each and what the checker says of it. Exit code 1 when two stages differ.
+Prints what came out of each and what the checker says of it. Exit code 1 when two stages differ, or when the patches
+do not lead from the first stage to the last one.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ import sys
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from scheduler_components.component_lint.file_lint import lint_paths
 from scheduler_components.parallel_state import ParallelState
 from serving_parts.batching import Settings
 from serving_parts.play import Abort, Action, Record, Steps, Submit, play
+from stages import STAGES, GuideError, write_stages
 
-HERE = Path(__file__).parent
-STAGES = tuple(sorted(folder.name for folder in HERE.glob("stage_*")))
 WORKLOAD: tuple[Action, ...] = (
     *(Submit(topic=0, num_shared=20, num_own=own, max_new_tokens=12) for own in (4, 9, 1)),
     Steps(count=4, seconds=0.1),
@@ -34,22 +35,32 @@ def play_stage(stage: str) -> Record:
 
 
 def main(stages: list[str]) -> int:
-    """Play, print one line a stage, compare."""
+    """Write the stages, play, print one line per stage, compare."""
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         sys.stderr.write(f"no stage {unknown[0]!r}; there are {', '.join(STAGES)}\n")
         return 2
-    records = []
-    for stage in stages or STAGES:
-        record = play_stage(stage)
-        records.append(record)
-        said = b"".join([record.tape, *record.loads, *record.metrics, repr(record.outputs).encode()])
-        smells = len(lint_paths([HERE / stage]).findings)
-        sys.stdout.write(
-            f"{stage:18} {len(record.tape):6} bytes of events  {len(record.outputs):4} outputs  "
-            f"all it said: {sha256(said).hexdigest()[:12]}  smells: {smells}\n"
-        )
+    with TemporaryDirectory() as folder:
+        try:
+            write_stages(Path(folder))
+        except GuideError as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+        sys.path.insert(0, folder)
+        records = [report(Path(folder) / stage) for stage in stages or STAGES]
     return 0 if all(record == records[0] for record in records) else 1
+
+
+def report(stage: Path) -> Record:
+    """Play on a stage, and print what came out."""
+    record = play_stage(stage.name)
+    said = b"".join([record.tape, *record.loads, *record.metrics, repr(record.outputs).encode()])
+    smells = len(lint_paths([stage]).findings)
+    sys.stdout.write(
+        f"{stage.name:18} {len(record.tape):6} bytes of events  {len(record.outputs):4} outputs  "
+        f"all it said: {sha256(said).hexdigest()[:12]}  smells: {smells}\n"
+    )
+    return record
 
 
 if __name__ == "__main__":

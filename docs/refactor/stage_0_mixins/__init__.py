@@ -1,1 +1,1 @@
-"""Where it begins: one object in five files, and a context that all of them reach for."""
+"""A scheduler; ``scheduler.py`` opens it."""

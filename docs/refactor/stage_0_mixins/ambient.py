@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import ParallelState
 from serving_parts.batching import Settings
 from serving_parts.surroundings import Surroundings
 

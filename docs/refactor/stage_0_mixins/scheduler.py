@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.metrics.rolling import RateMeter
+from scheduler_components import RadixCache
 from serving_parts.batching import Counters, check_fits, next_batch, next_tokens, release
+from serving_parts.kit import RateMeter
 from serving_parts.request import Output, Request, Totals
 from serving_parts.surroundings import Surroundings
 
 from .ambient import get_clock, get_parallel, get_settings, set_surroundings
-from .kv_events import KvEventsMixin
-from .load import LoadMixin
-from .metrics import MetricsMixin
-from .results import OutputMixin
+from .kv_events_mixin import KvEventsMixin
+from .load_mixin import LoadMixin
+from .metrics_mixin import MetricsMixin
+from .output_mixin import OutputMixin
 
 
 class Scheduler(KvEventsMixin, LoadMixin, MetricsMixin, OutputMixin):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.metrics.rolling import RateMeter
+from scheduler_components import RadixCache
 from serving_parts.batching import Batch, release, share
+from serving_parts.kit import RateMeter
 from serving_parts.request import Output, Request, Totals, finish_reason
 
 
@@ -30,22 +30,20 @@ class Results:
 
     def process_batch_result(self, batch: Batch, tokens: Sequence[int]) -> list[Request]:
         num_generated = 0
-        going_on = []
+        running = batch.running
         for work, token in zip(batch.works, tokens, strict=True):
             request = work.request
             request.num_computed_tokens += work.num_tokens
             share(self.cache, request)
             if request.num_uncomputed_tokens:
-                going_on.append(request)
                 continue
             request.token_ids.append(token)
             num_generated += 1
             reason = finish_reason(request, self.eos_token_id)
-            if reason is None:
-                going_on.append(request)
-            else:
+            if reason is not None:
                 release(self.cache, request)
+                running = [each for each in running if each is not request]
             self.outputs.send(Output(request.rid, (token,), reason))
         self.totals.generation_tokens += num_generated
         self.rates.observe_decode(num_generated)
-        return going_on
+        return running

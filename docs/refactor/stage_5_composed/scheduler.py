@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from observability.prometheus_sink import PrometheusSink
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.kv_events.registry import open_event_publisher
-from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.load.token_counted_queue import TokenCountedQueue
-from scheduler_components.load_inquirer import LoadInquirer
-from scheduler_components.metrics.rolling import RateMeter
-from scheduler_components.metrics_emitter import MetricsEmitter
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import KvEventSink, MetricsSink
+from scheduler_components import (
+    LoadInquirer,
+    MetricsEmitter,
+    ParallelState,
+    RadixCache,
+    SchedulerKvEventsPublisher,
+    TokenCountedQueue,
+)
+from scheduler_components.kv_events import open_event_publisher
 from serving_parts.batching import Counters, Settings, check_fits, next_batch, next_tokens, release
+from serving_parts.kit import KvEventSink, LoadSnapshot, MetricsSink, PrometheusSink, RateMeter
 from serving_parts.request import Output, Request, Totals
 from serving_parts.surroundings import PublisherFactory, Surroundings
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OutputMixin:
-    """Needs ``cache``, ``rates`` and ``totals``; writes ``running``."""
+    """Uses ``cache``, ``rates`` and ``totals``; writes ``running``."""
 
     def init_output(self: Scheduler, send_output: Callable) -> None:
         self.send_output = send_output

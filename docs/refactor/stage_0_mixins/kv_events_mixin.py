@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components.kv_events.events import KVEventBatch
-from scheduler_components.metrics.stats import PublisherStats
+from scheduler_components.kv_events import KVEventBatch
+from serving_parts.kit import PublisherStats
 from serving_parts.surroundings import PublisherFactory
 
 from .ambient import get_clock, get_parallel, get_settings
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class KvEventsMixin:
-    """Needs ``cache``."""
+    """Uses ``cache``."""
 
     def init_kv_events(self: Scheduler) -> None:
         self.enable_kv_events = get_settings().kv_events is not None and get_parallel().owns_kv_stream

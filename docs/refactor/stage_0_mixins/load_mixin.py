@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components.load.snapshot import LoadSnapshot
+from serving_parts.kit import LoadSnapshot
 
 from .ambient import get_clock, get_parallel, get_settings
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LoadMixin:
-    """Needs ``cache``, ``rates``, ``running``, ``waiting`` and ``num_chunked_tokens_left``."""
+    """Uses ``cache``, ``rates``, ``running``, ``waiting`` and ``num_chunked_tokens_left``."""
 
     def init_load(self: Scheduler) -> None:
         self.load_sequence = 0

@@ -1,1 +1,0 @@
-"""Step 3: the bodies are cut from the mixins and pasted into the components. Nothing else changes."""
