@@ -1,8 +1,8 @@
 """Step 3 as a program: ``python docs/refactor/move.py FOLDER`` moves the bodies of all mixins below a folder.
 
 A move that a program makes can be made again, on a branch that began before it (see "Branches in flight" in the guide).
-This one knows the shape that step 2 gave the code: a component stands above its mixin, and every method of the mixin is
-static. Names that end in ``Mixin`` are not used for anything else.
+This one relies on the shape that step 2 gave the code: a component stands above its mixin, every method of the mixin is
+static, and no other name ends in ``Mixin``.
 """
 
 from __future__ import annotations
