@@ -6,9 +6,10 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 SOAK_SECONDS ?= 900
+DOCS_PORT ?= 8000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench soak lint types format docs clean
+.PHONY: help demo test bench soak lint types format docs docs-serve generated clean
 
 help:
 	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
@@ -16,7 +17,8 @@ help:
 	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
 	@echo "make soak    run the soak test for SOAK_SECONDS (900; make test runs it for 60)"
 	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"
-	@echo "make docs    write what is generated: reference, metrics table, dashboard"
+	@echo "make docs    build the documentation into site/, strictly;  make docs-serve  show it on loopback"
+	@echo "make generated   write what comes from the catalogue: metrics table, dashboard"
 	@echo "make clean   remove the environment and caches"
 
 demo: $(VENV)/.engine
@@ -42,13 +44,19 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A broken link, anchor or reference is a warning, and a warning fails. The variable silences an advertisement.
 docs: $(VENV)/.dev
-	$(BIN)/python docs/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:$(DOCS_PORT)
+
+generated: $(VENV)/.dev
 	$(BIN)/python docs/make_metrics_table.py
 	$(BIN)/python -m observability.grafana.dashboard
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say what is installed; a change of pyproject.toml installs again. `.dev` includes all of `.engine`.

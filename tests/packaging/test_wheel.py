@@ -81,7 +81,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(built: tuple[Path
 def test_the_sdist_has_what_a_reader_needs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "docs/README.md"} <= names
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "mkdocs.yml", "docs/README.md"} <= names
     assert "tests/packaging/test_wheel.py" in names
 
 
