@@ -81,8 +81,10 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(built: tuple[Path
 def test_the_sdist_has_what_a_reader_needs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "mkdocs.yml", "docs/README.md"} <= names
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "docs/README.md"} <= names
+    assert "mkdocs.yml" in names
     assert "tests/packaging/test_wheel.py" in names
+    assert not [name for name in names if name.startswith("site/")], "the built documentation is not shipped"
 
 
 def test_the_core_runs_without_extras_then_the_engine_with_its_own(built: tuple[Path, Path], clean: Path) -> None:
