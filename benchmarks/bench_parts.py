@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from benchmarks.measure import Measurement, Scale, measure_in_turns
 from benchmarks.workloads import SHAPES
-from scheduler_components.kv_events.array_dialect import lower
+from scheduler_components.kv_events.array_dialect import lower_to_arrays
 from scheduler_components.kv_events.block_state import BlockState
 from scheduler_components.kv_events.codec import BatchEncoder
 from scheduler_components.kv_events.event_stream import EventStream, chain_after
@@ -47,7 +47,7 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
         found = measure_in_turns(
             {
                 "encoding": lambda: encoder.encode(batch, 0),
-                "of it: events to plain tuples": lambda: lower(batch.events),
+                "of it: events to plain tuples": lambda: lower_to_arrays(batch.events),
                 "number, window and digest": lambda: stream.append(payload),
                 "of it: the digest": lambda: chain_after(bytes(8), 7, payload),
                 "folding, once it leaves the window": lambda: fold_payload(state, payload),

@@ -15,7 +15,7 @@ import msgspec
 from scheduler_components.errors import DecodeError
 from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
-__all__ = ["STORED_POSITIONS", "event_fields", "lower"]
+__all__ = ["STORED_POSITIONS", "array_event_fields", "lower_to_arrays"]
 
 STORED_POSITIONS = (
     "block_hashes",
@@ -37,7 +37,7 @@ _METADATA_POSITION = 6
 _decode = msgspec.msgpack.Decoder().decode
 
 
-def lower(events: Iterable[KVCacheEvent]) -> list[tuple[Any, ...]]:
+def lower_to_arrays(events: Iterable[KVCacheEvent]) -> list[tuple[Any, ...]]:
     """Write events as the arrays that go on the wire: all in one loop, which is half of what encoding small ones costs.
 
     Raises:
@@ -84,7 +84,7 @@ def _trimmed(options: tuple[Any, ...]) -> tuple[Any, ...]:
     return options
 
 
-def event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
+def array_event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
     """Read one array event into (tag, field values by name); unknown trailing positions are skipped.
 
     Raises:

@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import msgspec
 
 from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.kv_events import array_dialect, map_dialect
+from scheduler_components.kv_events.array_dialect import lower_to_arrays
+from scheduler_components.kv_events.map_dialect import lower_to_maps
 from scheduler_components.kv_events.event_reader import WireEvent, read_event
 from scheduler_components.kv_events.events import BlockStored, EventBatch, KVCacheEvent
 from scheduler_components.kv_events.map_reader import read_map_batch
@@ -47,9 +48,9 @@ _NOT_SOUND = (DecodeError, *_DECODE_ERRORS)
 
 
 _LOWER: dict[str, Callable[[Iterable[KVCacheEvent]], list[Any]]] = {
-    "array": array_dialect.lower,
-    "map": partial(map_dialect.lower, vllm=False),
-    "vllm": partial(map_dialect.lower, vllm=True),
+    "array": lower_to_arrays,
+    "map": partial(lower_to_maps, vllm=False),
+    "vllm": partial(lower_to_maps, vllm=True),
 }
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.kv_events import array_dialect, map_dialect
+from scheduler_components.kv_events.array_dialect import array_event_fields
+from scheduler_components.kv_events.map_dialect import map_event_fields
 from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 __all__ = ["WireEvent", "check_event", "read_event", "signed_hash"]
@@ -41,7 +42,7 @@ def read_event(raw: bytes) -> WireEvent:
         DecodeError: not one of the three, or a field of it is wrong.
     """
     is_map = raw[0] & 0xF0 == 0x80 or raw[0] in (0xDE, 0xDF)
-    tag, fields = map_dialect.event_fields(raw) if is_map else array_dialect.event_fields(raw)
+    tag, fields = map_event_fields(raw) if is_map else array_event_fields(raw)
     if tag == "AllBlocksCleared":
         return AllBlocksCleared()
     if tag not in _EVENT_TYPES:

@@ -14,7 +14,7 @@ import msgspec
 from scheduler_components.errors import DecodeError
 from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
-__all__ = ["event_fields", "lower"]
+__all__ = ["map_event_fields", "lower_to_maps"]
 
 _decode = msgspec.msgpack.Decoder().decode
 
@@ -67,7 +67,7 @@ class _Cleared(_Map, frozen=True, tag="AllBlocksCleared"):
     pass
 
 
-def lower(events: Iterable[KVCacheEvent], *, vllm: bool) -> list[msgspec.Struct]:
+def lower_to_maps(events: Iterable[KVCacheEvent], *, vllm: bool) -> list[msgspec.Struct]:
     """Write events as what msgspec encodes to the maps that go on the wire.
 
     Raises:
@@ -89,7 +89,7 @@ def _lower(event: KVCacheEvent, *, vllm: bool) -> msgspec.Struct:
     raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
 
 
-def event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
+def map_event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
     """Read one map event into (tag, field values by name).
 
     Raises:

@@ -26,11 +26,6 @@ _SEARCHED_PORTS = (20_000, 32_000)  # below the ports that systems give to outgo
 _SEARCHES = 64
 
 
-def _check_size(_: EngineConfig, attribute: attrs.Attribute[int], value: int) -> None:
-    if value < 1:
-        raise ConfigError(attribute.name, value, "is not a size", "give an integer of at least 1")
-
-
 def _check_speed(_: EngineConfig, attribute: attrs.Attribute[float], value: float) -> None:
     if not 0 < value < float("inf"):
         raise ConfigError(attribute.name, value, "is not a speed", "give a finite number above 0")
