@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.measure import Goal, Measurement, Samples, Scale, measure_in_turns
 from observability.kv_stream.view import BlockView
-from scheduler_components.kv_events.events import BlockRemoved, BlockStored
+from scheduler_components.events import BlockRemoved, BlockStored
 
 NAME = "view"
 _DEPTH = 128

@@ -19,12 +19,12 @@ import attrs
 
 from scheduler_components.cache.radix_cache import RadixCache
 from scheduler_components.errors import ConfigError
-from scheduler_components.hicache.hi_radix_cache import HiRadixCache
-from scheduler_components.hicache.operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone, WriteDone
-from scheduler_components.hicache.sync import SyncDomain
-from scheduler_components.hicache.tier_stepper import TierStepper
-from scheduler_components.reference.hicache_sim_io import SimulatedHostPages
-from scheduler_components.reference.trace import BLOCK_TOKENS, TraceRequest, open_trace, prompt_tokens
+from scheduler_components.hicache.cache import HiRadixCache
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone, WriteDone
+from scheduler_components.hicache.agreement import SyncDomain
+from scheduler_components.hicache.cache import TierStepper
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.reference.device.trace import BLOCK_TOKENS, TraceRequest, open_trace, prompt_tokens
 
 __all__ = ["Found", "Sizes", "as_table", "find_in_device", "find_in_tiers", "unbounded_tokens"]
 

@@ -11,14 +11,14 @@ from datetime import timedelta
 import msgspec
 import zmq
 
-from scheduler_components.hicache.hi_radix_cache import HiRadixCache
-from scheduler_components.hicache.operations import Instruction, IoEvent
-from scheduler_components.hicache.rank_sets import world_rank_sets
-from scheduler_components.hicache.sync import SyncDomain
-from scheduler_components.hicache.tier_stepper import TierStepper
+from scheduler_components.hicache.cache import HiRadixCache
+from scheduler_components.page_operations import Instruction, IoEvent
+from scheduler_components.hicache.agreement import world_rank_sets
+from scheduler_components.hicache.agreement import SyncDomain
+from scheduler_components.hicache.cache import TierStepper
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.hicache_sim_io import SimulatedHostPages
-from scheduler_components.reference.zmq_sync import open_zmq_sync_domain
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
 
 _WARM_UP_STEPS = 50
 
@@ -70,7 +70,7 @@ def _open_domain(spec: StepSpec) -> SyncDomain:
     if spec.transport == "gloo":
         import torch.distributed as dist
 
-        from scheduler_components.hicache.torch_groups import open_torch_sync_domains
+        from scheduler_components.hicache.torch_sync import open_torch_sync_domains
 
         dist.init_process_group(
             "gloo",

@@ -19,12 +19,13 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from benchmarks.measure import measure_in_turns
-from observability.prometheus_board import PrometheusBoard
-from scheduler_components.hicache.tier_stats import TierStats
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.request_latencies import LatencyTotals, RequestLatencies
+from observability.prometheus_reports import PrometheusBoard
+from scheduler_components.values import TierStats
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import LatencyTotals
+from scheduler_components.metrics.timing import RequestLatencies
 from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, open_shm_metrics_sink
-from scheduler_components.metrics.stats import SchedulerStats, SchedulerTotals
+from scheduler_components.values import SchedulerStats, SchedulerTotals
 from scheduler_components.parallel_state import ParallelState
 
 NUM_GAUGES = 64

@@ -10,7 +10,7 @@ import zmq
 
 from benchmarks.peers import load_peer
 from benchmarks.workloads import Shape
-from scheduler_components.kv_events.events import BlockStored, KVEventBatch
+from scheduler_components.events import BlockStored, KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 __all__ = ["KIT", "KIT_WITHOUT_IDLE", "LIMIT", "OFF", "Subject", "open_subject"]

@@ -1,19 +1,20 @@
-"""The one table of metrics: what each is called, what it means, and where in a step's statistics it stands.
-
-Names are SGLang's where SGLang (0.5.23) has the fact, and follow its habits where it has not, so that dashboards and
-routers written for SGLang read them. ``vllm_names`` are what vLLM (0.33.0) calls the same fact. A sink exports what
-stands here and nothing else; ``output_catalog`` has what is read from streamers beside it.
-"""
+"""One row of the metric catalogue, and where its value stands in a step's statistics."""
 
 from __future__ import annotations
 
+from typing import Literal
+import attrs
+from scheduler_components.values import HistogramSnapshot
+from scheduler_components.values import SchedulerStats
 from collections.abc import Iterable
 
-from observability.hicache_catalog import HICACHE_METRICS
-from observability.metric import Metric, counter, gauge, histogram
-from observability.output_catalog import OUTPUT_METRICS
-
 __all__ = [
+    "Metric",
+    "counter",
+    "gauge",
+    "histogram",
+    "HICACHE_METRICS",
+    "OUTPUT_METRICS",
     "CATALOG",
     "EVERY_METRIC",
     "HISTOGRAMS",
@@ -22,9 +23,146 @@ __all__ = [
     "RANKS_REFUSED",
     "SGLANG_PREFIX",
     "VLLM_PREFIX",
-    "Metric",
     "render_markdown",
+    "STREAM_CATALOG",
+    "STREAM_PREFIX",
+    "STREAM_STATE",
+    "render_stream_markdown",
 ]
+
+@attrs.frozen(kw_only=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: without prefix; a counter's ends in ``_total``.
+        kind: a gauge moves both ways; a counter only grows, except that a restarted rank begins at 0 again; a
+            histogram is counters of values in buckets.
+        unit: of the value, in words.
+        help: one sentence for a person.
+        path: where ``SchedulerStats`` holds the value, for example ``load.num_running_reqs``; empty for the few
+            that a sink knows by itself.
+        vllm_names: vLLM's names of the same fact, without prefix.
+    """
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    unit: str
+    help: str
+    path: str
+    vllm_names: tuple[str, ...] = ()
+
+    def read(self, stats: SchedulerStats) -> float | None:
+        """Return the value in ``stats``; None where the engine has no such part (no LoRA, no disaggregation)."""
+        value = self._find(stats)
+        assert value is None or isinstance(value, int | float), f"{self.path} is {value!r}"
+        return value
+
+    def read_histogram(self, stats: SchedulerStats) -> HistogramSnapshot | None:
+        """Return the histogram in ``stats``, for the metrics that are one; None where the engine keeps none."""
+        value = self._find(stats)
+        assert value is None or isinstance(value, HistogramSnapshot), f"{self.path} is {value!r}"
+        return value
+
+    def _find(self, stats: SchedulerStats) -> object:
+        value: object = stats
+        for attribute in self.path.split("."):
+            value = getattr(value, attribute)
+            if value is None:
+                return None
+        return value
+
+
+def gauge(name: str, unit: str, path: str, help: str, *vllm_names: str) -> Metric:
+    """Make the row of a gauge."""
+    return Metric(name=name, kind="gauge", unit=unit, help=help, path=path, vllm_names=vllm_names)
+
+
+def counter(name: str, unit: str, path: str, help: str, *vllm_names: str) -> Metric:
+    """Make the row of a counter."""
+    return Metric(name=name, kind="counter", unit=unit, help=help, path=path, vllm_names=vllm_names)
+
+
+def histogram(name: str, path: str, help: str, *vllm_names: str) -> Metric:
+    """Make the row of a histogram of times."""
+    return Metric(name=name, kind="histogram", unit="seconds", help=help, path=path, vllm_names=vllm_names)
+
+
+# The rows of the metric catalogue about the hierarchical cache: where prompts were found, what moved between tiers.
+#
+# SGLang's metrics of its hierarchical cache count tokens; these count pages, under names of their own. ``page_size``
+# makes one of the other.
+
+def _row(name: str, unit: str, field: str, help: str) -> Metric:
+    return counter(f"hicache_{name}_total", unit, f"totals.tiers.{field}", help)
+
+
+HICACHE_METRICS: tuple[Metric, ...] = (
+    _row("prompt_tokens", "tokens", "prompt_tokens", "Input tokens of requests at their first admission."),
+    _row("device_hit_tokens", "tokens", "device_hit_tokens", "The part of them that was cached on the device."),
+    _row(
+        "host_hit_tokens", "tokens", "host_hit_tokens", "The part of them that was on the host, and loaded from there."
+    ),
+    _row(
+        "storage_hit_tokens",
+        "tokens",
+        "storage_hit_tokens",
+        "The part of them that was in storage, and read from there.",
+    ),
+    _row("pages_written", "pages", "pages_written", "Pages copied to the host."),
+    _row("pages_not_written", "pages", "pages_not_written", "Copies to the host given up: no room, or a failure."),
+    _row("pages_loaded", "pages", "pages_loaded", "Pages copied back to the device."),
+    _row("pages_not_loaded", "pages", "pages_not_loaded", "Copies back given up after a failure on some rank."),
+    _row("pages_backed_up", "pages", "pages_backed_up", "Pages written to storage."),
+    _row(
+        "pages_not_backed_up",
+        "pages",
+        "pages_not_backed_up",
+        "Writes to storage given up: too many under way, or a failure.",
+    ),
+    _row("pages_prefetched", "pages", "pages_prefetched", "Pages read from storage and put in the cache."),
+    _row("pages_revoked", "pages", "pages_revoked", "Pages found in storage and then not put in the cache."),
+    _row("prefetches", "prefetches", "prefetches", "Reads from storage begun."),
+    _row("prefetches_revoked", "prefetches", "prefetches_revoked", "The part of them that ended without a page."),
+    _row("pages_dropped", "pages", "pages_dropped", "Pages evicted from the device without a copy on the host."),
+)
+"""One row for each field of ``TierStats``; without a hierarchical cache none of them is exported."""
+
+
+# The rows of the metric catalogue about outputs: what was sent to the receiver, what waits for it, what it never got.
+#
+# Paths are fields of ``OutputStats``. Each metric is labelled with ``ParallelState.metric_labels``, as a step's are.
+
+OUTPUT_METRICS: tuple[Metric, ...] = (
+    counter("output_batches_sent_total", "messages", "batches_sent", "Messages of outputs that the receiver took."),
+    counter("output_deltas_sent_total", "deltas", "deltas_sent", "News of single requests in them."),
+    counter("output_tokens_sent_total", "tokens", "tokens_sent", "Generated tokens in them."),
+    counter(
+        "output_steps_delayed_total",
+        "steps",
+        "steps_delayed",
+        "Steps whose outputs had to wait, because the receiver was behind.",
+    ),
+    gauge("output_requests_waiting", "requests", "requests_waiting", "Requests in flight whose outputs wait."),
+    gauge("output_ends_held", "requests", "ends_held", "Requests that are over and whose last outputs wait."),
+    gauge("output_bytes_held", "bytes", "bytes_held", "Bytes that these outputs take."),
+    counter(
+        "output_ends_dropped_total",
+        "requests",
+        "ends_dropped",
+        "Requests whose end the receiver was never told: more were over than may be held.",
+    ),
+    counter("output_tokens_dropped_total", "tokens", "tokens_dropped", "Generated tokens that it was never told."),
+)
+"""One row for each field of ``OutputStats``, apart from a step's report: a scrape reads them, no step does."""
+
+
+# The one table of metrics: what each is called, what it means, and where in a step's statistics it stands.
+#
+# Names are SGLang's where SGLang (0.5.23) has the fact, and follow its habits where it has not, so that dashboards
+# and
+# routers written for SGLang read them. ``vllm_names`` are what vLLM (0.33.0) calls the same fact. A sink exports what
+# stands here and nothing else; ``output_catalog`` has what is read from streamers beside it.
 
 SGLANG_PREFIX = "sglang:"
 VLLM_PREFIX = "vllm:"
@@ -279,4 +417,58 @@ def render_markdown(metrics: Iterable[Metric] = EVERY_METRIC) -> str:
         lines.append(
             f"| `{SGLANG_PREFIX}{metric.name}` | {metric.kind} | {metric.unit} | {metric.help} | {vllm_names} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+# The table of metrics about followed streams: what whoever follows a worker's events exports of its own recovery.
+#
+# Paths are fields of ``StreamStats``. Each metric is labelled with the stream's ``rank``.
+
+STREAM_PREFIX = "kv_stream_"
+
+
+def _metric(kind: Literal["gauge", "counter"], name: str, unit: str, path: str, help: str) -> Metric:
+    return Metric(name=f"{STREAM_PREFIX}{name}", kind=kind, unit=unit, help=help, path=path)
+
+
+STREAM_STATE = _metric(
+    "gauge", "state", "flag", "state", "1 for the state that the stream is in (label state), 0 for the others."
+)
+
+STREAM_CATALOG = (
+    _metric("gauge", "is_extended", "flag", "is_extended", "1 when the publisher's digest proves the view."),
+    _metric("gauge", "last_sequence", "sequence", "last_seq", "Number of the last batch that the view has."),
+    _metric("gauge", "blocks_held", "blocks", "blocks_held", "Blocks in the view, over all tiers."),
+    _metric("gauge", "lag_seconds", "seconds", "lag_s", "Receive time minus the time stamp of the last live batch."),
+    _metric("counter", "batches_total", "batches", "batches", "Batches and chunks of snapshots applied."),
+    _metric("counter", "events_total", "events", "events", "Events in them."),
+    _metric("counter", "blocks_stored_total", "blocks", "blocks_stored", "Blocks stored by them."),
+    _metric("counter", "blocks_removed_total", "blocks", "blocks_removed", "Blocks removed by them."),
+    _metric("counter", "gaps_total", "gaps", "gaps", "Times that a live batch did not follow on the one before."),
+    _metric("counter", "batches_recovered_total", "batches", "recovered", "Batches that came by replay."),
+    _metric("counter", "losses_total", "losses", "losses", "Times that the stream became partial."),
+    _metric("counter", "restarts_total", "restarts", "restarts", "Times that the publisher turned out to be another."),
+    _metric("counter", "verified_total", "proofs", "verified", "Times that the publisher's digest agreed."),
+    _metric("counter", "splices_total", "splices", "splices", "Times that it did not, and all began anew."),
+    _metric("counter", "snapshots_total", "snapshots", "snapshots", "Views that were swapped in whole."),
+    _metric("counter", "duplicates_total", "batches", "duplicates", "Batches at or below the last applied number."),
+    _metric("counter", "replays_asked_total", "questions", "replays_asked", "Questions to the replay channel."),
+    _metric(
+        "counter", "replays_unanswered_total", "questions", "replays_unanswered", "The part without an end in time."
+    ),
+    _metric("counter", "replays_cut_total", "questions", "replays_cut", "Extended answers that led no further."),
+    _metric("counter", "disconnects_total", "connections", "disconnects", "Times that the live connection was lost."),
+    _metric("counter", "decode_errors_total", "errors", "decode_errors", "Batches or single events not readable."),
+    _metric("counter", "bad_frames_total", "messages", "bad_frames", "Messages that are not frames of this wire."),
+    _metric("counter", "rank_mismatches_total", "batches", "rank_mismatches", "Batches that name another rank."),
+    _metric("counter", "unknown_removals_total", "blocks", "unknown_removals", "Removed blocks that were not held."),
+    _metric("counter", "unknown_media_total", "events", "unknown_media", "Events that name an unknown medium."),
+)
+
+
+def render_stream_markdown() -> str:
+    """Return the table as Markdown, for the documentation."""
+    lines = ["| Metric | Kind | Unit | Meaning |", "| --- | --- | --- | --- |"]
+    for metric in (STREAM_STATE, *STREAM_CATALOG):
+        lines.append(f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.help} |")
     return "\n".join(lines) + "\n"

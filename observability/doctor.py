@@ -5,33 +5,259 @@ Looks in the order in which things depend on each other, and stops where nothing
 
 from __future__ import annotations
 
-import socket
-import time
-from collections.abc import Callable, Iterable, Iterator
-
+from collections.abc import Iterable
+from enum import StrEnum
 import attrs
-import httpx
-
-from observability.finding import Finding, Severity, exit_code
-from observability.kv_stream.discovery import (
-    NoStreamsError,
-    StreamAddress,
-    addresses_in,
-    fetch_json,
-    fetch_page,
-    worker_url,
-)
-from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.discovery import printable
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import closing
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.load.gauge import LoadSample
+from scheduler_components.load.zmq_gauge import open_zmq_load_reader
+from collections import defaultdict
+from observability.kv_stream.discovery import StreamAddress
 from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
-from observability.load_diagnosis import diagnose_load_gauges
-from observability.stream_diagnosis import BatchInspector, diagnose_stream
+from observability.kv_stream.follower import NullListener
+from observability.kv_stream.follower import StreamStats
+from scheduler_components.kv_events.codec import DecodedBatch
+from scheduler_components.events import BlockStored
+import socket
+import httpx
+from observability.kv_stream.discovery import NoStreamsError
+from observability.kv_stream.discovery import addresses_in
+from observability.kv_stream.discovery import fetch_json
+from observability.kv_stream.discovery import fetch_page
+from observability.kv_stream.discovery import worker_url
+from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.zmq_subscriber import Subscriber
+from observability.kv_stream.zmq_subscriber import open_subscriber
 from observability.zmq_topics import listen_for_topics
-from scheduler_components.errors import DecodeError, StartError
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.zmq_access import ClientKeys
+from scheduler_components.errors import DecodeError
+from scheduler_components.errors import StartError
+from scheduler_components.kv_events.zmq_auth import ClientKeys
 
-__all__ = ["DoctorOptions", "examine", "exit_code"]
+__all__ = [
+    "Finding",
+    "Severity",
+    "exit_code",
+    "diagnose_load_gauges",
+    "BatchInspector",
+    "diagnose_stream",
+    "DoctorOptions",
+    "examine",
+]
+
+# What an examination finds: how bad, what, and what mends it.
+
+class Severity(StrEnum):
+    """OK is as it should be; WARNING works but will hurt; ERROR does not work."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@attrs.frozen
+class Finding:
+    """One thing that was looked at; ``mend`` is empty when nothing has to be done."""
+
+    severity: Severity
+    what: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        line = printable(f"{self.severity.upper():<7} {self.what}")
+        return f"{line}\n        -> {printable(self.mend)}" if self.mend else line
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """1 when anything does not work, else 0: warnings alone do not fail."""
+    return int(any(finding.severity is Severity.ERROR for finding in findings))
+
+
+# What is right and wrong with a worker's load gauges.
+
+def diagnose_load_gauges(
+    gauges: Mapping[int, Endpoint], *, listen_s: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Finding]:
+    """Listen until every rank's gauge has said something, or time is up: a sound one does so once a second.
+
+    Args:
+        gauges: rank to address; those that cannot be connected to left out.
+        listen_s: seconds to wait for all of them.
+        clock: monotonic seconds.
+    """
+    if not gauges:
+        return
+    with closing(open_zmq_load_reader(map(str, gauges.values()))) as reader:
+        deadline_s = clock() + listen_s
+        while not gauges.keys() <= reader.view.samples.keys() and (left_s := deadline_s - clock()) > 0:
+            reader.read(left_s)
+        samples, num_bad = reader.view.samples, reader.bad
+    for rank, endpoint in gauges.items():
+        yield _judge(f"rank {rank}: load gauge {endpoint}", samples.get(rank), listen_s)
+    if num_bad:
+        mend = "check that the load port is not that of another stream"
+        yield Finding(Severity.WARNING, f"{num_bad} messages of the load gauges are no LoadStat", mend)
+
+
+def _judge(name: str, sample: LoadSample | None, listen_s: float) -> Finding:
+    if sample is None:
+        mend = "check that this rank's scheduler reports its load each second, and that no keys are asked for"
+        return Finding(Severity.WARNING, f"{name} says nothing in {listen_s:g} s", mend)
+    stat = sample.stat
+    return Finding(
+        Severity.OK,
+        f"{name}: {stat.num_running_reqs} running, {stat.num_waiting_reqs} waiting,"
+        f" {stat.num_tokens} of {stat.max_total_num_tokens} tokens",
+    )
+
+
+# What is wrong with one followed stream, judged from what its subscriber saw.
+
+_MAX_SIZES = 8
+"""Block sizes remembered a rank: enough to show that they differ."""
+
+_MAX_HONEST_LAG_S = 60.0
+
+
+class BatchInspector(NullListener):
+    """A ``StreamListener`` that notes which block sizes each rank really sends."""
+
+    def __init__(self) -> None:
+        self.block_sizes: dict[int, set[int]] = defaultdict(set)
+
+    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002 - port
+        """Note the sizes of a batch."""
+        sizes = self.block_sizes[rank]
+        if len(sizes) < _MAX_SIZES:
+            sizes.update(event.block_size for event in batch.events if isinstance(event, BlockStored))
+
+
+def diagnose_stream(address: StreamAddress, stats: StreamStats, block_sizes: set[int]) -> list[Finding]:
+    """Judge one stream whose ports are open.
+
+    Args:
+        address: as advertised; stats: after some seconds of following it; block_sizes: those of its events.
+    """
+    findings = [*_judge_extension(address, stats), _judge_state(address, stats)]
+    name = f"rank {address.rank}"
+    if stats.replays_unanswered:
+        findings.append(
+            Finding(
+                Severity.ERROR,
+                f"{name}: the replay channel {address.replay} gave no end marker in time",
+                "check that the port is the publisher's replay ROUTER, and that it is not overloaded; consumers such "
+                "as Dynamo stay deaf without the marker",
+            )
+        )
+    if address.block_size is not None and block_sizes - {address.block_size}:
+        sizes = ", ".join(map(str, sorted(block_sizes)))
+        findings.append(
+            Finding(
+                Severity.ERROR,
+                f"{name}: events have blocks of {sizes} tokens, {address.block_size} are advertised",
+                "advertise the size that the cache uses: routers hash prompts by it and will match nothing",
+            )
+        )
+    findings += _judge_content(name, stats)
+    return findings
+
+
+def _judge_extension(address: StreamAddress, stats: StreamStats) -> list[Finding]:
+    name = f"rank {address.rank}"
+    if stats.is_extended:
+        return [Finding(Severity.OK, f"{name}: the publisher's digest proves the view ({stats.verified} times so far)")]
+    if address.replay is None or not stats.replays_asked or stats.replays_unanswered:
+        return []
+    return [
+        Finding(
+            Severity.OK,
+            f"{name}: the publisher has no digest (SGLang's and vLLM's have none): followed by numbers and payloads",
+        )
+    ]
+
+
+def _judge_state(address: StreamAddress, stats: StreamStats) -> Finding:
+    name = f"rank {address.rank}"
+    if stats.state is StreamState.LIVE and (stats.last_seq >= 0 or not stats.is_extended):
+        held = f"{name}: live at batch {stats.last_seq}, {stats.blocks_held} blocks held"
+        return Finding(Severity.OK, held)
+    if stats.state in (StreamState.LIVE, StreamState.SYNCING) and not stats.replays_unanswered:
+        return Finding(
+            Severity.OK,
+            f"{name}: connected, and nothing was published yet",
+            "send the worker a request and look again to see events",
+        )
+    if stats.state is StreamState.PARTIAL and address.replay is None:
+        return Finding(
+            Severity.WARNING,
+            f"{name}: no replay channel is advertised, so whoever joins late or misses a batch stays partial",
+            "give the publisher a replay_endpoint",
+        )
+    if stats.state is StreamState.PARTIAL and not stats.replays_unanswered and not stats.decode_errors:
+        return Finding(
+            Severity.WARNING,
+            f"{name}: history before the replay window is gone, so whoever joins late stays partial",
+            "raise buffer_steps, or flush the cache once the readers are there",
+        )
+    if stats.state in (StreamState.CONNECTING, StreamState.DEAD):
+        return Finding(
+            Severity.ERROR,
+            f"{name}: {address.events} takes connections and is no ZeroMQ publisher that can be read",
+            "check that the port is the event publisher's, and give key files if the stream asks for keys",
+        )
+    return Finding(Severity.WARNING, f"{name}: still {stats.state} at batch {stats.last_seq}", "look again")
+
+
+def _judge_content(name: str, stats: StreamStats) -> list[Finding]:
+    findings = []
+    if stats.decode_errors or stats.bad_frames:
+        findings.append(
+            Finding(
+                Severity.ERROR,
+                f"{name}: {stats.decode_errors} batches or events and {stats.bad_frames} messages are unreadable"
+                f" ({stats.last_error or 'not the frames of this wire'})",
+                "check that publisher and readers speak the same version of the event schema",
+            )
+        )
+    if stats.rank_mismatches:
+        findings.append(
+            Finding(
+                Severity.ERROR,
+                f"{name}: {stats.rank_mismatches} batches name another rank",
+                "check the publishers' endpoint offsets: two ranks share or swap their ports",
+            )
+        )
+    if stats.gaps and stats.losses:
+        findings.append(
+            Finding(
+                Severity.WARNING,
+                f"{name}: {stats.gaps} gaps, and not all of what was missed could be had",
+                "raise the publisher's hwm and buffer_steps",
+            )
+        )
+    if stats.unknown_media:
+        findings.append(
+            Finding(
+                Severity.WARNING,
+                f"{name}: {stats.unknown_media} events name a medium that routers do not know",
+                "publish GPU, CPU, CPU_PINNED, DISK, EXTERNAL or STORAGE",
+            )
+        )
+    if stats.lag_s is not None and abs(stats.lag_s) > _MAX_HONEST_LAG_S:
+        findings.append(
+            Finding(
+                Severity.WARNING,
+                f"{name}: the last batch is stamped {stats.lag_s:.0f} s ago",
+                "check the two machines' clocks, or what holds the publisher's batches back",
+            )
+        )
+    return findings
+
 
 _GAUGE = b"num_running_reqs"
 """What gateways look for in ``/metrics``, after the prefix ``sglang:`` or ``sglang_``."""

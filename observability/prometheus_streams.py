@@ -10,9 +10,9 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.stats import StreamStats
-from observability.prometheus_registry import new_family, register, unregister
-from observability.stream_catalog import STREAM_CATALOG, STREAM_PREFIX, STREAM_STATE
+from observability.kv_stream.follower import StreamStats
+from observability.prometheus_reports import new_family, register, unregister
+from observability.catalog import STREAM_CATALOG, STREAM_PREFIX, STREAM_STATE
 
 __all__ = ["StreamCollector", "StreamStatsSource"]
 

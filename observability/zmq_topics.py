@@ -9,8 +9,8 @@ import zmq
 
 from observability.kv_stream.discovery import StreamAddress
 from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.zmq_access import ClientKeys, apply_client_keys
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.zmq_auth import ClientKeys, apply_client_keys
 
 __all__ = ["listen_for_topics"]
 

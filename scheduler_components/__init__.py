@@ -6,7 +6,7 @@ The components are here; what needs pyzmq, pydantic or torch is imported from it
 from scheduler_components._version import __version__
 from scheduler_components.cache.radix_cache import RadixCache
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from scheduler_components.load.token_counted_queue import TokenCountedQueue
+from scheduler_components.load.queue import TokenCountedQueue
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.metrics_emitter import MetricsEmitter
 from scheduler_components.parallel_state import ParallelState

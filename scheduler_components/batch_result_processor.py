@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Container
+from scheduler_components.ports import StopRules
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
-
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Generic
+from typing import TypeVar
 import msgspec
+from scheduler_components.errors import FailureLog
+from scheduler_components.values import FinishReason
+from scheduler_components.ports import BookedRequest
+from scheduler_components.ports import KvResidence
+from scheduler_components.ports import OutputStream
+from scheduler_components.ports import RequestRegister
+from scheduler_components.ports import ResultObserver
 
-from scheduler_components.failure_log import FailureLog
-from scheduler_components.finish import FinishReason, finish_reason_after
-from scheduler_components.request_ports import (
-    BookedRequest,
-    KvResidence,
-    OutputStream,
-    RequestRegister,
-    ResultObserver,
-)
+__all__ = [
+    "finish_reason_after",
+    "NO_OBSERVER",
+    "BatchResultProcessor",
+    "WorkResult",
+]
 
-__all__ = ["NO_OBSERVER", "BatchResultProcessor", "WorkResult"]
+def finish_reason_after(
+    token: int, num_output_tokens: int, limits: StopRules, eos_token_ids: Container[int]
+) -> FinishReason | None:
+    """Return why a request is over once ``token`` is its last, or None while it goes on. A stop wins over the length.
+
+    Args:
+        token: the newest token; one that stops is part of the output.
+        num_output_tokens: generated so far, ``token`` included.
+        limits: the request's own.
+        eos_token_ids: the model's end-of-sequence tokens, which ``ignore_eos`` makes tokens like others.
+    """
+    if token in limits.stop_token_ids or (token in eos_token_ids and not limits.ignore_eos):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_output_tokens >= limits.max_new_tokens else None
+
 
 logger = logging.getLogger(__name__)
 

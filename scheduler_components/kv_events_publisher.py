@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from scheduler_components.failure_log import FailureLog
-from scheduler_components.kv_events.events import KVEventBatch
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.stats import KvMetrics, PublisherStats
+from scheduler_components.errors import FailureLog
+from scheduler_components.events import KVEventBatch
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import KvMetrics, PublisherStats
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import KvEventSink, KvEventSource, KvMetricsSink, LoadSource
 
@@ -120,15 +120,15 @@ class SchedulerKvEventsPublisher:
             StartError: the machine refused a port.
         """
         # Imported here so that the component itself loads neither pyzmq nor pydantic.
-        from scheduler_components.kv_events.registry import open_event_publisher
-        from scheduler_components.metrics.kv_metrics_wire import parse_kv_metrics_endpoint
+        from scheduler_components.kv_events.config import open_event_publisher
+        from scheduler_components.metrics.zmq_kv_metrics import parse_kv_metrics_endpoint
 
         if metrics_endpoint is not None:
             parse_kv_metrics_endpoint(metrics_endpoint, bind=False)
         sink = open_event_publisher(config, parallel=parallel)
         publisher = cls(parallel=parallel, source=source, sink=sink, load=load)
         if metrics_endpoint is not None and parallel.reports_metrics:
-            from scheduler_components.metrics.zmq_kv_metrics_sink import open_zmq_kv_metrics_sink
+            from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_sink
 
             try:
                 publisher.metrics_sink = open_zmq_kv_metrics_sink(metrics_endpoint)

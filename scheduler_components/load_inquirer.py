@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-from scheduler_components.load.counting import count_request
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.load.token_counted_queue import TokenCountedQueue
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from scheduler_components.load.queue import count_request
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.load.queue import TokenCountedQueue
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadPartsSource, PoolSource, QueuedRequest, QueueSource, RateSource
+from scheduler_components.ports import LoadPartsSource
+from scheduler_components.ports import PoolSource
+from scheduler_components.ports import QueuedRequest
+from scheduler_components.ports import QueueSource
+from scheduler_components.ports import RateSource
+from collections import OrderedDict
+import msgspec
+from scheduler_components.load.queue import is_dispatcher_name
+from scheduler_components.ports import LoadSource
+from scheduler_components.ports import WorkSource
 
-__all__ = ["NO_PARTS", "NO_RATES", "LoadInquirer"]
-
+__all__ = [
+    "NO_PARTS",
+    "NO_RATES",
+    "LoadInquirer",
+    "MAX_DISPATCHERS",
+    "LoadWithTotals",
+    "WorkTotals",
+]
 
 class _NoRates:
     """The rates of a scheduler that keeps none."""
@@ -133,3 +149,85 @@ def _walk(queue: Sequence[QueuedRequest]) -> tuple[int, int, int]:
         pending_tokens += pending
         uncached_tokens += uncached
     return len(queue), pending_tokens, uncached_tokens
+
+
+# What a scheduler has taken in and worked off since it started, and load reports that say it.
+
+MAX_DISPATCHERS = 64
+"""Dispatchers that are remembered at a time; the one that has been silent longest makes room for a new one."""
+
+_MAX_TICKET = 2**63 - 1
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkTotals:
+    """The kit's ``WorkSource``: the scheduler counts here as things happen.
+
+    Attributes:
+        total_prefill_uncached_tokens: tokens computed by prefill.
+        total_prefill_busy_us: time of the steps that computed them.
+        refused_tickets: tickets that no dispatcher of this kit writes; each costs itself.
+    """
+
+    total_prefill_uncached_tokens: int = 0
+    total_prefill_busy_us: int = 0
+    refused_tickets: int = 0
+    _tickets: OrderedDict[str, int] = field(default_factory=OrderedDict, init=False, repr=False)
+    _watermarks: tuple[tuple[str, int], ...] | None = field(default=(), init=False, repr=False)
+
+    def took_in(self, dispatcher: str, ticket: int) -> None:
+        """Count a request when it enters the queue, or is refused: it is no longer on its way.
+
+        Args:
+            dispatcher: who sent it.
+            ticket: the number that the dispatcher gave it. Tickets of one dispatcher rise in the order of sending.
+        """
+        if not is_dispatcher_name(dispatcher) or not 0 <= ticket <= _MAX_TICKET:
+            self.refused_tickets += 1
+            return
+        tickets = self._tickets
+        tickets[dispatcher] = max(ticket, tickets.get(dispatcher, ticket))
+        tickets.move_to_end(dispatcher)
+        if len(tickets) > MAX_DISPATCHERS:
+            tickets.popitem(last=False)
+        self._watermarks = None
+
+    def prefilled(self, uncached_tokens: int, busy_s: float) -> None:
+        """Count one step's prefill; what is negative counts as 0, for a clock may be set back."""
+        self.total_prefill_uncached_tokens += max(0, uncached_tokens)
+        self.total_prefill_busy_us += max(0, round(busy_s * 1e6))
+
+    @property
+    def dispatched_watermarks(self) -> tuple[tuple[str, int], ...]:
+        """The highest ticket taken in from each dispatcher, sorted by dispatcher."""
+        if self._watermarks is None:
+            self._watermarks = tuple(sorted(self._tickets.items()))
+        return self._watermarks
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadWithTotals:
+    """A ``LoadSource`` that adds the totals to another's snapshots.
+
+    Attributes:
+        load: usually a ``LoadInquirer``.
+        work: usually ``WorkTotals``.
+    """
+
+    load: LoadSource
+    work: WorkSource
+
+    def get_loads(self) -> LoadSnapshot:
+        """Return the load of this moment with the totals of this moment.
+
+        The watermarks are read first: a request that comes in between is counted by the load and not yet by them.
+        Its dispatcher counts it twice for one report then, which is better than not at all.
+        """
+        work = self.work
+        watermarks = work.dispatched_watermarks
+        return msgspec.structs.replace(
+            self.load.get_loads(),
+            total_prefill_uncached_tokens=work.total_prefill_uncached_tokens,
+            total_prefill_busy_us=work.total_prefill_busy_us,
+            dispatched_watermarks=watermarks,
+        )

@@ -8,22 +8,54 @@ what a hierarchical cache asks of a rank's memory and I/O: ``tier_ports``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Sequence
+from collections.abc import Sized
+from typing import TYPE_CHECKING
+from typing import Protocol
+from typing import TypeAlias
+from scheduler_components.events import EventBatch
+from scheduler_components.events import KVCacheEvent
+from scheduler_components.values import DisaggregationLoad
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import LoraLoad
+from scheduler_components.values import MemoryLoad
+from scheduler_components.values import QueueLoad
+from scheduler_components.values import SpeculativeLoad
+from scheduler_components.values import KvMetrics
+from scheduler_components.values import PublisherStats
+from scheduler_components.values import SchedulerStats
+from scheduler_components.values import SchedulerTotals
+from abc import ABC
+from abc import abstractmethod
+from collections.abc import Container
+from collections.abc import Iterable
+from collections.abc import MutableSequence
+from typing import TypeVar
+from scheduler_components.values import OutputBatch
+from scheduler_components.values import OutputStats
+from scheduler_components.values import TokenOutput
+from scheduler_components.page_operations import Instruction
+from scheduler_components.page_operations import IoEvent
+import logging
+import threading
+from dataclasses import dataclass
+from dataclasses import field
+from functools import partial
+from pathlib import Path
+from scheduler_components.errors import FailureLog
+from scheduler_components.shm_board import ShmPageFile
+from scheduler_components.shm_board import open_shm_page_file
+from scheduler_components.shm_board import ShmPageReader
+from scheduler_components.metrics.shm_metrics_board import PAGE_BYTES
+from scheduler_components.metrics.shm_metrics_board import MetricsPage
+from scheduler_components.metrics.shm_metrics_board import look_at_metrics_page
+from scheduler_components.metrics.shm_metrics_board import ReportEncoder
+from scheduler_components.metrics.shm_metrics_board import decode_report
+from scheduler_components.parallel_state import ParallelState
 
-from scheduler_components.kv_events.events import EventBatch, KVCacheEvent
-from scheduler_components.load.snapshot import (
-    DisaggregationLoad,
-    LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
-    QueueLoad,
-    SpeculativeLoad,
-)
-from scheduler_components.metrics.stats import KvMetrics, PublisherStats, SchedulerStats, SchedulerTotals
-
-if TYPE_CHECKING:  # the hierarchical cache builds on this page, and is not loaded with it
-    from scheduler_components.hicache.sync_call import SyncCall
+if TYPE_CHECKING:
+    from scheduler_components.values import SyncCall
+    from scheduler_components.values import FinishReason
 
 __all__ = [
     "KvEventSink",
@@ -43,6 +75,22 @@ __all__ = [
     "SyncGroup",
     "TotalsSource",
     "WorkSource",
+    "EventPublisher",
+    "NullEventPublisher",
+    "BookedRequest",
+    "KvResidence",
+    "OutputSink",
+    "OutputStatsSource",
+    "OutputStream",
+    "RequestRegister",
+    "ResultObserver",
+    "StopRules",
+    "StreamedRequest",
+    "HostPages",
+    "PageMover",
+    "PageWitness",
+    "NullMetricsSink",
+    "NO_WITNESS",
 ]
 
 PageBytes: TypeAlias = bytes | bytearray | memoryview
@@ -274,3 +322,277 @@ class PageStore(Protocol):
     def close(self) -> None:
         """Let go of files, sockets and memory; what is stored stays where the store outlives the process."""
         ...
+
+
+# The publisher's interface, and the publisher of ranks that own no stream.
+
+class EventPublisher(ABC):
+    """Base class kept for publishers written for SGLang's module; the kit itself asks for the ``KvEventSink`` port.
+
+    Args:
+        attn_dp_rank: the stream's index, stamped on batches that carry no rank.
+    """
+
+    def __init__(self, attn_dp_rank: int = 0) -> None:
+        self._attn_dp_rank = attn_dp_rank
+
+    @abstractmethod
+    def publish(self, events: EventBatch) -> None:
+        """Accept one batch, in order."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Send what is pending and let go of every resource."""
+
+    def idle(self) -> None:  # noqa: B027 - an optional hook: a publisher that never defers has nothing to do
+        """Encode and send what is pending; called where the scheduler waits for its device."""
+
+    def stats(self) -> PublisherStats:
+        """Counters since the publisher was opened; all zero for a publisher that keeps none."""
+        return PublisherStats()
+
+
+class NullEventPublisher(EventPublisher):
+    """Publishes nothing: the sink of a rank that owns no stream, so that no caller ever asks ``if enabled``."""
+
+    def publish(self, events: EventBatch) -> None:
+        """Forget the batch."""
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+# Ports around requests: what the parts that book results and stream outputs ask of a scheduler's own.
+#
+# They stand beside ``ports``, which is about caches, load and metrics. A request is one object to all of them; each
+# part sees the few members that it needs.
+
+class StopRules(Protocol):
+    """When a request ends."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def stop_token_ids(self) -> Container[int]: ...
+
+    @property
+    def ignore_eos(self) -> bool: ...
+
+
+class BookedRequest(Protocol):
+    """A request as the booking of results sees it.
+
+    KV is computed one position behind the tokens: the last token has none until it has gone through the device.
+    """
+
+    num_computed_tokens: int
+    """Positions whose KV stands in the request's pages; written by the booking."""
+
+    @property
+    def token_ids(self) -> MutableSequence[int]:
+        """The prompt, then what was generated."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def limits(self) -> StopRules: ...
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None until ``RequestRegister.finish`` was called with it."""
+        ...
+
+
+class StreamedRequest(Protocol):
+    """A request as its output stream sees it. A retraction takes nothing of its output back."""
+
+    @property
+    def rid(self) -> str:
+        """Unique among the requests whose end has not been streamed."""
+        ...
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+    @property
+    def stream_interval(self) -> int:
+        """Tokens between two messages of this request; 0 for all at its end."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    def output_since(self, start: int) -> TokenOutput:
+        """Return the output from its token ``start`` on, with what belongs to these tokens."""
+        ...
+
+
+Booked_contra = TypeVar("Booked_contra", bound=BookedRequest, contravariant=True)
+Streamed_contra = TypeVar("Streamed_contra", bound=StreamedRequest, contravariant=True)
+Request_contra = TypeVar("Request_contra", contravariant=True)
+
+
+class KvResidence(Protocol[Request_contra]):
+    """Who gives KV pages to requests and takes them back."""
+
+    def share(self, request: Request_contra) -> None:
+        """Put the pages that are full, up to ``num_computed_tokens``, into the prefix cache."""
+        ...
+
+    def release(self, request: Request_contra) -> None:
+        """Take all pages back; what is computed may stay in the prefix cache."""
+        ...
+
+
+class RequestRegister(Protocol[Request_contra]):
+    """Who knows which requests wait and run."""
+
+    def finish(self, request: Request_contra, reason: FinishReason) -> None:
+        """Take a request out, wherever it stands, free its slot, and set its ``finish_reason``."""
+        ...
+
+
+class ResultObserver(Protocol[Request_contra]):
+    """Who counts what requests get: totals, rates, latencies. Cannot change anything."""
+
+    def generated(self, request: Request_contra, num_tokens: int) -> None:
+        """A step gave the request ``num_tokens`` tokens, more than one where drafts were accepted."""
+        ...
+
+    def ended(self, request: Request_contra, reason: FinishReason) -> None: ...
+
+
+class OutputStream(Protocol[Request_contra]):
+    """Who tells clients; ``OutputStreamer`` is one."""
+
+    def stream(self, requests: Iterable[Request_contra]) -> None:
+        """Tell the news of these requests, each end once. Never blocks, never raises."""
+        ...
+
+
+class OutputSink(Protocol):
+    """The way to the receiver of outputs, usually the process that turns tokens into text."""
+
+    def is_ready(self) -> bool:
+        """Say whether the receiver takes a message now. Asked before a message is made; never blocks."""
+        ...
+
+    def send(self, batch: OutputBatch) -> bool:
+        """Hand on one message, whole; False when it was not taken after all. Never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Let go of sockets; safe to call twice."""
+        ...
+
+
+class OutputStatsSource(Protocol):
+    """A streamer of outputs that counts what it does; ``OutputStreamer`` is one."""
+
+    def stats(self) -> OutputStats: ...
+
+
+# What a hierarchical cache asks of one rank: its host pages, and whoever moves pages between the tiers.
+
+class HostPages(Protocol):
+    """The pages of the host tier; ``hicache.host_pool.HostPool`` with memory behind them."""
+
+    def reserve(self, num_pages: int) -> list[int]:
+        """Take free pages, to write to.
+
+        Raises:
+            OutOfPagesError: this rank cannot; nothing is taken.
+        """
+        ...
+
+    def commit(self, pages: Sequence[int]) -> None:
+        """Make reserved pages readable."""
+        ...
+
+    def abort(self, pages: Sequence[int]) -> None:
+        """Give reserved pages back."""
+        ...
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give committed pages back."""
+        ...
+
+    def check_integrity(self, committed: Sequence[int]) -> None:
+        """Check that free, reserved and committed pages add up, ``committed`` being those that the tree holds.
+
+        Raises:
+            CacheIntegrityError: with the count that does not add up.
+        """
+        ...
+
+
+class PageMover(Protocol):
+    """Moves pages between device, host and storage, as the hierarchical cache tells it to, without blocking."""
+
+    def submit(self, instructions: Sequence[Instruction]) -> None:
+        """Begin these, in order."""
+        ...
+
+    def poll(self) -> Sequence[IoEvent]:
+        """Return what has happened since the last call, on this rank.
+
+        Raises:
+            CacheIntegrityError: an instruction could not be obeyed: the kit is to blame.
+        """
+        ...
+
+    @property
+    def load_room_pages(self) -> int:
+        """Pages that this rank can begin to copy to the device now."""
+        ...
+
+    @property
+    def has_storage(self) -> bool:
+        """This rank has a storage backend attached and can use it."""
+        ...
+
+    def close(self) -> None:
+        """End what is under way and let go of threads and backend; safe to call twice."""
+        ...
+
+
+class PageWitness(Protocol):
+    """Knows what pages ought to contain: a simulated device that makes their bytes, a test that checks them."""
+
+    def computed(self, digests: bytes, pages: Sequence[int]) -> None:
+        """The device has computed these pages; their whole digests stand one after the other."""
+        ...
+
+    def loaded(self, digests: bytes, pages: Sequence[int]) -> None:
+        """These device pages were copied from the host, and requests may use them from now on.
+
+        Raises:
+            CacheIntegrityError: a page is another one's, or changed on its way.
+        """
+        ...
+
+
+class NullMetricsSink:
+    """The sink of a rank that reports no metrics."""
+
+    def record(self, stats: SchedulerStats) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+# NO_WITNESS: the page witness of an engine that does not look into its pages.
+
+class _NoWitness:
+    def computed(self, digests: bytes, pages: Sequence[int]) -> None:
+        pass
+
+    def loaded(self, digests: bytes, pages: Sequence[int]) -> None:
+        pass
+
+
+NO_WITNESS: PageWitness = _NoWitness()

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.config import KVEventsConfig
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.port_plan import PortPlan
-from scheduler_components.kv_events.registry import EventPublisherFactory
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.endpoints import PortPlan
+from scheduler_components.kv_events.config import EventPublisherFactory
 
 __all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info", "merge_kv_events"]
 

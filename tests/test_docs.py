@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from observability.catalog import render_markdown
-from scheduler_components.reference.commands import app
+from scheduler_components.reference.cli.commands import app
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])

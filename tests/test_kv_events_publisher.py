@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError, PublisherClosedError
-from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.publisher import NullEventPublisher
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, KVCacheEvent, KVEventBatch
+from scheduler_components.ports import NullEventPublisher
 from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher, kv_metrics_from
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.stats import KvMetrics, PublisherStats
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import KvMetrics, PublisherStats
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.testing.fakes.sinks import ListEventSink, ListKvMetricsSink
-from scheduler_components.testing.fakes.sources import FakeLoad, ScriptedEvents
+from scheduler_components.testing.fakes import ListEventSink, ListKvMetricsSink
+from scheduler_components.testing.fakes import FakeLoad, ScriptedEvents
 
 BUSY = FakeLoad(
     LoadSnapshot(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 from scheduler_components.metrics_emitter import MetricsEmitter
 from scheduler_components.parallel_state import ParallelState
 

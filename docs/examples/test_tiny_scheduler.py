@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from tiny_scheduler import TinyScheduler
 
 from scheduler_components.testing.scheduler_checks import MIN_POOL_TOKENS, SCHEDULER_CHECKS
-from scheduler_components.testing.strategies.workloads import workloads
+from scheduler_components.testing.strategies import workloads
 
 
 def open_scheduler(sink):

@@ -11,7 +11,7 @@ from scheduler_components import (
     TokenCountedQueue,
 )
 from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.values import LoadSnapshot
 from scheduler_components.ports import KvEventSink
 
 PAGE_SIZE = 8

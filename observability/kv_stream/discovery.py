@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
+from typing import Annotated
+from typing import Any
 import attrs
 import httpx
 import msgspec
-
-from observability.terminal_text import printable
-from scheduler_components.errors import ComponentError, ConfigError, DecodeError, StartError
-from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.errors import ComponentError
+from scheduler_components.errors import ConfigError
+from scheduler_components.errors import DecodeError
+from scheduler_components.errors import StartError
+from scheduler_components.kv_events.endpoints import Endpoint
 
 __all__ = [
+    "printable",
     "MAX_STREAMS",
     "NoStreamsError",
     "StreamAddress",
@@ -23,6 +25,13 @@ __all__ = [
     "fetch_page",
     "worker_url",
 ]
+
+# Text that came over the network, made safe to print.
+
+def printable(text: str) -> str:
+    """Put ``?`` for each line break and control character: a peer must neither steer the terminal nor fake a line."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
 
 MAX_STREAMS = 1_024
 """Of one worker or one subscriber. A stream costs three file descriptors; no engine is near this."""

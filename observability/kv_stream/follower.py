@@ -5,31 +5,278 @@ Still without sockets: whoever owns them tells what came and asks ``next_deadlin
 
 from __future__ import annotations
 
+from typing import Protocol
+from observability.kv_stream.instructions import StreamState
+from scheduler_components.errors import DecodeError
+from scheduler_components.kv_events.codec import DecodedBatch
+import msgspec
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
+from enum import Enum
+from observability.kv_stream.view import BlockView
+from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components.events import AllBlocksCleared
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
-
 import attrs
-
-from observability.kv_stream.applier import BatchApplier, Outcome
 from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.instructions import (
-    Apply,
-    ApplyAside,
-    AskReplay,
-    BeginAside,
-    Clear,
-    Instruction,
-    RetryLater,
-    StreamState,
-    SwapIn,
-)
-from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.kv_events.replay_wire import Meta
+from observability.kv_stream.instructions import Apply
+from observability.kv_stream.instructions import ApplyAside
+from observability.kv_stream.instructions import AskReplay
+from observability.kv_stream.instructions import BeginAside
+from observability.kv_stream.instructions import Clear
+from observability.kv_stream.instructions import Instruction
+from observability.kv_stream.instructions import RetryLater
+from observability.kv_stream.instructions import SwapIn
+from scheduler_components.errors import ConfigError
+from scheduler_components.kv_events.replay import Meta
 
-__all__ = ["FollowPolicy", "ReplayChannel", "StreamFollower"]
+__all__ = [
+    "NullListener",
+    "StreamListener",
+    "StreamPosition",
+    "StreamStats",
+    "ApplierCounters",
+    "BatchApplier",
+    "Outcome",
+    "FollowPolicy",
+    "ReplayChannel",
+    "StreamFollower",
+]
+
+# The port of whoever wants to see what happens to a stream, besides its state in the view.
+
+class StreamListener(Protocol):
+    """Told of everything in the order in which it happens, on the thread that polls; what it raises ends that poll.
+
+    Batches between ``snapshot_begun`` and ``snapshot_ended`` are applied to a view aside, which begins empty and
+    replaces the present one when it was used. Chunks of its base carry the number of the last batch in the base.
+    """
+
+    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+        """A batch was applied to the view; ``batch.errors`` names the events that were left out of it."""
+        ...
+
+    def batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
+        """A batch could not be decoded at all; its number counts as seen."""
+        ...
+
+    def gap_seen(self, rank: int, expected: int, seq: int) -> None:
+        """Live batch ``seq`` came where ``expected`` should have; a replay is asked for where there is one."""
+        ...
+
+    def view_cleared(self, rank: int, reason: str) -> None:
+        """The view of this rank begins anew; not called for a publisher's own AllBlocksCleared."""
+        ...
+
+    def snapshot_begun(self, rank: int) -> None: ...
+
+    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+        """The snapshot replaced the view of this rank, or came to nothing."""
+        ...
+
+    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None: ...
+
+
+class NullListener:
+    """Wants to know nothing."""
+
+    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+        """Nothing to do."""
+
+    def batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
+        """Nothing to do."""
+
+    def gap_seen(self, rank: int, expected: int, seq: int) -> None:
+        """Nothing to do."""
+
+    def view_cleared(self, rank: int, reason: str) -> None:
+        """Nothing to do."""
+
+    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+        """Nothing to do."""
+
+    def snapshot_begun(self, rank: int) -> None:
+        """Nothing to do."""
+
+    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+        """Nothing to do."""
+
+
+# What one followed stream says of itself: values to show in a table, export, or compare in a test.
+
+class StreamPosition(msgspec.Struct, frozen=True, gc=False):
+    """Where the view of one stream stands.
+
+    Attributes:
+        rank, state, last_seq: as in ``StreamStats``.
+        is_settled: connected, with no recovery under way: the view will not get better by waiting.
+    """
+
+    rank: int
+    state: StreamState
+    last_seq: int
+    is_settled: bool
+
+
+class StreamStats(msgspec.Struct, frozen=True, gc=False):
+    """One stream at one moment; counters run from when the subscriber was opened.
+
+    Attributes:
+        rank: the stream's number; endpoint: where it is read.
+        state: how far the view of it can be trusted.
+        is_extended: the publisher has the extension, so that its digest proves the view.
+        last_seq: number of the last batch that the view has; one below the publisher's first before there is any.
+        batches, events: applied to the view, replayed ones included.
+        blocks_stored, blocks_removed: blocks in those events; duplicates count in the first.
+        blocks_held: blocks in the view now, over all tiers.
+        gaps: times that a live batch did not follow on the one before; recovered: batches that came by replay.
+        losses: times that the stream became partial; restarts: times that the publisher was another.
+        verified: times that the publisher's digest agreed; splices: times that it did not, and all began anew.
+        snapshots: views that were swapped in whole.
+        duplicates: batches at or below the last applied number.
+        replays_asked, replays_unanswered: questions, and those that got no end marker in time.
+        replays_cut: extended answers that led no further: cut by the publisher, with a hole, or never ended.
+        disconnects: times that the live connection was lost.
+        decode_errors: batches or single events that could not be read.
+        bad_frames: messages that are not frames of this wire.
+        rank_mismatches: batches that name another rank than the stream's.
+        unknown_removals, unknown_media: events that changed nothing.
+        lag_s: receive time minus the batch's own time stamp, of the last live batch; None before it. Two clocks
+            of two machines may differ.
+        last_error: the latest unreadable thing, for people.
+    """
+
+    rank: int
+    endpoint: str
+    state: StreamState
+    is_extended: bool = False
+    last_seq: int = -1
+    batches: int = 0
+    events: int = 0
+    blocks_stored: int = 0
+    blocks_removed: int = 0
+    blocks_held: int = 0
+    gaps: int = 0
+    recovered: int = 0
+    losses: int = 0
+    restarts: int = 0
+    verified: int = 0
+    splices: int = 0
+    snapshots: int = 0
+    duplicates: int = 0
+    replays_asked: int = 0
+    replays_unanswered: int = 0
+    replays_cut: int = 0
+    disconnects: int = 0
+    decode_errors: int = 0
+    bad_frames: int = 0
+    rank_mismatches: int = 0
+    unknown_removals: int = 0
+    unknown_media: int = 0
+    lag_s: float | None = None
+    last_error: str = ""
+
+
+# From payload to view: decode one batch of one rank, apply its events, count.
+
+class Outcome(Enum):
+    """What a batch means for the trust in the view."""
+
+    ADDED = "added"
+    CLEARED = "cleared"
+    DAMAGED = "damaged"
+
+
+@dataclass(slots=True)
+class ApplierCounters:
+    """Counters of one stream's batches and chunks; ``lag_s`` and ``last_error`` are those of the latest."""
+
+    batches: int = 0
+    events: int = 0
+    decode_errors: int = 0
+    rank_mismatches: int = 0
+    lag_s: float | None = None
+    last_error: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchApplier:
+    """Applies the batches of one rank to a view that may hold other ranks too.
+
+    Attributes:
+        rank: the stream's number in the view. A batch that names another is applied here all the same, and counted.
+        wall_clock: seconds since the epoch, for the lag.
+        aside: the view that a snapshot is built in, None without one.
+    """
+
+    rank: int
+    view: BlockView
+    decoder: BatchDecoder
+    listener: StreamListener
+    wall_clock: Callable[[], float]
+    counters: ApplierCounters = field(default_factory=ApplierCounters)
+    aside: BlockView | None = None
+
+    def begin_aside(self) -> None:
+        """Begin a snapshot, from nothing."""
+        self.aside = BlockView()
+        self.listener.snapshot_begun(self.rank)
+
+    def apply_aside(self, seq: int, payload: bytes, *, is_base: bool) -> Outcome:
+        """Apply one payload to the snapshot; never raises for what is in it."""
+        assert self.aside is not None
+        return self._apply_to(self.aside, seq, payload, replayed=True, is_base=is_base)
+
+    def swap_in(self) -> None:
+        """Replace this rank's blocks by those of the snapshot."""
+        assert self.aside is not None
+        self.view.replace(self.rank, self.aside)
+        self.aside = None
+        self.listener.snapshot_ended(self.rank, was_used=True)
+
+    def drop_aside(self) -> None:
+        """Forget the snapshot."""
+        self.aside = None
+        self.listener.snapshot_ended(self.rank, was_used=False)
+
+    def apply(self, seq: int, payload: bytes, *, replayed: bool) -> Outcome:
+        """Apply one payload to the view; never raises for what is in it."""
+        return self._apply_to(self.view, seq, payload, replayed=replayed)
+
+    def _apply_to(self, view: BlockView, seq: int, payload: bytes, *, replayed: bool, is_base: bool = False) -> Outcome:
+        counters = self.counters
+        try:
+            batch = self.decoder.decode(payload)
+        except DecodeError as error:
+            counters.decode_errors += 1
+            counters.last_error = f"batch {seq}: {error.reason}"
+            self.listener.batch_unreadable(self.rank, seq, error)
+            return Outcome.DAMAGED
+        counters.batches += 1
+        counters.events += len(batch.events)
+        if batch.attn_dp_rank is not None and batch.attn_dp_rank != self.rank:
+            counters.rank_mismatches += 1
+        if not replayed:
+            counters.lag_s = self.wall_clock() - batch.ts
+        view.apply(self.rank, batch.events)
+        if is_base and batch.events[:1] == (AllBlocksCleared(),):
+            # That the base begins from nothing is how it is written, and nothing that happened.
+            batch = msgspec.structs.replace(batch, events=batch.events[1:])
+        if batch.events or batch.errors or not is_base:
+            self.listener.batch_applied(self.rank, seq, batch, replayed=replayed)
+        return self._judge(seq, batch)
+
+    def _judge(self, seq: int, batch: DecodedBatch) -> Outcome:
+        if batch.errors:
+            self.counters.decode_errors += len(batch.errors)
+            self.counters.last_error = f"batch {seq}: {batch.errors[-1].reason}"
+            return Outcome.DAMAGED
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                return Outcome.CLEARED
+        return Outcome.ADDED
 
 
 def _check_positive(_: object, attribute: attrs.Attribute[float], value: float) -> None:

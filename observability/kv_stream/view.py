@@ -6,13 +6,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
-from scheduler_components.kv_events.events import (
-    MEDIUM_GPU,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-)
+from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 __all__ = ["BlockView", "Tier", "ViewCounters", "tier_of"]
 

@@ -2,26 +2,285 @@
 
 from __future__ import annotations
 
+import math
+import attrs
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+from observability.kv_stream.discovery import StreamAddress
+from observability.kv_stream.follower import StreamFollower
+from observability.kv_stream.instructions import AskReplay
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.zmq_auth import ClientKeys
+from scheduler_components.kv_events.zmq_auth import apply_client_keys
 import threading
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Set
 from types import TracebackType
-
-import zmq
-
-from observability.kv_stream.applier import BatchApplier
+from observability.kv_stream.follower import BatchApplier
 from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.discovery import MAX_STREAMS, StreamAddress
-from observability.kv_stream.follower import FollowPolicy, StreamFollower
-from observability.kv_stream.listener import NullListener, StreamListener
-from observability.kv_stream.stats import StreamPosition, StreamStats
-from observability.kv_stream.view import BlockView, Tier
-from observability.kv_stream.zmq_stream import Dial, ZmqReplayChannel, ZmqStream
+from observability.kv_stream.discovery import MAX_STREAMS
+from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.follower import NullListener
+from observability.kv_stream.follower import StreamListener
+from observability.kv_stream.follower import StreamPosition
+from observability.kv_stream.follower import StreamStats
+from observability.kv_stream.view import BlockView
+from observability.kv_stream.view import Tier
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.zmq_access import ClientKeys
 
-__all__ = ["Subscriber", "open_subscriber"]
+__all__ = [
+    "Dial",
+    "ZmqReplayChannel",
+    "ZmqStream",
+    "Subscriber",
+    "open_subscriber",
+]
+
+# The sockets of one followed stream: a SUB with its monitor, and a DEALER for each replay question.
+#
+# A SUB lives for one connection: when that is lost, what is left in the socket is read, and a new one is opened, so
+# that batches of two lives of a publisher never mix in one queue. libzmq's own reconnecting would mix them.
+
+Socket = zmq.Socket[bytes]
+
+_END_SEQ = -1
+_RECEIVE_HWM = 10_000
+"""Batches that wait in the socket during a replay; some seconds of a busy scheduler."""
+
+_BITE = 256
+"""Messages read from one socket before the other streams have their turn."""
+
+_HEARTBEAT_MS = 5_000
+"""A peer that is stopped or cut off is noticed after two of these; a closed one at once."""
+
+_FIRST_REOPEN_S = 0.05
+_LAST_REOPEN_S = 2.0
+_NEVER_MS = 3_600_000
+"""Before libzmq would reconnect a SUB by itself. -1 stands for never, and also forgets what waits in the socket."""
+
+_FAILED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
+
+
+@attrs.frozen
+class Dial:
+    """How a subscriber dials: in its own context, with its keys where the publishers ask for some."""
+
+    context: zmq.Context[Socket]
+    keys: ClientKeys | None = None
+
+    def open(self, kind: int, endpoint: Endpoint) -> Socket:
+        """A socket that is ready to connect to ``endpoint``."""
+        socket: Socket = self.context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
+        if endpoint.is_ipv6:
+            socket.setsockopt(zmq.IPV6, 1)
+        if self.keys is not None:
+            apply_client_keys(socket, self.keys)
+        return socket
+
+
+def _sequence(frame: bytes) -> int | None:
+    """The 8-byte number of a frame; None for anything else."""
+    return int.from_bytes(frame, "big", signed=True) if len(frame) == 8 else None
+
+
+class ZmqReplayChannel:
+    """Asks one publisher's ROUTER; each question has a DEALER of its own.
+
+    Reads both answer framings: the last two frames are sequence and payload in either.
+    """
+
+    __slots__ = ("_ask", "_dial", "_endpoint", "socket")
+
+    def __init__(self, dial: Dial, endpoint: Endpoint | None) -> None:
+        self._dial = dial
+        self._endpoint = endpoint
+        self._ask = 0
+        self.socket: Socket | None = None
+
+    def ask(self, question: AskReplay) -> None:
+        """Send the question; see ``ReplayChannel``."""
+        self.drop()
+        if self._endpoint is None:
+            return
+        self._ask = question.ask
+        self.socket = self._dial.open(zmq.DEALER, self._endpoint)
+        self.socket.connect(str(self._endpoint))
+        self.socket.send_multipart((b"", question.request.encode()))
+
+    def drop(self) -> None:
+        """Close the open question's connection, if any."""
+        if self.socket is not None:
+            self.socket.close(linger=0)
+            self.socket = None
+
+    def read(self) -> tuple[int, list[bytes]] | None:
+        """The next message of the open answer with its question's number, None when none has come."""
+        if self.socket is None:
+            return None
+        try:
+            return self._ask, self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+
+class ZmqStream:
+    """One stream's sockets and follower. Opened, used and closed on one thread.
+
+    Args:
+        dial: how the subscriber dials.
+        address: where the stream is.
+        follower: what it tells; its channel is ``channel``.
+        channel: the replay side.
+    """
+
+    __slots__ = (
+        "_dial",
+        "_is_connected",
+        "_monitor",
+        "_reopen_at_s",
+        "_reopen_pause_s",
+        "_sub",
+        "address",
+        "bad_frames",
+        "channel",
+        "disconnects",
+        "follower",
+    )
+
+    def __init__(
+        self,
+        dial: Dial,
+        address: StreamAddress,
+        follower: StreamFollower,
+        channel: ZmqReplayChannel,
+    ) -> None:
+        self.address = address
+        self.follower = follower
+        self.channel = channel
+        self.bad_frames = 0
+        self.disconnects = 0
+        self._dial = dial
+        self._is_connected = False
+        self._sub: Socket | None = None
+        self._monitor: Socket | None = None
+        self._reopen_at_s = -math.inf
+        self._reopen_pause_s = _FIRST_REOPEN_S
+
+    def open(self) -> None:
+        """Dial the live channel. Returns at once; the connection comes when it comes."""
+        endpoint = self.address.events
+        self._reopen_at_s = math.inf
+        self._sub = self._dial.open(zmq.SUB, endpoint)
+        self._sub.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        self._sub.setsockopt_string(zmq.SUBSCRIBE, self.address.topic)
+        self._monitor = self._sub.get_monitor_socket(_WATCHED)
+        self._sub.connect(str(endpoint))
+
+    def close(self) -> None:
+        """Close every socket; safe to call twice."""
+        self.channel.drop()
+        self._close_live()
+
+    def _close_live(self) -> None:
+        if self._sub is None:
+            return
+        if self._monitor is not None:
+            self._sub.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+        self._sub.close(linger=0)
+        self._sub = None
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When ``take_turn`` must be called at the latest."""
+        return min(self.follower.next_deadline_s, self._reopen_at_s)
+
+    def sockets(self) -> list[Socket]:
+        """What to poll for input now; the SUB is left alone while its batches could not be used."""
+        sockets = [socket for socket in (self._monitor, self.channel.socket) if socket is not None]
+        if self._sub is not None and self.follower.cursor.listening:
+            sockets.append(self._sub)
+        return sockets
+
+    def take_turn(self, now_s: float) -> None:
+        """Read what has come, up to a bite from each socket, and do what is due."""
+        if now_s >= self._reopen_at_s:
+            self.open()
+        lost = self._read_monitor(now_s)
+        self._read_answers(now_s)
+        self._read_live(now_s, limit=_RECEIVE_HWM if lost else _BITE)
+        if lost:
+            self._lose(now_s)
+        self.follower.tick(now_s)
+
+    def _read_monitor(self, now_s: float) -> bool:
+        """Take the connection's events; True when it was lost or did not come about."""
+        while self._monitor is not None:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return False
+            if event & _FAILED:
+                return True
+            self._is_connected = True
+            self.follower.connected(now_s)
+        return False
+
+    def _lose(self, now_s: float) -> None:
+        self._close_live()
+        if self._is_connected:
+            self._is_connected = False
+            self.disconnects += 1
+            self.follower.disconnected(now_s)
+        self._reopen_at_s = now_s + self._reopen_pause_s
+        self._reopen_pause_s = min(_LAST_REOPEN_S, 2 * self._reopen_pause_s)
+
+    def _read_answers(self, now_s: float) -> None:
+        for _ in range(_BITE):
+            message = self.channel.read()
+            if message is None:
+                return
+            ask, frames = message
+            seq = _sequence(frames[-2]) if len(frames) >= 2 else None
+            if seq == _END_SEQ:
+                self.bad_frames += not self.follower.answer_marked(ask, frames[-1], now_s)
+            elif seq is None or seq < 0:
+                self.bad_frames += 1
+            else:
+                self.follower.answered(ask, seq, frames[-1], now_s)
+
+    def _read_live(self, now_s: float, *, limit: int) -> None:
+        for _ in range(limit):
+            if self._sub is None or not self.follower.cursor.listening:
+                return
+            try:
+                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            seq = _sequence(frames[1]) if len(frames) == 3 else None
+            if seq is None or seq < 0:
+                self.bad_frames += 1
+                continue
+            self._reopen_pause_s = _FIRST_REOPEN_S
+            self.follower.live(seq, frames[2], now_s)
+
 
 _SOCKETS_PER_STREAM = 4
 """SUB, its monitor's two ends, DEALER."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from scheduler_components.cache.block_hash import pack_tokens
-from scheduler_components.cache.eviction_order import EvictionOrder
-from scheduler_components.cache.namespace import PLAIN_NAMESPACE, PrefixNamespace
+from scheduler_components.cache.radix_tree import EvictionOrder
+from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace
 from scheduler_components.cache.page_pool import PagePool
 from scheduler_components.cache.radix_tree import Descent, RadixNode, RadixTree
 from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.kv_events.events import KVCacheEvent
+from scheduler_components.events import KVCacheEvent
 
 __all__ = ["PrefixMatch", "PrefixNamespace", "RadixCache"]
 

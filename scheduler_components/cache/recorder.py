@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from scheduler_components.cache.block_hash import DIGEST_BYTES, block_hashes_of, unpack_tokens
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
-from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 __all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder"]
 

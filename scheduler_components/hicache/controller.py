@@ -6,32 +6,390 @@ each rank's own and goes nowhere but into the ballot; what the outcome says is d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
+from typing import Literal
+from typing import TypeAlias
+import attrs
+from scheduler_components.errors import ConfigError
+from collections import deque
+from itertools import takewhile
+from typing import Generic
+from typing import TypeVar
+from scheduler_components.errors import CacheIntegrityError
+import enum
+from dataclasses import dataclass
+from dataclasses import field
+from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.errors import OutOfPagesError
-from scheduler_components.hicache.ack_queue import AckQueue
-from scheduler_components.hicache.ballot import Ballot, Outcome
-from scheduler_components.hicache.operations import (
-    BackupDone,
-    BackupSettled,
-    CopyToDevice,
-    CopyToHost,
-    Decision,
-    Instruction,
-    IoEvent,
-    LoadDone,
-    LoadSettled,
-    StorageLost,
-    StorageUnused,
-    WriteDone,
-    WriteSettled,
-    WriteToStorage,
-)
-from scheduler_components.hicache.prefetch import PrefetchLanes
-from scheduler_components.tier_ports import HostPages
+from scheduler_components.hicache.agreement import Ballot
+from scheduler_components.hicache.agreement import Outcome
+from scheduler_components.page_operations import Decision
+from scheduler_components.page_operations import Instruction
+from scheduler_components.page_operations import PagesLanded
+from scheduler_components.page_operations import PrefetchHit
+from scheduler_components.page_operations import PrefetchSettled
+from scheduler_components.page_operations import QueryStorage
+from scheduler_components.page_operations import ReadEnded
+from scheduler_components.page_operations import ReadStorage
+from scheduler_components.page_operations import StopReading
+from scheduler_components.page_operations import StorageAnswered
+from scheduler_components.ports import HostPages
+from collections.abc import Sequence
+from scheduler_components.page_operations import BackupDone
+from scheduler_components.page_operations import BackupSettled
+from scheduler_components.page_operations import CopyToDevice
+from scheduler_components.page_operations import CopyToHost
+from scheduler_components.page_operations import IoEvent
+from scheduler_components.page_operations import LoadDone
+from scheduler_components.page_operations import LoadSettled
+from scheduler_components.page_operations import StorageLost
+from scheduler_components.page_operations import StorageUnused
+from scheduler_components.page_operations import WriteDone
+from scheduler_components.page_operations import WriteSettled
+from scheduler_components.page_operations import WriteToStorage
 
-__all__ = ["Agreed", "HiCacheController"]
+__all__ = [
+    "HiCachePolicy",
+    "PrefetchStop",
+    "WritePolicy",
+    "AckQueue",
+    "NUM_LANES",
+    "PrefetchLanes",
+    "Agreed",
+    "HiCacheController",
+]
+
+# What a hierarchical cache is told: when it writes, and when it stops to prefetch.
+
+WritePolicy: TypeAlias = Literal["write_through", "write_back"]
+PrefetchStop: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
+
+
+def _check_write(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    _check_choice(attribute.name, value, ("write_through", "write_back"))
+
+
+def _check_stop(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    _check_choice(attribute.name, value, ("best_effort", "wait_complete", "timeout"))
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(field, value, "is not a policy", f"give one of {', '.join(choices)}")
+
+
+def _check_count(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(attribute.name, value, "is not a count", "give an integer of at least 1")
+
+
+def _check_seconds(_: object, attribute: attrs.Attribute[float], value: float) -> None:
+    if not 0 <= value < float("inf"):
+        raise ConfigError(attribute.name, value, "is not a time", "give a finite number of at least 0")
+
+
+@attrs.frozen(kw_only=True)
+class HiCachePolicy:
+    """Policies and thresholds; the same on every rank of a replica.
+
+    Attributes:
+        write: copy pages to the host as soon as they are cached (``write_through``), or when they near eviction from
+            the device (``write_back``).
+        clean_ahead_pages: with ``write_back``, how many of the next pages to evict are kept copied ahead of need.
+            What is evicted uncopied is lost, never waited for.
+        prefetch: when a prefetch from storage ends before it is complete: as soon as its request could run
+            (``best_effort``), never (``wait_complete``), or when any rank's clock says so (``timeout``).
+        prefetch_threshold_pages: shorter hits are not worth a transfer and are revoked.
+        prefetch_timeout_s, prefetch_timeout_s_per_page: with ``timeout``, how long reading may take.
+        load_threshold_pages: shorter runs are computed anew instead of loaded from the host.
+
+    Raises:
+        ConfigError: naming the value that cannot work.
+    """
+
+    write: WritePolicy = attrs.field(default="write_through", validator=_check_write)
+    clean_ahead_pages: int = attrs.field(default=64, validator=_check_count)
+    prefetch: PrefetchStop = attrs.field(default="best_effort", validator=_check_stop)
+    prefetch_threshold_pages: int = attrs.field(default=4, validator=_check_count)
+    prefetch_timeout_s: float = attrs.field(default=1.0, validator=_check_seconds)
+    prefetch_timeout_s_per_page: float = attrs.field(default=0.001, validator=_check_seconds)
+    load_threshold_pages: int = attrs.field(default=1, validator=_check_count)
+
+    def reading_bound_s(self, num_pages: int) -> float:
+        """Longest time that reading ``num_pages`` may take; infinite unless the policy is ``timeout``."""
+        if self.prefetch != "timeout":
+            return float("inf")
+        return self.prefetch_timeout_s + self.prefetch_timeout_s_per_page * num_pages
+
+
+# AckQueue: operations whose ends all ranks acknowledge in one order, however the ranks' I/O is ordered.
+
+Operation = TypeVar("Operation")
+
+
+class AckQueue(Generic[Operation]):
+    """Operations in the order in which they began. Two numbers a rank agree on any number of them.
+
+    ``done`` counts operations that have ended here, from the oldest on without a hole; ``good`` those that ended well.
+    With the MIN of each over all ranks, the first ``good`` operations have ended well on every rank. When ``done`` is
+    more, the next one has ended on every rank and, on the rank with the least ``good``, not well.
+    """
+
+    __slots__ = ("_ends", "_operations")
+
+    def __init__(self) -> None:
+        self._operations: deque[tuple[int, Operation]] = deque()
+        self._ends: dict[int, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def push(self, number: int, operation: Operation) -> None:
+        """Begin an operation."""
+        self._operations.append((number, operation))
+
+    def acknowledge(self, number: int, is_good: bool) -> None:
+        """An operation has ended on this rank.
+
+        Raises:
+            CacheIntegrityError: it had ended before.
+        """
+        if number in self._ends:
+            raise CacheIntegrityError(f"operation {number} ended twice")
+        self._ends[number] = is_good
+
+    def done(self) -> int:
+        """Operations that have ended here, from the oldest on."""
+        return sum(1 for _ in takewhile(lambda entry: entry[0] in self._ends, self._operations))
+
+    def good(self) -> int:
+        """Operations that have ended well here, from the oldest on."""
+        return sum(1 for _ in takewhile(lambda entry: self._ends.get(entry[0], False), self._operations))
+
+    def pop(self, done: int, good: int) -> list[tuple[int, Operation, bool]]:
+        """Take out what all ranks agree has ended: number, operation, and whether it ended well everywhere.
+
+        Args:
+            done: MIN over all ranks of ``done()``.
+            good: MIN over all ranks of ``good()``.
+        """
+        settled = [(*self._pop(), True) for _ in range(good)]
+        if done > good:
+            settled.append((*self._pop(), False))
+        return settled
+
+    def _pop(self) -> tuple[int, Operation]:
+        number, operation = self._operations.popleft()
+        self._ends.pop(number, None)
+        return number, operation
+
+
+# Prefetches from storage: a fixed number at a time, so that what ranks agree on in a step never grows.
+#
+#     waiting -> QUERYING -> RESERVING -> VOTING -> READING -> STOPPING -> settled
+#
+# Each step on this way is one agreement, but for reserving, which follows the query at once. A rank that has nothing
+# (a
+# miss, a failed store, no host page left) says so as a 0 or a no; it never stays away.
+
+NUM_LANES = 8
+"""Prefetches at a time; more wait their turn. Six slots a lane and the rest fit the ballot's first block."""
+
+
+class _Phase(enum.Enum):
+    QUERYING = enum.auto()
+    RESERVING = enum.auto()
+    VOTING = enum.auto()
+    READING = enum.auto()
+    STOPPING = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class _LocalFacts:
+    """What this rank alone knows of a prefetch: brought to the agreement, never acted upon."""
+
+    has_answered: bool = False
+    hit_pages: int = 0
+    host_pages: tuple[int, ...] | None = None  # None: not reserved
+    landed_pages: int = 0
+    has_ended: bool = False
+    reading_since_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prefetch:
+    """One operation; everything but ``facts`` is the same on every rank."""
+
+    number: int
+    digests: bytes
+    phase: _Phase = _Phase.QUERYING
+    num_pages: int = 0  # to read, as agreed
+    is_stopped: bool = False
+    is_cancelled: bool = False
+    facts: _LocalFacts = field(default_factory=_LocalFacts)
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefetchLanes:
+    """The prefetches of one rank.
+
+    Attributes:
+        policy: thresholds and time limits.
+        host: where pages are reserved, committed and aborted.
+    """
+
+    policy: HiCachePolicy
+    host: HostPages
+    _lanes: list[_Prefetch | None] = field(default_factory=lambda: [None] * NUM_LANES, init=False)
+    _waiting: deque[_Prefetch] = field(default_factory=deque, init=False)
+    _by_number: dict[int, _Prefetch] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        """Prefetches that have not settled."""
+        return len(self._by_number)
+
+    def begin(self, number: int, digests: bytes) -> list[Instruction]:
+        """Begin a prefetch of the pages with these digests, or let it wait for a lane."""
+        prefetch = _Prefetch(number=number, digests=digests)
+        self._by_number[number] = prefetch
+        self._waiting.append(prefetch)
+        return self._fill_lanes()
+
+    def stop(self, number: int) -> None:
+        """Read no further than where all ranks are at the next agreements. What landed everywhere is kept."""
+        self._by_number[number].is_stopped = True
+
+    def cancel(self, number: int) -> None:
+        """End a prefetch as early as its phase allows."""
+        prefetch = self._by_number[number]
+        prefetch.is_stopped = prefetch.is_cancelled = True
+
+    def cancel_all(self) -> None:
+        """End every prefetch."""
+        for number in self._by_number:
+            self.cancel(number)
+
+    def reserve(self, number: int, num_pages: int, now_s: float) -> None:
+        """Answer ``PrefetchHit``: try to take ``num_pages`` host pages, the same number on every rank; 0 gives up.
+
+        Whether this rank could is told at the next agreement. What it may write to, only all together decide.
+        """
+        prefetch = self._by_number[number]
+        prefetch.num_pages = num_pages
+        prefetch.phase = _Phase.VOTING
+        prefetch.facts.reading_since_s = now_s
+        try:
+            prefetch.facts.host_pages = tuple(self.host.reserve(num_pages))
+        except OutOfPagesError:
+            prefetch.facts.host_pages = None
+
+    def handle(self, event: StorageAnswered | PagesLanded | ReadEnded) -> None:
+        """Take in what this rank's I/O tells.
+
+        Raises:
+            CacheIntegrityError: the operation has settled already.
+        """
+        prefetch = self._by_number.get(event.op)
+        if prefetch is None:
+            raise CacheIntegrityError(f"{event} of a prefetch that is not under way")
+        facts = prefetch.facts
+        if isinstance(event, StorageAnswered):
+            facts.has_answered = True
+            facts.hit_pages = event.num_pages
+        elif isinstance(event, PagesLanded):
+            facts.landed_pages = event.num_pages
+        else:
+            facts.has_ended = True
+
+    def fill(self, ballot: Ballot, now_s: float) -> None:
+        """Bring this rank's facts: the same slots at every step, whatever is under way."""
+        for lane, prefetch in enumerate(self._lanes):
+            facts = prefetch.facts if prefetch is not None else _NOTHING
+            ballot.all(f"prefetch {lane} answered", facts.has_answered)
+            ballot.min(f"prefetch {lane} hit", facts.hit_pages)
+            ballot.all(f"prefetch {lane} reserved", facts.host_pages is not None)
+            ballot.min(f"prefetch {lane} landed", facts.landed_pages)
+            ballot.all(f"prefetch {lane} ended", facts.has_ended)
+            ballot.any(f"prefetch {lane} timed out", prefetch is not None and self._is_late(prefetch, now_s))
+
+    def settle(self, outcome: Outcome) -> tuple[list[Decision], list[Instruction]]:
+        """Move every lane on by what all ranks agreed."""
+        decisions: list[Decision] = []
+        instructions: list[Instruction] = []
+        for lane, prefetch in enumerate(self._lanes):
+            if prefetch is None:
+                continue
+            if prefetch.phase is _Phase.QUERYING:
+                decision = self._after_query(prefetch, lane, outcome)
+            elif prefetch.phase is _Phase.VOTING:
+                decision = self._after_vote(prefetch, lane, outcome, instructions)
+            else:
+                assert prefetch.phase is not _Phase.RESERVING, "a PrefetchHit was not answered with reserve()"
+                decision = self._after_reading(prefetch, lane, outcome, instructions)
+            if decision is not None:
+                decisions.append(decision)
+            if isinstance(decision, PrefetchSettled):
+                self._lanes[lane] = None
+                del self._by_number[prefetch.number]
+        return decisions, instructions + self._fill_lanes()
+
+    def _after_query(self, prefetch: _Prefetch, lane: int, outcome: Outcome) -> Decision | None:
+        if not outcome.verdicts[f"prefetch {lane} answered"]:
+            return None
+        num_pages = outcome.numbers[f"prefetch {lane} hit"]
+        if prefetch.is_cancelled or num_pages < self.policy.prefetch_threshold_pages:
+            return PrefetchSettled(prefetch.number, ())
+        prefetch.phase = _Phase.RESERVING
+        return PrefetchHit(prefetch.number, num_pages)
+
+    def _after_vote(
+        self, prefetch: _Prefetch, lane: int, outcome: Outcome, instructions: list[Instruction]
+    ) -> Decision | None:
+        facts = prefetch.facts
+        is_agreed = outcome.verdicts[f"prefetch {lane} reserved"]
+        if is_agreed and prefetch.num_pages and not prefetch.is_cancelled:
+            assert facts.host_pages is not None
+            prefetch.phase = _Phase.READING
+            digests = prefetch.digests[: prefetch.num_pages * DIGEST_BYTES]
+            instructions.append(ReadStorage(prefetch.number, digests, facts.host_pages))
+            return None
+        if facts.host_pages is not None:
+            self.host.abort(facts.host_pages)
+        return PrefetchSettled(prefetch.number, ())
+
+    def _after_reading(
+        self, prefetch: _Prefetch, lane: int, outcome: Outcome, instructions: list[Instruction]
+    ) -> Decision | None:
+        if outcome.verdicts[f"prefetch {lane} ended"]:
+            facts = prefetch.facts
+            assert facts.host_pages is not None
+            num_landed = outcome.numbers[f"prefetch {lane} landed"]
+            kept, left = facts.host_pages[:num_landed], facts.host_pages[num_landed:]
+            self.host.commit(kept)
+            self.host.abort(left)
+            return PrefetchSettled(prefetch.number, kept)
+        if outcome.verdicts[f"prefetch {lane} timed out"]:
+            prefetch.is_stopped = True
+        if prefetch.is_stopped and prefetch.phase is _Phase.READING:
+            prefetch.phase = _Phase.STOPPING
+            instructions.append(StopReading(prefetch.number))
+        return None
+
+    def _is_late(self, prefetch: _Prefetch, now_s: float) -> bool:
+        if prefetch.phase is not _Phase.READING:
+            return False
+        return now_s - prefetch.facts.reading_since_s > self.policy.reading_bound_s(prefetch.num_pages)
+
+    def _fill_lanes(self) -> list[Instruction]:
+        """Start waiting prefetches in free lanes."""
+        instructions: list[Instruction] = []
+        for lane, prefetch in enumerate(self._lanes):
+            if prefetch is None and self._waiting:
+                started = self._lanes[lane] = self._waiting.popleft()
+                instructions.append(QueryStorage(started.number, started.digests))
+        return instructions
+
+
+_NOTHING = _LocalFacts()
 
 
 class _Outbox:

@@ -1,30 +1,382 @@
-"""TierTransfers: pages on their way between tiers, from the tree's side. Carries out what all ranks agreed."""
+"""DeviceLoads: pages on their way from the host back to the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from scheduler_components.errors import CacheIntegrityError
+from array import array
+from dataclasses import dataclass
+from dataclasses import field
+from scheduler_components.cache.radix_tree import RadixNode
+from scheduler_components.errors import OutOfPagesError
 from scheduler_components.hicache.controller import HiCacheController
-from scheduler_components.hicache.device_loads import DeviceLoads
-from scheduler_components.hicache.host_writes import HostWrites
-from scheduler_components.hicache.operations import (
-    BackupSettled,
-    Decision,
-    LoadSettled,
-    PrefetchHit,
-    PrefetchSettled,
-    WriteSettled,
-)
-from scheduler_components.hicache.policy import HiCachePolicy
-from scheduler_components.hicache.storage_reads import StorageReads
-from scheduler_components.hicache.tier_stats import TierStats
-from scheduler_components.hicache.tier_tree import TierTree
+from scheduler_components.page_operations import LoadSettled
+from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.values import TierStats
+from scheduler_components.hicache.tiers import TierTree
+from scheduler_components.hicache.tiers import shares_of
+from scheduler_components.ports import PageWitness
+from collections.abc import Iterable
+from scheduler_components.page_operations import BackupSettled
+from scheduler_components.page_operations import WriteSettled
+from scheduler_components.cache.block_hash import page_digests
+from scheduler_components.cache.block_hash import PrefixNamespace
+from scheduler_components.page_operations import PrefetchHit
+from scheduler_components.page_operations import PrefetchSettled
+from scheduler_components.errors import CacheIntegrityError
+from scheduler_components.page_operations import Decision
 from scheduler_components.hicache.tiers import Tier
-from scheduler_components.tier_ports import PageWitness
+from collections.abc import Sequence
+from scheduler_components.cache.block_hash import pack_tokens
+from scheduler_components.cache.block_hash import PLAIN_NAMESPACE
 
-__all__ = ["TierTransfers"]
+__all__ = [
+    "DeviceLoads",
+    "Load",
+    "HostWrites",
+    "Prefetch",
+    "StorageReads",
+    "TierTransfers",
+    "Preparations",
+]
 
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """Pages on their way from the host to the device."""
+
+    device_end: RadixNode
+    end: RadixNode
+    device_pages: list[int]
+    is_settled: bool = False
+    has_failed: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class DeviceLoads:
+    """Loads of prefixes that requests wait for.
+
+    Attributes:
+        tiers: the tree.
+        controller: makes the operations and settles them.
+        policy: what is worth a load.
+        stats: counts what comes of it.
+        witness: is told which device pages were loaded.
+        room_pages: pages that may be loaded until the next agreement.
+    """
+
+    tiers: TierTree
+    controller: HiCacheController
+    policy: HiCachePolicy
+    stats: TierStats
+    witness: PageWitness
+    room_pages: int = field(default=0, init=False)
+    _under_way: dict[int, Load] = field(default_factory=dict, init=False)
+
+    @property
+    def is_idle(self) -> bool:
+        """No load is under way, so none will give room back."""
+        return not self._under_way
+
+    def begin(self, path: list[RadixNode], max_pages: int) -> Load | None:
+        """Load what follows on the host where a path leaves the device, as far as the agreed room and the pool allow.
+
+        None when that is not worth it, or when the device pages are not to be had now.
+        """
+        tiers = self.tiers
+        num_on_device = tiers.num_on_device(path)
+        on_device, on_host = path[:num_on_device], path[num_on_device:]
+        num_pages = min(sum(node.num_pages for node in on_host), max_pages, self.room_pages)
+        if num_pages < self.policy.load_threshold_pages:
+            return None
+        on_host = tiers.cut_run(on_host, num_pages)
+        tiers.touch(on_device + on_host)
+        device_end = on_device[-1] if on_device else tiers.tree.root
+        tiers.device_order.lock(tiers.tree.path_of(device_end))
+        tiers.host_order.lock(tiers.tree.path_of(on_host[-1]))
+        try:
+            device_pages = tiers.allocate(num_pages)
+        except OutOfPagesError:
+            tiers.host_order.unlock(tiers.tree.path_of(on_host[-1]))
+            tiers.device_order.unlock(tiers.tree.path_of(device_end))
+            return None
+        self.room_pages -= num_pages
+        load = Load(device_end=device_end, end=on_host[-1], device_pages=device_pages)
+        host_pages = [page for node in on_host for page in node.host_pages]
+        self._under_way[self.controller.load(host_pages, device_pages)] = load
+        return load
+
+    def settle(self, settled: LoadSettled) -> None:
+        """Put loaded pages on the device, or free them, on all ranks alike."""
+        load = self._under_way.pop(settled.op)
+        tiers, num_pages = self.tiers, len(load.device_pages)
+        load.is_settled = True
+        path_up = tiers.tree.path_of(load.end)
+        if settled.is_good:
+            for node, pages in shares_of(tiers.run_up_from(load.end, num_pages), load.device_pages):
+                if node.pages:  # a request has computed it in the meantime
+                    tiers.device.free(pages)
+                else:
+                    self.witness.loaded(bytes(node.digests), pages)
+                    tiers.put_on_device(node, array("I", pages))
+            self.stats.pages_loaded += num_pages
+        else:
+            load.has_failed = True
+            tiers.device.free(load.device_pages)
+            self.stats.pages_not_loaded += num_pages
+        tiers.host_order.unlock(path_up)
+        tiers.device_order.unlock(tiers.tree.path_of(load.device_end))
+        tiers.touch(path_up[::-1])
+
+
+# HostWrites: pages on their way from the device to the host, and from the host to storage.
+
+_BACKUP_SHARE = 4  # a slow storage may lock one page in so many of the host; what is beyond that is not backed up
+
+
+@dataclass(slots=True, kw_only=True)
+class HostWrites:
+    """Copies that make eviction harmless. What is being copied is locked until it settles.
+
+    An operation is remembered as the node that ends it and its number of pages: requests may split the nodes in
+    between at any time.
+
+    Attributes:
+        tiers: the tree.
+        controller: makes the operations and settles them.
+        policy: when to write.
+        stats: counts what comes of it.
+        num_pages_backing_up: host pages that are locked until storage has them.
+    """
+
+    tiers: TierTree
+    controller: HiCacheController
+    policy: HiCachePolicy
+    stats: TierStats
+    num_pages_backing_up: int = field(default=0, init=False)
+    _writes: dict[int, tuple[RadixNode, int]] = field(default_factory=dict, init=False)
+    _backups: dict[int, tuple[RadixNode, int]] = field(default_factory=dict, init=False)
+    _has_news: bool = field(default=False, init=False)
+
+    @property
+    def num_pages_reserved(self) -> int:
+        """Host pages of writes under way."""
+        return sum(num_pages for _, num_pages in self._writes.values())
+
+    def after_insert(self, path: list[RadixNode]) -> None:
+        """With ``write_through``: copy a path that a request has just cached. With ``write_back``: look ahead soon."""
+        if self.policy.write == "write_through":
+            self.write_path(path)
+        else:
+            self._has_news = True
+
+    def write_path(self, path: Iterable[RadixNode]) -> None:
+        """Copy what of a path on the device is not on the host, parents first; back up what is on the host."""
+        for node in path:
+            if node.host_pages:
+                self._back_up(node)
+            elif not node.is_writing and not self._begin_write(node):
+                return
+
+    def clean_ahead(self) -> None:
+        """With ``write_back``: copy the device pages that will be evicted next, once pages run short.
+
+        Only after an insertion: a copy that fails is not tried again and again while nothing happens.
+        """
+        tiers, wanted = self.tiers, self.policy.clean_ahead_pages
+        if not self._has_news or tiers.device.num_free >= wanted:
+            return
+        self._has_news = False
+        oldest: list[RadixNode] = []
+        for node in tiers.device_order:
+            if wanted <= 0:
+                break
+            wanted -= node.num_pages
+            if not node.host_pages:
+                oldest.append(node)
+        for node in oldest:
+            self.write_path(reversed(tiers.tree.path_of(node)))
+
+    def _begin_write(self, node: RadixNode) -> bool:
+        tiers, parent = self.tiers, node.parent
+        assert parent is not None
+        if not (tiers.is_on_host(parent) or parent.is_writing) or not tiers.make_host_room(node.num_pages):
+            self.stats.pages_not_written += node.num_pages
+            return False
+        tiers.num_host_pages_used += node.num_pages
+        tiers.device_order.lock(tiers.tree.path_of(node))
+        node.is_writing = True
+        self._writes[self.controller.write(node.pages)] = (node, node.num_pages)
+        return True
+
+    def settle_write(self, settled: WriteSettled) -> None:
+        """Put written pages in the tree, on all ranks or on none."""
+        tiers, host_pages = self.tiers, settled.host_pages
+        end, num_pages = self._writes.pop(settled.op)
+        run = tiers.run_up_from(end, num_pages)
+        for node in run:
+            node.is_writing = False
+        parent = run[0].parent
+        assert parent is not None
+        if host_pages and tiers.is_on_host(parent):
+            for node, pages in shares_of(run, host_pages):
+                tiers.membership.place_on_host(node, array("I", pages))
+                self._back_up(node)
+            self.stats.pages_written += num_pages
+        else:
+            # Either no rank has committed pages, or all have; then they go back on all.
+            tiers.release_host(host_pages)
+            tiers.num_host_pages_used -= num_pages - len(host_pages)
+            self.stats.pages_not_written += num_pages
+        tiers.device_order.unlock(tiers.tree.path_of(end))
+
+    def _back_up(self, node: RadixNode) -> None:
+        """Write a node on the host to storage, unless its parent is not there and not on the way."""
+        tiers, parent = self.tiers, node.parent
+        assert parent is not None
+        if not self.controller.agreed.has_storage or node.is_stored or node.is_backing_up:
+            return
+        if not (tiers.is_stored(parent) or parent.is_backing_up):
+            return
+        if self.num_pages_backing_up + node.num_pages > tiers.num_host_pages // _BACKUP_SHARE:
+            self.stats.pages_not_backed_up += node.num_pages
+            return
+        tiers.host_order.lock(tiers.tree.path_of(node))
+        node.is_backing_up = True
+        number = self.controller.back_up(bytes(node.digests), node.host_pages)
+        self._backups[number] = (node, node.num_pages)
+        self.num_pages_backing_up += node.num_pages
+
+    def settle_backup(self, settled: BackupSettled) -> None:
+        """Count pages as stored where every rank's part of them is, and what they hang on is too."""
+        tiers = self.tiers
+        end, num_pages = self._backups.pop(settled.op)
+        self.num_pages_backing_up -= num_pages
+        run = tiers.run_up_from(end, num_pages)
+        parent = run[0].parent
+        assert parent is not None
+        is_stored = settled.is_good and self.controller.agreed.has_storage and tiers.is_stored(parent)
+        for node in run:
+            node.is_backing_up = False
+            if is_stored:
+                tiers.membership.place_in_storage(node)
+        if is_stored:
+            self.stats.pages_backed_up += num_pages
+        else:
+            self.stats.pages_not_backed_up += num_pages
+        tiers.host_order.unlock(tiers.tree.path_of(end))
+
+
+# StorageReads: pages on their way from storage to the host, and into the tree.
+
+@dataclass(slots=True, kw_only=True)
+class Prefetch:
+    """Pages on their way from storage to the host."""
+
+    number: int
+    packed: bytes
+    namespace: PrefixNamespace
+    first_page: int  # pages of the prefix that the tree held at the start
+    anchor: RadixNode | None  # their end, locked on the host; None where it is not there
+    num_reserved: int = 0
+    num_landed: int | None = None  # None: not settled
+
+
+@dataclass(slots=True, kw_only=True)
+class StorageReads:
+    """Prefetches for requests that wait.
+
+    Attributes:
+        tiers: the tree.
+        controller: makes the operations and settles them.
+        policy: what is worth a prefetch.
+        stats: counts what comes of it.
+    """
+
+    tiers: TierTree
+    controller: HiCacheController
+    policy: HiCachePolicy
+    stats: TierStats
+    _under_way: dict[int, Prefetch] = field(default_factory=dict, init=False)
+
+    @property
+    def num_pages_reserved(self) -> int:
+        """Host pages of prefetches under way."""
+        return sum(prefetch.num_reserved for prefetch in self._under_way.values())
+
+    def is_worth_it(self, packed: bytes, path: list[RadixNode]) -> bool:
+        """Say whether storage may have enough of what follows a path.
+
+        Args:
+            packed: the tokens of the prompt.
+            path: what of it the tree holds, as ``TierTree.path_to`` gives it.
+        """
+        num_pages = len(packed) // self.tiers.tree.page_bytes - sum(node.num_pages for node in path)
+        return self.controller.agreed.has_storage and num_pages >= self.policy.prefetch_threshold_pages
+
+    def begin(self, packed: bytes, namespace: PrefixNamespace, path: list[RadixNode]) -> Prefetch:
+        """Read from storage what follows a path."""
+        tree, first_page = self.tiers.tree, sum(node.num_pages for node in path)
+        end = path[-1] if path else tree.root
+        prior = self.tiers.last_digest(end, namespace.seed())
+        number = self.controller.prefetch(page_digests(packed[first_page * tree.page_bytes :], tree.page_size, prior))
+        anchor = end if end.host_pages else None
+        if anchor is not None:
+            self.tiers.host_order.lock(tree.path_of(anchor))
+        prefetch = Prefetch(number=number, packed=packed, namespace=namespace, first_page=first_page, anchor=anchor)
+        self._under_way[number] = prefetch
+        self.stats.prefetches += 1
+        return prefetch
+
+    def stop(self, prefetch: Prefetch) -> None:
+        """Read no further than what has landed."""
+        self.controller.prefetches.stop(prefetch.number)
+
+    def cancel(self, prefetch: Prefetch) -> None:
+        """Nobody wants the pages any more."""
+        self.controller.prefetches.cancel(prefetch.number)
+
+    def reserve(self, hit: PrefetchHit, now_s: float) -> None:
+        """Take room for what storage holds: at most half of what the host can free, so that prefetches never fill it.
+
+        A share of what is there would be no rule if it depended on the rank; the ledger does not.
+        """
+        tiers, prefetch = self.tiers, self._under_way[hit.op]
+        free = tiers.num_host_pages - tiers.num_host_pages_used
+        num_pages = min(hit.num_pages, (free + tiers.host_order.num_pages) // 2)
+        if num_pages < self.policy.prefetch_threshold_pages or not tiers.make_host_room(num_pages):
+            num_pages = 0
+        tiers.num_host_pages_used += num_pages
+        prefetch.num_reserved = num_pages
+        self.controller.prefetches.reserve(prefetch.number, num_pages, now_s)
+
+    def settle(self, settled: PrefetchSettled) -> None:
+        """Put what landed on every rank in the tree, below what is there by now."""
+        tiers, tree, host_pages = self.tiers, self.tiers.tree, settled.host_pages
+        prefetch = self._under_way.pop(settled.op)
+        tiers.num_host_pages_used -= prefetch.num_reserved - len(host_pages)
+        if prefetch.anchor is not None:
+            tiers.host_order.unlock(tree.path_of(prefetch.anchor))
+        stop = (prefetch.first_page + len(host_pages)) * tree.page_bytes
+        descent = tree.find(prefetch.packed[:stop], prefetch.namespace.seed())
+        path = tiers.cut_at(descent)
+        num_known = descent.num_pages - prefetch.first_page  # pages that a request has computed in the meantime
+        parent = path[-1] if path else tree.root
+        if num_known < 0 or not tiers.is_on_host(parent):
+            num_known = len(host_pages)  # nowhere to hang them
+        tiers.release_host(host_pages[:num_known])
+        kept = host_pages[num_known:]
+        if kept:
+            packed = prefetch.packed[descent.num_pages * tree.page_bytes : stop]
+            leaf = tiers.append_on_host(parent, packed, array("I", kept), prefetch.namespace)
+            if self.controller.agreed.has_storage and tiers.is_stored(parent):
+                tiers.membership.place_in_storage(leaf)
+            path.append(leaf)
+        tiers.touch(path)
+        prefetch.num_landed = len(kept)
+        self.stats.pages_prefetched += len(kept)
+        self.stats.pages_revoked += prefetch.num_reserved - len(kept)
+        self.stats.prefetches_revoked += not kept
+
+
+# TierTransfers: pages on their way between tiers, from the tree's side. Carries out what all ranks agreed.
 
 @dataclass(slots=True, kw_only=True)
 class TierTransfers:
@@ -94,3 +446,101 @@ class TierTransfers:
     def _forget_storage(self) -> None:
         for node in reversed(list(self.tiers.nodes())):  # children first, so that stored stays closed upwards
             self.tiers.membership.forget_storage(node)
+
+
+# Preparations: what is moved closer for a request before it runs. Storage to host first, then host to device.
+
+@dataclass(slots=True, kw_only=True)
+class _Preparation:
+    """One request's."""
+
+    prefetch: Prefetch | None = None
+    load: Load | None = None
+    num_loaded_pages: int = 0
+    has_given_up: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Preparations:
+    """The requests that wait, and what is under way for them. Calls and their order decide everything.
+
+    Attributes:
+        transfers: moves the pages.
+        policy: when to stop a prefetch, and what is worth a load.
+    """
+
+    transfers: TierTransfers
+    policy: HiCachePolicy
+    _by_rid: dict[str, _Preparation] = field(default_factory=dict, init=False)
+
+    def expect(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
+        """A request has come that will match ``token_ids``: begin to read from storage what no nearer tier has."""
+        namespace, packed = namespace or PLAIN_NAMESPACE, pack_tokens(token_ids)
+        tiers, transfers = self.transfers.tiers, self.transfers
+        path = tiers.path_to(packed, namespace.seed())
+        if transfers.reads.is_worth_it(packed, path):
+            # What is read can only hang below a prefix that is on the host.
+            transfers.writes.write_path(path[: tiers.num_on_device(path)])
+            self._by_rid[rid] = _Preparation(prefetch=transfers.reads.begin(packed, namespace, path))
+
+    def is_ready(
+        self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None, *, is_next: bool = True
+    ) -> bool:
+        """Say whether a request need not wait for pages, and begin to bring them closer. Ask at every step.
+
+        Args:
+            rid, token_ids, namespace: as ``expect`` was told; a request that it was not told of only waits for loads.
+            is_next: it is this request's turn; under ``best_effort`` its prefetch stops with what has landed.
+        """
+        preparation = self._by_rid.setdefault(rid, _Preparation())
+        prefetch, load = preparation.prefetch, preparation.load
+        if prefetch is not None and prefetch.num_landed is None:
+            if is_next and self.policy.prefetch == "best_effort":
+                self.transfers.reads.stop(prefetch)
+            return False
+        if load is not None:
+            if not load.is_settled:
+                return False
+            preparation.has_given_up = preparation.has_given_up or load.has_failed
+        return preparation.has_given_up or not self._begin_load(preparation, token_ids, namespace or PLAIN_NAMESPACE)
+
+    def forget(self, rid: str) -> None:
+        """A request is gone before it ran: nothing is brought closer for it any more."""
+        preparation = self._by_rid.pop(rid, _Preparation())
+        if preparation.prefetch is not None and preparation.prefetch.num_landed is None:
+            self.transfers.reads.cancel(preparation.prefetch)
+
+    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
+        """A request begins to run: count where its prompt was found."""
+        preparation = self._by_rid.get(rid, _Preparation())
+        num_read_pages = preparation.prefetch.num_landed or 0 if preparation.prefetch is not None else 0
+        page_size = self.transfers.tiers.tree.page_size
+        self.transfers.stats.book_admission(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            loaded_tokens=preparation.num_loaded_pages * page_size,
+            read_tokens=num_read_pages * page_size,
+        )
+        self.forget(rid)
+
+    def _begin_load(self, preparation: _Preparation, token_ids: Sequence[int], namespace: PrefixNamespace) -> bool:
+        """Begin to load what of the prompt is on the host alone, or wait for room to; False when nothing is to do."""
+        tiers, loads = self.transfers.tiers, self.transfers.loads
+        path = tiers.path_to(pack_tokens(token_ids), namespace.seed())
+        num_pages = sum(node.num_pages for node in path[tiers.num_on_device(path) :])
+        # A request loads no more in all than its prompt has, so that two that evict each other's pages come to an end.
+        num_left = len(token_ids) // tiers.tree.page_size - preparation.num_loaded_pages
+        if min(num_pages, num_left) < self.policy.load_threshold_pages:
+            return False
+        if loads.room_pages < self.policy.load_threshold_pages:
+            # Loads that are under way will give room back; otherwise nobody will.
+            preparation.has_given_up = loads.is_idle
+            return not preparation.has_given_up
+        load = loads.begin(path, num_left)
+        if load is None:
+            # Who holds the device's pages will give them back, and without them the request could not run either.
+            preparation.has_given_up = not tiers.num_device_pages_held
+            return not preparation.has_given_up
+        preparation.load = load
+        preparation.num_loaded_pages += len(load.device_pages)
+        return True

@@ -9,19 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from scheduler_components.kv_events.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    KVCacheEvent,
-    KVEventBatch,
-)
-from scheduler_components.kv_events.publisher import EventPublisher, NullEventPublisher
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
+from scheduler_components.ports import EventPublisher, NullEventPublisher
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events.config import KVEventsConfig
-    from scheduler_components.kv_events.registry import EventPublisherFactory, open_event_publisher
+    from scheduler_components.kv_events.config import EventPublisherFactory, open_event_publisher
     from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 __all__ = [
@@ -42,8 +35,8 @@ __all__ = [
 _LAZY = {
     "ZmqEventPublisher": "scheduler_components.kv_events.zmq_publisher",
     "KVEventsConfig": "scheduler_components.kv_events.config",
-    "EventPublisherFactory": "scheduler_components.kv_events.registry",
-    "open_event_publisher": "scheduler_components.kv_events.registry",
+    "EventPublisherFactory": "scheduler_components.kv_events.config",
+    "open_event_publisher": "scheduler_components.kv_events.config",
 }
 
 

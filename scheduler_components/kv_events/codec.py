@@ -7,21 +7,37 @@ costs itself and never its batch.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Annotated, Any
-
+from collections.abc import Iterable
+from typing import Any
 import msgspec
-
-from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.kv_events.array_dialect import lower_to_arrays
-from scheduler_components.kv_events.map_dialect import lower_to_maps
-from scheduler_components.kv_events.event_reader import WireEvent, read_event
-from scheduler_components.kv_events.events import BlockStored, EventBatch, KVCacheEvent
-from scheduler_components.kv_events.map_reader import read_map_batch
+from scheduler_components.errors import DecodeError
+from scheduler_components.events import AllBlocksCleared
+from scheduler_components.events import BlockRemoved
+from scheduler_components.events import BlockStored
+from scheduler_components.events import KVCacheEvent
+from scheduler_components.events import BlockSize
+from scheduler_components.events import TokenId
+from collections.abc import Sequence
+from msgspec.structs import replace
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated
+from scheduler_components.errors import ConfigError
+from scheduler_components.events import EventBatch
 
 __all__ = [
+    "STORED_POSITIONS",
+    "array_event_fields",
+    "lower_to_arrays",
+    "map_event_fields",
+    "lower_to_maps",
+    "WireEvent",
+    "check_event",
+    "read_event",
+    "signed_hash",
+    "read_map_batch",
+    "halves",
     "DIALECTS",
     "ENCODE_ERRORS",
     "MAX_PAYLOAD_BYTES",
@@ -30,6 +46,395 @@ __all__ = [
     "DecodedBatch",
     "RefusedEvent",
 ]
+
+# The array dialect: ``["BlockStored", hashes, parent, token_ids, block_size, lora_id, medium?, lora_name?, ...]``.
+#
+# Trailing None are trimmed. Reading is more forgiving than writing: hashes may be unsigned or bytes, positions that
+# are not known yet are skipped, and SGLang's short-lived ``BlockStoredWithMetadata`` (an array whose position 7 is a
+# map) is taken.
+
+STORED_POSITIONS = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "cache_salt",
+    "session_id",
+)
+"""Positions after the tag. The first seven are fixed by released peers; the rest were only ever appended."""
+
+_REMOVED_POSITIONS = ("block_hashes", "medium", "group_idx")
+_METADATA_POSITION = 6
+_decode = msgspec.msgpack.Decoder().decode
+
+
+def lower_to_arrays(events: Iterable[KVCacheEvent]) -> list[tuple[Any, ...]]:
+    """Write events as the arrays that go on the wire: all in one loop, which is half of what encoding small ones costs.
+
+    Raises:
+        TypeError: one is none of the three events; an unknown tag would cost some readers the whole batch.
+        ValueError: tokens that do not fill the blocks, which readers drop.
+    """
+    lowered: list[tuple[Any, ...]] = []
+    for event in events:
+        if isinstance(event, BlockStored):
+            hashes, tokens, size = event.block_hashes, event.token_ids, event.block_size
+            if len(tokens) != len(hashes) * size:
+                raise ValueError("tokens do not fill the blocks")
+            fixed = ("BlockStored", hashes, event.parent_block_hash, tokens, size, event.lora_id)
+            # Looks at fields cost less than a tuple of them and its comparison, and most events have no option.
+            if (
+                event.medium is None
+                and event.lora_name is None
+                and event.extra_keys is None
+                and event.group_idx is None
+                and event.cache_salt is None
+                and event.session_id is None
+            ):
+                lowered.append(fixed)
+            else:
+                lowered.append(fixed + _options_of(event))
+        elif isinstance(event, BlockRemoved):
+            lowered.append(("BlockRemoved", event.block_hashes, *_trimmed((event.medium, event.group_idx))))
+        elif isinstance(event, AllBlocksCleared):
+            lowered.append(("AllBlocksCleared",))
+        else:
+            raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
+    return lowered
+
+
+def _options_of(event: BlockStored) -> tuple[Any, ...]:
+    return _trimmed(
+        (event.medium, event.lora_name, event.extra_keys, event.group_idx, event.cache_salt, event.session_id)
+    )
+
+
+def _trimmed(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    while options and options[-1] is None:
+        options = options[:-1]
+    return options
+
+
+def array_event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
+    """Read one array event into (tag, field values by name); unknown trailing positions are skipped.
+
+    Raises:
+        DecodeError: not an array that starts with a text tag.
+    """
+    try:
+        items = _decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"event is not msgpack: {error}") from error
+    if not isinstance(items, list) or not items or not isinstance(items[0], str):
+        raise DecodeError("event is not an array that starts with a tag")
+    tag, values = items[0], items[1:]
+    if tag == "BlockStoredWithMetadata":
+        fields = dict(zip(STORED_POSITIONS, values[:_METADATA_POSITION], strict=False))
+        metadata = values[_METADATA_POSITION] if len(values) > _METADATA_POSITION else None
+        return "BlockStored", fields | (metadata if isinstance(metadata, dict) else {})
+    positions = _REMOVED_POSITIONS if tag == "BlockRemoved" else STORED_POSITIONS
+    return tag, dict(zip(positions, values, strict=False))
+
+
+# The map dialect: ``{"type": "BlockStored", "block_hashes": ..., ...}`` of SGLang >= 0.5.2x and vLLM >= 0.2x.
+#
+# Fields that are None are left out. vLLM's own typed decoder asks for ``medium`` and ``lora_name`` in every stored
+# event and ``medium`` in every removed one; the ``vllm`` flavour writes them as nil.
+
+class _Map(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag_field="type"):
+    """What goes on the wire: fields with a default are left out where they are None."""
+
+
+class _Stored(_Map, frozen=True, tag="BlockStored"):
+    block_hashes: Any
+    parent_block_hash: Any
+    token_ids: Any
+    block_size: Any
+    lora_id: Any
+    medium: Any = None
+    lora_name: Any = None
+    extra_keys: Any = None
+    group_idx: Any = None
+    cache_salt: Any = None
+    session_id: Any = None
+
+
+class _StoredForVllm(_Map, frozen=True, tag="BlockStored"):
+    block_hashes: Any
+    parent_block_hash: Any
+    token_ids: Any
+    block_size: Any
+    lora_id: Any
+    medium: Any
+    lora_name: Any
+    extra_keys: Any = None
+    group_idx: Any = None
+    cache_salt: Any = None
+    session_id: Any = None
+
+
+class _Removed(_Map, frozen=True, tag="BlockRemoved"):
+    block_hashes: Any
+    medium: Any = None
+    group_idx: Any = None
+
+
+class _RemovedForVllm(_Map, frozen=True, tag="BlockRemoved"):
+    block_hashes: Any
+    medium: Any
+    group_idx: Any = None
+
+
+class _Cleared(_Map, frozen=True, tag="AllBlocksCleared"):
+    pass
+
+
+def lower_to_maps(events: Iterable[KVCacheEvent], *, vllm: bool) -> list[msgspec.Struct]:
+    """Write events as what msgspec encodes to the maps that go on the wire.
+
+    Raises:
+        TypeError: one is none of the three events; an unknown tag would cost some readers the whole batch.
+        ValueError: tokens that do not fill the blocks, which readers drop.
+    """
+    return [_lower(event, vllm=vllm) for event in events]
+
+
+def _lower(event: KVCacheEvent, *, vllm: bool) -> msgspec.Struct:
+    if isinstance(event, BlockStored):
+        if len(event.token_ids) != len(event.block_hashes) * event.block_size:
+            raise ValueError("tokens do not fill the blocks")
+        return (_StoredForVllm if vllm else _Stored)(*msgspec.structs.astuple(event))
+    if isinstance(event, BlockRemoved):
+        return (_RemovedForVllm if vllm else _Removed)(*msgspec.structs.astuple(event))
+    if isinstance(event, AllBlocksCleared):
+        return _Cleared()
+    raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
+
+
+def map_event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
+    """Read one map event into (tag, field values by name).
+
+    Raises:
+        DecodeError: not a map with a text ``type``.
+    """
+    try:
+        fields = _decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"event is not msgpack: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
+        raise DecodeError('event is not a map with a "type"')
+    return fields.pop("type"), fields
+
+
+# Reading one event of either dialect, forgiving what peers are known to vary.
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+"""What a reader knows; a peer's other events are errors, each of its own."""
+
+_INT64_LIMIT = 1 << 63
+_UINT64 = 1 << 64
+
+
+def check_event(event: KVCacheEvent) -> None:
+    """Refuse an event whose tokens do not fill its blocks; ranges of single fields are part of their types.
+
+    Raises:
+        DecodeError: with the numbers that do not agree.
+    """
+    if isinstance(event, BlockStored) and len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        raise DecodeError(
+            f"{len(event.token_ids)} tokens do not fill {len(event.block_hashes)} blocks of {event.block_size}"
+        )
+
+
+_EVENT_TYPES: dict[str, Any] = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved}
+
+
+def read_event(raw: bytes) -> WireEvent:
+    """Read one event.
+
+    Raises:
+        DecodeError: not one of the three, or a field of it is wrong.
+    """
+    is_map = raw[0] & 0xF0 == 0x80 or raw[0] in (0xDE, 0xDF)
+    tag, fields = map_event_fields(raw) if is_map else array_event_fields(raw)
+    if tag == "AllBlocksCleared":
+        return AllBlocksCleared()
+    if tag not in _EVENT_TYPES:
+        raise DecodeError(f"unknown event {tag!r:.60}")
+    hashes = fields.get("block_hashes")
+    if not isinstance(hashes, list):
+        raise DecodeError("block_hashes is not an array")
+    fields["block_hashes"] = [signed_hash(value) for value in hashes]
+    if fields.get("parent_block_hash") is not None:
+        fields["parent_block_hash"] = signed_hash(fields["parent_block_hash"])
+    if tag == "BlockStored":
+        fields.setdefault("parent_block_hash", None)
+        fields.setdefault("lora_id", None)
+    event = _convert(_EVENT_TYPES[tag], fields)
+    check_event(event)
+    return event
+
+
+def _convert(kind: Any, fields: dict[str, Any]) -> BlockStored | BlockRemoved:
+    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+    for name in _FORGIVEN:
+        if name in known and not isinstance(known[name], str | int | list | None):
+            del known[name]
+    try:
+        values = msgspec.convert(known, _FIELD_TYPES[kind])
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DecodeError(str(error)) from error
+    event: BlockStored | BlockRemoved = kind(**{name: getattr(values, name) for name in kind.__struct_fields__})
+    return event
+
+
+def _map_twin(kind: Any) -> Any:
+    """The same fields as ``kind``, read by name: msgspec reads an array-like struct from arrays only."""
+    fields = []
+    for field in msgspec.structs.fields(kind):
+        fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
+    return msgspec.defstruct(f"{kind.__name__}Fields", fields, frozen=True)
+
+
+_FIELD_TYPES = {kind: _map_twin(kind) for kind in _EVENT_TYPES.values()}
+_FORGIVEN = ("medium", "lora_name", "extra_keys", "group_idx", "cache_salt", "session_id")
+
+
+def signed_hash(value: object) -> int:
+    """Fold a peer's block hash to a signed 64-bit integer.
+
+    Unsigned integers (vLLM) wrap; bytes (newer vLLM) give their last 8, big-endian, as the smg gateway folds them.
+
+    Raises:
+        DecodeError: neither an integer of 64 bits nor bytes.
+    """
+    if isinstance(value, bytes) and value:
+        return int.from_bytes(value[-8:], "big", signed=len(value) >= 8)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value - _UINT64 if value >= _INT64_LIMIT else value
+    raise DecodeError(f"a hash is {type(value).__name__}, not an integer")
+
+
+# Reading a whole batch of the map dialect in one typed decode: what today's SGLang and vLLM send.
+#
+# msgspec reads maps into structs of their own, since ``BlockStored`` and its like are read from arrays. What does not
+# fit at once is an error here, and the caller reads the batch event by event.
+
+_PeersHash = int | bytes
+
+
+class _ReadMap(msgspec.Struct, frozen=True, gc=False, tag_field="type"):
+    """Fields that are not known are skipped."""
+
+
+class _ReadStored(_ReadMap, frozen=True, tag="BlockStored"):
+    block_hashes: tuple[_PeersHash, ...]
+    token_ids: tuple[TokenId, ...]
+    block_size: BlockSize
+    parent_block_hash: _PeersHash | None = None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[str | int, ...] | None, ...] | None = None
+    group_idx: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+class _ReadRemoved(_ReadMap, frozen=True, tag="BlockRemoved"):
+    block_hashes: tuple[_PeersHash, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ReadCleared(_ReadMap, frozen=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _MapBatch(msgspec.Struct, array_like=True, frozen=True):
+    ts: float
+    events: list[_ReadStored | _ReadRemoved | _ReadCleared]
+    attn_dp_rank: int | None = None
+
+
+_decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
+
+
+def read_map_batch(payload: bytes) -> tuple[float, tuple[WireEvent, ...], int | None]:
+    """Read ``[ts, events, rank]`` of maps; whether tokens fill their blocks is for the caller to check.
+
+    Raises:
+        msgspec.MsgspecError, UnicodeDecodeError, RecursionError, DecodeError: something is not as expected.
+    """
+    batch = _decode_maps(payload)
+    return batch.ts, tuple([_event(fields) for fields in batch.events]), batch.attn_dp_rank
+
+
+def _event(fields: _ReadStored | _ReadRemoved | _ReadCleared) -> WireEvent:
+    if type(fields) is _ReadStored:
+        parent = fields.parent_block_hash
+        return BlockStored(
+            _signed(fields.block_hashes),
+            None if parent is None else signed_hash(parent),
+            fields.token_ids,
+            fields.block_size,
+            fields.lora_id,
+            fields.medium,
+            fields.lora_name,
+            fields.extra_keys,
+            fields.group_idx,
+            fields.cache_salt,
+            fields.session_id,
+        )
+    if type(fields) is _ReadRemoved:
+        return BlockRemoved(_signed(fields.block_hashes), fields.medium, fields.group_idx)
+    return AllBlocksCleared()
+
+
+def _signed(hashes: tuple[_PeersHash, ...]) -> tuple[int, ...]:
+    """Signed 64-bit integers, whatever the peer sent. Whether all are so already is asked at once: most are."""
+    try:
+        are_signed = not hashes or max(hashes) < _INT64_LIMIT  # type: ignore[operator]
+    except TypeError:
+        are_signed = False  # bytes
+    return hashes if are_signed else tuple(map(signed_hash, hashes))  # type: ignore[return-value]
+
+
+# Cutting events in two, for batches that are too large for a reader.
+
+def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tuple[KVCacheEvent, ...]] | None:
+    """``events`` as two runs, to be applied one after the other; None for what is one block or less.
+
+    A single event is cut between its blocks, the second half below the first.
+    """
+    if len(events) > 1:
+        middle = len(events) // 2
+        return tuple(events[:middle]), tuple(events[middle:])
+    event = events[0]
+    if not isinstance(event, BlockStored | BlockRemoved) or len(event.block_hashes) < 2:
+        return None
+    hashes, middle = event.block_hashes, len(event.block_hashes) // 2
+    if isinstance(event, BlockRemoved):
+        return (replace(event, block_hashes=hashes[:middle]),), (replace(event, block_hashes=hashes[middle:]),)
+    tokens, cut, keys = event.token_ids, middle * event.block_size, event.extra_keys
+    first = replace(
+        event, block_hashes=hashes[:middle], token_ids=tokens[:cut], extra_keys=None if keys is None else keys[:middle]
+    )
+    second = replace(
+        event,
+        block_hashes=hashes[middle:],
+        parent_block_hash=hashes[middle - 1],
+        token_ids=tokens[cut:],
+        extra_keys=None if keys is None else keys[middle:],
+    )
+    return (first,), (second,)
+
 
 DIALECTS = ("array", "map", "vllm")
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
@@ -40,8 +445,6 @@ _MAX_EVENTS = MAX_PAYLOAD_BYTES // 18
 
 _MAX_BAD_EVENTS = 1_000
 """A batch with more of them is bad itself: reporting each would cost a reader a thousand times its bytes."""
-
-_INT64_LIMIT = 1 << 63
 ENCODE_ERRORS = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 _NOT_SOUND = (DecodeError, *_DECODE_ERRORS)

@@ -11,29 +11,481 @@ taker is the backstop thread, when the scheduler has stopped taking its turns.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import threading
 import time
-
-import msgspec
-
-from scheduler_components.errors import ConfigError, ForkedPublisherError, PublisherClosedError, StartError
-from scheduler_components.fork_hook import tell_of_forks
+from collections import deque
+import zmq
+from scheduler_components.kv_events.codec import ENCODE_ERRORS
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+from scheduler_components.kv_events.codec import BatchEncoder
+from scheduler_components.kv_events.stream import EventStream
+from scheduler_components.events import EventBatch
+from scheduler_components.events import KVCacheEvent
+from scheduler_components.kv_events.stream import collapse
+from scheduler_components.kv_events.codec import halves
+from scheduler_components.kv_events.zmq_sockets import Socket
+from scheduler_components.kv_events.replay import ReplayCursors
+import enum
+import os
 from scheduler_components.kv_events.config import KVEventsConfig
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.events import AllBlocksCleared, EventBatch, KVEventBatch
-from scheduler_components.kv_events.publisher import EventPublisher
-from scheduler_components.kv_events.replay_wire import END_SEQ
-from scheduler_components.kv_events.thread_backstop import Backstop, Look
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.stream import EPOCH_BYTES
+from scheduler_components.kv_events.zmq_auth import StreamAccess
 from scheduler_components.kv_events.zmq_sockets import Context
-from scheduler_components.kv_events.zmq_stream_edge import Occasion, open_stream_edge
-from scheduler_components.metrics.stats import PublisherStats
+from scheduler_components.kv_events.zmq_sockets import StreamSockets
+from scheduler_components.kv_events.zmq_sockets import open_stream_sockets
+from scheduler_components.values import PublisherStats
+import atexit
+import threading
+import msgspec
+from scheduler_components.errors import ConfigError
+from scheduler_components.errors import ForkedPublisherError
+from scheduler_components.errors import PublisherClosedError
+from scheduler_components.errors import StartError
+from scheduler_components.fork_hook import tell_of_forks
+from scheduler_components.events import AllBlocksCleared
+from scheduler_components.events import KVEventBatch
+from scheduler_components.ports import EventPublisher
+from scheduler_components.kv_events.replay import END_SEQ
+from scheduler_components.kv_events.thread_backstop import Backstop
+from scheduler_components.kv_events.thread_backstop import Look
 
-__all__ = ["CloseReport", "ZmqEventPublisher"]
+__all__ = [
+    "ZmqLiveSender",
+    "ZmqReplayServer",
+    "Occasion",
+    "ZmqStreamEdge",
+    "open_stream_edge",
+    "CloseReport",
+    "ZmqEventPublisher",
+]
+
+# Sending live batches: encode, number, send. The caller of all but ``pending.append`` holds the publisher's turn.
 
 _log = logging.getLogger(__name__)
+
+_LARGE_PAYLOAD_BYTES = MAX_PAYLOAD_BYTES // 2
+"""A batch above this goes out as several, so that no reader refuses it for its size."""
+
+_MAX_REFUSALS_TOLD = 100
+"""Further ones are only counted."""
+
+_SNDMORE = int(zmq.SNDMORE)
+"""A plain integer: the C-level send makes one of an enum three times a batch."""
+
+_UNSOUND = (*ENCODE_ERRORS, AttributeError, RecursionError)
+"""What something raises that was published and is no batch of events."""
+
+
+class ZmqLiveSender:
+    """Takes batches through encoder and stream to the PUB socket, and counts.
+
+    Attributes:
+        pending: accepted batches, oldest first; any thread may append.
+        num_batches, num_events, num_bytes: sent.
+        num_refused: events that could not be encoded and were left out of their batch.
+        num_collapsed: batches that were merged with others, because more than ``max_pending`` were pending.
+        num_dropped: batches that could not be sent at all.
+    """
+
+    __slots__ = (
+        "_encoder",
+        "_is_failing",
+        "_is_overflowing",
+        "_max_pending",
+        "_rank",
+        "_send",
+        "_stream",
+        "_topic",
+        "num_batches",
+        "num_bytes",
+        "num_collapsed",
+        "num_dropped",
+        "num_events",
+        "num_refused",
+        "pending",
+    )
+
+    def __init__(
+        self,
+        socket: Socket,
+        *,
+        topic: bytes,
+        encoder: BatchEncoder,
+        stream: EventStream,
+        rank: int,
+        max_pending: int,
+    ) -> None:
+        # pyzmq's Python-level send costs several times its C-level send, three times a batch.
+        self._send = super(zmq.Socket, socket).send
+        self._topic = topic
+        self._encoder = encoder
+        self._stream = stream
+        self._rank = rank
+        self._max_pending = max_pending
+        self._is_overflowing = self._is_failing = False
+        self.pending: deque[EventBatch] = deque()
+        self.num_batches = self.num_events = self.num_bytes = self.num_refused = 0
+        self.num_collapsed = self.num_dropped = 0
+
+    def send_pending(self) -> None:
+        """Send all that is pending, also what comes meanwhile."""
+        while self.pending:
+            if len(self.pending) > self._max_pending:
+                self._collapse_overflow()
+            else:
+                self._is_overflowing = False
+                self._send_batch(self.pending.popleft())
+
+    def drain(self, deadline: float) -> None:
+        """Send what is pending until ``deadline`` (``time.monotonic``)."""
+        while self.pending and time.monotonic() < deadline:
+            self._send_batch(self.pending.popleft())
+
+    def drop_pending(self) -> None:
+        """Count what could not be sent any more."""
+        count = len(self.pending)
+        if count:
+            self.num_dropped += count
+            self.pending.clear()
+            _log.warning("%d KV-event batches were not sent before the deadline", count)
+
+    def _collapse_overflow(self) -> None:
+        """More is pending than may be kept: send the one batch that it amounts to instead. Nothing is lost by it."""
+        count = len(self.pending)
+        if not self._is_overflowing:
+            self._is_overflowing = True
+            _log.warning("%d KV-event batches were pending: collapsed into one", count)
+        batches = [self.pending.popleft() for _ in range(count)]
+        try:
+            merged = collapse(batches)
+        except _UNSOUND:
+            # Something among them is no batch: one by one, it alone is refused.
+            for batch in batches:
+                self._send_batch(batch)
+            return
+        self.num_collapsed += count
+        if merged is not None:
+            self._send_batch(merged)
+
+    def _send_batch(self, batch: EventBatch) -> None:
+        """Encode before taking a number: an event that cannot be encoded takes none, and no good event along."""
+        try:
+            payload: bytes | None = self._encoder.encode(batch, self._rank)
+            events = batch.events
+        except _UNSOUND:
+            payload, events = self._encode_sound(batch)
+        if payload is None:
+            return
+        if len(payload) > _LARGE_PAYLOAD_BYTES and (parts := halves(events)) is not None:
+            for part in parts:
+                self._send_batch(EventBatch(ts=batch.ts, events=part, attn_dp_rank=batch.attn_dp_rank))
+            return
+        sequence = self._stream.append(payload)
+        try:
+            self._send(self._topic, _SNDMORE)
+            self._send(sequence.to_bytes(8, "big"), _SNDMORE)
+            self._send(payload)
+        except zmq.ZMQError as error:
+            # Only somebody who closed a shared context can have done this. A scheduler does not stop for it.
+            self.num_dropped += 1
+            if not self._is_failing:
+                self._is_failing = True
+                _log.error("KV events cannot be sent any more: %s", error)
+            return
+        self.num_batches += 1
+        self.num_events += len(events)
+        self.num_bytes += len(payload)
+
+    def _encode_sound(self, batch: EventBatch) -> tuple[bytes | None, tuple[KVCacheEvent, ...]]:
+        try:
+            payload, events, refused = self._encoder.encode_sound(batch, self._rank)
+        except _UNSOUND as error:
+            self._refuse(1, f"{type(batch).__name__}, which is no batch of them: {error}")
+            return None, ()
+        if refused:
+            self._refuse(len(refused), ", ".join(f"{event.name} ({event.reason})" for event in refused))
+        return payload, events
+
+    def _refuse(self, count: int, what: str) -> None:
+        """Count always; say it for as long as a scheduler's bug has not filled its log with it."""
+        if self.num_refused < _MAX_REFUSALS_TOLD:
+            _log.error("KV events that cannot be encoded are left out: %s", what)
+        self.num_refused += count
+
+
+# Serving replays over the ROUTER: a bounded number of sends a turn, and never a wait.
+
+_SENDS_A_TURN = 16
+"""A bite of replay between two live batches: larger ones show in the live latency (measured)."""
+
+_SENDS_A_WAIT = 96
+"""A bite while the scheduler waits for its device: some 300 microseconds that nobody else wants."""
+
+_BYTES_A_SEND = 16 * 1024
+"""What counts as one send of a bite; a chunk of the base is as large as a whole bite."""
+
+_REQUESTS_A_TURN = 16
+"""Of their own, so that a client that does nothing but ask keeps nobody from being answered."""
+
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+
+_CLOSE_POLL_MS = 200
+"""A client that takes nothing for so long gets no more than the end marker when the publisher closes."""
+
+
+class ZmqReplayServer:
+    """Owns the ROUTER from the moment it is given until ``finish``; the caller holds the publisher's turn."""
+
+    __slots__ = ("_events", "_has_failed", "_socket", "cursors")
+
+    def __init__(self, socket: zmq.Socket[bytes], cursors: ReplayCursors) -> None:
+        self._socket = socket
+        # pyzmq's Python-level getsockopt makes enums of both ends: ten times the call itself.
+        self._events = super(zmq.Socket, socket).get
+        self.cursors = cursors
+        self._has_failed = False
+
+    @property
+    def wakeup_fd(self) -> int:
+        """Becomes readable when a client asks, or can take more."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def serve_bite(self, *, is_waiting: bool = False) -> bool:
+        """Take requests and send at most a bite of answers; True while there is more to do right away.
+
+        ``is_waiting`` says that the scheduler has time: the bite is a large one.
+        """
+        if self._has_failed:
+            return False
+        try:
+            return self._serve_bite(_SENDS_A_WAIT if is_waiting else _SENDS_A_TURN)
+        except zmq.ZMQError as error:
+            # Only somebody who closed a shared context can have done this. A scheduler does not stop for it.
+            self._has_failed = True
+            _log.error("KV events cannot be replayed any more: %s", error)
+            return False
+
+    def _serve_bite(self, sends_left: int) -> bool:
+        asked = 0
+        while asked < _REQUESTS_A_TURN and self._is_readable():
+            asked += 1
+            self.cursors.ask(self._socket.recv_multipart(zmq.NOBLOCK))
+        if not len(self.cursors):
+            return asked == _REQUESTS_A_TURN
+        for client in self.cursors.clients:
+            sends_left = self._serve(client, sends_left)
+            if not sends_left:
+                return True
+        # A client that cannot take more wakes the socket's descriptor when it can; only a request is work for now.
+        return self._is_readable()
+
+    def _is_readable(self) -> bool:
+        return bool(int(self._events(_EVENTS)) & _POLLIN)
+
+    def _serve(self, client: bytes, sends_left: int) -> int:
+        """Send to one client until it is done, is full, or the bite is eaten; returns the sends left."""
+        done = False
+        while sends_left and not done:
+            message = self.cursors.message(client)
+            try:
+                if message is not None:
+                    self._socket.send_multipart(message, zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    _log.warning("replay to a client failed: %s", error)
+                self.cursors.drop(client)
+                self.cursors.num_truncated += 1
+                return sends_left
+            done = self.cursors.sent(client)
+            # A step of planning, or a chunk of the base, is a bite of its own.
+            cost = _SENDS_A_WAIT if message is None else 1 + len(message[-1]) // _BYTES_A_SEND
+            sends_left = max(0, sends_left - cost)
+        self.cursors.rotate(client)
+        return sends_left
+
+    def finish(self, until: float, deadline: float) -> None:
+        """Answer what was asked until ``until``, then end every answer, and close; sent by ``deadline`` or never.
+
+        Both are times of ``time.monotonic``.
+        """
+        while (self.serve_bite() or len(self.cursors)) and not self._has_failed and time.monotonic() < until:
+            if len(self.cursors) and not self._socket.poll(_CLOSE_POLL_MS, zmq.POLLOUT | zmq.POLLIN):
+                break
+        if not self._has_failed:
+            self.cursors.cut_short()
+            for client in self.cursors.clients:
+                self._serve(client, 1)
+        self._socket.close(linger=max(0, int((deadline - time.monotonic()) * 1000)))
+
+
+# One stream's sockets and all that moves through them, opened, worked and closed as one.
+#
+# Nothing here locks: whoever calls holds the publisher's turn.
+
+_REQUESTS_EVERY_S = 0.004
+"""To look for replay requests costs a system call: a scheduler of quick steps does it in some of them."""
+
+_TURNS_BETWEEN_COUNTS = 64
+"""Peers come rarely: their reports are looked for once in so many turns of a busy scheduler."""
+
+
+class Occasion(enum.Enum):
+    """When a turn is taken."""
+
+    STEP = "inside the scheduler's step, where every microsecond shows"
+    WAIT = "while the scheduler waits for its device: there is some time"
+    STALL = "by the backstop, for a scheduler that has stopped ticking"
+
+
+class ZmqStreamEdge:
+    """The live sender, the replay server and the counters of one stream; made by ``open_stream_edge``.
+
+    Attributes:
+        live: what takes batches to the PUB socket.
+        sockets: where the stream really is.
+        is_open_bind: True when it listens beyond loopback without authentication.
+    """
+
+    __slots__ = ("_cursors", "_looked_at_s", "_num_turns", "_replay", "_stream", "is_open_bind", "live", "sockets")
+
+    def __init__(
+        self,
+        sockets: StreamSockets,
+        stream: EventStream,
+        cursors: ReplayCursors,
+        live: ZmqLiveSender,
+        *,
+        is_open_bind: bool,
+    ) -> None:
+        self.sockets = sockets
+        self.live = live
+        self.is_open_bind = is_open_bind
+        self._stream = stream
+        self._cursors = cursors
+        self._replay = ZmqReplayServer(sockets.replay, cursors) if sockets.replay else None
+        self._num_turns = 0
+        self._looked_at_s = 0.0
+
+    @property
+    def wakeup_fds(self) -> tuple[int, ...]:
+        """Become readable when a peer came or wants something."""
+        replay = [self._replay.wakeup_fd] if self._replay else []
+        return (*replay, *(counter.wakeup_fd for counter in self.sockets.peers if counter))
+
+    def act(self, occasion: Occasion, now_s: float) -> bool:
+        """Send what is pending, fold, serve a bite of replays; True while there is more to do.
+
+        ``now_s`` is ``time.monotonic``.
+        """
+        self.live.send_pending()
+        self._stream.fold_some()
+        if self._stream.is_held_up:
+            self._cursors.cut_pinned()
+        self._num_turns += 1
+        if self._num_turns % _TURNS_BETWEEN_COUNTS == 0:
+            self.count_peers()
+        if self._replay is None:
+            return False
+        has_looked = now_s - self._looked_at_s < _REQUESTS_EVERY_S and occasion is not Occasion.STALL
+        if has_looked and not len(self._cursors):
+            return False
+        self._looked_at_s = now_s
+        return self._replay.serve_bite(is_waiting=occasion is Occasion.WAIT)
+
+    def count_peers(self) -> bool:
+        """Take a bounded number of reports of who connected; True while there may be more."""
+        more = [counter.count_some() for counter in self.sockets.peers if counter]
+        return any(more)
+
+    def close(self, deadline: float) -> bool:
+        """Send, end and close everything; True when some peer had not taken all of it by ``deadline``."""
+        self.live.drain(deadline)
+        # The live tail goes first, for nobody can ask for it again. linger 0 would lose what libzmq has queued.
+        now = time.monotonic()
+        self.sockets.pub.close(linger=max(0, int((deadline - now) * 1000)))
+        if self._replay:
+            self._replay.finish(until=(now + deadline) / 2, deadline=deadline)
+        self.sockets.release()
+        was_cut = time.monotonic() >= deadline
+        if was_cut:
+            _log.warning("a peer of %s had not taken all KV events when the deadline passed", self.sockets.endpoint)
+        return was_cut
+
+    def stats(self, lag_s: float) -> PublisherStats:
+        """Counters since the stream was opened."""
+        live, replays, stream = self.live, self._cursors, self._stream
+        live_peers = self.sockets.peers[0]
+        return PublisherStats(
+            batches_sent=live.num_batches,
+            events_sent=live.num_events,
+            bytes_sent=live.num_bytes,
+            events_refused=live.num_refused,
+            batches_collapsed=live.num_collapsed,
+            batches_dropped=live.num_dropped,
+            replays_served=replays.num_served,
+            batches_replayed=replays.num_batches,
+            replays_refused=replays.num_refused,
+            replays_truncated=replays.num_truncated,
+            replays_open=len(replays),
+            batches_buffered=len(stream),
+            bytes_buffered=stream.kept_bytes,
+            blocks_in_base=stream.num_base_blocks,
+            batches_pending=len(live.pending),
+            lag_s=lag_s if live.pending else 0.0,
+            last_sequence=stream.next_sequence - 1,
+            subscribers_seen=live_peers.num_connected if live_peers else 0,
+            peers_refused=sum(counter.num_refused for counter in self.sockets.peers if counter),
+            open_bind_without_auth=int(self.is_open_bind),
+        )
+
+
+def open_stream_edge(settings: KVEventsConfig, rank: int, inproc_context: Context | None) -> ZmqStreamEdge:
+    """Check all there is to check, then open the sockets of stream ``rank``.
+
+    Raises:
+        ConfigError: a key file cannot be used, or no port is left for this stream; nothing has been opened.
+        StartError: the system refused an address; nothing stays open.
+    """
+    plan = settings.port_plan(rank + 1)  # so many streams there are at least
+    events_at, replay_at = plan.event_endpoint(rank), plan.replay_endpoint(rank)
+    binds = events_at.decide_bind(settings.bind)
+    access = _read_access(settings)
+    topic = settings.topic.encode()
+    encoder = BatchEncoder(settings.dialect)
+    stream = EventStream(
+        epoch=os.urandom(EPOCH_BYTES),
+        max_steps=settings.buffer_steps if replay_at else 0,
+        max_bytes=settings.buffer_bytes,
+        # Microseconds, because a busy stream sends more than one batch a millisecond and would outrun its successor.
+        first_sequence=0 if settings.seq_base == "zero" else time.time_ns() // 1000,
+    )
+    cursors = ReplayCursors(stream, encoder=encoder, rank=rank, framing=settings.replay_framing, topic=topic)
+    sockets = open_stream_sockets(
+        events_at, replay_at, hwm=settings.hwm, bind=binds, access=access, inproc_context=inproc_context
+    )
+    live = ZmqLiveSender(
+        sockets.pub, topic=topic, encoder=encoder, stream=stream, rank=rank, max_pending=settings.max_queue_size
+    )
+    is_open_bind = access is None and _warn_if_open(events_at if binds else None, replay_at)
+    return ZmqStreamEdge(sockets, stream, cursors, live, is_open_bind=is_open_bind)
+
+
+def _read_access(settings: KVEventsConfig) -> StreamAccess | None:
+    if settings.secret_key_file is None or settings.client_keys_dir is None:
+        return None
+    return StreamAccess.read(settings.secret_key_file, settings.client_keys_dir)
+
+
+def _warn_if_open(*bound: Endpoint | None) -> bool:
+    listening = [str(endpoint) for endpoint in bound if endpoint is not None and not endpoint.is_loopback]
+    if listening:
+        where = " and ".join(listening)
+        _log.warning('KV events with prompt token ids are readable by anyone who reaches %s: auth is "none"', where)
+    return bool(listening)
+
 
 _GROUP = 8
 """Batches of a burst that go out together: what costs most is to wake libzmq's thread, and it wakes once for all."""

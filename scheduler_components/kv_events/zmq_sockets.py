@@ -2,19 +2,211 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import stat
+from contextlib import suppress
+from scheduler_components.errors import StartError
+from scheduler_components.fork_hook import tell_of_forks
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.zmq_auth import StreamAccess
 
-import zmq
+__all__ = [
+    "IpcPathLock",
+    "lock_ipc_path",
+    "PeerCounter",
+    "open_peer_counter",
+    "Context",
+    "Socket",
+    "StreamSockets",
+    "open_stream_sockets",
+]
 
-from scheduler_components.errors import StartError
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.file_ipc_lock import lock_ipc_path
-from scheduler_components.kv_events.zmq_access import StreamAccess
-from scheduler_components.kv_events.zmq_peers import PeerCounter, open_peer_counter
+# One publisher an ipc path: libzmq alone would unlink whatever is there, a living publisher's socket included.
 
-__all__ = ["Context", "Socket", "StreamSockets", "open_stream_sockets"]
+class IpcPathLock:
+    """A lock file beside an ipc path, held for as long as the path is bound; made by ``lock_ipc_path``."""
+
+    __slots__ = ("__weakref__", "_descriptor", "_path")
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        tell_of_forks(self)
+
+    def release(self) -> None:
+        """Remove the socket's file, which libzmq leaves there, and unlock. Safe to call twice.
+
+        Call it when the socket is closed, down to libzmq's own thread.
+        """
+        if self._descriptor >= 0:
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)  # noqa: PTH108 - a plain path, no Path needed
+            self.unlock()
+
+    def unlock(self) -> None:
+        """Remove the lock file, then unlock: who waits for the file finds it gone, and makes one of its own."""
+        with suppress(FileNotFoundError):  # who cleaned the directory removed it too
+            os.unlink(_lock_path(self._path))  # noqa: PTH108
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor, and with it this process's part of the lock."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def disown(self) -> None:
+        """In a forked child: close its copy. A lock must end with its owner, not with the last child."""
+        self.close()
+
+
+def _lock_path(path: str) -> str:
+    return f"{path}.lock"
+
+
+def lock_ipc_path(path: str) -> IpcPathLock | None:
+    """Take ``path`` for this process; None in Linux's abstract namespace, which has a lock of its own.
+
+    What a dead process left there is left to libzmq, which replaces it.
+
+    Raises:
+        StartError: another publisher or process has the path, or it is not a socket's.
+    """
+    if path.startswith("@"):
+        return None
+    while True:
+        descriptor = _open(path, _lock_path(path))
+        if _is_still(descriptor, _lock_path(path)):
+            break
+        os.close(descriptor)  # its owner removed it between our opening and our locking
+    lock = IpcPathLock(path, descriptor)
+    try:
+        _refuse_unless_stale(path)
+    except StartError:
+        lock.unlock()
+        raise
+    return lock
+
+
+def _open(path: str, lock_path: str) -> int:
+    """Open and lock the lock file."""
+    try:
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        mend = "give a path in a directory that this process may write to"
+        raise StartError(f"ipc://{path}", f"cannot lock {lock_path} ({error.strerror})", mend) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise _taken(path) from error
+    return descriptor
+
+
+def _is_still(descriptor: int, lock_path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(lock_path))  # noqa: PTH116
+    except FileNotFoundError:
+        return False
+
+
+def _taken(path: str) -> StartError:
+    return StartError(
+        f"ipc://{path}", "another publisher is bound there", "stop that one, or give each publisher a path of its own"
+    )
+
+
+def _refuse_unless_stale(path: str) -> None:
+    """Also publishers that take no lock are not to be unlinked, nor are a person's files."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise StartError(f"ipc://{path}", "is there and is not a socket", "give a path of its own")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return
+        except BlockingIOError:
+            pass  # somebody listens, and is busy
+        except OSError as error:
+            mend = "remove it, or give another path"
+            raise StartError(f"ipc://{path}", f"cannot be asked who listens ({error.strerror})", mend) from error
+    raise _taken(path)
+
+
+# Counting the peers of a socket from libzmq's own reports of handshakes.
+
+_REPORTS_A_TURN = 16
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class PeerCounter:
+    """Counts completed and refused handshakes of one socket; made by ``open_peer_counter``, worked within the turn.
+
+    libzmq tells a PUB socket's owner nothing else about its subscribers: not what they subscribe to, nor what was
+    dropped for them.
+
+    Attributes:
+        num_connected: handshakes completed since the socket was opened.
+        num_refused: handshakes that failed: no key, a wrong key, or no ZeroMQ peer at all.
+    """
+
+    __slots__ = ("_monitor", "num_connected", "num_refused")
+
+    def __init__(self, monitor: zmq.Socket[bytes]) -> None:
+        self._monitor = monitor
+        self.num_connected = self.num_refused = 0
+
+    @property
+    def wakeup_fd(self) -> int:
+        """Becomes readable when a peer came."""
+        return int(self._monitor.getsockopt(zmq.FD))
+
+    def count_some(self) -> bool:
+        """Take a bounded number of reports; True while there may be more."""
+        for _ in range(_REPORTS_A_TURN):
+            if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return False
+            if recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.num_connected += 1
+            else:
+                self.num_refused += 1
+        return True
+
+    def close(self) -> None:
+        """Close the monitor, before or after its socket."""
+        self._monitor.close(linger=0)
+
+
+def open_peer_counter(socket: zmq.Socket[bytes]) -> PeerCounter:
+    """Begin to count the peers of ``socket``."""
+    address = f"inproc://peers-{id(socket)}"
+    socket.monitor(address, _WATCHED)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    # libzmq's own thread would wait, with all traffic, for room in a queue that is bounded.
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    counter = PeerCounter(monitor)
+    # libzmq wakes a reader only once it has looked and found nothing.
+    counter.count_some()
+    return counter
+
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]

@@ -12,7 +12,7 @@ from functools import partial
 from hashlib import sha256
 
 from scheduler_components.ports import PageStore
-from scheduler_components.testing.story import Story
+from scheduler_components.testing.parts import Story
 
 __all__ = ["MAX_BYTES", "PAGE_BYTES", "PAGE_STORE_CHECKS", "page_of"]
 

@@ -1,15 +1,27 @@
-"""What the checks ask of the parts that they are run on, as ports. Read this first; wrap your part where it differs."""
+"""How a check fails: with the story of what was done to the part, what was expected of it, and what came."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, Protocol
-
-from scheduler_components.cache.namespace import PrefixNamespace
-from scheduler_components.kv_events.events import EventBatch, KVCacheEvent
-from scheduler_components.load.snapshot import LoadSnapshot
+from collections.abc import Callable
+from typing import TypeVar
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from collections.abc import Set
+from typing import Any
+from typing import Protocol
+from scheduler_components.cache.block_hash import PrefixNamespace
+from scheduler_components.events import EventBatch
+from scheduler_components.events import KVCacheEvent
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.cache.block_hash import hash_pages
+from scheduler_components.events import AllBlocksCleared
+from scheduler_components.events import BlockRemoved
+from scheduler_components.events import BlockStored
 
 __all__ = [
+    "ConformanceError",
+    "Story",
     "CachedPrefix",
     "FollowerCore",
     "FollowingSubscriber",
@@ -17,8 +29,109 @@ __all__ = [
     "MetricReader",
     "PrefixCache",
     "ServingScheduler",
+    "BLOCK_SIZE",
+    "ChainHistory",
 ]
 
+T = TypeVar("T")
+
+_MAX_SHOWN_CHARACTERS = 400
+
+
+class ConformanceError(AssertionError):
+    """A part does not do what its port promises: the part is to blame. An AssertionError, so that test runners agree.
+
+    Args:
+        title: the promise, as a sentence.
+        steps: what was done to the part, in order; the last one is where it failed.
+        expected: what the promise asks for.
+        found: what came instead.
+    """
+
+    def __init__(self, title: str, steps: tuple[str, ...], expected: str, found: str) -> None:
+        self.title = title
+        self.steps = steps
+        self.expected = expected
+        self.found = found
+        told = "".join(f"\n  {number}. {step}" for number, step in enumerate(steps, start=1))
+        super().__init__(f"{title}{told}\n  expected: {expected}\n  found:    {found}")
+
+
+class Story:
+    """What a check does to a part, told as it goes.
+
+    Args:
+        title: the promise that is checked, as a sentence.
+    """
+
+    __slots__ = ("_steps", "title")
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._steps: list[str] = []
+
+    def did(self, step: str) -> None:
+        """Tell one step."""
+        self._steps.append(step)
+
+    def call(self, step: str, action: Callable[[], T]) -> T:
+        """Tell a step and do it.
+
+        Raises:
+            ConformanceError: the part raised; the check asks for nothing that may.
+        """
+        self.did(step)
+        try:
+            return action()
+        except ConformanceError:
+            raise
+        except Exception as error:
+            raise self.failure("no error", f"{type(error).__name__}: {error}") from error
+
+    def expect(self, expected: object, found: object, meaning: str = "") -> None:
+        """Compare.
+
+        Raises:
+            ConformanceError: the two are not equal.
+        """
+        if expected != found:
+            raise self.failure(f"{meaning}: {_shown(expected)}" if meaning else _shown(expected), _shown(found))
+
+    def require(self, holds: bool, expected: str, found: object) -> None:
+        """Raise unless ``holds``.
+
+        Raises:
+            ConformanceError: it does not.
+        """
+        if not holds:
+            raise self.failure(expected, _shown(found))
+
+    def expect_error(self, step: str, kind: type[Exception], action: Callable[[], object]) -> None:
+        """Tell and do a step that the part must refuse.
+
+        Raises:
+            ConformanceError: it did not raise ``kind``.
+        """
+        self.did(step)
+        try:
+            answer = action()
+        except kind:
+            return
+        except Exception as error:
+            raise self.failure(kind.__name__, f"{type(error).__name__}: {error}") from error
+        raise self.failure(kind.__name__, f"it returned {_shown(answer)}")
+
+    def failure(self, expected: str, found: str) -> ConformanceError:
+        """The story so far as an error, to raise."""
+        return ConformanceError(self.title, tuple(self._steps), expected, found)
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
+
+
+# What the checks ask of the parts that they are run on, as ports. Read this first; wrap your part where it differs.
 
 class CachedPrefix(Protocol):
     """What a cache says of a prompt: ``ports`` of the reference cache's ``PrefixMatch``."""
@@ -175,3 +288,48 @@ class ServingScheduler(Protocol):
     def block_hashes(self) -> Iterable[int]:
         """Every block that its cache holds on the device."""
         ...
+
+
+# A simple history of events that breaks no rule: a chain of blocks that grows, is evicted from its end, and grows.
+
+BLOCK_SIZE = 2
+
+
+class ChainHistory:
+    """Makes one event after the other, for checks that want real content without a cache.
+
+    Attributes:
+        standing: the hashes that whoever applied all events so far holds, root first.
+    """
+
+    def __init__(self) -> None:
+        self.standing: list[int] = []
+        self._tokens: list[int] = []
+
+    def store(self, *tokens: int) -> BlockStored:
+        """Append one block of ``BLOCK_SIZE`` tokens to the chain; the tokens default to the block's depth."""
+        depth = len(self.standing)
+        page = tokens or (depth, depth + 1)
+        parent = self.standing[-1] if self.standing else None
+        self._tokens += page
+        self.standing.append(hash_pages(self._tokens, BLOCK_SIZE)[-1])
+        return BlockStored((self.standing[-1],), parent, page, BLOCK_SIZE, None)
+
+    def remove(self) -> BlockRemoved:
+        """Remove the chain's last block."""
+        del self._tokens[-BLOCK_SIZE:]
+        return BlockRemoved((self.standing.pop(),))
+
+    def clear(self) -> AllBlocksCleared:
+        """Remove everything."""
+        self.standing.clear()
+        self._tokens.clear()
+        return AllBlocksCleared()
+
+    def next(self, number: int) -> KVCacheEvent:
+        """Event ``number`` of a mixed run: mostly stores, every fifth a removal, every fortieth a clear."""
+        if number % 40 == 39:
+            return self.clear()
+        if number % 5 == 4 and self.standing:
+            return self.remove()
+        return self.store()

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from scheduler_components.ports import KvEventSink
-from scheduler_components.testing.fakes.sinks import ListEventSink
+from scheduler_components.testing.fakes import ListEventSink
 from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.parts import ServingScheduler
-from scheduler_components.testing.story import Story
+from scheduler_components.testing.parts import Story
 
 __all__ = ["MIN_POOL_TOKENS", "SCHEDULER_CHECKS", "WORKLOAD", "OpenScheduler", "Workload"]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components.testing.fakes.zmq_scripted_publisher import ScriptedPublisher, open_scripted_publisher
-from scheduler_components.testing.histories import ChainHistory
+from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher, open_scripted_publisher
+from scheduler_components.testing.parts import ChainHistory
 from scheduler_components.testing.parts import FollowingSubscriber
-from scheduler_components.testing.story import Story
+from scheduler_components.testing.parts import Story
 
 __all__ = ["DEADLINE_S", "SUBSCRIBER_CHECKS", "OpenSubscriber", "StreamPlace"]
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import zmq
 
 from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.events import BlockRemoved, KVCacheEvent, KVEventBatch
-from scheduler_components.testing.conformance.record import Expectations, Frames, ReplayAnswer, StreamRecord
-from scheduler_components.testing.conformance.stream_judge import judge_stream
-from scheduler_components.testing.conformance.zmq_probe import StreamProbe
-from scheduler_components.testing.histories import BLOCK_SIZE, ChainHistory
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.events import BlockRemoved, KVCacheEvent, KVEventBatch
+from scheduler_components.testing.stream_judge import Expectations, Frames, ReplayAnswer, StreamRecord
+from scheduler_components.testing.stream_judge import judge_stream
+from scheduler_components.testing.zmq_probe import StreamProbe
+from scheduler_components.testing.parts import BLOCK_SIZE, ChainHistory
 from scheduler_components.testing.parts import ListeningPublisher
-from scheduler_components.testing.story import Story
+from scheduler_components.testing.parts import Story
 
 __all__ = ["PUBLISHER_CHECKS", "OpenPublisher"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scheduler_components.cache.block_hash import hash_pages, pack_tokens, page_digests, unpack_tokens
 from scheduler_components.errors import ConfigError
-from scheduler_components.testing.golden.vectors import PageHashVector, page_hash_vectors
+from scheduler_components.testing.golden import PageHashVector, page_hash_vectors
 
 TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.cache.namespace import PLAIN_NAMESPACE, PrefixNamespace
+from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace
 from scheduler_components.errors import ConfigError
 
 TEXT = st.none() | st.text(max_size=5)

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_components.cache.radix_cache import PrefixMatch, PrefixNamespace, RadixCache
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored
 from scheduler_components.ports import KvEventSource, PoolSource
 
 

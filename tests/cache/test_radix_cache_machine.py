@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.testing.machines.prefix_cache_machine import PrefixCacheMachine
+from scheduler_components.testing.machines import PrefixCacheMachine
 
 
 class RadixCacheMachine(PrefixCacheMachine):

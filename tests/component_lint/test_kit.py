@@ -22,20 +22,20 @@ EXCEPTIONS = {
         "ambient-context",
     ): "inproc peers meet in one context only: the process's, where none is given",
     (
-        "scheduler_components/reference/rank_loop.py",
+        "scheduler_components/reference/engine/rank_loop.py",
         "whole-scheduler",
     ): "drives the scheduler from above, which does not know it",
-    ("scheduler_components/testing/conformance/zmq_probe.py", "io-in-constructor"): "a probe that listens once made",
+    ("scheduler_components/testing/zmq_probe.py", "io-in-constructor"): "a probe that listens once made",
     (
-        "scheduler_components/testing/fakes/zmq_scripted_publisher.py",
+        "scheduler_components/testing/zmq_scripted_publisher.py",
         "io-in-constructor",
     ): "a fake of a publisher that listens once made",
     (
-        "scheduler_components/testing/machines/follower_machine.py",
+        "scheduler_components/testing/machines.py",
         "io-in-constructor",
     ): "Hypothesis makes a machine for each example: its constructor is the set-up",
     (
-        "scheduler_components/testing/machines/page_store_machine.py",
+        "scheduler_components/testing/machines.py",
         "io-in-constructor",
     ): "Hypothesis makes a machine for each example: its constructor is the set-up",
 }

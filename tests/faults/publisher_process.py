@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler_components.kv_events.events import BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.events import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 

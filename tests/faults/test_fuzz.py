@@ -9,14 +9,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from observability.kv_stream.applier import BatchApplier, Outcome
-from observability.kv_stream.listener import NullListener
+from observability.kv_stream.follower import BatchApplier, Outcome
+from observability.kv_stream.follower import NullListener
 from observability.kv_stream.view import BlockView
 from scheduler_components.errors import DecodeError
 from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES, BatchDecoder, DecodedBatch
-from scheduler_components.kv_events.events import BlockRemoved, BlockStored
-from scheduler_components.kv_events.replay_wire import Kind, Meta, Request, Verb
-from scheduler_components.testing.golden.vectors import batch_vectors, peer_vectors
+from scheduler_components.events import BlockRemoved, BlockStored
+from scheduler_components.kv_events.replay import Kind, Meta, Request, Verb
+from scheduler_components.testing.golden import batch_vectors, peer_vectors
 
 VECTORS = [vector.payload for vector in (*batch_vectors(), *peer_vectors())]
 INPUTS = 1_000_000

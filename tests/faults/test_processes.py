@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from scheduler_components.kv_events.zmq_keys import write_key_pair
+from scheduler_components.kv_events.zmq_auth import write_key_pair
 
 Start = Callable[..., Any]
 
@@ -116,7 +116,7 @@ def test_interpreter_exit_does_not_wait_for_readers_that_never_read(start_publis
 FORKING = """
 import os, sys
 from scheduler_components.errors import ForkedPublisherError
-from scheduler_components.kv_events.events import AllBlocksCleared, KVEventBatch
+from scheduler_components.events import AllBlocksCleared, KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 batch = KVEventBatch(1.0, (AllBlocksCleared(),))

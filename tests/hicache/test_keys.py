@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.hicache.keys import AXES, KeySpace, Placement
+from scheduler_components.hicache.storage import AXES, KeySpace, Placement
 from scheduler_components.parallel_state import ParallelState
 
 PAGE = sha256(b"page").digest()

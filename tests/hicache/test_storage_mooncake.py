@@ -188,7 +188,7 @@ def test_a_bad_address_is_refused(master: str) -> None:
         MooncakeAddress(master=master, metadata="http://127.0.0.1:1/metadata")
 
 
-ENGINE = [sys.executable, "-m", "scheduler_components.reference.cli", "demo", "--speed", "4", "--requests", "40"]
+ENGINE = [sys.executable, "-m", "scheduler_components.reference.cli.main", "demo", "--speed", "4", "--requests", "40"]
 ENGINE += ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "2", "--kv-tokens", "2048"]
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.hicache.ballot import BLOCK_INTS, Ballot, elementwise_min
-from scheduler_components.hicache.sync_call import RECORD_INTS, SyncCall
+from scheduler_components.hicache.agreement import BLOCK_INTS, Ballot, elementwise_min
+from scheduler_components.values import RECORD_INTS, SyncCall
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 KINDS = ("min", "max", "all", "any", "equal")

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError, SyncClosedError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.ballot import Ballot
-from scheduler_components.hicache.in_process_sync import InProcessSync
-from scheduler_components.hicache.rank_sets import world_rank_sets
-from scheduler_components.hicache.sync import SyncDomain
-from scheduler_components.hicache.thread_sync import ThreadSyncHub
+from scheduler_components.hicache.agreement import Ballot
+from scheduler_components.hicache.agreement import InProcessSync
+from scheduler_components.hicache.agreement import world_rank_sets
+from scheduler_components.hicache.agreement import SyncDomain
+from scheduler_components.testing.thread_ranks import ThreadSyncHub
 from scheduler_components.parallel_state import ParallelState
 
 Hops = dict[int, tuple[tuple[int, ...], ...]]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.hicache.ack_queue import AckQueue
+from scheduler_components.hicache.controller import AckQueue
 
 
 @st.composite

@@ -21,14 +21,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import CacheIntegrityError, SyncTimeoutError, TierDivergenceError
-from scheduler_components.hicache.ballot import Ballot, Outcome
-from scheduler_components.hicache.hi_radix_cache import HiRadixCache
-from scheduler_components.hicache.policy import HiCachePolicy
+from scheduler_components.hicache.agreement import Ballot, Outcome
+from scheduler_components.hicache.cache import HiRadixCache
+from scheduler_components.hicache.controller import HiCachePolicy
 from scheduler_components.hicache.tiers import Tier
-from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
-from scheduler_components.reference.hicache_sim import SimulatedReplica, SimulationConfig, agreement_of
-from scheduler_components.reference.hicache_sim_io import FaultRates
-from scheduler_components.reference.hicache_sim_rank import Commands, SimulatedWorkload
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored
+from scheduler_components.reference.device.hicache_sim import SimulatedReplica, SimulationConfig, agreement_of
+from scheduler_components.reference.device.hicache_sim import FaultRates
+from scheduler_components.reference.device.hicache_sim import Commands, SimulatedWorkload
 
 POLICIES = st.builds(
     HiCachePolicy,

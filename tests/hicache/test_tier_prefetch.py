@@ -7,23 +7,12 @@ import random
 import pytest
 
 from scheduler_components.errors import CacheIntegrityError, ConfigError
-from scheduler_components.hicache.ballot import Ballot, Outcome
-from scheduler_components.hicache.in_process_sync import InProcessSync
-from scheduler_components.hicache.operations import (
-    Decision,
-    Instruction,
-    PagesLanded,
-    PrefetchHit,
-    PrefetchSettled,
-    QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StopReading,
-    StorageAnswered,
-)
-from scheduler_components.hicache.policy import HiCachePolicy
-from scheduler_components.hicache.prefetch import NUM_LANES, PrefetchLanes
-from scheduler_components.reference.hicache_sim_io import SimulatedHostPages
+from scheduler_components.hicache.agreement import Ballot, Outcome
+from scheduler_components.hicache.agreement import InProcessSync
+from scheduler_components.page_operations import Decision, Instruction, PagesLanded, PrefetchHit, PrefetchSettled, QueryStorage, ReadEnded, ReadStorage, StopReading, StorageAnswered
+from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.hicache.controller import NUM_LANES, PrefetchLanes
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 DIGESTS = bytes(range(32)) * 6
 

@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.endpoint import MAX_PORT, Endpoint
-from scheduler_components.testing.strategies.endpoints import BAD_ENDPOINTS, any_endpoint_texts, endpoints
+from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint
+from scheduler_components.testing.strategies import BAD_ENDPOINTS, any_endpoint_texts, endpoints
 
 
 @given(endpoints())

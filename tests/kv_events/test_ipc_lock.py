@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_components.errors import StartError
-from scheduler_components.kv_events.file_ipc_lock import lock_ipc_path
+from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
 
 
 def test_a_path_is_taken_once_and_free_after_release(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_the_lock_file_is_not_followed_elsewhere(tmp_path: Path) -> None:
 def test_a_killed_owner_holds_nothing(tmp_path: Path) -> None:
     path = str(tmp_path / "kv")
     script = (
-        "import os, signal, sys; from scheduler_components.kv_events.file_ipc_lock import lock_ipc_path\n"
+        "import os, signal, sys; from scheduler_components.kv_events.zmq_sockets import lock_ipc_path\n"
         "lock = lock_ipc_path(sys.argv[1]); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, path], check=False)
@@ -79,7 +79,7 @@ def test_a_forked_child_keeps_no_lock_alive(tmp_path: Path) -> None:
     path = str(tmp_path / "kv")
     # The owner forks a child that outlives it, as engines do with their workers.
     script = (
-        "import os, sys; from scheduler_components.kv_events.file_ipc_lock import lock_ipc_path\n"
+        "import os, sys; from scheduler_components.kv_events.zmq_sockets import lock_ipc_path\n"
         "lock = lock_ipc_path(sys.argv[1])\n"
         "if os.fork() == 0:\n"
         "    print('ready', flush=True); sys.stdin.read(); os._exit(0)\n"

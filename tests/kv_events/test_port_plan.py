@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.port_plan import PortPlan
-from scheduler_components.testing.strategies.endpoints import crowded_endpoints
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.endpoints import PortPlan
+from scheduler_components.testing.strategies import crowded_endpoints
 
 
 def key(endpoint: Endpoint) -> object:

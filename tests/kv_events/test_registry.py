@@ -11,9 +11,9 @@ import pytest
 
 from scheduler_components.errors import ConfigError, PublisherNameTakenError
 from scheduler_components.kv_events.config import KVEventsConfig
-from scheduler_components.kv_events.events import EventBatch
-from scheduler_components.kv_events.publisher import EventPublisher, NullEventPublisher
-from scheduler_components.kv_events.registry import EventPublisherFactory, open_event_publisher
+from scheduler_components.events import EventBatch
+from scheduler_components.ports import EventPublisher, NullEventPublisher
+from scheduler_components.kv_events.config import EventPublisherFactory, open_event_publisher
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 from scheduler_components.parallel_state import ParallelState
 
@@ -141,7 +141,7 @@ def offer(site: Path, package: str, name: str, target: str, source: str = "") ->
 
 
 GOOD_SOURCE = """
-from scheduler_components.kv_events.publisher import NullEventPublisher
+from scheduler_components.ports import NullEventPublisher
 class Offered(NullEventPublisher):
     def __init__(self, *, attn_dp_rank, topic, **_):
         super().__init__(attn_dp_rank)
@@ -254,7 +254,7 @@ def test_zmq_is_the_kits_publisher_with_all_its_settings() -> None:
 
 def test_looking_publishers_up_loads_no_zmq() -> None:
     code = (
-        "import sys; from scheduler_components.kv_events.registry import open_event_publisher;"
+        "import sys; from scheduler_components.kv_events.config import open_event_publisher;"
         "from scheduler_components.parallel_state import ParallelState;"
         'open_event_publisher(\'{"publisher": "zmq"}\', parallel=ParallelState.from_tp_rank(1, tp_size=2));'
         "print('zmq' in sys.modules)"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.load.board_page import PAGE_BYTES
-from scheduler_components.load.double_buffer import DoubleBuffer
+from scheduler_components.load.shm_load_board import PAGE_BYTES
+from scheduler_components.shm_board import DoubleBuffer
 from scheduler_components.load.shm_load_board import ShmLoadBoard, open_shm_load_sink
-from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.values import LoadSnapshot
 
 
 def cut_short(page: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_page_that_is_cut_short_under_a_reader_does_not_end_it(tmp_path: Path)
 import os, sys
 from pathlib import Path
 from scheduler_components.load.shm_load_board import ShmLoadBoard, open_shm_load_sink
-from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.values import LoadSnapshot
 
 directory = Path(sys.argv[1])
 sink = open_shm_load_sink(directory, 0)

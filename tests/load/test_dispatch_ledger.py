@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.load.dispatch_ledger import DispatchLedger
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.load.work_totals import MAX_DISPATCHERS, LoadWithTotals, WorkTotals
+from scheduler_components.load.queue import DispatchLedger
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.load_inquirer import MAX_DISPATCHERS, LoadWithTotals, WorkTotals
 
 SEND, TAKE_IN, REPORT, DELIVER, LOSE = range(5)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.load.double_buffer import DoubleBuffer, read_newest
+from scheduler_components.shm_board import DoubleBuffer, read_newest
 
 BUFFER_BYTES = 64
 FITTING_BYTES = 40

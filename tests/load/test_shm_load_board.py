@@ -13,7 +13,7 @@ import pytest
 
 from scheduler_components.errors import StartError
 from scheduler_components.load.shm_load_board import ShmLoadBoard, open_shm_load_sink
-from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.values import LoadSnapshot
 from scheduler_components.load_publisher import LoadPublisher
 from scheduler_components.parallel_state import ParallelState
 
@@ -23,7 +23,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from scheduler_components.load.shm_load_board import open_shm_load_sink
-from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.values import LoadSnapshot
 
 sink = open_shm_load_sink(Path(sys.argv[1]), int(sys.argv[2]))
 number = sink.sequence
@@ -145,10 +145,10 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from scheduler_components.errors import ForkedPublisherError
-from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.load.shm_load_board import open_shm_load_sink
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.load.zmq_load_sink import open_zmq_load_sink
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.load.zmq_gauge import open_zmq_load_sink
 
 sinks = [open_shm_load_sink(Path(sys.argv[1]), 0), open_zmq_load_sink(Endpoint.parse(f"ipc://{sys.argv[1]}/load"))]
 child = os.fork()

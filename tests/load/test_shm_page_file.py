@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_components.errors import StartError
-from scheduler_components.load.shm_page_file import open_shm_page_file
+from scheduler_components.shm_board import open_shm_page_file
 
 NUM_BYTES = 10_000
 
@@ -69,7 +69,7 @@ def test_a_full_file_system_is_a_start_error(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from scheduler_components.errors import StartError
-from scheduler_components.load.shm_page_file import open_shm_page_file
+from scheduler_components.shm_board import open_shm_page_file
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 try:
@@ -88,7 +88,7 @@ def test_a_forked_child_does_not_write_and_keeps_no_page_taken(tmp_path: Path) -
 import os, sys
 from pathlib import Path
 from scheduler_components.errors import ForkedPublisherError
-from scheduler_components.load.shm_page_file import open_shm_page_file
+from scheduler_components.shm_board import open_shm_page_file
 
 file = open_shm_page_file(Path(sys.argv[1]), 10_000)
 if os.fork() == 0:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.metrics_page import PAGE_BYTES
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.metrics.shm_metrics_board import PAGE_BYTES
 from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, ShmMetricsSink, open_shm_metrics_sink
-from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.values import SchedulerStats
 from scheduler_components.parallel_state import ParallelState
 
 

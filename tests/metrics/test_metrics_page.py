@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.metrics_page import PAGE_BYTES, MetricsPage, look_at_metrics_page
-from scheduler_components.metrics.report_codec import LAYOUT_ID, ReportEncoder, decode_report
-from scheduler_components.metrics.request_latencies import RequestLatencies
-from scheduler_components.metrics.stats import SchedulerStats, SchedulerTotals
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.metrics.shm_metrics_board import PAGE_BYTES, MetricsPage, look_at_metrics_page
+from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID, ReportEncoder, decode_report
+from scheduler_components.metrics.timing import RequestLatencies
+from scheduler_components.values import SchedulerStats, SchedulerTotals
 
 LABELS = (("dp_rank", "0"),)
 

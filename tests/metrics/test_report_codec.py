@@ -13,19 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.hicache.tier_stats import TierStats
-from scheduler_components.load.snapshot import (
-    DisaggregationLoad,
-    LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
-    QueueLoad,
-    SpeculativeLoad,
-)
-from scheduler_components.metrics.histogram import Histogram, HistogramSnapshot
-from scheduler_components.metrics.report_codec import LAYOUT_ID, ReportEncoder, decode_report
-from scheduler_components.metrics.request_latencies import LatencyHistograms, RequestLatencies
-from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.values import TierStats
+from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
+from scheduler_components.metrics.timing import Histogram
+from scheduler_components.values import HistogramSnapshot
+from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID, ReportEncoder, decode_report
+from scheduler_components.metrics.timing import LatencyHistograms, RequestLatencies
+from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 from scheduler_components.parallel_state import ParallelState
 
 LABELS = ParallelState().metric_labels
@@ -142,7 +136,7 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
 
 
 def test_every_process_has_the_same_layout_id() -> None:
-    script = "from scheduler_components.metrics.report_codec import LAYOUT_ID; print(LAYOUT_ID.hex())"
+    script = "from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID; print(LAYOUT_ID.hex())"
     printed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert bytes.fromhex(printed) == LAYOUT_ID
     assert len(LAYOUT_ID) == 8

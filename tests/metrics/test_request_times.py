@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.metrics.request_latencies import RequestLatencies
-from scheduler_components.metrics.request_times import RequestPhase, RequestTimeStats
+from scheduler_components.metrics.timing import RequestLatencies
+from scheduler_components.metrics.timing import RequestPhase, RequestTimeStats
 
 clock_readings = st.floats(-1e9, 1e9)
 TOKENS = 4

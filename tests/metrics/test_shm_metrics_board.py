@@ -12,14 +12,10 @@ from pathlib import Path
 import pytest
 
 from scheduler_components.errors import StartError
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.shm_metrics_board import (
-    NullMetricsSink,
-    ShmMetricsBoard,
-    ShmMetricsSink,
-    open_shm_metrics_sink,
-)
-from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.ports import NullMetricsSink
+from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, ShmMetricsSink, open_shm_metrics_sink
+from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 from scheduler_components.parallel_state import ParallelState
 
 Eventually = Callable[[Callable[[], object]], None]
@@ -27,10 +23,10 @@ Eventually = Callable[[Callable[[], object]], None]
 WRITER = """
 import sys
 from pathlib import Path
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.request_latencies import RequestLatencies
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.metrics.timing import RequestLatencies
 from scheduler_components.metrics.shm_metrics_board import open_shm_metrics_sink
-from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 from scheduler_components.parallel_state import ParallelState
 
 parallel = ParallelState(dp_rank=int(sys.argv[2]), dp_size=2)
@@ -215,9 +211,9 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.values import LoadSnapshot
 from scheduler_components.metrics.shm_metrics_board import open_shm_metrics_sink
-from scheduler_components.metrics.stats import SchedulerStats
+from scheduler_components.values import SchedulerStats
 from scheduler_components.parallel_state import ParallelState
 
 parallel = ParallelState()

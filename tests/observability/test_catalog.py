@@ -8,17 +8,11 @@ import msgspec
 import pytest
 
 from observability.catalog import CATALOG, EVERY_METRIC, HISTOGRAMS, Metric, render_markdown
-from scheduler_components.hicache.tier_stats import TierStats
-from scheduler_components.load.snapshot import (
-    DisaggregationLoad,
-    LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
-    QueueLoad,
-    SpeculativeLoad,
-)
-from scheduler_components.metrics.request_latencies import LatencyTotals, RequestLatencies
-from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.values import TierStats
+from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
+from scheduler_components.values import LatencyTotals
+from scheduler_components.metrics.timing import RequestLatencies
+from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 
 # Facts that reach a dashboard in another way, each with its reason.
 NOT_EXPORTED = {

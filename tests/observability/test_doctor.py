@@ -14,17 +14,17 @@ import pytest
 import zmq
 
 from observability.doctor import DoctorOptions, examine, exit_code
-from observability.finding import Finding, Severity
+from observability.doctor import Finding, Severity
 from observability.kv_stream.discovery import StreamAddress
 from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.stats import StreamStats
-from observability.stream_diagnosis import diagnose_stream
+from observability.kv_stream.follower import StreamStats
+from observability.doctor import diagnose_stream
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.events import BlockStored, KVEventBatch
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.events import BlockStored, KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.load.zmq_load_sink import open_zmq_load_sink
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.load.zmq_gauge import open_zmq_load_sink
 
 Serve = Callable[[dict[str, tuple[int, bytes]]], str]
 

@@ -12,22 +12,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from observability.catalog import EVERY_METRIC
 from observability.grafana.dashboard import DASHBOARD_FILE, render_dashboard
-from observability.prometheus_board import PrometheusBoard
-from observability.prometheus_outputs import OutputCollector, RankOutputs
-from scheduler_components.hicache.tier_stats import TierStats
-from scheduler_components.load.snapshot import (
-    DisaggregationLoad,
-    LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
-    QueueLoad,
-    SpeculativeLoad,
-)
-from scheduler_components.metrics.request_latencies import RequestLatencies
-from scheduler_components.metrics.stats import SchedulerStats, SchedulerTotals
+from observability.prometheus_reports import PrometheusBoard
+from observability.prometheus_reports import OutputCollector, RankOutputs
+from scheduler_components.values import TierStats
+from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
+from scheduler_components.metrics.timing import RequestLatencies
+from scheduler_components.values import SchedulerStats, SchedulerTotals
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.testing.fakes.sinks import ListOutputSink
+from scheduler_components.testing.fakes import ListOutputSink
 
 # Metrics without a panel, each with its reason.
 NOT_DRAWN = {

@@ -12,16 +12,9 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from observability.http_app import status_routes
-from observability.prometheus_sink import PrometheusSink
-from scheduler_components.load.snapshot import (
-    DisaggregationLoad,
-    LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
-    QueueLoad,
-    SpeculativeLoad,
-)
-from scheduler_components.metrics.stats import SchedulerStats
+from observability.prometheus_reports import PrometheusSink
+from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
+from scheduler_components.values import SchedulerStats
 from scheduler_components.parallel_state import ParallelState
 
 NOW = 1_700_000_000.0

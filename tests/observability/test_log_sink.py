@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from observability.log_sink import LogSink, describe_stats
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.stats import PublisherStats, SchedulerStats
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import PublisherStats, SchedulerStats
 from scheduler_components.parallel_state import ParallelState
 
 LOGGER = logging.getLogger("test_log_sink")

@@ -9,16 +9,16 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability.output_catalog import OUTPUT_METRICS
-from observability.prometheus_outputs import OutputCollector, RankLabels, RankOutputs
-from observability.prometheus_sink import PrometheusSink
+from observability.catalog import OUTPUT_METRICS
+from observability.prometheus_reports import OutputCollector, RankLabels, RankOutputs
+from observability.prometheus_reports import PrometheusSink
 from scheduler_components.errors import ConfigError
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.output.delta import OutputStats, TokenOutput
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import SchedulerStats
+from scheduler_components.values import OutputStats, TokenOutput
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.testing.fakes.sinks import ListOutputSink
+from scheduler_components.testing.fakes import ListOutputSink
 
 FIRST, SECOND = (ParallelState(dp_rank=rank, dp_size=2) for rank in range(2))
 

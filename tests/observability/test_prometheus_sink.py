@@ -8,12 +8,12 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from observability.catalog import CATALOG
-from observability.prometheus_sink import PrometheusSink
+from observability.prometheus_reports import PrometheusSink
 from scheduler_components.errors import ConfigError
-from scheduler_components.hicache.tier_stats import TierStats
-from scheduler_components.load.snapshot import LoadSnapshot, QueueLoad
-from scheduler_components.metrics.request_latencies import RequestLatencies
-from scheduler_components.metrics.stats import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.values import TierStats
+from scheduler_components.values import LoadSnapshot, QueueLoad
+from scheduler_components.metrics.timing import RequestLatencies
+from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 from scheduler_components.parallel_state import ParallelState
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.output.delta import OutputBatch, OutputDelta, TokenOutput
-from scheduler_components.output.held_ends import HeldEnds
+from scheduler_components.values import OutputBatch, OutputDelta, TokenOutput
+from scheduler_components.output_streamer import HeldEnds
 from scheduler_components.output_streamer import OutputStreamer
 
 

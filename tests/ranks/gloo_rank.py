@@ -16,14 +16,10 @@ import torch
 import torch.distributed as dist
 
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.ballot import Ballot
-from scheduler_components.hicache.rank_sets import RankSets, world_rank_sets
-from scheduler_components.hicache.sync import SyncDomain
-from scheduler_components.hicache.torch_groups import (
-    get_attn_cp_rank_and_size,
-    open_torch_sync_domains,
-    rank_sets_of_groups,
-)
+from scheduler_components.hicache.agreement import Ballot
+from scheduler_components.hicache.agreement import RankSets, world_rank_sets
+from scheduler_components.hicache.agreement import SyncDomain
+from scheduler_components.hicache.torch_sync import get_attn_cp_rank_and_size, open_torch_sync_domains, rank_sets_of_groups
 from scheduler_components.parallel_state import ParallelState
 
 ODD_RANK = 2

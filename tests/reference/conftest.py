@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.kv_events.events import BlockStored, EventBatch, KVCacheEvent
-from scheduler_components.kv_events.publisher import EventPublisher
-from scheduler_components.metrics.stats import KvMetrics, SchedulerStats
+from scheduler_components.events import BlockStored, EventBatch, KVCacheEvent
+from scheduler_components.ports import EventPublisher
+from scheduler_components.values import KvMetrics, SchedulerStats
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.batch import ScheduledBatch, StepResult
-from scheduler_components.reference.device import SimulatedModel
-from scheduler_components.reference.policy import SchedulerConfig
-from scheduler_components.reference.request import Request, SamplingLimits
-from scheduler_components.reference.scheduler import Scheduler
-from scheduler_components.testing.fakes.sinks import ListOutputSink
+from scheduler_components.reference.engine.request import ScheduledBatch, StepResult
+from scheduler_components.reference.device.device import SimulatedModel
+from scheduler_components.reference.engine.policy import SchedulerConfig
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.testing.fakes import ListOutputSink
 
 MODEL = SimulatedModel()
 

@@ -18,14 +18,14 @@ import attrs
 import pytest
 
 from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.load.zmq_load_reader import open_zmq_load_reader
-from scheduler_components.reference.engine import Engine, open_engine
-from scheduler_components.reference.engine_config import EngineConfig, RankConfig, SocketPaths, default_kv_events
-from scheduler_components.reference.front import EngineFailedError, GenerateRequest, RequestRefusedError
-from scheduler_components.reference.messages import FRONT, pack_tokens, unpack_hashes
-from scheduler_components.reference.policy import SchedulerConfig
-from scheduler_components.reference.request import SamplingLimits
-from scheduler_components.reference.status import EngineStatus
+from scheduler_components.load.zmq_gauge import open_zmq_load_reader
+from scheduler_components.reference.engine.engine import Engine, open_engine
+from scheduler_components.reference.engine.config import EngineConfig, RankConfig, SocketPaths, default_kv_events
+from scheduler_components.reference.engine.front import EngineFailedError, GenerateRequest, RequestRefusedError
+from scheduler_components.reference.engine.messages import FRONT, pack_tokens, unpack_hashes
+from scheduler_components.reference.engine.policy import SchedulerConfig
+from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.http import EngineStatus
 
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
@@ -176,7 +176,7 @@ def test_what_the_caller_raises_comes_out_and_the_engine_is_stopped(private_tmp:
 
 
 def test_a_rank_without_a_configuration_ends_with_one_line() -> None:
-    command = [sys.executable, "-m", "scheduler_components.reference.rank_process"]
+    command = [sys.executable, "-m", "scheduler_components.reference.engine.rank_process"]
     done = subprocess.run(command, input=b"nonsense\n", capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(b"DecodeError: ")
@@ -185,7 +185,7 @@ def test_a_rank_without_a_configuration_ends_with_one_line() -> None:
 
 def test_a_rank_loads_nothing_that_only_the_front_needs() -> None:
     """Eight of them start at once, often on few cores."""
-    program = "import sys, scheduler_components.reference.rank_process; print(*sys.modules)"
+    program = "import sys, scheduler_components.reference.engine.rank_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     heavy = {"typer", "rich", "starlette", "uvicorn", "httpx", "prometheus_client", "numpy"}
     assert heavy.isdisjoint(loaded.stdout.split())

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from scheduler_components.errors import StartError
-from scheduler_components.reference.http_server import open_http_server
+from scheduler_components.reference.engine.http import open_http_server
 
 
 async def hello(_: Request) -> PlainTextResponse:

@@ -7,32 +7,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.finish import FinishReason
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.output.delta import OutputBatch, OutputDelta, OutputStats, TokenOutput
-from scheduler_components.reference.messages import (
-    AbortRequest,
-    CacheDump,
-    Command,
-    DumpCache,
-    RankReady,
-    Report,
-    RequestRefused,
-    StatsReport,
-    StepInput,
-    SubmitRequest,
-    decode_command,
-    decode_report,
-    decode_step,
-    encode,
-    pack_hashes,
-    pack_tokens,
-    unpack_hashes,
-    unpack_tokens,
-)
-from scheduler_components.reference.outputs import decode_outputs, encode_outputs
-from scheduler_components.reference.request import SamplingLimits
+from scheduler_components.values import FinishReason
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import SchedulerStats
+from scheduler_components.values import OutputBatch, OutputDelta, OutputStats, TokenOutput
+from scheduler_components.reference.engine.messages import AbortRequest, CacheDump, Command, DumpCache, RankReady, Report, RequestRefused, StatsReport, StepInput, SubmitRequest, decode_command, decode_report, decode_step, encode, pack_hashes, pack_tokens, unpack_hashes, unpack_tokens
+from scheduler_components.reference.engine.messages import decode_outputs, encode_outputs
+from scheduler_components.reference.engine.request import SamplingLimits
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 hashes = st.frozensets(st.integers(-(2**63), 2**63 - 1), max_size=20)

@@ -7,17 +7,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.reference.policy import (
-    NewTokenRatio,
-    SchedulerConfig,
-    check_request_fits,
-    expected_pages,
-    pages_for,
-    pages_to_come,
-    prefill_chunk,
-    retraction_victim,
-)
-from scheduler_components.reference.request import Request, SamplingLimits
+from scheduler_components.reference.engine.policy import NewTokenRatio, SchedulerConfig, check_request_fits, expected_pages, pages_for, pages_to_come, prefill_chunk, retraction_victim
+from scheduler_components.reference.engine.request import Request, SamplingLimits
 
 checked = settings(deadline=None, max_examples=200)
 

@@ -11,35 +11,20 @@ import pytest
 import zmq
 
 from scheduler_components.errors import LockstepError
-from scheduler_components.finish import FinishReason
-from scheduler_components.load.snapshot import LoadSnapshot
+from scheduler_components.values import FinishReason
+from scheduler_components.values import LoadSnapshot
 from scheduler_components.load_publisher import LoadPublisher
-from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.output.delta import OutputDelta
+from scheduler_components.values import SchedulerStats
+from scheduler_components.values import OutputDelta
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.batch import ScheduledBatch
-from scheduler_components.reference.messages import (
-    FRONT,
-    AbortRequest,
-    CacheDump,
-    Command,
-    DumpCache,
-    Report,
-    RequestRefused,
-    StatsReport,
-    StepInput,
-    SubmitRequest,
-    decode_report,
-    encode,
-    pack_tokens,
-    unpack_hashes,
-)
-from scheduler_components.reference.outputs import OutputSocket, decode_outputs
-from scheduler_components.reference.policy import SchedulerConfig
-from scheduler_components.reference.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
-from scheduler_components.reference.request import SamplingLimits
-from scheduler_components.reference.scheduler import Scheduler
-from scheduler_components.testing.fakes.sinks import ListLoadSink
+from scheduler_components.reference.engine.request import ScheduledBatch
+from scheduler_components.reference.engine.messages import FRONT, AbortRequest, CacheDump, Command, DumpCache, Report, RequestRefused, StatsReport, StepInput, SubmitRequest, decode_report, encode, pack_tokens, unpack_hashes
+from scheduler_components.reference.engine.messages import OutputSocket, decode_outputs
+from scheduler_components.reference.engine.policy import SchedulerConfig
+from scheduler_components.reference.engine.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
+from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.testing.fakes import ListLoadSink
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
 

@@ -11,15 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components.finish import FinishReason
-from scheduler_components.kv_events.events import BlockRemoved, EventBatch
+from scheduler_components.values import FinishReason
+from scheduler_components.events import BlockRemoved, EventBatch
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.batch import StepResult
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.policy import SchedulerConfig, pages_for
-from scheduler_components.reference.request import Request, RequestState, SamplingLimits
-from scheduler_components.reference.scheduler import Scheduler
-from scheduler_components.testing.fakes.sinks import ListEventSink, ListOutputSink
+from scheduler_components.reference.engine.request import StepResult
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine.policy import SchedulerConfig, pages_for
+from scheduler_components.reference.engine.request import Request, RequestState, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.testing.fakes import ListEventSink, ListOutputSink
 from scheduler_components.testing.ledger import EventLedger
 
 EOS = 3

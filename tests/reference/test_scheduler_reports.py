@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler_components.kv_events.events import AllBlocksCleared
+from scheduler_components.events import AllBlocksCleared
 from scheduler_components.parallel_state import ParallelState
 
 

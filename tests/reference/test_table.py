@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.stats import StreamStats
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.reference.table import RateWindow, make_rows, plain_line, progress_text, render_table
-from scheduler_components.reference.tally import Tally, percentile
+from observability.kv_stream.follower import StreamStats
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import SchedulerStats
+from scheduler_components.reference.cli.screen import RateWindow, make_rows, plain_line, progress_text, render_table
+from scheduler_components.reference.cli.driver import Tally, percentile
 
 
 def report(**load: float) -> SchedulerStats:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.stats import StreamStats
-from scheduler_components.reference.messages import CacheDump, pack_hashes
-from scheduler_components.reference.tally import Tally
-from scheduler_components.reference.verdict import Evidence, PortProbe, StreamEvidence, Verdict, judge
+from observability.kv_stream.follower import StreamStats
+from scheduler_components.reference.engine.messages import CacheDump, pack_hashes
+from scheduler_components.reference.cli.driver import Tally
+from scheduler_components.reference.cli.run_report import Evidence, PortProbe, StreamEvidence, Verdict, judge
 
 HELD = {0: frozenset({1, -2, 3}), 1: frozenset({4})}
 

@@ -14,11 +14,11 @@ import pytest
 import zmq
 
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.ballot import Ballot
-from scheduler_components.hicache.rank_sets import world_rank_sets
-from scheduler_components.hicache.sync import SyncDomain
+from scheduler_components.hicache.agreement import Ballot
+from scheduler_components.hicache.agreement import world_rank_sets
+from scheduler_components.hicache.agreement import SyncDomain
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.zmq_sync import StopRequested, open_zmq_sync_domain
+from scheduler_components.reference.engine.zmq_sync import StopRequested, open_zmq_sync_domain
 
 Work = Callable[[SyncDomain], object]
 

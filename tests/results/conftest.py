@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from scheduler_components.batch_result_processor import BatchResultProcessor
-from scheduler_components.finish import FinishReason
-from scheduler_components.output.delta import TokenOutput
-from scheduler_components.request_ports import OutputStream
+from scheduler_components.values import FinishReason
+from scheduler_components.values import TokenOutput
+from scheduler_components.ports import OutputStream
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.events import KVCacheEvent, KVEventBatch
+from scheduler_components.events import KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 RECEIVE_MS = 10_000

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components.kv_events.events import AllBlocksCleared, KVEventBatch
-from scheduler_components.kv_events.zmq_access import ClientKeys, StreamAccess, apply_client_keys
-from scheduler_components.kv_events.zmq_keys import read_key_pair, write_key_pair
-from scheduler_components.kv_events.zmq_peers import open_peer_counter
+from scheduler_components.events import AllBlocksCleared, KVEventBatch
+from scheduler_components.kv_events.zmq_auth import ClientKeys, StreamAccess, apply_client_keys
+from scheduler_components.kv_events.zmq_auth import read_key_pair, write_key_pair
+from scheduler_components.kv_events.zmq_sockets import open_peer_counter
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 OpenSocket = Callable[[int], zmq.Socket[bytes]]

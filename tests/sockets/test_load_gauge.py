@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.load.load_stat import decode_load_stat
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.load.zmq_load_reader import ZmqLoadReader, open_zmq_load_reader
-from scheduler_components.load.zmq_load_sink import ZmqLoadSink, open_zmq_load_sink
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.load.gauge import decode_load_stat
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.load.zmq_gauge import ZmqLoadReader, open_zmq_load_reader
+from scheduler_components.load.zmq_gauge import ZmqLoadSink, open_zmq_load_sink
 
 Eventually = Callable[[Callable[[], object]], None]
 
@@ -120,7 +120,7 @@ def test_after_a_stall_no_sample_from_the_stall_is_read(
 
 STALLING_READER = """
 import sys
-from scheduler_components.load.zmq_load_reader import open_zmq_load_reader
+from scheduler_components.load.zmq_gauge import open_zmq_load_reader
 reader = open_zmq_load_reader([sys.argv[1]], stall_s=0.5)
 while True:
     for sample in reader.read(timeout_s=5.0).samples.values():

@@ -12,13 +12,13 @@ import pytest
 import zmq
 
 from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.zmq_access import ClientKeys
-from scheduler_components.kv_events.zmq_keys import write_key_pair
-from scheduler_components.load.gauge_pacer import GaugePacer
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.load.zmq_load_reader import open_zmq_load_reader
-from scheduler_components.load.zmq_load_sink import open_zmq_load_sink
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.zmq_auth import ClientKeys
+from scheduler_components.kv_events.zmq_auth import write_key_pair
+from scheduler_components.load_publisher import GaugePacer
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.load.zmq_gauge import open_zmq_load_reader
+from scheduler_components.load.zmq_gauge import open_zmq_load_sink
 from scheduler_components.load_publisher import NO_LOAD_SINK, open_load_publisher
 from scheduler_components.parallel_state import ParallelState
 

@@ -10,11 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
-from scheduler_components.kv_events.events import (
-    BlockRemoved,
-    KVCacheEvent,
-    KVEventBatch,
-)
+from scheduler_components.events import BlockRemoved, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]

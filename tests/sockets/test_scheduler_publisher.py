@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.events import BlockRemoved, KVCacheEvent
-from scheduler_components.kv_events.publisher import NullEventPublisher
+from scheduler_components.events import BlockRemoved, KVCacheEvent
+from scheduler_components.ports import NullEventPublisher
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.parallel_state import ParallelState

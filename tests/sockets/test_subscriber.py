@@ -14,7 +14,7 @@ from observability.kv_stream.instructions import StreamState
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
 
 DEADLINE_S = 20.0
 QUICK = FollowPolicy(

@@ -13,12 +13,12 @@ import pytest
 from observability.kv_stream.discovery import bare_address
 from observability.kv_stream.follower import FollowPolicy
 from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.listener import NullListener
-from observability.kv_stream.stats import StreamPosition
+from observability.kv_stream.follower import NullListener
+from observability.kv_stream.follower import StreamPosition
 from observability.kv_stream.zmq_async_subscriber import open_async_subscriber
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.codec import DecodedBatch
-from scheduler_components.kv_events.events import BlockStored, KVEventBatch
+from scheduler_components.events import BlockStored, KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 DEADLINE_S = 20.0

@@ -12,7 +12,7 @@ from observability.kv_stream.discovery import StreamAddress, bare_address
 from observability.kv_stream.follower import FollowPolicy
 from observability.kv_stream.instructions import StreamState
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
-from scheduler_components.kv_events.events import BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.events import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 DEADLINE_S = 20.0

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.kv_events.events import KVEventBatch
+from scheduler_components.events import KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]

@@ -14,19 +14,15 @@ from threading import Event, Thread
 import pytest
 
 from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.events import KVEventBatch
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.events import KVEventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-from scheduler_components.reference import cli
-from scheduler_components.testing.conformance.examine import examine_conformance
-from scheduler_components.testing.conformance.report import ConformanceReport, RuleResult
-from scheduler_components.testing.conformance.zmq_probe import ProbeOptions
-from scheduler_components.testing.fakes.zmq_scripted_publisher import (
-    Frames,
-    ScriptedPublisher,
-    open_scripted_publisher,
-)
-from scheduler_components.testing.histories import BLOCK_SIZE, ChainHistory
+from scheduler_components.reference.cli.main import main as cli
+from observability.conformance import examine_conformance
+from observability.conformance import ConformanceReport, RuleResult
+from scheduler_components.testing.zmq_probe import ProbeOptions
+from scheduler_components.testing.zmq_scripted_publisher import Frames, ScriptedPublisher, open_scripted_publisher
+from scheduler_components.testing.parts import BLOCK_SIZE, ChainHistory
 from scheduler_components.testing.parts import ListeningPublisher
 
 Command = Callable[..., tuple[object, str, str]]

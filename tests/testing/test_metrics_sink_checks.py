@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from observability.catalog import CATALOG
-from observability.prometheus_sink import PrometheusSink
-from scheduler_components.metrics.stats import SchedulerStats
-from scheduler_components.testing import metrics_sink_checks as checks
-from scheduler_components.testing.story import ConformanceError
+from observability.prometheus_reports import PrometheusSink
+from scheduler_components.values import SchedulerStats
+from observability.testing import metrics_sink_checks as checks
+from scheduler_components.testing.parts import ConformanceError
 
 
 class Scrape:

@@ -9,7 +9,7 @@ import pytest
 from scheduler_components.hicache.memory_storage import MemoryPageStore
 from scheduler_components.ports import PageBytes, PageStore
 from scheduler_components.testing import page_store_checks as checks
-from scheduler_components.testing.story import ConformanceError
+from scheduler_components.testing.parts import ConformanceError
 
 
 class Store(MemoryPageStore):

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.config import KVEventsConfig
-from scheduler_components.kv_events.endpoint import Endpoint
+from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.testing.scheduler_checks import Workload
-from scheduler_components.testing.strategies.configs import bad_config_texts, config_texts
-from scheduler_components.testing.strategies.endpoints import endpoints, local_endpoints, tcp_endpoints
-from scheduler_components.testing.strategies.topologies import parallel_states
-from scheduler_components.testing.strategies.workloads import workloads
+from scheduler_components.testing.strategies import bad_config_texts, config_texts
+from scheduler_components.testing.strategies import endpoints, local_endpoints, tcp_endpoints
+from scheduler_components.testing.strategies import parallel_states
+from scheduler_components.testing.strategies import workloads
 
 
 @settings(deadline=None)

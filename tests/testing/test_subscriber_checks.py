@@ -16,7 +16,7 @@ from scheduler_components.errors import DecodeError
 from scheduler_components.kv_events.codec import BatchDecoder
 from scheduler_components.testing import subscriber_checks as checks
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.story import ConformanceError
+from scheduler_components.testing.parts import ConformanceError
 
 QUICK = FollowPolicy(answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
 

@@ -7,15 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.kv_events.events import EventBatch
+from scheduler_components.events import EventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 from scheduler_components.testing import zmq_publisher_checks as checks
-from scheduler_components.testing.fakes.zmq_scripted_publisher import (
-    Frames,
-    ScriptedPublisher,
-    open_scripted_publisher,
-)
-from scheduler_components.testing.story import ConformanceError
+from scheduler_components.testing.zmq_scripted_publisher import Frames, ScriptedPublisher, open_scripted_publisher
+from scheduler_components.testing.parts import ConformanceError
 
 
 def open_zmq(dialect: str, framing: str) -> ZmqEventPublisher:

@@ -14,11 +14,11 @@ from scheduler_components import (
     TokenCountedQueue,
 )
 from scheduler_components.cache.radix_cache import PrefixMatch
-from scheduler_components.kv_events.events import KVCacheEvent
-from scheduler_components.kv_events.publisher import NullEventPublisher
-from scheduler_components.load.snapshot import LoadSnapshot, MemoryLoad
+from scheduler_components.events import KVCacheEvent
+from scheduler_components.ports import NullEventPublisher
+from scheduler_components.values import LoadSnapshot, MemoryLoad
 from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
-from scheduler_components.metrics.stats import KvMetrics, PublisherStats, SchedulerStats
+from scheduler_components.values import KvMetrics, PublisherStats, SchedulerStats
 
 
 class Request:

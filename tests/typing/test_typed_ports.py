@@ -11,27 +11,28 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from observability.log_sink import LogSink
-from observability.prometheus_sink import PrometheusSink
+from observability.prometheus_reports import PrometheusSink
 from scheduler_components import LoadInquirer, ParallelState, RadixCache, ports
-from scheduler_components.finish import FinishReason
-from scheduler_components.hicache.keys import KeySpace, Placement
+from scheduler_components.values import FinishReason
+from scheduler_components.hicache.storage import KeySpace, Placement
 from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.kv_events.events import EventBatch, KVCacheEvent
-from scheduler_components.kv_events.publisher import NullEventPublisher
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.load.work_totals import LoadWithTotals, WorkTotals
-from scheduler_components.metrics.rolling import RateMeter
-from scheduler_components.metrics.stats import PublisherStats, SchedulerStats
-from scheduler_components.output.delta import OutputBatch, TokenOutput
+from scheduler_components.events import EventBatch, KVCacheEvent
+from scheduler_components.ports import NullEventPublisher
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.load_inquirer import LoadWithTotals, WorkTotals
+from scheduler_components.metrics.timing import RateMeter
+from scheduler_components.values import PublisherStats, SchedulerStats
+from scheduler_components.values import OutputBatch, TokenOutput
 from scheduler_components.output_streamer import OutputStreamer
-from scheduler_components.request_ports import OutputSink, OutputStatsSource, RequestRegister, StreamedRequest
+from scheduler_components.ports import OutputSink, OutputStatsSource, RequestRegister, StreamedRequest
 
 if TYPE_CHECKING:
-    from observability.prometheus_board import ReportBoard
+    from observability.prometheus_reports import ReportBoard
     from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-    from scheduler_components.load.zmq_load_sink import ZmqLoadSink
-    from scheduler_components.metrics.shm_metrics_board import NullMetricsSink, ShmMetricsBoard, ShmMetricsSink
-    from scheduler_components.metrics.zmq_kv_metrics_sink import ZmqKvMetricsSink
+    from scheduler_components.load.zmq_gauge import ZmqLoadSink
+    from scheduler_components.ports import NullMetricsSink
+    from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, ShmMetricsSink
+    from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsSink
 
     def an_event_sink(events: ZmqEventPublisher) -> ports.KvEventSink:
         return events

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, assert_type
 import pytest
 
 from observability.kv_stream.discovery import StreamAddress, bare_address
-from observability.kv_stream.stats import StreamStats
+from observability.kv_stream.follower import StreamStats
 from observability.kv_stream.view import BlockView, Tier
 from observability.kv_stream.zmq_subscriber import open_subscriber
 from scheduler_components import ParallelState
@@ -23,9 +23,9 @@ from scheduler_components.kv_events import (
     open_event_publisher,
 )
 from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder, DecodedBatch
-from scheduler_components.kv_events.endpoint import Endpoint
-from scheduler_components.kv_events.port_plan import PortPlan
-from scheduler_components.metrics.stats import PublisherStats
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.endpoints import PortPlan
+from scheduler_components.values import PublisherStats
 from scheduler_components.server_info import describe_kv_events_publisher
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import msgspec
 
 from scheduler_components.cache.radix_cache import RadixCache
 from scheduler_components.errors import ConfigError, OutOfPagesError
-from scheduler_components.metrics.rolling import RateMeter
+from scheduler_components.metrics.timing import RateMeter
 from serving_parts.request import Request, Totals
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.metrics.stats import SchedulerTotals
+from scheduler_components.values import SchedulerTotals
 
 __all__ = ["Output", "Outbox", "Request", "Totals", "finish_reason"]
 

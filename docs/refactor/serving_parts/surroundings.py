@@ -10,10 +10,10 @@ import attrs
 from prometheus_client import CollectorRegistry
 
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.events import EventBatch
-from scheduler_components.kv_events.publisher import EventPublisher
-from scheduler_components.kv_events.registry import EventPublisherFactory
-from scheduler_components.metrics.stats import PublisherStats
+from scheduler_components.events import EventBatch
+from scheduler_components.ports import EventPublisher
+from scheduler_components.kv_events.config import EventPublisherFactory
+from scheduler_components.values import PublisherStats
 from scheduler_components.parallel_state import ParallelState
 from serving_parts.batching import Settings
 from serving_parts.request import Outbox

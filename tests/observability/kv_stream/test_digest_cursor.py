@@ -18,9 +18,9 @@ from observability.kv_stream.instructions import (
     SwapIn,
     token_of,
 )
-from observability.kv_stream.sync import NO_EPOCH, Position
-from scheduler_components.kv_events.event_stream import chain_at_start
-from scheduler_components.kv_events.replay_wire import Kind, Meta, Verb
+from observability.kv_stream.cursor import NO_EPOCH, Position
+from scheduler_components.kv_events.stream import chain_at_start
+from scheduler_components.kv_events.replay import Kind, Meta, Verb
 
 OLD, NEW = b"o" * 16, b"n" * 16
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability.kv_stream.instructions import Apply, AskReplay, Clear, Instruction, RetryLater, StreamState
-from observability.kv_stream.plain_cursor import PlainCursor
+from observability.kv_stream.cursor import PlainCursor
 
 END = None
 CLEAR = -1

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream.digest_cursor import DigestCursor
+from observability.kv_stream.cursor import DigestCursor
 from observability.kv_stream.instructions import Apply, Instruction
-from observability.kv_stream.plain_cursor import PlainCursor
-from observability.kv_stream.sync import NO_EPOCH, Position
+from observability.kv_stream.cursor import PlainCursor
+from observability.kv_stream.cursor import NO_EPOCH, Position
 from observability.kv_stream.view import BlockView, Tier
-from observability.testing.faulty_world import FaultyWorld, Story
-from scheduler_components.kv_events import event_stream
-from scheduler_components.kv_events.event_stream import EventStream
-from scheduler_components.kv_events.replay_cursors import ReplayCursors
-from scheduler_components.kv_events.replay_wire import Meta, Verb
+from observability.testing.recovery_model import FaultyWorld, Story
+from scheduler_components.kv_events import stream as event_stream
+from scheduler_components.kv_events.stream import EventStream
+from scheduler_components.kv_events.replay import ReplayCursors
+from scheduler_components.kv_events.replay import Meta, Verb
 
 WHO = st.integers(0, 2)
 FAULTS = ("none", "none", "none", "lose", "repeat")

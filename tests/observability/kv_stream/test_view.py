@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability.kv_stream.view import BlockView, Tier, tier_of
-from scheduler_components.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 MEDIA = {
     None: Tier.DEVICE,

@@ -1,0 +1,228 @@
+"""The judgement of an engine as a person reads it, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+import msgspec
+from observability.kv_stream.discovery import StreamAddress
+from observability.kv_stream.discovery import printable
+from scheduler_components.testing.stream_judge import StreamFacts
+from scheduler_components.testing.stream_judge import StreamVerdict
+from scheduler_components.testing.ledger import RULES
+from scheduler_components.testing.ledger import Violation
+from scheduler_components.testing.ledger import Weight
+import socket
+import time
+from collections.abc import Callable
+from observability.kv_stream.discovery import NoStreamsError
+from observability.kv_stream.discovery import bare_address
+from observability.kv_stream.discovery import discover
+from scheduler_components.errors import ConfigError
+from scheduler_components.errors import DecodeError
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.testing.stream_judge import Expectations
+from scheduler_components.testing.stream_judge import judge_stream
+from scheduler_components.testing.zmq_probe import ProbeOptions
+from scheduler_components.testing.zmq_probe import probe_streams
+
+__all__ = [
+    "ConformanceReport",
+    "RuleResult",
+    "StreamReport",
+    "report_stream",
+    "examine_conformance",
+]
+
+_MAX_SEEN = 3
+_EXTENSION = {True: "yes", False: "no", None: "not asked"}
+_FRAMINGS = {2: "seed", 3: "topic"}
+_ENGINE_RULES = ("descriptor", "reachable")
+
+
+class RuleResult(msgspec.Struct, frozen=True):
+    """One rule on one stream.
+
+    Attributes:
+        rule, weight, holds, mend: of ``wire_rules``.
+        status: ``kept``, ``broken``, or ``not judged``: nothing came that could have broken it.
+        count: how often it was broken; seen: the first few times, in words.
+    """
+
+    rule: str
+    status: str
+    weight: str
+    holds: str
+    mend: str
+    count: int = 0
+    seen: tuple[str, ...] = ()
+
+
+class StreamReport(msgspec.Struct, frozen=True):
+    """One stream: what was seen of it, and every rule."""
+
+    rank: int
+    endpoint: str
+    facts: StreamFacts
+    rules: tuple[RuleResult, ...]
+
+
+class ConformanceReport(msgspec.Struct, frozen=True):
+    """All streams of one target.
+
+    Attributes:
+        target: as the person gave it.
+        conforms: no rule of weight ``error`` is broken anywhere.
+        engine: the rules of the engine as a whole.
+        streams: one report a stream.
+    """
+
+    target: str
+    conforms: bool
+    engine: tuple[RuleResult, ...]
+    streams: tuple[StreamReport, ...]
+
+    @classmethod
+    def of(
+        cls, target: str, judged: Iterable[str], broken: Iterable[Violation], streams: Iterable[StreamReport]
+    ) -> ConformanceReport:
+        """Put the parts together."""
+        engine = tuple(each for each in _results(tuple(broken), frozenset(judged)) if each.rule in _ENGINE_RULES)
+        reports = tuple(streams)
+        results = [*engine, *(each for report in reports for each in report.rules)]
+        conforms = not any(each.status == "broken" and each.weight == Weight.ERROR for each in results)
+        return cls(target, conforms, engine, reports)
+
+    @property
+    def exit_code(self) -> int:
+        """0 conforms, warnings or not; 1 does not."""
+        return 0 if self.conforms else 1
+
+    def to_json(self) -> str:
+        """One JSON object, indented, of these very fields."""
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+    def lines(self) -> Iterator[str]:
+        """The report for a terminal: per stream what was seen, what is broken with its mend, and the counts."""
+        yield from _told(self.engine)
+        for stream in self.streams:
+            yield f"stream {stream.rank}  {printable(stream.endpoint)}"
+            yield from (f"  {line}" for line in _facts(stream.facts))
+            yield from (f"  {line}" for line in _told(stream.rules))
+            kept = sum(each.status == "kept" for each in stream.rules)
+            unjudged = ", ".join(each.rule for each in stream.rules if each.status == "not judged")
+            yield f"  {kept} rules kept" + (f"; not judged, for nothing came to judge: {unjudged}" if unjudged else "")
+        yield f"{printable(self.target)}: " + ("conforms" if self.conforms else "does NOT conform")
+
+
+def report_stream(address: StreamAddress, verdict: StreamVerdict) -> StreamReport:
+    """Put a verdict beside every rule of the table."""
+    results = tuple(each for each in _results(verdict.violations, verdict.judged) if each.rule not in _ENGINE_RULES)
+    return StreamReport(address.rank, str(address.events), verdict.facts, results)
+
+
+def _results(violations: tuple[Violation, ...], judged: frozenset[str]) -> Iterator[RuleResult]:
+    seen: dict[str, list[str]] = {}
+    for violation in violations:
+        seen.setdefault(violation.rule, []).append(violation.seen)
+    for name, rule in RULES.items():
+        times = seen.get(name, [])
+        status = "broken" if times else "kept" if name in judged else "not judged"
+        yield RuleResult(name, status, rule.weight, rule.holds, rule.mend, len(times), tuple(times[:_MAX_SEEN]))
+
+
+def _told(results: Iterable[RuleResult]) -> Iterator[str]:
+    for result in results:
+        if result.status != "broken":
+            continue
+        yield f"{result.weight.upper():<7} {result.rule}: {result.holds}; broken {result.count} times"
+        yield from (f"          {printable(seen)}" for seen in result.seen)
+        yield f"          -> {result.mend}"
+
+
+def _facts(facts: StreamFacts) -> Iterator[str]:
+    yield (
+        f"{facts.live_batches} batches live and {facts.replayed_batches} more by replay, {facts.events} events, "
+        f"numbers {facts.first_sequence} to {facts.last_sequence}; {facts.blocks} blocks stand"
+    )
+    framing = " and ".join(_FRAMINGS[count] for count in facts.replay_frames) or "unseen"
+    chain = "unseen"
+    if facts.chained_blocks:
+        kept = facts.chained_blocks - facts.off_chain_blocks
+        chain = f"{kept} of {facts.chained_blocks} blocks on SGLang's page chain"
+    yield (
+        f"dialect {'+'.join(facts.dialects) or 'unseen'}; replay framing {framing}; extended replay "
+        f"{_EXTENSION[facts.speaks_extension]}; hashes: {chain}"
+    )
+    if not facts.knows_history:
+        yield "the stream's beginning is gone: what refers to it (orphans, unknown removals) could not be judged"
+
+
+# Judges the streams of a live engine, by its URL or one endpoint: any engine that speaks this wire.
+
+_CONNECT_S = 2.0
+
+
+def examine_conformance(
+    target: str,
+    options: ProbeOptions | None = None,
+    *,
+    replay_endpoint: str | None = None,
+    topic: str | None = None,
+    block_size: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> ConformanceReport:
+    """Judge an engine by what its streams really send.
+
+    Args:
+        target: a worker's URL, whose ``/server_info`` describes the streams, or one PUB endpoint.
+        options: how long to listen.
+        replay_endpoint, block_size: of a bare endpoint; a worker advertises its own.
+        topic: of a bare endpoint; None judges no topic.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigError: the target or an option is not one.
+        StartError: the worker cannot be reached.
+    """
+    judged, broken = {"reachable"}, []
+    if "://" in target and target.partition("://")[0] in ("tcp", "ipc"):
+        addresses: tuple[StreamAddress, ...] = (bare_address(target, replay=replay_endpoint, topic=topic or ""),)
+        wanted = [Expectations(0, None if topic is None else topic.encode(), block_size)]
+    else:
+        for field, value in (("replay_endpoint", replay_endpoint), ("topic", topic), ("block_size", block_size)):
+            if value is not None:
+                raise ConfigError(field, value, "belongs to a bare endpoint", "take it out: the worker advertises it")
+        judged.add("descriptor")
+        try:
+            addresses = discover(target)
+        except (NoStreamsError, DecodeError) as error:
+            return ConformanceReport.of(target, judged, [Violation("descriptor", str(error))], ())
+        wanted = [Expectations(each.rank, each.topic.encode(), each.block_size) for each in addresses]
+        if any(each.block_size is None for each in addresses):
+            broken.append(Violation("descriptor", "no block_size is advertised: routers cannot hash prompts"))
+    broken += _unreachable(addresses)
+    records = probe_streams(addresses, options or ProbeOptions(), clock=clock)
+    streams = [
+        report_stream(address, judge_stream(record, expected))
+        for address, record, expected in zip(addresses, records, wanted, strict=True)
+    ]
+    return ConformanceReport.of(target, judged, broken, streams)
+
+
+def _unreachable(addresses: tuple[StreamAddress, ...]) -> Iterator[Violation]:
+    for address in addresses:
+        for endpoint in (address.events, address.replay):
+            if endpoint is not None and (problem := _dial(endpoint)):
+                yield Violation("reachable", f"rank {address.rank}: {endpoint}: {problem}")
+
+
+def _dial(endpoint: Endpoint) -> str:
+    """Connect and hang up; what went wrong, or nothing. An ipc path is left to the probe."""
+    if endpoint.transport != "tcp":
+        return ""
+    try:
+        socket.create_connection((endpoint.host, endpoint.port or 0), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+    return ""

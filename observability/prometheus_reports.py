@@ -1,0 +1,412 @@
+"""What all collectors have in common: names that Prometheus takes, families, and the registry that asks them."""
+
+from __future__ import annotations
+
+import re
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.registry import Collector
+from observability.catalog import Metric
+from scheduler_components.errors import ConfigError
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from observability.catalog import CATALOG
+from observability.catalog import HISTOGRAMS
+from observability.catalog import LOAD_AGE
+from observability.catalog import SGLANG_PREFIX
+from observability.catalog import VLLM_PREFIX
+from scheduler_components.values import HistogramSnapshot
+from scheduler_components.values import SchedulerStats
+from observability.catalog import RANKS_REFUSED
+from typing import Protocol
+from observability.catalog import PAGES_UNREAD
+from dataclasses import dataclass
+from typing import TypeAlias
+from observability.catalog import OUTPUT_METRICS
+from scheduler_components.values import OutputStats
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import OutputStatsSource
+
+__all__ = [
+    "check_prefix",
+    "model_label",
+    "new_family",
+    "register",
+    "unregister",
+    "ReportFamilies",
+    "PrometheusSink",
+    "PrometheusBoard",
+    "ReportBoard",
+    "OutputCollector",
+    "RankLabels",
+    "RankOutputs",
+    "RankOutputsSource",
+]
+
+_PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix that no metric's name can begin with; the empty one is none.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if not _PREFIX.fullmatch(prefix):
+        raise ConfigError("prefix", prefix, "cannot begin a metric's name", 'write letters, digits, "_" and ":"')
+
+
+def model_label(model_name: str) -> dict[str, str]:
+    """Return the label of every metric of an engine; none without a name."""
+    return {"model_name": model_name} if model_name else {}
+
+
+def new_family(metric: Metric, name: str) -> MetricFamily:
+    """Return the family of ``metric`` under ``name``, without samples."""
+    if metric.kind == "histogram":
+        return HistogramMetricFamily(name, metric.help)
+    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    return make(name, metric.help)
+
+
+def register(registry: CollectorRegistry, collector: Collector, prefix: str) -> None:
+    """Let ``registry`` ask ``collector``, whose names begin with ``prefix``, at a scrape.
+
+    Raises:
+        ConfigError: the registry already has metrics of these names.
+    """
+    try:
+        registry.register(collector)
+    except ValueError as error:
+        mend = "give each collector a prefix or a registry of its own"
+        raise ConfigError("prefix", prefix, "is taken in this registry", mend) from error
+
+
+def unregister(registry: CollectorRegistry, collector: Collector) -> None:
+    """Take ``collector`` out of ``registry``. Safe to call twice."""
+    try:
+        registry.unregister(collector)
+    except KeyError:
+        return
+
+
+# From reports to what Prometheus reads: the catalogue's metrics as families of samples, one sample a rank.
+
+_Report = tuple[dict[str, str], SchedulerStats]
+"""A report with its labels, ``model_name`` among them."""
+
+
+class ReportFamilies:
+    """Builds the families of all metrics of the catalogue from the newest report of each rank.
+
+    Args:
+        own_counters: metrics that the collector itself counts, of all ranks together.
+        prefix: of every name.
+        model_name: value of the ``model_name`` label; without one there is no such label.
+        vllm_names: also build vLLM's names, under ``vllm:``, of the facts that it has a name for.
+        clock: wall-clock seconds since the epoch, for the age of reports.
+
+    Raises:
+        ConfigError: the prefix cannot begin a metric's name.
+    """
+
+    def __init__(
+        self,
+        own_counters: tuple[Metric, ...],
+        *,
+        prefix: str = SGLANG_PREFIX,
+        model_name: str = "",
+        vllm_names: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        check_prefix(prefix)
+        every = (*CATALOG, *HISTOGRAMS, LOAD_AGE, *own_counters)
+        self._names = {metric: _names(metric, prefix, vllm_names) for metric in every}
+        self._model_label = model_label(model_name)
+        self._clock = clock
+
+    def describe(self) -> Iterator[MetricFamily]:
+        """Yield the metrics without samples, so that a registry can refuse a second collector of the same names."""
+        for metric, names in self._names.items():
+            for name in names:
+                yield new_family(metric, name)
+
+    def collect(self, newest: Iterable[SchedulerStats], counts: Mapping[Metric, int]) -> Iterator[MetricFamily]:
+        """Yield the metrics of all ranks, and ``counts``: what each of ``own_counters`` stands at."""
+        reports: list[_Report] = [({**self._model_label, **dict(stats.labels)}, stats) for stats in newest]
+        now = self._clock()
+        for metric in CATALOG:
+            samples = [(labels, metric.read(stats)) for labels, stats in reports]
+            yield from self._families(metric, samples)
+        for metric in HISTOGRAMS:
+            yield from self._histogram_families(metric, reports)
+        yield from self._families(
+            LOAD_AGE, [(labels, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
+        )
+        for metric, count in counts.items():
+            yield from self._families(metric, [(self._model_label, count)])
+
+    def _families(self, metric: Metric, samples: list[tuple[dict[str, str], float | None]]) -> Iterator[MetricFamily]:
+        for name in self._names[metric]:
+            family = new_family(metric, name)
+            for labels, value in samples:
+                if value is not None:
+                    family.add_sample(name, labels, value)
+            if family.samples:
+                yield family
+
+    def _histogram_families(self, metric: Metric, reports: list[_Report]) -> Iterator[MetricFamily]:
+        read = [(labels, metric.read_histogram(stats)) for labels, stats in reports]
+        for name in self._names[metric]:
+            family = new_family(metric, name)
+            for labels, histogram in read:
+                if histogram is not None:
+                    _add_histogram(family, labels, histogram)
+            if family.samples:
+                yield family
+
+
+def _names(metric: Metric, prefix: str, vllm_names: bool) -> tuple[str, ...]:
+    names = [prefix + metric.name]
+    if vllm_names:
+        names.extend(VLLM_PREFIX + name for name in metric.vllm_names)
+    return tuple(dict.fromkeys(names))  # with the prefix "vllm:" some would stand there twice
+
+
+def _add_histogram(family: MetricFamily, labels: dict[str, str], histogram: HistogramSnapshot) -> None:
+    """Add one rank's buckets, each counting what those below it count too, then count and sum."""
+    below = 0
+    for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
+        below += count
+        le = "+Inf" if bound == math.inf else repr(float(bound))
+        family.add_sample(f"{family.name}_bucket", {**labels, "le": le}, below)
+    family.add_sample(f"{family.name}_count", labels, below)
+    family.add_sample(f"{family.name}_sum", labels, histogram.total)
+
+
+# Metrics for Prometheus: one dict store a step, samples built when somebody scrapes.
+
+class PrometheusSink(Collector):
+    """A ``MetricsSink`` on an injected registry, and the collector that the registry asks at a scrape.
+
+    ``record`` keeps the newest report of each rank, and that is all it does on the scheduler's thread; a scrape on
+    another thread sees each rank's report whole. A rank that stops reporting keeps its last values, and
+    ``load_age_seconds`` says how old they are. For schedulers in processes of their own there is
+    ``PrometheusBoard``.
+
+    Args:
+        registry: who exposes the metrics; never the global one by default.
+        prefix: of every name, SGLang's by default.
+        model_name: value of the ``model_name`` label; without one there is no such label.
+        max_ranks: how many label sets are kept; reports of further ones are counted, not stored.
+        vllm_names: also expose vLLM's names, under ``vllm:``, of the facts that it has a name for.
+        clock: wall-clock seconds since the epoch, for the age of reports.
+
+    Raises:
+        ConfigError: the prefix cannot begin a metric's name, or the registry already has these metrics.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        prefix: str = SGLANG_PREFIX,
+        model_name: str = "",
+        max_ranks: int = 1024,
+        vllm_names: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._registry = registry
+        self._families = ReportFamilies(
+            (RANKS_REFUSED,), prefix=prefix, model_name=model_name, vllm_names=vllm_names, clock=clock
+        )
+        self._max_ranks = max_ranks
+        self._latest: dict[tuple[tuple[str, str], ...], SchedulerStats] = {}
+        self._refused = 0
+        register(registry, self, prefix)
+
+    def record(self, stats: SchedulerStats) -> None:
+        """Keep the newest report of a rank, told apart by its labels."""
+        latest = self._latest
+        if len(latest) >= self._max_ranks and stats.labels not in latest:
+            self._refused += 1
+            return
+        latest[stats.labels] = stats
+
+    def describe(self) -> Iterator[MetricFamily]:
+        """Yield the metrics without samples, so that the registry can refuse a second sink of the same names."""
+        return self._families.describe()
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield the metrics of all ranks, read from the newest report of each."""
+        # A list of the values is taken at once, so a rank that reports for the first time does not break the loop.
+        return self._families.collect(list(self._latest.values()), {RANKS_REFUSED: self._refused})
+
+    def close(self) -> None:
+        """Leave the registry. Safe to call twice."""
+        unregister(self._registry, self)
+
+    def __repr__(self) -> str:
+        return f"<PrometheusSink: {len(self._latest)} ranks, {self._refused} reports refused>"
+
+
+# Metrics of schedulers in other processes for Prometheus: read where they wrote them, when somebody scrapes.
+
+class ReportBoard(Protocol):
+    """Where the newest report of each rank can be read; ``ShmMetricsBoard`` is one. Scrapes may ask at once."""
+
+    def read(self) -> Mapping[int, SchedulerStats]:
+        """Return rank -> newest report. Never raises."""
+        ...
+
+    @property
+    def unread(self) -> int:
+        """Reads of single ranks so far that found no report where one should be."""
+        ...
+
+
+class PrometheusBoard(Collector):
+    """The collector of the process that serves ``/metrics`` for schedulers in processes of their own.
+
+    It exposes what a ``PrometheusSink`` would that was given each rank's last report, under the same names and
+    labels. A rank that stopped, or whose page cannot be read, keeps its last values, and ``load_age_seconds`` says
+    how old they are; one of which nothing was ever read is not there. Beside these, ``metrics_pages_unread_total``
+    counts such reads.
+
+    Args:
+        registry: who exposes the metrics; never the global one by default.
+        board: read at each scrape.
+        prefix, model_name, vllm_names, clock: as for ``PrometheusSink``.
+
+    Raises:
+        ConfigError: the prefix cannot begin a metric's name, or the registry already has these metrics.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        board: ReportBoard,
+        prefix: str = SGLANG_PREFIX,
+        model_name: str = "",
+        vllm_names: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._registry = registry
+        self._board = board
+        self._families = ReportFamilies(
+            (RANKS_REFUSED, PAGES_UNREAD),
+            prefix=prefix,
+            model_name=model_name,
+            vllm_names=vllm_names,
+            clock=clock,
+        )
+        register(registry, self, prefix)
+
+    def describe(self) -> Iterator[MetricFamily]:
+        """Yield the metrics without samples, so that the registry can refuse a second sink of the same names."""
+        return self._families.describe()
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield the metrics of all ranks, read from the board now."""
+        # One report a label set, as in a sink: a name and labels that stand there twice would spoil the whole scrape.
+        by_labels = {stats.labels: stats for stats in self._board.read().values()}
+        # A board has room for every rank that it was made for, so none is ever refused.
+        return self._families.collect(by_labels.values(), {RANKS_REFUSED: 0, PAGES_UNREAD: self._board.unread})
+
+    def close(self) -> None:
+        """Leave the registry. Safe to call twice."""
+        unregister(self._registry, self)
+
+    def __repr__(self) -> str:
+        return f"<PrometheusBoard: {self._board!r}>"
+
+
+# The counters of outputs for Prometheus: read from streamers when somebody scrapes, so that no step pays for it.
+
+RankLabels: TypeAlias = tuple[tuple[str, str], ...]
+"""``ParallelState.metric_labels`` of a rank."""
+
+
+class RankOutputsSource(Protocol):
+    """Whoever knows the counters of one or more ranks; ``RankOutputs`` knows those of a rank in this process."""
+
+    def output_stats(self) -> Mapping[RankLabels, OutputStats]:
+        """Each reporting rank's newest counters, by its labels; called on the scraping thread."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RankOutputs:
+    """One rank's own streamer as a source; it is empty on a rank that does not report (``reports_metrics``).
+
+    Attributes:
+        parallel: decides whether this rank reports, and gives the labels.
+        outputs: usually the ``OutputStreamer``, whose ``stats`` may be read from another thread.
+    """
+
+    parallel: ParallelState
+    outputs: OutputStatsSource
+
+    def output_stats(self) -> Mapping[RankLabels, OutputStats]:
+        """Return this rank's counters of this moment."""
+        if not self.parallel.reports_metrics:
+            return {}
+        return {self.parallel.metric_labels: self.outputs.stats()}
+
+
+class OutputCollector(Collector):
+    """Exposes the outputs of every rank of ``source`` in ``registry``, which asks at each scrape.
+
+    Args:
+        registry: who exposes the metrics; usually the ``PrometheusSink``'s.
+        source: whose outputs they are.
+        prefix: of every name; the ``PrometheusSink``'s, for one dashboard draws both.
+        model_name: value of the ``model_name`` label; without one there is no such label.
+
+    Raises:
+        ConfigError: the prefix cannot begin a metric's name, or the registry has these metrics already.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        source: RankOutputsSource,
+        *,
+        prefix: str = SGLANG_PREFIX,
+        model_name: str = "",
+    ) -> None:
+        check_prefix(prefix)
+        self._registry = registry
+        self._source = source
+        self._prefix = prefix
+        self._model_label = model_label(model_name)
+        register(registry, self, prefix)
+
+    def describe(self) -> Iterator[MetricFamily]:
+        """Yield the metrics without samples, so that the registry can refuse a second collector."""
+        for metric in OUTPUT_METRICS:
+            yield new_family(metric, self._prefix + metric.name)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield the metrics of all ranks."""
+        # A list is taken at once, so a rank that reports for the first time does not break the loop.
+        ranks = [
+            ({**self._model_label, **dict(labels)}, stats)
+            for labels, stats in list(self._source.output_stats().items())
+        ]
+        for metric, family in zip(OUTPUT_METRICS, self.describe(), strict=True):
+            for labels, stats in ranks:
+                family.add_sample(self._prefix + metric.name, labels, float(getattr(stats, metric.path)))
+            yield family
+
+    def close(self) -> None:
+        """Leave the registry. Safe to call twice."""
+        unregister(self._registry, self)

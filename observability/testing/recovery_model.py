@@ -1,0 +1,433 @@
+"""A publisher's cores without sockets, clock or thread, and the truth about what it published.
+
+The truth is a naive fold, kept beside the stream for every number of every life.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from observability.kv_stream.view import Tier
+from scheduler_components.kv_events.codec import BatchEncoder
+from scheduler_components.kv_events.stream import EventStream
+from scheduler_components.events import AllBlocksCleared
+from scheduler_components.events import BlockRemoved
+from scheduler_components.events import BlockStored
+from scheduler_components.events import KVCacheEvent
+from scheduler_components.events import KVEventBatch
+from scheduler_components.kv_events.stream import collapse
+from scheduler_components.kv_events.replay import ReplayCursors
+from collections import deque
+from dataclasses import dataclass
+from dataclasses import field
+from observability.kv_stream.follower import BatchApplier
+from observability.kv_stream.cursor import StreamCursor
+from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.follower import StreamFollower
+from observability.kv_stream.instructions import AskReplay
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.follower import NullListener
+from observability.kv_stream.view import BlockView
+from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components.kv_events.replay import END_SEQ
+from scheduler_components.kv_events.replay import plain_request
+from typing import Any
+from typing import TypeAlias
+
+__all__ = [
+    "Frame",
+    "ModelPublisher",
+    "State",
+    "POLICY",
+    "Connection",
+    "ModelSubscriber",
+    "FaultyWorld",
+    "Story",
+]
+
+MAX_PENDING = 2
+"""Batches that may wait; more collapse into one."""
+
+Frame = tuple[int, bytes]
+"""Number and payload of a live batch."""
+
+State = frozenset[tuple[int, Tier]]
+_NO_BLOCKS: State = frozenset()
+
+
+class ModelPublisher:
+    """Stream and replay cursors as the ZMQ edge uses them; what waits beyond ``MAX_PENDING`` collapses."""
+
+    def __init__(self, *, window: int, seq_base: str) -> None:
+        self.window, self.seq_base = window, seq_base
+        self.encoder = BatchEncoder("array")
+        self.life = -1
+        self.states: dict[tuple[int, int], State] = {}
+        self.num_published = 0
+        self.begin_life()
+
+    def begin_life(self) -> list[Frame]:
+        """Start, or start again with nothing; returns the live frames of the beginning."""
+        self.life += 1
+        first = 0 if self.seq_base == "zero" else 10_000 * self.life
+        self.stream = EventStream(
+            epoch=bytes([self.life + 1]) * 16, max_steps=self.window, max_bytes=10**6, first_sequence=first
+        )
+        self.cursors = ReplayCursors(self.stream, encoder=self.encoder, rank=0)
+        self.is_poisoned = False
+        self.pending: list[KVEventBatch] = []
+        self.held = self.sent = _NO_BLOCKS
+        self.states[self.life, first - 1] = _NO_BLOCKS
+        if self.seq_base == "zero":
+            return []
+        self.publish(AllBlocksCleared())
+        return self.send_pending()
+
+    def publish(self, event: KVCacheEvent) -> None:
+        """Accept one batch of one event; ``held`` is the naive fold of all that was accepted."""
+        if isinstance(event, BlockStored):
+            self.held |= {(each, _tier_of(event)) for each in event.block_hashes}
+        elif isinstance(event, BlockRemoved):
+            self.held -= {(each, _tier_of(event)) for each in event.block_hashes}
+        else:
+            self.held = _NO_BLOCKS
+        self.num_published += 1
+        self.pending.append(KVEventBatch(float(self.num_published), (event,), 0))
+
+    def send_pending(self) -> list[Frame]:
+        """Number what is pending, collapsed when it is too much; returns the live frames."""
+        if len(self.pending) > MAX_PENDING:
+            merged = collapse(self.pending)
+            assert merged is not None
+            self.pending, self.sent = [], self.held
+            return [self.send(self.encoder.encode(merged, 0), self.held)]
+        frames = []
+        pending, held = self.pending, self.held
+        self.pending, self.held = [], self.sent
+        for batch in pending:
+            self.publish(batch.events[0])
+            frames.append(self.send(self.encoder.encode(batch, 0), self.held))
+        self.pending, self.held, self.sent = [], held, held
+        return frames
+
+    def send(self, payload: bytes, state: State) -> Frame:
+        """Number one payload, after which a reader holds ``state``."""
+        sequence = self.stream.append(payload)
+        self.fold()
+        self.states[self.life, sequence] = state
+        return sequence, payload
+
+    def fold(self) -> None:
+        """What a publisher does in each of its turns, whether it sends or answers."""
+        self.stream.fold_some()
+        if self.stream.is_held_up:
+            self.cursors.cut_pinned()
+
+    def send_poison(self) -> list[Frame]:
+        """A batch with one event that nobody can read, which therefore changes nothing."""
+        frames = self.send_pending()
+        self.is_poisoned = True
+        self.num_published += 1
+        payload = msgspec.msgpack.encode((float(self.num_published), [["BlockMoved", [1, 2]]], 0))
+        return [*frames, self.send(payload, self.held)]
+
+
+def _tier_of(event: BlockStored | BlockRemoved) -> Tier:
+    return Tier.DEVICE if event.medium is None else Tier.HOST
+
+
+# A subscriber's cores at the end of a faulty network, without sockets, clock or thread.
+
+POLICY = FollowPolicy(answer_timeout_s=1.0, retry_min_s=0.1, retry_max_s=0.5, probe_interval_s=2.0, dead_after_s=5.0)
+
+
+@dataclass
+class Connection:
+    """A live connection: the life at its other end when it came about, and the frames under way, each of a life."""
+
+    life: int
+    frames: deque[tuple[int, int, bytes]] = field(default_factory=deque)
+    is_broken: bool = False
+    was_restarted: bool = False
+
+
+class ModelSubscriber:
+    """A follower, its view, its live connection and the one question that it has under way."""
+
+    def __init__(self, publisher: ModelPublisher, name: str, *, has_extension: bool, cursor: StreamCursor) -> None:
+        self.publisher, self.name, self.has_extension = publisher, name, has_extension
+        self.view = BlockView()
+        self.follower = StreamFollower(
+            cursor=cursor,
+            applier=BatchApplier(
+                rank=0, view=self.view, decoder=BatchDecoder(), listener=NullListener(), wall_clock=lambda: 0.0
+            ),
+            channel=self,
+            policy=POLICY,
+            jitter=lambda: 0.0,
+        )
+        self.connection: Connection | None = None
+        self.question: AskReplay | None = None
+        self.client: bytes | None = None
+        self.answering_life = -1
+        self.proved_life = -1
+        self.is_spliced = False
+        self.late: list[tuple[int, int, bytes]] = []
+        self.follower.begin(0.0)
+
+    # --- the replay channel ---
+
+    def ask(self, question: AskReplay) -> None:
+        self.drop()
+        self.question = question
+
+    def drop(self) -> None:
+        """The connection of a question ends with it; what it still brings is late."""
+        if self.question is not None and self.client in self.publisher.cursors.clients:
+            message = self.publisher.cursors.message(self.client)
+            if message is not None:
+                self.late.append((self.question.ask, int.from_bytes(message[-2], "big", signed=True), message[-1]))
+            self.publisher.cursors.drop(self.client)
+        self.question = self.client = None
+
+    @property
+    def is_cut_off(self) -> bool:
+        """A plain subscriber's network takes both its connections or none; an extended one's may take either."""
+        return not self.has_extension and (self.connection is None or self.connection.is_broken)
+
+    def serve(self, count: int, fault: str, now_s: float) -> None:
+        """Take some messages of the open answer; a question reaches the publisher when its answer is first wanted."""
+        for _ in range(count):
+            question = self.question
+            if question is None or self.is_cut_off:
+                return
+            if self.client is None:
+                if fault == "lose":
+                    self.client = b"lost"  # the question itself
+                    return
+                self.client = f"{self.name}{question.ask}".encode()
+                self.answering_life = self.publisher.life
+                is_read = self.has_extension or question.verb is None
+                self.publisher.cursors.ask(
+                    [self.client, b"", question.request.encode() if is_read else plain_request(2**63)]
+                )
+            self.publisher.fold()
+            if self.client not in self.publisher.cursors.clients:
+                return  # the publisher of that answer is gone, or a message was lost
+            if fault == "cut":
+                self.publisher.cursors.cut_short()
+            self.take(question, self.client, fault, now_s)
+
+    def take(self, question: AskReplay, client: bytes, fault: str, now_s: float) -> None:
+        message = self.publisher.cursors.message(client)
+        self.publisher.cursors.sent(client)
+        if message is None or fault == "lose":
+            return
+        sequence, payload = int.from_bytes(message[-2], "big", signed=True), message[-1]
+        if fault == "garble" and message[-2] == END_SEQ:
+            payload = b"junk"
+        for _ in range(2 if fault == "repeat" else 1):
+            self.receive(question.ask, sequence, payload, now_s)
+
+    def receive(self, ask: int, sequence: int, payload: bytes, now_s: float) -> None:
+        verified = self.follower.cursor.counters.verified
+        if sequence == int.from_bytes(END_SEQ, "big", signed=True):
+            self.follower.answer_marked(ask, payload, now_s)
+        else:
+            self.follower.answered(ask, sequence, payload, now_s)
+        if self.follower.cursor.counters.verified > verified:
+            self.proved_life = self.answering_life
+            self.is_spliced = False
+
+    def receive_late(self, now_s: float) -> None:
+        while self.late:
+            self.receive(*self.late.pop(), now_s)
+
+    # --- the live channel ---
+
+    def connect(self, now_s: float) -> None:
+        if self.connection is None:
+            self.connection = Connection(self.publisher.life)
+            self.follower.connected(now_s)
+
+    def disconnect(self, now_s: float) -> None:
+        if self.connection is not None:
+            self.connection = None
+            self.follower.disconnected(now_s)
+
+    def deliver(self, count: int, fault: str, now_s: float) -> None:
+        """Hand over live frames; without a fault they stay in the socket while nobody listens."""
+        frames = self.connection.frames if self.connection is not None else deque()
+        for _ in range(min(count, len(frames))):
+            if fault == "none" and not self.follower.cursor.listening:
+                return
+            if fault == "reorder" and len(frames) > 1:
+                frames[0], frames[1] = frames[1], frames[0]
+            frame = frames.popleft()
+            if fault == "repeat":
+                frames.appendleft(frame)
+            if fault != "lose":
+                life, sequence, payload = frame
+                self.is_spliced = self.is_spliced or life != self.proved_life
+                self.follower.live(sequence, payload, now_s)
+
+    # --- what it believes ---
+
+    @property
+    def state(self) -> StreamState:
+        return self.follower.cursor.state
+
+    @property
+    def blocks(self) -> State:
+        return frozenset((each, tier) for tier in Tier for each in self.view.blocks(0, tier))
+
+    def check(self) -> None:
+        """LIVE is not said of a wrong view.
+
+        Unless a frame of another life came on its connection, behind a proxy: then for no longer than to the next
+        proof. A publisher without the extension gives no proof: its proxies must hang up.
+        """
+        is_extended = self.follower.cursor.is_extended
+        if self.state is not StreamState.LIVE or self.connection is None:
+            return
+        if self.is_spliced if is_extended else self.connection.was_restarted:
+            return
+        assert self.publisher.life or not self.follower.cursor.counters.splices, "an honest publisher is distrusted"
+        life = self.proved_life if is_extended else self.connection.life
+        last = self.follower.cursor.last_seq
+        assert self.blocks == self.publisher.states[life, last], f"{self.name} is live at {last} and wrong"
+
+
+# One publisher, several subscribers and a network that loses, repeats, reorders, cuts and delays.
+#
+# Everything that happens is a step by name, so that Hypothesis can shrink a story and a person can read it.
+
+HEAL_S = 2 * POLICY.probe_interval_s + POLICY.answer_timeout_s + POLICY.retry_max_s
+"""Two probe intervals plus the sync, with a question that was lost and the pause after it before."""
+
+Story: TypeAlias = list[tuple[Any, ...]]
+"""Steps: a method's name and its arguments."""
+
+
+class FaultyWorld:
+    """One publisher, subscribers that it serves by the extension, and others that it does not.
+
+    Args:
+        window: batches that the publisher keeps one by one.
+        seq_base: of its lives, ``"zero"`` or ``"clock"``.
+        num_extended, num_plain: subscribers of either kind, numbered in this order.
+    """
+
+    def __init__(self, *, window: int = 4, seq_base: str = "zero", num_extended: int = 2, num_plain: int = 1) -> None:
+        self.now_s = 0.0
+        self.publisher = ModelPublisher(window=window, seq_base=seq_base)
+        self.subscribers = [
+            ModelSubscriber(
+                self.publisher,
+                f"subscriber {number} ",
+                has_extension=number < num_extended,
+                cursor=StreamCursor(has_replay=True),
+            )
+            for number in range(num_extended + num_plain)
+        ]
+
+    def tell(self, story: Story) -> None:
+        """All subscribers join, the story happens, and then everything is as it should be."""
+        self.play([("store", 0, 3, False), ("send",)])
+        for who in range(len(self.subscribers)):
+            self.play([("connect", who), *[("serve", who, 9, "none")] * 2])
+        self.play(story)
+        self.heal()
+        self.check_converged()
+
+    def play(self, story: Story) -> None:
+        """Carry out each step, and check after it."""
+        for name, *arguments in story:
+            getattr(self, name)(*arguments)
+            for each in self.subscribers:
+                each.check()
+
+    def chosen(self, who: int) -> ModelSubscriber:
+        return self.subscribers[who % len(self.subscribers)]
+
+    def spread(self, frames: list[Frame]) -> None:
+        for each in self.subscribers:
+            if each.connection is not None and not each.connection.is_broken:
+                each.connection.frames.extend((self.publisher.life, *frame) for frame in frames)
+
+    # --- steps ---
+
+    def store(self, block: int, count: int, on_host: bool) -> None:
+        hashes = tuple(range(block, block + count))
+        parent = block - 1 if block else None
+        self.publisher.publish(BlockStored(hashes, parent, hashes, 1, None, "CPU" if on_host else None))
+
+    def remove(self, block: int, count: int, on_host: bool) -> None:
+        self.publisher.publish(BlockRemoved(tuple(range(block, block + count)), "CPU" if on_host else None))
+
+    def clear(self) -> None:
+        self.publisher.publish(AllBlocksCleared())
+
+    def send(self) -> None:
+        self.spread(self.publisher.send_pending())
+
+    def poison(self) -> None:
+        self.spread(self.publisher.send_poison())
+
+    def connect(self, who: int) -> None:
+        self.chosen(who).connect(self.now_s)
+
+    def disconnect(self, who: int) -> None:
+        self.chosen(who).disconnect(self.now_s)
+
+    def deliver(self, who: int, count: int, fault: str) -> None:
+        self.chosen(who).deliver(count, fault, self.now_s)
+
+    def serve(self, who: int, count: int, fault: str) -> None:
+        self.chosen(who).serve(count, fault, self.now_s)
+
+    def deliver_late(self, who: int) -> None:
+        self.chosen(who).receive_late(self.now_s)
+
+    def wait(self, tenths: int) -> None:
+        until_s = self.now_s + tenths / 10
+        for each in self.subscribers:
+            while (due_s := each.follower.next_deadline_s) <= until_s:
+                each.follower.tick(max(due_s, self.now_s))
+        self.now_s = until_s
+
+    def restart(self, is_hidden: bool) -> None:
+        """The publisher's next life; ``is_hidden`` behind a proxy, which keeps up the connections of the extended."""
+        for each in self.subscribers:
+            if each.connection is not None:
+                stays = is_hidden and each.has_extension
+                each.connection.was_restarted |= stays
+                each.connection.is_broken |= not stays
+        self.spread(self.publisher.begin_life())
+
+    # --- the end ---
+
+    def heal(self) -> None:
+        """Faults stop; what is asked is answered and what is sent arrives, for as long as recovery may take."""
+        self.send()
+        for each in self.subscribers:
+            if each.connection is not None and each.connection.is_broken:
+                each.disconnect(self.now_s)
+            each.connect(self.now_s)
+        for _ in range(round(HEAL_S * 10)):
+            for each in self.subscribers:
+                for _ in range(3):
+                    each.serve(1_000, "none", self.now_s)
+                    each.deliver(1_000, "none", self.now_s)
+                each.check()
+            self.wait(1)
+
+    def check_converged(self) -> None:
+        """Every view is what was published, and says so."""
+        publisher = self.publisher
+        for each in self.subscribers:
+            assert each.blocks == publisher.held, f"{each.name} has not converged: {each.follower.cursor!r}"
+            assert each.follower.cursor.last_seq == publisher.stream.next_sequence - 1
+            if each.follower.cursor.is_extended:
+                assert each.proved_life == publisher.life
+            if not publisher.is_poisoned and (each.has_extension or len(publisher.stream)):
+                assert each.state is StreamState.LIVE  # a plain one cannot tell an empty stream from a silent one

@@ -1,0 +1,116 @@
+"""The KV-cache events: what a cache says about its blocks.
+
+One frozen family of values over tuples: once handed to a publisher, an event cannot change. The dialects
+(``array_dialect``, ``map_dialect``) lower it to the wire.
+Names and leading field order are those of ``sglang.srt.disaggregation.kv_events`` (SGLang 0.5.x), so that code
+written for that module finds them. ``extra_keys`` and ``group_idx`` follow in vLLM's order, then SGLang's
+``cache_salt`` and ``session_id``; an array reader that stops earlier skips them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+import msgspec
+
+__all__ = [
+    "MEDIUM_GPU",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "KVCacheEvent",
+    "KVEventBatch",
+]
+
+MEDIUM_GPU = "GPU"
+"""The device tier. ``medium=None`` means the same to every consumer."""
+
+BlockHash = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+BlockSize = Annotated[int, msgspec.Meta(gt=0)]
+
+
+def _freeze(struct: msgspec.Struct, *names: str) -> None:
+    """Lists given by a caller become tuples, so that a later append cannot reach the wire."""
+    for name in names:
+        value = getattr(struct, name)
+        if isinstance(value, list):
+            msgspec.structs.force_setattr(struct, name, tuple(value))
+
+
+class KVCacheEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):
+    """Base of all KV-cache events; the tag on the wire is the class's name."""
+
+
+class BlockStored(KVCacheEvent, frozen=True):
+    """Whole blocks of one prefix became usable on a medium.
+
+    Attributes:
+        block_hashes: one signed 64-bit hash a block, parents first.
+        parent_block_hash: hash of the block before the first one; None at the root of a prefix, never 0.
+        token_ids: ``len(block_hashes) * block_size`` token ids, each below 2**32.
+        block_size: tokens a block.
+        lora_id: adapter number, None for the base model.
+        medium: ``GPU`` (or None), ``CPU``, ``CPU_PINNED``, ``DISK``, ``EXTERNAL`` or ``STORAGE``.
+        lora_name: adapter name (vLLM).
+        extra_keys: what else went into the hashes, one entry a block (vLLM: multimodal hashes, salts).
+        group_idx: KV-cache group of a hybrid model (vLLM).
+        cache_salt: isolates tenants that share a prefix (SGLang).
+        session_id: the session that the blocks belong to (SGLang).
+    """
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None
+    token_ids: tuple[TokenId, ...]
+    block_size: BlockSize
+    lora_id: int | None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[str | int, ...] | None, ...] | None = None
+    group_idx: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+    def __post_init__(self) -> None:
+        # The common case first: this runs for every event on the scheduler's thread.
+        if type(self.block_hashes) is tuple and type(self.token_ids) is tuple and self.extra_keys is None:
+            return
+        _freeze(self, "block_hashes", "token_ids", "extra_keys")
+
+
+class BlockRemoved(KVCacheEvent, frozen=True):
+    """Blocks are no longer usable on a medium."""
+
+    block_hashes: tuple[BlockHash, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.block_hashes) is not tuple:
+            _freeze(self, "block_hashes")
+
+
+class AllBlocksCleared(KVCacheEvent, frozen=True):
+    """Every block of this rank is gone, on every medium."""
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Events of one scheduler step.
+
+    Attributes:
+        ts: wall-clock time of the step, seconds since the epoch; never None on the wire.
+        events: in the order in which they happened.
+        attn_dp_rank: the stream's index; None lets the publisher stamp its own.
+    """
+
+    ts: float
+    events: tuple[KVCacheEvent, ...]
+    attn_dp_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.events) is not tuple:
+            _freeze(self, "events")
+
+
+class KVEventBatch(EventBatch, frozen=True):
+    """A batch of KV-cache events; on the wire always the three elements ``[ts, events, rank]``."""

@@ -1,0 +1,440 @@
+"""Ballots: everything that ranks must agree on at one point, packed into one int64 vector for one MIN reduction.
+
+One operator is enough: MAX(v) is ``~MIN(~v)`` (``~`` reverses the order of int64 and cannot overflow), "all agree" is
+the MIN of 0 and 1, "any agrees" their MAX, and values are equal when their MIN is their MAX.
+
+A ballot's first block has a fixed length and begins with a header that every rank must share: operation and slots (as
+a digest), step, and call number. So ranks that come with different questions find out in the very collective that
+they share, at no cost, and only then may the rest of a long ballot follow: gloo ends a process whose peers come with
+a vector of another length (measured, torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+import msgspec
+from scheduler_components.values import MAX_OPERATION_BYTES
+from dataclasses import dataclass
+from dataclasses import field
+from scheduler_components.errors import SyncClosedError
+from scheduler_components.errors import SyncDivergenceError
+from scheduler_components.errors import SyncTimeoutError
+from scheduler_components.values import SyncCall
+from scheduler_components.values import places_of
+from scheduler_components.ports import SyncGroup
+from collections.abc import Iterable
+import attrs
+from scheduler_components.errors import ConfigError
+from scheduler_components.parallel_state import ParallelState
+from collections.abc import Mapping
+
+__all__ = [
+    "BLOCK_INTS",
+    "Ballot",
+    "Outcome",
+    "elementwise_min",
+    "SyncDomain",
+    "RankSets",
+    "domain_of",
+    "groups_in_order",
+    "world_rank_sets",
+    "InProcessSync",
+]
+
+BLOCK_INTS = 256
+"""Length of the first block, which every agreement reduces: 250 integers of slots and the header."""
+
+_HEADER_INTS = 6
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_ROOM_FOR_PADDING = [0] * BLOCK_INTS
+
+
+def elementwise_min(vectors: Sequence[Sequence[int]]) -> list[int]:
+    """Return the minimum at each place of vectors of one length."""
+    return [min(column) for column in zip(*vectors, strict=True)]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What all ranks agreed on: the same value on each of them.
+
+    Attributes:
+        numbers: results of ``min`` and ``max`` slots by name.
+        verdicts: results of ``all``, ``any`` and ``equal`` slots by name.
+    """
+
+    numbers: dict[str, int]
+    verdicts: dict[str, bool]
+
+
+class Ballot:
+    """What one rank brings to one agreement. Every rank fills the same slots, in the same order.
+
+    Args:
+        operation: what the agreement is for, at most 64 bytes; shown in every error.
+        step: the caller's step; ranks at different steps part here.
+
+    Raises:
+        ValueError: the name is too long, a slot is named twice, or a value is not an int64.
+    """
+
+    __slots__ = ("_kinds", "_values", "operation", "step")
+
+    def __init__(self, operation: str, *, step: int) -> None:
+        if not 0 < len(operation.encode()) <= MAX_OPERATION_BYTES:
+            raise ValueError(f"operation {operation!r} is not 1 to {MAX_OPERATION_BYTES} bytes long")
+        self.operation = operation
+        self.step = step
+        self._kinds: dict[str, str] = {}
+        self._values: list[int] = []
+
+    def min(self, name: str, value: int) -> None:
+        """Ask for the smallest value of all ranks."""
+        self._add("min", name, value)
+
+    def max(self, name: str, value: int) -> None:
+        """Ask for the largest value of all ranks."""
+        self._add("max", name, value)
+
+    def all(self, name: str, agrees: bool) -> None:
+        """Ask whether every rank agrees."""
+        self._add("all", name, int(agrees))
+
+    def any(self, name: str, agrees: bool) -> None:
+        """Ask whether at least one rank agrees."""
+        self._add("any", name, int(agrees))
+
+    def equal(self, name: str, value: int) -> None:
+        """Ask whether all ranks have the same value, for example a digest."""
+        self._add("equal", name, value)
+
+    def __len__(self) -> int:
+        """Number of slots."""
+        return len(self._values)
+
+    def pack(self, call_number: int) -> list[int]:
+        """Return the vector to reduce: at least ``BLOCK_INTS`` long, and as long on every rank that has these slots."""
+        packed: list[int] = []
+        for value in (self._layout_digest(), self.step, call_number):
+            packed += (value, ~value)
+        for kind, value in zip(self._kinds.values(), self._values, strict=True):
+            if kind == "equal":
+                packed += (value, ~value)
+            else:
+                packed.append(~value if kind in ("max", "any") else value)
+        return packed + _ROOM_FOR_PADDING[len(packed) :]
+
+    @staticmethod
+    def header_agrees(reduced: Sequence[int]) -> bool:
+        """Say whether all ranks came with the same operation, slots, step and call number."""
+        return all(reduced[at] == ~reduced[at + 1] for at in range(0, _HEADER_INTS, 2))
+
+    def open(self, reduced: Sequence[int]) -> Outcome:
+        """Read the reduced vector; ask ``header_agrees`` first."""
+        numbers: dict[str, int] = {}
+        verdicts: dict[str, bool] = {}
+        at = _HEADER_INTS
+        for name, kind in self._kinds.items():
+            least = reduced[at]
+            at += 1
+            if kind == "min":
+                numbers[name] = least
+            elif kind == "max":
+                numbers[name] = ~least
+            elif kind == "all":
+                verdicts[name] = bool(least)
+            elif kind == "any":
+                verdicts[name] = bool(~least)
+            else:
+                verdicts[name] = least == ~reduced[at]
+                at += 1
+        return Outcome(numbers, verdicts)
+
+    def _add(self, kind: str, name: str, value: int) -> None:
+        if name in self._kinds:
+            raise ValueError(f"{self.operation!r} has two slots named {name!r}")
+        if not _INT64_MIN <= value <= _INT64_MAX:
+            raise ValueError(f"{self.operation!r}: {name}={value} is not a signed 64-bit integer")
+        self._kinds[name] = kind
+        self._values.append(value)
+
+    def _layout_digest(self) -> int:
+        slots = "\0".join(f"{kind}:{name}" for name, kind in self._kinds.items())
+        digest = blake2b(f"{self.operation}\0{slots}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big", signed=True)
+
+
+# SyncDomain: the agreement of all attention-CP x attention-TP ranks of a replica.
+#
+# Every rank makes the same calls in the same order, always: no rank-local condition stands in front of a collective.
+# What a rank cannot do is a vote of no, or a 0 for a MIN; never an absence.
+
+@dataclass(slots=True, kw_only=True)
+class SyncDomain:
+    """One rank's end of the agreement of a replica; used by one thread, with groups of its own.
+
+    The checker is part of every agreement (see ``ballot``), so it is never off: ranks that come with another operation,
+    other slots, another step or another count raise ``SyncDivergenceError`` on all of them, naming what each one
+    asked. After any error the domain is broken and raises the same again: ranks that failed once are not in step.
+
+    Attributes:
+        rank: this process's global rank.
+        groups: reduced over in order, each with more than one rank; none for a replica of one rank.
+        num_calls: agreements so far.
+        num_collectives: reductions so far, over all groups: ``len(groups)`` an agreement while ballots fit one block.
+    """
+
+    rank: int = 0
+    groups: tuple[SyncGroup, ...] = ()
+    num_calls: int = field(default=0, init=False)
+    num_collectives: int = field(default=0, init=False)
+    _failure: SyncTimeoutError | SyncDivergenceError | SyncClosedError | None = field(default=None, init=False)
+
+    def agree(self, ballot: Ballot) -> Outcome:
+        """Bring this rank's ballot and return what all ranks agreed on.
+
+        Raises:
+            SyncTimeoutError: ranks did not come in time.
+            SyncDivergenceError: ranks came with different questions.
+            SyncClosedError: the domain has been closed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        call = SyncCall(self.rank, self.num_calls, ballot.step, ballot.operation)
+        self.num_calls += 1
+        packed = ballot.pack(call.number)
+        try:
+            reduced = self._reduce(packed[:BLOCK_INTS], call)
+            if not ballot.header_agrees(reduced):
+                # The reduced header is the same on all ranks, so all of them come here.
+                raise self._divergence(call)
+            if len(packed) > BLOCK_INTS:
+                reduced += self._reduce(packed[BLOCK_INTS:], call)
+        except (SyncTimeoutError, SyncDivergenceError) as error:
+            self._failure = error
+            raise
+        return ballot.open(reduced)
+
+    def min(self, operation: str, value: int, *, step: int) -> int:
+        """Return the smallest value of all ranks."""
+        ballot = Ballot(operation, step=step)
+        ballot.min("value", value)
+        return self.agree(ballot).numbers["value"]
+
+    def max(self, operation: str, value: int, *, step: int) -> int:
+        """Return the largest value of all ranks."""
+        ballot = Ballot(operation, step=step)
+        ballot.max("value", value)
+        return self.agree(ballot).numbers["value"]
+
+    def vote_all(self, operation: str, agrees: bool, *, step: int) -> bool:
+        """Return whether every rank agrees."""
+        ballot = Ballot(operation, step=step)
+        ballot.all("vote", agrees)
+        return self.agree(ballot).verdicts["vote"]
+
+    def vote_any(self, operation: str, agrees: bool, *, step: int) -> bool:
+        """Return whether at least one rank agrees."""
+        ballot = Ballot(operation, step=step)
+        ballot.any("vote", agrees)
+        return self.agree(ballot).verdicts["vote"]
+
+    def equal(self, operation: str, value: int, *, step: int) -> bool:
+        """Return whether all ranks have the same value."""
+        ballot = Ballot(operation, step=step)
+        ballot.equal("value", value)
+        return self.agree(ballot).verdicts["value"]
+
+    def barrier(self, operation: str, *, step: int) -> None:
+        """Return when all ranks have come."""
+        self.agree(Ballot(operation, step=step))
+
+    def close(self) -> None:
+        """Let go of the groups; agreements raise from now on. Safe to call twice."""
+        self._failure = SyncClosedError("the sync domain is closed")
+        for group in self.groups:
+            group.close()
+
+    def _reduce(self, values: list[int], call: SyncCall) -> list[int]:
+        for group in self.groups:
+            values = group.all_reduce_min(values, call)
+            self.num_collectives += 1
+        return values
+
+    def _divergence(self, call: SyncCall) -> SyncDivergenceError:
+        records = call.to_ints()
+        for group in self.groups:
+            records = group.all_gather(records, call)
+        return SyncDivergenceError(call.number, places_of(SyncCall.many_from_ints(records)))
+
+
+# Which ranks agree with which: attention-CP, then attention-TP, or TP where an engine has neither.
+
+def _as_ranks(ranks: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if ranks is None else tuple(ranks)
+
+
+@attrs.frozen(kw_only=True)
+class RankSets:
+    """The groups that one rank is in, as global ranks; None for a group that the engine does not have.
+
+    A group of one and a missing group differ: an engine whose attention groups have one rank each (DP attention)
+    agrees with nobody, and must not fall back to a TP group that spans other replicas.
+
+    Raises:
+        ConfigError: a set names a rank twice, or leaves out ``rank``.
+    """
+
+    rank: int
+    attn_cp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
+    attn_tp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
+    tp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("attn_cp", "attn_tp", "tp"):
+            ranks = getattr(self, name)
+            if ranks is not None and (self.rank not in ranks or len(set(ranks)) != len(ranks)):
+                raise ConfigError(
+                    name,
+                    ranks,
+                    f"is not a set of ranks with rank {self.rank} in it",
+                    "give each member once, or None for a group that does not exist",
+                )
+
+    @property
+    def hops(self) -> tuple[tuple[int, ...], ...]:
+        """Groups to reduce over, in order: those of one rank are skipped, equal sets are taken once.
+
+        MIN over the attention-CP group and then over the attention-TP group is MIN over the whole grid of them.
+        """
+        given = [ranks for ranks in (self.attn_cp, self.attn_tp) if ranks is not None]
+        if not given and self.tp is not None:
+            given = [self.tp]
+        return tuple(dict.fromkeys(tuple(sorted(ranks)) for ranks in given if len(ranks) > 1))
+
+
+def world_rank_sets(parallel: ParallelState) -> tuple[RankSets, ...]:
+    """Return the rank sets of every process of the engine's world, by global rank.
+
+    The global rank is ``pp_rank * tp_size + tp_rank``, the order that ``ParallelState.from_torchrun`` reads. Pipeline
+    stages hold different layers and do not agree with each other here.
+    """
+    world: list[RankSets] = []
+    for stage in range(parallel.pp_size):
+        peers = [
+            ParallelState.from_tp_rank(
+                tp_rank,
+                tp_size=parallel.tp_size,
+                attn_dp_size=parallel.attn_dp_size,
+                attn_cp_size=parallel.attn_cp_size,
+            )
+            for tp_rank in range(parallel.tp_size)
+        ]
+        first = stage * parallel.tp_size
+        world += [_rank_sets_of(me, peers, first) for me in peers]
+    return tuple(world)
+
+
+def _rank_sets_of(me: ParallelState, peers: Sequence[ParallelState], first: int) -> RankSets:
+    replica = [peer for peer in peers if peer.attn_dp_rank == me.attn_dp_rank]
+    return RankSets(
+        rank=first + me.tp_rank,
+        attn_cp=[first + peer.tp_rank for peer in replica if peer.attn_tp_rank == me.attn_tp_rank],
+        attn_tp=[first + peer.tp_rank for peer in replica if peer.attn_cp_rank == me.attn_cp_rank],
+        tp=[first + peer.tp_rank for peer in peers],
+    )
+
+
+def domain_of(rank: int, world: Sequence[RankSets]) -> tuple[int, ...]:
+    """Return every rank that ``rank`` agrees with through any number of hops, itself included, sorted."""
+    hops_of = {sets.rank: sets.hops for sets in world}
+    domain, waiting = {rank}, [rank]
+    while waiting:
+        reached = {peer for hop in hops_of[waiting.pop()] for peer in hop} - domain
+        domain |= reached
+        waiting += reached
+    return tuple(sorted(domain))
+
+
+def groups_in_order(world: Sequence[RankSets]) -> tuple[tuple[int, ...], ...]:
+    """Return every group of the world once, in an order that all ranks share: hop by hop, then by first rank.
+
+    Whatever makes groups collectively makes them in this order, whether or not the caller is a member.
+    """
+    most_hops = max((len(sets.hops) for sets in world), default=0)
+    ordered: dict[tuple[int, ...], None] = {}
+    for at in range(most_hops):
+        ordered |= dict.fromkeys(sorted({sets.hops[at] for sets in world if len(sets.hops) > at}))
+    return tuple(ordered)
+
+
+# InProcessSync: the agreement of N simulated ranks inside one thread.
+
+class InProcessSync:
+    """Agreement of N ranks inside one thread, for state machines that give out ballots and take outcomes.
+
+    The caller collects every rank's ballot of the step and hands each rank its outcome: deterministic, no waiting. Hops
+    are data, so a simulation may leave some out and show what comes of that.
+
+    Args:
+        hops: rank -> its groups in order, as ``RankSets.hops`` gives them.
+
+    Raises:
+        ConfigError: members of a group do not have that group at the same hop.
+    """
+
+    __slots__ = ("_hops", "_num_calls", "num_collectives")
+
+    def __init__(self, hops: Mapping[int, Sequence[tuple[int, ...]]]) -> None:
+        for rank, groups in hops.items():
+            for at, group in enumerate(groups):
+                for peer in group:
+                    if peer not in hops or len(hops[peer]) <= at or tuple(hops[peer][at]) != tuple(group):
+                        raise ConfigError(
+                            "hops",
+                            group,
+                            f"is hop {at} of rank {rank} but not of rank {peer}",
+                            "give every member the same groups in the same order",
+                        )
+        self._hops = {rank: tuple(hops[rank]) for rank in sorted(hops)}
+        self._num_calls = 0
+        self.num_collectives = 0
+
+    def agree(self, ballots: Mapping[int, Ballot]) -> dict[int, Outcome]:
+        """Reduce all ranks' ballots and return each rank's outcome.
+
+        Raises:
+            SyncTimeoutError: a rank has no ballot: it is the missing one.
+            SyncDivergenceError: ranks of one group brought different questions.
+        """
+        number = self._num_calls
+        self._num_calls += 1
+        calls = {rank: SyncCall(rank, number, ballot.step, ballot.operation) for rank, ballot in ballots.items()}
+        missing = tuple(rank for rank in self._hops if rank not in ballots)
+        if missing:
+            operation, step = next(((call.operation, call.step) for call in calls.values()), ("nothing", -1))
+            raise SyncTimeoutError(operation, step, missing, 0.0)
+        vectors = {rank: ballots[rank].pack(number) for rank in self._hops}
+        for at in range(max((len(groups) for groups in self._hops.values()), default=0)):
+            vectors = self._reduce_hop(at, vectors, calls)
+            self.num_collectives += 1
+        return {rank: ballots[rank].open(vectors[rank]) for rank in self._hops}
+
+    def _reduce_hop(
+        self, at: int, vectors: Mapping[int, list[int]], calls: Mapping[int, SyncCall]
+    ) -> dict[int, list[int]]:
+        reduced: dict[int, list[int]] = {}
+        for rank, groups in self._hops.items():
+            if rank in reduced:
+                continue
+            if at >= len(groups):
+                reduced[rank] = vectors[rank]
+                continue
+            # Ballots of different lengths part in the header, which stands in the part that they share.
+            shared = min(len(vectors[peer]) for peer in groups[at])
+            result = elementwise_min([vectors[peer][:shared] for peer in groups[at]])
+            if not Ballot.header_agrees(result):
+                places = places_of(calls[peer] for peer in groups[at])
+                raise SyncDivergenceError(calls[rank].number, places)
+            reduced |= dict.fromkeys(groups[at], result)
+        return reduced

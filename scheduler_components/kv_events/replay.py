@@ -1,0 +1,411 @@
+"""The words of a replay conversation: requests of 8 bytes and of 37, answers, and their META.
+
+Plain (SGLang, vLLM): ``[b"", start]`` asks for everything from ``start``; every answer ends with the end marker, a
+message whose sequence is -1.
+
+Extended (this kit): ``start 8 + "KVX1" + verb 1 + token 8 + epoch 16``. A publisher without the extension reads it
+as one huge number and answers a bare end marker: that is the capability probe, and it is harmless. Extended answers
+carry a msgpack META in the payload of messages whose sequence is -1.
+"""
+
+from __future__ import annotations
+
+import enum
+import msgspec
+from scheduler_components.errors import DecodeError
+from scheduler_components.kv_events.stream import CHAIN_BYTES
+from scheduler_components.kv_events.stream import EPOCH_BYTES
+from collections import OrderedDict
+from collections.abc import Generator
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from scheduler_components.errors import ConfigError
+from scheduler_components.kv_events.stream import Segment
+from scheduler_components.kv_events.codec import BatchEncoder
+from scheduler_components.kv_events.stream import EventStream
+
+__all__ = [
+    "END_SEQ",
+    "REPLAY_FRAMINGS",
+    "Kind",
+    "Meta",
+    "Request",
+    "Verb",
+    "plain_request",
+    "ReplayCursors",
+]
+
+END_SEQ = (-1).to_bytes(8, "big", signed=True)
+REPLAY_FRAMINGS = ("seed", "topic")
+MAGIC = b"KVX1"
+TOKEN_BYTES = 8
+_PLAIN_BYTES = 8
+_EXTENDED_BYTES = 37
+_U64 = 1 << 64
+
+
+class Verb(enum.IntEnum):
+    """What an extended request asks for."""
+
+    STATUS = 1
+    """Where the stream stands: one META."""
+    SYNC = 2
+    """Everything from ``start`` if epoch and window allow, else a snapshot."""
+    SNAPSHOT = 3
+    """The base and the window, whatever the client has."""
+
+
+class Kind(enum.StrEnum):
+    """What a META says."""
+
+    STATUS = "status"
+    BEGIN = "begin"
+    END = "end"
+
+
+class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A publisher's word about its stream, in answer to an extended request.
+
+    Attributes:
+        token: the request's token: an answer to another question is not taken for this one.
+        epoch: the publisher's life.
+        first: oldest number that its window holds; what is older is in the base.
+        next: the number that its next batch will get.
+        kind: ``begin`` opens a snapshot (``snap`` true: its chunks follow, numbered 0 and up) or a run of batches
+            (``snap`` false: they follow from ``start``); ``end`` closes the answer.
+        snap: see ``kind``.
+        start: the number that the digest stands before.
+        chain: the digest of everything below ``start``.
+        chunks: how many chunks of the base went before; said where batches begin after a snapshot, None elsewhere.
+    """
+
+    token: bytes
+    epoch: bytes
+    first: int
+    next: int
+    kind: Kind
+    snap: bool
+    start: int
+    chain: bytes
+    chunks: int | None = None
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Meta:
+        """Read a META from a peer.
+
+        Raises:
+            DecodeError: not one, or its numbers contradict each other.
+        """
+        try:
+            meta = _decode_meta(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise DecodeError(f"META: {error}") from error
+        if len(meta.token) != TOKEN_BYTES or len(meta.epoch) != EPOCH_BYTES or len(meta.chain) != CHAIN_BYTES:
+            raise DecodeError("META: token, epoch or chain has a wrong length")
+        if not 0 <= meta.first <= meta.start <= meta.next < _U64 // 2:
+            raise DecodeError(f"META: first {meta.first}, start {meta.start}, next {meta.next} are not in order")
+        return meta
+
+
+_decode_meta = msgspec.msgpack.Decoder(Meta).decode
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A parsed replay request; ``verb`` is None for a plain one."""
+
+    start: int
+    verb: Verb | None = None
+    token: bytes = bytes(TOKEN_BYTES)
+    epoch: bytes = bytes(EPOCH_BYTES)
+
+    def encode(self) -> bytes:
+        """The frame that follows the empty delimiter."""
+        if self.verb is None:
+            return plain_request(self.start)
+        return plain_request(self.start) + MAGIC + bytes([self.verb]) + self.token + self.epoch
+
+    @classmethod
+    def parse(cls, frame: bytes) -> Request:
+        """Read a request from a client.
+
+        Raises:
+            DecodeError: a wrong length, an unknown magic or an unknown verb.
+        """
+        if len(frame) == _PLAIN_BYTES:
+            return cls(int.from_bytes(frame, "big"))
+        if len(frame) != _EXTENDED_BYTES or frame[8:12] != MAGIC:
+            raise DecodeError(f"a replay request of {len(frame)} bytes")
+        try:
+            verb = Verb(frame[12])
+        except ValueError as error:
+            raise DecodeError(f"unknown replay verb {frame[12]}") from error
+        return cls(int.from_bytes(frame[:8], "big"), verb, frame[13:21], frame[21:37])
+
+
+def plain_request(start: int) -> bytes:
+    """The frame that asks any publisher for everything from ``start``."""
+    return start.to_bytes(_PLAIN_BYTES, "big")
+
+
+# Answers to replay requests without sockets: one cursor a client, served in turns, each answer a generator.
+
+Numbered = tuple[bytes, bytes]
+"""Sequence and payload of one message of an answer."""
+
+Messages = Generator[Numbered | None, None, None]
+"""An answer's messages; None where preparing the next one goes on."""
+
+_END: Numbered = (END_SEQ, b"")
+
+
+def _numbered(sequence: int, payload: bytes) -> Numbered:
+    return sequence.to_bytes(8, "big"), payload
+
+
+def _bare_end() -> Messages:
+    yield _END
+
+
+class _Cursor:
+    """One client's answer: the message to send next (None while it is being prepared), and the rest of them."""
+
+    __slots__ = ("message", "messages")
+
+    def __init__(self, messages: Messages) -> None:
+        self.messages = messages
+        self.message = next(messages)
+
+
+class ReplayCursors:
+    """All open answers of one stream.
+
+    An answer covers what had been sent when it was asked for; later batches reach the client live. A plain client
+    whose start has left the window gets the folded base first, as ordinary batches numbered below the window, so
+    that it ends with the whole state.
+
+    Args:
+        stream: answered from.
+        encoder: of the stream's dialect, for parts of runs in the base.
+        rank: stamped on folded batches.
+        framing: ``"seed"`` (every measured consumer reads it) or ``"topic"`` (SGLang's and vLLM's of today).
+        topic: the topic frame of the ``topic`` framing.
+        max_clients: open answers at once; a request beyond them gets a bare end marker and is counted.
+
+    Attributes:
+        num_served, num_batches, num_refused, num_truncated: answers ended, batches in them, requests that were
+            malformed or over the limit, and answers cut before their end.
+
+    Raises:
+        ConfigError: unknown framing.
+    """
+
+    __slots__ = (
+        "_cursors",
+        "_encoder",
+        "_end_prefix",
+        "_max_clients",
+        "_pinning",
+        "_prefix",
+        "_rank",
+        "_stream",
+        "num_batches",
+        "num_refused",
+        "num_served",
+        "num_truncated",
+    )
+
+    def __init__(
+        self,
+        stream: EventStream,
+        *,
+        encoder: BatchEncoder,
+        rank: int,
+        framing: str = "seed",
+        topic: bytes = b"",
+        max_clients: int = 64,
+    ) -> None:
+        if framing not in REPLAY_FRAMINGS:
+            raise ConfigError("replay_framing", framing, "is not known", f"give one of {', '.join(REPLAY_FRAMINGS)}")
+        self._stream = stream
+        self._encoder = encoder
+        self._rank = rank
+        self._prefix: tuple[bytes, ...] = (b"", topic) if framing == "topic" else (b"",)
+        self._end_prefix: tuple[bytes, ...] = (b"", b"") if framing == "topic" else (b"",)
+        self._max_clients = max_clients
+        self._cursors: OrderedDict[bytes, _Cursor] = OrderedDict()
+        self._pinning: set[bytes] = set()
+        self.num_served = self.num_batches = self.num_refused = self.num_truncated = 0
+
+    def __len__(self) -> int:
+        return len(self._cursors)
+
+    @property
+    def clients(self) -> tuple[bytes, ...]:
+        """Clients with an unfinished answer, the longest waiting first."""
+        return tuple(self._cursors)
+
+    def ask(self, frames: Sequence[bytes]) -> None:
+        """Take one request as the ROUTER received it. Anything malformed is answered with a bare end marker.
+
+        A client that asks again before its answer is done starts over: its earlier answer would be stale.
+        """
+        client = frames[0]
+        self.drop(client)
+        try:
+            if len(frames) != 3 or frames[1]:
+                raise DecodeError(f"a replay request of {len(frames)} frames")
+            if len(self._cursors) >= self._max_clients:
+                raise DecodeError("too many replay clients")
+            request = Request.parse(frames[2])
+            messages = self._plain(client, request.start) if request.verb is None else self._extended(client, request)
+        except DecodeError:
+            self.num_refused += 1
+            messages = _bare_end()
+        self._cursors[client] = _Cursor(messages)
+
+    def _plain(self, client: bytes, start: int) -> Messages:
+        stream = self._stream
+        stop = stream.next_sequence
+        sequence = start if stream.has_folded else max(start, stream.first)
+        while sequence < stop:
+            if sequence < stream.first:
+                # Also when a slow client is overtaken by the window: the base it gets then makes up for the gap.
+                yield from self._folded(client, sequence)
+                sequence = stream.first
+                continue
+            yield _numbered(sequence, stream.payload(sequence))
+            sequence += 1
+        yield _END
+
+    def _folded(self, client: bytes, start: int) -> Messages:
+        """The base as batches numbered up to ``first - 1``, at most ``first - start`` of them."""
+        yield from self._caught_up()
+        with self._pinned(client):
+            first = self._stream.first
+            chunks: list[list[Segment[bytes]]] = []
+            for planned in self._stream.plan_base(max_chunks=first - start):
+                if planned is None:
+                    yield None
+                else:
+                    chunks = planned
+            start = first - len(chunks)
+            for number in range(start, first):
+                # Let go of one by one: to free a large plan at once would show in the scheduler's step.
+                yield _numbered(number, self._encode(chunks.pop(0), clear=number == start))
+
+    def _caught_up(self) -> Messages:
+        """Wait until what was held up by the last client is folded: to pin the base now would hold it up at once."""
+        while self._stream.is_behind and not self._stream.pins:
+            yield None
+
+    def _snapshot(self) -> Generator[Numbered | None, None, int]:
+        """The base as chunks numbered 0 and up; returns how many."""
+        num_chunks = 0
+        for planned in self._stream.plan_base():
+            if planned is None:
+                yield None
+                continue
+            num_chunks = len(planned)
+            for number in range(num_chunks):
+                yield _numbered(number, self._encode(planned.pop(0), clear=number == 0))
+        return num_chunks
+
+    def _encode(self, chunk: list[Segment[bytes]], *, clear: bool) -> bytes:
+        return self._stream.encode_chunk(chunk, self._encoder, self._rank, clear=clear)
+
+    @contextmanager
+    def _pinned(self, client: bytes) -> Iterator[None]:
+        """Keep the base as it is, and with it the window's start, while ``client`` gets it."""
+        self._stream.pins += 1
+        self._pinning.add(client)
+        try:
+            yield
+        finally:
+            self._stream.pins -= 1
+            self._pinning.discard(client)
+
+    def _extended(self, client: bytes, request: Request) -> Messages:
+        stream = self._stream
+        in_window = request.epoch == stream.epoch and stream.first <= request.start <= stream.next_sequence
+        start = request.start if in_window else stream.first
+        if request.verb is Verb.STATUS:
+            yield self._meta(request, Kind.STATUS, start)
+            return
+        gets_base = request.verb is Verb.SNAPSHOT or not in_window
+        if gets_base:
+            yield from self._caught_up()
+        # Made now: by the time that a slow client has taken the last batch, the window may have passed it.
+        stop = stream.next_sequence
+        end = self._meta(request, Kind.END, stop)
+        num_chunks = None
+        if gets_base:
+            with self._pinned(client):
+                start = stream.first
+                yield self._meta(request, Kind.BEGIN, start, snap=True)
+                num_chunks = yield from self._snapshot()
+        yield self._meta(request, Kind.BEGIN, start, chunks=num_chunks)
+        for sequence in range(start, stop):
+            if sequence < stream.first:
+                # Overtaken by the window: without the closing META the client knows that it must ask again.
+                self.num_truncated += 1
+                yield _END
+                return
+            yield _numbered(sequence, stream.payload(sequence))
+        yield end
+
+    def _meta(
+        self, request: Request, kind: Kind, start: int, *, snap: bool = False, chunks: int | None = None
+    ) -> Numbered:
+        stream = self._stream
+        chain = stream.chain_before(start)
+        meta = Meta(request.token, stream.epoch, stream.first, stream.next_sequence, kind, snap, start, chain, chunks)
+        return END_SEQ, meta.encode()
+
+    def message(self, client: bytes) -> tuple[bytes, ...] | None:
+        """The next message for ``client``, all frames, the same one until ``sent``; None while it is being prepared."""
+        message = self._cursors[client].message
+        if message is None:
+            return None
+        return (client, *(self._end_prefix if message[0] == END_SEQ else self._prefix), *message)
+
+    def sent(self, client: bytes) -> bool:
+        """Go on after the last message went out, or to prepare it further; True when the answer is done."""
+        cursor = self._cursors[client]
+        if cursor.message is not None and cursor.message[0] != END_SEQ:
+            self.num_batches += 1
+        try:
+            cursor.message = next(cursor.messages)
+        except StopIteration:
+            del self._cursors[client]
+            self.num_served += 1
+            return True
+        return False
+
+    def cut_short(self) -> None:
+        """Let every open answer end with a bare end marker now: the publisher is closing."""
+        self._cut(self.clients)
+
+    def cut_pinned(self) -> None:
+        """Let the answers that keep the base from folding end so: their clients take too long, and ask again."""
+        self._cut(tuple(self._pinning))
+
+    def _cut(self, clients: tuple[bytes, ...]) -> None:
+        for client in clients:
+            self.drop(client)
+            self._cursors[client] = _Cursor(_bare_end())
+            self.num_truncated += 1
+
+    def drop(self, client: bytes) -> None:
+        """Forget a client that is gone."""
+        cursor = self._cursors.pop(client, None)
+        if cursor is not None:
+            cursor.messages.close()
+
+    def rotate(self, client: bytes) -> None:
+        """Put ``client`` last: it has had its turn, or cannot take more now."""
+        if client in self._cursors:
+            self._cursors.move_to_end(client)

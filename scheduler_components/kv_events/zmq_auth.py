@@ -1,0 +1,246 @@
+"""CURVE key files: made, read and checked.
+
+The files are ZeroMQ certificates, which ``zmq.auth``, CZMQ and others read: ``NAME.key_secret`` holds both keys of a
+pair and stays where it was made, ``NAME.key`` holds the public one and is handed out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+import attrs
+import zmq
+import zmq.auth
+from scheduler_components.errors import ConfigError
+from scheduler_components.errors import StartError
+from zmq.auth.thread import ThreadAuthenticator
+
+__all__ = [
+    "PUBLIC_SUFFIX",
+    "SECRET_SUFFIX",
+    "KeyPair",
+    "read_key_pair",
+    "read_public_key",
+    "write_key_pair",
+    "ClientKeys",
+    "StreamAccess",
+    "apply_client_keys",
+]
+
+PUBLIC_SUFFIX = ".key"
+SECRET_SUFFIX = ".key_secret"  # noqa: S105 - a suffix, no password
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_KEY_TEXT = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+"""A key of 32 bytes in Z85, the text that libzmq takes."""
+
+_MAX_KEY_FILE_BYTES = 64 * 1024
+_MAKE_KEYS = "give a file that 'scheduler-components keygen' made"
+
+
+@attrs.frozen
+class KeyPair:
+    """Both keys of one party, as Z85 text of 40 bytes; the secret one is not shown in logs."""
+
+    public: bytes
+    secret: bytes = attrs.field(repr=False)
+
+
+def write_key_pair(directory: Path, name: str) -> tuple[Path, Path]:
+    """Make a new pair and return the public file and the secret one, which its owner alone may read.
+
+    Args:
+        directory: made, private, where it is not there.
+        name: of the party, for example ``"router-1"``.
+
+    Raises:
+        ConfigError: the name is none for a file, or has keys already: they are never overwritten.
+        StartError: the system refused to write.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError("name", name, "is no name for a key file", "give letters, digits, '-', '_' and '.'")
+    public, secret = zmq.curve_keypair()
+    public_file, secret_file = (directory / f"{name}{suffix}" for suffix in (PUBLIC_SUFFIX, SECRET_SUFFIX))
+    written: list[Path] = []
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path, keys, mode in (
+            (secret_file, {"public-key": public, "secret-key": secret}, 0o600),
+            (public_file, {"public-key": public}, 0o644),
+        ):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            written.append(path)
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write("metadata\ncurve\n")
+                file.writelines(f'    {label} = "{key.decode()}"\n' for label, key in keys.items())
+    except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            mend = "choose another name, or move the old keys away first"
+            raise ConfigError("name", name, f"has keys in {directory} already", mend) from error
+        problem = f"cannot write keys ({error.strerror})"
+        raise StartError(str(directory), problem, "give a directory that you can write to") from error
+    return public_file, secret_file
+
+
+def read_key_pair(path: str | Path, *, field: str) -> KeyPair:
+    """Read a secret file.
+
+    Raises:
+        ConfigError: naming the setting ``field``: it cannot be read, others may read it, or it holds no pair.
+    """
+    public, secret = _read(path, field=field, is_secret=True)
+    if secret is None:
+        raise ConfigError(field, str(path), "holds no secret key", f"give the file that ends in {SECRET_SUFFIX}")
+    if not _is_key(secret) or zmq.curve_public(secret) != public:
+        raise ConfigError(field, str(path), "holds keys that are not a pair", _MAKE_KEYS)
+    return KeyPair(public, secret)
+
+
+def read_public_key(path: str | Path, *, field: str) -> bytes:
+    """Read the public key of another party, as Z85 text.
+
+    Raises:
+        ConfigError: naming the setting ``field``: it cannot be read, or it holds no key.
+    """
+    public, secret = _read(path, field=field, is_secret=False)
+    if secret is not None:
+        mend = f"give the file that ends in {PUBLIC_SUFFIX}, and keep the other one where it was made"
+        raise ConfigError(field, str(path), "holds another party's secret key", mend)
+    return public
+
+
+def _read(path: str | Path, *, field: str, is_secret: bool) -> tuple[bytes, bytes | None]:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - a text from a person may hold a NUL, which the except below names
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_KEY_FILE_BYTES:
+            raise ConfigError(field, str(path), "is not a key file", _MAKE_KEYS)
+        if is_secret and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(field, str(path), "may be read by others than its owner", "run chmod 600 on it")
+        public, secret = zmq.auth.load_certificate(path)
+    except OSError as error:
+        raise ConfigError(field, str(path), f"cannot be read ({error.strerror})", _MAKE_KEYS) from error
+    except ConfigError:
+        raise
+    except (ValueError, IndexError) as error:
+        raise ConfigError(field, str(path), "holds no public key", _MAKE_KEYS) from error
+    if not _is_key(public):
+        raise ConfigError(field, str(path), "holds a public key that is none", _MAKE_KEYS)
+    return public, secret
+
+
+def _is_key(text: bytes) -> bool:
+    if not _KEY_TEXT.fullmatch(text):
+        return False
+    try:
+        zmq.curve_public(text)  # the one function of libzmq that decodes a key and says when it cannot
+    except zmq.ZMQError:
+        return False
+    return True
+
+
+# Who may connect to a stream: CURVE encryption, and an allow-list of client keys.
+#
+# libzmq asks one handler a context (ZAP, its RFC 27) about every handshake. The handler is pyzmq's
+# ``ThreadAuthenticator``; it answers from a set of keys that was read and checked before any socket opened.
+
+_DOMAIN = "scheduler-components"
+"""libzmq refuses everybody on a socket with a ZAP domain when no handler answers: the stream fails closed."""
+
+
+@attrs.frozen(kw_only=True)
+class StreamAccess:
+    """The publisher's half: its own keys, and the clients that it lets in.
+
+    Attributes:
+        keys: of the publisher.
+        allowed: public keys of the clients, as Z85 text.
+    """
+
+    keys: KeyPair
+    allowed: frozenset[bytes]
+
+    @classmethod
+    def read(cls, secret_key_file: str, client_keys_dir: str) -> StreamAccess:
+        """Read and check all key files.
+
+        Raises:
+            ConfigError: one of them cannot be used, the directory holds no key, or anybody may add one to it.
+        """
+        keys = read_key_pair(secret_key_file, field="secret_key_file")
+        return cls(keys=keys, allowed=_read_allowed(client_keys_dir, field="client_keys_dir"))
+
+    def open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+        """Start to answer for ``context``, before any of its sockets binds; ``stop()`` it before the context ends."""
+        gate = ThreadAuthenticator(context)
+        gate.configure_curve_callback(_DOMAIN, self)
+        try:
+            gate.start()
+        except RuntimeError:
+            # No thread is left: what it would have closed is closed here, or the context would wait for it for ever.
+            half_open = gate.thread.pipe
+            gate.stop()
+            half_open.close()
+            raise
+        return gate
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """The authenticator's question: may this client in?"""
+        return domain == _DOMAIN and key in self.allowed
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Make ``socket``, not yet bound, refuse every peer without CURVE and an allowed key."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def _read_allowed(directory: str, *, field: str) -> frozenset[bytes]:
+    try:
+        mode = os.stat(directory).st_mode  # noqa: PTH116 - as in zmq_keys
+        files = sorted(Path(directory).glob(f"*{PUBLIC_SUFFIX}"))
+    except (OSError, ValueError) as error:
+        mend = "give the directory of the clients' public keys"
+        raise ConfigError(field, directory, f"cannot be read ({error})", mend) from error
+    if mode & stat.S_IWOTH:
+        raise ConfigError(field, directory, "may be written to by anybody", "run chmod o-w on it")
+    if not files:
+        mend = f"put the public key ({PUBLIC_SUFFIX} file) of each client there"
+        raise ConfigError(field, directory, "holds no key: nobody could connect", mend)
+    return frozenset(read_public_key(file, field=field) for file in files)
+
+
+@attrs.frozen(kw_only=True)
+class ClientKeys:
+    """The subscriber's half: its own keys, and the publisher that it insists on.
+
+    Attributes:
+        keys: of the subscriber; the public one must be among the publisher's clients.
+        publisher: the publisher's public key, as Z85 text.
+    """
+
+    keys: KeyPair
+    publisher: bytes
+
+    @classmethod
+    def read(cls, secret_key_file: str, publisher_key_file: str) -> ClientKeys:
+        """Read and check both files.
+
+        Raises:
+            ConfigError: one of them cannot be used.
+        """
+        return cls(
+            keys=read_key_pair(secret_key_file, field="secret_key_file"),
+            publisher=read_public_key(publisher_key_file, field="publisher_key_file"),
+        )
+
+
+def apply_client_keys(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
+    """Make ``socket`` (SUB or DEALER, not yet connected) speak CURVE, to the publisher of ``keys`` alone."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.publisher)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.keys.secret)

@@ -1,0 +1,373 @@
+"""A histogram of times that is cheap to feed and cheap to hand on."""
+
+from __future__ import annotations
+
+from scheduler_components.values import LatencyTotals
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+import msgspec
+from scheduler_components.errors import ConfigError
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
+import enum
+from scheduler_components.values import HistogramSnapshot
+
+__all__ = [
+    "Histogram",
+    "RateMeter",
+    "RollingSums",
+    "RequestPhase",
+    "RequestTimeStats",
+    "LatencyHistograms",
+    "RequestLatencies",
+]
+
+class Histogram:
+    """Counts values in buckets that are fixed when it is made.
+
+    Raises:
+        ConfigError: there is no bound, or they do not rise, or one is not finite.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_snapshot", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        rising = all(low < high for low, high in pairwise(bounds))
+        if not bounds or not rising or not all(map(math.isfinite, bounds)):
+            raise ConfigError(
+                "bounds", tuple(bounds), "are not rising numbers", "give at least one, each above the last"
+            )
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+        self._snapshot: HistogramSnapshot | None = None
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count ``value``, ``times`` times. Below 0 counts as 0; what is not finite, or not even once, not at all."""
+        if times > 0 and -math.inf < value < math.inf:
+            if value < 0.0:
+                value = 0.0
+            self._counts[bisect_left(self._bounds, value)] += times
+            self._total += value * times
+            self._snapshot = None
+
+    def snapshot(self) -> HistogramSnapshot:
+        """Return the counts of this moment; the same object as the last one while nothing new was observed."""
+        if self._snapshot is None:
+            self._snapshot = HistogramSnapshot(self._bounds, tuple(self._counts), self._total)
+        return self._snapshot
+
+    def __repr__(self) -> str:
+        return f"<Histogram: {sum(self._counts)} values in {len(self._counts)} buckets>"
+
+
+# Rates over the recent past, in memory that does not grow.
+
+_GENERATED, _INPUT, _CACHED = range(3)
+
+
+class RollingSums:
+    """Sums of ``num_sums`` counters over the last ``window_s``, kept in ``num_buckets`` buckets of time.
+
+    Pure: time comes in with ``advance``. A time before the last one counts as no time passed, so a clock that is
+    set back neither freezes the window nor empties it.
+
+    Raises:
+        ConfigError: the window is not a positive number, or there is no bucket.
+    """
+
+    __slots__ = ("_bucket_s", "_buckets", "_elapsed_s", "_index", "_last_now", "_window_start_s", "sums")
+
+    def __init__(self, *, num_sums: int, window_s: float, num_buckets: int, now: float) -> None:
+        if not (0 < window_s < math.inf):
+            raise ConfigError("window_s", window_s, "is not a time span", "give seconds above 0")
+        if num_buckets < 1:
+            raise ConfigError("num_buckets", num_buckets, "leaves nowhere to count", "give at least 1")
+        self.sums = [0] * num_sums
+        self._buckets = [[0] * num_sums for _ in range(num_buckets)]
+        self._bucket_s = window_s / num_buckets
+        self._index = 0  # of the current bucket since the start; its place in the ring is the remainder
+        self._elapsed_s = 0.0
+        self._window_start_s = 0.0  # where the oldest bucket begins, in elapsed time
+        self._last_now = now
+
+    def advance(self, now: float) -> None:
+        """Move to ``now``: buckets that fall out of the window leave the sums."""
+        if now > self._last_now:
+            self._elapsed_s += now - self._last_now
+        self._last_now = now
+        index = int(self._elapsed_s / self._bucket_s)
+        if index != self._index:
+            self._expire(index)
+
+    def _expire(self, index: int) -> None:
+        ring = len(self._buckets)
+        for step in range(1, min(index - self._index, ring) + 1):
+            bucket = self._buckets[(self._index + step) % ring]
+            for column, amount in enumerate(bucket):
+                self.sums[column] -= amount
+                bucket[column] = 0
+        self._index = index
+        self._window_start_s = max(0, index + 1 - ring) * self._bucket_s
+
+    def add(self, column: int, amount: int) -> None:
+        """Count ``amount`` in the current bucket; a negative amount counts as 0."""
+        if amount > 0:
+            self._buckets[self._index % len(self._buckets)][column] += amount
+            self.sums[column] += amount
+
+    @property
+    def span_s(self) -> float:
+        """Seconds that the sums cover: the window, less what the current bucket still lacks; at least one bucket."""
+        covered_s = self._elapsed_s - self._window_start_s
+        return covered_s if covered_s > self._bucket_s else self._bucket_s
+
+
+@dataclass(slots=True, kw_only=True)
+class RateMeter:
+    """Generation throughput and cache hit rate over a rolling window: the kit's ``RateSource``.
+
+    Tokens are summed in buckets of time, so a rate moves in steps of one bucket, and an idle scheduler reads 0
+    one window after its last token. Right after the start the window is as long as the meter is old.
+
+    Attributes:
+        window_s: how far back the rates look.
+        num_buckets: resolution of the window, and its whole memory.
+        clock: seconds from any origin.
+
+    Raises:
+        ConfigError: the window or the number of buckets is not positive.
+    """
+
+    window_s: float = 10.0
+    num_buckets: int = 20
+    clock: Callable[[], float] = time.monotonic
+    _window: RollingSums = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._window = RollingSums(num_sums=3, window_s=self.window_s, num_buckets=self.num_buckets, now=self.clock())
+
+    def observe_prefill(self, input_tokens: int, cached_tokens: int) -> None:
+        """Count a request that entered prefill: its input, and the part that a cached prefix covered."""
+        window = self._window
+        window.advance(self.clock())
+        window.add(_INPUT, input_tokens)
+        window.add(_CACHED, min(cached_tokens, input_tokens))
+
+    def observe_decode(self, tokens: int) -> None:
+        """Count tokens that a step generated, over all its requests."""
+        window = self._window
+        window.advance(self.clock())
+        window.add(_GENERATED, tokens)
+
+    @property
+    def gen_throughput(self) -> float:
+        """Generated tokens a second over the window."""
+        window = self._window
+        window.advance(self.clock())
+        return window.sums[_GENERATED] / window.span_s
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Cached / input tokens over the window, 0 to 1; 0 when nothing was prefilled in it."""
+        window = self._window
+        window.advance(self.clock())
+        input_tokens = window.sums[_INPUT]
+        return window.sums[_CACHED] / input_tokens if input_tokens else 0.0
+
+
+# How long one request was where: times that only grow, whatever happens to the request or to the clock.
+
+class RequestPhase(enum.IntEnum):
+    """Where a request spends its time. A retraction leads from PREFILL or DECODE back to QUEUE."""
+
+    QUEUE = 0
+    PREFILL = 1
+    DECODE = 2
+    ENDED = 3
+
+
+class RequestTimeStats:
+    """The times of one request, fed by whoever moves it.
+
+    Every moment from the first queueing to the end belongs to exactly one phase, so queue, prefill and decode times
+    add up to the end-to-end time. A phase that is entered again, after a retraction, goes on where it stopped. A
+    moment before the last one counts as no time passed: with a clock that is set back no time is negative.
+
+    Attributes:
+        phase: where the request is.
+        times_s: seconds spent in QUEUE, PREFILL and DECODE.
+        first_queue_s: seconds in the queue before the first prefill; None before it.
+        first_token_s: seconds from the first queueing to the first token; None before it.
+        num_retractions: how often it went back to the queue.
+    """
+
+    __slots__ = (
+        "phase", "times_s", "first_queue_s", "first_token_s", "num_retractions", "_last_token_s", "_now",
+    )  # fmt: skip
+
+    def __init__(self, now: float) -> None:
+        self.phase = RequestPhase.QUEUE
+        self.times_s = [0.0, 0.0, 0.0]
+        self.first_queue_s: float | None = None
+        self.first_token_s: float | None = None
+        self.num_retractions = 0
+        self._last_token_s = 0.0
+        self._now = now
+
+    @property
+    def e2e_s(self) -> float:
+        """Seconds from the first queueing to the last moment that was told."""
+        return sum(self.times_s)
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds in the queue, after retractions too."""
+        return self.times_s[RequestPhase.QUEUE]
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds in prefill, that of tokens computed before a retraction too."""
+        return self.times_s[RequestPhase.PREFILL]
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds in decode."""
+        return self.times_s[RequestPhase.DECODE]
+
+    def advance(self, now: float) -> None:
+        """Give the time up to ``now`` to the present phase; an ended request takes none."""
+        if self.phase is not RequestPhase.ENDED:
+            if now > self._now:
+                self.times_s[self.phase] += now - self._now
+            self._now = now
+
+    def move_to(self, phase: RequestPhase, now: float) -> None:
+        """Enter ``phase``. Entering the present one again changes nothing; an ended request stays ended."""
+        self.advance(now)
+        if self.phase is RequestPhase.ENDED or phase is self.phase:
+            return
+        if phase is RequestPhase.QUEUE:
+            self.num_retractions += 1
+        elif phase is not RequestPhase.ENDED and self.first_queue_s is None:
+            self.first_queue_s = self.queue_s
+        self.phase = phase
+
+    def took_token(self, now: float) -> float | None:
+        """Note that tokens came now; returns the seconds since those before them, None for the first ones.
+
+        A request with tokens is in DECODE from here on. The wait after a retraction is part of the interval: to
+        the client it is one.
+        """
+        self.move_to(RequestPhase.DECODE, now)
+        elapsed_s = self.e2e_s
+        interval_s = None if self.first_token_s is None else max(0.0, elapsed_s - self._last_token_s)
+        if self.first_token_s is None:
+            self.first_token_s = elapsed_s
+        self._last_token_s = elapsed_s
+        return interval_s
+
+    def __repr__(self) -> str:
+        queue_s, prefill_s, decode_s = self.times_s
+        return (
+            f"<RequestTimeStats {self.phase.name.lower()}: queue={queue_s:.3f}s prefill={prefill_s:.3f}s "
+            f"decode={decode_s:.3f}s retractions={self.num_retractions}>"
+        )
+
+
+_FIRST_TOKEN_BOUNDS_S = (
+    0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400,
+)  # fmt: skip
+_E2E_BOUNDS_S = (*_FIRST_TOKEN_BOUNDS_S, 600, 1200, 1800, 2400)
+_TOKEN_BOUNDS_S = (
+    0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8,
+    1, 2, 4, 6, 8,
+)  # fmt: skip
+_QUEUE_BOUNDS_S = (
+    0.0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 50, 60, 70, 80, 90, 100, 200, 300,
+    400, 500, 600, 700, 800, 900, 1000, 1200, 1400, 1600, 1800, 2000, 2500, 3000,
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class LatencyHistograms:
+    """One histogram each; the bounds are SGLang's unless others are given."""
+
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_BOUNDS_S))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_BOUNDS_S))
+    e2e: Histogram = field(default_factory=lambda: Histogram(_E2E_BOUNDS_S))
+    queue: Histogram = field(default_factory=lambda: Histogram(_QUEUE_BOUNDS_S))
+    prefill: Histogram = field(default_factory=lambda: Histogram(_E2E_BOUNDS_S))
+    decode: Histogram = field(default_factory=lambda: Histogram(_E2E_BOUNDS_S))
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestLatencies:
+    """Follows requests and books what their times say; the scheduler keeps each request's ``RequestTimeStats``.
+
+    Each call costs one look at the clock and at most one addition in a histogram, except the last of a request.
+
+    Attributes:
+        histograms: where values are counted.
+        clock: seconds from any origin.
+    """
+
+    histograms: LatencyHistograms = field(default_factory=LatencyHistograms)
+    clock: Callable[[], float] = time.monotonic
+
+    def queued(self) -> RequestTimeStats:
+        """Begin a request's times: it enters the queue."""
+        return RequestTimeStats(self.clock())
+
+    def admitted(self, times: RequestTimeStats) -> None:
+        """The request leaves the queue for prefill."""
+        is_first = times.first_queue_s is None
+        times.move_to(RequestPhase.PREFILL, self.clock())
+        self._book_queue(times, is_first)
+
+    def retracted(self, times: RequestTimeStats) -> None:
+        """The request goes back to the queue."""
+        times.move_to(RequestPhase.QUEUE, self.clock())
+
+    def took_tokens(self, times: RequestTimeStats, num_tokens: int) -> None:
+        """The request got ``num_tokens`` new tokens in one step; with speculation there are several."""
+        if num_tokens < 1 or times.phase is RequestPhase.ENDED:
+            return
+        is_first = times.first_queue_s is None
+        interval_s = times.took_token(self.clock())
+        self._book_queue(times, is_first)
+        if interval_s is not None:
+            self.histograms.inter_token.observe(interval_s / num_tokens, num_tokens)
+        elif times.first_token_s is not None:
+            self.histograms.time_to_first_token.observe(times.first_token_s)
+
+    def _book_queue(self, times: RequestTimeStats, is_first: bool) -> None:
+        if is_first and times.first_queue_s is not None:
+            self.histograms.queue.observe(times.first_queue_s)
+
+    def ended(self, times: RequestTimeStats) -> None:
+        """The request is over: finished, aborted or failed. A second end is not counted."""
+        if times.phase is RequestPhase.ENDED:
+            return
+        times.move_to(RequestPhase.ENDED, self.clock())
+        histograms = self.histograms
+        histograms.e2e.observe(times.e2e_s)
+        histograms.prefill.observe(times.prefill_s)
+        histograms.decode.observe(times.decode_s)
+
+    def totals(self) -> LatencyTotals:
+        """Return the histograms of this moment. Copies only those that have changed since the last call."""
+        histograms = self.histograms
+        return LatencyTotals(
+            histograms.time_to_first_token.snapshot(),
+            histograms.inter_token.snapshot(),
+            histograms.e2e.snapshot(),
+            histograms.queue.snapshot(),
+            histograms.prefill.snapshot(),
+            histograms.decode.snapshot(),
+        )

@@ -1,0 +1,208 @@
+"""KvMetrics on the wire: where they go, and one msgpack map of the field names a report."""
+
+from __future__ import annotations
+
+import math
+import msgspec
+from scheduler_components.errors import ConfigError
+from scheduler_components.errors import DecodeError
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.values import KvMetrics
+import zmq
+from scheduler_components.errors import StartError
+
+__all__ = [
+    "MAX_KV_METRICS_BYTES",
+    "decode_kv_metrics",
+    "encode_kv_metrics",
+    "parse_kv_metrics_endpoint",
+    "ZmqKvMetricsReceiver",
+    "ZmqKvMetricsSink",
+    "open_zmq_kv_metrics_receiver",
+    "open_zmq_kv_metrics_sink",
+]
+
+MAX_KV_METRICS_BYTES = 4096
+"""Eight numbers with their names take some 250 bytes; the rest is room for fields of later versions."""
+
+encode_kv_metrics = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(KvMetrics).decode
+
+
+def decode_kv_metrics(payload: bytes) -> KvMetrics:
+    """Read one report. Unknown fields are skipped, missing ones are 0.
+
+    Raises:
+        DecodeError: the payload is not such a map, is too long, or holds a negative or not finite number.
+    """
+    if len(payload) > MAX_KV_METRICS_BYTES:
+        raise DecodeError(f"KvMetrics of {len(payload)} bytes, at most {MAX_KV_METRICS_BYTES} are read")
+    try:
+        metrics = _decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"not KvMetrics: {error}") from error
+    for name in KvMetrics.__struct_fields__:
+        value = getattr(metrics, name)
+        if not 0 <= value < math.inf:
+            raise DecodeError(f"KvMetrics.{name} is {value!r}, a count or a share is not")
+    return metrics
+
+
+def parse_kv_metrics_endpoint(endpoint: str, *, bind: bool) -> Endpoint:
+    """Parse the address of the serving process, which is another process: it binds there, schedulers connect.
+
+    Raises:
+        ConfigError: it is no address, does not leave the process, or is a wildcard or port 0 to connect to.
+    """
+    address = Endpoint.parse(endpoint, field="metrics_endpoint")
+    if address.transport == "inproc":
+        raise ConfigError(
+            "metrics_endpoint", endpoint, "does not leave the process", "give an ipc:// or tcp:// address"
+        )
+    address.decide_bind(bind, field="metrics_endpoint")
+    return address
+
+
+# KvMetrics between processes: schedulers push, the serving process pulls.
+#
+# Source: SGLang 0.5.x, where every scheduler pushes its ``KvMetrics`` to the serving process over an ipc socket. Here
+# the payload is msgpack and not pickle, and nothing on either side can grow when the other side is slow or gone.
+
+_HIGH_WATER_MARK = 64
+"""Reports that either side queues: a report replaces the one before it, so a late reader misses little."""
+
+_KERNEL_BUFFER_BYTES = 32 * 1024
+"""Some 100 reports. Left to itself the system lets megabytes of old reports pile up before a reader that stalls."""
+
+
+class ZmqKvMetricsSink:
+    """The scheduler's end. Made by ``open_zmq_kv_metrics_sink``; used and closed on one thread.
+
+    Attributes:
+        sent: reports handed to the socket.
+        dropped: reports that nobody took: no receiver, a full queue, or a closed sink.
+    """
+
+    __slots__ = ("_context", "_socket", "dropped", "sent")
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+        self._context = context
+        self._socket = socket
+        self.sent = 0
+        self.dropped = 0
+
+    def send(self, metrics: KvMetrics) -> None:
+        """Hand on one report; never blocks, never raises."""
+        try:
+            self._socket.send(encode_kv_metrics(metrics), zmq.DONTWAIT)
+        except zmq.ZMQError:
+            self.dropped += 1
+        else:
+            self.sent += 1
+
+    def close(self) -> None:
+        """Let go of the socket; what is queued is forgotten, since a report is stale at once. Safe to call twice."""
+        self._context.destroy(linger=0)
+
+    def __repr__(self) -> str:
+        return f"<ZmqKvMetricsSink: {self.sent} sent, {self.dropped} dropped>"
+
+
+class ZmqKvMetricsReceiver:
+    """The serving process's end. Made by ``open_zmq_kv_metrics_receiver``; used and closed on one thread.
+
+    Attributes:
+        endpoint: the address that was really bound, port 0 resolved.
+        received: reports read.
+        refused: payloads that were no ``KvMetrics``; each cost itself.
+    """
+
+    __slots__ = ("_context", "_socket", "endpoint", "received", "refused")
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], endpoint: str) -> None:
+        self._context = context
+        self._socket = socket
+        self.endpoint = endpoint
+        self.received = 0
+        self.refused = 0
+
+    def receive(self, timeout_s: float = 0.0, limit: int = 1000) -> list[KvMetrics]:
+        """Return what has arrived, oldest first: at most ``limit`` reports, waiting up to ``timeout_s`` for one.
+
+        A bad payload is counted in ``refused`` and skipped.
+        """
+        reports: list[KvMetrics] = []
+        if not self._socket.poll(round(timeout_s * 1000), zmq.POLLIN):
+            return reports
+        for _ in range(limit):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            try:
+                reports.append(_report_in(frames))
+            except DecodeError:
+                self.refused += 1
+        self.received += len(reports)
+        return reports
+
+    def close(self) -> None:
+        """Let go of the socket and its address. Safe to call twice."""
+        self._context.destroy(linger=0)
+
+    def __repr__(self) -> str:
+        return f"<ZmqKvMetricsReceiver {self.endpoint}: {self.received} received, {self.refused} refused>"
+
+
+def _report_in(frames: list[bytes]) -> KvMetrics:
+    if len(frames) != 1:
+        raise DecodeError(f"KvMetrics in {len(frames)} frames, a report is one")
+    return decode_kv_metrics(frames[0])
+
+
+def open_zmq_kv_metrics_sink(endpoint: str) -> ZmqKvMetricsSink:
+    """Connect a PUSH socket to the serving process, which may start later.
+
+    While nobody receives, nothing is queued and every report counts as dropped, so a receiver that comes back
+    reads no old ones. The ZMQ context is private: nobody else's ``destroy()`` reaches the sink.
+
+    Raises:
+        ConfigError: the endpoint is no address of another process.
+        StartError: the system refused the socket.
+    """
+    address = parse_kv_metrics_endpoint(endpoint, bind=False)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.PUSH)
+        socket.ipv6 = address.is_ipv6
+        socket.sndhwm = _HIGH_WATER_MARK
+        socket.sndbuf = _KERNEL_BUFFER_BYTES
+        socket.immediate = True
+        socket.connect(str(address))
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise StartError(str(address), str(error), "give the address that the serving process binds") from error
+    return ZmqKvMetricsSink(context, socket)
+
+
+def open_zmq_kv_metrics_receiver(endpoint: str) -> ZmqKvMetricsReceiver:
+    """Bind a PULL socket for the reports of all ranks; port 0 lets the system choose.
+
+    Raises:
+        ConfigError: the endpoint is no address that another process can reach.
+        StartError: the address is taken, or the system refused the socket.
+    """
+    address = parse_kv_metrics_endpoint(endpoint, bind=True)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.PULL)
+        socket.ipv6 = address.is_ipv6
+        socket.rcvhwm = _HIGH_WATER_MARK
+        socket.rcvbuf = _KERNEL_BUFFER_BYTES
+        socket.maxmsgsize = MAX_KV_METRICS_BYTES
+        socket.bind(str(address))
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise StartError(str(address), str(error), "stop who holds the address, or give another") from error
+    return ZmqKvMetricsReceiver(context, socket, bound)

@@ -1,1 +1,0 @@
-"""Output: what leaves a scheduler for its clients."""

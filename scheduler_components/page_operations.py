@@ -1,0 +1,176 @@
+"""What goes in and out of the controller: instructions to whoever moves pages, events that tell how it went, decisions.
+
+An operation has one number, the same on every rank, because every rank begins the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+import msgspec
+
+__all__ = [
+    "BackupDone",
+    "BackupSettled",
+    "CopyToDevice",
+    "CopyToHost",
+    "Decision",
+    "Instruction",
+    "IoEvent",
+    "LoadDone",
+    "LoadSettled",
+    "PagesLanded",
+    "PrefetchHit",
+    "PrefetchSettled",
+    "QueryStorage",
+    "ReadEnded",
+    "ReadStorage",
+    "StopReading",
+    "StorageAnswered",
+    "StorageLost",
+    "StorageUnused",
+    "WriteDone",
+    "WriteSettled",
+    "WriteToStorage",
+]
+
+Pages: TypeAlias = tuple[int, ...]
+
+
+class CopyToHost(msgspec.Struct, frozen=True, gc=False):
+    """Copy device pages into reserved host pages; answer with ``WriteDone``."""
+
+    op: int
+    device_pages: Pages
+    host_pages: Pages
+
+
+class CopyToDevice(msgspec.Struct, frozen=True, gc=False):
+    """Copy committed host pages to the device; answer with ``LoadDone``."""
+
+    op: int
+    host_pages: Pages
+    device_pages: Pages
+
+
+class WriteToStorage(msgspec.Struct, frozen=True, gc=False):
+    """Store committed host pages, whose whole digests stand in ``digests`` one after the other; ``BackupDone``."""
+
+    op: int
+    digests: bytes
+    host_pages: Pages
+
+
+class QueryStorage(msgspec.Struct, frozen=True, gc=False):
+    """Ask how many of these pages, from the first on, storage holds; answer with ``StorageAnswered``, also when not."""
+
+    op: int
+    digests: bytes
+
+
+class ReadStorage(msgspec.Struct, frozen=True, gc=False):
+    """Read pages into reserved host pages, in order; tell of progress, and ``ReadEnded`` when no more will come."""
+
+    op: int
+    digests: bytes
+    host_pages: Pages
+
+
+class StopReading(msgspec.Struct, frozen=True, gc=False):
+    """Read no further; ``ReadEnded`` follows once nothing writes to the host pages any more."""
+
+    op: int
+
+
+class StorageUnused(msgspec.Struct, frozen=True, gc=False):
+    """No operation uses storage: a backend that is being detached may be closed now."""
+
+
+Instruction: TypeAlias = (
+    CopyToHost | CopyToDevice | WriteToStorage | QueryStorage | ReadStorage | StopReading | StorageUnused
+)
+
+
+class WriteDone(msgspec.Struct, frozen=True, gc=False):
+    """This rank's copy to the host has ended, well or not."""
+
+    op: int
+    is_good: bool
+
+
+class LoadDone(msgspec.Struct, frozen=True, gc=False):
+    """This rank's copy to the device has ended, well or not."""
+
+    op: int
+    is_good: bool
+
+
+class BackupDone(msgspec.Struct, frozen=True, gc=False):
+    """This rank's part of a backup to storage has ended; good when every page is held there."""
+
+    op: int
+    is_good: bool
+
+
+class StorageAnswered(msgspec.Struct, frozen=True, gc=False):
+    """Storage holds ``num_pages`` of this rank's slices, from the first on; 0 for a miss and for a failure."""
+
+    op: int
+    num_pages: int
+
+
+class PagesLanded(msgspec.Struct, frozen=True, gc=False):
+    """``num_pages`` pages from the first on are in host memory, in all."""
+
+    op: int
+    num_pages: int
+
+
+class ReadEnded(msgspec.Struct, frozen=True, gc=False):
+    """No more pages will land, and nothing writes to the operation's host pages any more."""
+
+    op: int
+
+
+IoEvent: TypeAlias = WriteDone | LoadDone | BackupDone | StorageAnswered | PagesLanded | ReadEnded
+
+
+class WriteSettled(msgspec.Struct, frozen=True, gc=False):
+    """All ranks have copied to the host and committed ``host_pages``; or, when there are none, all have given up."""
+
+    op: int
+    host_pages: Pages
+
+
+class LoadSettled(msgspec.Struct, frozen=True, gc=False):
+    """The device pages hold the content on every rank; or, when not good, must not be used on any."""
+
+    op: int
+    is_good: bool
+
+
+class BackupSettled(msgspec.Struct, frozen=True, gc=False):
+    """Storage holds every rank's slice of every page; or, when not good, nobody may count on it."""
+
+    op: int
+    is_good: bool
+
+
+class PrefetchHit(msgspec.Struct, frozen=True, gc=False):
+    """Storage holds ``num_pages`` on every rank: say with ``HiCacheController.reserve`` how many to read."""
+
+    op: int
+    num_pages: int
+
+
+class PrefetchSettled(msgspec.Struct, frozen=True, gc=False):
+    """A prefetch has ended on every rank with the same number of pages, committed to the host: perhaps none."""
+
+    op: int
+    host_pages: Pages
+
+
+class StorageLost(msgspec.Struct, frozen=True, gc=False):
+    """Storage is no longer attached on every rank: nobody may count on what it held."""
+
+
+Decision: TypeAlias = WriteSettled | LoadSettled | BackupSettled | PrefetchHit | PrefetchSettled | StorageLost

@@ -1,0 +1,281 @@
+"""Sends a workload to the engine: chats over HTTP as clients do, a trace straight into the front.
+
+A trace has requests of a hundred thousand tokens; taking them apart as JSON would cost more than the engine does, so
+they skip HTTP and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import field
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from collections.abc import Iterable
+import httpx
+import msgspec
+from scheduler_components.errors import ConfigError
+from scheduler_components.reference.engine.front import Front
+from scheduler_components.reference.engine.front import GenerateRequest
+from scheduler_components.reference.engine.front import RequestFailedError
+from scheduler_components.reference.engine.front import RequestRefusedError
+from scheduler_components.reference.engine.front import TooBusyError
+from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.device.trace import TraceRequest
+from scheduler_components.reference.device.trace import prompt_tokens
+from scheduler_components.reference.device.workload import Chat
+
+__all__ = [
+    "Outcomes",
+    "Tally",
+    "TokenCounts",
+    "percentile",
+    "ChatDriver",
+    "TraceDriver",
+]
+
+# What became of the requests of a workload.
+
+_KEPT_REASONS = 8  # reasons carry numbers, so a trace of long prompts would make thousands of them
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcomes:
+    """How many requests went one way, and the first few reasons."""
+
+    count: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, reason: str) -> None:
+        self.count += 1
+        if len(self.reasons) < _KEPT_REASONS:
+            self.reasons.append(reason)
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenCounts:
+    """Tokens of finished requests."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached / prompt tokens, 0 to 1."""
+        return self.cached / self.prompt if self.prompt else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Kept by a driver while it runs; every request that was sent ends as finished, refused or failed.
+
+    Attributes:
+        total: requests that will be sent; None while a trace of unknown length is read.
+        sent, finished: requests.
+        refused: the scheduler could never have served them.
+        failed: anything else that is no answer.
+        tokens: of finished requests.
+        first_token_s: seconds from sending to the first token, where it was seen.
+    """
+
+    total: int | None = None
+    sent: int = 0
+    finished: int = 0
+    refused: Outcomes = field(default_factory=Outcomes)
+    failed: Outcomes = field(default_factory=Outcomes)
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    first_token_s: list[float] = field(default_factory=list)
+
+    @property
+    def ended(self) -> int:
+        return self.finished + self.refused.count + self.failed.count
+
+    def finish(self, *, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        """Count one answered request."""
+        self.finished += 1
+        self.tokens.prompt += prompt_tokens
+        self.tokens.cached += cached_tokens
+        self.tokens.output += output_tokens
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least ``share`` (0 to 1) of ``values`` do not exceed; 0 for none."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)] if ordered else 0.0
+
+
+_STREAMED_CHATS = 4  # every fourth chat streams, the others ask for whole answers: both kinds of client exist
+_MAX_OPEN_TRACE_REQUESTS = 512  # each holds its prompt, half a megabyte for the longest
+
+
+class _RefusedError(Exception):
+    """The engine will never serve this request."""
+
+
+class _UnexpectedAnswerError(Exception):
+    """The engine answered with something other than tokens."""
+
+
+class _MetaInfo(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    output_ids: list[int]
+    meta_info: _MetaInfo
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatDriver:
+    """Plays generated chats against ``/generate``.
+
+    Attributes:
+        url: of the engine.
+        speed: divides the workload's time.
+        tally: what became of the requests.
+        clock: monotonic seconds.
+    """
+
+    url: str
+    speed: float
+    tally: Tally
+    clock: Callable[[], float] = time.monotonic
+
+    async def run(self, chats: Iterable[Chat]) -> None:
+        """Start each chat at its time; returns when all of them have ended."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=None) as client:  # noqa: S113  a queue may be long
+            async with asyncio.TaskGroup() as playing:
+                start_s = self.clock()
+                for number, chat in enumerate(chats):
+                    await asyncio.sleep(start_s + chat.start_s / self.speed - self.clock())
+                    playing.create_task(self._play(client, chat, stream=number % _STREAMED_CHATS == 0))
+
+    async def _play(self, client: httpx.AsyncClient, chat: Chat, *, stream: bool) -> None:
+        history = list(chat.system_ids)
+        for turn in chat.turns:
+            await asyncio.sleep(turn.think_s / self.speed)
+            history += turn.message_ids
+            body = msgspec.json.encode(
+                {
+                    "input_ids": history,
+                    "sampling_params": {"max_new_tokens": turn.output_tokens, "ignore_eos": True},
+                    "conversation": chat.chat_id,
+                    "stream": stream,
+                }
+            )
+            self.tally.sent += 1
+            try:
+                history += await self._ask(client, body)
+            except _RefusedError as error:
+                self.tally.refused.add(f"{chat.chat_id}: {error}")
+                return
+            except (httpx.HTTPError, msgspec.DecodeError, _UnexpectedAnswerError) as error:
+                self.tally.failed.add(f"{chat.chat_id}: {error or type(error).__name__}")
+                return  # without this answer the chat cannot go on
+
+    async def _ask(self, client: httpx.AsyncClient, body: bytes) -> list[int]:
+        """Send one request; the tokens of its answer, streamed or whole."""
+        sent_s = self.clock()
+        output_ids: list[int] = []
+        async with client.stream("POST", "/generate", content=body) as response:
+            if response.status_code == httpx.codes.BAD_REQUEST:
+                raise _RefusedError((await response.aread()).decode())
+            if response.status_code != httpx.codes.OK:
+                raise _UnexpectedAnswerError(f"{response.status_code} {(await response.aread()).decode()}")
+            async for answer in _answers(response):
+                if not output_ids and answer.meta_info.completion_tokens == 1:  # a whole answer does not tell
+                    self.tally.first_token_s.append(self.clock() - sent_s)
+                output_ids += answer.output_ids
+                counts = answer.meta_info
+        self.tally.finish(
+            prompt_tokens=counts.prompt_tokens, cached_tokens=counts.cached_tokens, output_tokens=len(output_ids)
+        )
+        return output_ids
+
+
+async def _answers(response: httpx.Response) -> AsyncIterator[_Answer]:
+    """The one answer in a JSON body, or those of a stream of events, of which there is at least one."""
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        yield _decode_answer(await response.aread())
+        return
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if data:
+            yield _decode_answer(data)
+    raise _UnexpectedAnswerError("the stream ended without [DONE]")
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceDriver:
+    """Replays a trace against the front.
+
+    Attributes:
+        front: of the engine.
+        speed: divides the trace's time.
+        tally: what became of the requests.
+        clock: monotonic seconds.
+        max_late_s: how far sending has fallen behind the trace at worst, in real seconds, because so many requests were
+            open: the engine is slower than the trace asks.
+    """
+
+    front: Front
+    speed: float
+    tally: Tally
+    clock: Callable[[], float] = time.monotonic
+    max_late_s: float = 0.0
+
+    async def run(self, requests: Iterable[TraceRequest]) -> None:
+        """Send each request at its time; returns when all of them have ended.
+
+        Raises:
+            ConfigError: a line of the trace is wrong; what was sent before has ended.
+        """
+        bad_line: ConfigError | None = None
+        async with asyncio.TaskGroup() as sending:
+            try:
+                await self._send_all(requests, sending)
+            except ConfigError as error:  # kept: raised in here it would come out as a group
+                bad_line = error
+        if bad_line is not None:
+            raise bad_line
+
+    async def _send_all(self, requests: Iterable[TraceRequest], sending: asyncio.TaskGroup) -> None:
+        places = asyncio.Semaphore(_MAX_OPEN_TRACE_REQUESTS)
+        start_s = self.clock()
+        for request in requests:
+            due_s = start_s + request.arrival_s / self.speed
+            await asyncio.sleep(due_s - self.clock())
+            await places.acquire()
+            self.max_late_s = max(self.max_late_s, self.clock() - due_s)
+            sending.create_task(self._send(request)).add_done_callback(lambda _: places.release())
+
+    async def _send(self, request: TraceRequest) -> None:
+        tally, sent_s = self.tally, self.clock()
+        tally.sent += 1
+        limits = SamplingLimits(max_new_tokens=request.output_length, ignore_eos=True)
+        wanted = GenerateRequest(input_ids=prompt_tokens(request), limits=limits, conversation=request.conversation)
+        try:
+            async with self.front.open_request(wanted) as news:
+                async for delta in news:
+                    if not delta.start:
+                        tally.first_token_s.append(self.clock() - sent_s)
+        except RequestRefusedError as error:
+            tally.refused.add(f"request {request.index}: {error}")
+            return
+        except (TooBusyError, RequestFailedError) as error:  # too busy: other clients have taken all places
+            tally.failed.add(f"request {request.index}: {error}")
+            return
+        tally.finish(
+            prompt_tokens=delta.output.num_prompt_tokens,
+            cached_tokens=delta.output.num_cached_tokens,
+            output_tokens=delta.num_output_tokens,
+        )

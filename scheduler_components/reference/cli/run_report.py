@@ -1,0 +1,254 @@
+"""The verdict: what must be true of the event streams after a run, from evidence alone.
+
+Pure. It compares what was gathered from outside (listening ports, the observer's view) with what the ranks say of
+themselves (their caches), and names the differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from collections.abc import Set
+import attrs
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.follower import StreamStats
+from scheduler_components.reference.engine.messages import CacheDump
+from scheduler_components.reference.engine.messages import unpack_hashes
+from scheduler_components.reference.cli.driver import Tally
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from observability.kv_stream.discovery import StreamAddress
+
+__all__ = [
+    "Check",
+    "Evidence",
+    "PortProbe",
+    "StreamEvidence",
+    "Verdict",
+    "judge",
+    "probe_ports",
+    "speaks_zmq",
+]
+
+_TIERS = ("device", "host", "storage")
+
+
+@attrs.frozen(kw_only=True)
+class StreamEvidence:
+    """One stream as the observer has seen it.
+
+    Attributes:
+        stats: its counters when it was last read.
+        published_sequence: number of the last batch that its publisher sent.
+        blocks, host_blocks, stored_blocks: hashes that the observer believes to be in the rank's cache, by tier.
+    """
+
+    stats: StreamStats
+    published_sequence: int
+    blocks: Set[int]
+    host_blocks: Set[int] = frozenset()
+    stored_blocks: Set[int] = frozenset()
+
+
+@attrs.frozen(kw_only=True)
+class PortProbe:
+    """Who listens where a stream could be: one port a rank, from the advertised base on.
+
+    Attributes:
+        probed: ports that were dialled.
+        speaking: those that answered in ZMQ's protocol.
+        advertised: those that ``/server_info`` names.
+    """
+
+    probed: tuple[int, ...]
+    speaking: frozenset[int]
+    advertised: frozenset[int]
+
+
+@attrs.frozen(kw_only=True)
+class Evidence:
+    """All that a verdict rests on.
+
+    Attributes:
+        dp_size, ranks_per_replica: the topology.
+        owners: tp_ranks that say that they opened a stream.
+        probe: None where the streams are not on tcp ports of this machine.
+        streams: one entry a stream; empty when nothing could be followed, and ``no_streams_reason`` says why.
+        dumps: tp_rank to its cache.
+        tally: the workload's outcomes.
+    """
+
+    dp_size: int
+    ranks_per_replica: int
+    owners: frozenset[int]
+    probe: PortProbe | None
+    streams: Sequence[StreamEvidence]
+    dumps: Mapping[int, CacheDump]
+    tally: Tally
+    no_streams_reason: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_size * self.ranks_per_replica
+
+    @property
+    def leaders(self) -> list[int]:
+        """tp_rank of each replica's first rank, by stream."""
+        return list(range(0, self.world_size, self.ranks_per_replica))
+
+
+@attrs.frozen
+class Check:
+    """One thing that must be true, whether it is, and the facts in one line."""
+
+    name: str
+    passed: bool
+    facts: str
+
+
+@attrs.frozen
+class Verdict:
+    """All checks of a run."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Check everything that the evidence allows. Without streams to follow only ranks and requests are judged."""
+    checks = [_check_requests(evidence), _check_replicas(evidence)]
+    if evidence.no_streams_reason:
+        checks.append(Check("streams", True, f"not checked: {evidence.no_streams_reason}"))
+    else:
+        checks += [_check_stream_count(evidence), _check_gaps(evidence), _check_views(evidence)]
+    return Verdict(tuple(checks))
+
+
+def _check_requests(evidence: Evidence) -> Check:
+    tally = evidence.tally
+    facts = f"{tally.sent} sent, {tally.finished} finished, {tally.refused.count} refused, {tally.failed.count} failed"
+    passed = tally.finished > 0 and not tally.failed.count and tally.ended == tally.sent
+    return Check("requests", passed, "; ".join([facts, *tally.failed.reasons[:1]]))
+
+
+def _check_replicas(evidence: Evidence) -> Check:
+    """All ranks of a replica hold the same blocks and took the same decisions."""
+    differing = []
+    for leader in evidence.leaders:
+        expected = evidence.dumps[leader]
+        for tp_rank in range(leader + 1, leader + evidence.ranks_per_replica):
+            dump = evidence.dumps[tp_rank]
+            same = (dump.step, dump.digest) == (expected.step, expected.digest)
+            if not same or _held(dump) != _held(expected):
+                differing.append(tp_rank)
+    facts = f"{evidence.world_size} ranks in {evidence.dp_size} replicas, each in lockstep with its leader"
+    if differing:
+        facts = f"ranks {differing} differ from the leaders of their replicas"
+    return Check("replicas agree", not differing, facts)
+
+
+def _held(dump: CacheDump) -> tuple[Set[int], Set[int], Set[int]]:
+    """What a rank holds on each tier."""
+    return unpack_hashes(dump.block_hashes), unpack_hashes(dump.host_hashes), unpack_hashes(dump.stored_hashes)
+
+
+def _check_stream_count(evidence: Evidence) -> Check:
+    """Exactly one stream a replica, by what ranks say and by what answers on the ports."""
+    problems = []
+    if evidence.owners != frozenset(evidence.leaders):
+        problems.append(f"streams were opened by ranks {sorted(evidence.owners)}, expected {evidence.leaders}")
+    if len(evidence.streams) != evidence.dp_size:
+        problems.append(f"{len(evidence.streams)} streams are advertised")
+    probe = evidence.probe
+    if probe is not None and probe.speaking != probe.advertised:
+        problems.append(f"ports {sorted(probe.speaking)} answer, {sorted(probe.advertised)} are advertised")
+    facts = f"exactly {evidence.dp_size} streams for {evidence.world_size} ranks"
+    if probe is not None:
+        facts += f"; {len(probe.speaking)} of {len(probe.probed)} candidate ports answer"
+    return Check("streams", not problems, "; ".join(problems) or facts)
+
+
+def _check_gaps(evidence: Evidence) -> Check:
+    problems = [problem for stream in evidence.streams for problem in _stream_problems(stream)]
+    batches = sum(stream.stats.batches for stream in evidence.streams)
+    events = sum(stream.stats.events for stream in evidence.streams)
+    return Check("no gap", not problems, "; ".join(problems) or f"{batches} batches, {events} events, all in sequence")
+
+
+def _stream_problems(stream: StreamEvidence) -> Iterator[str]:
+    stats, name = stream.stats, f"stream {stream.stats.rank}"
+    if stats.last_seq != stream.published_sequence:
+        yield f"{name} was read to batch {stats.last_seq} of {stream.published_sequence}"
+    if stats.state is not StreamState.LIVE and stream.published_sequence >= 0:
+        yield f"{name} is {stats.state}"
+    for counter in ("gaps", "losses", "restarts", "decode_errors", "bad_frames", "rank_mismatches"):
+        if count := getattr(stats, counter):
+            yield f"{name}: {count} {counter.replace('_', ' ')}"
+
+
+def _check_views(evidence: Evidence) -> Check:
+    """The observer's view of each stream is its leader's cache, block by block and tier by tier."""
+    facts, passed = [], True
+    for stream in evidence.streams:
+        rank = stream.stats.rank
+        held = _held(evidence.dumps[evidence.leaders[rank]])
+        seen = (stream.blocks, stream.host_blocks, stream.stored_blocks)
+        missing = sum(len(blocks - others) for blocks, others in zip(held, seen, strict=True))
+        extra = sum(len(others - blocks) for blocks, others in zip(held, seen, strict=True))
+        passed = passed and not missing and not extra
+        counts = " + ".join(f"{len(blocks)} {tier}" for tier, blocks in zip(_TIERS, held, strict=True) if blocks)
+        counts = counts.removesuffix(f" {_TIERS[0]}") or "0"  # nothing else: no need to say where
+        facts.append(
+            f"dp{rank}: {missing} missing and {extra} extra of {counts} blocks"
+            if missing or extra
+            else f"dp{rank}: {counts} blocks equal"
+        )
+    return Check("view equals cache", passed, "; ".join(facts))
+
+
+# Asks from outside which ports have a ZMQ socket behind them.
+
+_GREETING_S = 2.0
+_SIGNATURE_BYTES = 10  # of ZMTP 3: 0xff, eight bytes of padding, 0x7f
+
+
+async def probe_ports(addresses: Iterable[StreamAddress], world_size: int) -> PortProbe | None:
+    """Dial one port a rank, from the first stream's on; None when a stream is not on tcp.
+
+    An engine that let every rank publish, which is the mistake to be found, would answer on all of them. Ports
+    that are advertised for replay or load are left out.
+    """
+    streams = list(addresses)
+    events = [address.events for address in streams]
+    first = events[0]
+    if any(endpoint.port is None for endpoint in events) or first.port is None:
+        return None
+    others = {side.port for address in streams for side in (address.replay, address.load) if side is not None}
+    probed = tuple(port for port in range(first.port, first.port + world_size) if port not in others)
+    answers = await asyncio.gather(*(speaks_zmq(first.host, port) for port in probed))
+    return PortProbe(
+        probed=probed,
+        speaking=frozenset(port for port, answer in zip(probed, answers, strict=True) if answer),
+        advertised=frozenset(endpoint.port for endpoint in events if endpoint.port is not None),
+    )
+
+
+async def speaks_zmq(host: str, port: int) -> bool:
+    """True when a peer at ``host:port`` greets as ZMQ does; the connection is closed at once."""
+    try:
+        async with asyncio.timeout(_GREETING_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                signature = await reader.readexactly(_SIGNATURE_BYTES)
+            finally:
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        return False
+    return signature[0] == 0xFF and signature[-1] == 0x7F

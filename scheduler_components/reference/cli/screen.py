@@ -1,0 +1,301 @@
+"""What a person sees of a run: a live table on a terminal, plain lines in a log, then summary and verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+from scheduler_components.values import TierStats
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+import attrs
+from rich.table import Table
+from observability.kv_stream.follower import StreamStats
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import SchedulerStats
+from scheduler_components.reference.cli.driver import Tally
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from contextlib import suppress
+from rich.console import Console
+from rich.live import Live
+from scheduler_components.reference.cli.driver import percentile
+from scheduler_components.reference.cli.run_report import Verdict
+
+__all__ = [
+    "tier_facts",
+    "RateWindow",
+    "Row",
+    "make_rows",
+    "plain_line",
+    "progress_text",
+    "render_table",
+    "RunView",
+    "Screen",
+]
+
+# What a hierarchical cache came to, in words.
+
+def tier_facts(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
+    """Name and facts of each line of a summary over all replicas; nothing for none."""
+    if not replicas:
+        return
+
+    def total(name: str) -> int:
+        return sum(getattr(stats, name) for stats in replicas)
+
+    prompt_tokens = max(1, total("prompt_tokens"))
+    names = ("device", "host", "storage")
+    rates = [f"{name} {total(f'{name}_hit_tokens') / prompt_tokens:.1%}" for name in names]
+    yield "hits by tier", f"{', '.join(rates)} of the prompt tokens"
+    yield (
+        "pages moved",
+        f"{total('pages_written'):,} to the host, {total('pages_loaded'):,} back, "
+        f"{total('pages_backed_up'):,} to storage, {total('pages_prefetched'):,} from it",
+    )
+    given_up = [total(name) for name in ("pages_not_written", "pages_not_loaded", "pages_not_backed_up")]
+    yield (
+        "pages given up",
+        f"{given_up[0]:,} to the host, {given_up[1]:,} back, {given_up[2]:,} to storage, "
+        f"{total('pages_revoked'):,} from it; {total('pages_dropped'):,} evicted without a copy",
+    )
+
+
+# The live table: one row a data-parallel rank, from what the ranks report and what the observer sees.
+
+_NO_LOAD = LoadSnapshot()
+_HEADINGS = (
+    "dp rank",
+    "running",
+    "waiting",
+    "token usage",
+    "hit rate",
+    "tokens/s",
+    "events/s",
+    "batches/s",
+    "sequence",
+    "gaps",
+    "stream",
+)
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One data-parallel rank at one moment. Events and batches a second are those that the observer applied."""
+
+    dp_rank: int
+    load: LoadSnapshot
+    events_per_s: float = 0.0
+    batches_per_s: float = 0.0
+    sequence: int = -1
+    gaps: int = 0
+    state: str = "none"
+
+
+@dataclass(slots=True)
+class RateWindow:
+    """Turns growing counters into rates between two looks."""
+
+    _seen: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
+
+    def rate(self, name: str, rank: int, value: int, now_s: float) -> float:
+        """Growth a second of a rank's counter since it was last asked for; 0 at first."""
+        before_s, before = self._seen.get((name, rank), (now_s, value))
+        self._seen[name, rank] = (now_s, value)
+        return (value - before) / (now_s - before_s) if now_s > before_s else 0.0
+
+
+def make_rows(
+    reports: Mapping[int, SchedulerStats], streams: Mapping[int, StreamStats], *, rates: RateWindow, now_s: float
+) -> list[Row]:
+    """One row for each rank that has reported or is followed."""
+    rows = []
+    for rank in sorted({*reports, *streams}):
+        load = reports[rank].load if rank in reports else _NO_LOAD
+        stream = streams.get(rank)
+        if stream is None:
+            rows.append(Row(dp_rank=rank, load=load))
+            continue
+        rows.append(
+            Row(
+                dp_rank=rank,
+                load=load,
+                events_per_s=rates.rate("events", rank, stream.events, now_s),
+                batches_per_s=rates.rate("batches", rank, stream.batches, now_s),
+                sequence=stream.last_seq,
+                gaps=stream.gaps,
+                state=str(stream.state),
+            )
+        )
+    return rows
+
+
+def progress_text(tally: Tally, elapsed_s: float) -> str:
+    """How far the workload is."""
+    of_total = f"/{tally.total}" if tally.total is not None else ""
+    open_requests = tally.sent - tally.ended
+    return f"{elapsed_s:5.1f} s  {tally.ended}{of_total} requests done, {open_requests} open"
+
+
+def render_table(rows: Sequence[Row], title: str) -> Table:
+    """The table as a terminal shows it."""
+    table = Table(title=title, title_justify="left")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def plain_line(rows: Sequence[Row], title: str) -> str:
+    """The same facts in one line, for a log."""
+    return " | ".join([title, *(_plain_cells(row) for row in rows)])
+
+
+def _cells(row: Row) -> list[str]:
+    load = row.load
+    return [
+        str(row.dp_rank),
+        str(load.num_running_reqs),
+        str(load.num_waiting_reqs),
+        f"{load.token_usage:.0%}",
+        f"{load.cache_hit_rate:.0%}",
+        f"{load.gen_throughput:.0f}",
+        f"{row.events_per_s:.0f}",
+        f"{row.batches_per_s:.0f}",
+        str(row.sequence),
+        str(row.gaps),
+        row.state,
+    ]
+
+
+def _plain_cells(row: Row) -> str:
+    cells = dict(zip(_HEADINGS, _cells(row), strict=True))
+    dp_rank = cells.pop("dp rank")
+    return f"dp{dp_rank} " + ", ".join(f"{heading} {cell}" for heading, cell in cells.items())
+
+
+_TABLE_EVERY_S = 0.5
+_LINE_EVERY_S = 2.0
+
+
+@dataclass(slots=True, kw_only=True)
+class RunView:
+    """What the table is made of; read late, so it always shows the present.
+
+    Attributes:
+        tally: of the workload.
+        reports: newest statistics by data-parallel rank.
+        streams: what the observer sees, by rank.
+        clock: monotonic seconds.
+    """
+
+    tally: Tally
+    reports: Mapping[int, SchedulerStats]
+    streams: Callable[[], Mapping[int, StreamStats]]
+    clock: Callable[[], float] = time.monotonic
+    _start_s: float = field(init=False)
+    _rates: RateWindow = field(default_factory=RateWindow)
+
+    def __post_init__(self) -> None:
+        self._start_s = self.clock()
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self._start_s
+
+    def title(self) -> str:
+        return progress_text(self.tally, self.elapsed_s)
+
+    def rows(self) -> list[Row]:
+        return make_rows(self.reports, self.streams(), rates=self._rates, now_s=self.clock())
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Screen:
+    """Where text goes.
+
+    Attributes:
+        out: what a person asked for.
+        err: what ranks complain of.
+    """
+
+    out: Console
+    err: Console
+
+    @classmethod
+    def standard(cls) -> Screen:
+        """Standard output and standard error."""
+        return cls(out=Console(highlight=False), err=Console(stderr=True, highlight=False))
+
+    def say(self, text: str) -> None:
+        self.out.print(text, markup=False, soft_wrap=True)
+
+    def complain(self, text: str) -> None:
+        self.err.print(text, markup=False, soft_wrap=True)
+
+    @asynccontextmanager
+    async def showing(self, view: RunView) -> AsyncIterator[None]:
+        """Keep the view on the screen until the block is left."""
+        task = asyncio.create_task(self._show_table(view) if self.out.is_terminal else self._show_lines(view))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _show_table(self, view: RunView) -> None:
+        with Live(console=self.out, auto_refresh=False) as live:
+            try:
+                while True:
+                    live.update(render_table(view.rows(), view.title()), refresh=True)
+                    await asyncio.sleep(_TABLE_EVERY_S)
+            finally:
+                live.update(render_table(view.rows(), view.title()), refresh=True)  # what stays on the screen
+
+    async def _show_lines(self, view: RunView) -> None:
+        while True:
+            await asyncio.sleep(_LINE_EVERY_S)
+            self.say(plain_line(view.rows(), view.title()))
+
+    def show_summary(self, view: RunView) -> None:
+        """What the run came to."""
+        self.say("\nSummary")
+        for name, facts in _summary(view):
+            self.say(f"  {name:<18} {facts}")
+
+    def show_tiers(self, tiers: Sequence[TierStats]) -> None:
+        """What of the prompts each tier of a hierarchical cache had; nothing without one."""
+        for name, facts in tier_facts(tiers):
+            self.say(f"  {name:<18} {facts}")
+
+    def show_verdict(self, verdict: Verdict) -> None:
+        """Each check with its facts, then the verdict."""
+        self.say("\nVerdict")
+        for check in verdict.checks:
+            self.say(f"  {check.name:<18} {'ok  ' if check.passed else 'FAIL'}  {check.facts}")
+        self.say("PASSED" if verdict.passed else "FAILED")
+
+
+def _summary(view: RunView) -> Iterator[tuple[str, str]]:
+    tally, tokens, elapsed_s = view.tally, view.tally.tokens, max(view.elapsed_s, 1e-9)
+    refused, failed = tally.refused, tally.failed
+    totals = [report.totals for report in view.reports.values()]
+    retractions = sum(total.num_retractions_total for total in totals)
+    evicted_tokens = sum(total.evicted_tokens_total for total in totals)
+    median_ms, p95_ms = (1000 * percentile(tally.first_token_s, share) for share in (0.5, 0.95))
+    yield (
+        "requests",
+        f"{tally.finished:,} finished, {refused.count:,} refused, {failed.count:,} failed in {elapsed_s:.1f} s",
+    )
+    yield "prompt tokens", f"{tokens.prompt:,}, {tokens.hit_rate:.0%} of them from the prefix cache"
+    yield "generated tokens", f"{tokens.output:,}, {tokens.output / elapsed_s:,.0f} a second"
+    yield "first token", f"{median_ms:.0f} ms at the median, {p95_ms:.0f} ms at the 95th percentile"
+    yield "KV pools", f"{evicted_tokens:,} tokens evicted, {retractions:,} requests retracted"
+    for name, outcomes in (("first refusal", refused), ("first failure", failed)):
+        for reason in outcomes.reasons[:1]:
+            yield name, reason

@@ -1,0 +1,592 @@
+"""``scheduler-components hicache-sim``: what comes of a hierarchical cache whose ranks agree over TP only, or CP x TP.
+
+N ranks in one process, each with a scheduler and a real cache, all given the same commands; only their I/O differs. The
+program runs every seed twice: with the whole agreement, and with the hop over attention-CP left out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+import attrs
+from scheduler_components.cache.block_hash import DIGEST_BYTES
+from scheduler_components.cache.page_pool import PagePool
+from scheduler_components.errors import CacheIntegrityError
+from scheduler_components.errors import OutOfPagesError
+from scheduler_components.page_operations import BackupDone
+from scheduler_components.page_operations import CopyToDevice
+from scheduler_components.page_operations import CopyToHost
+from scheduler_components.page_operations import Instruction
+from scheduler_components.page_operations import IoEvent
+from scheduler_components.page_operations import LoadDone
+from scheduler_components.page_operations import PagesLanded
+from scheduler_components.page_operations import QueryStorage
+from scheduler_components.page_operations import ReadEnded
+from scheduler_components.page_operations import ReadStorage
+from scheduler_components.page_operations import StopReading
+from scheduler_components.page_operations import StorageAnswered
+from scheduler_components.page_operations import StorageUnused
+from scheduler_components.page_operations import WriteDone
+from scheduler_components.page_operations import WriteToStorage
+from collections.abc import Iterator
+from scheduler_components.cache.radix_tree import RadixNode
+from scheduler_components.hicache.cache import HiRadixCache
+from collections.abc import Mapping
+from typing import Literal
+from typing import Protocol
+from typing import TypeAlias
+from scheduler_components.errors import ConfigError
+from scheduler_components.hicache.agreement import Ballot
+from scheduler_components.hicache.agreement import Outcome
+from scheduler_components.hicache.agreement import InProcessSync
+from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.hicache.agreement import world_rank_sets
+from scheduler_components.hicache.tiers import Tier
+from scheduler_components.parallel_state import ParallelState
+
+__all__ = [
+    "FaultRates",
+    "SimulatedHostPages",
+    "SimulatedMover",
+    "SimulatedStorage",
+    "Commands",
+    "SimulatedRequest",
+    "SimulatedScheduler",
+    "SimulatedWorkload",
+    "Agreement",
+    "Run",
+    "Scope",
+    "SimulatedRank",
+    "SimulatedReplica",
+    "SimulationConfig",
+    "agreement_of",
+    "make_rank",
+    "run_simulation",
+]
+
+# Simulated I/O of one rank: every transfer takes its own random time and may fail, as on a machine of its own.
+#
+# What moves is not bytes but the digest that a page's bytes would be made from, so that a page which ends up under
+# another name is found out.
+
+_TORN = b"torn"  # what a copy that failed leaves behind
+
+
+@attrs.frozen(kw_only=True)
+class FaultRates:
+    """How unlike the ranks' machines are.
+
+    Attributes:
+        max_latency_steps: a transfer ends 1 to this many steps after it began.
+        failure: chance that a transfer or a query fails on one rank.
+        no_host_page: chance that a rank finds no host page though the ledger says that there is one.
+        no_load_room: chance, a step, that a rank can begin no copy to the device.
+        storage_outage: chance, a step, that a rank's storage is away for a while.
+    """
+
+    max_latency_steps: int = 8
+    failure: float = 0.02
+    no_host_page: float = 0.02
+    no_load_room: float = 0.1
+    storage_outage: float = 0.002
+
+
+class SimulatedHostPages:
+    """``HostPages`` whose reservations fail now and then, on this rank alone."""
+
+    def __init__(self, num_pages: int, *, rng: random.Random, failure: float) -> None:
+        self.pool = PagePool(num_pages)
+        self._rng = rng
+        self._failure = failure
+
+    def reserve(self, num_pages: int) -> list[int]:
+        if self._rng.random() < self._failure:
+            raise OutOfPagesError(num_pages, 0)
+        return self.pool.allocate(num_pages)
+
+    def commit(self, pages: Sequence[int]) -> None:
+        self.pool.to_cache(pages)
+
+    def abort(self, pages: Sequence[int]) -> None:
+        self.pool.free(pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        self.pool.from_cache(pages)
+
+    def check_integrity(self, committed: Sequence[int]) -> None:
+        self.pool.check(committed)
+
+
+@dataclass(slots=True)
+class SimulatedStorage:
+    """What all ranks share: slice -> digests of the pages whose slice is stored, with their content."""
+
+    pages: dict[str, dict[bytes, bytes]] = field(default_factory=dict)
+
+    def slice_of(self, name: str) -> dict[bytes, bytes]:
+        return self.pages.setdefault(name, {})
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reading:
+    """One ``ReadStorage`` under way."""
+
+    instruction: ReadStorage
+    num_landed: int = 0
+    is_stopped: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedMover:
+    """A ``PageMover`` and ``PageWitness`` in one thread; ``poll`` lets one step of time pass.
+
+    Attributes:
+        rng: this rank's own.
+        rates: how bad it is.
+        stored: the slice of storage that this rank reads.
+        writes: this rank is the one that writes its slice.
+    """
+
+    rng: random.Random
+    rates: FaultRates
+    stored: dict[bytes, bytes]
+    writes: bool
+    _device: dict[int, bytes] = field(default_factory=dict, init=False)
+    _host: dict[int, bytes] = field(default_factory=dict, init=False)
+    _copies: list[tuple[int, Instruction]] = field(default_factory=list, init=False)
+    _readings: dict[int, _Reading] = field(default_factory=dict, init=False)
+    _step: int = field(default=0, init=False)
+    _storage_back_at: int = field(default=0, init=False)
+    load_room_pages: int = field(default=2**31, init=False)
+
+    @property
+    def has_storage(self) -> bool:
+        return self._step >= self._storage_back_at
+
+    def submit(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, ReadStorage):
+                self._readings[instruction.op] = _Reading(instruction=instruction)
+            elif isinstance(instruction, StopReading):
+                if instruction.op in self._readings:
+                    self._readings[instruction.op].is_stopped = True
+            elif not isinstance(instruction, StorageUnused):
+                self._copies.append((self._step + self.rng.randint(1, self.rates.max_latency_steps), instruction))
+
+    def poll(self) -> list[IoEvent]:
+        self._step += 1
+        rng, rates = self.rng, self.rates
+        self.load_room_pages = 0 if rng.random() < rates.no_load_room else rng.randint(1, 64)
+        if rng.random() < rates.storage_outage:
+            self._storage_back_at = self._step + rng.randint(1, 4 * rates.max_latency_steps)
+        due = [instruction for at, instruction in self._copies if at <= self._step]
+        self._copies = [(at, instruction) for at, instruction in self._copies if at > self._step]
+        events = [self._end(instruction) for instruction in due]
+        for reading in list(self._readings.values()):
+            events += self._read_on(reading)
+        return events
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def computed(self, digests: bytes, pages: Sequence[int]) -> None:
+        self._device.update(zip(pages, _each(digests), strict=True))
+
+    def loaded(self, digests: bytes, pages: Sequence[int]) -> None:
+        for digest, page in zip(_each(digests), pages, strict=True):
+            if self._device.get(page) != digest:
+                raise CacheIntegrityError(f"device page {page} was loaded with another page's content")
+
+    def _end(self, instruction: Instruction) -> IoEvent:
+        is_good = self.rng.random() >= self.rates.failure
+        if isinstance(instruction, CopyToHost):
+            for device_page, host_page in zip(instruction.device_pages, instruction.host_pages, strict=True):
+                self._host[host_page] = self._device[device_page] if is_good else _TORN
+            return WriteDone(instruction.op, is_good)
+        if isinstance(instruction, CopyToDevice):
+            for host_page, device_page in zip(instruction.host_pages, instruction.device_pages, strict=True):
+                self._device[device_page] = self._host[host_page] if is_good else _TORN
+            return LoadDone(instruction.op, is_good)
+        if isinstance(instruction, WriteToStorage):
+            return BackupDone(instruction.op, self._back_up(instruction, is_good))
+        assert isinstance(instruction, QueryStorage)
+        digests = _each(instruction.digests) if is_good and self.has_storage else []
+        hit = next((at for at, digest in enumerate(digests) if digest not in self.stored), len(digests))
+        return StorageAnswered(instruction.op, hit)
+
+    def _back_up(self, instruction: WriteToStorage, is_good: bool) -> bool:
+        if not self.writes:
+            return True  # the one that writes this slice answers for it
+        if is_good and self.has_storage:
+            pages = (self._host[page] for page in instruction.host_pages)
+            self.stored.update(zip(_each(instruction.digests), pages, strict=True))
+        return is_good and self.has_storage
+
+    def _read_on(self, reading: _Reading) -> list[IoEvent]:
+        """Land a random number of further pages; end when all are there, one is not to be had, or told to."""
+        instruction, events = reading.instruction, list[IoEvent]()
+        digests = _each(instruction.digests)
+        fails = self.rng.random() < self.rates.failure
+        for _ in range(0 if fails or reading.is_stopped else self.rng.randint(0, 4)):
+            content = self.stored.get(digests[reading.num_landed])
+            if content is None:
+                fails = True
+                break
+            self._host[instruction.host_pages[reading.num_landed]] = content
+            reading.num_landed += 1
+            events.append(PagesLanded(instruction.op, reading.num_landed))
+            if reading.num_landed == len(digests):
+                break
+        if fails or reading.is_stopped or reading.num_landed == len(digests):
+            del self._readings[instruction.op]
+            events.append(ReadEnded(instruction.op))
+        return events
+
+
+def _each(digests: bytes) -> list[bytes]:
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+
+
+# One simulated rank: a small scheduler over a real hierarchical cache. Everything in it follows from its commands.
+
+@attrs.frozen
+class SimulatedRequest:
+    """A prompt, and for how many steps it runs."""
+
+    rid: str
+    token_ids: tuple[int, ...]
+    num_steps: int
+
+
+@attrs.frozen
+class Commands:
+    """What all ranks are told before a step."""
+
+    arrivals: tuple[SimulatedRequest, ...] = ()
+    aborts: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedWorkload:
+    """Chats whose prompts grow turn by turn over a few shared beginnings; some requests are aborted.
+
+    Attributes:
+        seed: of everything in it.
+        page_size: tokens a page.
+        num_chats: that take turns; more of them reuse less.
+        max_pages: where a chat begins anew.
+    """
+
+    seed: int
+    page_size: int
+    num_chats: int = 12
+    max_pages: int = 14
+    arrival_rate: float = 0.5
+    abort_rate: float = 0.05
+
+    def steps(self, num_steps: int) -> Iterator[Commands]:
+        """The commands of each step."""
+        rng = random.Random(self.seed)  # noqa: S311  a simulation
+        num_pages = [2] * self.num_chats
+        open_rids: list[str] = []
+        for step in range(num_steps):
+            arrivals = []
+            if rng.random() < self.arrival_rate:
+                chat = rng.randrange(self.num_chats)
+                num_pages[chat] = num_pages[chat] % self.max_pages + rng.randint(1, 4)
+                length = num_pages[chat] * self.page_size + rng.randrange(self.page_size)
+                arrivals.append(SimulatedRequest(f"r{step}", self._tokens(chat, length), rng.randint(1, 6)))
+                open_rids.append(f"r{step}")
+            aborts: tuple[str, ...] = ()
+            if open_rids and rng.random() < self.abort_rate:
+                aborts = (open_rids.pop(rng.randrange(len(open_rids))),)
+            del open_rids[:-8]
+            yield Commands(tuple(arrivals), aborts)
+
+    def _tokens(self, chat: int, length: int) -> tuple[int, ...]:
+        shared = 2 * self.page_size
+        return tuple((chat % 3 if at < shared else 1000 + chat * 100 + at) for at in range(length))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    request: SimulatedRequest
+    node: RadixNode
+    pages: list[int]
+    num_shared: int
+    num_steps_left: int
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedScheduler:
+    """First come, first served; as many as the pool holds.
+
+    Attributes:
+        cache: real.
+        max_running: slots.
+        num_served: requests that ran to their end.
+    """
+
+    cache: HiRadixCache
+    max_running: int = 4
+    num_served: int = field(default=0, init=False)
+    _waiting: list[SimulatedRequest] = field(default_factory=list, init=False)
+    _running: list[_Running] = field(default_factory=list, init=False)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    def step(self, commands: Commands) -> None:
+        """Take in commands, move on what runs, let in what may."""
+        for request in commands.arrivals:
+            self._waiting.append(request)
+            self.cache.preparations.expect(request.rid, request.token_ids)
+        for rid in commands.aborts:
+            self._abort(rid)
+        for running in list(self._running):
+            running.num_steps_left -= 1
+            if running.num_steps_left <= 0:
+                self._finish(running)
+        self._admit()
+
+    def _admit(self) -> None:
+        for place, request in enumerate(self._waiting[:3]):
+            ready = self.cache.preparations.is_ready(request.rid, request.token_ids, is_next=place == 0)
+            if place == 0 and (not ready or len(self._running) >= self.max_running or not self._start(request)):
+                return
+            if place == 0:
+                del self._waiting[0]
+                return
+
+    def _start(self, request: SimulatedRequest) -> bool:
+        cache = self.cache
+        match = cache.match_prefix(request.token_ids)
+        cache.lock(match.node)
+        num_pages = len(request.token_ids) // cache.page_size
+        try:
+            fresh = cache.allocate(num_pages - len(match.pages))
+        except OutOfPagesError:
+            cache.unlock(match.node)
+            return False
+        cache.preparations.book_admission(
+            request.rid, prompt_tokens=len(request.token_ids), cached_tokens=match.num_tokens
+        )
+        self._running.append(
+            _Running(
+                request=request,
+                node=match.node,
+                pages=[*match.pages, *fresh],
+                num_shared=len(match.pages),
+                num_steps_left=request.num_steps,
+            )
+        )
+        return True
+
+    def _finish(self, running: _Running) -> None:
+        self._running.remove(running)
+        self.cache.insert(running.request.token_ids, running.pages)
+        self.cache.unlock(running.node)
+        self.num_served += 1
+
+    def _abort(self, rid: str) -> None:
+        self._waiting = [request for request in self._waiting if request.rid != rid]
+        self.cache.preparations.forget(rid)
+        for running in self._running:
+            if running.request.rid == rid:
+                self._running.remove(running)
+                self.cache.free(running.pages[running.num_shared :])
+                self.cache.unlock(running.node)
+                return
+
+
+Scope: TypeAlias = Literal["tp", "cp x tp"]
+
+
+def _check_size(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+    if value < 1:
+        raise ConfigError(attribute.name, value, "is not a size", "give an integer of at least 1")
+
+
+@attrs.frozen(kw_only=True)
+class SimulationConfig:
+    """One simulated replica.
+
+    Attributes:
+        attn_cp_size, attn_tp_size: its ranks.
+        scope: over which of them they agree.
+        policy: of every cache.
+        rates: of every rank's I/O.
+        page_size, device_pages, host_pages: small, so that pages are evicted all the time.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    attn_cp_size: int = attrs.field(default=2, validator=_check_size)
+    attn_tp_size: int = attrs.field(default=2, validator=_check_size)
+    scope: Scope = "cp x tp"
+    policy: HiCachePolicy = attrs.field(factory=lambda: HiCachePolicy(prefetch_threshold_pages=2, clean_ahead_pages=16))
+    rates: FaultRates = attrs.field(factory=FaultRates)
+    page_size: int = attrs.field(default=2, validator=_check_size)
+    device_pages: int = attrs.field(default=48, validator=_check_size)
+    host_pages: int = attrs.field(default=72, validator=_check_size)
+
+
+class Agreement(Protocol):
+    """Gives each rank the outcome of all ranks' ballots. ``InProcessSync`` is one; a test may have one that lies."""
+
+    def agree(self, ballots: Mapping[int, Ballot]) -> Mapping[int, Outcome]: ...
+
+
+def agreement_of(config: SimulationConfig) -> InProcessSync:
+    """Return the agreement over the ranks that ``config.scope`` names."""
+    parallel = ParallelState.from_tp_rank(
+        0, tp_size=config.attn_cp_size * config.attn_tp_size, attn_cp_size=config.attn_cp_size
+    )
+    world = world_rank_sets(parallel)
+    if config.scope == "tp":
+        world = tuple(attrs.evolve(sets, attn_cp=None) for sets in world)
+    return InProcessSync({sets.rank: sets.hops for sets in world})
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedRank:
+    """One rank's parts; ``clock_rate`` is how fast its clock goes."""
+
+    cache: HiRadixCache
+    host: SimulatedHostPages
+    mover: SimulatedMover
+    scheduler: SimulatedScheduler
+    clock_rate: float
+
+
+class SimulatedReplica:
+    """All ranks of one replica, stepped together.
+
+    Args:
+        config: what it is made of.
+        seed: of the ranks' I/O.
+        agreement: of what the ranks bring; that of ``config.scope`` by default.
+    """
+
+    def __init__(self, config: SimulationConfig, *, seed: int, agreement: Agreement | None = None) -> None:
+        self.config = config
+        self._agreement: Agreement = agreement if agreement is not None else agreement_of(config)
+        storage = SimulatedStorage()
+        self.ranks = {
+            rank: make_rank(config, rank, storage, seed) for rank in range(config.attn_cp_size * config.attn_tp_size)
+        }
+        self.num_steps = 0
+
+    @property
+    def caches(self) -> list[HiRadixCache]:
+        """One a rank, in order of rank."""
+        return [rank.cache for rank in self.ranks.values()]
+
+    @property
+    def is_idle(self) -> bool:
+        """No request and no operation is anywhere."""
+        return all(rank.scheduler.is_idle and not rank.cache.num_operations for rank in self.ranks.values())
+
+    @property
+    def has_parted(self) -> bool:
+        """Ranks hold different pages now."""
+        return len({cache.state_digest for cache in self.caches}) > 1
+
+    def step(self, commands: Commands) -> None:
+        """Let every rank take one step."""
+        self.num_steps += 1
+        ballots = {number: self._ballot(rank) for number, rank in self.ranks.items()}
+        outcomes = self._agreement.agree(ballots)
+        for number, rank in self.ranks.items():
+            rank.cache.settle(self.num_steps, outcomes[number], now_s=self._now_s(rank))
+            rank.mover.submit(rank.cache.take_instructions())
+            rank.scheduler.step(commands)
+            # What expect() and insert() began goes out now, not a step later.
+            rank.mover.submit(rank.cache.take_instructions())
+
+    def drain(self) -> None:
+        """Step without new requests until nothing is anywhere."""
+        while not self.is_idle:
+            self.step(Commands())
+
+    def num_differing_pages(self) -> int:
+        """Device pages that some rank holds and another one does not."""
+        held = [frozenset(cache.block_hashes(Tier.DEVICE)) for cache in self.caches]
+        return len(frozenset.union(*held) - frozenset.intersection(*held))
+
+    def _ballot(self, rank: SimulatedRank) -> Ballot:
+        for event in rank.mover.poll():
+            rank.cache.handle(event)
+        return rank.cache.ballot(
+            self.num_steps,
+            has_storage=rank.mover.has_storage,
+            load_room_pages=rank.mover.load_room_pages,
+            now_s=self._now_s(rank),
+        )
+
+    def _now_s(self, rank: SimulatedRank) -> float:
+        return self.num_steps * rank.clock_rate
+
+
+def make_rank(config: SimulationConfig, rank: int, storage: SimulatedStorage, seed: int) -> SimulatedRank:
+    """Make one rank; what its I/O does follows from ``seed`` and ``rank``."""
+    rng = random.Random(f"{seed}/{rank}")  # noqa: S311  a simulation
+    cp_rank, tp_rank = divmod(rank, config.attn_tp_size)
+    host = SimulatedHostPages(config.host_pages, rng=rng, failure=config.rates.no_host_page)
+    # Pages are the same on every CP rank, and sliced over TP.
+    mover = SimulatedMover(rng=rng, rates=config.rates, stored=storage.slice_of(f"tp{tp_rank}"), writes=cp_rank == 0)
+    cache = HiRadixCache(
+        page_size=config.page_size,
+        capacity_tokens=config.device_pages * config.page_size,
+        host=host,
+        num_host_pages=config.host_pages,
+        policy=config.policy,
+        record=True,
+        witness=mover,
+    )
+    return SimulatedRank(
+        cache=cache,
+        host=host,
+        mover=mover,
+        scheduler=SimulatedScheduler(cache=cache),
+        clock_rate=rng.uniform(0.8, 1.2),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What came of one seed.
+
+    Attributes:
+        seed: of workload and I/O.
+        parted_at: first step after which ranks held different pages; None: never.
+        differing_pages: at every ``sample_steps``-th step.
+        num_served: requests that ran to their end on rank 0.
+    """
+
+    seed: int
+    parted_at: int | None = None
+    differing_pages: list[int] = field(default_factory=list)
+    num_served: int = 0
+
+
+def run_simulation(config: SimulationConfig, *, seeds: Sequence[int], num_steps: int, sample_steps: int) -> list[Run]:
+    """Run each seed for ``num_steps`` steps."""
+    return [_run(config, seed, num_steps, sample_steps) for seed in seeds]
+
+
+def _run(config: SimulationConfig, seed: int, num_steps: int, sample_steps: int) -> Run:
+    replica, run = SimulatedReplica(config, seed=seed), Run(seed=seed)
+    workload = SimulatedWorkload(seed=seed, page_size=config.page_size)
+    for step, commands in enumerate(workload.steps(num_steps), start=1):
+        replica.step(commands)
+        if run.parted_at is None and replica.has_parted:
+            run.parted_at = step
+        if step % sample_steps == 0:
+            run.differing_pages.append(replica.num_differing_pages())
+    run.num_served = replica.ranks[0].scheduler.num_served
+    return run

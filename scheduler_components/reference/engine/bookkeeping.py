@@ -1,0 +1,113 @@
+"""What a scheduler has done since it started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from scheduler_components.values import TierStats
+from scheduler_components.values import LatencyTotals
+from scheduler_components.values import SchedulerTotals
+from scheduler_components.values import FinishReason
+from scheduler_components.metrics.timing import RequestLatencies
+from scheduler_components.metrics.timing import RequestTimeStats
+from scheduler_components.metrics.timing import RateMeter
+from scheduler_components.reference.engine.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.request import Request
+
+__all__ = [
+    "RunningTotals",
+    "RequestBook",
+]
+
+@dataclass(slots=True, kw_only=True)
+class RunningTotals:
+    """Counters that only grow: whoever does the thing counts it here.
+
+    Attributes:
+        num_requests: accepted by ``submit``.
+        num_aborted_requests: of them, ended by ``abort``.
+        num_retractions: times a request lost its pages.
+        prompt_tokens, cached_tokens: prompts at their first admission, and what of them the cache covered. A
+            prefill after a retraction does not count again: its own pages, found again, would pass for a hit.
+        generation_tokens: tokens given to requests.
+        evicted_tokens: cached tokens that made room.
+    """
+
+    num_requests: int = 0
+    num_aborted_requests: int = 0
+    num_retractions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    evicted_tokens: int = 0
+
+    def totals(self, latencies: LatencyTotals, tiers: TierStats | None) -> SchedulerTotals:
+        """Return the counters of this moment, with ``latencies`` and ``tiers`` beside them."""
+        return SchedulerTotals(
+            num_requests_total=self.num_requests,
+            num_aborted_requests_total=self.num_aborted_requests,
+            num_retractions_total=self.num_retractions,
+            prompt_tokens_total=self.prompt_tokens,
+            cached_tokens_total=self.cached_tokens,
+            generation_tokens_total=self.generation_tokens,
+            evicted_tokens_total=self.evicted_tokens,
+            latencies=latencies,
+            tiers=tiers,
+        )
+
+
+# RequestBook: what the requests of a scheduler live through, counted and timed. Nothing is decided by it.
+
+@dataclass(slots=True, kw_only=True)
+class RequestBook:
+    """Told of every turn in a request's life; a ``ResultObserver`` and a ``TotalsSource``.
+
+    Attributes:
+        counters: what only grows.
+        rates: throughput and hit rate over the recent window.
+        latencies: histograms of times.
+        tiers: count their own work.
+    """
+
+    counters: RunningTotals
+    rates: RateMeter
+    latencies: RequestLatencies
+    tiers: CacheTiers
+
+    def queued(self, request: Request) -> None:
+        """A new request waits."""
+        request.times = self.latencies.queued()
+        self.counters.num_requests += 1
+
+    def admitted(self, request: Request) -> None:
+        """A request runs. After a retraction its prompt does not count again: its own pages would pass for a hit."""
+        self.latencies.admitted(_times(request))
+        if not request.num_retractions:
+            self.counters.prompt_tokens += request.num_prompt_tokens
+            self.counters.cached_tokens += request.num_cached_tokens
+            self.rates.observe_prefill(request.num_prompt_tokens, request.num_cached_tokens)
+
+    def retracted(self, request: Request) -> None:
+        """A request had to give its pages away and waits again."""
+        self.latencies.retracted(_times(request))
+        self.counters.num_retractions += 1
+
+    def generated(self, request: Request, num_tokens: int) -> None:
+        """A step gave a request tokens."""
+        self.latencies.took_tokens(_times(request), num_tokens)
+        self.counters.generation_tokens += num_tokens
+        self.rates.observe_decode(num_tokens)
+
+    def ended(self, request: Request, reason: FinishReason) -> None:
+        """A request is over."""
+        self.latencies.ended(_times(request))
+        if reason is FinishReason.ABORT:
+            self.counters.num_aborted_requests += 1
+
+    def totals(self) -> SchedulerTotals:
+        """Return the counters and histograms of this moment."""
+        return self.counters.totals(self.latencies.totals(), self.tiers.stats())
+
+
+def _times(request: Request) -> RequestTimeStats:
+    assert request.times is not None, f"{request!r} was never queued"
+    return request.times

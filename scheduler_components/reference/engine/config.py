@@ -1,0 +1,251 @@
+"""What the engine is told of its hierarchical cache: plain values, checked once, sent to every rank."""
+
+from __future__ import annotations
+
+from typing import Literal
+from typing import TypeAlias
+import attrs
+from scheduler_components.errors import ConfigError
+from scheduler_components.hicache.mooncake_storage import MooncakeAddress
+from scheduler_components.hicache.controller import HiCachePolicy
+import random
+import socket
+from pathlib import Path
+import msgspec
+from scheduler_components.errors import DecodeError
+from scheduler_components.errors import StartError
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.reference.engine.policy import SchedulerConfig
+
+__all__ = [
+    "MOONCAKE_MASTER",
+    "MOONCAKE_METADATA",
+    "HiCacheConfig",
+    "StorageKind",
+    "DEFAULT_HOST",
+    "EngineConfig",
+    "RankConfig",
+    "SocketPaths",
+    "default_kv_events",
+]
+
+MOONCAKE_MASTER = "127.0.0.1:50051"
+MOONCAKE_METADATA = "http://127.0.0.1:8080/metadata"
+"""Where ``mooncake_master --enable_http_metadata_server=true`` listens when it is told nothing else."""
+
+_SEGMENT_BYTES = 64 << 20  # of each rank, given to the cluster
+_BUFFER_BYTES = 16 << 20
+
+StorageKind: TypeAlias = Literal["none", "file", "mooncake"]
+_STORAGE_KINDS = ("none", "file", "mooncake")
+
+
+def _check_kind(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if value not in _STORAGE_KINDS:
+        raise ConfigError(attribute.name, value, "is no storage", f"give one of {', '.join(_STORAGE_KINDS)}")
+
+
+def _check_size(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+    if value < 1:
+        raise ConfigError(attribute.name, value, "is not a size", "give an integer of at least 1")
+
+
+@attrs.frozen(kw_only=True)
+class HiCacheConfig:
+    """Tiers behind the device.
+
+    Attributes:
+        host_tokens: size of each rank's host tier.
+        storage: the tier behind that one. Each rank is a process of its own, so a store in memory would not be shared.
+        storage_path: of ``file``: a directory that all ranks can write to; it outlives the engine.
+        storage_bytes: of ``file``: most bytes in it.
+        mooncake_master, mooncake_metadata: of ``mooncake``: the master's ``host:port``, and the metadata server's URL.
+        policy: when to write, when to stop prefetching.
+
+    Raises:
+        ConfigError: naming the value that cannot work.
+    """
+
+    host_tokens: int = attrs.field(validator=_check_size)
+    storage: StorageKind = attrs.field(default="none", validator=_check_kind)
+    storage_path: str = ""
+    storage_bytes: int = attrs.field(default=1 << 30, validator=_check_size)
+    mooncake_master: str = MOONCAKE_MASTER
+    mooncake_metadata: str = MOONCAKE_METADATA
+    policy: HiCachePolicy = attrs.field(factory=HiCachePolicy)
+
+    def __attrs_post_init__(self) -> None:
+        if self.storage == "file" and not self.storage_path:
+            raise ConfigError("storage_path", self.storage_path, "is empty", "name the directory to store pages in")
+        if self.storage == "mooncake":
+            _ = self.mooncake  # checked before any process is started
+
+    @property
+    def mooncake(self) -> MooncakeAddress:
+        """Where each rank joins the Mooncake cluster, and what it gives to it."""
+        return MooncakeAddress(
+            master=self.mooncake_master,
+            metadata=self.mooncake_metadata,
+            segment_bytes=_SEGMENT_BYTES,
+            buffer_bytes=_BUFFER_BYTES,
+        )
+
+
+# What an engine is made of: its topology, its scheduler's sizes, its simulated device and its event stream.
+#
+# The values are start-up facts: checked once in the process that a person talks to, sent to every rank as JSON.
+
+DEFAULT_HOST = "127.0.0.1"
+"""Token ids are in clear on the event stream, so nothing listens beyond loopback unless a person says so."""
+
+_SEARCHED_PORTS = (20_000, 32_000)  # below the ports that systems give to outgoing connections
+_SEARCHES = 64
+
+
+def _check_speed(_: EngineConfig, attribute: attrs.Attribute[float], value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(attribute.name, value, "is not a speed", "give a finite number above 0")
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """One engine.
+
+    Attributes:
+        dp_size: replicas: independent KV caches under DP attention.
+        attn_cp_size, attn_tp_size: ranks a replica, along attention context and tensor parallelism.
+        scheduler: sizes of each replica's scheduler.
+        speed: divides the simulated device's time.
+        seed: of the simulated model's tokens.
+        kv_events: configuration of the event publisher as JSON text; None publishes nothing.
+        model_name: what the HTTP routes and metrics call the model.
+        hicache: tiers behind the device; None for none.
+
+    Raises:
+        ConfigError: naming the value that cannot work.
+    """
+
+    dp_size: int = attrs.field(default=2, validator=_check_size)
+    attn_cp_size: int = attrs.field(default=2, validator=_check_size)
+    attn_tp_size: int = attrs.field(default=2, validator=_check_size)
+    scheduler: SchedulerConfig = attrs.field(factory=SchedulerConfig)
+    speed: float = attrs.field(default=1.0, validator=_check_speed)
+    seed: int = 0
+    kv_events: str | None = None
+    model_name: str = "simulated-8b"
+    hicache: HiCacheConfig | None = None
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.attn_cp_size * self.attn_tp_size
+
+    @property
+    def world_size(self) -> int:
+        """Scheduler processes in all."""
+        return self.dp_size * self.ranks_per_replica
+
+    def parallel(self, tp_rank: int) -> ParallelState:
+        """Where rank ``tp_rank`` stands, under DP attention."""
+        return ParallelState.from_tp_rank(
+            tp_rank, tp_size=self.world_size, attn_dp_size=self.dp_size, attn_cp_size=self.attn_cp_size
+        )
+
+    def leader_of(self, replica: int) -> int:
+        """tp_rank of the rank that receives a replica's requests."""
+        return replica * self.ranks_per_replica
+
+
+@attrs.frozen
+class SocketPaths:
+    """The engine's private ipc sockets, all in one directory that only its user can enter."""
+
+    directory: str
+
+    @property
+    def reports(self) -> str:
+        """Every rank to the front; the front binds."""
+        return self._address("reports")
+
+    @property
+    def outputs(self) -> str:
+        """Tokens of requests from each leader to the front; the front binds."""
+        return self._address("outputs")
+
+    @property
+    def kv_metrics(self) -> str:
+        """KvMetrics of every reporting rank to the front; the front binds."""
+        return self._address("kv-metrics")
+
+    def commands(self, replica: int) -> str:
+        """The front to the leader of ``replica``; the leader binds."""
+        return self._address(f"commands-{replica}")
+
+    def steps(self, tp_rank: int) -> str:
+        """The leader to follower ``tp_rank``; the follower binds."""
+        return self._address(f"steps-{tp_rank}")
+
+    def sync(self, tp_rank: int) -> str:
+        """Rank ``tp_rank`` in agreements with the other ranks of its replica; it binds."""
+        return self._address(f"sync-{tp_rank}")
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{Path(self.directory) / name}"
+
+
+@attrs.frozen
+class RankConfig:
+    """All that a rank process is told: the first line of its standard input."""
+
+    engine: EngineConfig
+    tp_rank: int
+    sockets: SocketPaths
+
+    def to_json(self) -> bytes:
+        """One line."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> RankConfig:
+        """Raises DecodeError for text that is no configuration of a rank."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DecodeError(f"not the configuration of a rank: {error}") from error
+
+
+def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
+    """Configuration of an event stream with replay and load gauge on free ports of ``host``.
+
+    One port a rank is kept for events, though only ``dp_size`` of them are used: whoever probes the others learns
+    that no other rank publishes.
+
+    Raises:
+        StartError: no run of free ports was found.
+    """
+    base = _free_ports(host, engine.world_size + 2 * engine.dp_size)
+    return msgspec.json.encode(
+        {
+            "publisher": "zmq",
+            "endpoint": f"tcp://{host}:{base}",
+            "replay_endpoint": f"tcp://{host}:{base + engine.world_size}",
+            "load_endpoint": f"tcp://{host}:{base + engine.world_size + engine.dp_size}",
+            "bind": True,
+        }
+    ).decode()
+
+
+def _free_ports(host: str, count: int) -> int:
+    """First of ``count`` consecutive ports that were free a moment ago."""
+    for _ in range(_SEARCHES):
+        base = random.randrange(*_SEARCHED_PORTS)  # noqa: S311  any port will do
+        if all(_is_free(host, port) for port in range(base, base + count)):
+            return base
+    raise StartError(f"{count} ports on {host}", "no free run found", "give --kv-events-config with ports of your own")
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,355 @@
+"""The engine: a private directory of sockets, the scheduler processes, and the front, from birth to close."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from scheduler_components.errors import StartError
+from scheduler_components.reference.engine.config import RankConfig
+import shutil
+import tempfile
+from collections.abc import Awaitable
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import field
+from typing import TypeVar
+import zmq
+import zmq.asyncio
+from scheduler_components.values import KvMetrics
+from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsReceiver
+from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_receiver
+from scheduler_components.ports import MetricsSink
+from scheduler_components.reference.engine.front import LoadDispatcher
+from scheduler_components.reference.engine.front import ReplicaLoad
+from scheduler_components.reference.engine.config import EngineConfig
+from scheduler_components.reference.engine.config import SocketPaths
+from scheduler_components.reference.engine.front import EngineFailedError
+from scheduler_components.reference.engine.front import Front
+from scheduler_components.reference.engine.messages import CacheDump
+from scheduler_components.reference.engine.messages import decode_report
+from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES
+from scheduler_components.reference.engine.messages import decode_outputs
+
+__all__ = [
+    "RankExit",
+    "RankProcess",
+    "open_ranks",
+    "Engine",
+    "open_engine",
+]
+
+# Starts the scheduler processes, watches them, and stops them: none outlives the process that started it.
+#
+# A rank reads its configuration from standard input, which then stays open: its end is the order to stop, and comes
+# by
+# itself when the parent dies, however it dies. Ranks are in sessions of their own, so a Ctrl-C reaches the parent
+# alone.
+
+_RANK_MODULE = "scheduler_components.reference.engine.rank_process"
+_LONGEST_LINE_BYTES = 2**20  # of standard error; a traceback's longest line is far below
+_STOP_GRACE_S = 5.0  # a rank drains its event stream before it goes
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RankExit:
+    """How a rank process ended.
+
+    Attributes:
+        rank: which one, as ``ParallelState`` puts it.
+        return_code: of the process; negative is the number of the signal that killed it.
+        last_line: the last that it wrote to standard error: an error's name and text, if it died of one.
+    """
+
+    rank: str
+    return_code: int
+    last_line: str
+
+    def __str__(self) -> str:
+        how = f"was killed by signal {-self.return_code}" if self.return_code < 0 else f"exited {self.return_code}"
+        return f"rank {self.rank} {how}" + (f": {self.last_line}" if self.last_line else "")
+
+
+@dataclass(slots=True, kw_only=True)
+class RankProcess:
+    """One scheduler process; ``name`` is its rank as ``ParallelState`` puts it."""
+
+    tp_rank: int
+    name: str
+    process: asyncio.subprocess.Process
+
+    def configure(self, config: RankConfig) -> None:
+        """Tell the rank who it is. Should it have died already, its watcher says so."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(config.to_json() + b"\n")
+
+    async def wait(self, show: Callable[[str], None]) -> RankExit:
+        """Pass on what the rank writes until it ends."""
+        assert self.process.stderr is not None
+        last_line = ""
+        async for line in self.process.stderr:
+            last_line = line.decode(errors="replace").rstrip()
+            show(f"rank {self.tp_rank}: {last_line}")
+        return_code = await self.process.wait()
+        return RankExit(rank=self.name, return_code=return_code, last_line=last_line)
+
+    def tell_to_stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+@asynccontextmanager
+async def open_ranks(
+    configs: Sequence[RankConfig], *, show: Callable[[str], None]
+) -> AsyncIterator[tuple[list[RankProcess], asyncio.Future[RankExit]]]:
+    """Start one process a configuration; on leaving, all of them have ended.
+
+    Args:
+        configs: one a rank.
+        show: takes each line that a rank writes to standard error.
+
+    Yields:
+        The processes, and a future that is done when the first of them ends by itself.
+    """
+    ranks: list[RankProcess] = []
+    watchers: list[asyncio.Task[RankExit]] = []
+    first_exit: asyncio.Future[RankExit] = asyncio.get_running_loop().create_future()
+
+    def note_exit(watcher: asyncio.Task[RankExit]) -> None:
+        if not watcher.cancelled() and not first_exit.done():
+            first_exit.set_result(watcher.result())
+
+    try:
+        for config in configs:
+            name = str(config.engine.parallel(config.tp_rank))
+            rank = RankProcess(tp_rank=config.tp_rank, name=name, process=await _start(name))
+            ranks.append(rank)
+            rank.configure(config)
+            watcher = asyncio.create_task(rank.wait(show), name=f"rank {name}")
+            watcher.add_done_callback(note_exit)
+            watchers.append(watcher)
+        yield ranks, first_exit
+    finally:
+        await asyncio.shield(_stop(ranks, watchers))
+
+
+async def _start(name: str) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            _RANK_MODULE,
+            stdin=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE_BYTES,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StartError(f"rank {name}", str(error), "free memory or process slots") from error
+
+
+async def _stop(ranks: Sequence[RankProcess], watchers: Sequence[asyncio.Task[RankExit]]) -> None:
+    for rank in ranks:
+        rank.tell_to_stop()
+    if watchers:
+        await asyncio.wait(watchers, timeout=_STOP_GRACE_S)
+    for rank in ranks:
+        rank.kill()
+    await asyncio.gather(*watchers)
+
+
+_START_DEADLINE_S = 60.0  # eight interpreters that start at once on two busy cores
+_ANSWER_DEADLINE_S = 30.0
+_KV_METRICS_EVERY_S = 0.25
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """A running engine. Made by ``open_engine``.
+
+    Attributes:
+        config: what it was made of.
+        front: takes requests.
+        ranks: the scheduler processes.
+        kv_metrics: newest ``KvMetrics`` of each data-parallel rank.
+    """
+
+    config: EngineConfig
+    front: Front
+    ranks: list[RankProcess]
+    kv_metrics: dict[int, KvMetrics] = field(default_factory=dict)
+    _num_dumps: int = 0
+
+    async def run(self, work: Awaitable[T]) -> T:
+        """Await ``work`` for as long as the engine lives.
+
+        Raises:
+            EngineFailedError: a rank ended; ``work`` is cancelled.
+        """
+        task = asyncio.ensure_future(work)
+        failed = asyncio.ensure_future(self.front.board.failed.wait())
+        try:
+            await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self.front.board.failure is not None:
+                raise self.front.board.failure
+            return task.result()
+        finally:
+            task.cancel()
+            failed.cancel()
+            await asyncio.gather(task, failed, return_exceptions=True)
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no request is anywhere and every replica has said so.
+
+        Raises:
+            EngineFailedError: requests were still open after 30 seconds.
+        """
+        await self._expect(lambda: self.front.is_idle, "the engine did not become idle; is somebody else using it?")
+
+    async def dump_caches(self) -> dict[int, CacheDump]:
+        """Every rank's blocks by tp_rank; all ranks of a replica answer at the same step.
+
+        Raises:
+            EngineFailedError: a rank did not answer in time.
+        """
+        self._num_dumps += 1
+        dump_id, dumps = self._num_dumps, self.front.board.dumps
+        self.front.ask_for_dumps(dump_id)
+
+        def all_answered() -> bool:
+            return sum(dump.dump_id == dump_id for dump in dumps.values()) == self.config.world_size
+
+        await self._expect(all_answered, "not all ranks dumped their caches")
+        return dict(dumps)
+
+    async def _expect(self, condition: Callable[[], bool], complaint: str) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_DEADLINE_S):
+                await self.front.board.wait_until(condition)
+        except TimeoutError:
+            raise EngineFailedError(f"{complaint} ({_ANSWER_DEADLINE_S} s)") from None
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig, *, metrics: MetricsSink, affinity_tokens: int = 0, show: Callable[[str], None]
+) -> AsyncIterator[Engine]:
+    """Start an engine and wait until all ranks are ready; on leaving, its processes, sockets and files are gone.
+
+    Args:
+        config: what to start.
+        metrics: takes each replica's statistics.
+        affinity_tokens: see ``LoadDispatcher``.
+        show: takes lines that ranks write to standard error.
+
+    Raises:
+        StartError: the ranks were not ready in time.
+        EngineFailedError: a rank ended, and what it said.
+    """
+    async with AsyncExitStack() as opened:
+        directory = tempfile.mkdtemp(prefix="scheduler-components-")
+        opened.callback(shutil.rmtree, directory)
+        sockets = SocketPaths(directory)
+        incoming, outgoing = zmq.asyncio.Context(), zmq.Context[zmq.Socket[bytes]]()
+        opened.callback(incoming.destroy, linger=0)
+        opened.callback(outgoing.destroy, linger=0)
+        # Reports are bounded by open requests: ranks must never wait for the front with them.
+        reports = _bind_pull(incoming, sockets.reports, high_water_mark=0)
+        outputs = _bind_pull(incoming, sockets.outputs, high_water_mark=MAX_QUEUED_BATCHES)
+        receiver = open_zmq_kv_metrics_receiver(sockets.kv_metrics)
+        opened.callback(receiver.close)
+        front = Front(
+            leaders=[_connect_leader(outgoing, sockets, replica) for replica in range(config.dp_size)],
+            dispatcher=LoadDispatcher(
+                replicas=[ReplicaLoad() for _ in range(config.dp_size)], affinity_tokens=affinity_tokens
+            ),
+            metrics=metrics,
+        )
+        rank_configs = [RankConfig(config, tp_rank, sockets) for tp_rank in range(config.world_size)]
+        ranks, first_exit = await opened.enter_async_context(open_ranks(rank_configs, show=show))
+        engine = Engine(config=config, front=front, ranks=ranks)
+        first_exit.add_done_callback(lambda exited: _note_failure(front, exited))
+        await opened.enter_async_context(_running(_listen(reports, front), front))
+        await opened.enter_async_context(_running(_take_outputs(outputs, front), front))
+        await opened.enter_async_context(_running(_collect_kv_metrics(receiver, engine.kv_metrics), front))
+        await _wait_for_ranks(engine)
+        yield engine
+
+
+async def _wait_for_ranks(engine: Engine) -> None:
+    ready = engine.front.board.ready
+    try:
+        async with asyncio.timeout(_START_DEADLINE_S):
+            await engine.run(engine.front.board.wait_until(lambda: len(ready) == engine.config.world_size))
+    except TimeoutError:
+        missing = sorted(set(range(engine.config.world_size)) - set(ready))
+        raise StartError(f"ranks {missing}", f"not ready after {_START_DEADLINE_S} s", "start fewer ranks") from None
+
+
+def _note_failure(front: Front, exited: asyncio.Future[RankExit]) -> None:
+    if not exited.cancelled():
+        front.fail(EngineFailedError(str(exited.result())))
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[None, None, None], front: Front) -> AsyncIterator[None]:
+    """Run ``work`` in the background until the block is left; should it end before, the engine has failed."""
+
+    def note_end(ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled():
+            front.fail(EngineFailedError(f"the front's own work ended: {ended.exception()!r}"))
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(note_end)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _listen(reports: zmq.asyncio.Socket, front: Front) -> None:
+    """Hand every report to the front. One that cannot be read ends it: a rank is of another version."""
+    while True:
+        front.receive(decode_report(await reports.recv()))
+
+
+async def _take_outputs(outputs: zmq.asyncio.Socket, front: Front) -> None:
+    """Hand every batch of outputs to the front, as with reports."""
+    while True:
+        front.take_outputs(decode_outputs(await outputs.recv()))
+
+
+async def _collect_kv_metrics(receiver: ZmqKvMetricsReceiver, newest: dict[int, KvMetrics]) -> None:
+    """Keep the newest ``KvMetrics`` of each rank; the ranks' queues are short, so they are emptied often."""
+    while True:
+        newest.update((report.data_parallel_rank, report) for report in receiver.receive())
+        await asyncio.sleep(_KV_METRICS_EVERY_S)
+
+
+def _bind_pull(context: zmq.asyncio.Context, address: str, *, high_water_mark: int) -> zmq.asyncio.Socket:
+    socket = context.socket(zmq.PULL)
+    socket.rcvhwm = high_water_mark
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        mend = "set TMPDIR to a short path that can be written to"
+        raise StartError(address, str(error), mend) from error
+    return socket
+
+
+def _connect_leader(context: zmq.Context[zmq.Socket[bytes]], sockets: SocketPaths, replica: int) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.sndhwm = 0  # bounded by open requests: the front must never wait for a rank
+    socket.connect(sockets.commands(replica))
+    return socket

@@ -1,0 +1,368 @@
+"""The front: takes requests, gives each to a replica by load, and hands its tokens back as they come.
+
+One asyncio loop owns everything here. Requests of the HTTP routes and of a replayed trace go the same way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from dataclasses import field
+from typing import NamedTuple
+from scheduler_components.load.queue import DispatchLedger
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.reference.engine.messages import FRONT
+import asyncio
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from itertools import count
+from types import TracebackType
+import msgspec
+import zmq
+from observability.prometheus_reports import RankLabels
+from scheduler_components.errors import ComponentError
+from scheduler_components.errors import ConfigError
+from scheduler_components.values import FinishReason
+from scheduler_components.values import SchedulerStats
+from scheduler_components.values import OutputBatch
+from scheduler_components.values import OutputDelta
+from scheduler_components.values import OutputStats
+from scheduler_components.ports import MetricsSink
+from scheduler_components.reference.engine.messages import AbortRequest
+from scheduler_components.reference.engine.messages import CacheDump
+from scheduler_components.reference.engine.messages import Command
+from scheduler_components.reference.engine.messages import DumpCache
+from scheduler_components.reference.engine.messages import RankReady
+from scheduler_components.reference.engine.messages import Report
+from scheduler_components.reference.engine.messages import RequestRefused
+from scheduler_components.reference.engine.messages import StatsReport
+from scheduler_components.reference.engine.messages import SubmitRequest
+from scheduler_components.reference.engine.messages import encode
+from scheduler_components.reference.engine.request import SamplingLimits
+
+__all__ = [
+    "LoadDispatcher",
+    "Placement",
+    "ReplicaLoad",
+    "EngineFailedError",
+    "Front",
+    "GenerateRequest",
+    "OpenRequest",
+    "RequestFailedError",
+    "RequestRefusedError",
+    "TooBusyError",
+]
+
+# Which data-parallel replica gets the next request: pure, no sockets, no clock.
+#
+# A replica's load is what it last reported (running and waiting tokens) plus what was sent to it and no report counts
+# yet, which its ``DispatchLedger`` knows.
+
+_KEPT_CONVERSATIONS = 65_536
+
+
+class Placement(NamedTuple):
+    """Where a request goes: the replica, and the ticket under which its load reports will count it."""
+
+    replica: int
+    ticket: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplicaLoad:
+    """What the dispatcher knows of one replica.
+
+    Attributes:
+        ledger: what was sent and no report counts yet.
+        snapshot: the newest report.
+        last_ticket: of the last request sent; also how many were.
+    """
+
+    ledger: DispatchLedger = field(default_factory=lambda: DispatchLedger(dispatcher=FRONT))
+    snapshot: LoadSnapshot = field(default_factory=LoadSnapshot)
+    last_ticket: int = 0
+
+    @property
+    def is_covered(self) -> bool:
+        """The last report was made after every request had come in."""
+        return not self.ledger.unreported_requests
+
+    @property
+    def total_tokens(self) -> int:
+        return self.snapshot.num_total_tokens + self.ledger.unreported_tokens
+
+    def dispatched(self, num_tokens: int) -> int:
+        """Note a request that is about to be sent; returns its ticket."""
+        self.last_ticket = self.ledger.dispatched(num_tokens)
+        return self.last_ticket
+
+    def reported(self, snapshot: LoadSnapshot) -> None:
+        """Take in a report; one that is older than the last is dropped."""
+        if snapshot.sequence > self.snapshot.sequence:
+            self.snapshot = snapshot
+            self.ledger.reported(snapshot.dispatched_watermarks)
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadDispatcher:
+    """Least total tokens first; a conversation stays where its prefix is cached while that costs little.
+
+    Args:
+        replicas: one entry a replica.
+        affinity_tokens: a conversation's next turn goes to the replica of its last one unless that replica has this
+            many tokens more than the least loaded. 0 dispatches by load alone. Affinity matters because a prefix is
+            cached on one replica only: without it, a second turn misses with probability (replicas - 1) / replicas.
+    """
+
+    replicas: list[ReplicaLoad]
+    affinity_tokens: int = 0
+    _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
+
+    def dispatch(self, num_tokens: int, conversation: str | None = None) -> Placement:
+        """Pick a replica for a request of ``num_tokens`` input tokens and count it there."""
+        chosen = min(range(len(self.replicas)), key=self._order)
+        if conversation is not None and self.affinity_tokens:
+            home = self._homes.get(conversation, chosen)
+            extra_tokens = self.replicas[home].total_tokens - self.replicas[chosen].total_tokens
+            chosen = home if extra_tokens <= self.affinity_tokens else chosen
+            self._remember(conversation, chosen)
+        return Placement(chosen, self.replicas[chosen].dispatched(num_tokens))
+
+    def _order(self, index: int) -> tuple[int, int]:
+        """Load first; among equals, such as idle replicas, the one that was given the fewest requests."""
+        replica = self.replicas[index]
+        return replica.total_tokens, replica.last_ticket
+
+    def _remember(self, conversation: str, replica: int) -> None:
+        self._homes[conversation] = replica
+        self._homes.move_to_end(conversation)
+        if len(self._homes) > _KEPT_CONVERSATIONS:
+            self._homes.popitem(last=False)
+
+
+class EngineFailedError(ComponentError):
+    """The engine cannot go on; the text says which rank failed and how."""
+
+
+class RequestRefusedError(ComponentError):
+    """The scheduler can never serve this request; the text is for its author."""
+
+
+class RequestFailedError(ComponentError):
+    """The engine goes on, and has no answer, or not the whole one, for this request."""
+
+
+class TooBusyError(ComponentError):
+    """More requests are open than the front takes at once."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client wants.
+
+    Attributes:
+        rid: unique among open requests; None lets the front choose.
+        input_ids: prompt tokens, packed (``messages.pack_tokens``).
+        limits: when to stop.
+        stream_interval: tokens between two pieces of news; 0 for all at the end.
+        conversation: requests with the same value share a prefix; the dispatcher may keep them together.
+    """
+
+    rid: str | None = None
+    input_ids: bytes
+    limits: SamplingLimits
+    stream_interval: int = 1
+    conversation: str | None = None
+
+    @property
+    def num_input_tokens(self) -> int:
+        return len(self.input_ids) // 4
+
+
+@dataclass(slots=True)
+class RankBoard:
+    """What the front has heard from the ranks.
+
+    Attributes:
+        ready: tp_rank to the address of its event stream; None for a rank without one.
+        stats: replica to its newest statistics.
+        outputs: labels of a rank to its newest counters of outputs.
+        dumps: tp_rank to its newest cache dump.
+        changed: set at every report; whoever waits for something clears it first.
+        failure: why the engine cannot go on; None while it can.
+        failed: set together with ``failure``.
+    """
+
+    ready: dict[int, str | None] = field(default_factory=dict)
+    stats: dict[int, SchedulerStats] = field(default_factory=dict)
+    outputs: dict[RankLabels, OutputStats] = field(default_factory=dict)
+    dumps: dict[int, CacheDump] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: EngineFailedError | None = None
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def output_stats(self) -> Mapping[RankLabels, OutputStats]:
+        """Counters of outputs by a rank's labels, for whoever exports them."""
+        return self.outputs
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that can only become true by a report."""
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class Front:
+    """Requests in, tokens out.
+
+    Attributes:
+        leaders: one PUSH socket a replica.
+        dispatcher: chooses the replica.
+        metrics: takes every report of statistics.
+        max_open_requests: beyond it, ``TooBusyError``: open requests are what the engine's memory grows with.
+        board: what was heard from the ranks.
+    """
+
+    leaders: Sequence[zmq.Socket[bytes]]
+    dispatcher: LoadDispatcher
+    metrics: MetricsSink
+    max_open_requests: int = 4096
+    board: RankBoard = field(default_factory=RankBoard)
+    _open: dict[str, OpenRequest] = field(default_factory=dict, repr=False)
+    _numbers: count[int] = field(default_factory=count, repr=False)
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests of which no end has been heard, those that their clients have left included."""
+        return len(self._open)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is open, and every replica has said, after the last of them, that it holds none."""
+        return not self._open and all(
+            load.is_covered and not load.snapshot.num_running_reqs and not load.snapshot.num_waiting_reqs
+            for load in self.dispatcher.replicas
+        )
+
+    def open_request(self, request: GenerateRequest) -> OpenRequest:
+        """Dispatch a request. Use as ``async with front.open_request(...) as news``: leaving it early aborts it.
+
+        Raises:
+            EngineFailedError, TooBusyError: nothing was dispatched.
+            ConfigError: the rid is in use.
+        """
+        if self.board.failure is not None:
+            raise self.board.failure
+        if len(self._open) >= self.max_open_requests:
+            raise TooBusyError(f"{len(self._open)} requests are open, which is the limit; try again later")
+        rid = request.rid if request.rid is not None else self._new_rid()
+        if rid in self._open:
+            raise ConfigError("rid", rid, "is the id of an open request", "give another, or none")
+        replica, ticket = self.dispatcher.dispatch(request.num_input_tokens, request.conversation)
+        opened = self._open[rid] = OpenRequest(rid=rid, replica=replica, front=self)
+        command = SubmitRequest(rid, request.input_ids, request.limits, request.stream_interval, ticket)
+        self._send(replica, command)
+        return opened
+
+    def close_request(self, request: OpenRequest) -> None:
+        """Abort a request unless its end has been heard. Its id stays in use until then: late news keep their owner."""
+        if self._open.get(request.rid) is request:
+            self._send(request.replica, AbortRequest(request.rid))
+
+    def take_outputs(self, batch: OutputBatch) -> None:
+        """Pass the news of a replica's requests on to those who wait for them."""
+        for delta in batch.deltas:
+            self._pass_on(delta.rid, _news_in(delta), ended=delta.finish_reason is not None)
+        self.board.changed.set()
+
+    def receive(self, report: Report) -> None:
+        """Take in what else a rank says."""
+        if isinstance(report, StatsReport):
+            self.dispatcher.replicas[report.replica].reported(report.stats.load)
+            self.board.stats[report.replica] = report.stats
+            self.board.outputs[report.stats.labels] = report.outputs
+            self.metrics.record(report.stats)
+        elif isinstance(report, RequestRefused):
+            self._pass_on(report.rid, RequestRefusedError(report.reason), ended=True)
+        elif isinstance(report, CacheDump):
+            self.board.dumps[report.tp_rank] = report
+        elif isinstance(report, RankReady):
+            self.board.ready[report.tp_rank] = report.stream_endpoint
+        self.board.changed.set()
+
+    def ask_for_dumps(self, dump_id: int) -> None:
+        """Let every rank dump its cache; ``board.dumps`` fills as they answer with this number."""
+        for replica in range(len(self.leaders)):
+            self._send(replica, DumpCache(dump_id))
+
+    def fail(self, error: EngineFailedError) -> None:
+        """The engine cannot go on: everybody who waits is told. Later failures follow from the first, which counts."""
+        if self.board.failure is not None:
+            return
+        self.board.failure = error
+        for request in self._open.values():
+            request.put(error)
+        self.board.failed.set()
+
+    def _pass_on(self, rid: str, news: OutputDelta | ComponentError, *, ended: bool) -> None:
+        self._open[rid].put(news)
+        if ended:
+            del self._open[rid]
+
+    def _new_rid(self) -> str:
+        return next(rid for number in self._numbers if (rid := f"request-{number}") not in self._open)
+
+    def _send(self, replica: int, command: Command) -> None:
+        self.leaders[replica].send(encode(command), zmq.DONTWAIT)  # no high-water mark: open requests are bounded
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenRequest:
+    """One dispatched request: an async context that ends it, and an async iterator of its news."""
+
+    rid: str
+    replica: int
+    front: Front = field(repr=False)
+    finished: bool = False
+    _news: asyncio.Queue[OutputDelta | ComponentError] = field(default_factory=asyncio.Queue, repr=False)
+
+    def put(self, news: OutputDelta | ComponentError) -> None:
+        self._news.put_nowait(news)
+
+    async def __aenter__(self) -> OpenRequest:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.front.close_request(self)
+
+    def __aiter__(self) -> OpenRequest:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        """The next output; ends after the one with a finish reason.
+
+        Raises:
+            RequestRefusedError: the scheduler cannot serve the request.
+            RequestFailedError: it could not compute it, or tokens were lost.
+            EngineFailedError: the engine stopped.
+        """
+        if self.finished:
+            raise StopAsyncIteration
+        news = await self._news.get()
+        if isinstance(news, ComponentError):
+            self.finished = True
+            raise news
+        self.finished = news.finish_reason is not None
+        return news
+
+
+def _news_in(delta: OutputDelta) -> OutputDelta | RequestFailedError:
+    if delta.finish_reason == FinishReason.ERROR:
+        return RequestFailedError(f"request {delta.rid!r} could not be computed; the engine's log says why")
+    num_lost = delta.num_output_tokens - delta.start - len(delta.output.token_ids)
+    if num_lost:
+        return RequestFailedError(f"{num_lost} tokens of request {delta.rid!r} were dropped, for too many were waiting")
+    return delta

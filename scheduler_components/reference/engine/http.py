@@ -1,0 +1,347 @@
+"""``POST /generate``: token ids in, tokens out, whole or as server-sent events.
+
+Body and answer have the shape of SGLang's native API for token ids. What this engine does not do is refused by name
+and not ignored. A streamed event carries the tokens that are new since the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Annotated
+from typing import Any
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+from starlette.types import Scope
+from starlette.types import Send
+from observability.http_app import error_response
+from scheduler_components.errors import ComponentError
+from scheduler_components.errors import ConfigError
+from scheduler_components.values import FinishReason
+from scheduler_components.values import OutputDelta
+from scheduler_components.reference.engine.front import Front
+from scheduler_components.reference.engine.front import GenerateRequest
+from scheduler_components.reference.engine.front import OpenRequest
+from scheduler_components.reference.engine.front import RequestFailedError
+from scheduler_components.reference.engine.front import RequestRefusedError
+from scheduler_components.reference.engine.messages import pack_tokens
+from scheduler_components.reference.engine.request import SamplingLimits
+from collections.abc import Mapping
+from collections.abc import Sequence
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.routing import Route
+from observability.http_app import status_routes
+from scheduler_components import __version__
+from scheduler_components.values import LoadSnapshot
+from scheduler_components.reference.engine.engine import Engine
+from scheduler_components.server_info import merge_kv_events
+import socket
+from collections.abc import AsyncIterator
+from collections.abc import Generator
+from contextlib import asynccontextmanager
+from contextlib import contextmanager
+from ipaddress import IPv4Address
+from ipaddress import IPv6Address
+from ipaddress import ip_address
+import uvicorn
+from starlette.types import ASGIApp
+from scheduler_components.errors import StartError
+
+__all__ = [
+    "MAX_BODY_BYTES",
+    "BadBodyError",
+    "BodyTooLongError",
+    "GenerateEndpoint",
+    "parse_body",
+    "EngineStatus",
+    "make_app",
+    "open_http_server",
+]
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Room for a prompt of a million tokens; of a longer body no more than this is read."""
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class _SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 128
+    stop_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=64)] = ()
+    ignore_eos: bool = False
+    stream_interval: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
+
+
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    input_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    sampling_params: _SamplingParams = _SamplingParams()
+    rid: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+    conversation: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+    stream: bool = False
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class BadBodyError(ComponentError):
+    """A request that is not one: the client is to blame. ``field`` is the path of what is wrong with it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        self.problem = problem
+        super().__init__(f"{field}: {problem}")
+
+
+class BodyTooLongError(ComponentError):
+    """The body passes ``MAX_BODY_BYTES``."""
+
+
+def parse_body(text: bytes) -> tuple[GenerateRequest, bool]:
+    """Read a request and whether to stream it.
+
+    Raises:
+        BadBodyError: naming the field that is wrong.
+    """
+    try:
+        body = _decode_body(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        problem, _, path = str(error).partition(" - at `$")
+        raise BadBodyError(path.strip(".`") or "body", problem) from None
+    params = body.sampling_params
+    limits = SamplingLimits(params.max_new_tokens, params.stop_token_ids, params.ignore_eos)
+    request = GenerateRequest(
+        rid=body.rid,
+        input_ids=pack_tokens(body.input_ids),
+        limits=limits,
+        stream_interval=params.stream_interval if body.stream else 0,
+        conversation=body.conversation,
+    )
+    return request, body.stream
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GenerateEndpoint:
+    """The ASGI application behind the route; a client that goes away aborts its request."""
+
+    front: Front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one POST."""
+        try:
+            request, stream = parse_body(await _read_body(Request(scope, receive)))
+            opened = self.front.open_request(request)
+        except ClientDisconnect:
+            return
+        except ComponentError as error:
+            await _error_response(error)(scope, receive, send)
+            return
+        async with opened as news:
+            answer = _stream_answer if stream else _whole_answer
+            await _unless_disconnected(receive, answer(news, scope, receive, send))
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLongError(f"body: is longer than {MAX_BODY_BYTES} bytes; send a shorter prompt")
+    return bytes(body)
+
+
+async def _unless_disconnected(receive: Receive, work: Awaitable[None]) -> None:
+    """Do ``work``; give up when the client is gone."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _whole_answer(news: OpenRequest, scope: Scope, receive: Receive, send: Send) -> None:
+    output_ids: list[int] = []
+    try:
+        async for delta in news:
+            output_ids += delta.output.token_ids
+            last = delta
+    except ComponentError as error:
+        response = _error_response(error)
+    else:
+        response = Response(_encode(_answer(last, output_ids)), media_type="application/json")
+    await response(scope, receive, send)
+
+
+async def _stream_answer(news: OpenRequest, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send one event an output, then ``[DONE]``. What fails before the first token is answered with a status."""
+    try:
+        first = await anext(news)
+    except ComponentError as error:
+        await _error_response(error)(scope, receive, send)
+        return
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await _send_event(send, _encode(_answer(first, first.output.token_ids)))
+    try:
+        async for delta in news:
+            await _send_event(send, _encode(_answer(delta, delta.output.token_ids)))
+    except ComponentError as error:
+        await _send_event(send, bytes(_error_response(error).body))
+    await _send_event(send, b"[DONE]")
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+
+def _answer(delta: OutputDelta, output_ids: list[int] | tuple[int, ...]) -> dict[str, Any]:
+    return {
+        "output_ids": output_ids,
+        "meta_info": {
+            "id": delta.rid,
+            "finish_reason": _finish_reason(delta),
+            "prompt_tokens": delta.output.num_prompt_tokens,
+            "completion_tokens": delta.num_output_tokens,
+            "cached_tokens": delta.output.num_cached_tokens,
+        },
+    }
+
+
+def _finish_reason(delta: OutputDelta) -> dict[str, Any] | None:
+    if delta.finish_reason is None:
+        return None
+    if delta.finish_reason == FinishReason.LENGTH:
+        return {"type": "length", "length": delta.num_output_tokens}
+    if delta.finish_reason == FinishReason.STOP:
+        return {"type": "stop", "matched": delta.output.token_ids[-1]}
+    return {"type": "abort"}
+
+
+def _error_response(error: ComponentError) -> Response:
+    if isinstance(error, BadBodyError | ConfigError):
+        return error_response(400, str(error), param=error.field)
+    if isinstance(error, RequestRefusedError):
+        return error_response(400, str(error))
+    if isinstance(error, RequestFailedError):
+        return error_response(500, str(error))
+    if isinstance(error, BodyTooLongError):
+        return error_response(413, str(error))
+    return error_response(503, str(error))  # TooBusyError, EngineFailedError
+
+
+# What the engine says of itself over HTTP, and the application that says it.
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EngineStatus:
+    """A ``StatusSource`` of the engine."""
+
+    engine: Engine
+
+    def is_healthy(self) -> bool:
+        return self.engine.front.board.failure is None
+
+    def server_info(self) -> Mapping[str, Any]:
+        """Configuration, the descriptor of the event streams, and each DP rank's newest slots and blocks."""
+        config = self.engine.config
+        facts = {
+            "version": __version__,
+            "model_path": config.model_name,
+            "served_model_name": config.model_name,
+            "dp_size": config.dp_size,
+            "tp_size": config.world_size,
+            "attn_cp_size": config.attn_cp_size,
+            "attn_tp_size": config.attn_tp_size,
+            "enable_dp_attention": config.dp_size > 1,
+            "page_size": config.scheduler.page_size,
+            "max_total_num_tokens": config.scheduler.kv_tokens,
+            "max_running_requests": config.scheduler.max_running_requests,
+            "chunked_prefill_size": config.scheduler.chunk_tokens,
+            "kv_metrics": [msgspec.to_builtins(report) for _, report in sorted(self.engine.kv_metrics.items())],
+        }
+        return merge_kv_events(
+            facts, config=config.kv_events, block_size=config.scheduler.page_size, dp_size=config.dp_size
+        )
+
+    def model_info(self) -> Mapping[str, Any]:
+        name = self.engine.config.model_name
+        return {"model_path": name, "served_model_name": name, "is_generation": True, "skip_tokenizer_init": True}
+
+    def load_snapshots(self) -> Sequence[LoadSnapshot]:
+        return [stats.load for stats in self.engine.front.board.stats.values()]
+
+
+def make_app(engine: Engine, registry: CollectorRegistry) -> Starlette:
+    """Every route of the engine: ``/generate`` and the status routes."""
+    generate = Route("/generate", GenerateEndpoint(front=engine.front), methods=["POST"])
+    return Starlette(routes=[generate, *status_routes(EngineStatus(engine=engine), registry=registry)])
+
+
+# One HTTP server inside somebody else's asyncio loop: it owns its listening socket and leaves signals alone.
+
+_GRACE_S = 2  # streams that are still open when the engine stops are cut after this
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Ctrl-C belongs to the command line."""
+        yield
+
+
+@asynccontextmanager
+async def open_http_server(app: ASGIApp, *, host: str, port: int) -> AsyncIterator[str]:
+    """Serve ``app`` until the block is left.
+
+    Args:
+        app: any ASGI application.
+        host: address or name to bind; a wildcard is a person's explicit wish.
+        port: 0 lets the system choose.
+
+    Yields:
+        A URL at which this machine reaches the server, with the port that was really bound.
+
+    Raises:
+        StartError: the address is taken or not this machine's.
+    """
+    listener = _listen(host, port)
+    bound_host, bound_port = listener.getsockname()[:2]
+    server = _Server(
+        uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield _url(ip_address(bound_host), bound_port)
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=512)
+    except (OSError, OverflowError) as error:
+        raise StartError(f"{host}:{port}", str(error), "give another --host or --port") from error
+
+
+def _url(host: IPv4Address | IPv6Address, port: int) -> str:
+    """A wildcard is no address to dial: loopback stands for it."""
+    if host.is_unspecified:
+        host = IPv4Address("127.0.0.1") if host.version == 4 else IPv6Address("::1")
+    return f"http://[{host}]:{port}" if host.version == 6 else f"http://{host}:{port}"

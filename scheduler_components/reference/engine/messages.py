@@ -1,0 +1,237 @@
+"""What the engine's processes say to each other: msgpack arrays over ZMQ PUSH/PULL on private ipc sockets.
+
+Front to the leader of a replica: ``Command``. Leader to its followers: ``StepInput``, one before each step.
+Every rank to the front: ``Report``; outputs have a way of their own (``outputs.py``). Token ids of prompts travel
+packed, four bytes each, little-endian.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import TypeVar
+import msgspec
+from scheduler_components.errors import DecodeError
+from scheduler_components.values import TierStats
+from scheduler_components.values import SchedulerStats
+from scheduler_components.values import OutputStats
+from scheduler_components.reference.engine.request import SamplingLimits
+from dataclasses import dataclass
+import zmq
+from scheduler_components.values import OutputBatch
+
+__all__ = [
+    "FRONT",
+    "AbortRequest",
+    "CacheDump",
+    "Command",
+    "DumpCache",
+    "RankReady",
+    "Report",
+    "RequestRefused",
+    "StatsReport",
+    "StepInput",
+    "SubmitRequest",
+    "decode_command",
+    "decode_report",
+    "decode_step",
+    "encode",
+    "pack_hashes",
+    "pack_tokens",
+    "unpack_hashes",
+    "unpack_tokens",
+    "MAX_QUEUED_BATCHES",
+    "OutputSocket",
+    "decode_outputs",
+    "encode_outputs",
+]
+
+FRONT = "front"
+"""The front's name as a dispatcher, in load reports. It lives as long as its ranks do."""
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """A new request. ``input_ids`` is packed (``pack_tokens``); ``ticket`` is of the front's ``DispatchLedger``."""
+
+    rid: str
+    input_ids: bytes
+    limits: SamplingLimits
+    stream_interval: int
+    ticket: int
+
+
+class AbortRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Nobody waits for this request any more; unknown ids are ignored, since it may just have finished."""
+
+    rid: str
+
+
+class DumpCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Every rank of the replica answers with a ``CacheDump`` taken at the same step."""
+
+    dump_id: int
+
+
+Command = SubmitRequest | AbortRequest | DumpCache
+
+
+class StepInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """All that decides step ``step``, and the leader's state before it, for the follower to compare with its own."""
+
+    step: int
+    leader_digest: int
+    commands: tuple[Command, ...]
+
+
+class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The rank has bound its sockets. ``stream_endpoint`` is None on a rank that opened no event stream."""
+
+    tp_rank: int
+    stream_endpoint: str | None
+
+
+class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The scheduler cannot ever serve this request; ``reason`` is for its author."""
+
+    rid: str
+    reason: str
+
+
+class StatsReport(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """A replica's statistics; the watermarks of its load say which ``SubmitRequest`` it counts."""
+
+    replica: int
+    stats: SchedulerStats
+    outputs: OutputStats = OutputStats()
+
+
+class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Every block hash in one rank's cache at one step, by tier (packed, signed 64-bit).
+
+    ``last_sequence`` is the number of the last batch that the rank published, -1 when it published none. ``tiers`` is
+    None without a hierarchical cache.
+    """
+
+    dump_id: int
+    tp_rank: int
+    step: int
+    digest: int
+    last_sequence: int
+    block_hashes: bytes
+    host_hashes: bytes = b""
+    stored_hashes: bytes = b""
+    tiers: TierStats | None = None
+
+
+Report = RankReady | RequestRefused | StatsReport | CacheDump
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_steps: msgspec.msgpack.Decoder[StepInput] = msgspec.msgpack.Decoder(StepInput)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Command | StepInput | Report) -> bytes:
+    """One message as one ZMQ frame."""
+    return _encoder.encode(message)
+
+
+def decode_command(frame: bytes) -> Command:
+    """Raises DecodeError for a frame that is no command."""
+    return _decode(_commands, frame)
+
+
+def decode_step(frame: bytes) -> StepInput:
+    """Raises DecodeError for a frame that is no step input."""
+    return _decode(_steps, frame)
+
+
+def decode_report(frame: bytes) -> Report:
+    """Raises DecodeError for a frame that is no report."""
+    return _decode(_reports, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"not a message of this engine: {error}") from error
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids, each 0 to 2**32 - 1, as four little-endian bytes each. Raises OverflowError beyond that range."""
+    return _little_endian(array("I", token_ids)).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Inverse of ``pack_tokens``. Raises DecodeError when ``packed`` is not whole tokens."""
+    return tuple(_unpack("I", packed))
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Signed 64-bit block hashes as eight little-endian bytes each."""
+    return _little_endian(array("q", hashes)).tobytes()
+
+
+def unpack_hashes(packed: bytes) -> frozenset[int]:
+    """Inverse of ``pack_hashes``, as a set. Raises DecodeError when ``packed`` is not whole hashes."""
+    return frozenset(_unpack("q", packed))
+
+
+def _unpack(typecode: str, packed: bytes) -> array[int]:
+    values = array(typecode)
+    try:
+        values.frombytes(packed)
+    except ValueError as error:
+        raise DecodeError(f"{len(packed)} bytes are not whole items of {values.itemsize}") from error
+    return _little_endian(values)
+
+
+def _little_endian(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+# The way of outputs from a replica's leader to the front: msgpack over a short PUSH/PULL queue of its own.
+#
+# Short on both sides: while the front is behind, tokens gather in the leader's ``OutputStreamer``, one delta a
+# request
+# and not one a step, and the front has less to catch up with.
+
+MAX_QUEUED_BATCHES = 64
+"""On each side of the socket; some hundred steps with their outputs."""
+
+encode_outputs = msgspec.msgpack.Encoder().encode
+_decode_outputs = msgspec.msgpack.Decoder(OutputBatch).decode
+
+
+def decode_outputs(frame: bytes) -> OutputBatch:
+    """Raises DecodeError for a frame that is no batch of outputs."""
+    try:
+        return _decode_outputs(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"no outputs of this engine: {error}") from error
+
+
+@dataclass(slots=True, kw_only=True)
+class OutputSocket:
+    """An ``OutputSink`` over a connected PUSH socket with a high-water mark."""
+
+    socket: zmq.Socket[bytes]
+
+    def is_ready(self) -> bool:
+        return bool(self.socket.poll(0, zmq.POLLOUT))
+
+    def send(self, batch: OutputBatch) -> bool:
+        try:
+            self.socket.send(encode_outputs(batch), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.close(linger=0)

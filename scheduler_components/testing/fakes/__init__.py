@@ -1,1 +1,0 @@
-"""Hand-written fakes of every port. None of them sleeps, reads a clock or takes a fixed port."""

@@ -1,0 +1,412 @@
+"""A prefix cache against a model that knows pages only, in every order of calls that Hypothesis finds.
+
+Properties, after every step:
+
+- what is cached, under which page index, is what the model says, the order of eviction included;
+- the recorded events break no rule of the wire and rebuild exactly the cached blocks;
+- a second cache that gets the same calls does the same, and so does one that records nothing;
+- the cache's own arithmetic adds up.
+
+For a cache of your own::
+
+    class MyCacheMachine(PrefixCacheMachine):
+        def open_cache(self, page_size, capacity_tokens, record):
+            return MyCache(page_size, capacity_tokens, record)
+
+    TestMyCache = MyCacheMachine.TestCase
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from typing import ClassVar
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis.stateful import initialize
+from hypothesis.stateful import invariant
+from hypothesis.stateful import precondition
+from hypothesis.stateful import rule
+from scheduler_components.cache.block_hash import PrefixNamespace
+from scheduler_components.errors import CacheIntegrityError
+from scheduler_components.errors import OutOfPagesError
+from scheduler_components.testing.ledger import EventLedger
+from scheduler_components.testing.parts import CachedPrefix
+from scheduler_components.testing.parts import PrefixCache
+from scheduler_components.testing.prefix_cache_checks import ModelPrefix
+from scheduler_components.testing.prefix_cache_checks import PrefixCacheModel
+from scheduler_components.ports import PageStore
+from scheduler_components.testing.page_store_checks import page_of
+from scheduler_components.kv_events.codec import BatchEncoder
+from scheduler_components.events import KVCacheEvent
+from scheduler_components.events import KVEventBatch
+from scheduler_components.kv_events.replay import END_SEQ
+from scheduler_components.testing.fakes import Fault
+from scheduler_components.testing.fakes import FaultyNetwork
+from scheduler_components.testing.parts import ChainHistory
+from scheduler_components.testing.parts import FollowerCore
+
+__all__ = [
+    "PrefixCacheMachine",
+    "PageStoreMachine",
+    "FollowerMachine",
+]
+
+NAMESPACES = {"": None, "tenant": PrefixNamespace(cache_salt="tenant")}
+
+# Two tokens only, so that prefixes meet, part and end inside each other.
+TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=16)
+SALTS = st.sampled_from(sorted(NAMESPACES))
+
+
+@dataclass
+class _Request:
+    """A request between its match and its end, once for each cache under test."""
+
+    salt: str
+    tokens: list[int]
+    locked: list[ModelPrefix]
+    nodes: list[Any]
+    cached_pages: list[int]
+    own_pages: list[int]
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    """Subclass it and override ``open_cache``; ``model_type`` too, for another order of eviction."""
+
+    model_type: ClassVar[type[PrefixCacheModel]] = PrefixCacheModel
+
+    def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> PrefixCache:  # noqa: ARG002 - an example of the signature
+        """Make the cache under test; one that does not record gives no events."""
+        raise TypeError(f"{type(self).__name__} does not say which cache it drives: override open_cache")
+
+    @initialize(page_size=st.integers(1, 3), num_pages=st.integers(1, 24), spare=st.integers(0, 2), drain=st.booleans())
+    def start(self, page_size: int, num_pages: int, spare: int, drain: bool) -> None:
+        capacity_tokens = num_pages * page_size + min(spare, page_size - 1)
+        self.caches = [self.open_cache(page_size, capacity_tokens, record) for record in (True, True, False)]
+        self.model = self.model_type(page_size, num_pages)
+        self.ledger = EventLedger(block_size=page_size)
+        self.drain_every_step = drain
+        self.requests: list[_Request] = []
+
+    def on_each(self, method: str, *args: Any) -> Any:
+        """Make the same call on every cache; the answers must be the same."""
+        answers = [getattr(cache, method)(*args) for cache in self.caches]
+        assert answers[0] == answers[1] == answers[2], f"{method}{args}: equal caches answer {answers}"
+        return answers[0]
+
+    def matches(self, method: str, *args: Any) -> list[CachedPrefix]:
+        """The same, for calls that answer with a node of the cache's own."""
+        answers: list[CachedPrefix] = [getattr(cache, method)(*args) for cache in self.caches]
+        assert len({(match.num_tokens, tuple(match.pages)) for match in answers}) == 1
+        assert answers[0].num_tokens == len(answers[0].pages) * self.model.page_size
+        return answers
+
+    def refuse(self, error: type[Exception], call: Callable[[PrefixCache], object]) -> None:
+        """Every cache must refuse a call."""
+        for cache in self.caches:
+            try:
+                answer = call(cache)
+            except error:
+                continue
+            raise AssertionError(f"{error.__name__} expected, and it answered {answer!r}")
+
+    def lock(self, nodes: list[Any], prefixes: list[ModelPrefix]) -> None:
+        for cache, node in zip(self.caches, nodes, strict=True):
+            cache.lock(node)
+        self.model.locks.update(prefixes)
+
+    def unlock(self, nodes: list[Any], prefixes: list[ModelPrefix]) -> None:
+        for cache, node in zip(self.caches, nodes, strict=True):
+            cache.unlock(node)
+        self.model.unlock(prefixes)
+
+    @rule(salt=SALTS, tokens=TOKENS)
+    def match(self, salt: str, tokens: list[int]) -> None:
+        found = self.matches("match_prefix", tokens, NAMESPACES[salt])[0]
+        cached = self.model.cached(salt, tokens)
+        self.model.touch(cached)
+        assert list(found.pages) == [self.model.pages[prefix] for prefix in cached]
+
+    @precondition(lambda self: len(self.requests) < 3)
+    @rule(salt=SALTS, tokens=TOKENS, keep=st.booleans())
+    def serve(self, salt: str, tokens: list[int], keep: bool) -> None:
+        """A request from its match to its end, nothing between."""
+        before = len(self.requests)
+        self.begin(salt, tokens)
+        if len(self.requests) > before:
+            self.finish(before, keep)
+
+    @precondition(lambda self: len(self.requests) < 3)
+    @rule(salt=SALTS, tokens=TOKENS)
+    def begin(self, salt: str, tokens: list[int]) -> None:
+        """A request matches, locks, and allocates what its prompt lacks."""
+        found = self.matches("match_prefix", tokens, NAMESPACES[salt])
+        nodes, cached = [match.node for match in found], self.model.cached(salt, tokens)
+        self.model.touch(cached)
+        self.lock(nodes, cached)
+        lacking = len(self.model.whole(salt, tokens)) - len(cached)
+        if lacking > self.model.num_free() + len(self.model.unlocked()):
+            self.refuse(OutOfPagesError, lambda cache: cache.allocate(lacking))
+            self.unlock(nodes, cached)
+            return
+        own: list[int] = self.on_each("allocate", lacking)
+        self.model.evict(lacking - self.model.num_free())
+        assert len(set(own)) == lacking
+        assert self.model.held.isdisjoint(own)
+        assert set(self.model.pages.values()).isdisjoint(own)
+        self.model.held.update(own)
+        self.requests.append(_Request(salt, tokens, cached, nodes, list(found[0].pages), own))
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 7), keep=st.booleans())
+    def finish(self, which: int, keep: bool) -> None:
+        """A request caches its prompt; with ``keep`` it goes on and locks the longer prefix."""
+        request = self.requests.pop(which % len(self.requests))
+        pages = request.cached_pages + request.own_pages
+        inserted = self.matches("insert", request.tokens, pages, NAMESPACES[request.salt])
+        prefixes = self.model.whole(request.salt, request.tokens)
+        for prefix, page in zip(prefixes, pages, strict=True):
+            self.model.pages.setdefault(prefix, page)
+        self.model.held.difference_update(request.own_pages)
+        self.model.touch(prefixes)
+        assert list(inserted[0].pages) == [self.model.pages[prefix] for prefix in prefixes]
+        nodes = [match.node for match in inserted]
+        if keep:
+            self.lock(nodes, prefixes)
+            kept = _Request(request.salt, request.tokens, prefixes, nodes, list(inserted[0].pages), own_pages=[])
+            self.requests.append(kept)
+        self.unlock(request.nodes, request.locked)
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 7))
+    def abort(self, which: int) -> None:
+        request = self.requests.pop(which % len(self.requests))
+        self.on_each("free", request.own_pages)
+        self.model.held.difference_update(request.own_pages)
+        self.unlock(request.nodes, request.locked)
+
+    @rule(num_pages=st.integers(-1, 3))
+    def evict(self, num_pages: int) -> None:
+        assert self.on_each("evict", num_pages) == self.model.evict(num_pages)
+
+    @precondition(lambda self: len(self.model.pages) > 2)
+    @rule()
+    def clear(self) -> None:
+        if any(self.model.locks.values()):
+            self.refuse(CacheIntegrityError, lambda cache: cache.clear())
+            return
+        self.on_each("clear")
+        self.model.pages.clear()
+
+    @rule()
+    def take_events(self) -> None:
+        events = tuple(self.caches[0].take_events())
+        assert events == tuple(self.caches[1].take_events())
+        assert not self.caches[2].take_events()
+        broken = self.ledger.apply_all(events)
+        assert not broken, broken
+        assert self.told_prefixes() == set(self.model.pages)
+        assert self.ledger.hashes() == set(self.caches[0].block_hashes())
+        assert not self.caches[0].take_events()
+
+    def told_prefixes(self) -> set[ModelPrefix]:
+        """What a reader of the events knows, as the model names it."""
+        told = ((self.ledger.identity(each)[2], self.ledger.prefix(each)) for each in self.ledger.hashes())
+        return {ModelPrefix(str(salt or ""), tokens) for salt, tokens in told}
+
+    @invariant()
+    def caches_agree_with_the_model(self) -> None:
+        model = self.model
+        hashes: list[Sequence[int]] = [list(cache.block_hashes()) for cache in self.caches]
+        assert hashes[0] == hashes[1] == hashes[2]
+        assert len(set(hashes[0])) == len(hashes[0]) == len(model.pages)
+        for cache in self.caches:
+            cache.check_integrity()
+            assert cache.free_tokens == model.num_free() * model.page_size
+            assert cache.evictable_tokens == len(model.unlocked()) * model.page_size
+            assert cache.used_tokens + cache.free_tokens + cache.evictable_tokens == cache.capacity_tokens
+            assert cache.capacity_tokens == model.num_pages * model.page_size
+
+    @invariant()
+    def events_rebuild_the_contents(self) -> None:
+        if self.drain_every_step:
+            self.take_events()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "model"):  # the cache could not even be opened
+            return
+        for _ in range(len(self.requests)):
+            self.abort(0)
+        self.take_events()
+        self.caches_agree_with_the_model()
+
+
+# A page store against a dictionary, in every order of calls that Hypothesis finds.
+#
+# A store with ``loses_pages = True`` may forget a page (that is a miss). No store may show another page, a page that
+# was
+# deleted, or a hole inside a prefix that it claims to hold.
+#
+# For a store of your own::
+#
+#     class MyStoreMachine(PageStoreMachine):
+#         def open_store(self):
+#             return MyStore()
+#
+#     TestMyStore = MyStoreMachine.TestCase
+
+_KEYS = st.lists(st.sampled_from(["a", "b", "c/d", "c-d", "../e"]), max_size=5)
+
+
+class PageStoreMachine(RuleBasedStateMachine):
+    """Subclass it and override ``open_store``."""
+
+    loses_pages: ClassVar[bool] = False
+
+    def open_store(self) -> PageStore:
+        """Make an empty store under test."""
+        raise TypeError(f"{type(self).__name__} does not say which store it drives: override open_store")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = self.open_store()
+        self.held: set[str] = set()
+
+    @rule(keys=_KEYS)
+    def set_pages(self, keys: list[str]) -> None:
+        answers = self.store.batch_set(keys, [page_of(key) for key in keys])
+        assert len(answers) == len(keys)
+        assert self.loses_pages or all(answers), f"{keys}: {answers}"
+        self.held.update(key for key, held in zip(keys, answers, strict=True) if held)
+
+    @rule(keys=_KEYS)
+    def get_pages(self, keys: list[str]) -> None:
+        pages = self.store.batch_get(keys)
+        assert len(pages) == len(keys)
+        for key, page in zip(keys, pages, strict=True):
+            assert page is None or key in self.held, f"{key!r} is not held, and a page came"
+            assert page is None or bytes(page) == page_of(key), f"another page came under {key!r}"
+            assert self.loses_pages or page is not None or key not in self.held, f"the page of {key!r} was lost"
+
+    @rule(keys=_KEYS)
+    def count_prefix(self, keys: list[str]) -> None:
+        longest = next((at for at, key in enumerate(keys) if key not in self.held), len(keys))
+        found = self.store.batch_exists(keys)
+        assert 0 <= found <= longest, f"{found} of {keys} claimed, {longest} can be held"
+        assert self.loses_pages or found == longest
+
+    @rule(keys=_KEYS)
+    def delete_pages(self, keys: list[str]) -> None:
+        removed = self.store.delete(keys)
+        assert removed <= len(self.held & set(keys))
+        assert self.loses_pages or removed == len(self.held & set(keys))
+        self.held.difference_update(keys)
+
+    def teardown(self) -> None:
+        self.store.close()
+
+
+# A subscriber's core on a network that loses, repeats and delays, in every order that Hypothesis finds.
+#
+# The publisher is a plain one, as SGLang and vLLM have it: it keeps every batch, answers each replay request from a
+# number, and knows no extension. It does not restart.
+#
+# - After every step: who says that it is live believes in what was the publisher's state after some batch. It may be
+#   late; it may not be wrong.
+# - Once faults stop and time passes: it is live, and its belief is the present state.
+#
+# For a core of your own::
+#
+#     class MyFollowerMachine(FollowerMachine):
+#         def open_follower(self):
+#             return MyFollower()
+#
+#     TestMyFollower = MyFollowerMachine.TestCase
+
+_HEALING_ROUNDS = 12
+_QUESTIONS_A_ROUND = 4
+_ROUND_S = 30.0
+"""Longer than any pause or probe interval of a subscriber under test should be."""
+
+
+class FollowerMachine(RuleBasedStateMachine):
+    """Subclass it and override ``open_follower``."""
+
+    def open_follower(self) -> FollowerCore:
+        """Make the core under test, connected; it has seen nothing yet."""
+        raise TypeError(f"{type(self).__name__} does not say which follower it drives: override open_follower")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.follower = self.open_follower()
+        self.history = ChainHistory()
+        self.payloads: list[bytes] = []
+        self.states: set[frozenset[int]] = {frozenset()}
+        self.plan: list[Fault] = []
+        self.network: FaultyNetwork[tuple[int, bytes]] = FaultyNetwork(self.plan)
+        self.open_request: bytes | None = None
+
+    def publish(self, event: KVCacheEvent, fault: Fault) -> None:
+        """Number one batch and send it; the fault is what its live message meets."""
+        number = len(self.payloads)
+        self.payloads.append(BatchEncoder().encode(KVEventBatch(float(number + 1), (event,)), 0))
+        self.states.add(frozenset(self.history.standing))
+        self.plan.append(fault)
+        self.deliver(self.network.carry((number, self.payloads[-1])))
+
+    def deliver(self, messages: list[tuple[int, bytes]]) -> None:
+        for number, payload in messages:
+            self.follower.live(number, payload)
+
+    @rule(token=st.integers(0, 3), fault=st.sampled_from(Fault))
+    def store(self, token: int, fault: Fault) -> None:
+        self.publish(self.history.store(token, token), fault)
+
+    @precondition(lambda self: self.history.standing)
+    @rule(fault=st.sampled_from(Fault))
+    def remove(self, fault: Fault) -> None:
+        self.publish(self.history.remove(), fault)
+
+    @rule(fault=st.sampled_from(Fault))
+    def clear(self, fault: Fault) -> None:
+        self.publish(self.history.clear(), fault)
+
+    @rule(most=st.none() | st.integers(0, 3))
+    def answer(self, most: int | None) -> None:
+        """Answer the open request: whole, or cut after so many batches and without its end."""
+        self.open_request = self.follower.request() or self.open_request
+        request, self.open_request = self.open_request, None
+        if request is None:
+            return
+        start = int.from_bytes(request, "big")  # a longer request is a huge number to a plain publisher
+        batches = list(enumerate(self.payloads))[start:]
+        for number, payload in batches[:most]:
+            self.follower.answered(number.to_bytes(8, "big"), payload)
+        if most is None:
+            self.follower.answered(END_SEQ, b"")
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.follower.advance(seconds)
+
+    @invariant()
+    def is_never_live_and_wrong(self) -> None:
+        if self.follower.is_live():
+            blocks = frozenset(self.follower.blocks())
+            assert blocks in self.states, f"live with {sorted(blocks)}, which was never the publisher's state"
+
+    def teardown(self) -> None:
+        self.deliver(self.network.settle())
+        for _ in range(_HEALING_ROUNDS):
+            for _ in range(_QUESTIONS_A_ROUND):  # an answer may lead to the next question
+                self.answer(None)
+            self.is_never_live_and_wrong()
+            self.follower.advance(_ROUND_S)
+        for _ in range(_QUESTIONS_A_ROUND):
+            self.answer(None)
+        if self.payloads:
+            assert self.follower.is_live(), "not live although all faults have stopped"
+            assert set(self.follower.blocks()) == set(self.history.standing)

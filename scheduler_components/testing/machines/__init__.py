@@ -1,1 +1,0 @@
-"""Hypothesis state machines to subclass. They need the extra ``testing``."""

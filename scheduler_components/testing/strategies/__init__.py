@@ -1,1 +1,0 @@
-"""Hypothesis strategies. They need the extra ``testing``."""

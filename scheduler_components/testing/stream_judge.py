@@ -1,0 +1,333 @@
+"""The judge of one stream: frames in, broken rules out. Pure: it neither listens nor waits.
+
+Used on live engines by ``examine``, and on publishers in tests by ``zmq_publisher_checks``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import math
+from collections.abc import Iterator
+from scheduler_components.errors import DecodeError
+from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components.events import KVCacheEvent
+from scheduler_components.testing.ledger import Violation
+from scheduler_components.events import AllBlocksCleared
+from scheduler_components.events import BlockRemoved
+from scheduler_components.events import BlockStored
+from scheduler_components.testing.ledger import EventLedger
+
+__all__ = [
+    "Expectations",
+    "Frames",
+    "ReplayAnswer",
+    "StreamRecord",
+    "StrictBatch",
+    "read_strictly",
+    "StreamFacts",
+    "StreamVerdict",
+    "judge_stream",
+]
+
+# What was heard of one stream: the raw frames, before anybody judges them.
+
+Frames = tuple[bytes, ...]
+
+
+class ReplayAnswer(msgspec.Struct, frozen=True):
+    """One answer of a replay channel.
+
+    Attributes:
+        start: the number that was asked from; None for a request that is none.
+        messages: what came, without the leading empty delimiter and without the end marker.
+        ended: whether the end marker came in time.
+        is_overlong: the reader stopped reading: more came than it keeps, or for longer than it waits.
+    """
+
+    start: int | None
+    messages: tuple[Frames, ...] = ()
+    ended: bool = False
+    is_overlong: bool = False
+
+    @property
+    def is_silence(self) -> bool:
+        """Nothing came at all."""
+        return not self.messages and not self.ended
+
+
+class StreamRecord(msgspec.Struct, frozen=True):
+    """Everything heard of one stream.
+
+    Attributes:
+        live: messages of the PUB socket in order of arrival.
+        history: the answer to a request from 0, asked before listening; None without a replay channel.
+        again: the answer to a request from the end of ``history`` or the first live number, whichever is lower, asked
+            after listening.
+        past_end: the answer to a request from beyond the end.
+        malformed: the answer to a request of a wrong length.
+        extended: whether the publisher knows this kit's extended requests; None when it was not asked or gave no
+            end marker.
+    """
+
+    live: tuple[Frames, ...] = ()
+    history: ReplayAnswer | None = None
+    again: ReplayAnswer | None = None
+    past_end: ReplayAnswer | None = None
+    malformed: ReplayAnswer | None = None
+    extended: bool | None = None
+
+
+class Expectations(msgspec.Struct, frozen=True):
+    """What was advertised of the stream, None where nothing was."""
+
+    rank: int = 0
+    topic: bytes | None = None
+    block_size: int | None = None
+
+
+# One payload, read strictly: what a typed reader of some peer would have stumbled over.
+
+_MAX_SHOWN = 60
+_elements = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_anything = msgspec.msgpack.Decoder().decode
+_READ_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class StrictBatch(msgspec.Struct, frozen=True):
+    """A payload as far as it could be read.
+
+    Attributes:
+        events: those that could be read, hashes as signed integers.
+        violations: rules that it breaks by itself, whatever came before it.
+        dialects: ``array`` or ``map`` of its events.
+        is_base: stamped with the time 0.0, as this kit's publisher stamps batches of its folded base.
+    """
+
+    events: tuple[KVCacheEvent, ...]
+    violations: tuple[Violation, ...]
+    dialects: frozenset[str] = frozenset()
+    is_base: bool = False
+
+
+def read_strictly(payload: bytes, rank: int) -> StrictBatch:
+    """Read one payload of the stream of ``rank``; never raises."""
+    try:
+        parts = _elements(payload)
+        if len(parts) != 3:
+            seen = Violation("batch", f"an array of {len(parts)} elements: Dynamo loses the whole batch")
+            return StrictBatch((), (seen,))
+        ts, owner, raw_events = _anything(parts[0]), _anything(parts[2]), _elements(parts[1])
+        decoded = BatchDecoder().decode(payload)
+    except (*_READ_ERRORS, DecodeError) as error:
+        rule = "batch-time" if "time" in str(error) else "batch"
+        return StrictBatch((), (Violation(rule, str(error)),))
+    violations = [Violation("event", error.reason) for error in decoded.errors]
+    if type(ts) not in (int, float) or not math.isfinite(ts):
+        violations.append(Violation("batch-time", f"the time is {ts!r}"))
+    if owner != rank and not (owner is None and rank == 0):
+        violations.append(Violation("batch-rank", f"rank {owner!r} on the stream of rank {rank}"))
+    events = [_event(raw) for raw in raw_events]
+    violations += [violation for event in events for violation in _hash_types(event)]
+    dialects = frozenset("map" if isinstance(event, dict) else "array" for event in events)
+    return StrictBatch(decoded.events, tuple(violations), dialects, is_base=ts == 0.0)
+
+
+def _event(raw: msgspec.Raw) -> object:
+    try:
+        return _anything(raw)
+    except _READ_ERRORS:
+        return None  # told already, as an event that cannot be read
+
+
+def _hash_types(event: object) -> Iterator[Violation]:
+    if isinstance(event, dict):
+        hashes, parent = event.get("block_hashes"), event.get("parent_block_hash")
+    elif isinstance(event, list) and len(event) > 1:
+        hashes, parent = event[1], event[2] if event[0] != "BlockRemoved" and len(event) > 2 else None
+    else:
+        return
+    for value in [*(hashes if isinstance(hashes, list) else ()), *([] if parent is None else [parent])]:
+        if type(value) is not int:
+            yield Violation("hash-type", f"a hash is {type(value).__name__}: {value!r:.{_MAX_SHOWN}}")
+            return
+
+
+_SEQUENCE_BYTES = 8
+_LEDGER_RULES = ("root-parent", "one-content", "stored-once", "medium")
+_HISTORY_RULES = ("parents-first", "removed-stands", "children-first")
+_BATCH_RULES = ("batch", "batch-time", "batch-rank", "event", "hash-type")
+
+
+class StreamFacts(msgspec.Struct):
+    """What was seen, good or bad.
+
+    Attributes:
+        live_batches, replayed_batches, events, blocks: counted, each batch once; blocks stand at the end.
+        first_sequence, last_sequence: of all batches seen; None before any.
+        dialects: of the events.
+        replay_frames: frames of a replayed message after the delimiter: 2 (``seed`` framing) or 3 (``topic``).
+        speaks_extension: whether the publisher knows this kit's extended replay requests.
+        lost_live: batches that did not come live and were had by replay.
+        chained_blocks, off_chain_blocks: blocks whose hash was compared with SGLang's page chain, and is another.
+        knows_history: the judge saw the stream from where its cache was empty.
+    """
+
+    live_batches: int = 0
+    replayed_batches: int = 0
+    events: int = 0
+    blocks: int = 0
+    first_sequence: int | None = None
+    last_sequence: int | None = None
+    dialects: tuple[str, ...] = ()
+    replay_frames: tuple[int, ...] = ()
+    speaks_extension: bool | None = None
+    lost_live: int = 0
+    chained_blocks: int = 0
+    off_chain_blocks: int = 0
+    knows_history: bool = False
+
+
+class StreamVerdict(msgspec.Struct, frozen=True):
+    """The judgement: every broken rule in the order seen, and the names of rules that could be judged at all."""
+
+    facts: StreamFacts
+    violations: tuple[Violation, ...]
+    judged: frozenset[str]
+
+
+def judge_stream(record: StreamRecord, expected: Expectations) -> StreamVerdict:
+    """Judge what was heard of one stream."""
+    return _Judge(record, expected).verdict()
+
+
+class _Judge:
+    def __init__(self, record: StreamRecord, expected: Expectations) -> None:
+        self.record = record
+        self.expected = expected
+        self.facts = StreamFacts(speaks_extension=record.extended)
+        self.judged: set[str] = {"speaks"}
+        self.live: dict[int, bytes] = {}
+        self.replayed: dict[int, bytes] = {}
+        self.later: dict[int, bytes] = {}
+
+    def verdict(self) -> StreamVerdict:
+        violations = [*self._live_frames(), *self._replays(), *self._history()]
+        return StreamVerdict(self.facts, tuple(violations), frozenset(self.judged | {each.rule for each in violations}))
+
+    def _live_frames(self) -> Iterator[Violation]:
+        last: int | None = None
+        topic = self.expected.topic
+        for frames in self.record.live:
+            self.judged |= {"live-frames", "sequence-frame"}
+            if len(frames) != 3:
+                yield Violation("live-frames", f"a message of {len(frames)} frames")
+                continue
+            if topic is not None:
+                self.judged.add("topic")
+                if not frames[0].startswith(topic):
+                    yield Violation("topic", f"{frames[0]!r:.60} where {topic!r} is advertised")
+            sequence = _sequence(frames)
+            if sequence is None:
+                yield Violation("sequence-frame", f"the sequence frame is {frames[1].hex() or 'empty'}")
+                continue
+            if last is not None:
+                self.judged.add("order")
+                if sequence <= last:
+                    yield Violation("order", f"number {sequence} after {last}")
+            last = sequence
+            self.live[sequence] = frames[2]
+        self.facts.live_batches = len(self.live)
+
+    def _replays(self) -> Iterator[Violation]:
+        record = self.record
+        if record.history is None:
+            return
+        yield from self._answer("from 0", record.history, self.replayed)
+        if record.again is not None:
+            yield from self._answer(f"from {record.again.start}", record.again, self.later)
+        yield from self._bare("replay-past-end", "from beyond the end", record.past_end)
+        yield from self._bare("replay-malformed", "of a wrong length", record.malformed)
+        for sequence, payload in [*self.replayed.items(), *self.later.items()]:
+            sent = self.live.get(sequence)
+            if sent is None or read_strictly(payload, self.expected.rank).is_base:
+                continue
+            self.judged.add("replay-same")
+            if sent != payload:
+                yield Violation("replay-same", f"batch {sequence}: {len(sent)} bytes live, others by replay")
+
+    def _answer(self, asked: str, answer: ReplayAnswer, payloads: dict[int, bytes]) -> Iterator[Violation]:
+        self.judged |= {"replay-answers", "replay-end"}
+        if answer.is_silence:
+            yield Violation("replay-answers", f"nothing came for a request {asked}")
+            return
+        if not answer.ended and not answer.is_overlong:
+            yield Violation("replay-end", f"{len(answer.messages)} messages and no end marker for a request {asked}")
+        last: int | None = None
+        for frames in answer.messages:
+            self.judged.add("replay-frames")
+            sequence = _sequence(frames) if len(frames) in (2, 3) else None
+            if sequence is None:
+                yield Violation("replay-frames", f"{len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+                continue
+            self.facts.replay_frames = tuple(sorted({*self.facts.replay_frames, len(frames)}))
+            self.judged.add("replay-order")
+            if last is not None and sequence != last + 1:
+                yield Violation("replay-order", f"number {sequence} after {last} for a request {asked}")
+            last = sequence
+            payloads[sequence] = frames[-1]
+
+    def _bare(self, rule: str, asked: str, answer: ReplayAnswer | None) -> Iterator[Violation]:
+        if answer is None:
+            return
+        self.judged.add(rule)
+        if answer.messages or not answer.ended:
+            came = f"{len(answer.messages)} messages" + ("" if answer.ended else " and no end marker")
+            yield Violation(rule, f"a request {asked} got {came}")
+
+    def _history(self) -> Iterator[Violation]:
+        # What the first answer says of a number goes before the live batch: it may be a base that holds all before it.
+        payloads = self.later | self.live | self.replayed
+        facts = self.facts
+        facts.replayed_batches = len(payloads.keys() - self.live.keys())
+        if not payloads:
+            yield Violation("speaks", "no batch came, neither live nor by replay")
+            return
+        facts.first_sequence, facts.last_sequence = min(payloads), max(payloads)
+        if self.live:
+            facts.lost_live = sum(min(self.live) < each < max(self.live) for each in payloads.keys() - self.live.keys())
+        ledger = EventLedger(block_size=self.expected.block_size, is_complete=facts.first_sequence == 0)
+        last: int | None = None
+        for sequence, payload in sorted(payloads.items()):
+            if last is not None:
+                self.judged.add("no-gap")
+                if sequence != last + 1:
+                    ledger.is_complete = False
+                    yield Violation("no-gap", f"{sequence - last - 1} numbers after {last} came in no way")
+            last = sequence
+            for violation in self._batch(read_strictly(payload, self.expected.rank), ledger):
+                yield Violation(violation.rule, f"batch {sequence}: {violation.seen}")
+        facts.blocks = len(ledger.blocks())
+        facts.chained_blocks, facts.off_chain_blocks = ledger.num_chained, ledger.num_off_chain
+        facts.knows_history = ledger.is_complete
+
+    def _batch(self, batch: StrictBatch, ledger: EventLedger) -> Iterator[Violation]:
+        self.judged.update(_BATCH_RULES)
+        self.facts.dialects = tuple(sorted({*self.facts.dialects, *batch.dialects}))
+        self.facts.events += len(batch.events)
+        yield from batch.violations
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self.judged.update(_LEDGER_RULES)
+                if self.expected.block_size is not None:
+                    self.judged.add("block-size")
+            if isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared) and ledger.is_complete:
+                self.judged.update(_HISTORY_RULES)
+            yield from ledger.apply(event)
+
+
+def _sequence(frames: Frames) -> int | None:
+    """The number of a message, read as both framings have it: the last frame but one."""
+    frame = frames[-2]
+    if len(frame) != _SEQUENCE_BYTES or frame[0] & 0x80:
+        return None
+    return int.from_bytes(frame, "big")

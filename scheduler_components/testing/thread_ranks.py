@@ -1,0 +1,134 @@
+"""N ranks on N threads of this process, which agree through a hub: a parallel group without processes or sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Condition
+from scheduler_components.errors import SyncTimeoutError
+from scheduler_components.hicache.agreement import elementwise_min
+from scheduler_components.hicache.agreement import SyncDomain
+from scheduler_components.values import SyncCall
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+from scheduler_components.hicache.agreement import world_rank_sets
+from scheduler_components.parallel_state import ParallelState
+
+__all__ = [
+    "ThreadSyncHub",
+    "Hops",
+    "hops_of",
+    "run_ranks",
+]
+
+# Agreement between the threads of one process: blocking groups without sockets.
+
+class _Meeting:
+    """One collective of one group: what has been brought, and how many have yet to take the result."""
+
+    __slots__ = ("brought", "num_to_leave")
+
+    def __init__(self, num_ranks: int) -> None:
+        self.brought: dict[int, list[int]] = {}
+        self.num_to_leave = num_ranks
+
+
+class ThreadSyncHub:
+    """Where the threads of one domain meet. Results do not depend on the order in which they come.
+
+    Args:
+        hops: rank -> its groups in order, as ``RankSets.hops`` gives them.
+        timeout_s: longest wait for the other members of a group.
+    """
+
+    def __init__(self, hops: Mapping[int, Sequence[tuple[int, ...]]], *, timeout_s: float) -> None:
+        self._hops = {rank: tuple(groups) for rank, groups in hops.items()}
+        self._timeout_s = timeout_s
+        self._changed = Condition()
+        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._num_met: dict[tuple[tuple[int, ...], int], int] = {}
+        self._standing: dict[int, SyncCall] = {}
+        self._missing: tuple[int, ...] | None = None
+
+    def domain(self, rank: int) -> SyncDomain:
+        """Return the domain of one rank, for one thread."""
+        groups = tuple(ThreadSyncGroup(hub=self, rank=rank, ranks=ranks) for ranks in self._hops[rank])
+        return SyncDomain(rank=rank, groups=groups)
+
+    def exchange(self, rank: int, ranks: tuple[int, ...], values: Sequence[int], call: SyncCall) -> list[list[int]]:
+        """Bring one rank's values to the next meeting of ``ranks``; return all members' values in rank order.
+
+        Raises:
+            SyncTimeoutError: members did not come in time, here or in another group of the domain.
+        """
+        with self._changed:
+            self._standing[rank] = call
+            turn = self._num_met.get((ranks, rank), 0)
+            self._num_met[ranks, rank] = turn + 1
+            meeting = self._meetings.setdefault((ranks, turn), _Meeting(len(ranks)))
+            meeting.brought[rank] = list(values)
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: len(meeting.brought) == len(ranks) or self._missing is not None, self._timeout_s
+            )
+            if len(meeting.brought) < len(ranks):
+                raise self._failure(call)
+            meeting.num_to_leave -= 1
+            if not meeting.num_to_leave:
+                del self._meetings[ranks, turn]
+            return [meeting.brought[peer] for peer in ranks]
+
+    def _failure(self, call: SyncCall) -> SyncTimeoutError:
+        """Break the domain: the first to time out says who is missing, the others repeat it at once."""
+        if self._missing is None:
+            behind = [rank for rank in self._hops if self._number_of(rank) < call.number]
+            self._missing = tuple(sorted(behind))
+            self._changed.notify_all()
+        return SyncTimeoutError(call.operation, call.step, self._missing, self._timeout_s)
+
+    def _number_of(self, rank: int) -> int:
+        standing = self._standing.get(rank)
+        return -1 if standing is None else standing.number
+
+
+@dataclass(slots=True, kw_only=True)
+class ThreadSyncGroup:
+    """One rank's end of one group of a ``ThreadSyncHub``."""
+
+    hub: ThreadSyncHub
+    rank: int
+    ranks: tuple[int, ...]
+
+    def all_reduce_min(self, values: Sequence[int], call: SyncCall) -> list[int]:
+        return elementwise_min(self.hub.exchange(self.rank, self.ranks, values, call))
+
+    def all_gather(self, values: Sequence[int], call: SyncCall) -> list[int]:
+        return [value for brought in self.hub.exchange(self.rank, self.ranks, values, call) for value in brought]
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+T = TypeVar("T")
+
+Hops = Mapping[int, tuple[tuple[int, ...], ...]]
+"""Rank -> its groups in order."""
+
+
+def hops_of(parallel: ParallelState) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """The groups of every rank of the world that ``parallel`` is one of; for ``run_ranks`` or ``InProcessSync``."""
+    return {sets.rank: sets.hops for sets in world_rank_sets(parallel)}
+
+
+def run_ranks(hops: Hops, work: Callable[[SyncDomain], T], *, timeout_s: float = 20.0) -> list[T]:
+    """Run ``work`` on one thread a rank; results by rank.
+
+    Raises:
+        Exception: what the lowest failing rank raised, after all threads have ended.
+    """
+    hub = ThreadSyncHub(hops, timeout_s=timeout_s)
+    with ThreadPoolExecutor(len(hops)) as threads:
+        running = [threads.submit(work, hub.domain(rank)) for rank in sorted(hops)]
+    return [each.result() for each in running]

@@ -1,0 +1,208 @@
+"""Hearing a stream: raw frames from its PUB socket, raw answers from its replay ROUTER. Judges nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+import attrs
+import zmq
+from observability.kv_stream.discovery import StreamAddress
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.replay import END_SEQ
+from scheduler_components.kv_events.replay import Request
+from scheduler_components.kv_events.replay import Verb
+from scheduler_components.testing.stream_judge import Frames
+from scheduler_components.testing.stream_judge import ReplayAnswer
+from scheduler_components.testing.stream_judge import StreamRecord
+
+__all__ = [
+    "ProbeOptions",
+    "StreamProbe",
+    "probe_streams",
+]
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+_MAX_MESSAGES = 200_000
+_MAX_BYTES = 512 * 1024 * 1024
+"""Kept of one stream or answer: a judge needs no more, and a hostile publisher gets no more memory."""
+
+_LONGEST_ANSWER_S = 120.0
+"""An answer that is still coming after this time is not read to its end."""
+
+_TURN_MS = 5
+_MALFORMED = b"\xff" * 7
+"""Seven bytes: released publishers read them as a huge number, which is harmless."""
+
+_FAR = 1 << 62
+
+
+@attrs.frozen(kw_only=True)
+class ProbeOptions:
+    """How long to listen.
+
+    Attributes:
+        listen_s: at most this long.
+        enough_batches: stop before that when every stream has sent so many live batches.
+        answer_s: the longest silence in which an answer is waited for.
+    """
+
+    listen_s: float = 10.0
+    enough_batches: int = 200
+    answer_s: float = 3.0
+
+
+class StreamProbe:
+    """Hears one stream; opened at once, closed by ``close``.
+
+    Args:
+        context: whose sockets these are.
+        events: the PUB address, concrete.
+        replay: the ROUTER address, None without one.
+        turn: called again and again while something is waited for; a publisher under test without a thread works
+            there.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        events: Endpoint,
+        replay: Endpoint | None,
+        *,
+        turn: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.live: list[Frames] = []
+        self._live_bytes = 0
+        self._context = context
+        self._replay = replay
+        self._turn = turn
+        self._clock = clock
+        self._sub = self._open(zmq.SUB, events)
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
+
+    def close(self) -> None:
+        """Close the socket; what was heard stays."""
+        self._sub.close(linger=0)
+
+    def _open(self, kind: int, endpoint: Endpoint) -> Socket:
+        socket: Socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+        socket.setsockopt(zmq.IPV6, int(endpoint.is_ipv6))
+        socket.connect(str(endpoint))
+        return socket
+
+    def hear(self, wait_ms: int = 0) -> None:
+        """Take in what has come, after waiting up to ``wait_ms`` for it."""
+        self._turn()
+        if not self._sub.poll(wait_ms):
+            return
+        while self._sub.poll(0):
+            frames = tuple(self._sub.recv_multipart())
+            self._live_bytes += sum(map(len, frames))
+            if len(self.live) < _MAX_MESSAGES and self._live_bytes < _MAX_BYTES:
+                self.live.append(frames)
+
+    def hear_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Hear until ``condition`` holds; False when it did not within ``timeout_s``."""
+        deadline_s = self._clock() + timeout_s
+        while not condition():
+            if self._clock() >= deadline_s:
+                return False
+            self.hear(_TURN_MS)
+        return True
+
+    def ask(self, start: int, answer_s: float) -> ReplayAnswer:
+        """Ask for everything from ``start``; ends with the end marker, or after ``answer_s`` of silence."""
+        return self._ask(start.to_bytes(8, "big"), answer_s, start)[0]
+
+    def ask_malformed(self, answer_s: float) -> ReplayAnswer:
+        """Send a request of a wrong length."""
+        return self._ask(_MALFORMED, answer_s)[0]
+
+    def ask_extension(self, answer_s: float) -> bool | None:
+        """Whether the publisher knows this kit's extended requests: others answer a bare end marker; None without."""
+        request = Request(0, Verb.STATUS, os.urandom(8), bytes(16))
+        answer, meta = self._ask(request.encode(), answer_s)
+        return bool(meta) if answer.ended else None
+
+    def _ask(self, request: bytes, answer_s: float, start: int | None = None) -> tuple[ReplayAnswer, bytes]:
+        """One question on a socket of its own, so that late answers to it reach nobody else.
+
+        Returns the answer, and the payload of its end marker: empty, or a META.
+        """
+        assert self._replay is not None
+        dealer = self._open(zmq.DEALER, self._replay)
+        messages: list[Frames] = []
+        num_bytes = 0
+        try:
+            dealer.send_multipart((b"", request))
+            asked_s = last_s = self._clock()
+            while self._clock() - last_s < answer_s:
+                if not dealer.poll(_TURN_MS):
+                    self.hear()
+                    continue
+                last_s = self._clock()
+                is_long = len(messages) >= _MAX_MESSAGES or num_bytes >= _MAX_BYTES
+                if is_long or last_s - asked_s > _LONGEST_ANSWER_S:
+                    return ReplayAnswer(start, tuple(messages), is_overlong=True), b""
+                frames = tuple(dealer.recv_multipart())
+                if frames[0] == b"":
+                    frames = frames[1:]
+                if len(frames) >= 2 and frames[-2] == END_SEQ:
+                    return ReplayAnswer(start, tuple(messages), ended=True), frames[-1]
+                messages.append(frames)
+                num_bytes += sum(map(len, frames))
+        finally:
+            dealer.close(linger=0)
+        return ReplayAnswer(start, tuple(messages)), b""
+
+    def record(self, history: ReplayAnswer | None, answer_s: float) -> StreamRecord:
+        """Ask what is asked after listening, and hand over everything."""
+        if self._replay is None or history is None or history.is_silence:
+            return StreamRecord(live=tuple(self.live), history=history)
+        told, heard = _numbers(history.messages), _numbers(self.live)
+        # From where the history ended: the live connection may have come about later.
+        again = self.ask(min(max(told, default=-1) + 1, min(heard, default=_FAR)), answer_s)
+        past_end = self.ask(max(told + heard, default=0) + _FAR, answer_s)
+        malformed = self.ask_malformed(answer_s)
+        extended = self.ask_extension(answer_s)
+        self.hear()
+        return StreamRecord(tuple(self.live), history, again, past_end, malformed, extended)
+
+
+def _numbers(messages: Sequence[Frames]) -> list[int]:
+    """The sequence numbers that can be read, as both framings have them: the last frame but one."""
+    frames = [each[-2] for each in messages if len(each) > 1 and len(each[-2]) == 8]
+    return [number for number in (int.from_bytes(frame, "big") for frame in frames) if number < _FAR]
+
+
+def probe_streams(
+    addresses: Sequence[StreamAddress], options: ProbeOptions, *, clock: Callable[[], float] = time.monotonic
+) -> list[StreamRecord]:
+    """Hear several streams side by side; one record each, in their order."""
+    probes: list[StreamProbe] = []
+    context: Context = zmq.Context()
+    with context:
+        try:
+            for address in addresses:
+                probes.append(StreamProbe(context, address.events, address.replay, clock=clock))
+            histories = [
+                None if address.replay is None else probe.ask(0, options.answer_s)
+                for address, probe in zip(addresses, probes, strict=True)
+            ]
+            deadline_s = clock() + options.listen_s
+            while clock() < deadline_s and any(len(probe.live) < options.enough_batches for probe in probes):
+                for probe in probes:
+                    probe.hear(_TURN_MS)
+            return [probe.record(each, options.answer_s) for probe, each in zip(probes, histories, strict=True)]
+        finally:
+            for probe in probes:
+                probe.close()

@@ -1,0 +1,470 @@
+"""Why and when a request ends."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Container
+from scheduler_components.ports import StopRules
+import msgspec
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+from scheduler_components.errors import ConfigError
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
+from scheduler_components.metrics.timing import Histogram
+from scheduler_components.metrics.timing import RequestPhase
+from scheduler_components.metrics.timing import RequestTimeStats
+from collections.abc import Iterable
+
+__all__ = [
+    "FinishReason",
+    "DisaggregationLoad",
+    "LoadSnapshot",
+    "LoraLoad",
+    "MemoryLoad",
+    "QueueLoad",
+    "SpeculativeLoad",
+    "TierStats",
+    "HistogramSnapshot",
+    "LatencyTotals",
+    "KvMetrics",
+    "PublisherStats",
+    "SchedulerStats",
+    "SchedulerTotals",
+    "OutputBatch",
+    "OutputDelta",
+    "OutputStats",
+    "TokenOutput",
+    "MAX_OPERATION_BYTES",
+    "RECORD_INTS",
+    "SyncCall",
+    "places_of",
+]
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. The first three are the values of SGLang's ``meta_info``, the last is vLLM's."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+# What one replica says of its load: the value behind ``/v1/loads``, dispatching and the load gauges.
+#
+# Field and section names are SGLang's (``LoadSnapshot``, 0.5.23), so that readers of its ``/v1/loads`` read this one.
+
+class QueueLoad(msgspec.Struct, frozen=True, gc=False):
+    """Requests that are neither running nor plainly waiting, counted."""
+
+    waiting: int = 0
+    grammar: int = 0
+    paused: int = 0
+    retracted: int = 0
+
+
+class DisaggregationLoad(msgspec.Struct, frozen=True, gc=False):
+    """Queues of a prefill or decode instance under prefill/decode disaggregation.
+
+    ``waiting_reqs`` and ``pending_tokens`` are what these queues add to the plain counts: on a decode instance
+    requests in transfer already hold their pages, so they wait but add no pending tokens.
+    """
+
+    mode: str = "null"
+    prefill_bootstrap_queue_reqs: int = 0
+    prefill_inflight_queue_reqs: int = 0
+    decode_prealloc_queue_reqs: int = 0
+    decode_transfer_queue_reqs: int = 0
+    decode_retracted_queue_reqs: int = 0
+    kv_transfer_speed_gb_s: float = 0.0
+    kv_transfer_latency_ms: float = 0.0
+    waiting_reqs: int = 0
+    pending_tokens: int = 0
+
+
+class LoraLoad(msgspec.Struct, frozen=True, gc=False):
+    """Adapter slots in use."""
+
+    slots_used: int
+    slots_total: int
+    utilization: float
+
+
+class SpeculativeLoad(msgspec.Struct, frozen=True, gc=False):
+    """Mean accepted tokens a verification step, and the share of drafts that were accepted."""
+
+    accept_length: float
+    accept_rate: float
+
+
+class MemoryLoad(msgspec.Struct, frozen=True, gc=False):
+    """Where device memory went, in GB, and how many tokens the KV pool holds."""
+
+    weight_gb: float
+    kv_cache_gb: float
+    graph_gb: float
+    token_capacity: int
+
+
+class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One replica's load at one moment.
+
+    Attributes:
+        sequence: counts up by one a snapshot; a reader drops a report whose sequence it has passed.
+        timestamp: wall-clock seconds since the epoch at which the counts were read.
+        dp_rank: the replica (``ParallelState.kv_stream_index``).
+        num_running_reqs, num_waiting_reqs: requests.
+        num_pending_tokens: input tokens of waiting requests plus what is left of a chunked prefill.
+        num_waiting_uncached_tokens: the part of them that no cached prefix covers.
+        num_used_tokens: KV tokens held by running requests; evictable cache is not counted.
+        num_total_tokens: used plus pending: what a dispatcher balances.
+        max_total_num_tokens: capacity of the KV pool in tokens.
+        page_size: tokens a page of that pool.
+        max_running_requests: request slots.
+        token_usage: used / capacity, 0 to 1.
+        gen_throughput: generated tokens a second over the recent window.
+        cache_hit_rate: cached / input tokens over the recent window, 0 to 1.
+        utilization: the fuller of request slots and tokens, 0 to 1.
+        total_prefill_uncached_tokens: tokens that prefill has computed since the start.
+        total_prefill_busy_us: microseconds that those steps took; readers take differences of both between two
+            reports and have the prefill rate (SGLang 0.5.16 and later).
+        dispatched_watermarks: (dispatcher, ticket) pairs: this report counts every request that the dispatcher gave
+            that ticket or a lower one.
+    """
+
+    sequence: int = 0
+    timestamp: float = 0.0
+    dp_rank: int = 0
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_pending_tokens: int = 0
+    num_waiting_uncached_tokens: int = 0
+    num_used_tokens: int = 0
+    num_total_tokens: int = 0
+    max_total_num_tokens: int = 0
+    page_size: int = 1
+    max_running_requests: int = 0
+    token_usage: float = 0.0
+    gen_throughput: float = 0.0
+    cache_hit_rate: float = 0.0
+    utilization: float = 0.0
+    queues: QueueLoad | None = None
+    disaggregation: DisaggregationLoad | None = None
+    lora: LoraLoad | None = None
+    speculative: SpeculativeLoad | None = None
+    memory: MemoryLoad | None = None
+    total_prefill_uncached_tokens: int = 0
+    total_prefill_busy_us: int = 0
+    dispatched_watermarks: tuple[tuple[str, int], ...] = ()
+
+
+# TierStats: what a hierarchical cache has done, and where prompts were found.
+
+class TierStats(msgspec.Struct, gc=False):
+    """Counters since the start; each only ever grows. The same on every rank of a replica.
+
+    Attributes:
+        prompt_tokens: prompts at their first admission.
+        device_hit_tokens, host_hit_tokens, storage_hit_tokens: of them, what was cached, by the tier on which it was
+            found: a page that had to be loaded from the host first is a hit of the host, one that had to be read
+            from storage is a hit of storage.
+        pages_written, pages_not_written: copied to the host; given up because of no room or a failure on some rank.
+        pages_loaded, pages_not_loaded: copied back to the device; given up.
+        pages_backed_up, pages_not_backed_up: written to storage; given up.
+        pages_prefetched: read from storage and put in the tree.
+        pages_revoked: found in storage on every rank and then not put in the tree.
+        prefetches, prefetches_revoked: begun; of them, ended without a page.
+        pages_dropped: evicted from the device without a copy on the host.
+    """
+
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    pages_written: int = 0
+    pages_not_written: int = 0
+    pages_loaded: int = 0
+    pages_not_loaded: int = 0
+    pages_backed_up: int = 0
+    pages_not_backed_up: int = 0
+    pages_prefetched: int = 0
+    pages_revoked: int = 0
+    prefetches: int = 0
+    prefetches_revoked: int = 0
+    pages_dropped: int = 0
+
+    def book_admission(self, *, prompt_tokens: int, cached_tokens: int, loaded_tokens: int, read_tokens: int) -> None:
+        """Count one prompt that begins to run: how much of it is cached, and what was moved for it before."""
+        loaded = min(loaded_tokens, cached_tokens)
+        read = min(read_tokens, loaded)
+        self.prompt_tokens += prompt_tokens
+        self.device_hit_tokens += cached_tokens - loaded
+        self.host_hit_tokens += loaded - read
+        self.storage_hit_tokens += read
+
+    def copy(self) -> TierStats:
+        """Return the counts of this moment."""
+        return msgspec.structs.replace(self)
+
+
+class HistogramSnapshot(msgspec.Struct, frozen=True, gc=False):
+    """A histogram at one moment.
+
+    Attributes:
+        bounds: upper bounds of the buckets, rising; a value equal to a bound is in its bucket, as in Prometheus.
+        counts: values in each bucket, and in one more for those above the last bound. Not cumulative.
+        total: sum of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        """Values observed."""
+        return sum(self.counts)
+
+
+class LatencyTotals(msgspec.Struct, frozen=True, gc=False):
+    """The histograms of one scheduler at one moment, seconds. The counts only grow.
+
+    Attributes:
+        time_to_first_token: from the first queueing, one value a request.
+        inter_token: between tokens, one value a token; tokens that come together share their interval evenly.
+        e2e: from the first queueing to the end, one value a request that ended, aborts too.
+        queue: in the queue before the first prefill, one value a request. Waits after retractions are not in it, as
+            in SGLang: they would look like arrivals that waited.
+        prefill, decode: over all stays in these phases, one value a request that ended.
+    """
+
+    time_to_first_token: HistogramSnapshot
+    inter_token: HistogramSnapshot
+    e2e: HistogramSnapshot
+    queue: HistogramSnapshot
+    prefill: HistogramSnapshot
+    decode: HistogramSnapshot
+
+
+# Values that metrics are made of: what a scheduler, its publisher and its counters say in one step.
+
+class KvMetrics(msgspec.Struct, frozen=True, gc=False):
+    """Slots and blocks of one rank, as SGLang's schedulers push them to the serving process (0.5.x names).
+
+    ``kv_active_blocks`` and ``kv_total_blocks`` count whole pages; the two ``perc`` and ``rate`` values run from
+    0 to 1 as in the original.
+    """
+
+    request_active_slots: int = 0
+    request_total_slots: int = 0
+    kv_active_blocks: int = 0
+    kv_total_blocks: int = 0
+    num_requests_waiting: int = 0
+    gpu_cache_usage_perc: float = 0.0
+    gpu_prefix_cache_hit_rate: float = 0.0
+    data_parallel_rank: int = 0
+
+
+class PublisherStats(msgspec.Struct, frozen=True, gc=False):
+    """Counters of one event publisher since it was opened.
+
+    Attributes:
+        batches_sent, events_sent, bytes_sent: handed to the PUB socket.
+        events_refused: could not be encoded; left out of their batch by name, the rest went out.
+        batches_collapsed: merged with others into one, because more were pending than may be.
+        batches_dropped: accepted by ``publish()`` and not sent before the deadline of ``close()``.
+        replays_served, batches_replayed: finished replay answers, and batches in them.
+        replays_refused: replay requests that were malformed or over the client limit.
+        replays_truncated: replay answers cut before their end: the client was too slow, or the publisher closed.
+        replays_open: answers being sent now.
+        batches_buffered, bytes_buffered: kept for replay one by one, now.
+        blocks_in_base: standing blocks of batches that left that window, now.
+        batches_pending: accepted and not yet sent, now.
+        lag_s: how long the oldest of them has waited at most, namely since the publisher last took a turn; 0 when there
+            are none.
+        last_sequence: number of the last batch sent, -1 before the first.
+        subscribers_seen: connections of live subscribers that came about; tcp and ipc only.
+        peers_refused: connections, live and replay, that did not: no or wrong keys, or no ZeroMQ peer.
+        open_bind_without_auth: 1 when the stream listens beyond loopback without authentication.
+    """
+
+    batches_sent: int = 0
+    events_sent: int = 0
+    bytes_sent: int = 0
+    events_refused: int = 0
+    batches_collapsed: int = 0
+    batches_dropped: int = 0
+    replays_served: int = 0
+    batches_replayed: int = 0
+    replays_refused: int = 0
+    replays_truncated: int = 0
+    replays_open: int = 0
+    batches_buffered: int = 0
+    bytes_buffered: int = 0
+    blocks_in_base: int = 0
+    batches_pending: int = 0
+    lag_s: float = 0.0
+    last_sequence: int = -1
+    subscribers_seen: int = 0
+    peers_refused: int = 0
+    open_bind_without_auth: int = 0
+
+
+class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
+    """Running totals of one scheduler since it started; each only ever grows.
+
+    ``latencies`` are the histograms of its requests' times, where it keeps them; ``tiers`` are the counters of its
+    hierarchical cache, where it has one.
+    """
+
+    num_requests_total: int = 0
+    num_aborted_requests_total: int = 0
+    num_retractions_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    evicted_tokens_total: int = 0
+    latencies: LatencyTotals | None = None
+    tiers: TierStats | None = None
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
+    """Everything that one rank reports at the end of one step.
+
+    ``labels`` are ``ParallelState.metric_labels``: they tell the ranks apart in one sink.
+    """
+
+    labels: tuple[tuple[str, str], ...]
+    load: LoadSnapshot
+    totals: SchedulerTotals = SchedulerTotals()
+    publisher: PublisherStats = PublisherStats()
+
+
+# The news of requests as they leave a scheduler: token ids, which the receiver turns into text.
+
+class TokenOutput(msgspec.Struct, frozen=True, gc=False):
+    """New tokens of one request and what belongs to them.
+
+    Attributes:
+        token_ids: the tokens, in order.
+        num_prompt_tokens: of the whole request.
+        num_cached_tokens: prompt tokens that the prefix cache covered at the first admission.
+        num_retractions: how often the request lost its pages.
+        logprobs: one a token, where the request asked for them.
+        hidden_states: one vector a token, as the model gave it; type and width are the model's.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_retractions: int = 0
+    logprobs: tuple[float, ...] | None = None
+    hidden_states: tuple[bytes, ...] | None = None
+
+
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):
+    """News of one request.
+
+    Attributes:
+        rid: whose news it is.
+        start: place of the first new token in the request's output. A receiver that has more already has read this
+            before; ``start`` never lies beyond what was sent.
+        num_output_tokens: the request's output so far. More than ``start`` and the new tokens together only where
+            tokens had to be dropped, and then the request ends here.
+        finish_reason: None while the request goes on.
+        output: the new tokens.
+    """
+
+    rid: str
+    start: int
+    num_output_tokens: int
+    finish_reason: str | None
+    output: TokenOutput
+
+
+class OutputBatch(msgspec.Struct, frozen=True, gc=False):
+    """The news of one step, of all requests that have some.
+
+    Attributes:
+        sequence: number of the message, contiguous from 0.
+        deltas: at most one a request.
+    """
+
+    sequence: int
+    deltas: tuple[OutputDelta, ...]
+
+
+class OutputStats(msgspec.Struct, frozen=True, gc=False):
+    """Counters of one streamer since it was made.
+
+    Attributes:
+        batches_sent, deltas_sent, tokens_sent: taken by the receiver.
+        steps_delayed: steps whose news had to wait, because the receiver was behind.
+        requests_waiting: requests in flight with news that wait, now.
+        ends_held, bytes_held: requests that are over and whose last news wait, now, and what these take.
+        ends_dropped: requests whose end was never told: more were over than may be held.
+        tokens_dropped: tokens never told, with their request's end or without.
+    """
+
+    batches_sent: int = 0
+    deltas_sent: int = 0
+    tokens_sent: int = 0
+    steps_delayed: int = 0
+    requests_waiting: int = 0
+    ends_held: int = 0
+    bytes_held: int = 0
+    ends_dropped: int = 0
+    tokens_dropped: int = 0
+
+
+# What names one agreement: which rank asks, the how-manieth, at which step, and what for.
+
+MAX_OPERATION_BYTES = 64
+RECORD_INTS = 3 + MAX_OPERATION_BYTES // 8
+
+
+class SyncCall(msgspec.Struct, frozen=True, gc=False):
+    """One rank's coming to one agreement.
+
+    Attributes:
+        rank: the global rank that comes.
+        number: how many agreements this domain had before, on this rank.
+        step: the caller's step.
+        operation: what is agreed, at most 64 bytes of UTF-8.
+    """
+
+    rank: int
+    number: int
+    step: int
+    operation: str
+
+    def __str__(self) -> str:
+        return f"{self.operation!r} at step {self.step}, call {self.number}"
+
+    def to_ints(self) -> list[int]:
+        """Pack into ``RECORD_INTS`` signed 64-bit integers."""
+        name = self.operation.encode().ljust(MAX_OPERATION_BYTES, b"\0")
+        words = (int.from_bytes(name[at : at + 8], "big", signed=True) for at in range(0, MAX_OPERATION_BYTES, 8))
+        return [self.rank, self.number, self.step, *words]
+
+    @classmethod
+    def from_ints(cls, record: Sequence[int]) -> SyncCall:
+        """Read what ``to_ints`` packed."""
+        rank, number, step, *words = record
+        name = b"".join(word.to_bytes(8, "big", signed=True) for word in words)
+        # A rank that is lost may have sent anything; its record must still be printable.
+        return cls(rank, number, step, name.rstrip(b"\0").decode(errors="replace"))
+
+    @classmethod
+    def many_from_ints(cls, records: Sequence[int]) -> list[SyncCall]:
+        """Read records that stand one after the other."""
+        return [cls.from_ints(records[at : at + RECORD_INTS]) for at in range(0, len(records), RECORD_INTS)]
+
+
+def places_of(calls: Iterable[SyncCall]) -> dict[int, str]:
+    """Return what each rank asked, as ``SyncDivergenceError`` lists it."""
+    return {call.rank: str(call) for call in calls}
