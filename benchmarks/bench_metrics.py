@@ -20,9 +20,9 @@ from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns, perce
 from benchmarks.metrics_process import NUM_GAUGES, ProcessSpec
 from observability.prometheus_reports import PrometheusSink
 from scheduler_components.load.queue import TokenCountedQueue
-from scheduler_components.values import SchedulerStats
 from scheduler_components.metrics_emitter import MetricsEmitter
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import SchedulerStats
 
 NAME = "metrics"
 _ROOT = Path(__file__).parent.parent

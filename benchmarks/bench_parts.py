@@ -10,12 +10,9 @@ from collections.abc import Sequence
 
 from benchmarks.measure import Measurement, Scale, measure_in_turns
 from benchmarks.workloads import SHAPES
-from scheduler_components.kv_events.codec import lower_to_arrays
-from scheduler_components.kv_events.stream import BlockState
-from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.stream import EventStream, chain_after
 from scheduler_components.events import BlockStored, KVEventBatch
-from scheduler_components.kv_events.stream import fold_payload
+from scheduler_components.kv_events.codec import BatchEncoder, lower_to_arrays
+from scheduler_components.kv_events.stream import BlockState, EventStream, chain_after, fold_payload
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 NAME = "parts"

@@ -19,10 +19,9 @@ import attrs
 
 from scheduler_components.cache.radix_cache import RadixCache
 from scheduler_components.errors import ConfigError
-from scheduler_components.hicache.cache import HiRadixCache
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone, WriteDone
 from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.hicache.cache import TierStepper
+from scheduler_components.hicache.cache import HiRadixCache, TierStepper
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone, WriteDone
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 from scheduler_components.reference.device.trace import BLOCK_TOKENS, TraceRequest, open_trace, prompt_tokens
 

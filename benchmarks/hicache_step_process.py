@@ -11,11 +11,9 @@ from datetime import timedelta
 import msgspec
 import zmq
 
-from scheduler_components.hicache.cache import HiRadixCache
+from scheduler_components.hicache.agreement import SyncDomain, world_rank_sets
+from scheduler_components.hicache.cache import HiRadixCache, TierStepper
 from scheduler_components.page_operations import Instruction, IoEvent
-from scheduler_components.hicache.agreement import world_rank_sets
-from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.hicache.cache import TierStepper
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain

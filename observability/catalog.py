@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-import attrs
-from scheduler_components.values import HistogramSnapshot
-from scheduler_components.values import SchedulerStats
 from collections.abc import Iterable
+from typing import Literal
+
+import attrs
+
+from scheduler_components.values import HistogramSnapshot, SchedulerStats
 
 __all__ = [
     "Metric",
@@ -29,6 +30,7 @@ __all__ = [
     "STREAM_STATE",
     "render_stream_markdown",
 ]
+
 
 @attrs.frozen(kw_only=True)
 class Metric:
@@ -92,6 +94,7 @@ def histogram(name: str, path: str, help: str, *vllm_names: str) -> Metric:
 #
 # SGLang's metrics of its hierarchical cache count tokens; these count pages, under names of their own. ``page_size``
 # makes one of the other.
+
 
 def _row(name: str, unit: str, field: str, help: str) -> Metric:
     return counter(f"hicache_{name}_total", unit, f"totals.tiers.{field}", help)

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-import msgspec
-from observability.kv_stream.discovery import StreamAddress
-from observability.kv_stream.discovery import printable
-from scheduler_components.testing.stream_judge import StreamFacts
-from scheduler_components.testing.stream_judge import StreamVerdict
-from scheduler_components.testing.ledger import RULES
-from scheduler_components.testing.ledger import Violation
-from scheduler_components.testing.ledger import Weight
 import socket
 import time
-from collections.abc import Callable
-from observability.kv_stream.discovery import NoStreamsError
-from observability.kv_stream.discovery import bare_address
-from observability.kv_stream.discovery import discover
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import DecodeError
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from observability.kv_stream.discovery import NoStreamsError, StreamAddress, bare_address, discover, printable
+from scheduler_components.errors import ConfigError, DecodeError
 from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.testing.stream_judge import Expectations
-from scheduler_components.testing.stream_judge import judge_stream
-from scheduler_components.testing.zmq_probe import ProbeOptions
-from scheduler_components.testing.zmq_probe import probe_streams
+from scheduler_components.testing.ledger import RULES, Violation, Weight
+from scheduler_components.testing.stream_judge import Expectations, StreamFacts, StreamVerdict, judge_stream
+from scheduler_components.testing.zmq_probe import ProbeOptions, probe_streams
 
 __all__ = [
     "ConformanceReport",
@@ -44,7 +33,7 @@ class RuleResult(msgspec.Struct, frozen=True):
     """One rule on one stream.
 
     Attributes:
-        rule, weight, holds, mend: of ``wire_rules``.
+        rule, weight, holds, hint: of ``wire_rules``.
         status: ``kept``, ``broken``, or ``not judged``: nothing came that could have broken it.
         count: how often it was broken; seen: the first few times, in words.
     """
@@ -53,7 +42,7 @@ class RuleResult(msgspec.Struct, frozen=True):
     status: str
     weight: str
     holds: str
-    mend: str
+    hint: str
     count: int = 0
     seen: tuple[str, ...] = ()
 
@@ -103,7 +92,7 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     def lines(self) -> Iterator[str]:
-        """The report for a terminal: per stream what was seen, what is broken with its mend, and the counts."""
+        """The report for a terminal: per stream what was seen, what is broken with its hint, and the counts."""
         yield from _told(self.engine)
         for stream in self.streams:
             yield f"stream {stream.rank}  {printable(stream.endpoint)}"
@@ -128,7 +117,7 @@ def _results(violations: tuple[Violation, ...], judged: frozenset[str]) -> Itera
     for name, rule in RULES.items():
         times = seen.get(name, [])
         status = "broken" if times else "kept" if name in judged else "not judged"
-        yield RuleResult(name, status, rule.weight, rule.holds, rule.mend, len(times), tuple(times[:_MAX_SEEN]))
+        yield RuleResult(name, status, rule.weight, rule.holds, rule.hint, len(times), tuple(times[:_MAX_SEEN]))
 
 
 def _told(results: Iterable[RuleResult]) -> Iterator[str]:
@@ -137,7 +126,7 @@ def _told(results: Iterable[RuleResult]) -> Iterator[str]:
             continue
         yield f"{result.weight.upper():<7} {result.rule}: {result.holds}; broken {result.count} times"
         yield from (f"          {printable(seen)}" for seen in result.seen)
-        yield f"          -> {result.mend}"
+        yield f"          -> {result.hint}"
 
 
 def _facts(facts: StreamFacts) -> Iterator[str]:

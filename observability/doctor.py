@@ -1,43 +1,40 @@
-"""Dials what a worker advertises and says what is wrong with it, and what would mend it.
+"""Dials what a worker advertises and says what is wrong with it, and what would hint it.
 
 Looks in the order in which things depend on each other, and stops where nothing further can be seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import StrEnum
-import attrs
-from observability.kv_stream.discovery import printable
+import socket
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from enum import StrEnum
+
+import attrs
+import httpx
+
+from observability.kv_stream.discovery import (
+    NoStreamsError,
+    StreamAddress,
+    addresses_in,
+    fetch_json,
+    fetch_page,
+    printable,
+    worker_url,
+)
+from observability.kv_stream.follower import FollowPolicy, NullListener, StreamStats
+from observability.kv_stream.instructions import StreamState
+from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
+from observability.zmq_topics import listen_for_topics
+from scheduler_components.errors import DecodeError, StartError
+from scheduler_components.events import BlockStored
+from scheduler_components.kv_events.codec import DecodedBatch
 from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.zmq_auth import ClientKeys
 from scheduler_components.load.gauge import LoadSample
 from scheduler_components.load.zmq_gauge import open_zmq_load_reader
-from collections import defaultdict
-from observability.kv_stream.discovery import StreamAddress
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.follower import NullListener
-from observability.kv_stream.follower import StreamStats
-from scheduler_components.kv_events.codec import DecodedBatch
-from scheduler_components.events import BlockStored
-import socket
-import httpx
-from observability.kv_stream.discovery import NoStreamsError
-from observability.kv_stream.discovery import addresses_in
-from observability.kv_stream.discovery import fetch_json
-from observability.kv_stream.discovery import fetch_page
-from observability.kv_stream.discovery import worker_url
-from observability.kv_stream.follower import FollowPolicy
-from observability.kv_stream.zmq_subscriber import Subscriber
-from observability.kv_stream.zmq_subscriber import open_subscriber
-from observability.zmq_topics import listen_for_topics
-from scheduler_components.errors import DecodeError
-from scheduler_components.errors import StartError
-from scheduler_components.kv_events.zmq_auth import ClientKeys
 
 __all__ = [
     "Finding",
@@ -52,6 +49,7 @@ __all__ = [
 
 # What an examination finds: how bad, what, and what mends it.
 
+
 class Severity(StrEnum):
     """OK is as it should be; WARNING works but will hurt; ERROR does not work."""
 
@@ -62,15 +60,15 @@ class Severity(StrEnum):
 
 @attrs.frozen
 class Finding:
-    """One thing that was looked at; ``mend`` is empty when nothing has to be done."""
+    """One thing that was looked at; ``hint`` is empty when nothing has to be done."""
 
     severity: Severity
     what: str
-    mend: str = ""
+    hint: str = ""
 
     def __str__(self) -> str:
         line = printable(f"{self.severity.upper():<7} {self.what}")
-        return f"{line}\n        -> {printable(self.mend)}" if self.mend else line
+        return f"{line}\n        -> {printable(self.hint)}" if self.hint else line
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -79,6 +77,7 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 # What is right and wrong with a worker's load gauges.
+
 
 def diagnose_load_gauges(
     gauges: Mapping[int, Endpoint], *, listen_s: float, clock: Callable[[], float] = time.monotonic
@@ -100,14 +99,14 @@ def diagnose_load_gauges(
     for rank, endpoint in gauges.items():
         yield _judge(f"rank {rank}: load gauge {endpoint}", samples.get(rank), listen_s)
     if num_bad:
-        mend = "check that the load port is not that of another stream"
-        yield Finding(Severity.WARNING, f"{num_bad} messages of the load gauges are no LoadStat", mend)
+        hint = "check that the load port is not that of another stream"
+        yield Finding(Severity.WARNING, f"{num_bad} messages of the load gauges are no LoadStat", hint)
 
 
 def _judge(name: str, sample: LoadSample | None, listen_s: float) -> Finding:
     if sample is None:
-        mend = "check that this rank's scheduler reports its load each second, and that no keys are asked for"
-        return Finding(Severity.WARNING, f"{name} says nothing in {listen_s:g} s", mend)
+        hint = "check that this rank's scheduler reports its load each second, and that no keys are asked for"
+        return Finding(Severity.WARNING, f"{name} says nothing in {listen_s:g} s", hint)
     stat = sample.stat
     return Finding(
         Severity.OK,
@@ -290,7 +289,7 @@ def examine(
     try:
         info = fetch_json(worker, "/server_info", timeout_s=wait.timeout_s)
     except StartError as error:
-        return [Finding(Severity.ERROR, f"{error.resource} {error.problem}", error.mend)]
+        return [Finding(Severity.ERROR, f"{error.resource} {error.problem}", error.hint)]
     except DecodeError as error:
         return [Finding(Severity.ERROR, error.reason, "check that this is the worker's own URL")]
     findings = [Finding(Severity.OK, f"{worker}/server_info is readable")]
@@ -302,7 +301,7 @@ def examine(
         )
         return [*findings, *_look_at_pages(worker, None, wait)]
     except DecodeError as error:
-        findings.append(Finding(Severity.ERROR, error.reason, "mend the worker's description of its streams"))
+        findings.append(Finding(Severity.ERROR, error.reason, "hint the worker's description of its streams"))
         return [*findings, *_look_at_pages(worker, None, wait)]
     if info.get("kv_events_warning"):
         findings.append(Finding(Severity.WARNING, f"the worker warns: {info['kv_events_warning']}"))
@@ -319,16 +318,16 @@ def examine(
 
 def _look_at_pages(worker: httpx.URL, num_streams: int | None, wait: DoctorOptions) -> Iterator[Finding]:
     """The pages by which gateways register and weigh a worker. None of them is needed for the streams."""
-    mend = "routers that poll it will not register this worker, or will not see its load"
+    hint = "routers that poll it will not register this worker, or will not see its load"
     try:
         fetch_page(worker, "/health", timeout_s=wait.timeout_s)
         yield Finding(Severity.OK, "/health answers 200")
     except (StartError, DecodeError) as error:
-        yield Finding(Severity.WARNING, f"/health: {error}", mend)
+        yield Finding(Severity.WARNING, f"/health: {error}", hint)
     try:
         yield _judge_loads(fetch_json(worker, "/v1/loads", timeout_s=wait.timeout_s), num_streams)
     except (StartError, DecodeError) as error:
-        yield Finding(Severity.WARNING, f"/v1/loads: {error}", mend)
+        yield Finding(Severity.WARNING, f"/v1/loads: {error}", hint)
     try:
         found = _GAUGE in fetch_page(worker, "/metrics", timeout_s=wait.timeout_s)
         yield (
@@ -337,7 +336,7 @@ def _look_at_pages(worker: httpx.URL, num_streams: int | None, wait: DoctorOptio
             else Finding(Severity.WARNING, f"/metrics has no {_GAUGE.decode()}", "switch the worker's metrics on")
         )
     except (StartError, DecodeError) as error:
-        yield Finding(Severity.WARNING, f"/metrics: {error}", mend)
+        yield Finding(Severity.WARNING, f"/metrics: {error}", hint)
 
 
 def _judge_loads(report: object, num_streams: int | None) -> Finding:
@@ -378,8 +377,8 @@ def _dial(addresses: Iterable[StreamAddress], wait: DoctorOptions) -> Iterator[t
                 yield address.rank, channel, Finding(Severity.OK, f"{name} is open")
                 continue
             severity = Severity.WARNING if channel == "load" else Severity.ERROR
-            mend = "check that this rank's publisher runs, that it binds, and that no firewall stands between"
-            yield address.rank, channel, Finding(severity, f"{name}: {problem}", mend)
+            hint = "check that this rank's publisher runs, that it binds, and that no firewall stands between"
+            yield address.rank, channel, Finding(severity, f"{name}: {problem}", hint)
 
 
 def _connect(endpoint: Endpoint, timeout_s: float) -> str:

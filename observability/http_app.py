@@ -5,28 +5,23 @@ Paths and answers are SGLang's (0.5.x), so that gateways which register and poll
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence
-from datetime import UTC
-from datetime import datetime
-from typing import Any
-import msgspec
-from scheduler_components.errors import ConfigError
-from scheduler_components.values import LoadSnapshot
 import functools
 import logging
 import time
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+
 from scheduler_components import __version__
+from scheduler_components.errors import ConfigError
+from scheduler_components.values import LoadSnapshot
 
 __all__ = [
     "SECTIONS",

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily
-from prometheus_client.metrics_core import GaugeMetricFamily
-from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
-from observability.catalog import Metric
+
+from observability.catalog import (
+    CATALOG,
+    HISTOGRAMS,
+    LOAD_AGE,
+    OUTPUT_METRICS,
+    PAGES_UNREAD,
+    RANKS_REFUSED,
+    SGLANG_PREFIX,
+    VLLM_PREFIX,
+    Metric,
+)
 from scheduler_components.errors import ConfigError
-import math
-import time
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from observability.catalog import CATALOG
-from observability.catalog import HISTOGRAMS
-from observability.catalog import LOAD_AGE
-from observability.catalog import SGLANG_PREFIX
-from observability.catalog import VLLM_PREFIX
-from scheduler_components.values import HistogramSnapshot
-from scheduler_components.values import SchedulerStats
-from observability.catalog import RANKS_REFUSED
-from typing import Protocol
-from observability.catalog import PAGES_UNREAD
-from dataclasses import dataclass
-from typing import TypeAlias
-from observability.catalog import OUTPUT_METRICS
-from scheduler_components.values import OutputStats
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import OutputStatsSource
+from scheduler_components.values import HistogramSnapshot, OutputStats, SchedulerStats
 
 __all__ = [
     "check_prefix",
@@ -85,8 +81,8 @@ def register(registry: CollectorRegistry, collector: Collector, prefix: str) -> 
     try:
         registry.register(collector)
     except ValueError as error:
-        mend = "give each collector a prefix or a registry of its own"
-        raise ConfigError("prefix", prefix, "is taken in this registry", mend) from error
+        hint = "give each collector a prefix or a registry of its own"
+        raise ConfigError("prefix", prefix, "is taken in this registry", hint) from error
 
 
 def unregister(registry: CollectorRegistry, collector: Collector) -> None:
@@ -193,6 +189,7 @@ def _add_histogram(family: MetricFamily, labels: dict[str, str], histogram: Hist
 
 # Metrics for Prometheus: one dict store a step, samples built when somebody scrapes.
 
+
 class PrometheusSink(Collector):
     """A ``MetricsSink`` on an injected registry, and the collector that the registry asks at a scrape.
 
@@ -258,6 +255,7 @@ class PrometheusSink(Collector):
 
 
 # Metrics of schedulers in other processes for Prometheus: read where they wrote them, when somebody scrapes.
+
 
 class ReportBoard(Protocol):
     """Where the newest report of each rank can be read; ``ShmMetricsBoard`` is one. Scrapes may ask at once."""

@@ -9,13 +9,12 @@ from typing import Any, TextIO
 import attrs
 import msgspec
 
-from observability.kv_stream.discovery import StreamAddress, bare_address, discover
+from observability.kv_stream.discovery import StreamAddress, bare_address, discover, printable
 from observability.kv_stream.instructions import StreamState
 from observability.kv_stream.zmq_subscriber import open_subscriber
-from observability.kv_stream.discovery import printable
 from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.kv_events.codec import DecodedBatch
 from scheduler_components.events import BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.kv_events.codec import DecodedBatch
 from scheduler_components.kv_events.zmq_auth import ClientKeys
 
 __all__ = ["WatchOptions", "addresses_of", "watch"]

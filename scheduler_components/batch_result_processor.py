@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Container
-from scheduler_components.ports import StopRules
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Generic
-from typing import TypeVar
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
 import msgspec
+
 from scheduler_components.errors import FailureLog
+from scheduler_components.ports import (
+    BookedRequest,
+    KvResidence,
+    OutputStream,
+    RequestRegister,
+    ResultObserver,
+    StopRules,
+)
 from scheduler_components.values import FinishReason
-from scheduler_components.ports import BookedRequest
-from scheduler_components.ports import KvResidence
-from scheduler_components.ports import OutputStream
-from scheduler_components.ports import RequestRegister
-from scheduler_components.ports import ResultObserver
 
 __all__ = [
     "finish_reason_after",
@@ -26,6 +26,7 @@ __all__ = [
     "BatchResultProcessor",
     "WorkResult",
 ]
+
 
 def finish_reason_after(
     token: int, num_output_tokens: int, limits: StopRules, eos_token_ids: Container[int]

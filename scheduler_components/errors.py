@@ -39,18 +39,18 @@ class ConfigError(ComponentError, ValueError):
         field: the name of the setting as its owner writes it, for example ``"replay_endpoint"``.
         value: the value that was given.
         problem: what is wrong with it, as a clause.
-        mend: what to write instead, as a clause.
+        hint: what to write instead, as a clause.
     """
 
-    def __init__(self, field: str, value: object, problem: str, mend: str) -> None:
+    def __init__(self, field: str, value: object, problem: str, hint: str) -> None:
         self.field = field
         self.value = value
         self.problem = problem
-        self.mend = mend
+        self.hint = hint
         shown = repr(value)
         if len(shown) > _MAX_SHOWN_CHARACTERS:
             shown = f"{shown[:_MAX_SHOWN_CHARACTERS]}..."
-        super().__init__(f"{field}={shown}: {problem}; {mend}")
+        super().__init__(f"{field}={shown}: {problem}; {hint}")
 
 
 class StartError(ComponentError):
@@ -59,14 +59,14 @@ class StartError(ComponentError):
     Args:
         resource: what was asked for, for example ``"tcp://127.0.0.1:5557"``.
         problem: what the system answered.
-        mend: what the operator can do.
+        hint: what the operator can do.
     """
 
-    def __init__(self, resource: str, problem: str, mend: str) -> None:
+    def __init__(self, resource: str, problem: str, hint: str) -> None:
         self.resource = resource
         self.problem = problem
-        self.mend = mend
-        super().__init__(f"{resource}: {problem}; {mend}")
+        self.hint = hint
+        super().__init__(f"{resource}: {problem}; {hint}")
 
 
 class PublisherClosedError(ComponentError, RuntimeError):
@@ -204,6 +204,7 @@ class StorageStallError(StorageError):
 
 
 # Failures of collaborators that must not reach the scheduler's step: counted each time, logged once an episode.
+
 
 class FailureLog:
     """Counts failures by activity and logs the first of each episode, and its end.

@@ -10,6 +10,7 @@ written for that module finds them. ``extra_keys`` and ``group_idx`` follow in v
 from __future__ import annotations
 
 from typing import Annotated
+
 import msgspec
 
 __all__ = [

@@ -12,10 +12,9 @@ import msgspec
 
 from scheduler_components.errors import FailureLog
 from scheduler_components.events import KVEventBatch
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import KvMetrics, PublisherStats
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import KvEventSink, KvEventSource, KvMetricsSink, LoadSource
+from scheduler_components.values import KvMetrics, LoadSnapshot, PublisherStats
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events.config import KVEventsConfig

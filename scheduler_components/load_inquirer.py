@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from scheduler_components.load.queue import count_request
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.load.queue import TokenCountedQueue
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadPartsSource
-from scheduler_components.ports import PoolSource
-from scheduler_components.ports import QueuedRequest
-from scheduler_components.ports import QueueSource
-from scheduler_components.ports import RateSource
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
 import msgspec
-from scheduler_components.load.queue import is_dispatcher_name
-from scheduler_components.ports import LoadSource
-from scheduler_components.ports import WorkSource
+
+from scheduler_components.load.queue import TokenCountedQueue, count_request, is_dispatcher_name
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import (
+    LoadPartsSource,
+    LoadSource,
+    PoolSource,
+    QueuedRequest,
+    QueueSource,
+    RateSource,
+    WorkSource,
+)
+from scheduler_components.values import LoadSnapshot
 
 __all__ = [
     "NO_PARTS",
@@ -30,6 +30,7 @@ __all__ = [
     "LoadWithTotals",
     "WorkTotals",
 ]
+
 
 class _NoRates:
     """The rates of a scheduler that keeps none."""

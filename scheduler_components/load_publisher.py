@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from scheduler_components.load.gauge import HEARTBEAT_S
-
-import math
-from scheduler_components.errors import ConfigError
 import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from scheduler_components.errors import FailureLog
-from scheduler_components.values import LoadSnapshot
+
+from scheduler_components.errors import ConfigError, FailureLog
+from scheduler_components.load.gauge import HEARTBEAT_S
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadSink
-from scheduler_components.ports import LoadSource
+from scheduler_components.ports import LoadSink, LoadSource
+from scheduler_components.values import LoadSnapshot
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events.config import KVEventsConfig

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, field
 
 from scheduler_components.errors import FailureLog
-from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import LoadSource, MetricsSink, PublisherStatsSource, TotalsSource
+from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 
 __all__ = ["NO_PUBLISHER_STATS", "NO_TOTALS", "MetricsEmitter"]
 

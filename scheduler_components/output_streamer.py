@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-import msgspec
-from scheduler_components.errors import ConfigError
-from scheduler_components.values import OutputDelta
-from scheduler_components.values import TokenOutput
 import logging
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import field
-from scheduler_components.errors import FailureLog
-from scheduler_components.values import OutputBatch
-from scheduler_components.values import OutputStats
-from scheduler_components.ports import OutputSink
-from scheduler_components.ports import StreamedRequest
+from dataclasses import dataclass, field
+
+import msgspec
+
+from scheduler_components.errors import ConfigError, FailureLog
+from scheduler_components.ports import OutputSink, StreamedRequest
+from scheduler_components.values import OutputBatch, OutputDelta, OutputStats, TokenOutput
 
 __all__ = [
     "HeldEnds",

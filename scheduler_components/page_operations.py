@@ -6,6 +6,7 @@ An operation has one number, the same on every rank, because every rank begins t
 from __future__ import annotations
 
 from typing import TypeAlias
+
 import msgspec
 
 __all__ = [

@@ -8,54 +8,30 @@ what a hierarchical cache asks of a rank's memory and I/O: ``tier_ports``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Sized
-from typing import TYPE_CHECKING
-from typing import Protocol
-from typing import TypeAlias
-from scheduler_components.events import EventBatch
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.values import DisaggregationLoad
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import LoraLoad
-from scheduler_components.values import MemoryLoad
-from scheduler_components.values import QueueLoad
-from scheduler_components.values import SpeculativeLoad
-from scheduler_components.values import KvMetrics
-from scheduler_components.values import PublisherStats
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import SchedulerTotals
-from abc import ABC
-from abc import abstractmethod
-from collections.abc import Container
-from collections.abc import Iterable
-from collections.abc import MutableSequence
-from typing import TypeVar
-from scheduler_components.values import OutputBatch
-from scheduler_components.values import OutputStats
-from scheduler_components.values import TokenOutput
-from scheduler_components.page_operations import Instruction
-from scheduler_components.page_operations import IoEvent
-import logging
-import threading
-from dataclasses import dataclass
-from dataclasses import field
-from functools import partial
-from pathlib import Path
-from scheduler_components.errors import FailureLog
-from scheduler_components.shm_board import ShmPageFile
-from scheduler_components.shm_board import open_shm_page_file
-from scheduler_components.shm_board import ShmPageReader
-from scheduler_components.metrics.shm_metrics_board import PAGE_BYTES
-from scheduler_components.metrics.shm_metrics_board import MetricsPage
-from scheduler_components.metrics.shm_metrics_board import look_at_metrics_page
-from scheduler_components.metrics.shm_metrics_board import ReportEncoder
-from scheduler_components.metrics.shm_metrics_board import decode_report
-from scheduler_components.parallel_state import ParallelState
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterable, MutableSequence, Sequence, Sized
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+
+from scheduler_components.events import EventBatch, KVCacheEvent
+from scheduler_components.page_operations import Instruction, IoEvent
+from scheduler_components.values import (
+    DisaggregationLoad,
+    KvMetrics,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    OutputBatch,
+    OutputStats,
+    PublisherStats,
+    QueueLoad,
+    SchedulerStats,
+    SchedulerTotals,
+    SpeculativeLoad,
+    TokenOutput,
+)
 
 if TYPE_CHECKING:
-    from scheduler_components.values import SyncCall
-    from scheduler_components.values import FinishReason
+    from scheduler_components.values import FinishReason, SyncCall
 
 __all__ = [
     "KvEventSink",
@@ -88,9 +64,9 @@ __all__ = [
     "StreamedRequest",
     "HostPages",
     "PageMover",
-    "PageWitness",
+    "PageHook",
     "NullMetricsSink",
-    "NO_WITNESS",
+    "NO_PAGE_HOOK",
 ]
 
 PageBytes: TypeAlias = bytes | bytearray | memoryview
@@ -326,6 +302,7 @@ class PageStore(Protocol):
 
 # The publisher's interface, and the publisher of ranks that own no stream.
 
+
 class EventPublisher(ABC):
     """Base class kept for publishers written for SGLang's module; the kit itself asks for the ``KvEventSink`` port.
 
@@ -366,6 +343,7 @@ class NullEventPublisher(EventPublisher):
 #
 # They stand beside ``ports``, which is about caches, load and metrics. A request is one object to all of them; each
 # part sees the few members that it needs.
+
 
 class StopRules(Protocol):
     """When a request ends."""
@@ -497,6 +475,7 @@ class OutputStatsSource(Protocol):
 
 # What a hierarchical cache asks of one rank: its host pages, and whoever moves pages between the tiers.
 
+
 class HostPages(Protocol):
     """The pages of the host tier; ``hicache.host_pool.HostPool`` with memory behind them."""
 
@@ -559,7 +538,7 @@ class PageMover(Protocol):
         ...
 
 
-class PageWitness(Protocol):
+class PageHook(Protocol):
     """Knows what pages ought to contain: a simulated device that makes their bytes, a test that checks them."""
 
     def computed(self, digests: bytes, pages: Sequence[int]) -> None:
@@ -585,7 +564,8 @@ class NullMetricsSink:
         """Do nothing."""
 
 
-# NO_WITNESS: the page witness of an engine that does not look into its pages.
+# NO_PAGE_HOOK: the page hook of an engine that does not look into its pages.
+
 
 class _NoWitness:
     def computed(self, digests: bytes, pages: Sequence[int]) -> None:
@@ -595,4 +575,4 @@ class _NoWitness:
         pass
 
 
-NO_WITNESS: PageWitness = _NoWitness()
+NO_PAGE_HOOK: PageHook = _NoWitness()

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.config import KVEventsConfig
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.endpoints import PortPlan
-from scheduler_components.kv_events.config import EventPublisherFactory
+from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig
+from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
 
 __all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info", "merge_kv_events"]
 
@@ -96,12 +94,12 @@ def _describe(config: str | KVEventsConfig | None, block_size: int | None, dp_si
 
 
 def _published(config: str | KVEventsConfig | None) -> KVEventsConfig:
-    mend = 'give --kv-events-config with "publisher": "zmq" to publish them'
+    hint = 'give --kv-events-config with "publisher": "zmq" to publish them'
     if not config:
-        raise ConfigError("kv_events_config", config, "is not set, so KV events are not published", mend)
+        raise ConfigError("kv_events_config", config, "is not set, so KV events are not published", hint)
     settings = config if isinstance(config, KVEventsConfig) else KVEventsConfig.from_cli(config)
     if settings.publisher == "null":
-        raise ConfigError("publisher", "null", "publishes no KV events", mend)
+        raise ConfigError("publisher", "null", "publishes no KV events", hint)
     return settings
 
 

@@ -13,25 +13,21 @@ foe: who can write to the memory can write anything.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-from typing import TypeAlias
-from zlib import crc32
-from scheduler_components.errors import DecodeError
 import fcntl
+import logging
 import mmap
 import os
-from pathlib import Path
-from scheduler_components.errors import ForkedPublisherError
-from scheduler_components.errors import StartError
-from scheduler_components.fork_hook import tell_of_forks
-import logging
 import stat
+import struct
+from collections.abc import Callable
 from functools import partial
 from io import FileIO
-from typing import Generic
-from typing import TypeVar
-from scheduler_components.errors import FailureLog
+from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
+from zlib import crc32
+
+from scheduler_components.errors import DecodeError, FailureLog, ForkedPublisherError, StartError
+from scheduler_components.fork_hook import tell_of_forks
 
 __all__ = [
     "DoubleBuffer",
@@ -130,6 +126,7 @@ def read_newest(read_at: ReadAt, start: int, buffer_bytes: int, known_sequence: 
 
 # A page of shared memory as a file with one writer: opened, locked and mapped, from birth to close.
 
+
 class ShmPageFile:
     """The writer's end of a page. Made by ``open_shm_page_file``.
 
@@ -184,8 +181,8 @@ def open_shm_page_file(path: Path, num_bytes: int) -> ShmPageFile:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        mend = "make the directory first, best under /dev/shm"
-        raise StartError(str(path), f"cannot be opened ({error.strerror})", mend) from error
+        hint = "make the directory first, best under /dev/shm"
+        raise StartError(str(path), f"cannot be opened ({error.strerror})", hint) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _fill_up(descriptor, num_bytes)

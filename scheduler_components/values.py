@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container
-from scheduler_components.ports import StopRules
+from collections.abc import Iterable, Sequence
+
 import msgspec
-import math
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import pairwise
-from scheduler_components.errors import ConfigError
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-from scheduler_components.metrics.timing import Histogram
-from scheduler_components.metrics.timing import RequestPhase
-from scheduler_components.metrics.timing import RequestTimeStats
-from collections.abc import Iterable
 
 __all__ = [
     "FinishReason",
@@ -45,6 +32,7 @@ __all__ = [
     "places_of",
 ]
 
+
 class FinishReason(enum.StrEnum):
     """Why a request ended. The first three are the values of SGLang's ``meta_info``, the last is vLLM's."""
 
@@ -57,6 +45,7 @@ class FinishReason(enum.StrEnum):
 # What one replica says of its load: the value behind ``/v1/loads``, dispatching and the load gauges.
 #
 # Field and section names are SGLang's (``LoadSnapshot``, 0.5.23), so that readers of its ``/v1/loads`` read this one.
+
 
 class QueueLoad(msgspec.Struct, frozen=True, gc=False):
     """Requests that are neither running nor plainly waiting, counted."""
@@ -164,6 +153,7 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 # TierStats: what a hierarchical cache has done, and where prompts were found.
 
+
 class TierStats(msgspec.Struct, gc=False):
     """Counters since the start; each only ever grows. The same on every rank of a replica.
 
@@ -251,6 +241,7 @@ class LatencyTotals(msgspec.Struct, frozen=True, gc=False):
 
 
 # Values that metrics are made of: what a scheduler, its publisher and its counters say in one step.
+
 
 class KvMetrics(msgspec.Struct, frozen=True, gc=False):
     """Slots and blocks of one rank, as SGLang's schedulers push them to the serving process (0.5.x names).
@@ -345,6 +336,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
 
 
 # The news of requests as they leave a scheduler: token ids, which the receiver turns into text.
+
 
 class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request and what belongs to them.

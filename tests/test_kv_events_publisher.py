@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError, PublisherClosedError
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, KVCacheEvent, KVEventBatch
-from scheduler_components.ports import NullEventPublisher
 from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher, kv_metrics_from
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import KvMetrics, PublisherStats
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.testing.fakes import ListEventSink, ListKvMetricsSink
-from scheduler_components.testing.fakes import FakeLoad, ScriptedEvents
+from scheduler_components.ports import NullEventPublisher
+from scheduler_components.testing.fakes import FakeLoad, ListEventSink, ListKvMetricsSink, ScriptedEvents
+from scheduler_components.values import KvMetrics, LoadSnapshot, PublisherStats
 
 BUSY = FakeLoad(
     LoadSnapshot(

@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
 from scheduler_components.load.queue import TokenCountedQueue
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.testing.fakes import FakeParts, FakePool, FakeQueues, FakeRates, FakeRequest
+from scheduler_components.values import (
+    DisaggregationLoad,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    QueueLoad,
+    SpeculativeLoad,
+)
 
 counts = st.integers(0, 2**30)
 

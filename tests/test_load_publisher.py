@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.load_publisher import GaugePacer
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.load_publisher import NO_LOAD_SINK, LoadPublisher, open_load_publisher
+from scheduler_components.load_publisher import NO_LOAD_SINK, GaugePacer, LoadPublisher, open_load_publisher
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import LoadSnapshot
 
 
 @dataclass

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 from scheduler_components.metrics_emitter import MetricsEmitter
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerStats, SchedulerTotals
 
 
 class Load:

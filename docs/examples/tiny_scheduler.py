@@ -11,8 +11,8 @@ from scheduler_components import (
     TokenCountedQueue,
 )
 from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.values import LoadSnapshot
 from scheduler_components.ports import KvEventSink
+from scheduler_components.values import LoadSnapshot
 
 PAGE_SIZE = 8
 

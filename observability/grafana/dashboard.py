@@ -5,18 +5,14 @@ What is drawn stands in ``rows``; unit, help and query of each metric follow fro
 
 from __future__ import annotations
 
-import attrs
 import json
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-from typing import TypeAlias
-from observability.catalog import EVERY_METRIC
-from observability.catalog import PAGES_UNREAD
-from observability.catalog import RANKS_REFUSED
-from observability.catalog import SGLANG_PREFIX
-from observability.catalog import Metric
+from typing import Any, TypeAlias
+
+import attrs
+
+from observability.catalog import EVERY_METRIC, PAGES_UNREAD, RANKS_REFUSED, SGLANG_PREFIX, Metric
 
 __all__ = [
     "ROWS",
@@ -27,6 +23,7 @@ __all__ = [
 ]
 
 # What the dashboard shows, in which order: rows of panels, which name metrics of the catalogue and nothing else.
+
 
 @attrs.frozen
 class Panel:

@@ -10,27 +10,25 @@ go on from when it ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
-from scheduler_components.kv_events.stream import CHAIN_BYTES
-from scheduler_components.kv_events.stream import EPOCH_BYTES
-from scheduler_components.kv_events.stream import chain_after
-from scheduler_components.kv_events.replay import Meta
-from scheduler_components.kv_events.replay import Verb
-from observability.kv_stream.instructions import Apply
-from observability.kv_stream.instructions import ApplyAside
-from observability.kv_stream.instructions import AskReplay
-from observability.kv_stream.instructions import BeginAside
-from observability.kv_stream.instructions import Clear
-from observability.kv_stream.instructions import CursorCounters
-from observability.kv_stream.instructions import DropAside
-from observability.kv_stream.instructions import Instruction
-from observability.kv_stream.instructions import RetryLater
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.instructions import SwapIn
-from observability.kv_stream.instructions import token_of
-from scheduler_components.kv_events.replay import Kind
+
+from observability.kv_stream.instructions import (
+    Apply,
+    ApplyAside,
+    AskReplay,
+    BeginAside,
+    Clear,
+    CursorCounters,
+    DropAside,
+    Instruction,
+    RetryLater,
+    StreamState,
+    SwapIn,
+    token_of,
+)
+from scheduler_components.kv_events.replay import Kind, Meta, Verb
+from scheduler_components.kv_events.stream import CHAIN_BYTES, EPOCH_BYTES, chain_after
 
 __all__ = [
     "NOTHING_APPLIED",
@@ -505,6 +503,7 @@ class DigestCursor:
 #
 # Feed live batches only while ``listening`` is true: leave them in the socket during a replay, and they are there to
 # go on from when it ends.
+
 
 class PlainCursor:
     """Sequence tracking and recovery of one stream by numbers and the last payload.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
+
 import attrs
 import httpx
 import msgspec
-from scheduler_components.errors import ComponentError
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import DecodeError
-from scheduler_components.errors import StartError
+
+from scheduler_components.errors import ComponentError, ConfigError, DecodeError, StartError
 from scheduler_components.kv_events.endpoints import Endpoint
 
 __all__ = [
@@ -27,6 +25,7 @@ __all__ = [
 ]
 
 # Text that came over the network, made safe to print.
+
 
 def printable(text: str) -> str:
     """Put ``?`` for each line break and control character: a peer must neither steer the terminal nor fake a line."""

@@ -5,31 +5,32 @@ Still without sockets: whoever owns them tells what came and asks ``next_deadlin
 
 from __future__ import annotations
 
-from typing import Protocol
-from observability.kv_stream.instructions import StreamState
-from scheduler_components.errors import DecodeError
-from scheduler_components.kv_events.codec import DecodedBatch
-import msgspec
-from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-from enum import Enum
-from observability.kv_stream.view import BlockView
-from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.events import AllBlocksCleared
 import math
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
 import attrs
+import msgspec
+
 from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.instructions import Apply
-from observability.kv_stream.instructions import ApplyAside
-from observability.kv_stream.instructions import AskReplay
-from observability.kv_stream.instructions import BeginAside
-from observability.kv_stream.instructions import Clear
-from observability.kv_stream.instructions import Instruction
-from observability.kv_stream.instructions import RetryLater
-from observability.kv_stream.instructions import SwapIn
-from scheduler_components.errors import ConfigError
+from observability.kv_stream.instructions import (
+    Apply,
+    ApplyAside,
+    AskReplay,
+    BeginAside,
+    Clear,
+    Instruction,
+    RetryLater,
+    StreamState,
+    SwapIn,
+)
+from observability.kv_stream.view import BlockView
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.events import AllBlocksCleared
+from scheduler_components.kv_events.codec import BatchDecoder, DecodedBatch
 from scheduler_components.kv_events.replay import Meta
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 # The port of whoever wants to see what happens to a stream, besides its state in the view.
+
 
 class StreamListener(Protocol):
     """Told of everything in the order in which it happens, on the thread that polls; what it raises ends that poll.
@@ -105,6 +107,7 @@ class NullListener:
 
 
 # What one followed stream says of itself: values to show in a table, export, or compare in a test.
+
 
 class StreamPosition(msgspec.Struct, frozen=True, gc=False):
     """Where the view of one stream stands.
@@ -180,6 +183,7 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
 
 
 # From payload to view: decode one batch of one rank, apply its events, count.
+
 
 class Outcome(Enum):
     """What a batch means for the trust in the view."""

@@ -7,8 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
-from scheduler_components.kv_events.stream import EPOCH_BYTES
 from scheduler_components.kv_events.replay import Request, Verb
+from scheduler_components.kv_events.stream import EPOCH_BYTES
 
 __all__ = [
     "Apply",

@@ -12,9 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from observability.kv_stream.discovery import StreamAddress
-from observability.kv_stream.follower import FollowPolicy
-from observability.kv_stream.follower import StreamListener
-from observability.kv_stream.follower import StreamPosition, StreamStats
+from observability.kv_stream.follower import FollowPolicy, StreamListener, StreamPosition, StreamStats
 from observability.kv_stream.view import Tier
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from scheduler_components.kv_events.zmq_auth import ClientKeys

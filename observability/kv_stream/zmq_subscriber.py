@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Set
+from types import TracebackType
+
 import attrs
 import zmq
 from zmq.utils.monitor import recv_monitor_message
-from observability.kv_stream.discovery import StreamAddress
-from observability.kv_stream.follower import StreamFollower
-from observability.kv_stream.instructions import AskReplay
-from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_auth import ClientKeys
-from scheduler_components.kv_events.zmq_auth import apply_client_keys
-import threading
-import time
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Set
-from types import TracebackType
-from observability.kv_stream.follower import BatchApplier
+
 from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.discovery import MAX_STREAMS
-from observability.kv_stream.follower import FollowPolicy
-from observability.kv_stream.follower import NullListener
-from observability.kv_stream.follower import StreamListener
-from observability.kv_stream.follower import StreamPosition
-from observability.kv_stream.follower import StreamStats
-from observability.kv_stream.view import BlockView
-from observability.kv_stream.view import Tier
+from observability.kv_stream.discovery import MAX_STREAMS, StreamAddress
+from observability.kv_stream.follower import (
+    BatchApplier,
+    FollowPolicy,
+    NullListener,
+    StreamFollower,
+    StreamListener,
+    StreamPosition,
+    StreamStats,
+)
+from observability.kv_stream.instructions import AskReplay
+from observability.kv_stream.view import BlockView, Tier
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES, BatchDecoder
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.zmq_auth import ClientKeys, apply_client_keys
 
 __all__ = [
     "Dial",

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
+
 import msgspec
+
 from observability.catalog import CATALOG
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import PublisherStats
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import SchedulerTotals
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import MetricsSink
-from scheduler_components.testing.parts import MetricReader
-from scheduler_components.testing.parts import Story
+from scheduler_components.testing.parts import MetricReader, Trace
+from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerStats, SchedulerTotals
 
 __all__ = [
     "METRICS_SINK_CHECKS",
@@ -51,66 +49,66 @@ def _numbered(kind: type[S], base: int) -> S:
 
 def check_every_value_comes_out(open_sink: OpenMetricsSink) -> None:
     """Each metric of the catalogue that a report has, under its name and the rank's labels."""
-    story, sink, reader = _begin("Every metric of the catalogue is exposed", open_sink)
-    _record(story, sink, stats := stats_of())
-    _expect(story, reader, stats)
+    trace, sink, reader = _begin("Every metric of the catalogue is exposed", open_sink)
+    _record(trace, sink, stats := stats_of())
+    _expect(trace, reader, stats)
 
 
 def check_the_newest_report_wins(open_sink: OpenMetricsSink) -> None:
     """What is read is the last step's state, not the first one's nor a sum."""
-    story, sink, reader = _begin("A rank's newest report replaces the one before", open_sink)
+    trace, sink, reader = _begin("A rank's newest report replaces the one before", open_sink)
     for scale in (1, 2, 3):
-        _record(story, sink, stats := stats_of(scale=scale))
-    _expect(story, reader, stats)
+        _record(trace, sink, stats := stats_of(scale=scale))
+    _expect(trace, reader, stats)
 
 
 def check_ranks_are_kept_apart(open_sink: OpenMetricsSink) -> None:
     """Two ranks in one sink do not overwrite each other."""
-    story, sink, reader = _begin("Every rank's values stay its own", open_sink)
+    trace, sink, reader = _begin("Every rank's values stay its own", open_sink)
     reports = [stats_of(rank, scale=rank + 1) for rank in range(8)]
     for stats in reports:
-        _record(story, sink, stats)
+        _record(trace, sink, stats)
     for stats in reports:
-        _expect(story, reader, stats)
+        _expect(trace, reader, stats)
 
 
 def check_a_restarted_rank_is_no_error(open_sink: OpenMetricsSink) -> None:
     """Totals that begin at 0 again must not raise: a negative increment once took an engine down."""
-    story, sink, reader = _begin("Totals that fall do not raise", open_sink)
-    _record(story, sink, stats_of(scale=5))
-    _record(story, sink, stats := stats_of(scale=1))
+    trace, sink, reader = _begin("Totals that fall do not raise", open_sink)
+    _record(trace, sink, stats_of(scale=5))
+    _record(trace, sink, stats := stats_of(scale=1))
     found = reader.value("num_running_reqs", dict(stats.labels))
-    story.expect(stats.load.num_running_reqs, found, "num_running_reqs of the new life")
+    trace.expect(stats.load.num_running_reqs, found, "num_running_reqs of the new life")
 
 
 def check_no_report_raises(open_sink: OpenMetricsSink) -> None:
     """Empty, huge and senseless numbers: a metric never raises into the scheduler's step."""
-    story, sink, _ = _begin("No report raises", open_sink)
+    trace, sink, _ = _begin("No report raises", open_sink)
     stats = stats_of()
     senseless = msgspec.structs.replace(
         stats.load, num_running_reqs=-1, token_usage=float("nan"), gen_throughput=float("inf"), num_used_tokens=1 << 80
     )
-    _record(story, sink, SchedulerStats(labels=stats.labels, load=LoadSnapshot()))
-    _record(story, sink, msgspec.structs.replace(stats, load=senseless))
-    _record(story, sink, SchedulerStats(labels=(), load=LoadSnapshot()))
+    _record(trace, sink, SchedulerStats(labels=stats.labels, load=LoadSnapshot()))
+    _record(trace, sink, msgspec.structs.replace(stats, load=senseless))
+    _record(trace, sink, SchedulerStats(labels=(), load=LoadSnapshot()))
 
 
-def _begin(title: str, open_sink: OpenMetricsSink) -> tuple[Story, MetricsSink, MetricReader]:
-    story = Story(title)
-    return story, *story.call("opened a sink", open_sink)
+def _begin(title: str, open_sink: OpenMetricsSink) -> tuple[Trace, MetricsSink, MetricReader]:
+    trace = Trace(title)
+    return trace, *trace.call("opened a sink", open_sink)
 
 
-def _record(story: Story, sink: MetricsSink, stats: SchedulerStats) -> None:
-    answer: object = story.call(f"recorded {stats!r:.120}", lambda: sink.record(stats))
-    story.expect(None, answer, "record() returns nothing")
+def _record(trace: Trace, sink: MetricsSink, stats: SchedulerStats) -> None:
+    answer: object = trace.call(f"recorded {stats!r:.120}", lambda: sink.record(stats))
+    trace.expect(None, answer, "record() returns nothing")
 
 
-def _expect(story: Story, reader: MetricReader, stats: SchedulerStats) -> None:
+def _expect(trace: Trace, reader: MetricReader, stats: SchedulerStats) -> None:
     labels = dict(stats.labels)
     for metric in CATALOG:
         wanted = metric.read(stats) if metric.path else None
         if wanted is not None:
-            story.expect(float(wanted), reader.value(metric.name, labels), f"{metric.name} of {labels}")
+            trace.expect(float(wanted), reader.value(metric.name, labels), f"{metric.name} of {labels}")
 
 
 METRICS_SINK_CHECKS: tuple[Callable[[OpenMetricsSink], None], ...] = (

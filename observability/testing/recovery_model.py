@@ -5,33 +5,20 @@ The truth is a naive fold, kept beside the stream for every number of every life
 
 from __future__ import annotations
 
-import msgspec
-from observability.kv_stream.view import Tier
-from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.stream import EventStream
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.events import BlockRemoved
-from scheduler_components.events import BlockStored
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.events import KVEventBatch
-from scheduler_components.kv_events.stream import collapse
-from scheduler_components.kv_events.replay import ReplayCursors
 from collections import deque
-from dataclasses import dataclass
-from dataclasses import field
-from observability.kv_stream.follower import BatchApplier
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
 from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.follower import FollowPolicy
-from observability.kv_stream.follower import StreamFollower
-from observability.kv_stream.instructions import AskReplay
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.follower import NullListener
-from observability.kv_stream.view import BlockView
-from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.replay import END_SEQ
-from scheduler_components.kv_events.replay import plain_request
-from typing import Any
-from typing import TypeAlias
+from observability.kv_stream.follower import BatchApplier, FollowPolicy, NullListener, StreamFollower
+from observability.kv_stream.instructions import AskReplay, StreamState
+from observability.kv_stream.view import BlockView, Tier
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder
+from scheduler_components.kv_events.replay import END_SEQ, ReplayCursors, plain_request
+from scheduler_components.kv_events.stream import EventStream, collapse
 
 __all__ = [
     "Frame",
@@ -41,7 +28,7 @@ __all__ = [
     "Connection",
     "ModelSubscriber",
     "FaultyWorld",
-    "Story",
+    "Trace",
 ]
 
 MAX_PENDING = 2
@@ -299,12 +286,12 @@ class ModelSubscriber:
 
 # One publisher, several subscribers and a network that loses, repeats, reorders, cuts and delays.
 #
-# Everything that happens is a step by name, so that Hypothesis can shrink a story and a person can read it.
+# Everything that happens is a step by name, so that Hypothesis can shrink a trace and a person can read it.
 
 HEAL_S = 2 * POLICY.probe_interval_s + POLICY.answer_timeout_s + POLICY.retry_max_s
 """Two probe intervals plus the sync, with a question that was lost and the pause after it before."""
 
-Story: TypeAlias = list[tuple[Any, ...]]
+Trace: TypeAlias = list[tuple[Any, ...]]
 """Steps: a method's name and its arguments."""
 
 
@@ -330,18 +317,18 @@ class FaultyWorld:
             for number in range(num_extended + num_plain)
         ]
 
-    def tell(self, story: Story) -> None:
-        """All subscribers join, the story happens, and then everything is as it should be."""
+    def tell(self, trace: Trace) -> None:
+        """All subscribers join, the trace happens, and then everything is as it should be."""
         self.play([("store", 0, 3, False), ("send",)])
         for who in range(len(self.subscribers)):
             self.play([("connect", who), *[("serve", who, 9, "none")] * 2])
-        self.play(story)
+        self.play(trace)
         self.heal()
         self.check_converged()
 
-    def play(self, story: Story) -> None:
+    def play(self, trace: Trace) -> None:
         """Carry out each step, and check after it."""
-        for name, *arguments in story:
+        for name, *arguments in trace:
             getattr(self, name)(*arguments)
             for each in self.subscribers:
                 each.check()

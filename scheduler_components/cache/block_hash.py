@@ -15,8 +15,10 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from struct import Struct
-from scheduler_components.errors import ConfigError
+
 import msgspec
+
+from scheduler_components.errors import ConfigError
 
 __all__ = [
     "DIGEST_BYTES",
@@ -113,6 +115,7 @@ def hash_pages(token_ids: Sequence[int], page_size: int, prior: bytes = b"") -> 
 
 
 # What else than its tokens decides whether two prefixes may share pages.
+
 
 class PrefixNamespace(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The identity of a prefix beside its tokens. Prefixes of different namespaces never share a page or a hash.

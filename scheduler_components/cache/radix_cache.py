@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components.cache.block_hash import pack_tokens
-from scheduler_components.cache.radix_tree import EvictionOrder
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace
+from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace, pack_tokens
 from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.cache.radix_tree import Descent, RadixNode, RadixTree
+from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
 from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.events import KVCacheEvent
@@ -65,8 +63,8 @@ class RadixCache:
             raise ConfigError("page_size", self.page_size, "is not a size", "give an integer of at least 1")
         num_pages = self.capacity_tokens // self.page_size
         if num_pages < 1:
-            mend = f"give at least page_size={self.page_size}"
-            raise ConfigError("capacity_tokens", self.capacity_tokens, "does not hold one page", mend)
+            hint = f"give at least page_size={self.page_size}"
+            raise ConfigError("capacity_tokens", self.capacity_tokens, "does not hold one page", hint)
         self.capacity_tokens = num_pages * self.page_size
         self._tree = RadixTree(self.page_size, hashed=self.record)
         self._pool = PagePool(num_pages)
@@ -131,8 +129,8 @@ class RadixCache:
         namespace = namespace or PLAIN_NAMESPACE
         packed = pack_tokens(token_ids)
         if len(pages) != len(token_ids) // self.page_size:
-            mend = f"give {len(token_ids) // self.page_size} for {len(token_ids)} tokens"
-            raise ConfigError("pages", len(pages), f"is not one page for each {self.page_size} tokens", mend)
+            hint = f"give {len(token_ids) // self.page_size} for {len(token_ids)} tokens"
+            raise ConfigError("pages", len(pages), f"is not one page for each {self.page_size} tokens", hint)
         descent = self._tree.find(packed, namespace.seed())
         known = descent.num_pages
         cached = _pages_of(descent.path)[:known]

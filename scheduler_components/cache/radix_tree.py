@@ -11,19 +11,20 @@ object of its own.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
-from typing import NamedTuple
-from scheduler_components.cache.block_hash import DIGEST_BYTES
-from scheduler_components.cache.block_hash import TOKEN_BYTES
-from scheduler_components.cache.block_hash import block_hashes_of
-from scheduler_components.cache.block_hash import page_digests
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE
-from scheduler_components.cache.block_hash import PrefixNamespace
-from scheduler_components.errors import CacheIntegrityError
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from scheduler_components.cache.block_hash import (
+    DIGEST_BYTES,
+    PLAIN_NAMESPACE,
+    TOKEN_BYTES,
+    PrefixNamespace,
+    block_hashes_of,
+    page_digests,
+)
+from scheduler_components.errors import CacheIntegrityError
 
 __all__ = [
     "Descent",
@@ -31,6 +32,7 @@ __all__ = [
     "RadixTree",
     "EvictionOrder",
 ]
+
 
 def _no_pages() -> array[int]:
     return array("I")
@@ -276,6 +278,7 @@ def _take_tail(run: bytearray, start: int) -> bytearray:
 
 
 # Which node is evicted next: least recently used first, descendants before their ancestors.
+
 
 class EvictionOrder:
     """The unlocked nodes, oldest use first.

@@ -45,7 +45,7 @@ def _lint_file(file: Path, options: LintOptions) -> LintReport:
 
 def _unreadable(file: Path, problem: str) -> LintReport:
     found = finding("not-python", 1, problem)
-    return LintReport(1, 0, (Finding(str(file), found.line, found.rule, found.message, found.mend),))
+    return LintReport(1, 0, (Finding(str(file), found.line, found.rule, found.message, found.hint),))
 
 
 def _files_at(path: Path) -> Iterator[Path]:

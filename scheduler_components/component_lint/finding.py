@@ -17,17 +17,17 @@ class Finding(msgspec.Struct, frozen=True, gc=False, order=True):
         line: counted from 1.
         rule: an id of ``RULES``.
         message: what stands there.
-        mend: what to do instead.
+        hint: what to do instead.
     """
 
     path: str
     line: int
     rule: str
     message: str
-    mend: str
+    hint: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.rule}: {self.message}; {self.mend}"
+        return f"{self.path}:{self.line}: {self.rule}: {self.message}; {self.hint}"
 
 
 class LintReport(msgspec.Struct, frozen=True, gc=False):
@@ -59,5 +59,5 @@ class LintReport(msgspec.Struct, frozen=True, gc=False):
 
 
 def finding(rule: str, line: int, message: str) -> Finding:
-    """Make a finding whose file is not known yet; the mend is the rule's."""
-    return Finding("", line, rule, message, RULES[rule].mend)
+    """Make a finding whose file is not known yet; the hint is the rule's."""
+    return Finding("", line, rule, message, RULES[rule].hint)

@@ -1,4 +1,4 @@
-"""What the checker looks for: one table of rules, each with the mend that it proposes."""
+"""What the checker looks for: one table of rules, each with the hint that it proposes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Rule(msgspec.Struct, frozen=True):
     Attributes:
         id: how findings and suppressions name it.
         smell: what is looked for.
-        mend: what to do instead.
+        hint: what to do instead.
     """
 
     id: str
     smell: str
-    mend: str
+    hint: str
 
 
 _TABLE = (

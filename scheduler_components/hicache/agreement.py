@@ -1,37 +1,31 @@
-"""Ballots: everything that ranks must agree on at one point, packed into one int64 vector for one MIN reduction.
+"""Proposals: everything that ranks must agree on at one point, packed into one int64 vector for one MIN reduction.
 
 One operator is enough: MAX(v) is ``~MIN(~v)`` (``~`` reverses the order of int64 and cannot overflow), "all agree" is
 the MIN of 0 and 1, "any agrees" their MAX, and values are equal when their MIN is their MAX.
 
-A ballot's first block has a fixed length and begins with a header that every rank must share: operation and slots (as
+A proposal's first block has a fixed length and begins with a header that every rank must share: operation and slots (as
 a digest), step, and call number. So ranks that come with different questions find out in the very collective that
-they share, at no cost, and only then may the rest of a long ballot follow: gloo ends a process whose peers come with
+they share, at no cost, and only then may the rest of a long proposal follow: gloo ends a process whose peers come with
 a vector of another length (measured, torch 2.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
-import msgspec
-from scheduler_components.values import MAX_OPERATION_BYTES
-from dataclasses import dataclass
-from dataclasses import field
-from scheduler_components.errors import SyncClosedError
-from scheduler_components.errors import SyncDivergenceError
-from scheduler_components.errors import SyncTimeoutError
-from scheduler_components.values import SyncCall
-from scheduler_components.values import places_of
-from scheduler_components.ports import SyncGroup
-from collections.abc import Iterable
+
 import attrs
-from scheduler_components.errors import ConfigError
+import msgspec
+
+from scheduler_components.errors import ConfigError, SyncClosedError, SyncDivergenceError, SyncTimeoutError
 from scheduler_components.parallel_state import ParallelState
-from collections.abc import Mapping
+from scheduler_components.ports import SyncGroup
+from scheduler_components.values import MAX_OPERATION_BYTES, SyncCall, places_of
 
 __all__ = [
     "BLOCK_INTS",
-    "Ballot",
+    "Proposal",
     "Outcome",
     "elementwise_min",
     "SyncDomain",
@@ -67,7 +61,7 @@ class Outcome(msgspec.Struct, frozen=True):
     verdicts: dict[str, bool]
 
 
-class Ballot:
+class Proposal:
     """What one rank brings to one agreement. Every rank fills the same slots, in the same order.
 
     Args:
@@ -169,11 +163,12 @@ class Ballot:
 # Every rank makes the same calls in the same order, always: no rank-local condition stands in front of a collective.
 # What a rank cannot do is a vote of no, or a 0 for a MIN; never an absence.
 
+
 @dataclass(slots=True, kw_only=True)
 class SyncDomain:
     """One rank's end of the agreement of a replica; used by one thread, with groups of its own.
 
-    The checker is part of every agreement (see ``ballot``), so it is never off: ranks that come with another operation,
+    The checker is part of every agreement (see ``proposal``), so it is never off: ranks that come with another operation,
     other slots, another step or another count raise ``SyncDivergenceError`` on all of them, naming what each one
     asked. After any error the domain is broken and raises the same again: ranks that failed once are not in step.
 
@@ -181,7 +176,7 @@ class SyncDomain:
         rank: this process's global rank.
         groups: reduced over in order, each with more than one rank; none for a replica of one rank.
         num_calls: agreements so far.
-        num_collectives: reductions so far, over all groups: ``len(groups)`` an agreement while ballots fit one block.
+        num_collectives: reductions so far, over all groups: ``len(groups)`` an agreement while proposals fit one block.
     """
 
     rank: int = 0
@@ -190,8 +185,8 @@ class SyncDomain:
     num_collectives: int = field(default=0, init=False)
     _failure: SyncTimeoutError | SyncDivergenceError | SyncClosedError | None = field(default=None, init=False)
 
-    def agree(self, ballot: Ballot) -> Outcome:
-        """Bring this rank's ballot and return what all ranks agreed on.
+    def agree(self, proposal: Proposal) -> Outcome:
+        """Bring this rank's proposal and return what all ranks agreed on.
 
         Raises:
             SyncTimeoutError: ranks did not come in time.
@@ -200,12 +195,12 @@ class SyncDomain:
         """
         if self._failure is not None:
             raise self._failure
-        call = SyncCall(self.rank, self.num_calls, ballot.step, ballot.operation)
+        call = SyncCall(self.rank, self.num_calls, proposal.step, proposal.operation)
         self.num_calls += 1
-        packed = ballot.pack(call.number)
+        packed = proposal.pack(call.number)
         try:
             reduced = self._reduce(packed[:BLOCK_INTS], call)
-            if not ballot.header_agrees(reduced):
+            if not proposal.header_agrees(reduced):
                 # The reduced header is the same on all ranks, so all of them come here.
                 raise self._divergence(call)
             if len(packed) > BLOCK_INTS:
@@ -213,41 +208,41 @@ class SyncDomain:
         except (SyncTimeoutError, SyncDivergenceError) as error:
             self._failure = error
             raise
-        return ballot.open(reduced)
+        return proposal.open(reduced)
 
     def min(self, operation: str, value: int, *, step: int) -> int:
         """Return the smallest value of all ranks."""
-        ballot = Ballot(operation, step=step)
-        ballot.min("value", value)
-        return self.agree(ballot).numbers["value"]
+        proposal = Proposal(operation, step=step)
+        proposal.min("value", value)
+        return self.agree(proposal).numbers["value"]
 
     def max(self, operation: str, value: int, *, step: int) -> int:
         """Return the largest value of all ranks."""
-        ballot = Ballot(operation, step=step)
-        ballot.max("value", value)
-        return self.agree(ballot).numbers["value"]
+        proposal = Proposal(operation, step=step)
+        proposal.max("value", value)
+        return self.agree(proposal).numbers["value"]
 
     def vote_all(self, operation: str, agrees: bool, *, step: int) -> bool:
         """Return whether every rank agrees."""
-        ballot = Ballot(operation, step=step)
-        ballot.all("vote", agrees)
-        return self.agree(ballot).verdicts["vote"]
+        proposal = Proposal(operation, step=step)
+        proposal.all("vote", agrees)
+        return self.agree(proposal).verdicts["vote"]
 
     def vote_any(self, operation: str, agrees: bool, *, step: int) -> bool:
         """Return whether at least one rank agrees."""
-        ballot = Ballot(operation, step=step)
-        ballot.any("vote", agrees)
-        return self.agree(ballot).verdicts["vote"]
+        proposal = Proposal(operation, step=step)
+        proposal.any("vote", agrees)
+        return self.agree(proposal).verdicts["vote"]
 
     def equal(self, operation: str, value: int, *, step: int) -> bool:
         """Return whether all ranks have the same value."""
-        ballot = Ballot(operation, step=step)
-        ballot.equal("value", value)
-        return self.agree(ballot).verdicts["value"]
+        proposal = Proposal(operation, step=step)
+        proposal.equal("value", value)
+        return self.agree(proposal).verdicts["value"]
 
     def barrier(self, operation: str, *, step: int) -> None:
         """Return when all ranks have come."""
-        self.agree(Ballot(operation, step=step))
+        self.agree(Proposal(operation, step=step))
 
     def close(self) -> None:
         """Let go of the groups; agreements raise from now on. Safe to call twice."""
@@ -269,6 +264,7 @@ class SyncDomain:
 
 
 # Which ranks agree with which: attention-CP, then attention-TP, or TP where an engine has neither.
+
 
 def _as_ranks(ranks: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if ranks is None else tuple(ranks)
@@ -370,10 +366,12 @@ def groups_in_order(world: Sequence[RankSets]) -> tuple[tuple[int, ...], ...]:
 
 # InProcessSync: the agreement of N simulated ranks inside one thread.
 
-class InProcessSync:
-    """Agreement of N ranks inside one thread, for state machines that give out ballots and take outcomes.
 
-    The caller collects every rank's ballot of the step and hands each rank its outcome: deterministic, no waiting. Hops
+class InProcessSync:
+    """Agreement of N ranks inside one thread, for state machines that give out proposals and take outcomes.
+
+    The caller collects every rank's proposal of the step and hands each rank its outcome: deterministic, no waiting.
+    Hops
     are data, so a simulation may leave some out and show what comes of that.
 
     Args:
@@ -400,25 +398,27 @@ class InProcessSync:
         self._num_calls = 0
         self.num_collectives = 0
 
-    def agree(self, ballots: Mapping[int, Ballot]) -> dict[int, Outcome]:
-        """Reduce all ranks' ballots and return each rank's outcome.
+    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, Outcome]:
+        """Reduce all ranks' proposals and return each rank's outcome.
 
         Raises:
-            SyncTimeoutError: a rank has no ballot: it is the missing one.
+            SyncTimeoutError: a rank has no proposal: it is the missing one.
             SyncDivergenceError: ranks of one group brought different questions.
         """
         number = self._num_calls
         self._num_calls += 1
-        calls = {rank: SyncCall(rank, number, ballot.step, ballot.operation) for rank, ballot in ballots.items()}
-        missing = tuple(rank for rank in self._hops if rank not in ballots)
+        calls = {
+            rank: SyncCall(rank, number, proposal.step, proposal.operation) for rank, proposal in proposals.items()
+        }
+        missing = tuple(rank for rank in self._hops if rank not in proposals)
         if missing:
             operation, step = next(((call.operation, call.step) for call in calls.values()), ("nothing", -1))
             raise SyncTimeoutError(operation, step, missing, 0.0)
-        vectors = {rank: ballots[rank].pack(number) for rank in self._hops}
+        vectors = {rank: proposals[rank].pack(number) for rank in self._hops}
         for at in range(max((len(groups) for groups in self._hops.values()), default=0)):
             vectors = self._reduce_hop(at, vectors, calls)
             self.num_collectives += 1
-        return {rank: ballots[rank].open(vectors[rank]) for rank in self._hops}
+        return {rank: proposals[rank].open(vectors[rank]) for rank in self._hops}
 
     def _reduce_hop(
         self, at: int, vectors: Mapping[int, list[int]], calls: Mapping[int, SyncCall]
@@ -430,10 +430,10 @@ class InProcessSync:
             if at >= len(groups):
                 reduced[rank] = vectors[rank]
                 continue
-            # Ballots of different lengths part in the header, which stands in the part that they share.
+            # Proposals of different lengths part in the header, which stands in the part that they share.
             shared = min(len(vectors[peer]) for peer in groups[at])
             result = elementwise_min([vectors[peer][:shared] for peer in groups[at]])
-            if not Ballot.header_agrees(result):
+            if not Proposal.header_agrees(result):
                 places = places_of(calls[peer] for peer in groups[at])
                 raise SyncDivergenceError(calls[rank].number, places)
             reduced |= dict.fromkeys(groups[at], result)

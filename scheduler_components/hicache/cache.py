@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Iterator
-from collections.abc import Sequence
-from scheduler_components.cache.block_hash import block_hashes_of
-from scheduler_components.cache.block_hash import pack_tokens
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE
-from scheduler_components.cache.block_hash import PrefixNamespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace, block_hashes_of, pack_tokens
 from scheduler_components.cache.radix_cache import PrefixMatch
 from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import TierDivergenceError
-from scheduler_components.hicache.agreement import Ballot
-from scheduler_components.hicache.agreement import Outcome
-from scheduler_components.hicache.controller import HiCacheController
-from scheduler_components.page_operations import Instruction
-from scheduler_components.page_operations import IoEvent
-from scheduler_components.ports import NO_WITNESS
-from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.hicache.controller import PrefetchLanes
-from scheduler_components.hicache.transfers import Preparations
-from scheduler_components.values import TierStats
-from scheduler_components.hicache.tiers import TierTree
-from scheduler_components.hicache.tiers import Tier
-from scheduler_components.hicache.tiers import tiers_of
-from scheduler_components.hicache.transfers import TierTransfers
+from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
 from scheduler_components.events import KVCacheEvent
-from scheduler_components.ports import HostPages
-from scheduler_components.ports import PageWitness
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.ports import PageMover
+from scheduler_components.hicache.agreement import Outcome, Proposal, SyncDomain
+from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy, PrefetchLanes
+from scheduler_components.hicache.tiers import Tier, TierTree, tiers_of
+from scheduler_components.hicache.transfers import Preparations, TierTransfers
+from scheduler_components.page_operations import Instruction, IoEvent
+from scheduler_components.ports import NO_PAGE_HOOK, HostPages, PageHook, PageMover
+from scheduler_components.values import TierStats
 
 __all__ = [
     "HiRadixCache",
@@ -51,7 +33,7 @@ class HiRadixCache:
 
     To requests only what is on the device is a match; ``preparations`` brings the rest there. Ranks that make the same
     calls and settle the same outcomes hold the same pages on every tier, whatever their I/O does. Once a step:
-    ``handle`` each I/O event, bring ``ballot``, ``settle`` the outcome, carry out ``take_instructions``;
+    ``handle`` each I/O event, bring ``proposal``, ``settle`` the outcome, carry out ``take_instructions``;
     ``TierStepper`` does so.
 
     Args:
@@ -61,7 +43,7 @@ class HiRadixCache:
         num_host_pages: pages that every rank of the replica has on its host.
         policy: when to write, when to stop prefetching.
         record: keep events for ``take_events``; give ``ParallelState.owns_kv_stream``.
-        witness: is told which device pages were computed and loaded.
+        page_hook: is told which device pages were computed and loaded.
 
     Attributes:
         preparations: ask it, before a request runs, to bring pages closer.
@@ -70,7 +52,7 @@ class HiRadixCache:
         ConfigError: a size is below one page.
     """
 
-    __slots__ = ("_controller", "_tiers", "_transfers", "_witness", "capacity_tokens", "page_size", "preparations")
+    __slots__ = ("_controller", "_tiers", "_transfers", "_page_hook", "capacity_tokens", "page_size", "preparations")
 
     def __init__(
         self,
@@ -81,19 +63,19 @@ class HiRadixCache:
         num_host_pages: int,
         policy: HiCachePolicy | None = None,
         record: bool = False,
-        witness: PageWitness = NO_WITNESS,
+        page_hook: PageHook = NO_PAGE_HOOK,
     ) -> None:
         if page_size < 1:
             raise ConfigError("page_size", page_size, "is not a size", "give an integer of at least 1")
         if capacity_tokens < page_size:
-            mend = f"give at least page_size={page_size}"
-            raise ConfigError("capacity_tokens", capacity_tokens, "does not hold one page", mend)
+            hint = f"give at least page_size={page_size}"
+            raise ConfigError("capacity_tokens", capacity_tokens, "does not hold one page", hint)
         if num_host_pages < 1:
             raise ConfigError("num_host_pages", num_host_pages, "is no host tier", "give at least 1, or use RadixCache")
         policy = policy if policy is not None else HiCachePolicy()
         self.page_size = page_size
         self.capacity_tokens = capacity_tokens // page_size * page_size
-        self._witness = witness
+        self._page_hook = page_hook
         self._tiers = TierTree(
             page_size=page_size,
             num_device_pages=capacity_tokens // page_size,
@@ -102,7 +84,7 @@ class HiRadixCache:
             record=record,
         )
         self._controller = HiCacheController(host=host, prefetches=PrefetchLanes(policy=policy, host=host))
-        self._transfers = TierTransfers.over(self._tiers, self._controller, policy, witness)
+        self._transfers = TierTransfers.over(self._tiers, self._controller, policy, page_hook)
         self.preparations = Preparations(transfers=self._transfers, policy=policy)
 
     # --- what RadixCache has ---
@@ -153,8 +135,8 @@ class HiRadixCache:
         namespace = namespace or PLAIN_NAMESPACE
         packed = pack_tokens(token_ids)
         if len(pages) != len(token_ids) // self.page_size:
-            mend = f"give {len(token_ids) // self.page_size} for {len(token_ids)} tokens"
-            raise ConfigError("pages", len(pages), f"is not one page for each {self.page_size} tokens", mend)
+            hint = f"give {len(token_ids) // self.page_size} for {len(token_ids)} tokens"
+            raise ConfigError("pages", len(pages), f"is not one page for each {self.page_size} tokens", hint)
         tiers = self._tiers
         descent = tiers.tree.find(packed, namespace.seed())
         cached = [page for node in descent.path for page in node.pages][: descent.num_pages]
@@ -171,7 +153,7 @@ class HiRadixCache:
             page_bytes = tiers.tree.page_bytes
             tail, fresh = packed[place * page_bytes : len(pages) * page_bytes], array("I", pages[place:])
             leaf = tiers.append_on_device(path[-1] if path else tiers.tree.root, tail, fresh, namespace)
-            self._witness.computed(bytes(leaf.digests), fresh)
+            self._page_hook.computed(bytes(leaf.digests), fresh)
             path.append(leaf)
         tiers.touch(path)
         self._transfers.writes.after_insert(path)
@@ -266,7 +248,7 @@ class HiRadixCache:
         """Take in what this rank's I/O tells."""
         self._controller.handle(event)
 
-    def ballot(self, step: int, *, has_storage: bool, load_room_pages: int, now_s: float) -> Ballot:
+    def proposal(self, step: int, *, has_storage: bool, load_room_pages: int, now_s: float) -> Proposal:
         """Return what this rank brings to the step's one agreement: the same slots at every step.
 
         Args:
@@ -275,10 +257,10 @@ class HiRadixCache:
             load_room_pages: pages that this rank can begin to copy to the device.
             now_s: this rank's monotonic clock.
         """
-        ballot = Ballot("hicache step", step=step)
-        ballot.equal("state", self.state_digest - 2**63)
-        self._controller.fill(ballot, has_storage=has_storage, load_room_pages=load_room_pages, now_s=now_s)
-        return ballot
+        proposal = Proposal("hicache step", step=step)
+        proposal.equal("state", self.state_digest - 2**63)
+        self._controller.fill(proposal, has_storage=has_storage, load_room_pages=load_room_pages, now_s=now_s)
+        return proposal
 
     def settle(self, step: int, outcome: Outcome, *, now_s: float) -> None:
         """Carry out what all ranks agreed.
@@ -309,7 +291,7 @@ class HiRadixCache:
         return f"<HiRadixCache page_size={self.page_size}, pages: {held}; {self.num_operations} operations under way>"
 
     def _place(self, node: RadixNode, pages: Sequence[int]) -> None:
-        self._witness.computed(bytes(node.digests), pages)
+        self._page_hook.computed(bytes(node.digests), pages)
         self._tiers.put_on_device(node, array("I", pages))
 
     def _match(self, path: list[RadixNode]) -> PrefixMatch:
@@ -318,6 +300,7 @@ class HiRadixCache:
 
 
 # TierStepper: a hierarchical cache's part of a scheduler's step: one agreement, and what follows from it.
+
 
 @dataclass(slots=True, kw_only=True)
 class TierStepper:
@@ -349,10 +332,10 @@ class TierStepper:
         cache, mover, now_s = self.cache, self.mover, self.clock()
         for event in mover.poll():
             cache.handle(event)
-        ballot = cache.ballot(
+        proposal = cache.proposal(
             self.num_steps, has_storage=mover.has_storage, load_room_pages=mover.load_room_pages, now_s=now_s
         )
-        cache.settle(self.num_steps, self.domain.agree(ballot), now_s=now_s)
+        cache.settle(self.num_steps, self.domain.agree(proposal), now_s=now_s)
         mover.submit(cache.take_instructions())
 
     def close(self) -> None:

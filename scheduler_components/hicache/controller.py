@@ -1,51 +1,48 @@
 """HiCacheController: everything that ranks must agree on about moving pages. Pure: events in, instructions out.
 
 One agreement a step holds it all. The cache above begins operations, the same ones on every rank; what I/O tells is
-each rank's own and goes nowhere but into the ballot; what the outcome says is decided, the same on every rank.
+each rank's own and goes nowhere but into the proposal; what the outcome says is decided, the same on every rank.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-from typing import TypeAlias
-import attrs
-from scheduler_components.errors import ConfigError
-from collections import deque
-from itertools import takewhile
-from typing import Generic
-from typing import TypeVar
-from scheduler_components.errors import CacheIntegrityError
 import enum
-from dataclasses import dataclass
-from dataclasses import field
-from scheduler_components.cache.block_hash import DIGEST_BYTES
-from scheduler_components.errors import OutOfPagesError
-from scheduler_components.hicache.agreement import Ballot
-from scheduler_components.hicache.agreement import Outcome
-from scheduler_components.page_operations import Decision
-from scheduler_components.page_operations import Instruction
-from scheduler_components.page_operations import PagesLanded
-from scheduler_components.page_operations import PrefetchHit
-from scheduler_components.page_operations import PrefetchSettled
-from scheduler_components.page_operations import QueryStorage
-from scheduler_components.page_operations import ReadEnded
-from scheduler_components.page_operations import ReadStorage
-from scheduler_components.page_operations import StopReading
-from scheduler_components.page_operations import StorageAnswered
-from scheduler_components.ports import HostPages
+from collections import deque
 from collections.abc import Sequence
-from scheduler_components.page_operations import BackupDone
-from scheduler_components.page_operations import BackupSettled
-from scheduler_components.page_operations import CopyToDevice
-from scheduler_components.page_operations import CopyToHost
-from scheduler_components.page_operations import IoEvent
-from scheduler_components.page_operations import LoadDone
-from scheduler_components.page_operations import LoadSettled
-from scheduler_components.page_operations import StorageLost
-from scheduler_components.page_operations import StorageUnused
-from scheduler_components.page_operations import WriteDone
-from scheduler_components.page_operations import WriteSettled
-from scheduler_components.page_operations import WriteToStorage
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import attrs
+
+from scheduler_components.cache.block_hash import DIGEST_BYTES
+from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components.hicache.agreement import Outcome, Proposal
+from scheduler_components.page_operations import (
+    BackupDone,
+    BackupSettled,
+    CopyToDevice,
+    CopyToHost,
+    Decision,
+    Instruction,
+    IoEvent,
+    LoadDone,
+    LoadSettled,
+    PagesLanded,
+    PrefetchHit,
+    PrefetchSettled,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    StorageAnswered,
+    StorageLost,
+    StorageUnused,
+    WriteDone,
+    WriteSettled,
+    WriteToStorage,
+)
+from scheduler_components.ports import HostPages
 
 __all__ = [
     "HiCachePolicy",
@@ -192,7 +189,7 @@ class AckQueue(Generic[Operation]):
 # miss, a failed store, no host page left) says so as a 0 or a no; it never stays away.
 
 NUM_LANES = 8
-"""Prefetches at a time; more wait their turn. Six slots a lane and the rest fit the ballot's first block."""
+"""Prefetches at a time; more wait their turn. Six slots a lane and the rest fit the proposal's first block."""
 
 
 class _Phase(enum.Enum):
@@ -300,16 +297,16 @@ class PrefetchLanes:
         else:
             facts.has_ended = True
 
-    def fill(self, ballot: Ballot, now_s: float) -> None:
+    def fill(self, proposal: Proposal, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
         for lane, prefetch in enumerate(self._lanes):
             facts = prefetch.facts if prefetch is not None else _NOTHING
-            ballot.all(f"prefetch {lane} answered", facts.has_answered)
-            ballot.min(f"prefetch {lane} hit", facts.hit_pages)
-            ballot.all(f"prefetch {lane} reserved", facts.host_pages is not None)
-            ballot.min(f"prefetch {lane} landed", facts.landed_pages)
-            ballot.all(f"prefetch {lane} ended", facts.has_ended)
-            ballot.any(f"prefetch {lane} timed out", prefetch is not None and self._is_late(prefetch, now_s))
+            proposal.all(f"prefetch {lane} answered", facts.has_answered)
+            proposal.min(f"prefetch {lane} hit", facts.hit_pages)
+            proposal.all(f"prefetch {lane} reserved", facts.host_pages is not None)
+            proposal.min(f"prefetch {lane} landed", facts.landed_pages)
+            proposal.all(f"prefetch {lane} ended", facts.has_ended)
+            proposal.any(f"prefetch {lane} timed out", prefetch is not None and self._is_late(prefetch, now_s))
 
     def settle(self, outcome: Outcome) -> tuple[list[Decision], list[Instruction]]:
         """Move every lane on by what all ranks agreed."""
@@ -496,14 +493,14 @@ class HiCacheController:
         else:
             self.prefetches.handle(event)
 
-    def fill(self, ballot: Ballot, *, has_storage: bool, load_room_pages: int, now_s: float) -> None:
+    def fill(self, proposal: Proposal, *, has_storage: bool, load_room_pages: int, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
-        ballot.all("storage", has_storage)
-        ballot.min("load room", load_room_pages)
+        proposal.all("storage", has_storage)
+        proposal.min("load room", load_room_pages)
         for name, queue in (("writes", self._writes), ("loads", self._loads), ("backups", self._backups)):
-            ballot.min(f"{name} done", queue.done())
-            ballot.min(f"{name} good", queue.good())
-        self.prefetches.fill(ballot, now_s)
+            proposal.min(f"{name} done", queue.done())
+            proposal.min(f"{name} good", queue.good())
+        self.prefetches.fill(proposal, now_s)
 
     def settle(self, outcome: Outcome) -> list[Decision]:
         """Decide by what all ranks agreed. The caller carries the decisions out in this order."""

@@ -9,18 +9,15 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 import time
-from collections.abc import Callable
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import StartError
-from scheduler_components.errors import StorageError
+
+from scheduler_components.errors import ConfigError, StartError, StorageError
 from scheduler_components.ports import PageBytes
 
 __all__ = [

@@ -7,14 +7,15 @@ together, so that a page is one run of bytes for storage. A copy between them is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
+
 import attrs
 import numpy as np
 import numpy.typing as npt
-from scheduler_components.errors import ConfigError
-from scheduler_components.ports import PageBytes
-from zlib import crc32
+
 from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.errors import CacheIntegrityError
+from scheduler_components.errors import CacheIntegrityError, ConfigError
+from scheduler_components.ports import PageBytes
 
 __all__ = [
     "HostMemory",
@@ -111,6 +112,7 @@ def copy_to_device(
 # Host pages are taken in two moves, because all ranks must take them or none: ``reserve``, then, when the vote is
 # known,
 # ``commit`` or ``abort``. Only committed pages may be read.
+
 
 class HostPool:
     """Pages of host memory, each free, reserved or committed.

@@ -6,26 +6,20 @@ answers with another key's page is found out too. It is no signature: whoever ma
 
 from __future__ import annotations
 
-from hashlib import blake2b
-from struct import Struct
-from scheduler_components.ports import PageBytes
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from typing import TypeVar
-import msgspec
-from scheduler_components.errors import StorageStallError
-from scheduler_components.ports import PageStore
 import re
-from collections.abc import Iterator
-from hashlib import sha256
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b, sha256
 from itertools import product
-from typing import Literal
-from typing import TypeAlias
+from struct import Struct
+from typing import Literal, TypeAlias, TypeVar
+
 import attrs
-from scheduler_components.errors import ConfigError
+import msgspec
+
+from scheduler_components.errors import ConfigError, StorageStallError
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import PageBytes, PageStore
 
 __all__ = [
     "FRAME_BYTES",

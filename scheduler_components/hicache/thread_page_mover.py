@@ -13,12 +13,25 @@ from threading import Thread
 
 from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.errors import StorageError
-from scheduler_components.hicache.memory import HostPool
-from scheduler_components.hicache.storage import KeySpace
-from scheduler_components.page_operations import BackupDone, CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone, PagesLanded, QueryStorage, ReadEnded, ReadStorage, StopReading, StorageAnswered, WriteDone, WriteToStorage
-from scheduler_components.hicache.memory import SimulatedDeviceMemory
-from scheduler_components.hicache.storage import CheckedPageStore, StorageStats
+from scheduler_components.hicache.memory import HostPool, SimulatedDeviceMemory
+from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats
 from scheduler_components.hicache.thread_storage import DeadlinePageStore, open_deadline_page_store
+from scheduler_components.page_operations import (
+    BackupDone,
+    CopyToDevice,
+    CopyToHost,
+    Instruction,
+    IoEvent,
+    LoadDone,
+    PagesLanded,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    StorageAnswered,
+    WriteDone,
+    WriteToStorage,
+)
 from scheduler_components.ports import PageStore
 
 __all__ = ["ThreadPageMover", "open_thread_page_mover"]

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from enum import IntEnum
-from scheduler_components.cache.block_hash import block_hashes_of
-from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.cache.recorder import EventRecorder
-from scheduler_components.cache.recorder import NullEventRecorder
 from collections import OrderedDict
-from collections.abc import Iterable
-from scheduler_components.errors import CacheIntegrityError
-from collections.abc import Iterator
-from scheduler_components.cache.block_hash import DIGEST_BYTES
-from scheduler_components.cache.radix_tree import EvictionOrder
-from scheduler_components.cache.block_hash import PrefixNamespace
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+
+from scheduler_components.cache.block_hash import DIGEST_BYTES, PrefixNamespace, block_hashes_of
 from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.cache.radix_tree import Descent
-from scheduler_components.cache.radix_tree import RadixTree
-from scheduler_components.errors import OutOfPagesError
+from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
+from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder
+from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.ports import HostPages
 
 __all__ = [
@@ -31,6 +24,7 @@ __all__ = [
     "TierTree",
     "shares_of",
 ]
+
 
 class Tier(IntEnum):
     """Where a page lies; nearest first."""
@@ -132,6 +126,7 @@ def _weight(node: RadixNode, tier: Tier) -> int:
 
 # HostEvictionOrder: which node leaves the host next. The device's order is the radix cache's own ``EvictionOrder``.
 
+
 class HostEvictionOrder:
     """The nodes that are on the host alone and that no operation holds, oldest use first.
 
@@ -222,6 +217,7 @@ class HostEvictionOrder:
 #
 # Every choice follows from the order of calls. Room on the host is counted here, in a ledger that is the same on all
 # ranks, and not asked of the host's pool, which is each rank's own.
+
 
 class TierTree:
     """The tree, its pools, and the order in which pages leave each tier.

@@ -8,23 +8,16 @@ its group names repeat after a close, and a reopened group then meets stale addr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic
+
 import torch
 import torch.distributed as dist
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import StartError
-from scheduler_components.errors import SyncDivergenceError
-from scheduler_components.errors import SyncTimeoutError
-from scheduler_components.hicache.agreement import RankSets
-from scheduler_components.hicache.agreement import domain_of
-from scheduler_components.hicache.agreement import groups_in_order
-from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.values import RECORD_INTS
-from scheduler_components.values import SyncCall
-from scheduler_components.values import places_of
+
+from scheduler_components.errors import ConfigError, StartError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.hicache.agreement import RankSets, SyncDomain, domain_of, groups_in_order
+from scheduler_components.values import RECORD_INTS, SyncCall, places_of
 
 __all__ = [
     "RollCall",
@@ -33,6 +26,7 @@ __all__ = [
     "open_torch_sync_domains",
     "rank_sets_of_groups",
 ]
+
 
 def get_attn_cp_rank_and_size(attn_cp_group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's attention-CP rank and the group's size: ``(0, 1)`` without context parallelism."""

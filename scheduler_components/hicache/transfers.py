@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace, pack_tokens, page_digests
 from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.errors import OutOfPagesError
-from scheduler_components.hicache.controller import HiCacheController
-from scheduler_components.page_operations import LoadSettled
-from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
+from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy
+from scheduler_components.hicache.tiers import Tier, TierTree, shares_of
+from scheduler_components.page_operations import (
+    BackupSettled,
+    Decision,
+    LoadSettled,
+    PrefetchHit,
+    PrefetchSettled,
+    WriteSettled,
+)
+from scheduler_components.ports import PageHook
 from scheduler_components.values import TierStats
-from scheduler_components.hicache.tiers import TierTree
-from scheduler_components.hicache.tiers import shares_of
-from scheduler_components.ports import PageWitness
-from collections.abc import Iterable
-from scheduler_components.page_operations import BackupSettled
-from scheduler_components.page_operations import WriteSettled
-from scheduler_components.cache.block_hash import page_digests
-from scheduler_components.cache.block_hash import PrefixNamespace
-from scheduler_components.page_operations import PrefetchHit
-from scheduler_components.page_operations import PrefetchSettled
-from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.page_operations import Decision
-from scheduler_components.hicache.tiers import Tier
-from collections.abc import Sequence
-from scheduler_components.cache.block_hash import pack_tokens
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE
 
 __all__ = [
     "DeviceLoads",
@@ -37,6 +31,7 @@ __all__ = [
     "TierTransfers",
     "Preparations",
 ]
+
 
 @dataclass(slots=True, kw_only=True)
 class Load:
@@ -58,7 +53,7 @@ class DeviceLoads:
         controller: makes the operations and settles them.
         policy: what is worth a load.
         stats: counts what comes of it.
-        witness: is told which device pages were loaded.
+        page_hook: is told which device pages were loaded.
         room_pages: pages that may be loaded until the next agreement.
     """
 
@@ -66,7 +61,7 @@ class DeviceLoads:
     controller: HiCacheController
     policy: HiCachePolicy
     stats: TierStats
-    witness: PageWitness
+    page_hook: PageHook
     room_pages: int = field(default=0, init=False)
     _under_way: dict[int, Load] = field(default_factory=dict, init=False)
 
@@ -114,7 +109,7 @@ class DeviceLoads:
                 if node.pages:  # a request has computed it in the meantime
                     tiers.device.free(pages)
                 else:
-                    self.witness.loaded(bytes(node.digests), pages)
+                    self.page_hook.loaded(bytes(node.digests), pages)
                     tiers.put_on_device(node, array("I", pages))
             self.stats.pages_loaded += num_pages
         else:
@@ -266,6 +261,7 @@ class HostWrites:
 
 # StorageReads: pages on their way from storage to the host, and into the tree.
 
+
 @dataclass(slots=True, kw_only=True)
 class Prefetch:
     """Pages on their way from storage to the host."""
@@ -378,6 +374,7 @@ class StorageReads:
 
 # TierTransfers: pages on their way between tiers, from the tree's side. Carries out what all ranks agreed.
 
+
 @dataclass(slots=True, kw_only=True)
 class TierTransfers:
     """All ways between the tiers of one rank's tree.
@@ -398,7 +395,7 @@ class TierTransfers:
 
     @classmethod
     def over(
-        cls, tiers: TierTree, controller: HiCacheController, policy: HiCachePolicy, witness: PageWitness
+        cls, tiers: TierTree, controller: HiCacheController, policy: HiCachePolicy, page_hook: PageHook
     ) -> TierTransfers:
         """Put the ways together."""
         stats = TierStats()
@@ -406,7 +403,7 @@ class TierTransfers:
             tiers=tiers,
             controller=controller,
             writes=HostWrites(tiers=tiers, controller=controller, policy=policy, stats=stats),
-            loads=DeviceLoads(tiers=tiers, controller=controller, policy=policy, stats=stats, witness=witness),
+            loads=DeviceLoads(tiers=tiers, controller=controller, policy=policy, stats=stats, page_hook=page_hook),
             reads=StorageReads(tiers=tiers, controller=controller, policy=policy, stats=stats),
             stats=stats,
         )
@@ -449,6 +446,7 @@ class TierTransfers:
 
 
 # Preparations: what is moved closer for a request before it runs. Storage to host first, then host to device.
+
 
 @dataclass(slots=True, kw_only=True)
 class _Preparation:

@@ -9,12 +9,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
+from scheduler_components.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+    KVEventBatch,
+)
 from scheduler_components.ports import EventPublisher, NullEventPublisher
 
 if TYPE_CHECKING:
-    from scheduler_components.kv_events.config import KVEventsConfig
-    from scheduler_components.kv_events.config import EventPublisherFactory, open_event_publisher
+    from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig, open_event_publisher
     from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 __all__ = [

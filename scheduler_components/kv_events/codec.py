@@ -7,24 +7,24 @@ costs itself and never its batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-import msgspec
-from scheduler_components.errors import DecodeError
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.events import BlockRemoved
-from scheduler_components.events import BlockStored
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.events import BlockSize
-from scheduler_components.events import TokenId
-from collections.abc import Sequence
-from msgspec.structs import replace
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Annotated
-from scheduler_components.errors import ConfigError
-from scheduler_components.events import EventBatch
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockSize,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+    TokenId,
+)
 
 __all__ = [
     "STORED_POSITIONS",
@@ -145,6 +145,7 @@ def array_event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
 #
 # Fields that are None are left out. vLLM's own typed decoder asks for ``medium`` and ``lora_name`` in every stored
 # event and ``medium`` in every removed one; the ``vllm`` flavour writes them as nil.
+
 
 class _Map(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag_field="type"):
     """What goes on the wire: fields with a default are left out where they are None."""
@@ -407,6 +408,7 @@ def _signed(hashes: tuple[_PeersHash, ...]) -> tuple[int, ...]:
 
 
 # Cutting events in two, for batches that are too large for a reader.
+
 
 def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tuple[KVCacheEvent, ...]] | None:
     """``events`` as two runs, to be applied one after the other; None for what is one block or less.

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from difflib import get_close_matches
-from typing import Annotated
-from typing import Any
-from pydantic import BaseModel
-from pydantic import ConfigDict
-from pydantic import Field
-from pydantic import ValidationError
-from pydantic import model_validator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
-from scheduler_components.errors import ConfigError
+
+from scheduler_components.errors import ConfigError, PublisherNameTakenError
 from scheduler_components.kv_events.codec import DIALECTS
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.endpoints import PortPlan
-import inspect
-from importlib.metadata import EntryPoint
-from importlib.metadata import entry_points
-from typing import ClassVar
-from typing import Protocol
-from scheduler_components.errors import PublisherNameTakenError
-from scheduler_components.ports import EventPublisher
-from scheduler_components.ports import NullEventPublisher
+from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import EventPublisher, NullEventPublisher
 
 __all__ = [
     "AUTHS",
@@ -58,7 +49,7 @@ _TYPE_NAMES = {
 
 
 def suggest(name: str, known: tuple[str, ...]) -> str:
-    """Say what to write for a misspelt ``name``, as the mend of a ConfigError."""
+    """Say what to write for a misspelt ``name``, as the hint of a ConfigError."""
     near = get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else "give one of " + ", ".join(known)
 
@@ -130,15 +121,15 @@ class KVEventsConfig(BaseModel):
         Raises:
             ConfigError: not JSON, not an object, a key twice, an unknown key, or a bad value.
         """
-        mend = 'give a JSON object, such as {"publisher": "zmq", "endpoint": "tcp://*:5557"}'
+        hint = 'give a JSON object, such as {"publisher": "zmq", "endpoint": "tcp://*:5557"}'
         try:
             settings = json.loads(text, object_pairs_hook=_object_without_repeats)
         except ConfigError:
             raise
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError("kv_events_config", text, f"is not JSON ({error})", mend) from None
+            raise ConfigError("kv_events_config", text, f"is not JSON ({error})", hint) from None
         if not isinstance(settings, dict):
-            raise ConfigError("kv_events_config", text, "is JSON, but not an object", mend)
+            raise ConfigError("kv_events_config", text, "is JSON, but not an object", hint)
         return cls(**settings)
 
     @model_validator(mode="after")
@@ -213,8 +204,8 @@ def _config_error(details: ErrorDetails) -> ConfigError:
     field = str(details["loc"][0]) if details["loc"] else "kv_events_config"
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
-        mend = suggest(field, tuple(KVEventsConfig.model_fields))
-        return ConfigError(field, value, "is not a setting of KV events", mend)
+        hint = suggest(field, tuple(KVEventsConfig.model_fields))
+        return ConfigError(field, value, "is not a setting of KV events", hint)
     if kind in _TYPE_NAMES:
         return ConfigError(field, value, f"is not {_TYPE_NAMES[kind]}", f"give {_TYPE_NAMES[kind]}")
     bounds = details.get("ctx", {})
@@ -333,14 +324,14 @@ class EventPublisherFactory:
 
 
 def _load(offer: EntryPoint) -> PublisherConstructor:
-    mend = f"mend or remove the package that offers {offer.value!r}"
+    hint = f"hint or remove the package that offers {offer.value!r}"
     try:
         constructor: PublisherConstructor = offer.load()
     except Exception as error:
         problem = f"cannot be loaded ({type(error).__name__}: {error})"
-        raise ConfigError("publisher", offer.name, problem, mend) from error
+        raise ConfigError("publisher", offer.name, problem, hint) from error
     if not callable(constructor):
-        raise ConfigError("publisher", offer.name, "is offered as something that cannot be called", mend)
+        raise ConfigError("publisher", offer.name, "is offered as something that cannot be called", hint)
     return constructor
 
 
@@ -357,8 +348,8 @@ def _check_signature(settings: KVEventsConfig, constructor: PublisherConstructor
     try:
         signature.bind(attn_dp_rank=0, **arguments)
     except TypeError as error:
-        mend = "give the options that its constructor takes"
-        raise ConfigError("options", settings.options, f"do not fit {settings.publisher!r} ({error})", mend) from None
+        hint = "give the options that its constructor takes"
+        raise ConfigError("options", settings.options, f"do not fit {settings.publisher!r} ({error})", hint) from None
 
 
 def open_event_publisher(

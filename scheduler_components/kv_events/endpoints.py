@@ -9,13 +9,13 @@ else can tell host from port.
 from __future__ import annotations
 
 import re
-from ipaddress import IPv4Address
-from ipaddress import IPv6Address
-from ipaddress import ip_address
-from typing import Literal
-import attrs
-from scheduler_components.errors import ConfigError
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from itertools import combinations
+from typing import Literal
+
+import attrs
+
+from scheduler_components.errors import ConfigError
 
 __all__ = [
     "MAX_PORT",
@@ -113,8 +113,8 @@ class Endpoint:
         if length > limit:
             raise self._error(f"has a path of {length} bytes, of which the system takes {limit}", "give a shorter path")
 
-    def _error(self, problem: str, mend: str) -> ConfigError:
-        return ConfigError("endpoint", str(self), problem, mend)
+    def _error(self, problem: str, hint: str) -> ConfigError:
+        return ConfigError("endpoint", str(self), problem, hint)
 
     @classmethod
     def parse(cls, text: str, *, field: str = "endpoint") -> Endpoint:
@@ -126,7 +126,7 @@ class Endpoint:
         try:
             return cls._from_text(text)
         except ConfigError as error:
-            raise ConfigError(field, text, error.problem, error.mend) from None
+            raise ConfigError(field, text, error.problem, error.hint) from None
 
     @classmethod
     def _from_text(cls, text: str) -> Endpoint:
@@ -180,10 +180,10 @@ class Endpoint:
             return attrs.evolve(self, port=self.port + rank)
         except ConfigError as error:
             if self.port is None:
-                raise ConfigError(field, str(self), f"with the suffix _dp{rank} {error.problem}", error.mend) from None
+                raise ConfigError(field, str(self), f"with the suffix _dp{rank} {error.problem}", error.hint) from None
             problem = f"gives rank {rank} the port {self.port + rank}, and ports end at {MAX_PORT}"
-            mend = f"give a port of at most {MAX_PORT - rank}" if rank < MAX_PORT else "give a smaller rank"
-            raise ConfigError(field, str(self), problem, mend) from None
+            hint = f"give a port of at most {MAX_PORT - rank}" if rank < MAX_PORT else "give a smaller rank"
+            raise ConfigError(field, str(self), problem, hint) from None
 
     def with_host(self, host: str) -> Endpoint:
         """Put ``host`` in the place of the present one: how a reader dials what is advertised with a wildcard.
@@ -258,6 +258,7 @@ class Endpoint:
 
 # Every port of one engine: the plan that publishers bind by and ``/server_info`` advertises.
 
+
 @attrs.frozen(kw_only=True)
 class PortPlan:
     """The event, replay and load endpoints of all streams of an engine; refused as a whole when they do not fit.
@@ -304,13 +305,13 @@ class PortPlan:
             shared = {base.offset(i).path for i in range(self.stream_count)}
             if shared.isdisjoint(other.offset(i).path for i in range(self.stream_count)):
                 return
-            mend = "give the two paths that differ in more than the suffix _dp"
+            hint = "give the two paths that differ in more than the suffix _dp"
         elif base.port == 0 or other.port == 0 or abs(base.port - other.port) >= self.stream_count:
             return
         else:
-            mend = f"give the two ports that are at least {self.stream_count} apart"
+            hint = f"give the two ports that are at least {self.stream_count} apart"
         streams = f"{self.stream_count} stream" + ("s" if self.stream_count > 1 else "")
-        raise ConfigError(other_field, str(other), f"overlaps {field}={str(base)!r} with {streams}", mend)
+        raise ConfigError(other_field, str(other), f"overlaps {field}={str(base)!r} with {streams}", hint)
 
     def event_endpoint(self, index: int) -> Endpoint:
         """Give the PUB endpoint of stream ``index``, 0 to ``stream_count - 1``; ConfigError outside."""

@@ -11,19 +11,15 @@ carry a msgpack META in the payload of messages whose sequence is -1.
 from __future__ import annotations
 
 import enum
-import msgspec
-from scheduler_components.errors import DecodeError
-from scheduler_components.kv_events.stream import CHAIN_BYTES
-from scheduler_components.kv_events.stream import EPOCH_BYTES
 from collections import OrderedDict
-from collections.abc import Generator
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.stream import Segment
+
+import msgspec
+
+from scheduler_components.errors import ConfigError, DecodeError
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.stream import EventStream
+from scheduler_components.kv_events.stream import CHAIN_BYTES, EPOCH_BYTES, EventStream, Segment
 
 __all__ = [
     "END_SEQ",

@@ -7,27 +7,25 @@ event), so that folding costs a dictionary update a run and no copy of its token
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
-from itertools import repeat
-from typing import Generic
-from typing import TypeVar
-import msgspec
-from collections.abc import Callable
-from collections.abc import Iterable
-from typing import Any
-from scheduler_components.errors import DecodeError
-from scheduler_components.kv_events.codec import read_event
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.events import BlockRemoved
-from scheduler_components.events import BlockStored
-from scheduler_components.events import EventBatch
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.events import KVEventBatch
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import repeat
+from typing import Any, Generic, TypeVar
 from zlib import crc32
-from scheduler_components.kv_events.codec import BatchEncoder
+
+import msgspec
+
+from scheduler_components.errors import DecodeError
+from scheduler_components.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from scheduler_components.kv_events.codec import BatchEncoder, read_event
 
 __all__ = [
     "BlockState",
@@ -209,6 +207,7 @@ class BlockState(Generic[T]):
 #
 # Two users: the stream folds payloads that leave its window, keeping each stored event's bytes; the publisher
 # collapses batches that wait too long into the one batch that they amount to.
+
 
 class _StoredHead(msgspec.Struct, frozen=True, gc=False):
     """What folding needs of a stored event. Token ids, the bulk of it, are skipped and not made into integers."""

@@ -10,12 +10,13 @@ import os
 import re
 import stat
 from pathlib import Path
+
 import attrs
 import zmq
 import zmq.auth
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import StartError
 from zmq.auth.thread import ThreadAuthenticator
+
+from scheduler_components.errors import ConfigError, StartError
 
 __all__ = [
     "PUBLIC_SUFFIX",
@@ -79,8 +80,8 @@ def write_key_pair(directory: Path, name: str) -> tuple[Path, Path]:
         for path in written:
             path.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
-            mend = "choose another name, or move the old keys away first"
-            raise ConfigError("name", name, f"has keys in {directory} already", mend) from error
+            hint = "choose another name, or move the old keys away first"
+            raise ConfigError("name", name, f"has keys in {directory} already", hint) from error
         problem = f"cannot write keys ({error.strerror})"
         raise StartError(str(directory), problem, "give a directory that you can write to") from error
     return public_file, secret_file
@@ -108,8 +109,8 @@ def read_public_key(path: str | Path, *, field: str) -> bytes:
     """
     public, secret = _read(path, field=field, is_secret=False)
     if secret is not None:
-        mend = f"give the file that ends in {PUBLIC_SUFFIX}, and keep the other one where it was made"
-        raise ConfigError(field, str(path), "holds another party's secret key", mend)
+        hint = f"give the file that ends in {PUBLIC_SUFFIX}, and keep the other one where it was made"
+        raise ConfigError(field, str(path), "holds another party's secret key", hint)
     return public
 
 
@@ -204,13 +205,13 @@ def _read_allowed(directory: str, *, field: str) -> frozenset[bytes]:
         mode = os.stat(directory).st_mode  # noqa: PTH116 - as in zmq_keys
         files = sorted(Path(directory).glob(f"*{PUBLIC_SUFFIX}"))
     except (OSError, ValueError) as error:
-        mend = "give the directory of the clients' public keys"
-        raise ConfigError(field, directory, f"cannot be read ({error})", mend) from error
+        hint = "give the directory of the clients' public keys"
+        raise ConfigError(field, directory, f"cannot be read ({error})", hint) from error
     if mode & stat.S_IWOTH:
         raise ConfigError(field, directory, "may be written to by anybody", "run chmod o-w on it")
     if not files:
-        mend = f"put the public key ({PUBLIC_SUFFIX} file) of each client there"
-        raise ConfigError(field, directory, "holds no key: nobody could connect", mend)
+        hint = f"put the public key ({PUBLIC_SUFFIX} file) of each client there"
+        raise ConfigError(field, directory, "holds no key: nobody could connect", hint)
     return frozenset(read_public_key(file, field=field) for file in files)
 
 

@@ -11,44 +11,30 @@ taker is the backstop thread, when the scheduler has stopped taking its turns.
 
 from __future__ import annotations
 
+import atexit
+import enum
 import logging
+import os
+import threading
 import time
 from collections import deque
+
+import msgspec
 import zmq
-from scheduler_components.kv_events.codec import ENCODE_ERRORS
-from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
-from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.stream import EventStream
-from scheduler_components.events import EventBatch
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.kv_events.stream import collapse
-from scheduler_components.kv_events.codec import halves
-from scheduler_components.kv_events.zmq_sockets import Socket
-from scheduler_components.kv_events.replay import ReplayCursors
-import enum
-import os
+
+from scheduler_components.errors import ConfigError, ForkedPublisherError, PublisherClosedError, StartError
+from scheduler_components.events import AllBlocksCleared, EventBatch, KVCacheEvent, KVEventBatch
+from scheduler_components.fork_hook import tell_of_forks
+from scheduler_components.kv_events.codec import ENCODE_ERRORS, MAX_PAYLOAD_BYTES, BatchEncoder, halves
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.stream import EPOCH_BYTES
+from scheduler_components.kv_events.replay import END_SEQ, ReplayCursors
+from scheduler_components.kv_events.stream import EPOCH_BYTES, EventStream, collapse
+from scheduler_components.kv_events.thread_backstop import Backstop, Look
 from scheduler_components.kv_events.zmq_auth import StreamAccess
-from scheduler_components.kv_events.zmq_sockets import Context
-from scheduler_components.kv_events.zmq_sockets import StreamSockets
-from scheduler_components.kv_events.zmq_sockets import open_stream_sockets
-from scheduler_components.values import PublisherStats
-import atexit
-import threading
-import msgspec
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import ForkedPublisherError
-from scheduler_components.errors import PublisherClosedError
-from scheduler_components.errors import StartError
-from scheduler_components.fork_hook import tell_of_forks
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.events import KVEventBatch
+from scheduler_components.kv_events.zmq_sockets import Context, Socket, StreamSockets, open_stream_sockets
 from scheduler_components.ports import EventPublisher
-from scheduler_components.kv_events.replay import END_SEQ
-from scheduler_components.kv_events.thread_backstop import Backstop
-from scheduler_components.kv_events.thread_backstop import Look
+from scheduler_components.values import PublisherStats
 
 __all__ = [
     "ZmqLiveSender",
@@ -614,8 +600,8 @@ class ZmqEventPublisher(EventPublisher):
             self._backstop.start()
         except (OSError, RuntimeError) as error:
             self._edge.sockets.release()
-            mend = "raise the limits of open files and threads, or stop what uses them up"
-            raise StartError(self.endpoint, f"cannot start its thread ({error})", mend) from error
+            hint = "raise the limits of open files and threads, or stop what uses them up"
+            raise StartError(self.endpoint, f"cannot start its thread ({error})", hint) from error
 
     def publish(self, events: EventBatch) -> None:
         """Accept one batch; never blocks. It goes out now, at the next ``idle()``, or with the rest of a burst.

@@ -6,14 +6,15 @@ import fcntl
 import os
 import socket
 import stat
-from contextlib import suppress
-from scheduler_components.errors import StartError
-from scheduler_components.fork_hook import tell_of_forks
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
+
 import zmq
 from zmq.utils.monitor import recv_monitor_message
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import NamedTuple
+
+from scheduler_components.errors import StartError
+from scheduler_components.fork_hook import tell_of_forks
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.zmq_auth import StreamAccess
 
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 # One publisher an ipc path: libzmq alone would unlink whatever is there, a living publisher's socket included.
+
 
 class IpcPathLock:
     """A lock file beside an ipc path, held for as long as the path is bound; made by ``lock_ipc_path``."""
@@ -100,8 +102,8 @@ def _open(path: str, lock_path: str) -> int:
     try:
         descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        mend = "give a path in a directory that this process may write to"
-        raise StartError(f"ipc://{path}", f"cannot lock {lock_path} ({error.strerror})", mend) from error
+        hint = "give a path in a directory that this process may write to"
+        raise StartError(f"ipc://{path}", f"cannot lock {lock_path} ({error.strerror})", hint) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -140,8 +142,8 @@ def _refuse_unless_stale(path: str) -> None:
         except BlockingIOError:
             pass  # somebody listens, and is busy
         except OSError as error:
-            mend = "remove it, or give another path"
-            raise StartError(f"ipc://{path}", f"cannot be asked who listens ({error.strerror})", mend) from error
+            hint = "remove it, or give another path"
+            raise StartError(f"ipc://{path}", f"cannot be asked who listens ({error.strerror})", hint) from error
     raise _taken(path)
 
 
@@ -282,8 +284,8 @@ def open_stream_sockets(
             pub, pub_peers = opening.open(zmq.PUB, events_at, {zmq.SNDHWM: hwm}, bind=bind)
             replay, replay_peers = opening.open_replay(replay_at)
         except (zmq.ZMQError, OSError, RuntimeError) as error:
-            mend = "raise the limits of open files and threads, or stop what uses them up"
-            raise StartError(str(events_at), f"cannot open sockets ({error})", mend) from error
+            hint = "raise the limits of open files and threads, or stop what uses them up"
+            raise StartError(str(events_at), f"cannot open sockets ({error})", hint) from error
         return StreamSockets(
             pub=pub,
             replay=replay,
@@ -336,12 +338,12 @@ class _Opening(NamedTuple):
 
 def _start_error(endpoint: Endpoint, error: zmq.ZMQError, *, bind: bool) -> StartError:
     verb = "bind" if bind else "connect"
-    mend = (
+    hint = (
         "choose a free port, or stop the process that holds it"
         if error.errno == zmq.EADDRINUSE
         else "check that the address belongs to this machine, or set bind to say which end listens"
     )
-    return StartError(str(endpoint), f"cannot {verb}: {error.strerror}", mend)
+    return StartError(str(endpoint), f"cannot {verb}: {error.strerror}", hint)
 
 
 def _address(socket: Socket) -> str:

@@ -7,14 +7,14 @@ fields are fixed, the next five go together, and whatever follows is skipped by 
 from __future__ import annotations
 
 import math
-import msgspec
-from scheduler_components.errors import DecodeError
-from scheduler_components.values import LoadSnapshot
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import field
-from scheduler_components.errors import ConfigError
+from dataclasses import dataclass, field
+
+import msgspec
+
+from scheduler_components.errors import DecodeError
+from scheduler_components.values import LoadSnapshot
 
 __all__ = [
     "LOAD_TOPIC",

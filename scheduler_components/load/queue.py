@@ -6,19 +6,14 @@ waiting request counts its whole input as pending, and the part that no cached p
 
 from __future__ import annotations
 
-from scheduler_components.ports import QueuedRequest
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
-from typing import TypeVar
-from typing import overload
-from dataclasses import dataclass
-from dataclasses import field
+from typing import Any, TypeVar, overload
+
 from scheduler_components.errors import ConfigError
+from scheduler_components.ports import QueuedRequest
 
 __all__ = [
     "count_request",
@@ -27,6 +22,7 @@ __all__ = [
     "DispatchLedger",
     "is_dispatcher_name",
 ]
+
 
 def count_request(request: QueuedRequest) -> tuple[int, int]:
     """Return ``(pending_tokens, uncached_tokens)`` of one request, with ``0 <= uncached <= pending``.

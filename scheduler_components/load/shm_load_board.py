@@ -6,21 +6,23 @@ directory removes it; a rank that ends leaves its last report, which its age sho
 
 from __future__ import annotations
 
-import msgspec
-from scheduler_components.errors import DecodeError
-from scheduler_components.shm_board import DoubleBuffer
-from scheduler_components.shm_board import ReadAt
-from scheduler_components.shm_board import read_newest
-from scheduler_components.values import LoadSnapshot
 import logging
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from scheduler_components.errors import FailureLog
-from scheduler_components.shm_board import ShmPageFile
-from scheduler_components.shm_board import open_shm_page_file
-from scheduler_components.shm_board import ShmPageReader
+
+import msgspec
+
+from scheduler_components.errors import DecodeError, FailureLog
+from scheduler_components.shm_board import (
+    DoubleBuffer,
+    ReadAt,
+    ShmPageFile,
+    ShmPageReader,
+    open_shm_page_file,
+    read_newest,
+)
+from scheduler_components.values import LoadSnapshot
 
 __all__ = [
     "PAGE_BYTES",

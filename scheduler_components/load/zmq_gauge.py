@@ -9,33 +9,31 @@ Source of the frames ``(topic, sequence, payload)``: SGLang 0.5.23.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import ExitStack
-import zmq
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import ForkedPublisherError
-from scheduler_components.errors import StartError
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
-from scheduler_components.kv_events.zmq_auth import StreamAccess
-from scheduler_components.load.gauge import LOAD_TOPIC
-from scheduler_components.load.gauge import encode_load_stat
-from scheduler_components.load.gauge import load_stat_from
-from scheduler_components.values import LoadSnapshot
-import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import NamedTuple
-from scheduler_components.errors import DecodeError
-from scheduler_components.kv_events.zmq_auth import ClientKeys
-from scheduler_components.kv_events.zmq_auth import apply_client_keys
-from scheduler_components.load.gauge import HEARTBEAT_S
-from scheduler_components.load.gauge import MAX_LOAD_STAT_BYTES
-from scheduler_components.load.gauge import LoadStat
-from scheduler_components.load.gauge import decode_load_stat
-from scheduler_components.load.gauge import LoadView
+
+import zmq
+
+from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
+from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.zmq_auth import ClientKeys, StreamAccess, apply_client_keys
+from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
+from scheduler_components.load.gauge import (
+    HEARTBEAT_S,
+    LOAD_TOPIC,
+    MAX_LOAD_STAT_BYTES,
+    LoadStat,
+    LoadView,
+    decode_load_stat,
+    encode_load_stat,
+    load_stat_from,
+)
+from scheduler_components.values import LoadSnapshot
 
 __all__ = [
     "ZmqLoadSink",
@@ -134,8 +132,8 @@ def open_zmq_load_sink(endpoint: Endpoint, *, access: StreamAccess | None = None
             _bind(socket, endpoint, access)
             bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as error:
-            mend = "choose a free address of this machine, or stop the process that holds it"
-            raise StartError(str(endpoint), f"cannot bind the load gauge: {error.strerror}", mend) from error
+            hint = "choose a free address of this machine, or stop the process that holds it"
+            raise StartError(str(endpoint), f"cannot bind the load gauge: {error.strerror}", hint) from error
         return ZmqLoadSink(socket, bound, secrets.randbits(63), undo.pop_all().close)
 
 
@@ -307,6 +305,6 @@ def open_zmq_load_reader(
         socket = connections.dial()
     except zmq.ZMQError as error:
         connections.context.destroy(linger=0)
-        mend = "give addresses that this machine can dial"
-        raise StartError(str(addresses[0]), f"cannot dial the load gauges: {error.strerror}", mend) from error
+        hint = "give addresses that this machine can dial"
+        raise StartError(str(addresses[0]), f"cannot dial the load gauges: {error.strerror}", hint) from error
     return ZmqLoadReader(connections, socket, stall_s=stall_s, clock=clock)

@@ -11,41 +11,43 @@ load and has a sink of its own.
 
 from __future__ import annotations
 
-from scheduler_components.ports import NullMetricsSink
-
+import logging
 import operator
+import threading
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
-from typing import SupportsFloat
-from typing import TypeAlias
+from pathlib import Path
+from typing import SupportsFloat, TypeAlias
+
 import msgspec
 from msgspec.structs import astuple
-from scheduler_components.errors import DecodeError
-from scheduler_components.values import TierStats
-from scheduler_components.values import DisaggregationLoad
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import LoraLoad
-from scheduler_components.values import MemoryLoad
-from scheduler_components.values import QueueLoad
-from scheduler_components.values import SpeculativeLoad
-from scheduler_components.values import HistogramSnapshot
-from scheduler_components.values import LatencyTotals
-from scheduler_components.values import PublisherStats
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import SchedulerTotals
-from scheduler_components.shm_board import DoubleBuffer
-from scheduler_components.shm_board import ReadAt
-from scheduler_components.shm_board import read_newest
-import logging
-import threading
-from dataclasses import dataclass
-from dataclasses import field
-from functools import partial
-from pathlib import Path
-from scheduler_components.errors import FailureLog
-from scheduler_components.shm_board import ShmPageFile
-from scheduler_components.shm_board import open_shm_page_file
-from scheduler_components.shm_board import ShmPageReader
+
+from scheduler_components.errors import DecodeError, FailureLog
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import NullMetricsSink
+from scheduler_components.shm_board import (
+    DoubleBuffer,
+    ReadAt,
+    ShmPageFile,
+    ShmPageReader,
+    open_shm_page_file,
+    read_newest,
+)
+from scheduler_components.values import (
+    DisaggregationLoad,
+    HistogramSnapshot,
+    LatencyTotals,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    PublisherStats,
+    QueueLoad,
+    SchedulerStats,
+    SchedulerTotals,
+    SpeculativeLoad,
+    TierStats,
+)
 
 __all__ = [
     "LAYOUT_ID",

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from scheduler_components.values import LatencyTotals
-
-import math
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import pairwise
-import msgspec
-from scheduler_components.errors import ConfigError
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
 import enum
-from scheduler_components.values import HistogramSnapshot
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.values import HistogramSnapshot, LatencyTotals
 
 __all__ = [
     "Histogram",
@@ -26,6 +22,7 @@ __all__ = [
     "LatencyHistograms",
     "RequestLatencies",
 ]
+
 
 class Histogram:
     """Counts values in buckets that are fixed when it is made.
@@ -182,6 +179,7 @@ class RateMeter:
 
 
 # How long one request was where: times that only grow, whatever happens to the request or to the clock.
+
 
 class RequestPhase(enum.IntEnum):
     """Where a request spends its time. A retraction leads from PREFILL or DECODE back to QUEUE."""

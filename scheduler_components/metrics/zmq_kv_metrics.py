@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+
 import msgspec
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import DecodeError
+import zmq
+
+from scheduler_components.errors import ConfigError, DecodeError, StartError
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.values import KvMetrics
-import zmq
-from scheduler_components.errors import StartError
 
 __all__ = [
     "MAX_KV_METRICS_BYTES",

@@ -25,7 +25,7 @@ def lint_components(
     """Find mixins in disguise and other smells of components in anyone's code, by reading it; exit code 1 if any."""
     if rules:
         for rule in RULES.values():
-            typer.echo(f"{rule.id}: {rule.smell}; {rule.mend}")
+            typer.echo(f"{rule.id}: {rule.smell}; {rule.hint}")
         return 0
     if not paths:
         raise typer.BadParameter("give a Python file or a folder of them", param_hint="'PATHS'")

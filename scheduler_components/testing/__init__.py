@@ -3,7 +3,7 @@
 Nothing is imported here; take what you need from its module. Only ``strategies`` and ``machines`` need Hypothesis
 (the extra ``testing``); everything else runs with what the kit itself installs, and nothing needs pytest.
 
-- ``*_checks``: plain functions over a part of yours; each raises ``story.ConformanceError`` with what was done, what
+- ``*_checks``: plain functions over a part of yours; each raises ``trace.ConformanceError`` with what was done, what
   was expected and what came. ``parts`` lists what each check asks of the part.
 - ``conformance``: the judge of a live engine's stream, behind ``scheduler-components conformance``.
 - ``ledger``, ``wire_rules``: what a stream's events add up to, and every rule that they can break.

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic
-from typing import TypeVar
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from scheduler_components.events import EventBatch
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import KvMetrics
-from scheduler_components.values import PublisherStats
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import OutputBatch
-from scheduler_components.values import OutputDelta
-from typing import Any
-from scheduler_components.values import DisaggregationLoad
-from scheduler_components.values import LoraLoad
-from scheduler_components.values import MemoryLoad
-from scheduler_components.values import QueueLoad
-from scheduler_components.values import SpeculativeLoad
+from typing import Any, Generic, TypeVar
+
+from scheduler_components.events import EventBatch, KVCacheEvent
+from scheduler_components.values import (
+    DisaggregationLoad,
+    KvMetrics,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    OutputBatch,
+    OutputDelta,
+    PublisherStats,
+    QueueLoad,
+    SchedulerStats,
+    SpeculativeLoad,
+)
 
 __all__ = [
     "FakeClock",
@@ -42,6 +40,7 @@ __all__ = [
     "FakeRequest",
     "ScriptedEvents",
 ]
+
 
 class FakeClock:
     """Give it where a component takes ``clock``; set or add to ``now_s`` to let time pass, backwards too."""
@@ -145,6 +144,7 @@ class FaultyNetwork(Generic[T]):
 
 
 # Sinks that keep everything, and fail when they are told to.
+
 
 class _Failing:
     """Raises ``error`` from every call while it is set."""
@@ -263,6 +263,7 @@ class ListOutputSink(_Failing):
 
 
 # Sources whose answers are plain attributes.
+
 
 @dataclass
 class FakeRequest:

@@ -6,21 +6,16 @@ the state machines and the judge of live engines all read events through it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
+
 import attrs
 import msgspec
-from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Iterator
-from scheduler_components.cache.block_hash import block_hashes_of
-from scheduler_components.cache.block_hash import pack_tokens
-from scheduler_components.cache.block_hash import page_digests
-from scheduler_components.cache.block_hash import PrefixNamespace
+
+from scheduler_components.cache.block_hash import PrefixNamespace, block_hashes_of, pack_tokens, page_digests
 from scheduler_components.errors import ConfigError
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.events import BlockRemoved
-from scheduler_components.events import BlockStored
-from scheduler_components.events import KVCacheEvent
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 __all__ = [
     "RULES",
@@ -38,6 +33,7 @@ __all__ = [
 # The rules are what released consumers were measured to need: Dynamo's indexer (ai-dynamo-runtime 1.6.1), the smg
 # gateway 1.13.0, SGLang's 0.5.23 and vLLM's 0.33.0 readers.
 
+
 class Weight(StrEnum):
     """How bad a broken rule is: an ERROR loses blocks or whole streams at some consumer, a WARNING costs hits."""
 
@@ -53,13 +49,13 @@ class Rule:
         name: in reports and JSON; never changes its meaning.
         weight: how bad it is to break it.
         holds: the rule as a sentence.
-        mend: what its publisher can do; says who is harmed where that is not plain.
+        hint: what its publisher can do; says who is harmed where that is not plain.
     """
 
     name: str
     weight: Weight
     holds: str
-    mend: str
+    hint: str
 
 
 class Violation(msgspec.Struct, frozen=True):

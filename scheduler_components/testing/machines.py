@@ -18,35 +18,24 @@ For a cache of your own::
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
+
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
-from hypothesis.stateful import initialize
-from hypothesis.stateful import invariant
-from hypothesis.stateful import precondition
-from hypothesis.stateful import rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from scheduler_components.cache.block_hash import PrefixNamespace
-from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.errors import OutOfPagesError
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import CachedPrefix
-from scheduler_components.testing.parts import PrefixCache
-from scheduler_components.testing.prefix_cache_checks import ModelPrefix
-from scheduler_components.testing.prefix_cache_checks import PrefixCacheModel
-from scheduler_components.ports import PageStore
-from scheduler_components.testing.page_store_checks import page_of
+from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
+from scheduler_components.events import KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.events import KVEventBatch
 from scheduler_components.kv_events.replay import END_SEQ
-from scheduler_components.testing.fakes import Fault
-from scheduler_components.testing.fakes import FaultyNetwork
-from scheduler_components.testing.parts import ChainHistory
-from scheduler_components.testing.parts import FollowerCore
+from scheduler_components.ports import PageStore
+from scheduler_components.testing.fakes import Fault, FaultyNetwork
+from scheduler_components.testing.ledger import EventLedger
+from scheduler_components.testing.page_store_checks import page_of
+from scheduler_components.testing.parts import CachedPrefix, ChainHistory, FollowerCore, PrefixCache
+from scheduler_components.testing.prefix_cache_checks import ModelPrefix, PrefixCacheModel
 
 __all__ = [
     "PrefixCacheMachine",

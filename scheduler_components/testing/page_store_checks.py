@@ -1,7 +1,7 @@
 """What every ``PageStore`` must do, as plain functions: run each of ``PAGE_STORE_CHECKS`` on a store of your own.
 
 A check takes an open store and a prefix under which the store holds no key, and raises ``ConformanceError`` with the
-story of what it did where the store breaks the port's contract. No check evicts: give the store room for
+trace of what it did where the store breaks the port's contract. No check evicts: give the store room for
 ``MAX_BYTES``, and let it hold pages of ``PAGE_BYTES``.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 from hashlib import sha256
 
 from scheduler_components.ports import PageStore
-from scheduler_components.testing.parts import Story
+from scheduler_components.testing.parts import Trace
 
 __all__ = ["MAX_BYTES", "PAGE_BYTES", "PAGE_STORE_CHECKS", "page_of"]
 
@@ -28,110 +28,110 @@ def page_of(key: str) -> bytes:
 
 def check_absent_keys_are_misses(store: PageStore, prefix: str) -> None:
     """What was never stored is nowhere."""
-    story = Story("Keys that were never stored are misses")
+    trace = Trace("Keys that were never stored are misses")
     keys = [f"{prefix}{at}" for at in range(3)]
-    story.expect(0, story.call("batch_exists() of 3 absent keys", lambda: store.batch_exists(keys)))
-    story.expect([None] * 3, _read(story, store, keys))
-    story.expect(0, story.call("delete() of them", lambda: store.delete(keys)), "keys removed")
+    trace.expect(0, trace.call("batch_exists() of 3 absent keys", lambda: store.batch_exists(keys)))
+    trace.expect([None] * 3, _read(trace, store, keys))
+    trace.expect(0, trace.call("delete() of them", lambda: store.delete(keys)), "keys removed")
 
 
 def check_pages_come_back_byte_for_byte_in_the_order_asked(store: PageStore, prefix: str) -> None:
     """64 pages, read in the opposite order."""
-    story = Story("Pages come back byte for byte, in the order asked")
+    trace = Trace("Pages come back byte for byte, in the order asked")
     keys = [f"{prefix}{at}" for at in range(64)]
-    _store(story, store, keys)
-    story.expect(len(keys), story.call("batch_exists()", lambda: store.batch_exists(keys)), "keys held")
-    _expect_pages(story, store, keys[::-1])
+    _store(trace, store, keys)
+    trace.expect(len(keys), trace.call("batch_exists()", lambda: store.batch_exists(keys)), "keys held")
+    _expect_pages(trace, store, keys[::-1])
 
 
 def check_exists_counts_the_longest_prefix(store: PageStore, prefix: str) -> None:
     """A prefix is only worth what is held without a hole."""
-    story = Story("batch_exists() counts up to the first key that is not held")
+    trace = Trace("batch_exists() counts up to the first key that is not held")
     keys = [f"{prefix}{at}" for at in range(5)]
-    _store(story, store, [keys[0], keys[1], keys[3], keys[4]])
+    _store(trace, store, [keys[0], keys[1], keys[3], keys[4]])
     for first, held in ((0, 2), (2, 0), (3, 2)):
         asked = keys[first:]
-        found = story.call(f"batch_exists(keys {first} to 4), key 2 absent", partial(store.batch_exists, asked))
-        story.expect(held, found, "keys held without a hole")
+        found = trace.call(f"batch_exists(keys {first} to 4), key 2 absent", partial(store.batch_exists, asked))
+        trace.expect(held, found, "keys held without a hole")
 
 
 def check_a_hole_costs_only_itself(store: PageStore, prefix: str) -> None:
     """What stands around an absent key is still read."""
-    story = Story("An absent key among held ones costs only itself")
+    trace = Trace("An absent key among held ones costs only itself")
     first, hole, last = (f"{prefix}{name}" for name in ("first", "hole", "last"))
-    _store(story, store, [first, last])
-    _expect_pages(story, store, [first, hole, last], absent=hole)
+    _store(trace, store, [first, last])
+    _expect_pages(trace, store, [first, hole, last], absent=hole)
 
 
 def check_a_page_may_be_set_again(store: PageStore, prefix: str) -> None:
     """Storing is idempotent, twice in one batch too."""
-    story = Story("A page that is held may be stored again")
+    trace = Trace("A page that is held may be stored again")
     key = f"{prefix}twice"
-    _store(story, store, [key])
-    _store(story, store, [key, key])
-    _expect_pages(story, store, [key])
+    _store(trace, store, [key])
+    _store(trace, store, [key, key])
+    _expect_pages(trace, store, [key])
 
 
 def check_a_deleted_page_is_gone_and_can_come_back(store: PageStore, prefix: str) -> None:
     """Deleted before it is read: a distributed store may hold a lease for a reader."""
-    story = Story("A deleted page is gone, and can be stored again")
+    trace = Trace("A deleted page is gone, and can be stored again")
     keep, gone = f"{prefix}keep", f"{prefix}gone"
-    _store(story, store, [keep, gone])
-    story.expect(1, story.call("delete() of one of two keys", lambda: store.delete([gone])), "keys removed")
-    story.expect(0, story.call("delete() of it again", lambda: store.delete([gone])), "keys removed")
-    _expect_pages(story, store, [keep, gone], absent=gone)
-    _store(story, store, [gone])
-    _expect_pages(story, store, [gone])
+    _store(trace, store, [keep, gone])
+    trace.expect(1, trace.call("delete() of one of two keys", lambda: store.delete([gone])), "keys removed")
+    trace.expect(0, trace.call("delete() of it again", lambda: store.delete([gone])), "keys removed")
+    _expect_pages(trace, store, [keep, gone], absent=gone)
+    _store(trace, store, [gone])
+    _expect_pages(trace, store, [gone])
 
 
 def check_any_key_is_a_plain_name(store: PageStore, prefix: str) -> None:
     """Keys with slashes, dots, blanks, capitals and 300 characters are different names and nothing more."""
-    story = Story("Any text is a key, and different texts are different keys")
+    trace = Trace("Any text is a key, and different texts are different keys")
     names = ["a/b", "a-b", "../../up", "/root", "a b", "a.b", "A.b", "naïve 页", "x" * 300, "*", "%2F"]
     keys = [f"{prefix}{name}" for name in names]
-    _store(story, store, keys)
-    _expect_pages(story, store, keys)
+    _store(trace, store, keys)
+    _expect_pages(trace, store, keys)
 
 
 def check_a_page_does_not_follow_its_memory(store: PageStore, prefix: str) -> None:
     """The caller's buffer is used again as soon as ``batch_set`` returns."""
-    story = Story("A stored page does not change with the memory that it came from")
+    trace = Trace("A stored page does not change with the memory that it came from")
     key = f"{prefix}memory"
     memory = bytearray(page_of(key))
-    held = story.call("batch_set() of a memoryview", lambda: list(store.batch_set([key], [memoryview(memory)])))
-    story.expect([True], held)
-    story.did("overwrote that memory with zeros")
+    held = trace.call("batch_set() of a memoryview", lambda: list(store.batch_set([key], [memoryview(memory)])))
+    trace.expect([True], held)
+    trace.did("overwrote that memory with zeros")
     memory[:] = bytes(PAGE_BYTES)
-    _expect_pages(story, store, [key])
+    _expect_pages(trace, store, [key])
 
 
 def check_nothing_asked_is_nothing_done(store: PageStore, prefix: str) -> None:
     """Empty batches are answered, not refused."""
     del prefix
-    story = Story("Empty batches are no error")
-    story.expect(0, story.call("batch_exists([])", lambda: store.batch_exists([])))
-    story.expect([], _read(story, store, []))
-    story.expect([], story.call("batch_set([], [])", lambda: list(store.batch_set([], []))))
-    story.expect(0, story.call("delete([])", lambda: store.delete([])))
+    trace = Trace("Empty batches are no error")
+    trace.expect(0, trace.call("batch_exists([])", lambda: store.batch_exists([])))
+    trace.expect([], _read(trace, store, []))
+    trace.expect([], trace.call("batch_set([], [])", lambda: list(store.batch_set([], []))))
+    trace.expect(0, trace.call("delete([])", lambda: store.delete([])))
 
 
-def _store(story: Story, store: PageStore, keys: list[str]) -> None:
+def _store(trace: Trace, store: PageStore, keys: list[str]) -> None:
     step = f"batch_set() of {len(keys)} keys: {', '.join(keys):.80}"
-    held = story.call(step, lambda: list(store.batch_set(keys, [page_of(key) for key in keys])))
-    story.expect([True] * len(keys), held, "each key held")
+    held = trace.call(step, lambda: list(store.batch_set(keys, [page_of(key) for key in keys])))
+    trace.expect([True] * len(keys), held, "each key held")
 
 
-def _read(story: Story, store: PageStore, keys: list[str]) -> list[bytes | None]:
-    pages = story.call(f"batch_get() of {len(keys)} keys", lambda: store.batch_get(keys))
+def _read(trace: Trace, store: PageStore, keys: list[str]) -> list[bytes | None]:
+    pages = trace.call(f"batch_get() of {len(keys)} keys", lambda: store.batch_get(keys))
     return [None if page is None else bytes(page) for page in pages]
 
 
-def _expect_pages(story: Story, store: PageStore, keys: list[str], *, absent: str | None = None) -> None:
-    found = _read(story, store, keys)
-    story.expect(len(keys), len(found), "pages of the answer")
+def _expect_pages(trace: Trace, store: PageStore, keys: list[str], *, absent: str | None = None) -> None:
+    found = _read(trace, store, keys)
+    trace.expect(len(keys), len(found), "pages of the answer")
     for key, page in zip(keys, found, strict=True):
         wanted = None if key == absent else page_of(key)
-        story.require(page == wanted, f"{'no page' if wanted is None else 'its page'} under {key!r:.80}", page)
+        trace.require(page == wanted, f"{'no page' if wanted is None else 'its page'} under {key!r:.80}", page)
 
 
 PAGE_STORE_CHECKS: tuple[Callable[[PageStore, str], None], ...] = (

@@ -1,27 +1,17 @@
-"""How a check fails: with the story of what was done to the part, what was expected of it, and what came."""
+"""How a check fails: with the trace of what was done to the part, what was expected of it, and what came."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from collections.abc import Set
-from typing import Any
-from typing import Protocol
-from scheduler_components.cache.block_hash import PrefixNamespace
-from scheduler_components.events import EventBatch
-from scheduler_components.events import KVCacheEvent
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Protocol, TypeVar
+
+from scheduler_components.cache.block_hash import PrefixNamespace, hash_pages
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent
 from scheduler_components.values import LoadSnapshot
-from scheduler_components.cache.block_hash import hash_pages
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.events import BlockRemoved
-from scheduler_components.events import BlockStored
 
 __all__ = [
     "ConformanceError",
-    "Story",
+    "Trace",
     "CachedPrefix",
     "FollowerCore",
     "FollowingSubscriber",
@@ -57,7 +47,7 @@ class ConformanceError(AssertionError):
         super().__init__(f"{title}{told}\n  expected: {expected}\n  found:    {found}")
 
 
-class Story:
+class Trace:
     """What a check does to a part, told as it goes.
 
     Args:
@@ -122,7 +112,7 @@ class Story:
         raise self.failure(kind.__name__, f"it returned {_shown(answer)}")
 
     def failure(self, expected: str, found: str) -> ConformanceError:
-        """The story so far as an error, to raise."""
+        """The trace so far as an error, to raise."""
         return ConformanceError(self.title, tuple(self._steps), expected, found)
 
 
@@ -132,6 +122,7 @@ def _shown(value: object) -> str:
 
 
 # What the checks ask of the parts that they are run on, as ports. Read this first; wrap your part where it differs.
+
 
 class CachedPrefix(Protocol):
     """What a cache says of a prompt: ``ports`` of the reference cache's ``PrefixMatch``."""

@@ -1,25 +1,21 @@
 """What every prefix cache must do, as plain functions: run each of ``PREFIX_CACHE_CHECKS`` on a cache of your own.
 
 A check takes a function that opens an empty, recording cache of so many pages of ``PAGE_SIZE`` tokens, and raises
-``ConformanceError`` with the story of what it did. ``machines.prefix_cache_machine`` finds what these do not.
+``ConformanceError`` with the trace of what it did. ``machines.prefix_cache_machine`` finds what these do not.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from typing import NamedTuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
+
 from scheduler_components.cache.block_hash import PrefixNamespace
-from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.errors import OutOfPagesError
+from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import CachedPrefix
-from scheduler_components.testing.parts import PrefixCache
-from scheduler_components.testing.parts import Story
+from scheduler_components.testing.parts import CachedPrefix, PrefixCache, Trace
 
 __all__ = [
     "ModelPrefix",
@@ -30,6 +26,7 @@ __all__ = [
 ]
 
 # A prefix cache that is too simple to be wrong: one dictionary entry a page.
+
 
 class ModelPrefix(NamedTuple):
     """One cached page, named by everything before it: its tenant's salt and all tokens up to its end."""
@@ -101,124 +98,124 @@ OpenCache = Callable[[int], PrefixCache]
 
 def check_whole_pages_come_back(open_cache: OpenCache) -> None:
     """A partial last page is neither cached nor matched; pages come back in order."""
-    story, cache = _begin("A prompt's whole pages are cached, and matched in order", open_cache, 8)
-    stored = _serve(story, cache, [1, 2, 3, 4, 5])
-    story.expect(4, stored.num_tokens, "tokens cached of 5, 2 a page")
+    trace, cache = _begin("A prompt's whole pages are cached, and matched in order", open_cache, 8)
+    stored = _serve(trace, cache, [1, 2, 3, 4, 5])
+    trace.expect(4, stored.num_tokens, "tokens cached of 5, 2 a page")
     for tokens, matched in (([1], 0), ([1, 2], 2), ([1, 2, 3], 2), ([1, 2, 3, 4, 5, 6], 4), ([9, 2, 3, 4], 0)):
-        found = story.call(f"match_prefix({tokens})", lambda tokens=tokens: cache.match_prefix(tokens))  # type: ignore[misc]
-        story.expect((matched, tuple(stored.pages)[: matched // PAGE_SIZE]), (found.num_tokens, tuple(found.pages)))
-    story.call("check_integrity()", cache.check_integrity)
+        found = trace.call(f"match_prefix({tokens})", lambda tokens=tokens: cache.match_prefix(tokens))  # type: ignore[misc]
+        trace.expect((matched, tuple(stored.pages)[: matched // PAGE_SIZE]), (found.num_tokens, tuple(found.pages)))
+    trace.call("check_integrity()", cache.check_integrity)
 
 
 def check_equal_prompts_share_pages(open_cache: OpenCache) -> None:
     """Of two requests that computed the same page, one gives its page back."""
-    story, cache = _begin("Two requests with one prompt end up sharing its pages", open_cache, 8)
-    first = list(story.call("allocate(2) for the first", lambda: cache.allocate(2)))
-    second = list(story.call("allocate(3) for the second", lambda: cache.allocate(3)))
-    story.call("insert([1, 2, 3, 4]) by the first", lambda: cache.insert([1, 2, 3, 4], first))
-    story.expect(3 * PAGE_SIZE, cache.free_tokens, "free tokens")
-    merged = story.call("insert([1 ... 6]) by the second", lambda: cache.insert([1, 2, 3, 4, 5, 6], second))
-    story.expect((*first, second[2]), tuple(merged.pages), "the first's pages, then the new one")
-    story.expect(5 * PAGE_SIZE, cache.free_tokens, "free tokens: two of the second's pages came back")
-    story.call("check_integrity()", cache.check_integrity)
+    trace, cache = _begin("Two requests with one prompt end up sharing its pages", open_cache, 8)
+    first = list(trace.call("allocate(2) for the first", lambda: cache.allocate(2)))
+    second = list(trace.call("allocate(3) for the second", lambda: cache.allocate(3)))
+    trace.call("insert([1, 2, 3, 4]) by the first", lambda: cache.insert([1, 2, 3, 4], first))
+    trace.expect(3 * PAGE_SIZE, cache.free_tokens, "free tokens")
+    merged = trace.call("insert([1 ... 6]) by the second", lambda: cache.insert([1, 2, 3, 4, 5, 6], second))
+    trace.expect((*first, second[2]), tuple(merged.pages), "the first's pages, then the new one")
+    trace.expect(5 * PAGE_SIZE, cache.free_tokens, "free tokens: two of the second's pages came back")
+    trace.call("check_integrity()", cache.check_integrity)
 
 
 def check_locked_prefixes_stay(open_cache: OpenCache) -> None:
     """Eviction takes what no request has locked, and nothing else."""
-    story, cache = _begin("A locked prefix is never evicted", open_cache, 4)
-    kept = _serve(story, cache, [1, 2, 3, 4])
-    _serve(story, cache, [5, 6])
-    story.call("lock([1, 2, 3, 4])", lambda: cache.lock(kept.node))
-    story.expect((4, 2), (cache.used_tokens, cache.evictable_tokens), "(used, evictable) tokens")
-    story.expect(1, story.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted")
-    story.expect(4, cache.match_prefix([1, 2, 3, 4]).num_tokens, "tokens of the locked prefix")
-    story.expect(0, cache.match_prefix([5, 6]).num_tokens, "tokens of the evicted one")
-    story.call("unlock([1, 2, 3, 4])", lambda: cache.unlock(kept.node))
-    story.expect(2, story.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted")
-    story.call("check_integrity()", cache.check_integrity)
+    trace, cache = _begin("A locked prefix is never evicted", open_cache, 4)
+    kept = _serve(trace, cache, [1, 2, 3, 4])
+    _serve(trace, cache, [5, 6])
+    trace.call("lock([1, 2, 3, 4])", lambda: cache.lock(kept.node))
+    trace.expect((4, 2), (cache.used_tokens, cache.evictable_tokens), "(used, evictable) tokens")
+    trace.expect(1, trace.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted")
+    trace.expect(4, cache.match_prefix([1, 2, 3, 4]).num_tokens, "tokens of the locked prefix")
+    trace.expect(0, cache.match_prefix([5, 6]).num_tokens, "tokens of the evicted one")
+    trace.call("unlock([1, 2, 3, 4])", lambda: cache.unlock(kept.node))
+    trace.expect(2, trace.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted")
+    trace.call("check_integrity()", cache.check_integrity)
 
 
 def check_leaves_go_before_their_parents(open_cache: OpenCache) -> None:
     """What is left after an eviction can still be reached from the root."""
-    story, cache = _begin("Eviction takes a prefix's deepest page first", open_cache, 4)
-    _serve(story, cache, [1, 2, 3, 4, 5, 6])
-    story.expect(1, story.call("evict(1)", lambda: cache.evict(1)), "pages evicted")
-    story.expect(4, cache.match_prefix([1, 2, 3, 4, 5, 6]).num_tokens, "tokens still matched")
-    _read(story, cache, EventLedger(block_size=PAGE_SIZE))
+    trace, cache = _begin("Eviction takes a prefix's deepest page first", open_cache, 4)
+    _serve(trace, cache, [1, 2, 3, 4, 5, 6])
+    trace.expect(1, trace.call("evict(1)", lambda: cache.evict(1)), "pages evicted")
+    trace.expect(4, cache.match_prefix([1, 2, 3, 4, 5, 6]).num_tokens, "tokens still matched")
+    _read(trace, cache, EventLedger(block_size=PAGE_SIZE))
 
 
 def check_too_much_is_refused_whole(open_cache: OpenCache) -> None:
     """A request that cannot be served changes nothing."""
-    story, cache = _begin("An allocation that cannot be met evicts nothing", open_cache, 4)
-    kept = _serve(story, cache, [1, 2])
-    _serve(story, cache, [3, 4])
-    story.call("lock([1, 2])", lambda: cache.lock(kept.node))
-    story.expect_error("allocate(4) with 3 obtainable", OutOfPagesError, lambda: cache.allocate(4))
-    story.expect(2, cache.match_prefix([3, 4]).num_tokens, "tokens of the other prefix, still cached")
-    pages = story.call("allocate(3)", lambda: cache.allocate(3))
-    story.expect(3, len(set(pages)), "different pages")
-    story.call("free() of them", lambda: cache.free(pages))
-    story.expect_error("free() of the same pages again", CacheIntegrityError, lambda: cache.free(pages))
-    story.call("check_integrity()", cache.check_integrity)
+    trace, cache = _begin("An allocation that cannot be met evicts nothing", open_cache, 4)
+    kept = _serve(trace, cache, [1, 2])
+    _serve(trace, cache, [3, 4])
+    trace.call("lock([1, 2])", lambda: cache.lock(kept.node))
+    trace.expect_error("allocate(4) with 3 obtainable", OutOfPagesError, lambda: cache.allocate(4))
+    trace.expect(2, cache.match_prefix([3, 4]).num_tokens, "tokens of the other prefix, still cached")
+    pages = trace.call("allocate(3)", lambda: cache.allocate(3))
+    trace.expect(3, len(set(pages)), "different pages")
+    trace.call("free() of them", lambda: cache.free(pages))
+    trace.expect_error("free() of the same pages again", CacheIntegrityError, lambda: cache.free(pages))
+    trace.call("check_integrity()", cache.check_integrity)
 
 
 def check_tenants_share_nothing(open_cache: OpenCache) -> None:
     """Equal tokens under another salt or adapter are another prefix, with other hashes."""
-    story, cache = _begin("Prefixes of different namespaces share neither pages nor hashes", open_cache, 8)
+    trace, cache = _begin("Prefixes of different namespaces share neither pages nor hashes", open_cache, 8)
     spaces = (None, PrefixNamespace(cache_salt="a"), PrefixNamespace(lora_id=1, lora_name="a"))
     for space in spaces:
-        story.expect(0, cache.match_prefix([1, 2], space).num_tokens, f"tokens of {space} before it stored any")
-        _serve(story, cache, [1, 2], space)
-    story.expect(len(spaces), len(set(cache.block_hashes())), "different block hashes")
-    _read(story, cache, EventLedger(block_size=PAGE_SIZE))
+        trace.expect(0, cache.match_prefix([1, 2], space).num_tokens, f"tokens of {space} before it stored any")
+        _serve(trace, cache, [1, 2], space)
+    trace.expect(len(spaces), len(set(cache.block_hashes())), "different block hashes")
+    _read(trace, cache, EventLedger(block_size=PAGE_SIZE))
 
 
 def check_clear_forgets_and_says_so(open_cache: OpenCache) -> None:
     """After a clear nothing is cached, and the events say that."""
-    story, cache = _begin("clear() forgets every prefix, unless one is locked", open_cache, 4)
-    stored = _serve(story, cache, [1, 2, 3, 4])
+    trace, cache = _begin("clear() forgets every prefix, unless one is locked", open_cache, 4)
+    stored = _serve(trace, cache, [1, 2, 3, 4])
     ledger = EventLedger(block_size=PAGE_SIZE)
-    story.call("lock", lambda: cache.lock(stored.node))
-    story.expect_error("clear() while a prefix is locked", CacheIntegrityError, cache.clear)
-    story.call("unlock", lambda: cache.unlock(stored.node))
-    _read(story, cache, ledger)
-    story.call("clear()", cache.clear)
-    story.expect(cache.capacity_tokens, cache.free_tokens, "free tokens")
-    _read(story, cache, ledger)
+    trace.call("lock", lambda: cache.lock(stored.node))
+    trace.expect_error("clear() while a prefix is locked", CacheIntegrityError, cache.clear)
+    trace.call("unlock", lambda: cache.unlock(stored.node))
+    _read(trace, cache, ledger)
+    trace.call("clear()", cache.clear)
+    trace.expect(cache.capacity_tokens, cache.free_tokens, "free tokens")
+    _read(trace, cache, ledger)
 
 
 def check_events_are_the_contents(open_cache: OpenCache) -> None:
     """A hundred random requests in a small pool: the events break no rule and add up to the cache."""
-    story, cache = _begin("Whoever applies the events has the cache's blocks", open_cache, 12)
+    trace, cache = _begin("Whoever applies the events has the cache's blocks", open_cache, 12)
     ledger, random = EventLedger(block_size=PAGE_SIZE), Random(12)  # noqa: S311 - repeatable, not secret
     for number in range(100):
-        _serve(story, cache, _prompt(random))
+        _serve(trace, cache, _prompt(random))
         if number % 3 == 2:  # several stores and removals stand in one drain
-            _read(story, cache, ledger)
-    _read(story, cache, ledger)
-    story.expect((), tuple(cache.take_events()), "events taken twice")
+            _read(trace, cache, ledger)
+    _read(trace, cache, ledger)
+    trace.expect((), tuple(cache.take_events()), "events taken twice")
 
 
 def check_equal_calls_give_equal_events(open_cache: OpenCache) -> None:
     """Ranks of a replica make the same calls and must hold the same pages: no clock, no address, no chance."""
-    story, cache = _begin("Two caches that get the same calls do the same", open_cache, 6)
+    trace, cache = _begin("Two caches that get the same calls do the same", open_cache, 6)
     other, random = open_cache(6), Random(7)  # noqa: S311 - repeatable, not secret
     for _ in range(60):
         tokens = _prompt(random)
-        pages = tuple(_serve(story, cache, tokens).pages)
-        story.expect(pages, tuple(_serve(Story(story.title), other, tokens).pages), "the other cache's pages")
-        story.expect(tuple(cache.take_events()), tuple(other.take_events()), "the other cache's events")
+        pages = tuple(_serve(trace, cache, tokens).pages)
+        trace.expect(pages, tuple(_serve(Trace(trace.title), other, tokens).pages), "the other cache's pages")
+        trace.expect(tuple(cache.take_events()), tuple(other.take_events()), "the other cache's events")
 
 
-def _begin(title: str, open_cache: OpenCache, num_pages: int) -> tuple[Story, PrefixCache]:
-    story = Story(title)
-    cache = story.call(f"opened a cache of {num_pages} pages of {PAGE_SIZE} tokens", lambda: open_cache(num_pages))
-    story.expect(PAGE_SIZE, cache.page_size, "page_size")
-    return story, cache
+def _begin(title: str, open_cache: OpenCache, num_pages: int) -> tuple[Trace, PrefixCache]:
+    trace = Trace(title)
+    cache = trace.call(f"opened a cache of {num_pages} pages of {PAGE_SIZE} tokens", lambda: open_cache(num_pages))
+    trace.expect(PAGE_SIZE, cache.page_size, "page_size")
+    return trace, cache
 
 
 def _serve(
-    story: Story, cache: PrefixCache, tokens: Sequence[int], namespace: PrefixNamespace | None = None
+    trace: Trace, cache: PrefixCache, tokens: Sequence[int], namespace: PrefixNamespace | None = None
 ) -> CachedPrefix:
     """What a request does from its match to its end, on a cache with room."""
 
@@ -230,15 +227,15 @@ def _serve(
         cache.unlock(found.node)
         return stored
 
-    return story.call(f"served a request for {list(tokens)}{f' of {namespace}' if namespace else ''}", run)
+    return trace.call(f"served a request for {list(tokens)}{f' of {namespace}' if namespace else ''}", run)
 
 
-def _read(story: Story, cache: PrefixCache, ledger: EventLedger) -> None:
+def _read(trace: Trace, cache: PrefixCache, ledger: EventLedger) -> None:
     """Apply the events so far; they must break no rule and add up to the contents."""
-    events = story.call("took its events", cache.take_events)
-    story.expect([], ledger.apply_all(events), "broken rules of the wire")
-    story.expect(sorted(cache.block_hashes()), sorted(ledger.hashes()), "the cache's blocks, in a reader's view")
-    story.call("check_integrity()", cache.check_integrity)
+    events = trace.call("took its events", cache.take_events)
+    trace.expect([], ledger.apply_all(events), "broken rules of the wire")
+    trace.expect(sorted(cache.block_hashes()), sorted(ledger.hashes()), "the cache's blocks, in a reader's view")
+    trace.call("check_integrity()", cache.check_integrity)
 
 
 def _prompt(random: Random) -> list[int]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from typing import Any
+
 from hypothesis import strategies as st
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.kv_events.endpoints import MAX_PORT
-from scheduler_components.kv_events.endpoints import Endpoint
-import json
-from scheduler_components.kv_events.codec import DIALECTS
-from scheduler_components.kv_events.config import REPLAY_FRAMINGS
-from scheduler_components.kv_events.config import SEQ_BASES
+
 from scheduler_components.cache.block_hash import PrefixNamespace
 from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.events import BlockRemoved
-from scheduler_components.events import BlockStored
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.events import KVEventBatch
-from scheduler_components.testing.scheduler_checks import Workload
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events.codec import DIALECTS
+from scheduler_components.kv_events.config import REPLAY_FRAMINGS, SEQ_BASES
+from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint
+from scheduler_components.parallel_state import ParallelState
 from scheduler_components.testing.fakes import Fault
+from scheduler_components.testing.scheduler_checks import Workload
 
 __all__ = [
     "EngineRank",
@@ -334,6 +330,7 @@ def hostile_histories() -> st.SearchStrategy[list[KVEventBatch]]:
 
 # Requests that share prefixes, in order of arrival.
 
+
 @st.composite
 def workloads(
     draw: st.DrawFn, *, max_requests: int = 8, max_prompt_tokens: int = 48, max_new_tokens: int = 8, vocabulary: int = 4
@@ -353,6 +350,7 @@ def workloads(
 
 
 # Plans of network faults for ``fakes.network.FaultyNetwork``.
+
 
 def fault_plans(*, max_messages: int = 30, faults: tuple[Fault, ...] = tuple(Fault)) -> st.SearchStrategy[list[Fault]]:
     """One fault a message, most of them none; messages beyond the plan meet none.

@@ -5,17 +5,15 @@ Used on live engines by ``examine``, and on publishers in tests by ``zmq_publish
 
 from __future__ import annotations
 
-import msgspec
 import math
 from collections.abc import Iterator
+
+import msgspec
+
 from scheduler_components.errors import DecodeError
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.testing.ledger import Violation
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.events import BlockRemoved
-from scheduler_components.events import BlockStored
-from scheduler_components.testing.ledger import EventLedger
+from scheduler_components.testing.ledger import EventLedger, Violation
 
 __all__ = [
     "Expectations",

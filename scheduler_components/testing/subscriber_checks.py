@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from scheduler_components.testing.parts import ChainHistory, FollowingSubscriber, Trace
 from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher, open_scripted_publisher
-from scheduler_components.testing.parts import ChainHistory
-from scheduler_components.testing.parts import FollowingSubscriber
-from scheduler_components.testing.parts import Story
 
 __all__ = ["DEADLINE_S", "SUBSCRIBER_CHECKS", "OpenSubscriber", "StreamPlace"]
 
@@ -39,7 +37,7 @@ OpenSubscriber = Callable[[StreamPlace], FollowingSubscriber]
 
 @dataclass
 class _Bench:
-    story: Story
+    trace: Trace
     publisher: ScriptedPublisher
     subscriber: FollowingSubscriber
     deadline_s: float
@@ -56,7 +54,7 @@ class _Bench:
         try:
             self.subscriber.poll(_TURN_S)
         except Exception as error:
-            raise self.story.failure("poll() raises nothing", f"{type(error).__name__}: {error}") from error
+            raise self.trace.failure("poll() raises nothing", f"{type(error).__name__}: {error}") from error
 
     def until(self, condition: Callable[[], bool]) -> bool:
         """Turn until ``condition`` holds; False when it never did."""
@@ -74,7 +72,7 @@ class _Bench:
         """The view becomes the publisher's state, and the subscriber says so."""
         reached = self.until(self.knows_all)
         stands, believed = set(self.history.standing), set(self.subscriber.blocks())
-        self.story.require(
+        self.trace.require(
             reached,
             f"live, with all {len(stands)} blocks, within {self.deadline_s} s",
             f"{'live' if self.subscriber.is_live() else 'not live'}, {len(stands - believed)} blocks missing and "
@@ -84,8 +82,8 @@ class _Bench:
     def follow_live(self) -> None:
         """Wait for the live connection: from here on nothing is lost unless the check loses it."""
         joined = self.until(lambda: self.publisher.num_subscribers > 0)
-        self.story.did("waited for its subscription, then published 3 batches")
-        self.story.require(joined, f"a subscription to {self.publisher.topic!r} within {self.deadline_s} s", "none")
+        self.trace.did("waited for its subscription, then published 3 batches")
+        self.trace.require(joined, f"a subscription to {self.publisher.topic!r} within {self.deadline_s} s", "none")
         self.tell(3)
         self.expect_all()
 
@@ -95,9 +93,9 @@ def check_late_joiners_get_everything(open_subscriber: OpenSubscriber, deadline_
     for dialect, framing in (("array", "seed"), ("map", "topic"), ("vllm", "seed")):
         title = f"Who joins late has the whole state, and follows it ({dialect} dialect, {framing} framing)"
         with _bench(title, open_subscriber, deadline_s, dialect, framing, told=50) as bench:
-            bench.story.did("published 50 batches before it joined")
+            bench.trace.did("published 50 batches before it joined")
             bench.expect_all()
-            bench.story.did("published 50 more")
+            bench.trace.did("published 50 more")
             bench.tell(50)
             bench.expect_all()
 
@@ -106,7 +104,7 @@ def check_gaps_are_filled(open_subscriber: OpenSubscriber, deadline_s: float = D
     """Lost live batches come by replay."""
     with _bench("A gap in the live numbers is filled by replay", open_subscriber, deadline_s) as bench:
         bench.follow_live()
-        bench.story.did("lost 5 live batches, then published 5 more")
+        bench.trace.did("lost 5 live batches, then published 5 more")
         bench.publisher.loses_live = True
         bench.tell(5)
         bench.publisher.loses_live = False
@@ -118,7 +116,7 @@ def check_a_lost_end_is_found(open_subscriber: OpenSubscriber, deadline_s: float
     """When the last batch is lost and silence follows, nothing but a probe can tell."""
     with _bench("A lost last batch is found although nothing follows it", open_subscriber, deadline_s) as bench:
         bench.follow_live()
-        bench.story.did("lost one live batch that clears everything, then fell silent")
+        bench.trace.did("lost one live batch that clears everything, then fell silent")
         bench.publisher.loses_live = True
         bench.publisher.tell(bench.history.clear())
         bench.expect_all()
@@ -131,7 +129,7 @@ def check_old_batches_resurrect_nothing(open_subscriber: OpenSubscriber, deadlin
         stored = bench.publisher.tell(bench.history.store(701, 702))
         bench.publisher.tell(bench.history.remove())
         bench.expect_all()
-        bench.story.did(f"sent batch {stored}, whose block was removed since, once more")
+        bench.trace.did(f"sent batch {stored}, whose block was removed since, once more")
         publisher = bench.publisher
         publisher.send_raw(publisher.topic, stored.to_bytes(8, "big"), publisher.sent[stored])
         bench.tell(2)
@@ -143,7 +141,7 @@ def check_garbage_costs_itself(open_subscriber: OpenSubscriber, deadline_s: floa
     with _bench("Messages that are not frames of this wire cost only themselves", open_subscriber, deadline_s) as bench:
         bench.follow_live()
         topic = bench.publisher.topic
-        bench.story.did("sent one frame, two frames, a short number, the number -1, and a payload of no msgpack")
+        bench.trace.did("sent one frame, two frames, a short number, the number -1, and a payload of no msgpack")
         for frames in ((b"",), (topic, bytes(8)), (topic, b"123", b""), (topic, _END, b"")):
             bench.publisher.send_raw(*frames)
         bench.tell(3)
@@ -154,7 +152,7 @@ def check_restarts_are_seen(open_subscriber: OpenSubscriber, deadline_s: float =
     """A publisher that begins again at 0 with an empty cache is followed anew."""
     with _bench("A publisher's second life replaces its first", open_subscriber, deadline_s) as bench:
         bench.follow_live()
-        bench.story.did("restarted the publisher at number 0 with an empty cache, and published 3 batches")
+        bench.trace.did("restarted the publisher at number 0 with an empty cache, and published 3 batches")
         bench.publisher.restart()
         bench.history.clear()
         for token in (901, 902, 903):
@@ -166,7 +164,7 @@ def check_it_never_claims_what_it_cannot_know(open_subscriber: OpenSubscriber, d
     """With a gap that no replay fills, a subscriber is anything but live."""
     with _bench("Nobody is live with a gap that was not filled", open_subscriber, deadline_s) as bench:
         bench.follow_live()
-        bench.story.did("lost a live batch while the replay channel is silent, then published one more")
+        bench.trace.did("lost a live batch while the replay channel is silent, then published one more")
         publisher = bench.publisher
         publisher.answers = False
         publisher.loses_live = True
@@ -176,12 +174,12 @@ def check_it_never_claims_what_it_cannot_know(open_subscriber: OpenSubscriber, d
         seen = publisher.tell(bench.history.store(802, 802))
         # It has seen the gap when it applied what came after, or became anything but live.
         bench.until(lambda: bench.history.standing[-1] in bench.subscriber.blocks() or not bench.subscriber.is_live())
-        bench.story.require(
+        bench.trace.require(
             not (bench.subscriber.is_live() and lost not in bench.subscriber.blocks()),
             f"not live while a batch before {seen} is missing",
             "live",
         )
-        bench.story.did("let the replay channel answer again")
+        bench.trace.did("let the replay channel answer again")
         publisher.answers = True
         bench.expect_all()
 
@@ -195,15 +193,15 @@ def _bench(
     framing: str = "seed",
     told: int = 0,
 ) -> Iterator[_Bench]:
-    story = Story(title)
+    trace = Trace(title)
     with open_scripted_publisher(topic="kv", dialect=dialect, framing=framing) as publisher:
         history = ChainHistory()
         for number in range(told):
             publisher.tell(history.next(number))
         place = StreamPlace(publisher.endpoint, publisher.replay_endpoint or "", "kv")
-        subscriber = story.call("opened a subscriber", lambda: open_subscriber(place))
+        subscriber = trace.call("opened a subscriber", lambda: open_subscriber(place))
         try:
-            yield _Bench(story, publisher, subscriber, deadline_s, history)
+            yield _Bench(trace, publisher, subscriber, deadline_s, history)
         finally:
             subscriber.close()
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Condition
-from scheduler_components.errors import SyncTimeoutError
-from scheduler_components.hicache.agreement import elementwise_min
-from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.values import SyncCall
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
-from scheduler_components.hicache.agreement import world_rank_sets
+
+from scheduler_components.errors import SyncTimeoutError
+from scheduler_components.hicache.agreement import SyncDomain, elementwise_min, world_rank_sets
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import SyncCall
 
 __all__ = [
     "ThreadSyncHub",
@@ -24,6 +21,7 @@ __all__ = [
 ]
 
 # Agreement between the threads of one process: blocking groups without sockets.
+
 
 class _Meeting:
     """One collective of one group: what has been brought, and how many have yet to take the result."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
 import attrs
 import zmq
+
 from observability.kv_stream.discovery import StreamAddress
 from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
 from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.replay import END_SEQ
-from scheduler_components.kv_events.replay import Request
-from scheduler_components.kv_events.replay import Verb
-from scheduler_components.testing.stream_judge import Frames
-from scheduler_components.testing.stream_judge import ReplayAnswer
-from scheduler_components.testing.stream_judge import StreamRecord
+from scheduler_components.kv_events.replay import END_SEQ, Request, Verb
+from scheduler_components.testing.stream_judge import Frames, ReplayAnswer, StreamRecord
 
 __all__ = [
     "ProbeOptions",

@@ -2,7 +2,7 @@
 
 A check takes a function that opens a publisher: rank 0, no topic, listening on loopback or any tcp address that can be
 dialled, and without access control. It publishes through the publisher's own methods, listens with raw sockets, and
-raises ``ConformanceError`` with the story of what it did. Each check opens one publisher and shuts it down.
+raises ``ConformanceError`` with the trace of what it did. Each check opens one publisher and shuts it down.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from scheduler_components.events import BlockRemoved, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events.codec import BatchDecoder
 from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.events import BlockRemoved, KVCacheEvent, KVEventBatch
-from scheduler_components.testing.stream_judge import Expectations, Frames, ReplayAnswer, StreamRecord
-from scheduler_components.testing.stream_judge import judge_stream
+from scheduler_components.testing.parts import BLOCK_SIZE, ChainHistory, ListeningPublisher, Trace
+from scheduler_components.testing.stream_judge import Expectations, Frames, ReplayAnswer, StreamRecord, judge_stream
 from scheduler_components.testing.zmq_probe import StreamProbe
-from scheduler_components.testing.parts import BLOCK_SIZE, ChainHistory
-from scheduler_components.testing.parts import ListeningPublisher
-from scheduler_components.testing.parts import Story
 
 __all__ = ["PUBLISHER_CHECKS", "OpenPublisher"]
 
@@ -38,7 +35,7 @@ _NUM_BATCHES = 60
 class _Bench:
     """A publisher with a listener, and what was published so far."""
 
-    story: Story
+    trace: Trace
     publisher: ListeningPublisher
     probe: StreamProbe
     turns: list[Callable[[], object]]
@@ -61,27 +58,27 @@ class _Bench:
             return bool(self.probe.live)
 
         was_heard = self.probe.hear_until(heard, DEADLINE_S)
-        self.story.did("published batches until a subscriber heard one")
-        self.story.require(was_heard, f"a live batch within {DEADLINE_S} s", "silence")
+        self.trace.did("published batches until a subscriber heard one")
+        self.trace.require(was_heard, f"a live batch within {DEADLINE_S} s", "silence")
 
     def expect_live(self, count: int) -> None:
         """The last ``count`` published events arrive live, in order."""
         wanted = self.published[-count:]
         self.probe.hear_until(lambda: _events(self.probe.live)[-count:] == wanted, DEADLINE_S)
-        self.story.expect(wanted, _events(self.probe.live)[-count:], f"the last {count} events, live")
+        self.trace.expect(wanted, _events(self.probe.live)[-count:], f"the last {count} events, live")
 
     def judge(self, record: StreamRecord, concerns: Callable[[str], bool]) -> None:
         """Judge what was heard by the rules that a check is about."""
         verdict = judge_stream(record, Expectations(0, b"", BLOCK_SIZE))
         broken = [f"{each.rule}: {each.seen}" for each in verdict.violations if concerns(each.rule)]
-        self.story.expect([], broken, "broken rules of the wire")
+        self.trace.expect([], broken, "broken rules of the wire")
 
 
 def check_live_batches_keep_the_wire(open_publisher: OpenPublisher) -> None:
     """Three frames, growing numbers, ``[time, events, rank]``: every event arrives once, in order."""
     with _bench("Live batches arrive whole, in order, in the frames of the wire", open_publisher) as bench:
         bench.publish_until_heard()
-        bench.story.call(f"published {_NUM_BATCHES} batches", lambda: bench.publish(_NUM_BATCHES))
+        bench.trace.call(f"published {_NUM_BATCHES} batches", lambda: bench.publish(_NUM_BATCHES))
         bench.expect_live(_NUM_BATCHES)
         bench.judge(StreamRecord(live=tuple(bench.probe.live)), lambda _: True)
 
@@ -90,14 +87,14 @@ def check_replay_brings_late_readers_to_the_same_state(open_publisher: OpenPubli
     """Who asks from 0 gets the whole stream, byte for byte as it went out live."""
     with _bench("A replay from 0 is the stream", open_publisher) as bench:
         bench.publish_until_heard()
-        bench.story.call(f"published {_NUM_BATCHES} batches", lambda: bench.publish(_NUM_BATCHES))
+        bench.trace.call(f"published {_NUM_BATCHES} batches", lambda: bench.publish(_NUM_BATCHES))
         bench.expect_live(_NUM_BATCHES)
-        bench.story.did("asked for a replay from 0")
+        bench.trace.did("asked for a replay from 0")
         answer = bench.probe.ask(0, DEADLINE_S)
-        bench.story.require(answer.ended, "an answer with its end marker", f"{len(answer.messages)} messages without")
-        bench.story.expect(bench.published, _events(answer.messages), "every event, in order")
+        bench.trace.require(answer.ended, "an answer with its end marker", f"{len(answer.messages)} messages without")
+        bench.trace.expect(bench.published, _events(answer.messages), "every event, in order")
         live_first = int.from_bytes(bench.probe.live[0][1], "big")
-        bench.story.did(f"asked for a replay from {live_first}")
+        bench.trace.did(f"asked for a replay from {live_first}")
         again = bench.probe.ask(live_first, DEADLINE_S)
         record = StreamRecord(live=tuple(bench.probe.live), history=answer, again=again)
         bench.judge(record, lambda rule: rule.startswith("replay") or rule == "no-gap")
@@ -112,15 +109,15 @@ def check_every_request_gets_an_end(open_publisher: OpenPublisher) -> None:
             ("of seven bytes", lambda: bench.probe.ask_malformed(DEADLINE_S)),
             ("that is this kit's extension", lambda: bench.probe.ask_extension(DEADLINE_S)),
         ):
-            bench.story.did(f"sent a replay request {what}")
+            bench.trace.did(f"sent a replay request {what}")
             answer = ask()
             if isinstance(answer, ReplayAnswer):
-                bench.story.expect(((), True), (answer.messages, answer.ended), "a bare end marker")
+                bench.trace.expect(((), True), (answer.messages, answer.ended), "a bare end marker")
             else:  # what the extension answers is its own business, as long as it ends
-                bench.story.require(answer is not None, "an answer that ends", "none")
+                bench.trace.require(answer is not None, "an answer that ends", "none")
         bench.publish(1)
-        bench.story.did("published a batch and asked from 0")
-        bench.story.expect(bench.published, _events(bench.probe.ask(0, DEADLINE_S).messages), "the batch, after all")
+        bench.trace.did("published a batch and asked from 0")
+        bench.trace.expect(bench.published, _events(bench.probe.ask(0, DEADLINE_S).messages), "the batch, after all")
 
 
 def check_poison_burns_no_number(open_publisher: OpenPublisher) -> None:
@@ -128,16 +125,16 @@ def check_poison_burns_no_number(open_publisher: OpenPublisher) -> None:
     with _bench("An event that cannot be encoded costs only itself", open_publisher) as bench:
         bench.publish(1)
         poison = KVEventBatch(1.0, (BlockRemoved((1 << 70,)),))
-        bench.story.did("published an event with a hash of 71 bits")
+        bench.trace.did("published an event with a hash of 71 bits")
         try:
             bench.publisher.publish(poison)
         except Exception as error:  # noqa: BLE001 - whatever it refuses with, it refuses
-            bench.story.did(f"it was refused with {type(error).__name__}")
-        bench.story.call("published one more batch", lambda: bench.publish(1))
+            bench.trace.did(f"it was refused with {type(error).__name__}")
+        bench.trace.call("published one more batch", lambda: bench.publish(1))
         answer = bench.probe.ask(0, DEADLINE_S)
-        bench.story.expect(bench.published, _events(answer.messages), "both good events by replay")
+        bench.trace.expect(bench.published, _events(answer.messages), "both good events by replay")
         numbers = [int.from_bytes(frames[-2], "big") for frames in answer.messages]
-        bench.story.expect(list(range(numbers[0], numbers[0] + 2)), numbers, "neighbouring numbers")
+        bench.trace.expect(list(range(numbers[0], numbers[0] + 2)), numbers, "neighbouring numbers")
 
 
 def check_shutdown_sends_the_tail_and_lets_go(open_publisher: OpenPublisher) -> None:
@@ -148,17 +145,17 @@ def check_shutdown_sends_the_tail_and_lets_go(open_publisher: OpenPublisher) -> 
         bench.publisher.idle()  # a publisher that defers to its next idle() has batches pending now
         bench.publish(8)
         bench.turns.clear()
-        bench.story.call("published 8 batches and called shutdown()", bench.publisher.shutdown)
+        bench.trace.call("published 8 batches and called shutdown()", bench.publisher.shutdown)
         bench.expect_live(8)
-        bench.story.call("called shutdown() again", bench.publisher.shutdown)
+        bench.trace.call("called shutdown() again", bench.publisher.shutdown)
     left = [thread.name for thread in set(threading.enumerate()) - threads]
-    bench.story.expect([], left, "threads left")
+    bench.trace.expect([], left, "threads left")
 
 
 @contextmanager
 def _bench(title: str, open_publisher: OpenPublisher) -> Iterator[_Bench]:
-    story = Story(title)
-    publisher = story.call("opened a publisher", open_publisher)
+    trace = Trace(title)
+    publisher = trace.call("opened a publisher", open_publisher)
     turns: list[Callable[[], object]] = [publisher.idle]
     try:
         replay = Endpoint.parse(publisher.replay_endpoint or "", field="replay_endpoint")
@@ -167,7 +164,7 @@ def _bench(title: str, open_publisher: OpenPublisher) -> Iterator[_Bench]:
                 context, Endpoint.parse(publisher.endpoint), replay, turn=lambda: [turn() for turn in turns]
             )
             try:
-                yield _Bench(story, publisher, probe, turns)
+                yield _Bench(trace, publisher, probe, turns)
             finally:
                 probe.close()
     finally:

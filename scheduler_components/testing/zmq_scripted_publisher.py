@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from types import TracebackType
+
 import zmq
+
+from scheduler_components.events import EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.events import EventBatch
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.events import KVEventBatch
 from scheduler_components.kv_events.replay import END_SEQ
 
 __all__ = [

@@ -10,9 +10,9 @@ from benchmarks.bench_cache import GrowthProbe
 from benchmarks.bench_load import WaitingRequest, inquirer_over
 from benchmarks.measure import measure_in_turns
 from observability.kv_stream.view import BlockView
+from scheduler_components.events import BlockStored, KVEventBatch
 from scheduler_components.kv_events.codec import BatchEncoder
 from scheduler_components.kv_events.stream import EventStream
-from scheduler_components.events import BlockStored, KVEventBatch
 from scheduler_components.load.queue import TokenCountedQueue
 
 GROSS = 4.0

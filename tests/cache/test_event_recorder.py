@@ -6,8 +6,7 @@ from array import array
 
 import pytest
 
-from scheduler_components.cache.block_hash import hash_pages, pack_tokens
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE
+from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, hash_pages, pack_tokens
 from scheduler_components.cache.radix_cache import RadixCache
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
 from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventRecorder

@@ -6,10 +6,8 @@ from array import array
 
 import pytest
 
-from scheduler_components.cache.block_hash import pack_tokens
-from scheduler_components.cache.radix_tree import EvictionOrder
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE
-from scheduler_components.cache.radix_tree import RadixNode, RadixTree
+from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, pack_tokens
+from scheduler_components.cache.radix_tree import EvictionOrder, RadixNode, RadixTree
 from scheduler_components.errors import CacheIntegrityError
 
 

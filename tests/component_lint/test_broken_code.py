@@ -231,7 +231,7 @@ def test_broken_code_is_found_where_it_stands(head: str, rule: str, code: str) -
     assert found
     if marked:
         assert sorted({each.line for each in found}) == marked
-    assert all(each.message and each.mend == RULES[rule].mend for each in found)
+    assert all(each.message and each.hint == RULES[rule].hint for each in found)
 
 
 def test_every_rule_has_a_broken_example() -> None:

@@ -32,12 +32,12 @@ def test_the_report_as_text_and_json_say_the_same(tmp_path: Path) -> None:
     path.write_text(BROKEN)
     report = lint_paths([path])
     (found,) = report.findings
-    assert report.as_text() == f"{path}:1: mixin: {found.message}; {found.mend}\nfiles: 1, findings: 1, suppressed: 0"
+    assert report.as_text() == f"{path}:1: mixin: {found.message}; {found.hint}\nfiles: 1, findings: 1, suppressed: 0"
     assert json.loads(report.as_json()) == {
         "num_files": 1,
         "num_suppressed": 0,
         "findings": [
-            {"path": str(path), "line": 1, "rule": "mixin", "message": found.message, "mend": found.mend},
+            {"path": str(path), "line": 1, "rule": "mixin", "message": found.message, "hint": found.hint},
         ],
     }
 

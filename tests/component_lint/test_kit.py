@@ -34,10 +34,6 @@ EXCEPTIONS = {
         "scheduler_components/testing/machines.py",
         "io-in-constructor",
     ): "Hypothesis makes a machine for each example: its constructor is the set-up",
-    (
-        "scheduler_components/testing/machines.py",
-        "io-in-constructor",
-    ): "Hypothesis makes a machine for each example: its constructor is the set-up",
 }
 
 

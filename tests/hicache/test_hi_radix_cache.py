@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components.events import AllBlocksCleared, BlockStored
 from scheduler_components.hicache.cache import HiRadixCache
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadDone, WriteDone
 from scheduler_components.hicache.controller import HiCachePolicy
 from scheduler_components.hicache.tiers import Tier
-from scheduler_components.events import AllBlocksCleared, BlockStored
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadDone, WriteDone
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 PAGE_SIZE = 2
@@ -37,8 +37,8 @@ class Cache:
             elif isinstance(instruction, CopyToDevice):
                 cache.handle(LoadDone(instruction.op, copies))
         self._step += 1
-        ballot = cache.ballot(self._step, has_storage=False, load_room_pages=100, now_s=0.0)
-        cache.settle(self._step, ballot.open(ballot.pack(0)), now_s=0.0)
+        proposal = cache.proposal(self._step, has_storage=False, load_room_pages=100, now_s=0.0)
+        cache.settle(self._step, proposal.open(proposal.pack(0)), now_s=0.0)
         cache.check_integrity()
 
     def compute(self, chat: int, num_pages: int) -> None:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache.memory import HostPool
+from scheduler_components.hicache.memory import HostPool, PageShape, SimulatedDeviceMemory
 from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.hicache.memory import PageShape, SimulatedDeviceMemory
 from scheduler_components.hicache.storage import CheckedPageStore
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=5)

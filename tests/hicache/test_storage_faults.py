@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import StorageError, StorageStallError
 from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.hicache.storage import FRAME_BYTES, seal_page, unseal_page
-from scheduler_components.hicache.storage import CheckedPageStore
+from scheduler_components.hicache.storage import FRAME_BYTES, CheckedPageStore, seal_page, unseal_page
 from scheduler_components.hicache.thread_storage import open_deadline_page_store
 
 PAGE_BYTES = 8

@@ -12,8 +12,7 @@ import pytest
 
 from scheduler_components.errors import ConfigError, StartError, StorageError
 from scheduler_components.hicache.file_storage import FilePageStore, open_file_page_store
-from scheduler_components.hicache.storage import FRAME_BYTES
-from scheduler_components.hicache.storage import CheckedPageStore
+from scheduler_components.hicache.storage import FRAME_BYTES, CheckedPageStore
 from scheduler_components.testing.page_store_checks import PAGE_BYTES, page_of
 
 MANY = 1 << 30

@@ -10,12 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError, SyncClosedError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.agreement import Ballot
-from scheduler_components.hicache.agreement import InProcessSync
-from scheduler_components.hicache.agreement import world_rank_sets
-from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.testing.thread_ranks import ThreadSyncHub
+from scheduler_components.hicache.agreement import InProcessSync, Proposal, SyncDomain, world_rank_sets
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.testing.thread_ranks import ThreadSyncHub
 
 Hops = dict[int, tuple[tuple[int, ...], ...]]
 
@@ -70,12 +67,12 @@ def test_simulated_ranks_get_the_answers_of_the_whole_grid(cp: int, tp: int, dat
     sync = InProcessSync(grid(cp, tp))
     for step in range(3):
         values = data.draw(st.lists(st.integers(-9, 9), min_size=cp * tp, max_size=cp * tp))
-        ballots = {}
+        proposals = {}
         for rank, value in enumerate(values):
-            ballots[rank] = Ballot("step", step=step)
-            ballots[rank].min("acks", value)
-            ballots[rank].equal("digest", value)
-        for outcome in sync.agree(ballots).values():
+            proposals[rank] = Proposal("step", step=step)
+            proposals[rank].min("acks", value)
+            proposals[rank].equal("digest", value)
+        for outcome in sync.agree(proposals).values():
             assert outcome.numbers == {"acks": min(values)}
             assert outcome.verdicts == {"digest": len(set(values)) == 1}
     assert sync.num_collectives == 3 * ((cp > 1) + (tp > 1))
@@ -83,20 +80,20 @@ def test_simulated_ranks_get_the_answers_of_the_whole_grid(cp: int, tp: int, dat
 
 def test_agreement_over_tp_only_leaves_cp_ranks_apart() -> None:
     tp_only: Hops = {0: ((0, 1),), 1: ((0, 1),), 2: ((2, 3),), 3: ((2, 3),)}
-    ballots = {rank: Ballot("step", step=0) for rank in range(4)}
-    for rank, ballot in ballots.items():
-        ballot.min("landed", rank)
-    outcomes = InProcessSync(tp_only).agree(ballots)
+    proposals = {rank: Proposal("step", step=0) for rank in range(4)}
+    for rank, proposal in proposals.items():
+        proposal.min("landed", rank)
+    outcomes = InProcessSync(tp_only).agree(proposals)
     assert [outcomes[rank].numbers["landed"] for rank in range(4)] == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("num_slots", [1, 250, 251, 5000])
 def test_collectives_do_not_grow_with_the_slots_beyond_one_more_a_hop(num_slots: int) -> None:
     def work(domain: SyncDomain) -> object:
-        ballot = Ballot("step", step=0)
+        proposal = Proposal("step", step=0)
         for slot in range(num_slots):
-            ballot.min(f"operation {slot}", domain.rank + slot)
-        outcome = domain.agree(ballot)
+            proposal.min(f"operation {slot}", domain.rank + slot)
+        outcome = domain.agree(proposal)
         assert list(outcome.numbers.values()) == list(range(num_slots))
         return domain.num_collectives
 
@@ -119,12 +116,12 @@ def test_a_rank_that_leaves_out_a_call_is_named_on_all_ranks(odd_rank: int) -> N
             assert ("write acks" if rank == odd_rank else "prefetch") in place
 
 
-def test_ballots_of_different_length_part_before_their_rests_meet() -> None:
+def test_proposals_of_different_length_part_before_their_rests_meet() -> None:
     def work(domain: SyncDomain) -> object:
-        ballot = Ballot("step", step=0)
+        proposal = Proposal("step", step=0)
         for slot in range(1000 if domain.rank == 2 else 3):
-            ballot.min(f"operation {slot}", 1)
-        return domain.agree(ballot)
+            proposal.min(f"operation {slot}", 1)
+        return domain.agree(proposal)
 
     assert all(isinstance(error, SyncDivergenceError) for error in on_threads(grid(2, 2), work))
 
@@ -161,16 +158,16 @@ def test_a_closed_domain_refuses() -> None:
         domain.barrier("start", step=0)
 
 
-def test_a_simulated_rank_without_a_ballot_is_missing() -> None:
+def test_a_simulated_rank_without_a_proposal_is_missing() -> None:
     with pytest.raises(SyncTimeoutError, match=r"'step' at step 8: .* missing ranks: 1, 3") as raised:
-        InProcessSync(grid(2, 2)).agree({rank: Ballot("step", step=8) for rank in (0, 2)})
+        InProcessSync(grid(2, 2)).agree({rank: Proposal("step", step=8) for rank in (0, 2)})
     assert raised.value.missing_ranks == (1, 3)
 
 
 def test_simulated_ranks_with_different_questions_part() -> None:
-    ballots = {rank: Ballot("prefetch" if rank else "write back", step=8) for rank in range(4)}
+    proposals = {rank: Proposal("prefetch" if rank else "write back", step=8) for rank in range(4)}
     with pytest.raises(SyncDivergenceError, match="ranks part at agreement 0: rank 0: 'write back' at step 8"):
-        InProcessSync(grid(2, 2)).agree(ballots)
+        InProcessSync(grid(2, 2)).agree(proposals)
 
 
 def test_hops_that_members_do_not_share_are_refused() -> None:

@@ -19,18 +19,16 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
 from scheduler_components.errors import CacheIntegrityError, StorageError
-from scheduler_components.hicache.file_storage import open_file_page_store
-from scheduler_components.hicache.cache import HiRadixCache
-from scheduler_components.hicache.memory import HostPool
-from scheduler_components.hicache.storage import KeySpace, Placement
-from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.page_operations import CopyToHost
-from scheduler_components.hicache.memory import PageShape, SimulatedDeviceMemory
-from scheduler_components.hicache.controller import HiCachePolicy
 from scheduler_components.hicache.agreement import SyncDomain
+from scheduler_components.hicache.cache import HiRadixCache, TierStepper
+from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.hicache.file_storage import open_file_page_store
+from scheduler_components.hicache.memory import HostPool, PageShape, SimulatedDeviceMemory
+from scheduler_components.hicache.memory_storage import MemoryPageStore
+from scheduler_components.hicache.storage import KeySpace, Placement
 from scheduler_components.hicache.thread_page_mover import ThreadPageMover, open_thread_page_mover
-from scheduler_components.hicache.cache import TierStepper
 from scheduler_components.hicache.tiers import Tier
+from scheduler_components.page_operations import CopyToHost
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import PageBytes, PageStore
 from scheduler_components.reference.device.simulated_kv import SimulatedKv
@@ -52,7 +50,7 @@ class Rank:
             host=mover.host,
             num_host_pages=num_host_pages,
             policy=policy,
-            witness=self.kv,
+            page_hook=self.kv,
         )
         self.stepper = TierStepper(cache=self.cache, domain=SyncDomain(), mover=mover)
 

@@ -21,14 +21,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import CacheIntegrityError, SyncTimeoutError, TierDivergenceError
-from scheduler_components.hicache.agreement import Ballot, Outcome
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored
+from scheduler_components.hicache.agreement import Outcome, Proposal
 from scheduler_components.hicache.cache import HiRadixCache
 from scheduler_components.hicache.controller import HiCachePolicy
 from scheduler_components.hicache.tiers import Tier
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored
-from scheduler_components.reference.device.hicache_sim import SimulatedReplica, SimulationConfig, agreement_of
-from scheduler_components.reference.device.hicache_sim import FaultRates
-from scheduler_components.reference.device.hicache_sim import Commands, SimulatedWorkload
+from scheduler_components.reference.device.hicache_sim import (
+    Commands,
+    FaultRates,
+    SimulatedReplica,
+    SimulatedWorkload,
+    SimulationConfig,
+    agreement_of,
+)
 
 POLICIES = st.builds(
     HiCachePolicy,
@@ -119,9 +124,11 @@ class LocalSlots:
         self._agreement = agreement_of(config)
         self._pattern = pattern
 
-    def agree(self, ballots: Mapping[int, Ballot]) -> dict[int, Outcome]:
-        agreed = self._agreement.agree(ballots)
-        return {rank: self._with_own(agreed[rank], ballot.open(ballot.pack(0))) for rank, ballot in ballots.items()}
+    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, Outcome]:
+        agreed = self._agreement.agree(proposals)
+        return {
+            rank: self._with_own(agreed[rank], proposal.open(proposal.pack(0))) for rank, proposal in proposals.items()
+        }
 
     def _with_own(self, agreed: Outcome, own: Outcome) -> Outcome:
         return Outcome(
@@ -210,22 +217,22 @@ def test_a_rank_that_brings_nothing_is_named() -> None:
     config = SimulationConfig()
     agreement = agreement_of(config)
     caches = SimulatedReplica(config, seed=0).caches
-    ballots = {
-        rank: cache.ballot(1, has_storage=True, load_room_pages=1, now_s=0.0) for rank, cache in enumerate(caches)
+    proposals = {
+        rank: cache.proposal(1, has_storage=True, load_room_pages=1, now_s=0.0) for rank, cache in enumerate(caches)
     }
-    del ballots[2]
+    del proposals[2]
     with pytest.raises(SyncTimeoutError, match=r"'hicache step' at step 1.*missing ranks: 2"):
-        agreement.agree(ballots)
+        agreement.agree(proposals)
 
 
-def test_the_ballot_has_the_same_slots_however_much_is_under_way() -> None:
+def test_the_proposal_has_the_same_slots_however_much_is_under_way() -> None:
     """And they fit the first block: one reduction a hop, queue of any length."""
     config = SimulationConfig(device_pages=2000, host_pages=4000)
     [cache, *_] = SimulatedReplica(config, seed=0).caches
-    make: Callable[[], Ballot] = lambda: cache.ballot(1, has_storage=True, load_room_pages=1, now_s=0.0)  # noqa: E731
+    make: Callable[[], Proposal] = lambda: cache.proposal(1, has_storage=True, load_room_pages=1, now_s=0.0)  # noqa: E731
     idle = len(make())
     for chat in range(500):
         cache.insert([chat, chat], cache.allocate(1))
     assert cache.num_operations == 500
     assert len(make()) == idle
-    assert len(make().pack(0)) == len(Ballot("nothing", step=0).pack(0))
+    assert len(make().pack(0)) == len(Proposal("nothing", step=0).pack(0))

@@ -7,11 +7,20 @@ import random
 import pytest
 
 from scheduler_components.errors import CacheIntegrityError, ConfigError
-from scheduler_components.hicache.agreement import Ballot, Outcome
-from scheduler_components.hicache.agreement import InProcessSync
-from scheduler_components.page_operations import Decision, Instruction, PagesLanded, PrefetchHit, PrefetchSettled, QueryStorage, ReadEnded, ReadStorage, StopReading, StorageAnswered
-from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.hicache.controller import NUM_LANES, PrefetchLanes
+from scheduler_components.hicache.agreement import InProcessSync, Outcome, Proposal
+from scheduler_components.hicache.controller import NUM_LANES, HiCachePolicy, PrefetchLanes
+from scheduler_components.page_operations import (
+    Decision,
+    Instruction,
+    PagesLanded,
+    PrefetchHit,
+    PrefetchSettled,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    StorageAnswered,
+)
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 DIGESTS = bytes(range(32)) * 6
@@ -34,14 +43,14 @@ class TwoRanks:
     def agree(self, without: str = "no slot has this name") -> list[tuple[list[Decision], list[Instruction]]]:
         """One agreement; slots that end in ``without`` are each rank's own."""
         self._step += 1
-        ballots = {}
+        proposals = {}
         for rank, lanes in enumerate(self.lanes):
-            ballots[rank] = Ballot("step", step=self._step)
-            lanes.fill(ballots[rank], self.now_s[rank])
-        outcomes = self._sync.agree(ballots)
+            proposals[rank] = Proposal("step", step=self._step)
+            lanes.fill(proposals[rank], self.now_s[rank])
+        outcomes = self._sync.agree(proposals)
         settled = []
         for rank, lanes in enumerate(self.lanes):
-            own = ballots[rank].open(ballots[rank].pack(0))
+            own = proposals[rank].open(proposals[rank].pack(0))
             verdicts = {
                 name: own.verdicts[name] if name.endswith(without) else verdict
                 for name, verdict in outcomes[rank].verdicts.items()

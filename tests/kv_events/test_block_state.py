@@ -6,11 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.kv_events.stream import BlockState
-from scheduler_components.kv_events.codec import DIALECTS, BatchDecoder, BatchEncoder
-from scheduler_components.kv_events.stream import EventStream
 from scheduler_components.events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.stream import collapse, fold_payload, segment_event
+from scheduler_components.kv_events.codec import DIALECTS, BatchDecoder, BatchEncoder
+from scheduler_components.kv_events.stream import BlockState, EventStream, collapse, fold_payload, segment_event
 from scheduler_components.testing.ledger import Block, EventLedger, Medium
 from scheduler_components.testing.strategies import hostile_histories
 

@@ -50,7 +50,7 @@ def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
     try:
         config = KVEventsConfig.from_cli(text)
     except ConfigError as error:
-        assert "\n" not in error.mend
+        assert "\n" not in error.hint
         assert len(str(error)) < 1_000
     else:
         assert KVEventsConfig(**config.model_dump()) == config
@@ -103,7 +103,7 @@ def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
         ({"publisher": "zmq", "options": {"brokers": 3}}, "options", "take them out"),
     ],
 )
-def test_a_bad_setting_is_named_with_its_mend(given_settings: dict[str, Any], field: str, said: str) -> None:
+def test_a_bad_setting_is_named_with_its_hint(given_settings: dict[str, Any], field: str, said: str) -> None:
     for make in (lambda: KVEventsConfig(**given_settings), lambda: KVEventsConfig.from_cli(json.dumps(given_settings))):
         with pytest.raises(ConfigError) as refused:
             make()
@@ -116,7 +116,7 @@ def test_what_is_not_a_json_object_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="JSON") as refused:
         KVEventsConfig.from_cli(text)
     assert refused.value.field == "kv_events_config"
-    assert '"publisher": "zmq"' in refused.value.mend
+    assert '"publisher": "zmq"' in refused.value.hint
 
 
 def test_a_key_given_twice_is_refused() -> None:

@@ -29,7 +29,7 @@ def test_any_text_is_an_endpoint_or_a_config_error_that_names_its_setting(text: 
         assert error.field == "replay_endpoint"
         assert error.value == text
         assert error.problem
-        assert error.mend
+        assert error.hint
     else:
         assert Endpoint.parse(str(endpoint)) == endpoint
 
@@ -153,7 +153,7 @@ def test_offset(text: str, rank: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "rank", "problem", "mend"),
+    ("text", "rank", "problem", "hint"),
     [
         ("tcp://*:5557", -1, "rank -1", "at least 0"),
         ("tcp://*:5557", True, "rank True", "at least 0"),
@@ -163,12 +163,12 @@ def test_offset(text: str, rank: int, expected: str) -> None:
         ("ipc:///tmp/" + "x" * 99, 1, "suffix _dp1", "shorter path"),
     ],
 )
-def test_offsets_that_cannot_be_are_refused(text: str, rank: int, problem: str, mend: str) -> None:
+def test_offsets_that_cannot_be_are_refused(text: str, rank: int, problem: str, hint: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Endpoint.parse(text).offset(rank, field="replay_endpoint")
     assert refused.value.field == "replay_endpoint"
     assert problem in refused.value.problem
-    assert mend in refused.value.mend
+    assert hint in refused.value.hint
 
 
 @pytest.mark.parametrize(

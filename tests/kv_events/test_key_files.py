@@ -13,10 +13,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.kv_events.config import KVEventsConfig
-from scheduler_components.kv_events.config import EventPublisherFactory
-from scheduler_components.kv_events.zmq_auth import ClientKeys, StreamAccess
-from scheduler_components.kv_events.zmq_auth import read_key_pair, read_public_key, write_key_pair
+from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig
+from scheduler_components.kv_events.zmq_auth import (
+    ClientKeys,
+    StreamAccess,
+    read_key_pair,
+    read_public_key,
+    write_key_pair,
+)
 
 
 def test_a_pair_is_written_for_its_owner_alone_and_read_back(tmp_path: Path) -> None:

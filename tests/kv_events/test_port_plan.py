@@ -7,8 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.endpoints import PortPlan
+from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
 from scheduler_components.testing.strategies import crowded_endpoints
 
 
@@ -53,14 +52,14 @@ def test_the_habitual_replay_port_next_to_the_events_is_refused_with_two_streams
         PortPlan(events=events, replay=replay, stream_count=2)
     assert refused.value.field == "replay_endpoint"
     assert "overlaps endpoint='tcp://*:5557' with 2 streams" in refused.value.problem
-    assert "at least 2 apart" in refused.value.mend
+    assert "at least 2 apart" in refused.value.hint
 
 
 def test_a_range_past_the_last_port_is_refused_by_name() -> None:
     with pytest.raises(ConfigError) as refused:
         PortPlan(events=Endpoint.parse("tcp://*:5557"), load=Endpoint.parse("tcp://*:65530"), stream_count=8)
     assert refused.value.field == "load_endpoint"
-    assert "at most 65528" in refused.value.mend
+    assert "at most 65528" in refused.value.hint
 
 
 @pytest.mark.parametrize("stream_count", [0, -1, True, 1.0, "2", None])

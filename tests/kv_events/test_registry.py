@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from scheduler_components.errors import ConfigError, PublisherNameTakenError
-from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.events import EventBatch
-from scheduler_components.ports import EventPublisher, NullEventPublisher
-from scheduler_components.kv_events.config import EventPublisherFactory, open_event_publisher
+from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig, open_event_publisher
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import EventPublisher, NullEventPublisher
 
 
 class SeedStylePublisher(EventPublisher):
@@ -184,7 +183,7 @@ def test_a_broken_package_is_a_config_error_that_gives_the_cause(
     with pytest.raises(ConfigError) as refused:
         factory.create('{"publisher": "offered"}')
     assert said in refused.value.problem
-    assert target in refused.value.mend
+    assert target in refused.value.hint
 
 
 def test_two_packages_that_offer_one_name_are_refused(

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
 from scheduler_components.load.shm_load_board import PAGE_BYTES, LoadPage, decode_load, look_at_load_page
+from scheduler_components.load_inquirer import MAX_DISPATCHERS
 from scheduler_components.shm_board import DoubleBuffer
 from scheduler_components.values import LoadSnapshot
-from scheduler_components.load_inquirer import MAX_DISPATCHERS
 
 
 def new_page() -> tuple[LoadPage, bytearray]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.load.queue import DispatchLedger
-from scheduler_components.values import LoadSnapshot
 from scheduler_components.load_inquirer import MAX_DISPATCHERS, LoadWithTotals, WorkTotals
+from scheduler_components.values import LoadSnapshot
 
 SEND, TAKE_IN, REPORT, DELIVER, LOSE = range(5)
 

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from scheduler_components import server_info
 from scheduler_components.errors import DecodeError
-from scheduler_components.load.gauge import LOAD_TOPIC, MAX_LOAD_STAT_BYTES, LoadStat, decode_load_stat, encode_load_stat, load_stat_from
-from scheduler_components.values import LoadSnapshot
+from scheduler_components.load.gauge import (
+    LOAD_TOPIC,
+    MAX_LOAD_STAT_BYTES,
+    LoadStat,
+    decode_load_stat,
+    encode_load_stat,
+    load_stat_from,
+)
 from scheduler_components.load_inquirer import MAX_DISPATCHERS
+from scheduler_components.values import LoadSnapshot
 
 counts = st.integers(0, 2**63 - 1)
 GOLDEN = bytes.fromhex("9ba84c6f6164537461740203cd0190cd06400105cd02bc0809cd03e8")

@@ -13,9 +13,9 @@ import pytest
 
 from scheduler_components.errors import StartError
 from scheduler_components.load.shm_load_board import ShmLoadBoard, open_shm_load_sink
-from scheduler_components.values import LoadSnapshot
 from scheduler_components.load_publisher import LoadPublisher
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import LoadSnapshot
 
 Eventually = Callable[[Callable[[], object]], None]
 

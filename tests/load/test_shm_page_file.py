@@ -75,7 +75,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 try:
     open_shm_page_file(Path(sys.argv[1]), 10_000)
 except StartError as error:
-    print(error.mend)
+    print(error.hint)
 """
     command = [sys.executable, "-c", script, str(tmp_path / "page")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

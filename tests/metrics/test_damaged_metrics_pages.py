@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.metrics.shm_metrics_board import PAGE_BYTES
-from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, ShmMetricsSink, open_shm_metrics_sink
-from scheduler_components.values import SchedulerStats
+from scheduler_components.metrics.shm_metrics_board import (
+    PAGE_BYTES,
+    ShmMetricsBoard,
+    ShmMetricsSink,
+    open_shm_metrics_sink,
+)
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import LoadSnapshot, SchedulerStats
 
 
 def rank_of(rank: int) -> ParallelState:

@@ -7,11 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.metrics.shm_metrics_board import PAGE_BYTES, MetricsPage, look_at_metrics_page
-from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID, ReportEncoder, decode_report
+from scheduler_components.metrics.shm_metrics_board import (
+    LAYOUT_ID,
+    PAGE_BYTES,
+    MetricsPage,
+    ReportEncoder,
+    decode_report,
+    look_at_metrics_page,
+)
 from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.values import SchedulerStats, SchedulerTotals
+from scheduler_components.values import LoadSnapshot, SchedulerStats, SchedulerTotals
 
 LABELS = (("dp_rank", "0"),)
 

@@ -13,14 +13,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.values import TierStats
-from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
-from scheduler_components.metrics.timing import Histogram
-from scheduler_components.values import HistogramSnapshot
 from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID, ReportEncoder, decode_report
-from scheduler_components.metrics.timing import LatencyHistograms, RequestLatencies
-from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.metrics.timing import Histogram, LatencyHistograms, RequestLatencies
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import (
+    DisaggregationLoad,
+    HistogramSnapshot,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    PublisherStats,
+    QueueLoad,
+    SchedulerStats,
+    SchedulerTotals,
+    SpeculativeLoad,
+    TierStats,
+)
 
 LABELS = ParallelState().metric_labels
 

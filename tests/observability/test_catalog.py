@@ -8,11 +8,20 @@ import msgspec
 import pytest
 
 from observability.catalog import CATALOG, EVERY_METRIC, HISTOGRAMS, Metric, render_markdown
-from scheduler_components.values import TierStats
-from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
-from scheduler_components.values import LatencyTotals
 from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.values import (
+    DisaggregationLoad,
+    LatencyTotals,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    PublisherStats,
+    QueueLoad,
+    SchedulerStats,
+    SchedulerTotals,
+    SpeculativeLoad,
+    TierStats,
+)
 
 # Facts that reach a dashboard in another way, each with its reason.
 NOT_EXPORTED = {

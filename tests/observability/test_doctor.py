@@ -13,18 +13,16 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from observability.doctor import DoctorOptions, examine, exit_code
-from observability.doctor import Finding, Severity
+from observability.doctor import DoctorOptions, Finding, Severity, diagnose_stream, examine, exit_code
 from observability.kv_stream.discovery import StreamAddress
-from observability.kv_stream.instructions import StreamState
 from observability.kv_stream.follower import StreamStats
-from observability.doctor import diagnose_stream
+from observability.kv_stream.instructions import StreamState
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.events import BlockStored, KVEventBatch
+from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-from scheduler_components.values import LoadSnapshot
 from scheduler_components.load.zmq_gauge import open_zmq_load_sink
+from scheduler_components.values import LoadSnapshot
 
 Serve = Callable[[dict[str, tuple[int, bytes]]], str]
 
@@ -75,7 +73,7 @@ def troubles(findings: list[Finding]) -> list[Finding]:
 
 def the_trouble(findings: list[Finding]) -> Finding:
     (trouble,) = troubles(findings)
-    assert trouble.mend
+    assert trouble.hint
     assert str(trouble).count("\n") == 1
     return trouble
 

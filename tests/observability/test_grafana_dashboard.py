@@ -12,15 +12,22 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from observability.catalog import EVERY_METRIC
 from observability.grafana.dashboard import DASHBOARD_FILE, render_dashboard
-from observability.prometheus_reports import PrometheusBoard
-from observability.prometheus_reports import OutputCollector, RankOutputs
-from scheduler_components.values import TierStats
-from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
+from observability.prometheus_reports import OutputCollector, PrometheusBoard, RankOutputs
 from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.values import SchedulerStats, SchedulerTotals
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.testing.fakes import ListOutputSink
+from scheduler_components.values import (
+    DisaggregationLoad,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    QueueLoad,
+    SchedulerStats,
+    SchedulerTotals,
+    SpeculativeLoad,
+    TierStats,
+)
 
 # Metrics without a panel, each with its reason.
 NOT_DRAWN = {

@@ -13,9 +13,16 @@ from starlette.applications import Starlette
 
 from observability.http_app import status_routes
 from observability.prometheus_reports import PrometheusSink
-from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
-from scheduler_components.values import SchedulerStats
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import (
+    DisaggregationLoad,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    QueueLoad,
+    SchedulerStats,
+    SpeculativeLoad,
+)
 
 NOW = 1_700_000_000.0
 

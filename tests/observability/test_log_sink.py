@@ -7,9 +7,8 @@ import logging
 import pytest
 
 from observability.log_sink import LogSink, describe_stats
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import PublisherStats, SchedulerStats
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerStats
 
 LOGGER = logging.getLogger("test_log_sink")
 

@@ -14,18 +14,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability.prometheus_reports import PrometheusBoard
-from observability.prometheus_reports import PrometheusSink
+from observability.prometheus_reports import PrometheusBoard, PrometheusSink
+from observability.testing import metrics_sink_checks as checks
 from scheduler_components.errors import ConfigError
-from scheduler_components.values import TierStats
-from scheduler_components.values import DisaggregationLoad, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
-from scheduler_components.values import LatencyTotals
-from scheduler_components.metrics.timing import RequestLatencies
 from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, open_shm_metrics_sink
-from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.metrics.timing import RequestLatencies
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import MetricsSink
-from observability.testing import metrics_sink_checks as checks
+from scheduler_components.values import (
+    DisaggregationLoad,
+    LatencyTotals,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    PublisherStats,
+    QueueLoad,
+    SchedulerStats,
+    SchedulerTotals,
+    SpeculativeLoad,
+    TierStats,
+)
 
 NUM_RANKS = 8
 LABELS = [ParallelState.from_tp_rank(r, tp_size=8, attn_dp_size=8).metric_labels for r in range(NUM_RANKS)]

@@ -10,15 +10,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from observability.catalog import OUTPUT_METRICS
-from observability.prometheus_reports import OutputCollector, RankLabels, RankOutputs
-from observability.prometheus_reports import PrometheusSink
+from observability.prometheus_reports import OutputCollector, PrometheusSink, RankLabels, RankOutputs
 from scheduler_components.errors import ConfigError
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import OutputStats, TokenOutput
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.testing.fakes import ListOutputSink
+from scheduler_components.values import LoadSnapshot, OutputStats, SchedulerStats, TokenOutput
 
 FIRST, SECOND = (ParallelState(dp_rank=rank, dp_size=2) for rank in range(2))
 

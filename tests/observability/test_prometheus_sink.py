@@ -10,11 +10,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from observability.catalog import CATALOG
 from observability.prometheus_reports import PrometheusSink
 from scheduler_components.errors import ConfigError
-from scheduler_components.values import TierStats
-from scheduler_components.values import LoadSnapshot, QueueLoad
 from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import (
+    LoadSnapshot,
+    PublisherStats,
+    QueueLoad,
+    SchedulerStats,
+    SchedulerTotals,
+    TierStats,
+)
 
 
 def make_stats(dp_rank: int = 0, **load: object) -> SchedulerStats:

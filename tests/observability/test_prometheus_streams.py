@@ -9,10 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.follower import StreamStats
-from observability.prometheus_streams import StreamCollector
 from observability.catalog import STREAM_CATALOG, STREAM_STATE, render_stream_markdown
+from observability.kv_stream.follower import StreamStats
+from observability.kv_stream.instructions import StreamState
+from observability.prometheus_streams import StreamCollector
 from scheduler_components.errors import ConfigError
 
 NOT_NUMBERS = {"rank", "endpoint", "state", "last_error"}

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from scheduler_components.output_streamer import HeldEnds, OutputStreamer
 from scheduler_components.values import OutputBatch, OutputDelta, TokenOutput
-from scheduler_components.output_streamer import HeldEnds
-from scheduler_components.output_streamer import OutputStreamer
 
 
 @dataclass

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.agreement import Ballot
-from scheduler_components.hicache.agreement import RankSets, world_rank_sets
-from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.hicache.torch_sync import get_attn_cp_rank_and_size, open_torch_sync_domains, rank_sets_of_groups
+from scheduler_components.hicache.agreement import Proposal, RankSets, SyncDomain, world_rank_sets
+from scheduler_components.hicache.torch_sync import (
+    get_attn_cp_rank_and_size,
+    open_torch_sync_domains,
+    rank_sets_of_groups,
+)
 from scheduler_components.parallel_state import ParallelState
 
 ODD_RANK = 2
@@ -41,14 +43,14 @@ def agree(world: World, timeout_s: float) -> object:
 
     def steps(domain: SyncDomain) -> list[object]:
         for step in range(20):
-            ballot = Ballot("step", step=step)
-            ballot.min("landed", domain.rank + step)
-            ballot.max("wanted", domain.rank)
-            ballot.all("allocated", domain.rank != 1)
-            ballot.any("aborted", domain.rank == 1)
-            ballot.equal("tree", step)
-            ballot.equal("host", domain.rank)
-            outcome = domain.agree(ballot)
+            proposal = Proposal("step", step=step)
+            proposal.min("landed", domain.rank + step)
+            proposal.max("wanted", domain.rank)
+            proposal.all("allocated", domain.rank != 1)
+            proposal.any("aborted", domain.rank == 1)
+            proposal.equal("tree", step)
+            proposal.equal("host", domain.rank)
+            outcome = domain.agree(proposal)
         domain.barrier("end", step=20)
         return [*outcome.numbers.values(), *outcome.verdicts.values(), domain.num_collectives]
 
@@ -56,22 +58,22 @@ def agree(world: World, timeout_s: float) -> object:
         return list(threads.map(steps, domains))
 
 
-def long_ballot(world: World, timeout_s: float) -> object:
+def long_proposal(world: World, timeout_s: float) -> object:
     with opened(world, ["scheduler"], timeout_s) as [domain]:
-        ballot = Ballot("step", step=0)
+        proposal = Proposal("step", step=0)
         for slot in range(2000):
-            ballot.min(f"operation {slot}", domain.rank + slot)
-        numbers = domain.agree(ballot).numbers
+            proposal.min(f"operation {slot}", domain.rank + slot)
+        numbers = domain.agree(proposal).numbers
         return [list(numbers.values()) == list(range(2000)), domain.num_collectives]
 
 
 def diverge(world: World, timeout_s: float) -> object:
     with opened(world, ["scheduler"], timeout_s) as [domain]:
-        ballot = Ballot("prefetch", step=5)
+        proposal = Proposal("prefetch", step=5)
         for slot in range(3000 if domain.rank == ODD_RANK else 2):
-            ballot.min(f"operation {slot}", 1)
+            proposal.min(f"operation {slot}", 1)
         domain.barrier("start", step=4)
-        return domain.agree(ballot).numbers
+        return domain.agree(proposal).numbers
 
 
 def lose_a_rank(world: World, timeout_s: float, how: signal.Signals) -> object:
@@ -97,7 +99,7 @@ def own_groups(world: World, timeout_s: float) -> object:
 
 SCENARIOS: dict[str, Callable[[World, float], object]] = {
     "agree": agree,
-    "long": long_ballot,
+    "long": long_proposal,
     "diverge": diverge,
     "killed": partial(lose_a_rank, how=signal.SIGKILL),
     "stopped": partial(lose_a_rank, how=signal.SIGSTOP),

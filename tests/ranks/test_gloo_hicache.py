@@ -22,7 +22,13 @@ PATIENCE_S = 90
 @pytest.mark.parametrize("size, cp_size", [(4, 2), (2, 2), (2, 1)], ids=["TP2 x CP2", "CP2", "TP2"])
 def test_ranks_hold_the_same_pages_at_every_step(size: int, cp_size: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m"]
-    command += ["scheduler_components.reference.device.hicache_torchrun", "--attn-cp-size", str(cp_size), "--steps", "150"]
+    command += [
+        "scheduler_components.reference.device.hicache_torchrun",
+        "--attn-cp-size",
+        str(cp_size),
+        "--steps",
+        "150",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     held: dict[str, set[str]] = defaultdict(set)

@@ -78,7 +78,7 @@ def test_cp2_ranks_get_the_answers_of_both(cp2: list[dict[str, Any]]) -> None:
     assert [found["agree"] for found in cp2] == [[each_thread, each_thread]] * 2
 
 
-def test_a_ballot_of_any_length_takes_one_more_reduction_a_hop(tp2_cp2: list[dict[str, Any]]) -> None:
+def test_a_proposal_of_any_length_takes_one_more_reduction_a_hop(tp2_cp2: list[dict[str, Any]]) -> None:
     assert [found["long"] for found in tp2_cp2] == [[True, 4]] * 4
 
 

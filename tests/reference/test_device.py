@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.reference.engine.request import ScheduledBatch, ScheduledWork
 from scheduler_components.reference.device.device import CostModel, SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.request import Request
+from scheduler_components.reference.engine.request import Request, ScheduledBatch, ScheduledWork
 
 checked = settings(deadline=None)
 

@@ -9,14 +9,36 @@ from typing import Any
 import pytest
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.values import FinishReason
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import OutputBatch, OutputDelta, OutputStats, TokenOutput
-from scheduler_components.reference.engine.front import LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.front import EngineFailedError, Front, GenerateRequest, RequestFailedError, RequestRefusedError, TooBusyError
-from scheduler_components.reference.engine.messages import FRONT, AbortRequest, Command, RequestRefused, StatsReport, SubmitRequest, decode_command, pack_tokens
+from scheduler_components.reference.engine.front import (
+    EngineFailedError,
+    Front,
+    GenerateRequest,
+    LoadDispatcher,
+    ReplicaLoad,
+    RequestFailedError,
+    RequestRefusedError,
+    TooBusyError,
+)
+from scheduler_components.reference.engine.messages import (
+    FRONT,
+    AbortRequest,
+    Command,
+    RequestRefused,
+    StatsReport,
+    SubmitRequest,
+    decode_command,
+    pack_tokens,
+)
 from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.values import (
+    FinishReason,
+    LoadSnapshot,
+    OutputBatch,
+    OutputDelta,
+    OutputStats,
+    SchedulerStats,
+    TokenOutput,
+)
 
 
 class Leader:

@@ -12,12 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components.values import FinishReason
-from scheduler_components.values import OutputBatch, OutputDelta, TokenOutput
-from scheduler_components.reference.engine.front import LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.front import EngineFailedError, Front
+from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.http import MAX_BODY_BYTES, BadBodyError, GenerateEndpoint, parse_body
-from scheduler_components.reference.engine.messages import AbortRequest, Command, RequestRefused, SubmitRequest, decode_command, unpack_tokens
+from scheduler_components.reference.engine.messages import (
+    AbortRequest,
+    Command,
+    RequestRefused,
+    SubmitRequest,
+    decode_command,
+    unpack_tokens,
+)
+from scheduler_components.values import FinishReason, OutputBatch, OutputDelta, TokenOutput
 
 
 class Leader:

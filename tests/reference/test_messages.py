@@ -7,13 +7,38 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components.errors import DecodeError
-from scheduler_components.values import FinishReason
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import OutputBatch, OutputDelta, OutputStats, TokenOutput
-from scheduler_components.reference.engine.messages import AbortRequest, CacheDump, Command, DumpCache, RankReady, Report, RequestRefused, StatsReport, StepInput, SubmitRequest, decode_command, decode_report, decode_step, encode, pack_hashes, pack_tokens, unpack_hashes, unpack_tokens
-from scheduler_components.reference.engine.messages import decode_outputs, encode_outputs
+from scheduler_components.reference.engine.messages import (
+    AbortRequest,
+    CacheDump,
+    Command,
+    DumpCache,
+    RankReady,
+    Report,
+    RequestRefused,
+    StatsReport,
+    StepInput,
+    SubmitRequest,
+    decode_command,
+    decode_outputs,
+    decode_report,
+    decode_step,
+    encode,
+    encode_outputs,
+    pack_hashes,
+    pack_tokens,
+    unpack_hashes,
+    unpack_tokens,
+)
 from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.values import (
+    FinishReason,
+    LoadSnapshot,
+    OutputBatch,
+    OutputDelta,
+    OutputStats,
+    SchedulerStats,
+    TokenOutput,
+)
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 hashes = st.frozensets(st.integers(-(2**63), 2**63 - 1), max_size=20)

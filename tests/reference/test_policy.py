@@ -7,7 +7,16 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.reference.engine.policy import NewTokenRatio, SchedulerConfig, check_request_fits, expected_pages, pages_for, pages_to_come, prefill_chunk, retraction_victim
+from scheduler_components.reference.engine.policy import (
+    NewTokenRatio,
+    SchedulerConfig,
+    check_request_fits,
+    expected_pages,
+    pages_for,
+    pages_to_come,
+    prefill_chunk,
+    retraction_victim,
+)
 from scheduler_components.reference.engine.request import Request, SamplingLimits
 
 checked = settings(deadline=None, max_examples=200)
@@ -45,13 +54,13 @@ def test_a_request_is_refused_exactly_when_the_whole_pool_could_not_hold_it(
         check_request_fits(config, num_input, max_new)
     assert refusal.value.field == "input_ids"
     room = config.kv_tokens - num_input + 1
-    if room >= 1:  # the mend tells the truth: so many are allowed, and not one more
-        assert f"at most {room} new tokens" in refusal.value.mend
+    if room >= 1:  # the hint tells the truth: so many are allowed, and not one more
+        assert f"at most {room} new tokens" in refusal.value.hint
         check_request_fits(config, num_input, room)
         with pytest.raises(ConfigError):
             check_request_fits(config, num_input, room + 1)
     else:
-        assert f"at most {config.kv_tokens} tokens" in refusal.value.mend
+        assert f"at most {config.kv_tokens} tokens" in refusal.value.hint
         check_request_fits(config, config.kv_tokens, 1)
 
 
@@ -122,7 +131,7 @@ def test_the_ratio_reaches_its_minimum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "mend"),
+    ("field", "value", "hint"),
     [
         ("page_size", 0, "at least 1"),
         ("kv_tokens", -16, "at least 1"),
@@ -137,8 +146,8 @@ def test_the_ratio_reaches_its_minimum() -> None:
         ("kv_metrics_every_steps", 0, "at least 1"),
     ],
 )
-def test_a_size_that_cannot_work_is_named_with_its_mend(field: str, value: float, mend: str) -> None:
+def test_a_size_that_cannot_work_is_named_with_its_hint(field: str, value: float, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         SchedulerConfig(**{field: value})
     assert error.value.field == field
-    assert mend in error.value.mend
+    assert hint in error.value.hint

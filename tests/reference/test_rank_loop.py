@@ -11,20 +11,32 @@ import pytest
 import zmq
 
 from scheduler_components.errors import LockstepError
-from scheduler_components.values import FinishReason
-from scheduler_components.values import LoadSnapshot
 from scheduler_components.load_publisher import LoadPublisher
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import OutputDelta
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.engine.request import ScheduledBatch
-from scheduler_components.reference.engine.messages import FRONT, AbortRequest, CacheDump, Command, DumpCache, Report, RequestRefused, StatsReport, StepInput, SubmitRequest, decode_report, encode, pack_tokens, unpack_hashes
-from scheduler_components.reference.engine.messages import OutputSocket, decode_outputs
+from scheduler_components.reference.engine.messages import (
+    FRONT,
+    AbortRequest,
+    CacheDump,
+    Command,
+    DumpCache,
+    OutputSocket,
+    Report,
+    RequestRefused,
+    StatsReport,
+    StepInput,
+    SubmitRequest,
+    decode_outputs,
+    decode_report,
+    encode,
+    pack_tokens,
+    unpack_hashes,
+)
 from scheduler_components.reference.engine.policy import SchedulerConfig
 from scheduler_components.reference.engine.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.request import SamplingLimits, ScheduledBatch
 from scheduler_components.reference.engine.scheduler import Scheduler
 from scheduler_components.testing.fakes import ListLoadSink
+from scheduler_components.values import FinishReason, LoadSnapshot, OutputDelta, SchedulerStats
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
 

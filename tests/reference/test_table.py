@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from observability.kv_stream.instructions import StreamState
 from observability.kv_stream.follower import StreamStats
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import SchedulerStats
-from scheduler_components.reference.cli.screen import RateWindow, make_rows, plain_line, progress_text, render_table
+from observability.kv_stream.instructions import StreamState
 from scheduler_components.reference.cli.driver import Tally, percentile
+from scheduler_components.reference.cli.screen import RateWindow, make_rows, plain_line, progress_text, render_table
+from scheduler_components.values import LoadSnapshot, SchedulerStats
 
 
 def report(**load: float) -> SchedulerStats:

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.reference.device.trace import (
+    BLOCK_TOKENS,
+    TraceRequest,
+    open_trace,
+    parse_trace,
+    prompt_tokens,
+    spread_arrivals,
+)
 from scheduler_components.reference.engine.messages import unpack_tokens
-from scheduler_components.reference.device.trace import BLOCK_TOKENS, TraceRequest, open_trace, parse_trace, prompt_tokens, spread_arrivals
 
 
 def line(

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.kv_stream.instructions import StreamState
 from observability.kv_stream.follower import StreamStats
-from scheduler_components.reference.engine.messages import CacheDump, pack_hashes
+from observability.kv_stream.instructions import StreamState
 from scheduler_components.reference.cli.driver import Tally
 from scheduler_components.reference.cli.run_report import Evidence, PortProbe, StreamEvidence, Verdict, judge
+from scheduler_components.reference.engine.messages import CacheDump, pack_hashes
 
 HELD = {0: frozenset({1, -2, 3}), 1: frozenset({4})}
 

@@ -14,9 +14,7 @@ import pytest
 import zmq
 
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.agreement import Ballot
-from scheduler_components.hicache.agreement import world_rank_sets
-from scheduler_components.hicache.agreement import SyncDomain
+from scheduler_components.hicache.agreement import Proposal, SyncDomain, world_rank_sets
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.reference.engine.zmq_sync import StopRequested, open_zmq_sync_domain
 
@@ -72,13 +70,13 @@ def test_ranks_get_the_answers_of_the_whole_grid_again_and_again(
     def work(domain: SyncDomain) -> object:
         answers = []
         for step in range(200):
-            ballot = Ballot("step", step=step)
-            ballot.min("landed", domain.rank * step)
-            ballot.max("wanted", domain.rank)
-            ballot.equal("state", -(2**63))
+            proposal = Proposal("step", step=step)
+            proposal.min("landed", domain.rank * step)
+            proposal.max("wanted", domain.rank)
+            proposal.equal("state", -(2**63))
             for slot in range(300 if step == 7 else 1):
-                ballot.any(f"slot {slot}", domain.rank == 3)
-            outcome = domain.agree(ballot)
+                proposal.any(f"slot {slot}", domain.rank == 3)
+            outcome = domain.agree(proposal)
             answers.append((outcome.numbers["landed"], outcome.numbers["wanted"], *outcome.verdicts.values()))
         return answers, domain.num_collectives
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from scheduler_components.batch_result_processor import BatchResultProcessor
-from scheduler_components.values import FinishReason
-from scheduler_components.values import TokenOutput
 from scheduler_components.ports import OutputStream
+from scheduler_components.values import FinishReason, TokenOutput
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from scheduler_components.batch_result_processor import WorkResult
-from scheduler_components.values import OutputBatch
 from scheduler_components.output_streamer import OutputStreamer
+from scheduler_components.values import OutputBatch
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 

@@ -10,10 +10,15 @@ import pytest
 import zmq
 
 from scheduler_components.events import AllBlocksCleared, KVEventBatch
-from scheduler_components.kv_events.zmq_auth import ClientKeys, StreamAccess, apply_client_keys
-from scheduler_components.kv_events.zmq_auth import read_key_pair, write_key_pair
-from scheduler_components.kv_events.zmq_sockets import open_peer_counter
+from scheduler_components.kv_events.zmq_auth import (
+    ClientKeys,
+    StreamAccess,
+    apply_client_keys,
+    read_key_pair,
+    write_key_pair,
+)
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components.kv_events.zmq_sockets import open_peer_counter
 
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
 Eventually = Callable[[Callable[[], object]], None]

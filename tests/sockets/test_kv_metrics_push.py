@@ -10,10 +10,14 @@ import zmq
 
 from scheduler_components.errors import ConfigError, StartError
 from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import KvMetrics
-from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsReceiver, ZmqKvMetricsSink, open_zmq_kv_metrics_receiver, open_zmq_kv_metrics_sink
+from scheduler_components.metrics.zmq_kv_metrics import (
+    ZmqKvMetricsReceiver,
+    ZmqKvMetricsSink,
+    open_zmq_kv_metrics_receiver,
+    open_zmq_kv_metrics_sink,
+)
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.values import KvMetrics, LoadSnapshot
 
 Eventually = Callable[[Callable[[], object]], None]
 

@@ -16,9 +16,8 @@ import zmq
 
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.load.gauge import decode_load_stat
+from scheduler_components.load.zmq_gauge import ZmqLoadReader, ZmqLoadSink, open_zmq_load_reader, open_zmq_load_sink
 from scheduler_components.values import LoadSnapshot
-from scheduler_components.load.zmq_gauge import ZmqLoadReader, open_zmq_load_reader
-from scheduler_components.load.zmq_gauge import ZmqLoadSink, open_zmq_load_sink
 
 Eventually = Callable[[Callable[[], object]], None]
 

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
+from scheduler_components.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+    KVEventBatch,
+)
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]

@@ -13,8 +13,8 @@ from observability.kv_stream.follower import FollowPolicy
 from observability.kv_stream.instructions import StreamState
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.codec import BatchEncoder
 from scheduler_components.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events.codec import BatchEncoder
 
 DEADLINE_S = 20.0
 QUICK = FollowPolicy(

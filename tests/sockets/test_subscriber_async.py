@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from observability.kv_stream.discovery import bare_address
-from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.follower import FollowPolicy, NullListener, StreamPosition
 from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.follower import NullListener
-from observability.kv_stream.follower import StreamPosition
 from observability.kv_stream.zmq_async_subscriber import open_async_subscriber
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.codec import DecodedBatch
 from scheduler_components.events import BlockStored, KVEventBatch
+from scheduler_components.kv_events.codec import DecodedBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 DEADLINE_S = 20.0
@@ -44,12 +42,12 @@ def following(publisher: ZmqEventPublisher, **options: Any) -> Any:
     return open_async_subscriber([address], policy=POLICY, **options)
 
 
-def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, DEADLINE_S))
+def run(trace: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(trace, DEADLINE_S))
 
 
 def test_joins_late_and_follows(publisher: ZmqEventPublisher) -> None:
-    async def story() -> None:
+    async def trace() -> None:
         publish(publisher, *range(50))
         async with following(publisher) as sub:
             assert await sub.wait_until(0, 49, DEADLINE_S)
@@ -60,11 +58,11 @@ def test_joins_late_and_follows(publisher: ZmqEventPublisher) -> None:
             assert sub.ranks_holding(79) == (0,)
             assert sub.stats()[0].state is StreamState.LIVE
 
-    run(story())
+    run(trace())
 
 
 def test_changes_are_told_and_merged_for_a_slow_reader(publisher: ZmqEventPublisher) -> None:
-    async def story() -> None:
+    async def trace() -> None:
         publish(publisher, 0)
         async with following(publisher) as sub:
             seen: list[StreamPosition] = []
@@ -81,20 +79,20 @@ def test_changes_are_told_and_merged_for_a_slow_reader(publisher: ZmqEventPublis
             assert [each.last_seq for each in seen] == sorted(each.last_seq for each in seen)
             assert len(seen) < 20
 
-    run(story())
+    run(trace())
 
 
 def test_a_wait_that_takes_too_long_says_so(publisher: ZmqEventPublisher) -> None:
-    async def story() -> None:
+    async def trace() -> None:
         async with following(publisher) as sub:
             assert not await sub.wait_until(0, 5, 0.05)
             assert await sub.wait_until(0, -1, DEADLINE_S)
 
-    run(story())
+    run(trace())
 
 
 def test_leaving_ends_those_who_wait(publisher: ZmqEventPublisher) -> None:
-    async def story() -> None:
+    async def trace() -> None:
         async with following(publisher) as sub:
             assert await sub.wait_until(0, -1, DEADLINE_S)
 
@@ -107,16 +105,16 @@ def test_leaving_ends_those_who_wait(publisher: ZmqEventPublisher) -> None:
         assert sum(await asyncio.gather(*readers)) >= 1
         assert not await waiter
 
-    run(story())
+    run(trace())
 
 
 def test_an_error_in_the_block_closes_too(publisher: ZmqEventPublisher) -> None:
-    async def story() -> None:
+    async def trace() -> None:
         async with following(publisher):
             raise KeyError("of the program")
 
     with pytest.raises(KeyError, match="of the program"):
-        run(story())
+        run(trace())
 
 
 def test_what_a_listener_raises_reaches_who_waits(publisher: ZmqEventPublisher) -> None:
@@ -124,19 +122,19 @@ def test_what_a_listener_raises_reaches_who_waits(publisher: ZmqEventPublisher) 
         def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
             raise RuntimeError("the listener fails")
 
-    async def story() -> None:
+    async def trace() -> None:
         publish(publisher, 0)
         async with following(publisher, listener=Failing()) as sub:
             with pytest.raises(RuntimeError, match="the listener fails"):
                 await sub.wait_until(0, 0, DEADLINE_S)
 
-    run(story())
+    run(trace())
 
 
 def test_a_mistake_is_told_where_it_is_made() -> None:
-    async def story() -> None:
+    async def trace() -> None:
         async with open_async_subscriber([]):
             raise AssertionError
 
     with pytest.raises(ConfigError, match="number of streams"):
-        run(story())
+        run(trace())

@@ -14,13 +14,11 @@ import pytest
 import zmq
 
 from observability.kv_stream.discovery import StreamAddress, bare_address
-from observability.kv_stream.follower import FollowPolicy
+from observability.kv_stream.follower import FollowPolicy, StreamStats
 from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.follower import StreamStats
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from scheduler_components.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.zmq_auth import ClientKeys
-from scheduler_components.kv_events.zmq_auth import write_key_pair
+from scheduler_components.kv_events.zmq_auth import ClientKeys, write_key_pair
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 DEADLINE_S = 20.0

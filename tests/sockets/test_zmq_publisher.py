@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from scheduler_components.errors import PublisherClosedError
-from scheduler_components.kv_events.codec import BatchDecoder
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events.codec import BatchDecoder
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]

@@ -1,4 +1,4 @@
-"""The judge on live sockets: the kit's engines conform, faults are told with their mend, and so is a wrong target."""
+"""The judge on live sockets: the kit's engines conform, faults are told with their hint, and so is a wrong target."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from threading import Event, Thread
 
 import pytest
 
+from observability.conformance import ConformanceReport, RuleResult, examine_conformance
 from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.events import KVEventBatch
+from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 from scheduler_components.reference.cli.main import main as cli
-from observability.conformance import examine_conformance
-from observability.conformance import ConformanceReport, RuleResult
+from scheduler_components.testing.parts import BLOCK_SIZE, ChainHistory, ListeningPublisher
 from scheduler_components.testing.zmq_probe import ProbeOptions
 from scheduler_components.testing.zmq_scripted_publisher import Frames, ScriptedPublisher, open_scripted_publisher
-from scheduler_components.testing.parts import BLOCK_SIZE, ChainHistory
-from scheduler_components.testing.parts import ListeningPublisher
 
 Command = Callable[..., tuple[object, str, str]]
 
@@ -116,7 +114,7 @@ class Faulty(ScriptedPublisher):
         return [frames for frames in super().answer(request)[:-1] if int.from_bytes(frames[0], "big") % 7 != 6]
 
 
-def test_faults_are_told_with_their_mend(ticking: Callable[[ListeningPublisher], None]) -> None:
+def test_faults_are_told_with_their_hint(ticking: Callable[[ListeningPublisher], None]) -> None:
     publisher = open_scripted_publisher(Faulty)
     ticking(publisher)
     options = ProbeOptions(listen_s=20.0, enough_batches=30, answer_s=0.5)

@@ -7,21 +7,32 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
-from scheduler_components.hicache.agreement import InProcessSync
-from scheduler_components.hicache.agreement import SyncDomain
 from scheduler_components.events import AllBlocksCleared, KVEventBatch
+from scheduler_components.hicache.agreement import InProcessSync, SyncDomain
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.metrics_emitter import MetricsEmitter
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import LoadSink
-from scheduler_components.testing.fakes import FakeClock
-from scheduler_components.testing.fakes import InstantDevice
-from scheduler_components.testing.fakes import Fault, FaultyNetwork
-from scheduler_components.testing.fakes import ListEventSink, ListKvMetricsSink, ListLoadSink, ListMetricsSink
-from scheduler_components.testing.fakes import FakeLoad, FakeParts, FakePool, FakeQueues, FakeRates, FakeRequest, ScriptedEvents
-from scheduler_components.testing.thread_ranks import hops_of, run_ranks
+from scheduler_components.testing.fakes import (
+    FakeClock,
+    FakeLoad,
+    FakeParts,
+    FakePool,
+    FakeQueues,
+    FakeRates,
+    FakeRequest,
+    Fault,
+    FaultyNetwork,
+    InstantDevice,
+    ListEventSink,
+    ListKvMetricsSink,
+    ListLoadSink,
+    ListMetricsSink,
+    ScriptedEvents,
+)
 from scheduler_components.testing.strategies import fault_plans
+from scheduler_components.testing.thread_ranks import hops_of, run_ranks
 
 TRIVIAL = ParallelState.trivial()
 

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 
 from scheduler_components.cache.block_hash import hash_pages
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.testing.ledger import RULES, EventLedger
 from scheduler_components.testing.parts import ChainHistory
-from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.strategies import cache_histories, events, hostile_histories
-from scheduler_components.testing.ledger import RULES
 
 
 def stored(*hashes: int, parent: int | None = None, medium: str | None = None) -> BlockStored:

@@ -1,4 +1,4 @@
-"""Every metrics-sink check passes on the Prometheus sink, and fails with its story on one that breaks its promise."""
+"""Every metrics-sink check passes on the Prometheus sink, and fails with its trace on one that breaks its promise."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry
 
 from observability.catalog import CATALOG
 from observability.prometheus_reports import PrometheusSink
-from scheduler_components.values import SchedulerStats
 from observability.testing import metrics_sink_checks as checks
 from scheduler_components.testing.parts import ConformanceError
+from scheduler_components.values import SchedulerStats
 
 
 class Scrape:
@@ -99,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("check", "broken", "told"), CASES)
-def test_a_broken_sink_fails_with_its_story(
+def test_a_broken_sink_fails_with_its_trace(
     check: Callable[[checks.OpenMetricsSink], None], broken: type[DictSink], told: str
 ) -> None:
     check(opening(DictSink))

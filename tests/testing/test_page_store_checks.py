@@ -1,4 +1,4 @@
-"""Every page-store check fails, with its story, on a store that breaks its promise. (Sound ones: tests/hicache.)"""
+"""Every page-store check fails, with its trace, on a store that breaks its promise. (Sound ones: tests/hicache.)"""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ CASES: list[tuple[Callable[[PageStore, str], None], Callable[[], PageStore], str
 
 
 @pytest.mark.parametrize(("check", "broken", "told"), CASES)
-def test_a_broken_store_fails_with_its_story(
+def test_a_broken_store_fails_with_its_trace(
     check: Callable[[PageStore, str], None], broken: Callable[[], PageStore], told: str
 ) -> None:
     store = broken()

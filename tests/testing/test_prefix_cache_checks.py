@@ -1,4 +1,4 @@
-"""Every prefix-cache check passes on the kit's cache, and fails, with its story, on a cache that breaks its promise."""
+"""Every prefix-cache check passes on the kit's cache, and fails, with its trace, on a cache that breaks its promise."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TakesTurns(RadixCache):
         (checks.check_equal_calls_give_equal_events, TakesTurns, "the other cache's pages"),
     ],
 )
-def test_a_broken_cache_fails_with_its_story(
+def test_a_broken_cache_fails_with_its_trace(
     check: Callable[[checks.OpenCache], None], broken: type[RadixCache], told: str
 ) -> None:
     OPENED.clear()
@@ -126,11 +126,11 @@ def test_a_broken_cache_fails_with_its_story(
 
 
 def test_every_check_has_a_broken_cache() -> None:
-    cases = next(mark for mark in test_a_broken_cache_fails_with_its_story.pytestmark if mark.name == "parametrize")
+    cases = next(mark for mark in test_a_broken_cache_fails_with_its_trace.pytestmark if mark.name == "parametrize")
     assert {check for check, _, _ in cases.args[1]} == set(checks.PREFIX_CACHE_CHECKS)
 
 
-def test_an_error_of_the_cache_becomes_a_story() -> None:
+def test_an_error_of_the_cache_becomes_a_trace() -> None:
     class Raises(RadixCache):
         def lock(self, node: Any) -> None:
             raise CacheIntegrityError("no such node")

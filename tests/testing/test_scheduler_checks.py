@@ -1,4 +1,4 @@
-"""Every scheduler check passes on the reference scheduler, and fails with its story on one that breaks its promise."""
+"""Every scheduler check passes on the reference scheduler, and fails with its trace on one that breaks its promise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 
 from scheduler_components.events import BlockStored, KVEventBatch
-from scheduler_components.values import LoadSnapshot
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import KvEventSink
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
@@ -20,6 +19,7 @@ from scheduler_components.reference.engine.scheduler import Scheduler
 from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.parts import ConformanceError
 from scheduler_components.testing.strategies import workloads
+from scheduler_components.values import LoadSnapshot
 
 
 class Reference:
@@ -121,7 +121,7 @@ class SaltsItsTokens(Reference):
         (checks.check_equal_work_gives_equal_events, SaltsItsTokens, "the other's events"),
     ],
 )
-def test_a_broken_scheduler_fails_with_its_story(
+def test_a_broken_scheduler_fails_with_its_trace(
     check: Callable[[checks.OpenScheduler], None], broken: type[Reference], told: str
 ) -> None:
     with pytest.raises(ConformanceError) as failed:

@@ -10,10 +10,15 @@ from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.testing.scheduler_checks import Workload
-from scheduler_components.testing.strategies import bad_config_texts, config_texts
-from scheduler_components.testing.strategies import endpoints, local_endpoints, tcp_endpoints
-from scheduler_components.testing.strategies import parallel_states
-from scheduler_components.testing.strategies import workloads
+from scheduler_components.testing.strategies import (
+    bad_config_texts,
+    config_texts,
+    endpoints,
+    local_endpoints,
+    parallel_states,
+    tcp_endpoints,
+    workloads,
+)
 
 
 @settings(deadline=None)

@@ -1,4 +1,4 @@
-"""Every subscriber check passes on the kit's subscriber, and fails with its story on one that breaks its promise."""
+"""Every subscriber check passes on the kit's subscriber, and fails with its trace on one that breaks its promise."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TakesAll(Naive):
         (checks.check_it_never_claims_what_it_cannot_know, Naive, "not live while a batch"),
     ],
 )
-def test_a_broken_subscriber_fails_with_its_story(
+def test_a_broken_subscriber_fails_with_its_trace(
     check: Callable[[checks.OpenSubscriber, float], None], broken: type[Naive], told: str
 ) -> None:
     with pytest.raises(ConformanceError) as failed:

@@ -1,4 +1,4 @@
-"""Every publisher check passes on the kit's publishers, and fails with its story on one that breaks its promise."""
+"""Every publisher check passes on the kit's publishers, and fails with its trace on one that breaks its promise."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from scheduler_components.events import EventBatch
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 from scheduler_components.testing import zmq_publisher_checks as checks
-from scheduler_components.testing.zmq_scripted_publisher import Frames, ScriptedPublisher, open_scripted_publisher
 from scheduler_components.testing.parts import ConformanceError
+from scheduler_components.testing.zmq_scripted_publisher import Frames, ScriptedPublisher, open_scripted_publisher
 
 
 def open_zmq(dialect: str, framing: str) -> ZmqEventPublisher:
@@ -106,7 +106,7 @@ class LosesTheTail(ScriptedPublisher):
         (checks.check_shutdown_sends_the_tail_and_lets_go, LosesTheTail, "the last 8 events, live"),
     ],
 )
-def test_a_broken_publisher_fails_with_its_story(
+def test_a_broken_publisher_fails_with_its_trace(
     monkeypatch: pytest.MonkeyPatch,
     check: Callable[[checks.OpenPublisher], None],
     broken: type[ScriptedPublisher],

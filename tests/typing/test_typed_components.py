@@ -15,10 +15,9 @@ from scheduler_components import (
 )
 from scheduler_components.cache.radix_cache import PrefixMatch
 from scheduler_components.events import KVCacheEvent
-from scheduler_components.ports import NullEventPublisher
-from scheduler_components.values import LoadSnapshot, MemoryLoad
 from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
-from scheduler_components.values import KvMetrics, PublisherStats, SchedulerStats
+from scheduler_components.ports import NullEventPublisher
+from scheduler_components.values import KvMetrics, LoadSnapshot, MemoryLoad, PublisherStats, SchedulerStats
 
 
 class Request:

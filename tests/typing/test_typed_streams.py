@@ -23,10 +23,9 @@ from scheduler_components.kv_events import (
     open_event_publisher,
 )
 from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder, DecodedBatch
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.endpoints import PortPlan
-from scheduler_components.values import PublisherStats
+from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
 from scheduler_components.server_info import describe_kv_events_publisher
+from scheduler_components.values import PublisherStats
 
 if TYPE_CHECKING:
     from observability.kv_stream.zmq_subscriber import Subscriber

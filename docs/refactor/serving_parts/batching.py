@@ -79,8 +79,8 @@ def check_fits(request: Request, settings: Settings) -> None:
     """
     num_tokens = request.num_prompt_tokens + request.max_new_tokens
     if num_tokens > settings.kv_tokens:
-        mend = f"give at most {settings.kv_tokens} tokens in all"
-        raise ConfigError("max_new_tokens", request.max_new_tokens, f"makes {num_tokens} tokens with the prompt", mend)
+        hint = f"give at most {settings.kv_tokens} tokens in all"
+        raise ConfigError("max_new_tokens", request.max_new_tokens, f"makes {num_tokens} tokens with the prompt", hint)
 
 
 def next_batch(

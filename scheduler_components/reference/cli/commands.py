@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
-from typing import get_args
-import typer
-from scheduler_components.errors import StartError
-from scheduler_components.reference.device.divergence_picture import Curve
-from scheduler_components.reference.device.divergence_picture import divergence_svg
-from scheduler_components.reference.device.hicache_sim import Run
-from scheduler_components.reference.device.hicache_sim import Scope
-from scheduler_components.reference.device.hicache_sim import SimulationConfig
-from scheduler_components.reference.device.hicache_sim import run_simulation
-from observability.conformance import examine_conformance
-from scheduler_components.testing.zmq_probe import ProbeOptions
+import asyncio
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from observability.doctor import DoctorOptions
-from observability.doctor import examine
-from observability.doctor import exit_code
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from observability.conformance import examine_conformance
+from observability.doctor import DoctorOptions, examine, exit_code
 from observability.watch import WatchOptions
 from observability.watch import watch as watch_streams
-from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.zmq_auth import ClientKeys
-from scheduler_components.kv_events.zmq_auth import write_key_pair
-import asyncio
 from scheduler_components import __version__
-from scheduler_components.errors import ComponentError
-from scheduler_components.reference.cli.engine_commands import demo
-from scheduler_components.reference.cli.engine_commands import serve
+from scheduler_components.errors import ComponentError, ConfigError, StartError
+from scheduler_components.kv_events.zmq_auth import ClientKeys, write_key_pair
+from scheduler_components.reference.cli.engine_commands import demo, serve
+from scheduler_components.reference.device.divergence_picture import Curve, divergence_svg
+from scheduler_components.reference.device.hicache_sim import Run, Scope, SimulationConfig, run_simulation
 from scheduler_components.reference.lint_command import lint_components
+from scheduler_components.testing.zmq_probe import ProbeOptions
 
 __all__ = [
     "hicache_sim",
@@ -114,6 +104,7 @@ def _draw(path: Path, runs: dict[Scope, list[Run]], sample_steps: int, ranks: st
 # ``scheduler-components conformance``: the test kit's judge of live engines, on the command line.
 #
 # The one place outside the test kit that imports it: the judge is a check of the kit that people run without a test.
+
 
 def conformance(
     target: Annotated[str, typer.Argument(help="A worker's URL (http://host:port) or one endpoint (tcp://host:port).")],

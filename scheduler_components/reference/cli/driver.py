@@ -6,25 +6,25 @@ they skip HTTP and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import field
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+
 import httpx
 import msgspec
+
 from scheduler_components.errors import ConfigError
-from scheduler_components.reference.engine.front import Front
-from scheduler_components.reference.engine.front import GenerateRequest
-from scheduler_components.reference.engine.front import RequestFailedError
-from scheduler_components.reference.engine.front import RequestRefusedError
-from scheduler_components.reference.engine.front import TooBusyError
-from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.reference.device.trace import TraceRequest
-from scheduler_components.reference.device.trace import prompt_tokens
+from scheduler_components.reference.device.trace import TraceRequest, prompt_tokens
 from scheduler_components.reference.device.workload import Chat
+from scheduler_components.reference.engine.front import (
+    Front,
+    GenerateRequest,
+    RequestFailedError,
+    RequestRefusedError,
+    TooBusyError,
+)
+from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
     "Outcomes",

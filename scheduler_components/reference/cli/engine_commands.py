@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
-import typer
-from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.reference.engine.config import MOONCAKE_MASTER
-from scheduler_components.reference.engine.config import MOONCAKE_METADATA
-from scheduler_components.reference.engine.config import HiCacheConfig
-import inspect
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
-from typing import get_type_hints
-import attrs
-from scheduler_components.kv_events.config import KVEventsConfig
-from scheduler_components.kv_events.config import EventPublisherFactory
-from scheduler_components.load.zmq_gauge import check_load_endpoint
-from scheduler_components.reference.engine.config import DEFAULT_HOST
-from scheduler_components.reference.engine.config import EngineConfig
-from scheduler_components.reference.engine.config import default_kv_events
-from scheduler_components.reference.engine.policy import SchedulerConfig
 import asyncio
+import inspect
 import signal
+from collections.abc import Callable
+from enum import StrEnum
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import attrs
+import typer
+
+from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig
+from scheduler_components.load.zmq_gauge import check_load_endpoint
 from scheduler_components.reference.cli.screen import Screen
-from scheduler_components.reference.cli.session import run_session
-from scheduler_components.reference.cli.session import SessionConfig
+from scheduler_components.reference.cli.session import SessionConfig, run_session
 from scheduler_components.reference.device.workload import WorkloadConfig
+from scheduler_components.reference.engine.config import (
+    DEFAULT_HOST,
+    MOONCAKE_MASTER,
+    MOONCAKE_METADATA,
+    EngineConfig,
+    HiCacheConfig,
+    default_kv_events,
+)
+from scheduler_components.reference.engine.policy import SchedulerConfig
 
 __all__ = [
     "HiCacheOption",
@@ -126,6 +126,7 @@ def hicache_config(
 
 
 # The options of an engine, which ``serve`` and ``demo`` share, and what they come to.
+
 
 @attrs.frozen(kw_only=True)
 class EngineOptions:

@@ -6,20 +6,17 @@ themselves (their caches), and names the differences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from collections.abc import Set
-import attrs
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.follower import StreamStats
-from scheduler_components.reference.engine.messages import CacheDump
-from scheduler_components.reference.engine.messages import unpack_hashes
-from scheduler_components.reference.cli.driver import Tally
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+
+import attrs
+
 from observability.kv_stream.discovery import StreamAddress
+from observability.kv_stream.follower import StreamStats
+from observability.kv_stream.instructions import StreamState
+from scheduler_components.reference.cli.driver import Tally
+from scheduler_components.reference.engine.messages import CacheDump, unpack_hashes
 
 __all__ = [
     "Check",

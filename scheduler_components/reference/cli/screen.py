@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
-from scheduler_components.values import TierStats
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-import attrs
-from rich.table import Table
-from observability.kv_stream.follower import StreamStats
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.values import SchedulerStats
-from scheduler_components.reference.cli.driver import Tally
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from contextlib import asynccontextmanager
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import attrs
 from rich.console import Console
 from rich.live import Live
-from scheduler_components.reference.cli.driver import percentile
+from rich.table import Table
+
+from observability.kv_stream.follower import StreamStats
+from scheduler_components.reference.cli.driver import Tally, percentile
 from scheduler_components.reference.cli.run_report import Verdict
+from scheduler_components.values import LoadSnapshot, SchedulerStats, TierStats
 
 __all__ = [
     "tier_facts",
@@ -38,6 +31,7 @@ __all__ = [
 ]
 
 # What a hierarchical cache came to, in words.
+
 
 def tier_facts(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
     """Name and facts of each line of a summary over all replicas; nothing for none."""

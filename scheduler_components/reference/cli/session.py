@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-import attrs
-from scheduler_components.reference.engine.config import DEFAULT_HOST
-from scheduler_components.reference.engine.config import EngineConfig
-from scheduler_components.reference.device.workload import WorkloadConfig
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import attrs
 from prometheus_client import CollectorRegistry
+
 from observability.kv_stream.discovery import NoStreamsError
-from observability.prometheus_reports import OutputCollector
-from observability.prometheus_reports import PrometheusSink
+from observability.prometheus_reports import OutputCollector, PrometheusSink
 from observability.prometheus_streams import StreamCollector
-from scheduler_components.reference.cli.driver import ChatDriver
-from scheduler_components.reference.cli.driver import TraceDriver
-from scheduler_components.reference.engine.engine import Engine
-from scheduler_components.reference.engine.engine import open_engine
-from scheduler_components.reference.engine.front import EngineFailedError
-from scheduler_components.reference.engine.http import open_http_server
-from scheduler_components.reference.engine.observer import Observer
-from scheduler_components.reference.engine.observer import open_observer
-from scheduler_components.reference.cli.run_report import probe_ports
-from scheduler_components.reference.cli.screen import RunView
-from scheduler_components.reference.cli.screen import Screen
-from scheduler_components.reference.engine.http import make_app
-from scheduler_components.reference.cli.driver import Tally
+from scheduler_components.reference.cli.driver import ChatDriver, Tally, TraceDriver
+from scheduler_components.reference.cli.run_report import Evidence, Verdict, judge, probe_ports
+from scheduler_components.reference.cli.screen import RunView, Screen
 from scheduler_components.reference.device.trace import open_trace
-from scheduler_components.reference.cli.run_report import Evidence
-from scheduler_components.reference.cli.run_report import Verdict
-from scheduler_components.reference.cli.run_report import judge
-from scheduler_components.reference.device.workload import generate_chats
+from scheduler_components.reference.device.workload import WorkloadConfig, generate_chats
+from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig
+from scheduler_components.reference.engine.engine import Engine, open_engine
+from scheduler_components.reference.engine.front import EngineFailedError
+from scheduler_components.reference.engine.http import make_app, open_http_server
+from scheduler_components.reference.engine.observer import Observer, open_observer
 
 __all__ = [
     "SessionConfig",
@@ -41,6 +30,7 @@ __all__ = [
 ]
 
 # What one run of the engine is to do.
+
 
 @attrs.frozen(kw_only=True)
 class SessionConfig:

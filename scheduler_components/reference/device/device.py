@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 from zlib import crc32
+
 import attrs
+
 from scheduler_components.errors import ConfigError
 from scheduler_components.reference.engine.request import ScheduledBatch
 
@@ -16,6 +18,7 @@ __all__ = [
     "SimulatedDevice",
     "SimulatedModel",
 ]
+
 
 class Device(Protocol):
     """Computes one batch at a time.

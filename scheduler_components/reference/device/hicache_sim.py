@@ -7,43 +7,37 @@ program runs every seed twice: with the whole agreement, and with the hop over a
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
 import attrs
+
 from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.errors import OutOfPagesError
-from scheduler_components.page_operations import BackupDone
-from scheduler_components.page_operations import CopyToDevice
-from scheduler_components.page_operations import CopyToHost
-from scheduler_components.page_operations import Instruction
-from scheduler_components.page_operations import IoEvent
-from scheduler_components.page_operations import LoadDone
-from scheduler_components.page_operations import PagesLanded
-from scheduler_components.page_operations import QueryStorage
-from scheduler_components.page_operations import ReadEnded
-from scheduler_components.page_operations import ReadStorage
-from scheduler_components.page_operations import StopReading
-from scheduler_components.page_operations import StorageAnswered
-from scheduler_components.page_operations import StorageUnused
-from scheduler_components.page_operations import WriteDone
-from scheduler_components.page_operations import WriteToStorage
-from collections.abc import Iterator
 from scheduler_components.cache.radix_tree import RadixNode
+from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components.hicache.agreement import InProcessSync, Outcome, Proposal, world_rank_sets
 from scheduler_components.hicache.cache import HiRadixCache
-from collections.abc import Mapping
-from typing import Literal
-from typing import Protocol
-from typing import TypeAlias
-from scheduler_components.errors import ConfigError
-from scheduler_components.hicache.agreement import Ballot
-from scheduler_components.hicache.agreement import Outcome
-from scheduler_components.hicache.agreement import InProcessSync
 from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.hicache.agreement import world_rank_sets
 from scheduler_components.hicache.tiers import Tier
+from scheduler_components.page_operations import (
+    BackupDone,
+    CopyToDevice,
+    CopyToHost,
+    Instruction,
+    IoEvent,
+    LoadDone,
+    PagesLanded,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    StorageAnswered,
+    StorageUnused,
+    WriteDone,
+    WriteToStorage,
+)
 from scheduler_components.parallel_state import ParallelState
 
 __all__ = [
@@ -140,7 +134,7 @@ class _Reading:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedMover:
-    """A ``PageMover`` and ``PageWitness`` in one thread; ``poll`` lets one step of time pass.
+    """A ``PageMover`` and ``PageHook`` in one thread; ``poll`` lets one step of time pass.
 
     Attributes:
         rng: this rank's own.
@@ -250,6 +244,7 @@ def _each(digests: bytes) -> list[bytes]:
 
 
 # One simulated rank: a small scheduler over a real hierarchical cache. Everything in it follows from its commands.
+
 
 @attrs.frozen
 class SimulatedRequest:
@@ -436,9 +431,9 @@ class SimulationConfig:
 
 
 class Agreement(Protocol):
-    """Gives each rank the outcome of all ranks' ballots. ``InProcessSync`` is one; a test may have one that lies."""
+    """Gives each rank the outcome of all ranks' proposals. ``InProcessSync`` is one; a test may have one that lies."""
 
-    def agree(self, ballots: Mapping[int, Ballot]) -> Mapping[int, Outcome]: ...
+    def agree(self, proposals: Mapping[int, Proposal]) -> Mapping[int, Outcome]: ...
 
 
 def agreement_of(config: SimulationConfig) -> InProcessSync:
@@ -499,8 +494,8 @@ class SimulatedReplica:
     def step(self, commands: Commands) -> None:
         """Let every rank take one step."""
         self.num_steps += 1
-        ballots = {number: self._ballot(rank) for number, rank in self.ranks.items()}
-        outcomes = self._agreement.agree(ballots)
+        proposals = {number: self._proposal(rank) for number, rank in self.ranks.items()}
+        outcomes = self._agreement.agree(proposals)
         for number, rank in self.ranks.items():
             rank.cache.settle(self.num_steps, outcomes[number], now_s=self._now_s(rank))
             rank.mover.submit(rank.cache.take_instructions())
@@ -518,10 +513,10 @@ class SimulatedReplica:
         held = [frozenset(cache.block_hashes(Tier.DEVICE)) for cache in self.caches]
         return len(frozenset.union(*held) - frozenset.intersection(*held))
 
-    def _ballot(self, rank: SimulatedRank) -> Ballot:
+    def _proposal(self, rank: SimulatedRank) -> Proposal:
         for event in rank.mover.poll():
             rank.cache.handle(event)
-        return rank.cache.ballot(
+        return rank.cache.proposal(
             self.num_steps,
             has_storage=rank.mover.has_storage,
             load_room_pages=rank.mover.load_room_pages,
@@ -546,7 +541,7 @@ def make_rank(config: SimulationConfig, rank: int, storage: SimulatedStorage, se
         num_host_pages=config.host_pages,
         policy=config.policy,
         record=True,
-        witness=mover,
+        page_hook=mover,
     )
     return SimulatedRank(
         cache=cache,

@@ -11,16 +11,20 @@ from __future__ import annotations
 import argparse
 import sys
 from datetime import timedelta
+
 import torch
 import torch.distributed as dist
+
 from scheduler_components.hicache.agreement import world_rank_sets
 from scheduler_components.hicache.cache import TierStepper
 from scheduler_components.hicache.torch_sync import open_torch_sync_domains
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.device.hicache_sim import SimulationConfig
-from scheduler_components.reference.device.hicache_sim import make_rank
-from scheduler_components.reference.device.hicache_sim import SimulatedStorage
-from scheduler_components.reference.device.hicache_sim import SimulatedWorkload
+from scheduler_components.reference.device.hicache_sim import (
+    SimulatedStorage,
+    SimulatedWorkload,
+    SimulationConfig,
+    make_rank,
+)
 
 __all__ = [
     "main",

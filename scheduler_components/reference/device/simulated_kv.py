@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 import numpy as np
+
 from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.hicache.memory import SimulatedDeviceMemory
@@ -13,9 +15,10 @@ __all__ = [
     "SimulatedKv",
 ]
 
+
 @dataclass(slots=True, kw_only=True)
 class SimulatedKv:
-    """A ``PageWitness``. A page's bytes are its digest, over and over, turned by which slice of the page this rank has.
+    """A ``PageHook``. A page's bytes are its digest, over and over, turned by which slice of the page this rank has.
 
     So a page of other tokens, another rank's slice and a torn page all differ from what they should be.
 

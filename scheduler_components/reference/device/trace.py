@@ -9,17 +9,15 @@ them: tokens are made from the hash ids, so that prompts share prefixes exactly 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import chain
-from itertools import groupby
-from itertools import islice
-from itertools import pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Annotated
+
 import attrs
 import msgspec
+
 from scheduler_components.errors import ConfigError
 
 __all__ = [
@@ -129,8 +127,8 @@ def parse_trace(lines: Iterable[bytes], *, name: str = "trace") -> Iterator[Trac
 
 
 def _line_error(name: str, number: int, problem: str) -> ConfigError:
-    mend = "each line is a JSON object with timestamp (ms, ascending), input_length, output_length and hash_ids"
-    return ConfigError("trace", f"{name}:{number}", problem, mend)
+    hint = "each line is a JSON object with timestamp (ms, ascending), input_length, output_length and hash_ids"
+    return ConfigError("trace", f"{name}:{number}", problem, hint)
 
 
 def spread_arrivals(requests: Iterable[TraceRequest], *, quantum_s: float = QUANTUM_S) -> Iterator[TraceRequest]:

@@ -18,7 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from random import Random
+
 import attrs
+
 from scheduler_components.errors import ConfigError
 
 __all__ = [

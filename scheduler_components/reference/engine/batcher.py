@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
-from scheduler_components.values import FinishReason
-from scheduler_components.load.queue import TokenCountedQueue
-from scheduler_components.reference.engine.request import Request
-from scheduler_components.reference.engine.request import RequestState
-from scheduler_components.reference.engine.cache_tiers import PrefixCache
-from scheduler_components.reference.engine.policy import pages_for
-from scheduler_components.reference.engine.bookkeeping import RunningTotals
+from dataclasses import dataclass, field
 from itertools import islice
-from scheduler_components.reference.engine.request import ScheduledBatch
-from scheduler_components.reference.engine.request import ScheduledWork
-from scheduler_components.reference.engine.cache_tiers import NO_TIERS
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.policy import NewTokenRatio
-from scheduler_components.reference.engine.policy import SchedulerConfig
-from scheduler_components.reference.engine.policy import expected_pages
-from scheduler_components.reference.engine.policy import pages_to_come
-from scheduler_components.reference.engine.policy import prefill_chunk
-from scheduler_components.reference.engine.policy import retraction_victim
-from scheduler_components.reference.engine.bookkeeping import RequestBook
+
+from scheduler_components.load.queue import TokenCountedQueue
+from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
+from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
+from scheduler_components.reference.engine.policy import (
+    NewTokenRatio,
+    SchedulerConfig,
+    expected_pages,
+    pages_for,
+    pages_to_come,
+    prefill_chunk,
+    retraction_victim,
+)
+from scheduler_components.reference.engine.request import Request, RequestState, ScheduledBatch, ScheduledWork
+from scheduler_components.values import FinishReason
 
 __all__ = [
     "RequestQueues",
@@ -32,6 +28,7 @@ __all__ = [
 ]
 
 # The requests of one scheduler: waiting, running, and by id.
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestQueues:
@@ -99,6 +96,7 @@ class RequestQueues:
 
 
 # KV pages between the cache and the requests: who holds which page, and until when.
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestPages:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from scheduler_components.values import TierStats
-from scheduler_components.values import LatencyTotals
-from scheduler_components.values import SchedulerTotals
-from scheduler_components.values import FinishReason
-from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.metrics.timing import RequestTimeStats
-from scheduler_components.metrics.timing import RateMeter
+
+from scheduler_components.metrics.timing import RateMeter, RequestLatencies, RequestTimeStats
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.request import Request
+from scheduler_components.values import FinishReason, LatencyTotals, SchedulerTotals, TierStats
 
 __all__ = [
     "RunningTotals",
     "RequestBook",
 ]
+
 
 @dataclass(slots=True, kw_only=True)
 class RunningTotals:
@@ -56,6 +53,7 @@ class RunningTotals:
 
 
 # RequestBook: what the requests of a scheduler live through, counted and timed. Nothing is decided by it.
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestBook:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from typing import Protocol
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
 from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.hicache.cache import HiRadixCache
+from scheduler_components.hicache.cache import HiRadixCache, TierStepper
 from scheduler_components.values import TierStats
-from scheduler_components.hicache.cache import TierStepper
 
 if TYPE_CHECKING:
     from scheduler_components.hicache.thread_page_mover import ThreadPageMover

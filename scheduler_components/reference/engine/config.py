@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-from typing import TypeAlias
-import attrs
-from scheduler_components.errors import ConfigError
-from scheduler_components.hicache.mooncake_storage import MooncakeAddress
-from scheduler_components.hicache.controller import HiCachePolicy
 import random
 import socket
 from pathlib import Path
+from typing import Literal, TypeAlias
+
+import attrs
 import msgspec
-from scheduler_components.errors import DecodeError
-from scheduler_components.errors import StartError
+
+from scheduler_components.errors import ConfigError, DecodeError, StartError
+from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.hicache.mooncake_storage import MooncakeAddress
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.reference.engine.policy import SchedulerConfig
 

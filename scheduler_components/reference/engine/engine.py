@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from scheduler_components.errors import StartError
-from scheduler_components.reference.engine.config import RankConfig
 import shutil
+import sys
 import tempfile
-from collections.abc import Awaitable
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
-from dataclasses import field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
+
 import zmq
 import zmq.asyncio
-from scheduler_components.values import KvMetrics
-from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsReceiver
-from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_receiver
+
+from scheduler_components.errors import StartError
+from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsReceiver, open_zmq_kv_metrics_receiver
 from scheduler_components.ports import MetricsSink
-from scheduler_components.reference.engine.front import LoadDispatcher
-from scheduler_components.reference.engine.front import ReplicaLoad
-from scheduler_components.reference.engine.config import EngineConfig
-from scheduler_components.reference.engine.config import SocketPaths
-from scheduler_components.reference.engine.front import EngineFailedError
-from scheduler_components.reference.engine.front import Front
-from scheduler_components.reference.engine.messages import CacheDump
-from scheduler_components.reference.engine.messages import decode_report
-from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES
-from scheduler_components.reference.engine.messages import decode_outputs
+from scheduler_components.reference.engine.config import EngineConfig, RankConfig, SocketPaths
+from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, CacheDump, decode_outputs, decode_report
+from scheduler_components.values import KvMetrics
 
 __all__ = [
     "RankExit",
@@ -343,8 +330,8 @@ def _bind_pull(context: zmq.asyncio.Context, address: str, *, high_water_mark: i
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        mend = "set TMPDIR to a short path that can be written to"
-        raise StartError(address, str(error), mend) from error
+        hint = "set TMPDIR to a short path that can be written to"
+        raise StartError(address, str(error), hint) from error
     return socket
 
 

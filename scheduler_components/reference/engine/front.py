@@ -5,41 +5,43 @@ One asyncio loop owns everything here. Requests of the HTTP routes and of a repl
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
-from dataclasses import field
-from typing import NamedTuple
-from scheduler_components.load.queue import DispatchLedger
-from scheduler_components.values import LoadSnapshot
-from scheduler_components.reference.engine.messages import FRONT
 import asyncio
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
+from typing import NamedTuple
+
 import msgspec
 import zmq
+
 from observability.prometheus_reports import RankLabels
-from scheduler_components.errors import ComponentError
-from scheduler_components.errors import ConfigError
-from scheduler_components.values import FinishReason
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import OutputBatch
-from scheduler_components.values import OutputDelta
-from scheduler_components.values import OutputStats
+from scheduler_components.errors import ComponentError, ConfigError
+from scheduler_components.load.queue import DispatchLedger
 from scheduler_components.ports import MetricsSink
-from scheduler_components.reference.engine.messages import AbortRequest
-from scheduler_components.reference.engine.messages import CacheDump
-from scheduler_components.reference.engine.messages import Command
-from scheduler_components.reference.engine.messages import DumpCache
-from scheduler_components.reference.engine.messages import RankReady
-from scheduler_components.reference.engine.messages import Report
-from scheduler_components.reference.engine.messages import RequestRefused
-from scheduler_components.reference.engine.messages import StatsReport
-from scheduler_components.reference.engine.messages import SubmitRequest
-from scheduler_components.reference.engine.messages import encode
+from scheduler_components.reference.engine.messages import (
+    FRONT,
+    AbortRequest,
+    CacheDump,
+    Command,
+    DumpCache,
+    RankReady,
+    Report,
+    RequestRefused,
+    StatsReport,
+    SubmitRequest,
+    encode,
+)
 from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.values import (
+    FinishReason,
+    LoadSnapshot,
+    OutputBatch,
+    OutputDelta,
+    OutputStats,
+    SchedulerStats,
+)
 
 __all__ = [
     "LoadDispatcher",

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import TypeAlias
+
 import zmq
-from scheduler_components.hicache.cache import HiRadixCache
-from scheduler_components.hicache.memory import HostPool
-from scheduler_components.hicache.storage import KeySpace
-from scheduler_components.hicache.storage import Placement
-from scheduler_components.hicache.memory import PageShape
-from scheduler_components.hicache.memory import SimulatedDeviceMemory
-from scheduler_components.hicache.agreement import world_rank_sets
-from scheduler_components.hicache.agreement import SyncDomain
+
+from scheduler_components.hicache.agreement import SyncDomain, world_rank_sets
+from scheduler_components.hicache.cache import HiRadixCache, TierStepper
+from scheduler_components.hicache.memory import HostPool, PageShape, SimulatedDeviceMemory
+from scheduler_components.hicache.storage import KeySpace, Placement
 from scheduler_components.hicache.thread_page_mover import open_thread_page_mover
-from scheduler_components.hicache.cache import TierStepper
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import PageStore
-from scheduler_components.reference.engine.cache_tiers import HostTiers
-from scheduler_components.reference.engine.config import RankConfig
-from scheduler_components.reference.engine.config import HiCacheConfig
 from scheduler_components.reference.device.simulated_kv import SimulatedKv
-from scheduler_components.reference.engine.zmq_sync import WaitFor
-from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
+from scheduler_components.reference.engine.cache_tiers import HostTiers
+from scheduler_components.reference.engine.config import HiCacheConfig, RankConfig
+from scheduler_components.reference.engine.zmq_sync import WaitFor, open_zmq_sync_domain
 
 __all__ = [
     "open_host_tiers",
@@ -64,7 +59,7 @@ def open_host_tiers(
             num_host_pages=domain.min("host pages", host.num_pages, step=0),
             policy=hicache.policy,
             record=parallel.owns_kv_stream,
-            witness=SimulatedKv(device=device, slice_index=parallel.attn_tp_rank),
+            page_hook=SimulatedKv(device=device, slice_index=parallel.attn_tp_rank),
         )
         opened.pop_all()
     return cache, HostTiers(stepper=TierStepper(cache=cache, domain=domain, mover=mover), mover=mover)

@@ -7,50 +7,37 @@ and not ignored. A streamed event carries the tokens that are new since the one 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Annotated
-from typing import Any
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Annotated, Any
+
 import msgspec
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive
-from starlette.types import Scope
-from starlette.types import Send
-from observability.http_app import error_response
-from scheduler_components.errors import ComponentError
-from scheduler_components.errors import ConfigError
-from scheduler_components.values import FinishReason
-from scheduler_components.values import OutputDelta
-from scheduler_components.reference.engine.front import Front
-from scheduler_components.reference.engine.front import GenerateRequest
-from scheduler_components.reference.engine.front import OpenRequest
-from scheduler_components.reference.engine.front import RequestFailedError
-from scheduler_components.reference.engine.front import RequestRefusedError
-from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.request import SamplingLimits
-from collections.abc import Mapping
-from collections.abc import Sequence
+import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
-from observability.http_app import status_routes
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from observability.http_app import error_response, status_routes
 from scheduler_components import __version__
-from scheduler_components.values import LoadSnapshot
+from scheduler_components.errors import ComponentError, ConfigError, StartError
 from scheduler_components.reference.engine.engine import Engine
+from scheduler_components.reference.engine.front import (
+    Front,
+    GenerateRequest,
+    OpenRequest,
+    RequestFailedError,
+    RequestRefusedError,
+)
+from scheduler_components.reference.engine.messages import pack_tokens
+from scheduler_components.reference.engine.request import SamplingLimits
 from scheduler_components.server_info import merge_kv_events
-import socket
-from collections.abc import AsyncIterator
-from collections.abc import Generator
-from contextlib import asynccontextmanager
-from contextlib import contextmanager
-from ipaddress import IPv4Address
-from ipaddress import IPv6Address
-from ipaddress import ip_address
-import uvicorn
-from starlette.types import ASGIApp
-from scheduler_components.errors import StartError
+from scheduler_components.values import FinishReason, LoadSnapshot, OutputDelta
 
 __all__ = [
     "MAX_BODY_BYTES",
@@ -245,6 +232,7 @@ def _error_response(error: ComponentError) -> Response:
 
 
 # What the engine says of itself over HTTP, and the application that says it.
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EngineStatus:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import TypeVar
-import msgspec
-from scheduler_components.errors import DecodeError
-from scheduler_components.values import TierStats
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import OutputStats
-from scheduler_components.reference.engine.request import SamplingLimits
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
 import zmq
-from scheduler_components.values import OutputBatch
+
+from scheduler_components.errors import DecodeError
+from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.values import OutputBatch, OutputStats, SchedulerStats, TierStats
 
 __all__ = [
     "FRONT",

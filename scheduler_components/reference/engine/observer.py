@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Mapping
-from concurrent.futures import Future
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeVar
-from observability.kv_stream.discovery import StreamAddress
-from observability.kv_stream.discovery import discover
+
+from observability.kv_stream.discovery import StreamAddress, discover
 from observability.kv_stream.follower import StreamStats
 from observability.kv_stream.view import Tier
-from observability.kv_stream.zmq_subscriber import Subscriber
-from observability.kv_stream.zmq_subscriber import open_subscriber
+from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from scheduler_components.reference.cli.run_report import StreamEvidence
 
 __all__ = [

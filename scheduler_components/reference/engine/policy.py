@@ -14,10 +14,11 @@ The rules, in the order in which a step applies them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
 import attrs
+
 from scheduler_components.errors import ConfigError
 from scheduler_components.reference.engine.request import Request
 
@@ -31,6 +32,7 @@ __all__ = [
     "pages_to_come",
     "retraction_victim",
 ]
+
 
 def _at_least_one(_: SchedulerConfig, attribute: attrs.Attribute[int], value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -76,8 +78,8 @@ class SchedulerConfig:
     def __attrs_post_init__(self) -> None:
         whole_tokens = self.kv_tokens // self.page_size * self.page_size
         if whole_tokens != self.kv_tokens:
-            mend = f"give {max(whole_tokens, self.page_size)}"
-            raise ConfigError("kv_tokens", self.kv_tokens, f"is not a multiple of page_size={self.page_size}", mend)
+            hint = f"give {max(whole_tokens, self.page_size)}"
+            raise ConfigError("kv_tokens", self.kv_tokens, f"is not a multiple of page_size={self.page_size}", hint)
         if self.min_new_token_ratio > self.new_token_ratio:
             raise ConfigError(
                 "min_new_token_ratio",
@@ -110,14 +112,14 @@ def check_request_fits(config: SchedulerConfig, num_input_tokens: int, max_new_t
         return
     room = config.kv_tokens - num_input_tokens + 1
     if room >= 1:
-        mend = f"ask for at most {room} new tokens with this prompt"
+        hint = f"ask for at most {room} new tokens with this prompt"
     else:
-        mend = f"send at most {config.kv_tokens} tokens"
+        hint = f"send at most {config.kv_tokens} tokens"
     raise ConfigError(
         "input_ids",
         f"{num_input_tokens} tokens",
         f"with max_new_tokens={max_new_tokens} may take {num_positions} KV tokens and the pool has {config.kv_tokens}",
-        mend,
+        hint,
     )
 
 

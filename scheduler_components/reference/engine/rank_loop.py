@@ -8,38 +8,38 @@ stops the engine, for from there on its KV cache would be another one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
 import msgspec
 import zmq
+
 from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.errors import ConfigError
-from scheduler_components.errors import LockstepError
+from scheduler_components.errors import ConfigError, LockstepError
 from scheduler_components.hicache.tiers import Tier
 from scheduler_components.load_publisher import LoadPublisher
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import OutputStats
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.engine.messages import FRONT
-from scheduler_components.reference.engine.messages import AbortRequest
-from scheduler_components.reference.engine.messages import CacheDump
-from scheduler_components.reference.engine.messages import Command
-from scheduler_components.reference.engine.messages import DumpCache
-from scheduler_components.reference.engine.messages import Report
-from scheduler_components.reference.engine.messages import RequestRefused
-from scheduler_components.reference.engine.messages import StatsReport
-from scheduler_components.reference.engine.messages import StepInput
-from scheduler_components.reference.engine.messages import SubmitRequest
-from scheduler_components.reference.engine.messages import decode_command
-from scheduler_components.reference.engine.messages import decode_step
-from scheduler_components.reference.engine.messages import encode
-from scheduler_components.reference.engine.messages import pack_hashes
-from scheduler_components.reference.engine.messages import unpack_tokens
+from scheduler_components.ports import OutputStatsSource
+from scheduler_components.reference.engine.messages import (
+    FRONT,
+    AbortRequest,
+    CacheDump,
+    Command,
+    DumpCache,
+    Report,
+    RequestRefused,
+    StatsReport,
+    StepInput,
+    SubmitRequest,
+    decode_command,
+    decode_step,
+    encode,
+    pack_hashes,
+    unpack_tokens,
+)
 from scheduler_components.reference.engine.request import Request
 from scheduler_components.reference.engine.scheduler import Scheduler
-from scheduler_components.ports import OutputStatsSource
+from scheduler_components.values import OutputStats, SchedulerStats
 
 __all__ = [
     "NO_OUTPUT_STATS",

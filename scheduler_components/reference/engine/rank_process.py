@@ -1,4 +1,4 @@
-"""A scheduler process: ``python -m scheduler_components.reference.engine.rank_process``, its configuration on standard input.
+"""A scheduler process: ``python -m scheduler_components.reference.engine.rank_process``, configured on standard input.
 
 Started by the launcher. Exits 0 when its standard input ends, 1 with one line on standard error when it cannot go on.
 """
@@ -8,32 +8,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import ExitStack
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+
 import zmq
+
 from scheduler_components.errors import ComponentError
-from scheduler_components.ports import EventPublisher
 from scheduler_components.kv_events.config import open_event_publisher
 from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 from scheduler_components.kv_events_publisher import NO_KV_METRICS
-from scheduler_components.load_publisher import LoadPublisher
-from scheduler_components.load_publisher import open_load_publisher
+from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
 from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_sink
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.engine.cache_tiers import NO_TIERS
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.cache_tiers import PrefixCache
-from scheduler_components.reference.device.device import SimulatedDevice
-from scheduler_components.reference.device.device import SimulatedModel
+from scheduler_components.ports import EventPublisher
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
 from scheduler_components.reference.engine.config import RankConfig
-from scheduler_components.reference.engine.messages import RankReady
-from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES
-from scheduler_components.reference.engine.messages import OutputSocket
-from scheduler_components.reference.engine.rank_loop import Follower
-from scheduler_components.reference.engine.rank_loop import Leader
-from scheduler_components.reference.engine.rank_loop import ReportSocket
-from scheduler_components.reference.engine.rank_loop import StepExecutor
-from scheduler_components.reference.engine.rank_loop import StopSignal
+from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, OutputSocket, RankReady
+from scheduler_components.reference.engine.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
 from scheduler_components.reference.engine.scheduler import Scheduler
 from scheduler_components.reference.engine.zmq_sync import StopRequested
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable
+
 import msgspec
+
 from scheduler_components.cache.radix_tree import RadixNode
 from scheduler_components.errors import ConfigError
-from scheduler_components.values import FinishReason
 from scheduler_components.metrics.timing import RequestTimeStats
-from scheduler_components.values import TokenOutput
+from scheduler_components.values import FinishReason, TokenOutput
 
 __all__ = [
     "Request",
@@ -199,6 +200,7 @@ def _as_token_array(input_ids: Iterable[int]) -> array[int]:
 
 
 # Values that pass between the scheduler, its device and its callers in one step.
+
 
 class ScheduledWork(msgspec.Struct, frozen=True):
     """Positions ``start`` to ``end`` of one request, to go through the device in this step.

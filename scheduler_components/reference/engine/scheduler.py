@@ -18,50 +18,31 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from zlib import crc32
-from scheduler_components.batch_result_processor import BatchResultProcessor
-from scheduler_components.batch_result_processor import WorkResult
+
+from scheduler_components.batch_result_processor import BatchResultProcessor, WorkResult
 from scheduler_components.cache.radix_cache import RadixCache
 from scheduler_components.errors import ConfigError
-from scheduler_components.ports import NullEventPublisher
-from scheduler_components.kv_events_publisher import NO_KV_METRICS
-from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from scheduler_components.load_inquirer import LoadWithTotals
-from scheduler_components.load_inquirer import WorkTotals
-from scheduler_components.load_inquirer import LoadInquirer
-from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.metrics.timing import RateMeter
-from scheduler_components.values import SchedulerStats
-from scheduler_components.values import SchedulerTotals
+from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher
+from scheduler_components.load_inquirer import LoadInquirer, LoadWithTotals, WorkTotals
+from scheduler_components.metrics.timing import RateMeter, RequestLatencies
 from scheduler_components.metrics_emitter import MetricsEmitter
-from scheduler_components.values import OutputBatch
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import KvEventSink
-from scheduler_components.ports import KvMetricsSink
-from scheduler_components.ports import MetricsSink
-from scheduler_components.reference.engine.request import ScheduledBatch
-from scheduler_components.reference.engine.request import StepResult
-from scheduler_components.reference.engine.batcher import Batcher
-from scheduler_components.reference.engine.cache_tiers import NO_TIERS
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.cache_tiers import PrefixCache
+from scheduler_components.ports import KvEventSink, KvMetricsSink, MetricsSink, NullEventPublisher, OutputSink
 from scheduler_components.reference.device.device import Device
-from scheduler_components.reference.engine.policy import SchedulerConfig
-from scheduler_components.reference.engine.policy import check_request_fits
-from scheduler_components.reference.engine.batcher import RequestQueues
-from scheduler_components.reference.engine.request import Request
-from scheduler_components.reference.engine.request import RequestState
-from scheduler_components.reference.engine.bookkeeping import RequestBook
-from scheduler_components.reference.engine.batcher import RequestPages
-from scheduler_components.reference.engine.bookkeeping import RunningTotals
-from scheduler_components.ports import OutputSink
+from scheduler_components.reference.engine.batcher import Batcher, RequestPages, RequestQueues
+from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
+from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
+from scheduler_components.reference.engine.policy import SchedulerConfig, check_request_fits
+from scheduler_components.reference.engine.request import Request, RequestState, ScheduledBatch, StepResult
+from scheduler_components.values import OutputBatch, SchedulerStats, SchedulerTotals
 
 __all__ = [
     "Scheduler",
 ]
+
 
 class _NoMetrics:
     """The sink of a scheduler whose metrics nobody reads."""

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
+
 import msgspec
 import zmq
+
 from scheduler_components.errors import SyncTimeoutError
-from scheduler_components.hicache.agreement import elementwise_min
-from scheduler_components.hicache.agreement import SyncDomain
+from scheduler_components.hicache.agreement import SyncDomain, elementwise_min
 from scheduler_components.values import SyncCall
 
 __all__ = [

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+
 import msgspec
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.events import BlockRemoved
-from scheduler_components.events import BlockStored
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.events import KVEventBatch
+
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 
 __all__ = [
     "BatchVector",

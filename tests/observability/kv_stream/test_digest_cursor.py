@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from observability.kv_stream.cursor import StreamCursor
+from observability.kv_stream.cursor import NO_EPOCH, Position, StreamCursor
 from observability.kv_stream.instructions import (
     Apply,
     ApplyAside,
@@ -18,9 +18,8 @@ from observability.kv_stream.instructions import (
     SwapIn,
     token_of,
 )
-from observability.kv_stream.cursor import NO_EPOCH, Position
-from scheduler_components.kv_events.stream import chain_at_start
 from scheduler_components.kv_events.replay import Kind, Meta, Verb
+from scheduler_components.kv_events.stream import chain_at_start
 
 OLD, NEW = b"o" * 16, b"n" * 16
 

@@ -17,16 +17,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream.cursor import DigestCursor
+from observability.kv_stream.cursor import NO_EPOCH, DigestCursor, PlainCursor, Position
 from observability.kv_stream.instructions import Apply, Instruction
-from observability.kv_stream.cursor import PlainCursor
-from observability.kv_stream.cursor import NO_EPOCH, Position
 from observability.kv_stream.view import BlockView, Tier
-from observability.testing.recovery_model import FaultyWorld, Story
+from observability.testing.recovery_model import FaultyWorld, Trace
 from scheduler_components.kv_events import stream as event_stream
+from scheduler_components.kv_events.replay import Meta, ReplayCursors, Verb
 from scheduler_components.kv_events.stream import EventStream
-from scheduler_components.kv_events.replay import ReplayCursors
-from scheduler_components.kv_events.replay import Meta, Verb
 
 WHO = st.integers(0, 2)
 FAULTS = ("none", "none", "none", "lose", "repeat")
@@ -59,12 +56,12 @@ OVERTAKEN_AT_THE_END = [
 ]  # fmt: skip
 
 
-@given(story=STORIES, window=WINDOWS, seq_base=SEQ_BASES)
-@example(story=SILENT_AFTER_RESTART, window=1, seq_base="zero")
-@example(story=OVERTAKEN_AT_THE_END, window=3, seq_base="zero")
+@given(trace=STORIES, window=WINDOWS, seq_base=SEQ_BASES)
+@example(trace=SILENT_AFTER_RESTART, window=1, seq_base="zero")
+@example(trace=OVERTAKEN_AT_THE_END, window=3, seq_base="zero")
 @settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
-def test_never_live_while_wrong_and_converges(story: Story, window: int, seq_base: str) -> None:
-    FaultyWorld(window=window, seq_base=seq_base).tell(story)
+def test_never_live_while_wrong_and_converges(trace: Trace, window: int, seq_base: str) -> None:
+    FaultyWorld(window=window, seq_base=seq_base).tell(trace)
 
 
 # --- mutants ---
@@ -73,14 +70,14 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: list[Any] = []
 
 
-def mutant(mutate: Mutate, story: Story | None = None) -> Mutate:
-    MUTANTS.append(pytest.param(mutate, story, id=mutate.__name__))
+def mutant(mutate: Mutate, trace: Trace | None = None) -> Mutate:
+    MUTANTS.append(pytest.param(mutate, trace, id=mutate.__name__))
     return mutate
 
 
-def caught_by(*story: tuple) -> Callable[[Mutate], Mutate]:
-    """A mutant that chance finds too seldom: the story that found it, told first."""
-    return lambda mutate: mutant(mutate, list(story))
+def caught_by(*trace: tuple) -> Callable[[Mutate], Mutate]:
+    """A mutant that chance finds too seldom: the trace that found it, told first."""
+    return lambda mutate: mutant(mutate, list(trace))
 
 
 FOUR_MORE = [
@@ -265,19 +262,19 @@ def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlainCursor, "_first_answer", believe)
 
 
-@pytest.mark.parametrize(("mutate", "story"), MUTANTS)
-def test_a_broken_core_is_caught(mutate: Mutate, story: Story | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if story is not None:
-        FaultyWorld(window=2).tell(story)
+@pytest.mark.parametrize(("mutate", "trace"), MUTANTS)
+def test_a_broken_core_is_caught(mutate: Mutate, trace: Trace | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if trace is not None:
+        FaultyWorld(window=2).tell(trace)
     mutate(monkeypatch)
 
-    @given(story=STORIES, window=WINDOWS, seq_base=SEQ_BASES)
+    @given(trace=STORIES, window=WINDOWS, seq_base=SEQ_BASES)
     @settings(
         max_examples=1_500, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
     )  # fmt: skip
-    def holds(story: Story, window: int, seq_base: str) -> None:
-        FaultyWorld(window=window, seq_base=seq_base).tell(story)
+    def holds(trace: Trace, window: int, seq_base: str) -> None:
+        FaultyWorld(window=window, seq_base=seq_base).tell(trace)
 
     with pytest.raises((AssertionError, LookupError)):
-        holds() if story is None else FaultyWorld(window=2).tell(story)
+        holds() if trace is None else FaultyWorld(window=2).tell(trace)

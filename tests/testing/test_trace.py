@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_components.testing.parts import ConformanceError, Story
+from scheduler_components.testing.parts import ConformanceError, Trace
 
 
 def test_the_whole_story_is_in_the_error() -> None:
-    story = Story("A counter counts")
-    story.did("opened it at 1")
-    assert story.call("added 1", lambda: 3) == 3
+    trace = Trace("A counter counts")
+    trace.did("opened it at 1")
+    assert trace.call("added 1", lambda: 3) == 3
     with pytest.raises(ConformanceError) as failed:
-        story.expect(2, 3, "the sum")
+        trace.expect(2, 3, "the sum")
     assert str(failed.value) == (
         "A counter counts\n  1. opened it at 1\n  2. added 1\n  expected: the sum: 2\n  found:    3"
     )
@@ -25,7 +25,7 @@ def test_errors_of_the_part_become_the_story_and_keep_their_cause() -> None:
         raise ValueError("no")
 
     with pytest.raises(ConformanceError, match="found:    ValueError: no") as failed:
-        Story("It works").call("called it", fail)
+        Trace("It works").call("called it", fail)
     assert isinstance(failed.value.__cause__, ValueError)
 
 
@@ -33,14 +33,14 @@ def test_a_refusal_must_be_the_right_one() -> None:
     def fail() -> None:
         raise ValueError("no")
 
-    Story("It refuses").expect_error("called it", ValueError, fail)
+    Trace("It refuses").expect_error("called it", ValueError, fail)
     with pytest.raises(ConformanceError, match="expected: KeyError"):
-        Story("It refuses").expect_error("called it", KeyError, fail)
+        Trace("It refuses").expect_error("called it", KeyError, fail)
     with pytest.raises(ConformanceError, match="it returned 5"):
-        Story("It refuses").expect_error("called it", ValueError, lambda: 5)
+        Trace("It refuses").expect_error("called it", ValueError, lambda: 5)
 
 
 def test_long_findings_are_cut() -> None:
     with pytest.raises(ConformanceError) as failed:
-        Story("Short").expect("x", "y" * 10_000)
+        Trace("Short").expect("x", "y" * 10_000)
     assert len(str(failed.value)) < 600

@@ -1,4 +1,4 @@
-"""A ballot's one MIN reduction answers every question as if each rank's values had been looked at together."""
+"""A proposal's one MIN reduction answers every question as if each rank's values had been looked at together."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.hicache.agreement import BLOCK_INTS, Ballot, elementwise_min
+from scheduler_components.hicache.agreement import BLOCK_INTS, Proposal, elementwise_min
 from scheduler_components.values import RECORD_INTS, SyncCall
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 KINDS = ("min", "max", "all", "any", "equal")
 
 
-def filled(kinds: list[str], values: list[int], operation: str = "step", step: int = 3) -> Ballot:
-    ballot = Ballot(operation, step=step)
+def filled(kinds: list[str], values: list[int], operation: str = "step", step: int = 3) -> Proposal:
+    proposal = Proposal(operation, step=step)
     for at, (kind, value) in enumerate(zip(kinds, values, strict=True)):
-        getattr(ballot, kind)(f"slot {at}", value % 2 == 1 if kind in ("all", "any") else value)
-    return ballot
+        getattr(proposal, kind)(f"slot {at}", value % 2 == 1 if kind in ("all", "any") else value)
+    return proposal
 
 
 @settings(deadline=None, max_examples=150)
@@ -26,11 +26,11 @@ def test_outcome_is_the_reduction_of_all_ranks_values(data: st.DataObject, kinds
     columns = [
         data.draw(st.lists(st.sampled_from([0, 1, 7]) | INT64, min_size=num_ranks, max_size=num_ranks)) for _ in kinds
     ]
-    ballots = [filled(kinds, [column[rank] for column in columns]) for rank in range(num_ranks)]
-    reduced = elementwise_min([ballot.pack(0) for ballot in ballots])
-    assert Ballot.header_agrees(reduced)
-    for ballot in ballots:
-        outcome = ballot.open(reduced)
+    proposals = [filled(kinds, [column[rank] for column in columns]) for rank in range(num_ranks)]
+    reduced = elementwise_min([proposal.pack(0) for proposal in proposals])
+    assert Proposal.header_agrees(reduced)
+    for proposal in proposals:
+        outcome = proposal.open(reduced)
         for at, (kind, column) in enumerate(zip(kinds, columns, strict=True)):
             odd = [value % 2 == 1 for value in column]
             expected = {
@@ -55,30 +55,30 @@ def test_outcome_is_the_reduction_of_all_ranks_values(data: st.DataObject, kinds
     ],
     ids=["operation", "kind", "slots", "step", "call"],
 )
-def test_another_question_shows_in_the_header(other: Ballot, call_number: int) -> None:
+def test_another_question_shows_in_the_header(other: Proposal, call_number: int) -> None:
     reduced = elementwise_min([filled(["min"], [1]).pack(0), other.pack(call_number)])
-    assert not Ballot.header_agrees(reduced)
+    assert not Proposal.header_agrees(reduced)
 
 
-def test_ballots_of_any_size_share_a_first_block_of_fixed_length() -> None:
+def test_proposals_of_any_size_share_a_first_block_of_fixed_length() -> None:
     small, large = filled([], []), filled(["min"] * 1000, [5] * 1000)
     assert len(small.pack(0)) == BLOCK_INTS
     assert len(large.pack(0)) > BLOCK_INTS
-    assert not Ballot.header_agrees(elementwise_min([small.pack(0), large.pack(0)[:BLOCK_INTS]]))
+    assert not Proposal.header_agrees(elementwise_min([small.pack(0), large.pack(0)[:BLOCK_INTS]]))
     assert large.open(large.pack(0)).numbers["slot 999"] == 5
 
 
 def test_a_callers_mistakes_are_refused() -> None:
-    ballot = Ballot("step", step=0)
-    ballot.min("free pages", 1)
+    proposal = Proposal("step", step=0)
+    proposal.min("free pages", 1)
     with pytest.raises(ValueError, match="two slots named 'free pages'"):
-        ballot.max("free pages", 1)
+        proposal.max("free pages", 1)
     with pytest.raises(ValueError, match="not a signed 64-bit"):
-        ballot.equal("digest", 2**63)
+        proposal.equal("digest", 2**63)
     for operation in ("", "x" * 65):
         with pytest.raises(ValueError, match="1 to 64 bytes"):
-            Ballot(operation, step=0)
-    assert len(ballot) == 1
+            Proposal(operation, step=0)
+    assert len(proposal) == 1
 
 
 @settings(deadline=None)
