@@ -10,8 +10,8 @@ import msgspec
 from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
 from benchmarks.subjects import PeerEvents
 from benchmarks.workloads import SHAPES
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder
 
 NAME = "codec"
 _CASES = {"1 block": 20_000, "64 events": 2_000, "8,192 tokens": 1_000}

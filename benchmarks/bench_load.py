@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
-from scheduler_components.load.queue import TokenCountedQueue
-from scheduler_components.load_inquirer import LoadInquirer
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import LoadInquirer, LoadSnapshot, ParallelState
+from scheduler_components.load import TokenCountedQueue
 
 NAME = "load"
 

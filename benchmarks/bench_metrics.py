@@ -18,11 +18,9 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from benchmarks.bench_load import inquirer_over
 from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns, percentile
 from benchmarks.metrics_process import NUM_GAUGES, ProcessSpec
-from observability.prometheus_reports import PrometheusSink
-from scheduler_components.load.queue import TokenCountedQueue
-from scheduler_components.metrics_emitter import MetricsEmitter
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import SchedulerStats
+from observability import PrometheusSink
+from scheduler_components import MetricsEmitter, ParallelState, SchedulerStats
+from scheduler_components.load import TokenCountedQueue
 
 NAME = "metrics"
 _ROOT = Path(__file__).parent.parent

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from benchmarks.measure import Measurement, Scale, measure_in_turns
 from benchmarks.workloads import SHAPES
-from scheduler_components.events import BlockStored, KVEventBatch
-from scheduler_components.kv_events.codec import BatchEncoder, lower_to_arrays
-from scheduler_components.kv_events.stream import BlockState, EventStream, chain_after, fold_payload
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components.kv_events import BatchEncoder, BlockState, EventStream, ZmqEventPublisher, chain_after
+from scheduler_components.kv_events.codec import lower_to_arrays
+from scheduler_components.kv_events.stream import fold_payload
 
 NAME = "parts"
 _CASES = {"1 block": 20_000, "64 events": 1_000, "8,192 tokens": 500}

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.measure import Goal, Measurement, Samples, Scale, measure_in_turns
-from observability.kv_stream.view import BlockView
-from scheduler_components.events import BlockRemoved, BlockStored
+from observability.kv_stream import BlockView
+from scheduler_components import BlockRemoved, BlockStored
 
 NAME = "view"
 _DEPTH = 128

@@ -17,13 +17,17 @@ from pathlib import Path
 
 import attrs
 
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.errors import ConfigError
-from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.hicache.cache import HiRadixCache, TierStepper
+from scheduler_components import ConfigError
+from scheduler_components.cache import RadixCache
+from scheduler_components.hicache import HiRadixCache, SyncDomain, TierStepper
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone, WriteDone
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-from scheduler_components.reference.device.trace import BLOCK_TOKENS, TraceRequest, open_trace, prompt_tokens
+from scheduler_components.reference.device import (
+    BLOCK_TOKENS,
+    SimulatedHostPages,
+    TraceRequest,
+    open_trace,
+    prompt_tokens,
+)
 
 __all__ = ["Found", "Sizes", "as_table", "find_in_device", "find_in_tiers", "unbounded_tokens"]
 

@@ -11,12 +11,11 @@ from datetime import timedelta
 import msgspec
 import zmq
 
-from scheduler_components.hicache.agreement import SyncDomain, world_rank_sets
-from scheduler_components.hicache.cache import HiRadixCache, TierStepper
+from scheduler_components import ParallelState
+from scheduler_components.hicache import HiRadixCache, SyncDomain, TierStepper, world_rank_sets
 from scheduler_components.page_operations import Instruction, IoEvent
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
+from scheduler_components.reference.device import SimulatedHostPages
+from scheduler_components.reference.engine import open_zmq_sync_domain
 
 _WARM_UP_STEPS = 50
 
@@ -68,7 +67,7 @@ def _open_domain(spec: StepSpec) -> SyncDomain:
     if spec.transport == "gloo":
         import torch.distributed as dist
 
-        from scheduler_components.hicache.torch_sync import open_torch_sync_domains
+        from scheduler_components.hicache import open_torch_sync_domains
 
         dist.init_process_group(
             "gloo",

@@ -13,7 +13,7 @@ from benchmarks.bench_view import make_events
 from benchmarks.processes import free_endpoints
 from benchmarks.subjects import KIT_WITHOUT_IDLE, open_subject
 from benchmarks.workloads import SHAPES
-from observability.kv_stream.view import BlockView
+from observability.kv_stream import BlockView
 
 COUNT = 100_000
 NUM_BATCHES = 10_000

@@ -19,11 +19,9 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from benchmarks.measure import measure_in_turns
-from observability.prometheus_reports import PrometheusBoard
-from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, open_shm_metrics_sink
-from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import LatencyTotals, LoadSnapshot, SchedulerStats, SchedulerTotals, TierStats
+from observability import PrometheusBoard
+from scheduler_components import LatencyTotals, LoadSnapshot, ParallelState, SchedulerStats, SchedulerTotals, TierStats
+from scheduler_components.metrics import RequestLatencies, ShmMetricsBoard, open_shm_metrics_sink
 
 NUM_GAUGES = 64
 """What SGLang 0.5.23 sets one by one at a step's end."""

@@ -10,8 +10,8 @@ import zmq
 
 from benchmarks.peers import load_peer
 from benchmarks.workloads import Shape
-from scheduler_components.events import BlockStored, KVEventBatch
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components.kv_events import ZmqEventPublisher
 
 __all__ = ["KIT", "KIT_WITHOUT_IDLE", "LIMIT", "OFF", "Subject", "open_subject"]
 

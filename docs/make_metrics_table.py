@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from observability.catalog import render_markdown
+from observability import render_markdown
 
 PAGE = Path(__file__).with_name("metrics.md")
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from scheduler_components.values import HistogramSnapshot, SchedulerStats
+from scheduler_components import HistogramSnapshot, SchedulerStats
 
 __all__ = [
     "Metric",

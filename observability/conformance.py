@@ -8,12 +8,20 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from observability.kv_stream.discovery import NoStreamsError, StreamAddress, bare_address, discover, printable
-from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.testing.ledger import RULES, Violation, Weight
-from scheduler_components.testing.stream_judge import Expectations, StreamFacts, StreamVerdict, judge_stream
-from scheduler_components.testing.zmq_probe import ProbeOptions, probe_streams
+from observability.kv_stream import NoStreamsError, StreamAddress, bare_address, discover, printable
+from scheduler_components import ConfigError, DecodeError
+from scheduler_components.kv_events import Endpoint
+from scheduler_components.testing import (
+    RULES,
+    Expectations,
+    ProbeOptions,
+    StreamFacts,
+    StreamVerdict,
+    Violation,
+    Weight,
+    judge_stream,
+    probe_streams,
+)
 
 __all__ = [
     "ConformanceReport",

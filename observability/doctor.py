@@ -15,26 +15,25 @@ from enum import StrEnum
 import attrs
 import httpx
 
-from observability.kv_stream.discovery import (
+from observability.kv_stream import (
+    FollowPolicy,
     NoStreamsError,
+    NullListener,
     StreamAddress,
+    StreamState,
+    StreamStats,
+    Subscriber,
     addresses_in,
     fetch_json,
     fetch_page,
+    open_subscriber,
     printable,
     worker_url,
 )
-from observability.kv_stream.follower import FollowPolicy, NullListener, StreamStats
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from observability.zmq_topics import listen_for_topics
-from scheduler_components.errors import DecodeError, StartError
-from scheduler_components.events import BlockStored
-from scheduler_components.kv_events.codec import DecodedBatch
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_auth import ClientKeys
-from scheduler_components.load.gauge import LoadSample
-from scheduler_components.load.zmq_gauge import open_zmq_load_reader
+from scheduler_components import BlockStored, DecodeError, StartError
+from scheduler_components.kv_events import ClientKeys, DecodedBatch, Endpoint
+from scheduler_components.load import LoadSample, open_zmq_load_reader
 
 __all__ = [
     "Finding",

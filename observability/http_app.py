@@ -19,9 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from scheduler_components import __version__
-from scheduler_components.errors import ConfigError
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import ConfigError, LoadSnapshot, __version__
 
 __all__ = [
     "SECTIONS",

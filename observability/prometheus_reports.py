@@ -25,10 +25,14 @@ from observability.catalog import (
     VLLM_PREFIX,
     Metric,
 )
-from scheduler_components.errors import ConfigError
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import OutputStatsSource
-from scheduler_components.values import HistogramSnapshot, OutputStats, SchedulerStats
+from scheduler_components import (
+    ConfigError,
+    HistogramSnapshot,
+    OutputStats,
+    OutputStatsSource,
+    ParallelState,
+    SchedulerStats,
+)
 
 __all__ = [
     "check_prefix",

@@ -10,8 +10,7 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from observability.catalog import STREAM_CATALOG, STREAM_PREFIX, STREAM_STATE
-from observability.kv_stream.follower import StreamStats
-from observability.kv_stream.instructions import StreamState
+from observability.kv_stream import StreamState, StreamStats
 from observability.prometheus_reports import new_family, register, unregister
 
 __all__ = ["StreamCollector", "StreamStatsSource"]

@@ -9,13 +9,9 @@ from typing import Any, TextIO
 import attrs
 import msgspec
 
-from observability.kv_stream.discovery import StreamAddress, bare_address, discover, printable
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.zmq_subscriber import open_subscriber
-from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.events import BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.kv_events.codec import DecodedBatch
-from scheduler_components.kv_events.zmq_auth import ClientKeys
+from observability.kv_stream import StreamAddress, StreamState, bare_address, discover, open_subscriber, printable
+from scheduler_components import BlockRemoved, BlockStored, ConfigError, DecodeError, KVCacheEvent
+from scheduler_components.kv_events import ClientKeys, DecodedBatch
 
 __all__ = ["WatchOptions", "addresses_of", "watch"]
 

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from observability.kv_stream.discovery import StreamAddress
-from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_auth import ClientKeys, apply_client_keys
+from observability.kv_stream import StreamAddress
+from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, ClientKeys, Endpoint, apply_client_keys
 
 __all__ = ["listen_for_topics"]
 

@@ -1,22 +1,215 @@
-"""Small parts that LLM-inference schedulers are composed of.
+"""Small parts that LLM-inference schedulers are composed of: components, ports, values and errors.
 
-The components are here; what needs pyzmq, pydantic or torch is imported from its own module when it is used.
+What a scheduler's author imports is here. Packages hold the rest: ``kv_events`` (codec, stream, configuration,
+publishers), ``cache``, ``hicache``, ``load``, ``metrics``, ``testing``. What needs pyzmq, pydantic, numpy or torch is
+imported when it is first asked for.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scheduler_components._lazy import lazy_names
 from scheduler_components._version import __version__
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from scheduler_components.load.queue import TokenCountedQueue
-from scheduler_components.load_inquirer import LoadInquirer
+from scheduler_components.batch_result_processor import BatchResultProcessor, WorkResult, finish_reason_after
+from scheduler_components.cache import RadixCache
+from scheduler_components.errors import (
+    CacheIntegrityError,
+    ComponentError,
+    ConfigError,
+    DecodeError,
+    FailureLog,
+    ForkedPublisherError,
+    LockstepError,
+    OutOfPagesError,
+    PublisherClosedError,
+    PublisherNameTakenError,
+    StartError,
+    StorageError,
+    StorageStallError,
+    SyncClosedError,
+    SyncDivergenceError,
+    SyncTimeoutError,
+    TierDivergenceError,
+)
+from scheduler_components.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher, kv_metrics_from
+from scheduler_components.load import TokenCountedQueue
+from scheduler_components.load_inquirer import LoadInquirer, LoadWithTotals, WorkTotals
+from scheduler_components.load_publisher import NO_LOAD_SINK, GaugePacer, LoadPublisher, open_load_publisher
 from scheduler_components.metrics_emitter import MetricsEmitter
+from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import (
+    NO_PAGE_HOOK,
+    BookedRequest,
+    EventPublisher,
+    HostPages,
+    KvEventSink,
+    KvEventSource,
+    KvMetricsSink,
+    KvResidence,
+    LoadPartsSource,
+    LoadSink,
+    LoadSource,
+    MetricsSink,
+    NullEventPublisher,
+    NullMetricsSink,
+    OutputSink,
+    OutputStatsSource,
+    OutputStream,
+    PageBytes,
+    PageHook,
+    PageMover,
+    PageStore,
+    PoolSource,
+    PublisherStatsSource,
+    QueuedRequest,
+    QueueSource,
+    RateSource,
+    RequestRegister,
+    ResultObserver,
+    StopRules,
+    StreamedRequest,
+    SyncGroup,
+    TotalsSource,
+    WorkSource,
+)
+from scheduler_components.values import (
+    DisaggregationLoad,
+    FinishReason,
+    HistogramSnapshot,
+    KvMetrics,
+    LatencyTotals,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    OutputBatch,
+    OutputDelta,
+    OutputStats,
+    PublisherStats,
+    QueueLoad,
+    SchedulerStats,
+    SchedulerTotals,
+    SpeculativeLoad,
+    SyncCall,
+    TierStats,
+    TokenOutput,
+)
+
+if TYPE_CHECKING:
+    from scheduler_components.server_info import describe_kv_events_publisher, kv_events_server_info, merge_kv_events
 
 __all__ = [
+    "AllBlocksCleared",
+    "BatchResultProcessor",
+    "BlockRemoved",
+    "BlockStored",
+    "BookedRequest",
+    "CacheIntegrityError",
+    "ComponentError",
+    "ConfigError",
+    "DecodeError",
+    "DisaggregationLoad",
+    "EventBatch",
+    "EventPublisher",
+    "FailureLog",
+    "FinishReason",
+    "ForkedPublisherError",
+    "GaugePacer",
+    "HistogramSnapshot",
+    "HostPages",
+    "KVCacheEvent",
+    "KVEventBatch",
+    "KvEventSink",
+    "KvEventSource",
+    "KvMetrics",
+    "KvMetricsSink",
+    "KvResidence",
+    "LatencyTotals",
     "LoadInquirer",
+    "LoadPartsSource",
+    "LoadPublisher",
+    "LoadSink",
+    "LoadSnapshot",
+    "LoadSource",
+    "LoadWithTotals",
+    "LockstepError",
+    "LoraLoad",
+    "MemoryLoad",
     "MetricsEmitter",
+    "MetricsSink",
+    "NullEventPublisher",
+    "NullMetricsSink",
+    "OutOfPagesError",
+    "OutputBatch",
+    "OutputDelta",
+    "OutputSink",
+    "OutputStats",
+    "OutputStatsSource",
+    "OutputStream",
+    "OutputStreamer",
+    "PageBytes",
+    "PageHook",
+    "PageMover",
+    "PageStore",
     "ParallelState",
+    "PoolSource",
+    "PublisherClosedError",
+    "PublisherNameTakenError",
+    "PublisherStats",
+    "PublisherStatsSource",
+    "QueueLoad",
+    "QueueSource",
+    "QueuedRequest",
     "RadixCache",
+    "RateSource",
+    "RequestRegister",
+    "ResultObserver",
     "SchedulerKvEventsPublisher",
+    "SchedulerStats",
+    "SchedulerTotals",
+    "SpeculativeLoad",
+    "StartError",
+    "StopRules",
+    "StorageError",
+    "StorageStallError",
+    "StreamedRequest",
+    "SyncCall",
+    "SyncClosedError",
+    "SyncDivergenceError",
+    "SyncGroup",
+    "SyncTimeoutError",
+    "TierDivergenceError",
+    "TierStats",
     "TokenCountedQueue",
+    "TokenOutput",
+    "TotalsSource",
+    "WorkResult",
+    "WorkSource",
+    "WorkTotals",
+    "NO_KV_METRICS",
+    "NO_LOAD_SINK",
+    "NO_PAGE_HOOK",
     "__version__",
+    "describe_kv_events_publisher",
+    "finish_reason_after",
+    "kv_events_server_info",
+    "kv_metrics_from",
+    "merge_kv_events",
+    "open_load_publisher",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "scheduler_components.server_info": ("describe_kv_events_publisher kv_events_server_info merge_kv_events"),
+    },
+)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components.load.queue import TokenCountedQueue, count_request, is_dispatcher_name
+from scheduler_components.load import TokenCountedQueue, count_request, is_dispatcher_name
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
     LoadPartsSource,

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_components.errors import ConfigError, FailureLog
-from scheduler_components.load.gauge import HEARTBEAT_S
+from scheduler_components.load import HEARTBEAT_S
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import LoadSink, LoadSource
 from scheduler_components.values import LoadSnapshot
 
 if TYPE_CHECKING:
-    from scheduler_components.kv_events.config import KVEventsConfig
+    from scheduler_components.kv_events import KVEventsConfig
 
 __all__ = [
     "MIN_INTERVAL_S",
@@ -228,9 +228,8 @@ def open_load_publisher(
     if not config:
         return publisher
     # Imported here so that the component itself loads neither pyzmq nor pydantic.
-    from scheduler_components.kv_events.config import KVEventsConfig
-    from scheduler_components.kv_events.zmq_auth import StreamAccess
-    from scheduler_components.load.zmq_gauge import check_load_endpoint, open_zmq_load_sink
+    from scheduler_components.kv_events import KVEventsConfig, StreamAccess
+    from scheduler_components.load import check_load_endpoint, open_zmq_load_sink
 
     settings = config if isinstance(config, KVEventsConfig) else KVEventsConfig.from_cli(config)
     plan = settings.port_plan(parallel.kv_stream_count)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig
-from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
+from scheduler_components.kv_events import Endpoint, EventPublisherFactory, KVEventsConfig, PortPlan
 
 __all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info", "merge_kv_events"]
 

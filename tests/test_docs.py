@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from observability.catalog import render_markdown
-from scheduler_components.reference.cli.commands import app
+from observability import render_markdown
+from scheduler_components.reference.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])

@@ -9,13 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError, PublisherClosedError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher, kv_metrics_from
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NullEventPublisher
-from scheduler_components.testing.fakes import FakeLoad, ListEventSink, ListKvMetricsSink, ScriptedEvents
-from scheduler_components.values import KvMetrics, LoadSnapshot, PublisherStats
+from scheduler_components import (
+    NO_KV_METRICS,
+    AllBlocksCleared,
+    BlockRemoved,
+    ConfigError,
+    KVCacheEvent,
+    KVEventBatch,
+    KvMetrics,
+    LoadSnapshot,
+    NullEventPublisher,
+    ParallelState,
+    PublisherClosedError,
+    PublisherStats,
+    SchedulerKvEventsPublisher,
+    kv_metrics_from,
+)
+from scheduler_components.testing import FakeLoad, ListEventSink, ListKvMetricsSink, ScriptedEvents
 
 BUSY = FakeLoad(
     LoadSnapshot(

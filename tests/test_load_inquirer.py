@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.load.queue import TokenCountedQueue
-from scheduler_components.load_inquirer import LoadInquirer
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.testing.fakes import FakeParts, FakePool, FakeQueues, FakeRates, FakeRequest
-from scheduler_components.values import (
+from scheduler_components import (
     DisaggregationLoad,
+    LoadInquirer,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
+    ParallelState,
     QueueLoad,
     SpeculativeLoad,
 )
+from scheduler_components.load import TokenCountedQueue
+from scheduler_components.testing import FakeParts, FakePool, FakeQueues, FakeRates, FakeRequest
 
 counts = st.integers(0, 2**30)
 

@@ -8,10 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.load_publisher import NO_LOAD_SINK, GaugePacer, LoadPublisher, open_load_publisher
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import (
+    NO_LOAD_SINK,
+    ConfigError,
+    GaugePacer,
+    LoadPublisher,
+    LoadSnapshot,
+    ParallelState,
+    open_load_publisher,
+)
 
 
 @dataclass

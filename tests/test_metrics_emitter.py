@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.metrics_emitter import MetricsEmitter
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components import (
+    LoadSnapshot,
+    MetricsEmitter,
+    ParallelState,
+    PublisherStats,
+    SchedulerStats,
+    SchedulerTotals,
+)
 
 
 class Load:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import ConfigError, ParallelState
 
 ANY = st.one_of(st.integers(-2, 9), st.sampled_from([None, True, 1.0, "2", 10**30]))
 FIELDS = [field.name for field in attrs.fields(ParallelState)]

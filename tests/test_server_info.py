@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.kv_events.config import KVEventsConfig
-from scheduler_components.server_info import describe_kv_events_publisher, kv_events_server_info, merge_kv_events
+from scheduler_components import describe_kv_events_publisher, kv_events_server_info, merge_kv_events
+from scheduler_components.kv_events import KVEventsConfig
 
 
 def config(**given_settings: Any) -> str:

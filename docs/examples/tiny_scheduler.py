@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scheduler_components import (
+    KvEventSink,
     LoadInquirer,
+    LoadSnapshot,
     ParallelState,
     RadixCache,
     SchedulerKvEventsPublisher,
     TokenCountedQueue,
 )
-from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.ports import KvEventSink
-from scheduler_components.values import LoadSnapshot
+from scheduler_components.cache import RadixNode
 
 PAGE_SIZE = 8
 

@@ -27,8 +27,7 @@ from observability.kv_stream.instructions import (
     SwapIn,
     token_of,
 )
-from scheduler_components.kv_events.replay import Kind, Meta, Verb
-from scheduler_components.kv_events.stream import CHAIN_BYTES, EPOCH_BYTES, chain_after
+from scheduler_components.kv_events import CHAIN_BYTES, EPOCH_BYTES, Kind, Meta, Verb, chain_after
 
 __all__ = [
     "NOTHING_APPLIED",

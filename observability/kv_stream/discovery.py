@@ -8,8 +8,8 @@ import attrs
 import httpx
 import msgspec
 
-from scheduler_components.errors import ComponentError, ConfigError, DecodeError, StartError
-from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components import ComponentError, ConfigError, DecodeError, StartError
+from scheduler_components.kv_events import Endpoint
 
 __all__ = [
     "printable",

@@ -28,10 +28,8 @@ from observability.kv_stream.instructions import (
     SwapIn,
 )
 from observability.kv_stream.view import BlockView
-from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.kv_events.codec import BatchDecoder, DecodedBatch
-from scheduler_components.kv_events.replay import Meta
+from scheduler_components import AllBlocksCleared, ConfigError, DecodeError
+from scheduler_components.kv_events import BatchDecoder, DecodedBatch, Meta
 
 __all__ = [
     "NullListener",

@@ -7,8 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-from scheduler_components.kv_events.replay import Request, Verb
-from scheduler_components.kv_events.stream import EPOCH_BYTES
+from scheduler_components.kv_events import EPOCH_BYTES, Request, Verb
 
 __all__ = [
     "Apply",

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
-from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.events import MEDIUM_GPU
 
 __all__ = ["BlockView", "Tier", "ViewCounters", "tier_of"]
 

@@ -15,7 +15,7 @@ from observability.kv_stream.discovery import StreamAddress
 from observability.kv_stream.follower import FollowPolicy, StreamListener, StreamPosition, StreamStats
 from observability.kv_stream.view import Tier
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
-from scheduler_components.kv_events.zmq_auth import ClientKeys
+from scheduler_components.kv_events import ClientKeys
 
 __all__ = ["AsyncSubscriber", "open_async_subscriber"]
 

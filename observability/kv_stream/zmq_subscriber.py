@@ -25,10 +25,8 @@ from observability.kv_stream.follower import (
 )
 from observability.kv_stream.instructions import AskReplay
 from observability.kv_stream.view import BlockView, Tier
-from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES, BatchDecoder
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_auth import ClientKeys, apply_client_keys
+from scheduler_components import ConfigError
+from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, BatchDecoder, ClientKeys, Endpoint, apply_client_keys
 
 __all__ = [
     "Dial",

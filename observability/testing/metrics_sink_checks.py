@@ -11,10 +11,16 @@ from typing import TypeVar
 import msgspec
 
 from observability.catalog import CATALOG
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import MetricsSink
-from scheduler_components.testing.parts import MetricReader, Trace
-from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components import (
+    LoadSnapshot,
+    MetricsSink,
+    ParallelState,
+    PublisherStats,
+    SchedulerStats,
+    SchedulerTotals,
+)
+from scheduler_components.testing import Trace
+from scheduler_components.testing.parts import MetricReader
 
 __all__ = [
     "METRICS_SINK_CHECKS",

@@ -11,14 +11,27 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.follower import BatchApplier, FollowPolicy, NullListener, StreamFollower
-from observability.kv_stream.instructions import AskReplay, StreamState
-from observability.kv_stream.view import BlockView, Tier
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder
-from scheduler_components.kv_events.replay import END_SEQ, ReplayCursors, plain_request
-from scheduler_components.kv_events.stream import EventStream, collapse
+from observability.kv_stream import (
+    AskReplay,
+    BatchApplier,
+    BlockView,
+    FollowPolicy,
+    NullListener,
+    StreamCursor,
+    StreamFollower,
+    StreamState,
+    Tier,
+)
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import (
+    END_SEQ,
+    BatchDecoder,
+    BatchEncoder,
+    EventStream,
+    ReplayCursors,
+    collapse,
+    plain_request,
+)
 
 __all__ = [
     "Frame",

@@ -1,1 +1,39 @@
-"""The reference cache: a radix tree of pages that records events from its own transitions."""
+"""The reference prefix cache: a radix tree of pages that records events from its own transitions."""
+
+from __future__ import annotations
+
+from scheduler_components.cache.block_hash import (
+    DIGEST_BYTES,
+    PLAIN_NAMESPACE,
+    PrefixNamespace,
+    block_hashes_of,
+    hash_pages,
+    pack_tokens,
+    page_digests,
+    unpack_tokens,
+)
+from scheduler_components.cache.page_pool import PagePool
+from scheduler_components.cache.radix_cache import PrefixMatch, RadixCache
+from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
+from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventRecorder, NullEventRecorder
+
+__all__ = [
+    "Descent",
+    "EventRecorder",
+    "EvictionOrder",
+    "NullEventRecorder",
+    "PagePool",
+    "PrefixMatch",
+    "PrefixNamespace",
+    "RadixCache",
+    "RadixNode",
+    "RadixTree",
+    "DIGEST_BYTES",
+    "MAX_EVENT_TOKENS",
+    "PLAIN_NAMESPACE",
+    "block_hashes_of",
+    "hash_pages",
+    "pack_tokens",
+    "page_digests",
+    "unpack_tokens",
+]

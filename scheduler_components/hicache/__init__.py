@@ -1,1 +1,88 @@
 """The hierarchical cache: device, host and storage tiers that stay identical on every rank of a replica."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scheduler_components._lazy import lazy_names
+from scheduler_components.hicache.agreement import (
+    InProcessSync,
+    Outcome,
+    Proposal,
+    RankSets,
+    SyncDomain,
+    domain_of,
+    elementwise_min,
+    groups_in_order,
+    world_rank_sets,
+)
+from scheduler_components.hicache.cache import HiRadixCache, TierStepper
+from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.hicache.memory_storage import MemoryPageStore
+from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
+from scheduler_components.hicache.tiers import Tier
+
+if TYPE_CHECKING:
+    from scheduler_components.hicache.file_storage import FilePageStore, open_file_page_store
+    from scheduler_components.hicache.memory import HostPool, PageShape, SimulatedDeviceMemory
+    from scheduler_components.hicache.mooncake_storage import (
+        MooncakeAddress,
+        MooncakePageStore,
+        open_mooncake_page_store,
+    )
+    from scheduler_components.hicache.thread_page_mover import ThreadPageMover, open_thread_page_mover
+    from scheduler_components.hicache.thread_storage import open_deadline_page_store
+    from scheduler_components.hicache.torch_sync import (
+        get_attn_cp_rank_and_size,
+        open_torch_sync_domains,
+        rank_sets_of_groups,
+    )
+
+__all__ = [
+    "CheckedPageStore",
+    "FilePageStore",
+    "HiCachePolicy",
+    "HiRadixCache",
+    "HostPool",
+    "InProcessSync",
+    "KeySpace",
+    "MemoryPageStore",
+    "MooncakeAddress",
+    "MooncakePageStore",
+    "Outcome",
+    "PageShape",
+    "Placement",
+    "Proposal",
+    "RankSets",
+    "SimulatedDeviceMemory",
+    "StorageStats",
+    "SyncDomain",
+    "ThreadPageMover",
+    "Tier",
+    "TierStepper",
+    "domain_of",
+    "elementwise_min",
+    "get_attn_cp_rank_and_size",
+    "groups_in_order",
+    "open_deadline_page_store",
+    "open_file_page_store",
+    "open_mooncake_page_store",
+    "open_thread_page_mover",
+    "open_torch_sync_domains",
+    "rank_sets_of_groups",
+    "world_rank_sets",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "scheduler_components.hicache.file_storage": "FilePageStore open_file_page_store",
+        "scheduler_components.hicache.memory": "HostPool PageShape SimulatedDeviceMemory",
+        "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
+        "scheduler_components.hicache.thread_page_mover": "ThreadPageMover open_thread_page_mover",
+        "scheduler_components.hicache.thread_storage": "open_deadline_page_store",
+        "scheduler_components.hicache.torch_sync": (
+            "get_attn_cp_rank_and_size open_torch_sync_domains rank_sets_of_groups"
+        ),
+    },
+)

@@ -168,9 +168,9 @@ class Proposal:
 class SyncDomain:
     """One rank's end of the agreement of a replica; used by one thread, with groups of its own.
 
-    The checker is part of every agreement (see ``proposal``), so it is never off: ranks that come with another operation,
-    other slots, another step or another count raise ``SyncDivergenceError`` on all of them, naming what each one
-    asked. After any error the domain is broken and raises the same again: ranks that failed once are not in step.
+    The checker is part of every agreement (see ``Proposal``), so it is never off: ranks that come with another
+    operation, other slots, another step or another count raise ``SyncDivergenceError`` on all of them, naming what each
+    one asked. After any error the domain is broken and raises the same again: ranks that failed once are not in step.
 
     Attributes:
         rank: this process's global rank.

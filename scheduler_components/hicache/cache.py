@@ -7,9 +7,14 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace, block_hashes_of, pack_tokens
-from scheduler_components.cache.radix_cache import PrefixMatch
-from scheduler_components.cache.radix_tree import RadixNode
+from scheduler_components.cache import (
+    PLAIN_NAMESPACE,
+    PrefixMatch,
+    PrefixNamespace,
+    RadixNode,
+    block_hashes_of,
+    pack_tokens,
+)
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
 from scheduler_components.events import KVCacheEvent
 from scheduler_components.hicache.agreement import Outcome, Proposal, SyncDomain

@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 import attrs
 
-from scheduler_components.cache.block_hash import DIGEST_BYTES
+from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.hicache.agreement import Outcome, Proposal
 from scheduler_components.page_operations import (

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_components.cache.page_pool import PagePool
+from scheduler_components.cache import PagePool
 from scheduler_components.errors import CacheIntegrityError, ConfigError
 from scheduler_components.ports import PageBytes
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from scheduler_components.cache.block_hash import DIGEST_BYTES
+from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import StorageError
 from scheduler_components.hicache.memory import HostPool, SimulatedDeviceMemory
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats

@@ -7,10 +7,18 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
-from scheduler_components.cache.block_hash import DIGEST_BYTES, PrefixNamespace, block_hashes_of
-from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
-from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder
+from scheduler_components.cache import (
+    DIGEST_BYTES,
+    Descent,
+    EventRecorder,
+    EvictionOrder,
+    NullEventRecorder,
+    PagePool,
+    PrefixNamespace,
+    RadixNode,
+    RadixTree,
+    block_hashes_of,
+)
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.ports import HostPages
 

@@ -6,8 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace, pack_tokens, page_digests
-from scheduler_components.cache.radix_tree import RadixNode
+from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace, RadixNode, pack_tokens, page_digests
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy
 from scheduler_components.hicache.tiers import Tier, TierTree, shares_of

@@ -1,15 +1,16 @@
-"""KV-cache events: values, wire, endpoints, configuration and publishers.
+"""KV-cache events: codec, stream, replay, endpoints, configuration and publishers.
 
-The public names are those of ``sglang.srt.disaggregation.kv_events``. What needs pyzmq or pydantic is imported when
+The public names of ``sglang.srt.disaggregation.kv_events`` are all here. What needs pyzmq or pydantic is imported when
 it is first asked for, so that the events themselves stay cheap to import.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from scheduler_components._lazy import lazy_names
 from scheduler_components.events import (
+    MEDIUM_GPU,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -17,36 +18,104 @@ from scheduler_components.events import (
     KVCacheEvent,
     KVEventBatch,
 )
+from scheduler_components.kv_events.codec import DIALECTS, MAX_PAYLOAD_BYTES, BatchDecoder, BatchEncoder, DecodedBatch
+from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint, PortPlan
+from scheduler_components.kv_events.replay import (
+    END_SEQ,
+    REPLAY_FRAMINGS,
+    Kind,
+    Meta,
+    ReplayCursors,
+    Request,
+    Verb,
+    plain_request,
+)
+from scheduler_components.kv_events.stream import (
+    CHAIN_BYTES,
+    EPOCH_BYTES,
+    BlockState,
+    EventStream,
+    chain_after,
+    chain_at_start,
+    collapse,
+)
 from scheduler_components.ports import EventPublisher, NullEventPublisher
 
 if TYPE_CHECKING:
-    from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig, open_event_publisher
+    from scheduler_components.kv_events.config import (
+        SEQ_BASES,
+        EventPublisherFactory,
+        KVEventsConfig,
+        open_event_publisher,
+    )
+    from scheduler_components.kv_events.zmq_auth import (
+        ClientKeys,
+        StreamAccess,
+        apply_client_keys,
+        read_key_pair,
+        read_public_key,
+        write_key_pair,
+    )
     from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+    from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
 
 __all__ = [
-    "EventBatch",
-    "KVEventBatch",
-    "KVCacheEvent",
-    "BlockStored",
-    "BlockRemoved",
     "AllBlocksCleared",
+    "BatchDecoder",
+    "BatchEncoder",
+    "BlockRemoved",
+    "BlockState",
+    "BlockStored",
+    "ClientKeys",
+    "DecodedBatch",
+    "Endpoint",
+    "EventBatch",
     "EventPublisher",
-    "NullEventPublisher",
-    "ZmqEventPublisher",
-    "KVEventsConfig",
     "EventPublisherFactory",
+    "EventStream",
+    "KVCacheEvent",
+    "KVEventBatch",
+    "KVEventsConfig",
+    "Kind",
+    "Meta",
+    "NullEventPublisher",
+    "PortPlan",
+    "ReplayCursors",
+    "Request",
+    "StreamAccess",
+    "Verb",
+    "ZmqEventPublisher",
+    "CHAIN_BYTES",
+    "DIALECTS",
+    "END_SEQ",
+    "EPOCH_BYTES",
+    "MAX_PAYLOAD_BYTES",
+    "MAX_PORT",
+    "MEDIUM_GPU",
+    "REPLAY_FRAMINGS",
+    "SEQ_BASES",
+    "apply_client_keys",
+    "chain_after",
+    "chain_at_start",
+    "collapse",
+    "lock_ipc_path",
     "open_event_publisher",
+    "plain_request",
+    "read_key_pair",
+    "read_public_key",
+    "write_key_pair",
 ]
 
-_LAZY = {
-    "ZmqEventPublisher": "scheduler_components.kv_events.zmq_publisher",
-    "KVEventsConfig": "scheduler_components.kv_events.config",
-    "EventPublisherFactory": "scheduler_components.kv_events.config",
-    "open_event_publisher": "scheduler_components.kv_events.config",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "scheduler_components.kv_events.config": (
+            "SEQ_BASES EventPublisherFactory KVEventsConfig open_event_publisher"
+        ),
+        "scheduler_components.kv_events.zmq_auth": (
+            "ClientKeys StreamAccess apply_client_keys read_key_pair read_public_key write_key_pair"
+        ),
+        "scheduler_components.kv_events.zmq_publisher": "ZmqEventPublisher",
+        "scheduler_components.kv_events.zmq_sockets": "lock_ipc_path",
+    },
+)

@@ -1,1 +1,62 @@
-"""Load: what a replica says of itself, and how it is counted."""
+"""Load: queues that know how many tokens they hold, and the gauge by which a replica says how loaded it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scheduler_components._lazy import lazy_names
+from scheduler_components.load.gauge import (
+    HEARTBEAT_S,
+    LOAD_TOPIC,
+    MAX_LOAD_STAT_BYTES,
+    LoadSample,
+    LoadStat,
+    LoadView,
+    decode_load_stat,
+    encode_load_stat,
+    load_stat_from,
+)
+from scheduler_components.load.queue import DispatchLedger, TokenCountedQueue, count_request, is_dispatcher_name
+
+if TYPE_CHECKING:
+    from scheduler_components.load.shm_load_board import ShmLoadBoard, open_shm_load_sink
+    from scheduler_components.load.zmq_gauge import (
+        ZmqLoadReader,
+        ZmqLoadSink,
+        check_load_endpoint,
+        open_zmq_load_reader,
+        open_zmq_load_sink,
+    )
+
+__all__ = [
+    "DispatchLedger",
+    "LoadSample",
+    "LoadStat",
+    "LoadView",
+    "ShmLoadBoard",
+    "TokenCountedQueue",
+    "ZmqLoadReader",
+    "ZmqLoadSink",
+    "HEARTBEAT_S",
+    "LOAD_TOPIC",
+    "MAX_LOAD_STAT_BYTES",
+    "check_load_endpoint",
+    "count_request",
+    "decode_load_stat",
+    "encode_load_stat",
+    "is_dispatcher_name",
+    "load_stat_from",
+    "open_shm_load_sink",
+    "open_zmq_load_reader",
+    "open_zmq_load_sink",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "scheduler_components.load.shm_load_board": "ShmLoadBoard open_shm_load_sink",
+        "scheduler_components.load.zmq_gauge": (
+            "ZmqLoadReader ZmqLoadSink check_load_endpoint open_zmq_load_reader open_zmq_load_sink"
+        ),
+    },
+)

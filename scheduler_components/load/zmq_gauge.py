@@ -20,9 +20,7 @@ from typing import NamedTuple
 import zmq
 
 from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_auth import ClientKeys, StreamAccess, apply_client_keys
-from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
+from scheduler_components.kv_events import ClientKeys, Endpoint, StreamAccess, apply_client_keys, lock_ipc_path
 from scheduler_components.load.gauge import (
     HEARTBEAT_S,
     LOAD_TOPIC,

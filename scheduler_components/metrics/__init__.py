@@ -1,1 +1,59 @@
-"""Metrics: the values of one step, and rates over recent ones."""
+"""Metrics: rates and times of requests, and the ways of a step's statistics to other processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scheduler_components._lazy import lazy_names
+from scheduler_components.metrics.timing import (
+    Histogram,
+    LatencyHistograms,
+    RateMeter,
+    RequestLatencies,
+    RequestPhase,
+    RequestTimeStats,
+    RollingSums,
+)
+
+if TYPE_CHECKING:
+    from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, ShmMetricsSink, open_shm_metrics_sink
+    from scheduler_components.metrics.zmq_kv_metrics import (
+        ZmqKvMetricsReceiver,
+        ZmqKvMetricsSink,
+        decode_kv_metrics,
+        encode_kv_metrics,
+        open_zmq_kv_metrics_receiver,
+        open_zmq_kv_metrics_sink,
+        parse_kv_metrics_endpoint,
+    )
+
+__all__ = [
+    "Histogram",
+    "LatencyHistograms",
+    "RateMeter",
+    "RequestLatencies",
+    "RequestPhase",
+    "RequestTimeStats",
+    "RollingSums",
+    "ShmMetricsBoard",
+    "ShmMetricsSink",
+    "ZmqKvMetricsReceiver",
+    "ZmqKvMetricsSink",
+    "decode_kv_metrics",
+    "encode_kv_metrics",
+    "open_shm_metrics_sink",
+    "open_zmq_kv_metrics_receiver",
+    "open_zmq_kv_metrics_sink",
+    "parse_kv_metrics_endpoint",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "scheduler_components.metrics.shm_metrics_board": ("ShmMetricsBoard ShmMetricsSink open_shm_metrics_sink"),
+        "scheduler_components.metrics.zmq_kv_metrics": (
+            "ZmqKvMetricsReceiver ZmqKvMetricsSink decode_kv_metrics encode_kv_metrics "
+            "open_zmq_kv_metrics_receiver open_zmq_kv_metrics_sink parse_kv_metrics_endpoint"
+        ),
+    },
+)

@@ -8,7 +8,7 @@ import msgspec
 import zmq
 
 from scheduler_components.errors import ConfigError, DecodeError, StartError
-from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events import Endpoint
 from scheduler_components.values import KvMetrics
 
 __all__ = [

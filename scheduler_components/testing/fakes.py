@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from scheduler_components.events import EventBatch, KVCacheEvent
-from scheduler_components.values import (
+from scheduler_components import (
     DisaggregationLoad,
+    EventBatch,
+    KVCacheEvent,
     KvMetrics,
     LoadSnapshot,
     LoraLoad,

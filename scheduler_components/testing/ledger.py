@@ -13,9 +13,8 @@ from enum import StrEnum
 import attrs
 import msgspec
 
-from scheduler_components.cache.block_hash import PrefixNamespace, block_hashes_of, pack_tokens, page_digests
-from scheduler_components.errors import ConfigError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVCacheEvent
+from scheduler_components.cache import PrefixNamespace, block_hashes_of, pack_tokens, page_digests
 
 __all__ = [
     "RULES",

@@ -25,12 +25,9 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components.cache.block_hash import PrefixNamespace
-from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
-from scheduler_components.events import KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.replay import END_SEQ
-from scheduler_components.ports import PageStore
+from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError, PageStore
+from scheduler_components.cache import PrefixNamespace
+from scheduler_components.kv_events import END_SEQ, BatchEncoder
 from scheduler_components.testing.fakes import Fault, FaultyNetwork
 from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.page_store_checks import page_of

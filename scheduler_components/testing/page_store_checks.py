@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 
-from scheduler_components.ports import PageStore
+from scheduler_components import PageStore
 from scheduler_components.testing.parts import Trace
 
 __all__ = ["MAX_BYTES", "PAGE_BYTES", "PAGE_STORE_CHECKS", "page_of"]

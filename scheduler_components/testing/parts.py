@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol, TypeVar
 
-from scheduler_components.cache.block_hash import PrefixNamespace, hash_pages
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, LoadSnapshot
+from scheduler_components.cache import PrefixNamespace, hash_pages
 
 __all__ = [
     "ConformanceError",

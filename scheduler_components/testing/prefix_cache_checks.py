@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from scheduler_components.cache.block_hash import PrefixNamespace
-from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
+from scheduler_components import CacheIntegrityError, OutOfPagesError
+from scheduler_components.cache import PrefixNamespace
 from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.parts import CachedPrefix, PrefixCache, Trace
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from scheduler_components.ports import KvEventSink
+from scheduler_components import KvEventSink
 from scheduler_components.testing.fakes import ListEventSink
 from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.parts import ServingScheduler, Trace

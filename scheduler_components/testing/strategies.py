@@ -8,13 +8,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from scheduler_components.cache.block_hash import PrefixNamespace
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import DIALECTS
-from scheduler_components.kv_events.config import REPLAY_FRAMINGS, SEQ_BASES
-from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, ParallelState
+from scheduler_components.cache import PrefixNamespace, RadixCache
+from scheduler_components.kv_events import DIALECTS, MAX_PORT, SEQ_BASES, Endpoint
+from scheduler_components.kv_events.config import REPLAY_FRAMINGS
 from scheduler_components.testing.fakes import Fault
 from scheduler_components.testing.scheduler_checks import Workload
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from scheduler_components.errors import DecodeError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, KVCacheEvent
+from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.testing.ledger import EventLedger, Violation
 
 __all__ = [

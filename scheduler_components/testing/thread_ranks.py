@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import TypeVar
 
-from scheduler_components.errors import SyncTimeoutError
-from scheduler_components.hicache.agreement import SyncDomain, elementwise_min, world_rank_sets
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import SyncCall
+from scheduler_components import ParallelState, SyncCall, SyncTimeoutError
+from scheduler_components.hicache import SyncDomain, elementwise_min, world_rank_sets
 
 __all__ = [
     "ThreadSyncHub",

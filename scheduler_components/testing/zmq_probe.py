@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 import attrs
 import zmq
 
-from observability.kv_stream.discovery import StreamAddress
-from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.replay import END_SEQ, Request, Verb
+from observability.kv_stream import StreamAddress
+from scheduler_components.kv_events import END_SEQ, MAX_PAYLOAD_BYTES, Endpoint, Request, Verb
 from scheduler_components.testing.stream_judge import Frames, ReplayAnswer, StreamRecord
 
 __all__ = [

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from scheduler_components.events import BlockRemoved, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components import BlockRemoved, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import BatchDecoder, Endpoint
 from scheduler_components.testing.parts import BLOCK_SIZE, ChainHistory, ListeningPublisher, Trace
 from scheduler_components.testing.stream_judge import Expectations, Frames, ReplayAnswer, StreamRecord, judge_stream
 from scheduler_components.testing.zmq_probe import StreamProbe

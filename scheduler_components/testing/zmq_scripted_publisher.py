@@ -6,9 +6,8 @@ from types import TracebackType
 
 import zmq
 
-from scheduler_components.events import EventBatch, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.replay import END_SEQ
+from scheduler_components import EventBatch, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import END_SEQ, BatchEncoder
 
 __all__ = [
     "ScriptedPublisher",

@@ -9,11 +9,10 @@ import pytest
 from benchmarks.bench_cache import GrowthProbe
 from benchmarks.bench_load import WaitingRequest, inquirer_over
 from benchmarks.measure import measure_in_turns
-from observability.kv_stream.view import BlockView
-from scheduler_components.events import BlockStored, KVEventBatch
-from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.stream import EventStream
-from scheduler_components.load.queue import TokenCountedQueue
+from observability.kv_stream import BlockView
+from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components.kv_events import BatchEncoder, EventStream
+from scheduler_components.load import TokenCountedQueue
 
 GROSS = 4.0
 """Caches of the processor and a neighbour's noise stay below this; one more factor of n does not."""

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.cache.block_hash import hash_pages, pack_tokens, page_digests, unpack_tokens
-from scheduler_components.errors import ConfigError
+from scheduler_components import ConfigError
+from scheduler_components.cache import hash_pages, pack_tokens, page_digests, unpack_tokens
 from scheduler_components.testing.golden import PageHashVector, page_hash_vectors
 
 TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)

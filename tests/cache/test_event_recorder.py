@@ -6,12 +6,18 @@ from array import array
 
 import pytest
 
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, hash_pages, pack_tokens
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.cache.radix_tree import RadixNode, RadixTree
-from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventRecorder
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.testing.ledger import EventLedger
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.cache import (
+    MAX_EVENT_TOKENS,
+    PLAIN_NAMESPACE,
+    EventRecorder,
+    RadixCache,
+    RadixNode,
+    RadixTree,
+    hash_pages,
+    pack_tokens,
+)
+from scheduler_components.testing import EventLedger
 
 
 def tree_with(tokens: list[int], page_size: int = 1) -> tuple[RadixTree, RadixNode]:

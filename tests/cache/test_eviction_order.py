@@ -6,9 +6,8 @@ from array import array
 
 import pytest
 
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, pack_tokens
-from scheduler_components.cache.radix_tree import EvictionOrder, RadixNode, RadixTree
-from scheduler_components.errors import CacheIntegrityError
+from scheduler_components import CacheIntegrityError
+from scheduler_components.cache import PLAIN_NAMESPACE, EvictionOrder, RadixNode, RadixTree, pack_tokens
 
 
 def parent_and_child() -> tuple[RadixNode, RadixNode]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace
-from scheduler_components.errors import ConfigError
+from scheduler_components import ConfigError
+from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
 
 TEXT = st.none() | st.text(max_size=5)
 IDENTITIES = st.fixed_dictionaries(

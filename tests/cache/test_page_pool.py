@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components.cache import PagePool
 
 PAGES = st.lists(st.integers(-2, 9), max_size=4)
 

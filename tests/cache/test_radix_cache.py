@@ -7,10 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.cache.radix_cache import PrefixMatch, PrefixNamespace, RadixCache
-from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored
-from scheduler_components.ports import KvEventSource, PoolSource
+from scheduler_components import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheIntegrityError,
+    ConfigError,
+    KvEventSource,
+    OutOfPagesError,
+    PoolSource,
+)
+from scheduler_components.cache import PrefixMatch, RadixCache
+from scheduler_components.cache.radix_cache import PrefixNamespace
 
 
 def make_cache(num_pages: int = 8, page_size: int = 2) -> RadixCache:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.testing.machines import PrefixCacheMachine
+from scheduler_components.cache import RadixCache
+from scheduler_components.testing import PrefixCacheMachine
 
 
 class RadixCacheMachine(PrefixCacheMachine):

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from scheduler_components import ConfigError
 from scheduler_components.component_lint.file_lint import lint_paths
 from scheduler_components.component_lint.rules import LintOptions
 from scheduler_components.component_lint.source_lint import lint_source
-from scheduler_components.errors import ConfigError
 
 BROKEN = "class LoadMixin:\n    pass\n"
 

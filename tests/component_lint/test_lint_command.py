@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from scheduler_components import ConfigError
 from scheduler_components.component_lint.rules import RULES
-from scheduler_components.errors import ConfigError
 from scheduler_components.reference.lint_command import lint_components
 
 

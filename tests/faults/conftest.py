@@ -16,10 +16,7 @@ from typing import Any
 
 import pytest
 
-from observability.kv_stream.discovery import bare_address
-from observability.kv_stream.follower import FollowPolicy
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
+from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
 
 DEADLINE_S = 40.0
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler_components.events import BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.kv_events import ZmqEventPublisher
 
 
 def stored(block_hash: int, size_bytes: int) -> KVEventBatch:

@@ -6,9 +6,7 @@ import json
 import os
 import sys
 
-from observability.kv_stream.discovery import bare_address
-from observability.kv_stream.follower import FollowPolicy
-from observability.kv_stream.zmq_subscriber import open_subscriber
+from observability.kv_stream import FollowPolicy, bare_address, open_subscriber
 
 
 def say(line: str) -> None:

@@ -9,12 +9,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from observability.kv_stream.follower import BatchApplier, NullListener, Outcome
-from observability.kv_stream.view import BlockView
-from scheduler_components.errors import DecodeError
-from scheduler_components.events import BlockRemoved, BlockStored
-from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES, BatchDecoder, DecodedBatch
-from scheduler_components.kv_events.replay import Kind, Meta, Request, Verb
+from observability.kv_stream import BatchApplier, BlockView, NullListener
+from observability.kv_stream.follower import Outcome
+from scheduler_components import BlockRemoved, BlockStored, DecodeError
+from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, BatchDecoder, DecodedBatch, Kind, Meta, Request, Verb
 from scheduler_components.testing.golden import batch_vectors, peer_vectors
 
 VECTORS = [vector.payload for vector in (*batch_vectors(), *peer_vectors())]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from scheduler_components.kv_events.zmq_auth import write_key_pair
+from scheduler_components.kv_events import write_key_pair
 
 Start = Callable[..., Any]
 

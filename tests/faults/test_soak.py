@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from observability.kv_stream.discovery import bare_address
-from observability.kv_stream.zmq_subscriber import open_subscriber
+from observability.kv_stream import bare_address, open_subscriber
 
 Start = Callable[..., Any]
 SECONDS = int(os.environ.get("SOAK_SECONDS", "60"))

@@ -7,13 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.events import AllBlocksCleared, BlockStored
-from scheduler_components.hicache.cache import HiRadixCache
-from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.hicache.tiers import Tier
+from scheduler_components import AllBlocksCleared, BlockStored, CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Tier
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadDone, WriteDone
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.reference.device import SimulatedHostPages
 
 PAGE_SIZE = 2
 

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache.memory import HostPool, PageShape, SimulatedDeviceMemory
-from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.hicache.storage import CheckedPageStore
+from scheduler_components import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components.hicache import CheckedPageStore, HostPool, MemoryPageStore, PageShape, SimulatedDeviceMemory
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=5)
 NUM_PAGES = 6

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.hicache.storage import AXES, KeySpace, Placement
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import ConfigError, ParallelState
+from scheduler_components.hicache import KeySpace, Placement
+from scheduler_components.hicache.storage import AXES
 
 PAGE = sha256(b"page").digest()
 HELD = st.sampled_from(["replicated", "sharded"])

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.hicache.file_storage import open_file_page_store
-from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.hicache.storage import CheckedPageStore, StorageStats
-from scheduler_components.hicache.thread_storage import open_deadline_page_store
-from scheduler_components.ports import PageStore
-from scheduler_components.testing.page_store_checks import MAX_BYTES, PAGE_BYTES, PAGE_STORE_CHECKS, page_of
+from scheduler_components import PageStore
+from scheduler_components.hicache import (
+    CheckedPageStore,
+    MemoryPageStore,
+    StorageStats,
+    open_deadline_page_store,
+    open_file_page_store,
+)
+from scheduler_components.testing import PAGE_STORE_CHECKS
+from scheduler_components.testing.page_store_checks import MAX_BYTES, PAGE_BYTES, page_of
 
 
 @pytest.fixture(params=["memory", "file"])

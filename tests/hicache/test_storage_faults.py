@@ -10,10 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import StorageError, StorageStallError
-from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.hicache.storage import FRAME_BYTES, CheckedPageStore, seal_page, unseal_page
-from scheduler_components.hicache.thread_storage import open_deadline_page_store
+from scheduler_components import StorageError, StorageStallError
+from scheduler_components.hicache import CheckedPageStore, MemoryPageStore, open_deadline_page_store
+from scheduler_components.hicache.storage import FRAME_BYTES, seal_page, unseal_page
 
 PAGE_BYTES = 8
 KEYS = ["a", "b"]

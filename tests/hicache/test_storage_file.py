@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.errors import ConfigError, StartError, StorageError
-from scheduler_components.hicache.file_storage import FilePageStore, open_file_page_store
-from scheduler_components.hicache.storage import FRAME_BYTES, CheckedPageStore
+from scheduler_components import ConfigError, StartError, StorageError
+from scheduler_components.hicache import CheckedPageStore, FilePageStore, open_file_page_store
+from scheduler_components.hicache.storage import FRAME_BYTES
 from scheduler_components.testing.page_store_checks import PAGE_BYTES, page_of
 
 MANY = 1 << 30

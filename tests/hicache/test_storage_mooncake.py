@@ -16,12 +16,16 @@ from threading import Event
 
 import pytest
 
-from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.hicache.mooncake_storage import MooncakeAddress, MooncakePageStore, open_mooncake_page_store
-from scheduler_components.hicache.storage import CheckedPageStore
-from scheduler_components.hicache.thread_storage import open_deadline_page_store
-from scheduler_components.ports import PageStore
-from scheduler_components.testing.page_store_checks import PAGE_BYTES, PAGE_STORE_CHECKS, page_of
+from scheduler_components import ConfigError, PageStore, StartError
+from scheduler_components.hicache import (
+    CheckedPageStore,
+    MooncakeAddress,
+    MooncakePageStore,
+    open_deadline_page_store,
+    open_mooncake_page_store,
+)
+from scheduler_components.testing import PAGE_STORE_CHECKS
+from scheduler_components.testing.page_store_checks import PAGE_BYTES, page_of
 
 MASTER = shutil.which("mooncake_master", path=sysconfig.get_path("scripts"))
 

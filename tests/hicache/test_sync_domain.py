@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError, SyncClosedError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.agreement import InProcessSync, Proposal, SyncDomain, world_rank_sets
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.testing.thread_ranks import ThreadSyncHub
+from scheduler_components import ConfigError, ParallelState, SyncClosedError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.hicache import InProcessSync, Proposal, SyncDomain, world_rank_sets
+from scheduler_components.testing import ThreadSyncHub
 
 Hops = dict[int, tuple[tuple[int, ...], ...]]
 

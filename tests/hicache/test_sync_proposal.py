@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.hicache.agreement import BLOCK_INTS, Proposal, elementwise_min
-from scheduler_components.values import RECORD_INTS, SyncCall
+from scheduler_components import SyncCall
+from scheduler_components.hicache import Proposal, elementwise_min
+from scheduler_components.hicache.agreement import BLOCK_INTS
+from scheduler_components.values import RECORD_INTS
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 KINDS = ("min", "max", "all", "any", "equal")

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.hicache.agreement import RankSets, domain_of, groups_in_order, world_rank_sets
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import ConfigError, ParallelState
+from scheduler_components.hicache import RankSets, domain_of, groups_in_order, world_rank_sets
 
 SIZES = st.integers(1, 3)
 

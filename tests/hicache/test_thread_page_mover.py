@@ -18,20 +18,25 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
-from scheduler_components.errors import CacheIntegrityError, StorageError
-from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.hicache.cache import HiRadixCache, TierStepper
-from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.hicache.file_storage import open_file_page_store
-from scheduler_components.hicache.memory import HostPool, PageShape, SimulatedDeviceMemory
-from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.hicache.storage import KeySpace, Placement
-from scheduler_components.hicache.thread_page_mover import ThreadPageMover, open_thread_page_mover
-from scheduler_components.hicache.tiers import Tier
+from scheduler_components import CacheIntegrityError, PageBytes, PageStore, ParallelState, StorageError
+from scheduler_components.hicache import (
+    HiCachePolicy,
+    HiRadixCache,
+    HostPool,
+    KeySpace,
+    MemoryPageStore,
+    PageShape,
+    Placement,
+    SimulatedDeviceMemory,
+    SyncDomain,
+    ThreadPageMover,
+    Tier,
+    TierStepper,
+    open_file_page_store,
+    open_thread_page_mover,
+)
 from scheduler_components.page_operations import CopyToHost
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import PageBytes, PageStore
-from scheduler_components.reference.device.simulated_kv import SimulatedKv
+from scheduler_components.reference.device import SimulatedKv
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=64)
 PAGE_SIZE = 4

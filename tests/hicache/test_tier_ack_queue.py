@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import CacheIntegrityError
+from scheduler_components import CacheIntegrityError
 from scheduler_components.hicache.controller import AckQueue
 
 

@@ -20,20 +20,23 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import CacheIntegrityError, SyncTimeoutError, TierDivergenceError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored
-from scheduler_components.hicache.agreement import Outcome, Proposal
-from scheduler_components.hicache.cache import HiRadixCache
-from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.hicache.tiers import Tier
-from scheduler_components.reference.device.hicache_sim import (
-    Commands,
+from scheduler_components import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheIntegrityError,
+    SyncTimeoutError,
+    TierDivergenceError,
+)
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Outcome, Proposal, Tier
+from scheduler_components.reference.device import (
     FaultRates,
     SimulatedReplica,
     SimulatedWorkload,
     SimulationConfig,
     agreement_of,
 )
+from scheduler_components.reference.device.hicache_sim import Commands
 
 POLICIES = st.builds(
     HiCachePolicy,

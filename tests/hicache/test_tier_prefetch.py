@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from scheduler_components.errors import CacheIntegrityError, ConfigError
-from scheduler_components.hicache.agreement import InProcessSync, Outcome, Proposal
-from scheduler_components.hicache.controller import NUM_LANES, HiCachePolicy, PrefetchLanes
+from scheduler_components import CacheIntegrityError, ConfigError
+from scheduler_components.hicache import HiCachePolicy, InProcessSync, Outcome, Proposal
+from scheduler_components.hicache.controller import NUM_LANES, PrefetchLanes
 from scheduler_components.page_operations import (
     Decision,
     Instruction,
@@ -21,7 +21,7 @@ from scheduler_components.page_operations import (
     StopReading,
     StorageAnswered,
 )
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.reference.device import SimulatedHostPages
 
 DIGESTS = bytes(range(32)) * 6
 

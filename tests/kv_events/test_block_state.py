@@ -6,10 +6,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import DIALECTS, BatchDecoder, BatchEncoder
-from scheduler_components.kv_events.stream import BlockState, EventStream, collapse, fold_payload, segment_event
-from scheduler_components.testing.ledger import Block, EventLedger, Medium
+from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import DIALECTS, BatchDecoder, BatchEncoder, BlockState, EventStream, collapse
+from scheduler_components.kv_events.stream import fold_payload, segment_event
+from scheduler_components.testing import EventLedger
+from scheduler_components.testing.ledger import Block, Medium
 from scheduler_components.testing.strategies import hostile_histories
 
 

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import DIALECTS, MAX_PAYLOAD_BYTES, BatchDecoder, BatchEncoder
+from scheduler_components import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ConfigError,
+    DecodeError,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from scheduler_components.kv_events import DIALECTS, MAX_PAYLOAD_BYTES, BatchDecoder, BatchEncoder
 from scheduler_components.testing.golden import BatchVector, PeerVector, batch_vectors, peer_vectors
 from scheduler_components.testing.strategies import events as any_events
 from scheduler_components.testing.strategies import removed_events, stored_events

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.config import KVEventsConfig
+from scheduler_components import ConfigError
+from scheduler_components.kv_events import KVEventsConfig
 
 SETTINGS = sorted(KVEventsConfig.model_fields)
 JSON_VALUES = st.recursive(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint
+from scheduler_components import ConfigError
+from scheduler_components.kv_events import MAX_PORT, Endpoint
 from scheduler_components.testing.strategies import BAD_ENDPOINTS, any_endpoint_texts, endpoints
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components.kv_events.stream import EventStream, chain_after, chain_at_start
+from scheduler_components.kv_events import EventStream, chain_after, chain_at_start
 from scheduler_components.testing.golden import DigestVector, digest_vectors
 
 HISTORIES = st.lists(st.binary(max_size=6), min_size=1, max_size=6)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_components.events import BlockStored, KVEventBatch
-from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder
-from scheduler_components.kv_events.replay import END_SEQ, ReplayCursors, Request, Verb
-from scheduler_components.kv_events.stream import EventStream
+from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components.kv_events import (
+    END_SEQ,
+    BatchDecoder,
+    BatchEncoder,
+    EventStream,
+    ReplayCursors,
+    Request,
+    Verb,
+)
 
 EPOCH, TOKEN, CLIENT = bytes(16), b"12345678", b"c"
 MAX_STEPS = 200

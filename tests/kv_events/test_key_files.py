@@ -12,10 +12,11 @@ import zmq.auth
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig
-from scheduler_components.kv_events.zmq_auth import (
+from scheduler_components import ConfigError, StartError
+from scheduler_components.kv_events import (
     ClientKeys,
+    EventPublisherFactory,
+    KVEventsConfig,
     StreamAccess,
     read_key_pair,
     read_public_key,

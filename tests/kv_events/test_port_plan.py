@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
+from scheduler_components import ConfigError
+from scheduler_components.kv_events import Endpoint, PortPlan
 from scheduler_components.testing.strategies import crowded_endpoints
 
 

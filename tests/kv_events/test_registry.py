@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.errors import ConfigError, PublisherNameTakenError
-from scheduler_components.events import EventBatch
-from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig, open_event_publisher
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import EventPublisher, NullEventPublisher
+from scheduler_components import (
+    ConfigError,
+    EventBatch,
+    EventPublisher,
+    NullEventPublisher,
+    ParallelState,
+    PublisherNameTakenError,
+)
+from scheduler_components.kv_events import (
+    EventPublisherFactory,
+    KVEventsConfig,
+    ZmqEventPublisher,
+    open_event_publisher,
+)
 
 
 class SeedStylePublisher(EventPublisher):

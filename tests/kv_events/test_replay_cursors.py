@@ -6,11 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder
-from scheduler_components.kv_events.replay import END_SEQ, REPLAY_FRAMINGS, Kind, Meta, ReplayCursors, Request, Verb
-from scheduler_components.kv_events.stream import EventStream, chain_after, chain_at_start
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVEventBatch
+from scheduler_components.kv_events import (
+    END_SEQ,
+    REPLAY_FRAMINGS,
+    BatchDecoder,
+    BatchEncoder,
+    EventStream,
+    Kind,
+    Meta,
+    ReplayCursors,
+    Request,
+    Verb,
+    chain_after,
+    chain_at_start,
+)
 from scheduler_components.testing.golden import replay_frame_vectors
 
 EPOCH, TOKEN = bytes(range(16)), b"12345678"

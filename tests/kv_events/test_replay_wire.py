@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import DecodeError
-from scheduler_components.kv_events.replay import Kind, Meta, Request, Verb
+from scheduler_components import DecodeError
+from scheduler_components.kv_events import Kind, Meta, Request, Verb
 from scheduler_components.testing.golden import replay_frame_vectors
 
 TOKEN, EPOCH = bytes(range(8)), bytes(range(16))

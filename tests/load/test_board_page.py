@@ -6,11 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import DecodeError
+from scheduler_components import DecodeError, LoadSnapshot
 from scheduler_components.load.shm_load_board import PAGE_BYTES, LoadPage, decode_load, look_at_load_page
 from scheduler_components.load_inquirer import MAX_DISPATCHERS
 from scheduler_components.shm_board import DoubleBuffer
-from scheduler_components.values import LoadSnapshot
 
 
 def new_page() -> tuple[LoadPage, bytearray]:

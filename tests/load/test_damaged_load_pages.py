@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.load.shm_load_board import PAGE_BYTES, ShmLoadBoard, open_shm_load_sink
+from scheduler_components import LoadSnapshot
+from scheduler_components.load import ShmLoadBoard, open_shm_load_sink
+from scheduler_components.load.shm_load_board import PAGE_BYTES
 from scheduler_components.shm_board import DoubleBuffer
-from scheduler_components.values import LoadSnapshot
 
 
 def cut_short(page: Path) -> None:

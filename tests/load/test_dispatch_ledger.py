@@ -8,10 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.load.queue import DispatchLedger
-from scheduler_components.load_inquirer import MAX_DISPATCHERS, LoadWithTotals, WorkTotals
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import ConfigError, LoadSnapshot, LoadWithTotals, WorkTotals
+from scheduler_components.load import DispatchLedger
+from scheduler_components.load_inquirer import MAX_DISPATCHERS
 
 SEND, TAKE_IN, REPORT, DELIVER, LOSE = range(5)
 

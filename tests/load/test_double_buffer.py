@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import DecodeError
+from scheduler_components import DecodeError
 from scheduler_components.shm_board import DoubleBuffer, read_newest
 
 BUFFER_BYTES = 64

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.load_publisher import GaugePacer
+from scheduler_components import ConfigError, GaugePacer
 
 offers = st.lists(st.tuples(st.floats(0, 0.4), st.integers(0, 2)), max_size=60)
 

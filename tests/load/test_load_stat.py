@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import server_info
-from scheduler_components.errors import DecodeError
-from scheduler_components.load.gauge import (
+from scheduler_components import DecodeError, LoadSnapshot, server_info
+from scheduler_components.load import (
     LOAD_TOPIC,
     MAX_LOAD_STAT_BYTES,
     LoadStat,
@@ -20,7 +19,6 @@ from scheduler_components.load.gauge import (
     load_stat_from,
 )
 from scheduler_components.load_inquirer import MAX_DISPATCHERS
-from scheduler_components.values import LoadSnapshot
 
 counts = st.integers(0, 2**63 - 1)
 GOLDEN = bytes.fromhex("9ba84c6f6164537461740203cd0190cd06400105cd02bc0809cd03e8")

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.errors import StartError
-from scheduler_components.load.shm_load_board import ShmLoadBoard, open_shm_load_sink
-from scheduler_components.load_publisher import LoadPublisher
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import LoadPublisher, LoadSnapshot, ParallelState, StartError
+from scheduler_components.load import ShmLoadBoard, open_shm_load_sink
 
 Eventually = Callable[[Callable[[], object]], None]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.errors import StartError
+from scheduler_components import StartError
 from scheduler_components.shm_board import open_shm_page_file
 
 NUM_BYTES = 10_000

@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.metrics.shm_metrics_board import (
-    PAGE_BYTES,
-    ShmMetricsBoard,
-    ShmMetricsSink,
-    open_shm_metrics_sink,
-)
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import LoadSnapshot, SchedulerStats
+from scheduler_components import LoadSnapshot, ParallelState, SchedulerStats
+from scheduler_components.metrics import ShmMetricsBoard, ShmMetricsSink, open_shm_metrics_sink
+from scheduler_components.metrics.shm_metrics_board import PAGE_BYTES
 
 
 def rank_of(rank: int) -> ParallelState:

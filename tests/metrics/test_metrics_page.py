@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import DecodeError
+from scheduler_components import DecodeError, LoadSnapshot, SchedulerStats, SchedulerTotals
+from scheduler_components.metrics import RequestLatencies
 from scheduler_components.metrics.shm_metrics_board import (
     LAYOUT_ID,
     PAGE_BYTES,
@@ -15,8 +16,6 @@ from scheduler_components.metrics.shm_metrics_board import (
     decode_report,
     look_at_metrics_page,
 )
-from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.values import LoadSnapshot, SchedulerStats, SchedulerTotals
 
 LABELS = (("dp_rank", "0"),)
 

@@ -12,16 +12,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import DecodeError
-from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID, ReportEncoder, decode_report
-from scheduler_components.metrics.timing import Histogram, LatencyHistograms, RequestLatencies
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import (
+from scheduler_components import (
+    DecodeError,
     DisaggregationLoad,
     HistogramSnapshot,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
+    ParallelState,
     PublisherStats,
     QueueLoad,
     SchedulerStats,
@@ -29,6 +27,8 @@ from scheduler_components.values import (
     SpeculativeLoad,
     TierStats,
 )
+from scheduler_components.metrics import Histogram, LatencyHistograms, RequestLatencies
+from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID, ReportEncoder, decode_report
 
 LABELS = ParallelState().metric_labels
 

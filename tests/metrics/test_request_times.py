@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.metrics.timing import RequestLatencies, RequestPhase, RequestTimeStats
+from scheduler_components.metrics import RequestLatencies, RequestPhase, RequestTimeStats
 
 clock_readings = st.floats(-1e9, 1e9)
 TOKENS = 4

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.metrics.timing import RateMeter
-from scheduler_components.testing.fakes import FakeClock
+from scheduler_components import ConfigError
+from scheduler_components.metrics import RateMeter
+from scheduler_components.testing import FakeClock
 
 WINDOW_S, BUCKETS = 8.0, 16
 BUCKET_S = WINDOW_S / BUCKETS

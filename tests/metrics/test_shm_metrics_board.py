@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.errors import StartError
-from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, ShmMetricsSink, open_shm_metrics_sink
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NullMetricsSink
-from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components import (
+    LoadSnapshot,
+    NullMetricsSink,
+    ParallelState,
+    PublisherStats,
+    SchedulerStats,
+    SchedulerTotals,
+    StartError,
+)
+from scheduler_components.metrics import ShmMetricsBoard, ShmMetricsSink, open_shm_metrics_sink
 
 Eventually = Callable[[Callable[[], object]], None]
 

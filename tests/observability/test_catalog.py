@@ -7,9 +7,8 @@ import re
 import msgspec
 import pytest
 
-from observability.catalog import CATALOG, EVERY_METRIC, HISTOGRAMS, Metric, render_markdown
-from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.values import (
+from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, Metric, render_markdown
+from scheduler_components import (
     DisaggregationLoad,
     LatencyTotals,
     LoadSnapshot,
@@ -22,6 +21,7 @@ from scheduler_components.values import (
     SpeculativeLoad,
     TierStats,
 )
+from scheduler_components.metrics import RequestLatencies
 
 # Facts that reach a dashboard in another way, each with its reason.
 NOT_EXPORTED = {

@@ -13,16 +13,11 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from observability.doctor import DoctorOptions, Finding, Severity, diagnose_stream, examine, exit_code
-from observability.kv_stream.discovery import StreamAddress
-from observability.kv_stream.follower import StreamStats
-from observability.kv_stream.instructions import StreamState
-from scheduler_components.errors import ConfigError
-from scheduler_components.events import BlockStored, KVEventBatch
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-from scheduler_components.load.zmq_gauge import open_zmq_load_sink
-from scheduler_components.values import LoadSnapshot
+from observability import DoctorOptions, Finding, Severity, diagnose_stream, examine, exit_code
+from observability.kv_stream import StreamAddress, StreamState, StreamStats
+from scheduler_components import BlockStored, ConfigError, KVEventBatch, LoadSnapshot
+from scheduler_components.kv_events import Endpoint, ZmqEventPublisher
+from scheduler_components.load import open_zmq_load_sink
 
 Serve = Callable[[dict[str, tuple[int, bytes]]], str]
 

@@ -10,24 +10,23 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability.catalog import EVERY_METRIC
+from observability import EVERY_METRIC, OutputCollector, PrometheusBoard, RankOutputs
 from observability.grafana.dashboard import DASHBOARD_FILE, render_dashboard
-from observability.prometheus_reports import OutputCollector, PrometheusBoard, RankOutputs
-from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.output_streamer import OutputStreamer
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.testing.fakes import ListOutputSink
-from scheduler_components.values import (
+from scheduler_components import (
     DisaggregationLoad,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
+    OutputStreamer,
+    ParallelState,
     QueueLoad,
     SchedulerStats,
     SchedulerTotals,
     SpeculativeLoad,
     TierStats,
 )
+from scheduler_components.metrics import RequestLatencies
+from scheduler_components.testing import ListOutputSink
 
 # Metrics without a panel, each with its reason.
 NOT_DRAWN = {

@@ -11,14 +11,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from observability.http_app import status_routes
-from observability.prometheus_reports import PrometheusSink
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import (
+from observability import PrometheusSink, status_routes
+from scheduler_components import (
     DisaggregationLoad,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
+    ParallelState,
     QueueLoad,
     SchedulerStats,
     SpeculativeLoad,

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 
-from observability.log_sink import LogSink, describe_stats
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerStats
+from observability import LogSink, describe_stats
+from scheduler_components import LoadSnapshot, ParallelState, PublisherStats, SchedulerStats
 
 LOGGER = logging.getLogger("test_log_sink")
 

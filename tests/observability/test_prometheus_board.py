@@ -14,19 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability.prometheus_reports import PrometheusBoard, PrometheusSink
+from observability import PrometheusBoard, PrometheusSink
 from observability.testing import metrics_sink_checks as checks
-from scheduler_components.errors import ConfigError
-from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, open_shm_metrics_sink
-from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import MetricsSink
-from scheduler_components.values import (
+from scheduler_components import (
+    ConfigError,
     DisaggregationLoad,
     LatencyTotals,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
+    MetricsSink,
+    ParallelState,
     PublisherStats,
     QueueLoad,
     SchedulerStats,
@@ -34,6 +32,7 @@ from scheduler_components.values import (
     SpeculativeLoad,
     TierStats,
 )
+from scheduler_components.metrics import RequestLatencies, ShmMetricsBoard, open_shm_metrics_sink
 
 NUM_RANKS = 8
 LABELS = [ParallelState.from_tp_rank(r, tp_size=8, attn_dp_size=8).metric_labels for r in range(NUM_RANKS)]

@@ -9,13 +9,17 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability.catalog import OUTPUT_METRICS
-from observability.prometheus_reports import OutputCollector, PrometheusSink, RankLabels, RankOutputs
-from scheduler_components.errors import ConfigError
-from scheduler_components.output_streamer import OutputStreamer
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.testing.fakes import ListOutputSink
-from scheduler_components.values import LoadSnapshot, OutputStats, SchedulerStats, TokenOutput
+from observability import OUTPUT_METRICS, OutputCollector, PrometheusSink, RankLabels, RankOutputs
+from scheduler_components import (
+    ConfigError,
+    LoadSnapshot,
+    OutputStats,
+    OutputStreamer,
+    ParallelState,
+    SchedulerStats,
+    TokenOutput,
+)
+from scheduler_components.testing import ListOutputSink
 
 FIRST, SECOND = (ParallelState(dp_rank=rank, dp_size=2) for rank in range(2))
 

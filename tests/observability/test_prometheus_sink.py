@@ -7,19 +7,18 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability.catalog import CATALOG
-from observability.prometheus_reports import PrometheusSink
-from scheduler_components.errors import ConfigError
-from scheduler_components.metrics.timing import RequestLatencies
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import (
+from observability import CATALOG, PrometheusSink
+from scheduler_components import (
+    ConfigError,
     LoadSnapshot,
+    ParallelState,
     PublisherStats,
     QueueLoad,
     SchedulerStats,
     SchedulerTotals,
     TierStats,
 )
+from scheduler_components.metrics import RequestLatencies
 
 
 def make_stats(dp_rank: int = 0, **load: object) -> SchedulerStats:

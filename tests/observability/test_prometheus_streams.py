@@ -9,11 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability.catalog import STREAM_CATALOG, STREAM_STATE, render_stream_markdown
-from observability.kv_stream.follower import StreamStats
-from observability.kv_stream.instructions import StreamState
-from observability.prometheus_streams import StreamCollector
-from scheduler_components.errors import ConfigError
+from observability import STREAM_CATALOG, STREAM_STATE, StreamCollector, render_stream_markdown
+from observability.kv_stream import StreamState, StreamStats
+from scheduler_components import ConfigError
 
 NOT_NUMBERS = {"rank", "endpoint", "state", "last_error"}
 

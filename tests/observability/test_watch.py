@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream.instructions import StreamState
-from observability.watch import LinePrinter, WatchOptions, addresses_of, watch
-from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.kv_events.codec import DecodedBatch
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from observability import LinePrinter, WatchOptions, addresses_of
+from observability.kv_stream import StreamState
+from observability.watch import watch
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
+from scheduler_components.kv_events import DecodedBatch, ZmqEventPublisher
 
 STORED = BlockStored((-1, 2), 7, (901, 902, 903, 904), 2, None, "CPU", "adapter")
 REMOVED = BlockRemoved((255,))

@@ -15,14 +15,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.agreement import Proposal, RankSets, SyncDomain, world_rank_sets
-from scheduler_components.hicache.torch_sync import (
+from scheduler_components import ParallelState, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.hicache import (
+    Proposal,
+    RankSets,
+    SyncDomain,
     get_attn_cp_rank_and_size,
     open_torch_sync_domains,
     rank_sets_of_groups,
+    world_rank_sets,
 )
-from scheduler_components.parallel_state import ParallelState
 
 ODD_RANK = 2
 World = Sequence[RankSets]

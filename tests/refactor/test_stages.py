@@ -21,9 +21,8 @@ from serving_parts.request import Outbox
 from serving_parts.surroundings import Surroundings
 from stages import GUIDE, STAGES
 
+from scheduler_components import ConfigError, ParallelState
 from scheduler_components.component_lint.file_lint import lint_paths
-from scheduler_components.errors import ConfigError
-from scheduler_components.parallel_state import ParallelState
 
 pytestmark = pytest.mark.usefixtures("written")
 MAX_LINES = 300

@@ -6,15 +6,25 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.events import BlockStored, EventBatch, KVCacheEvent
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import EventPublisher
-from scheduler_components.reference.device.device import SimulatedModel
-from scheduler_components.reference.engine.policy import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits, ScheduledBatch, StepResult
-from scheduler_components.reference.engine.scheduler import Scheduler
-from scheduler_components.testing.fakes import ListOutputSink
-from scheduler_components.values import KvMetrics, SchedulerStats
+from scheduler_components import (
+    BlockStored,
+    EventBatch,
+    EventPublisher,
+    KVCacheEvent,
+    KvMetrics,
+    ParallelState,
+    SchedulerStats,
+)
+from scheduler_components.reference.device import SimulatedModel
+from scheduler_components.reference.engine import (
+    Request,
+    SamplingLimits,
+    ScheduledBatch,
+    Scheduler,
+    SchedulerConfig,
+    StepResult,
+)
+from scheduler_components.testing import ListOutputSink
 
 MODEL = SimulatedModel()
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.device.device import CostModel, SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.request import Request, ScheduledBatch, ScheduledWork
+from scheduler_components import ConfigError
+from scheduler_components.reference.device import CostModel, SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import Request, ScheduledBatch, ScheduledWork
 
 checked = settings(deadline=None)
 

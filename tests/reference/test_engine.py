@@ -17,15 +17,23 @@ from typing import Any
 import attrs
 import pytest
 
-from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.load.zmq_gauge import open_zmq_load_reader
-from scheduler_components.reference.engine.config import EngineConfig, RankConfig, SocketPaths, default_kv_events
-from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.front import EngineFailedError, GenerateRequest, RequestRefusedError
-from scheduler_components.reference.engine.http import EngineStatus
+from scheduler_components import ConfigError, DecodeError
+from scheduler_components.load import open_zmq_load_reader
+from scheduler_components.reference.engine import (
+    Engine,
+    EngineConfig,
+    EngineFailedError,
+    EngineStatus,
+    GenerateRequest,
+    RankConfig,
+    RequestRefusedError,
+    SamplingLimits,
+    SchedulerConfig,
+    SocketPaths,
+    default_kv_events,
+    open_engine,
+)
 from scheduler_components.reference.engine.messages import FRONT, pack_tokens, unpack_hashes
-from scheduler_components.reference.engine.policy import SchedulerConfig
-from scheduler_components.reference.engine.request import SamplingLimits
 
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0

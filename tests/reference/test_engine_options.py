@@ -8,10 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.reference.cli.engine_commands import EngineOptions, with_engine_options
-from scheduler_components.reference.engine.config import DEFAULT_HOST, HiCacheConfig
-from scheduler_components.reference.engine.policy import SchedulerConfig
+from scheduler_components.reference.engine import DEFAULT_HOST, HiCacheConfig, SchedulerConfig
 
 taken: list[tuple[EngineOptions, str, bool]] = []
 

@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.engine.front import (
+from scheduler_components import (
+    ConfigError,
+    FinishReason,
+    LoadSnapshot,
+    OutputBatch,
+    OutputDelta,
+    OutputStats,
+    SchedulerStats,
+    TokenOutput,
+)
+from scheduler_components.reference.engine import (
     EngineFailedError,
     Front,
     GenerateRequest,
@@ -17,6 +26,7 @@ from scheduler_components.reference.engine.front import (
     ReplicaLoad,
     RequestFailedError,
     RequestRefusedError,
+    SamplingLimits,
     TooBusyError,
 )
 from scheduler_components.reference.engine.messages import (
@@ -28,16 +38,6 @@ from scheduler_components.reference.engine.messages import (
     SubmitRequest,
     decode_command,
     pack_tokens,
-)
-from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.values import (
-    FinishReason,
-    LoadSnapshot,
-    OutputBatch,
-    OutputDelta,
-    OutputStats,
-    SchedulerStats,
-    TokenOutput,
 )
 
 

@@ -12,8 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.http import MAX_BODY_BYTES, BadBodyError, GenerateEndpoint, parse_body
+from scheduler_components import FinishReason, OutputBatch, OutputDelta, TokenOutput
+from scheduler_components.reference.engine import (
+    MAX_BODY_BYTES,
+    BadBodyError,
+    EngineFailedError,
+    Front,
+    GenerateEndpoint,
+    LoadDispatcher,
+    ReplicaLoad,
+    parse_body,
+)
 from scheduler_components.reference.engine.messages import (
     AbortRequest,
     Command,
@@ -22,7 +31,6 @@ from scheduler_components.reference.engine.messages import (
     decode_command,
     unpack_tokens,
 )
-from scheduler_components.values import FinishReason, OutputBatch, OutputDelta, TokenOutput
 
 
 class Leader:

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.engine.config import HiCacheConfig
+from scheduler_components import ConfigError
+from scheduler_components.reference.engine import HiCacheConfig
 
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main", "demo", "--hicache", "--speed", "4"]
 SMALL = ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "2", "--requests", "40", "--kv-tokens", "2048"]

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.cli.commands import app
+from scheduler_components import ConfigError
+from scheduler_components.reference.cli import app
+from scheduler_components.reference.device import SimulationConfig, run_simulation
 from scheduler_components.reference.device.divergence_picture import Curve, divergence_svg
-from scheduler_components.reference.device.hicache_sim import SimulationConfig, run_simulation
 
 
 def test_ranks_part_over_tp_and_never_over_cp_x_tp(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from scheduler_components.errors import StartError
-from scheduler_components.reference.engine.http import open_http_server
+from scheduler_components import StartError
+from scheduler_components.reference.engine import open_http_server
 
 
 async def hello(_: Request) -> PlainTextResponse:

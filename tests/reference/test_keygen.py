@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.kv_events.zmq_auth import ClientKeys
-from scheduler_components.reference.cli.main import main as cli
+from scheduler_components.kv_events import ClientKeys
+from scheduler_components.reference.cli import main as cli
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str:

@@ -12,14 +12,9 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.events import EventBatch
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import EventPublisher
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.policy import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits, StepResult
-from scheduler_components.reference.engine.scheduler import Scheduler
-from scheduler_components.values import SchedulerTotals
+from scheduler_components import EventBatch, EventPublisher, ParallelState, SchedulerTotals
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, StepResult
 
 MODEL = SimulatedModel(vocab_size=4)
 

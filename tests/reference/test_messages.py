@@ -6,7 +6,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_components.errors import DecodeError
+from scheduler_components import (
+    DecodeError,
+    FinishReason,
+    LoadSnapshot,
+    OutputBatch,
+    OutputDelta,
+    OutputStats,
+    SchedulerStats,
+    TokenOutput,
+)
+from scheduler_components.reference.engine import SamplingLimits
 from scheduler_components.reference.engine.messages import (
     AbortRequest,
     CacheDump,
@@ -28,16 +38,6 @@ from scheduler_components.reference.engine.messages import (
     pack_tokens,
     unpack_hashes,
     unpack_tokens,
-)
-from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.values import (
-    FinishReason,
-    LoadSnapshot,
-    OutputBatch,
-    OutputDelta,
-    OutputStats,
-    SchedulerStats,
-    TokenOutput,
 )
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)

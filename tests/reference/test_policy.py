@@ -6,18 +6,21 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.engine.policy import (
+from scheduler_components import ConfigError
+from scheduler_components.reference.engine import (
     NewTokenRatio,
+    Request,
+    SamplingLimits,
     SchedulerConfig,
     check_request_fits,
+)
+from scheduler_components.reference.engine.policy import (
     expected_pages,
     pages_for,
     pages_to_come,
     prefill_chunk,
     retraction_victim,
 )
-from scheduler_components.reference.engine.request import Request, SamplingLimits
 
 checked = settings(deadline=None, max_examples=200)
 

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import zmq
 
-from scheduler_components.errors import LockstepError
-from scheduler_components.load_publisher import LoadPublisher
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import (
+    FinishReason,
+    LoadPublisher,
+    LoadSnapshot,
+    LockstepError,
+    OutputDelta,
+    ParallelState,
+    SchedulerStats,
+)
+from scheduler_components.reference.engine import SamplingLimits, ScheduledBatch, Scheduler, SchedulerConfig
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
@@ -31,12 +38,8 @@ from scheduler_components.reference.engine.messages import (
     pack_tokens,
     unpack_hashes,
 )
-from scheduler_components.reference.engine.policy import SchedulerConfig
 from scheduler_components.reference.engine.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
-from scheduler_components.reference.engine.request import SamplingLimits, ScheduledBatch
-from scheduler_components.reference.engine.scheduler import Scheduler
-from scheduler_components.testing.fakes import ListLoadSink
-from scheduler_components.values import FinishReason, LoadSnapshot, OutputDelta, SchedulerStats
+from scheduler_components.testing import ListLoadSink
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.values import TokenOutput
+from scheduler_components import ConfigError, TokenOutput
+from scheduler_components.reference.engine import Request, SamplingLimits
 
 checked = settings(deadline=None)
 u32 = st.integers(0, 2**32 - 1)

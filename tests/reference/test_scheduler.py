@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.device.device import SimulatedModel
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.values import FinishReason
+from scheduler_components import ConfigError, FinishReason
+from scheduler_components.reference.device import SimulatedModel
+from scheduler_components.reference.engine import Request, SamplingLimits
 
 MODEL = SimulatedModel()  # what the bench's device computes with
 

@@ -11,15 +11,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components.events import BlockRemoved, EventBatch
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.policy import SchedulerConfig, pages_for
-from scheduler_components.reference.engine.request import Request, RequestState, SamplingLimits, StepResult
-from scheduler_components.reference.engine.scheduler import Scheduler
-from scheduler_components.testing.fakes import ListEventSink, ListOutputSink
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.values import FinishReason
+from scheduler_components import BlockRemoved, EventBatch, FinishReason, ParallelState
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import (
+    Request,
+    RequestState,
+    SamplingLimits,
+    Scheduler,
+    SchedulerConfig,
+    StepResult,
+)
+from scheduler_components.reference.engine.policy import pages_for
+from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
 
 EOS = 3
 MODEL = SimulatedModel(vocab_size=3, eos_token_id=EOS, mean_output_tokens=20)  # few words: outputs and prompts share

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler_components.events import AllBlocksCleared
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import AllBlocksCleared, ParallelState
 
 
 def test_each_chunk_is_stored_in_the_step_that_computed_it(make_bench: Callable) -> None:

@@ -8,18 +8,20 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
-from scheduler_components.hicache.agreement import SyncDomain
-from scheduler_components.hicache.cache import HiRadixCache, TierStepper
-from scheduler_components.hicache.memory import HostPool, PageShape, SimulatedDeviceMemory
-from scheduler_components.hicache.storage import KeySpace, Placement
-from scheduler_components.hicache.thread_page_mover import open_thread_page_mover
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.cache_tiers import HostTiers
-from scheduler_components.reference.engine.policy import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler
-from scheduler_components.values import SchedulerStats
+from scheduler_components import ParallelState, SchedulerStats
+from scheduler_components.hicache import (
+    HiRadixCache,
+    HostPool,
+    KeySpace,
+    PageShape,
+    Placement,
+    SimulatedDeviceMemory,
+    SyncDomain,
+    TierStepper,
+    open_thread_page_mover,
+)
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import HostTiers, Request, SamplingLimits, Scheduler, SchedulerConfig
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=64)
 SHAPE = PageShape(num_layers=1, layer_page_bytes=8)

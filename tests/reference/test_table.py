@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from observability.kv_stream.follower import StreamStats
-from observability.kv_stream.instructions import StreamState
+from observability.kv_stream import StreamState, StreamStats
+from scheduler_components import LoadSnapshot, SchedulerStats
 from scheduler_components.reference.cli.driver import Tally, percentile
 from scheduler_components.reference.cli.screen import RateWindow, make_rows, plain_line, progress_text, render_table
-from scheduler_components.values import LoadSnapshot, SchedulerStats
 
 
 def report(**load: float) -> SchedulerStats:

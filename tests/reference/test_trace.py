@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.device.trace import (
+from scheduler_components import ConfigError
+from scheduler_components.reference.device import (
     BLOCK_TOKENS,
     TraceRequest,
     open_trace,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.kv_stream.follower import StreamStats
-from observability.kv_stream.instructions import StreamState
+from observability.kv_stream import StreamState, StreamStats
 from scheduler_components.reference.cli.driver import Tally
 from scheduler_components.reference.cli.run_report import Evidence, PortProbe, StreamEvidence, Verdict, judge
 from scheduler_components.reference.engine.messages import CacheDump, pack_hashes

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.agreement import Proposal, SyncDomain, world_rank_sets
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.reference.engine.zmq_sync import StopRequested, open_zmq_sync_domain
+from scheduler_components import ParallelState, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.hicache import Proposal, SyncDomain, world_rank_sets
+from scheduler_components.reference.engine import StopRequested, open_zmq_sync_domain
 
 Work = Callable[[SyncDomain], object]
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from scheduler_components.batch_result_processor import BatchResultProcessor
-from scheduler_components.ports import OutputStream
-from scheduler_components.values import FinishReason, TokenOutput
+from scheduler_components import BatchResultProcessor, FinishReason, OutputStream, TokenOutput
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 

@@ -10,9 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from scheduler_components.batch_result_processor import WorkResult
-from scheduler_components.output_streamer import OutputStreamer
-from scheduler_components.values import OutputBatch
+from scheduler_components import OutputBatch, OutputStreamer, WorkResult
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.batch_result_processor import WorkResult
+from scheduler_components import WorkResult
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from scheduler_components.events import KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import BatchDecoder, ZmqEventPublisher
 
 RECEIVE_MS = 10_000
 

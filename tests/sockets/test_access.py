@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components.events import AllBlocksCleared, KVEventBatch
-from scheduler_components.kv_events.zmq_auth import (
+from scheduler_components import AllBlocksCleared, KVEventBatch
+from scheduler_components.kv_events import (
     ClientKeys,
     StreamAccess,
+    ZmqEventPublisher,
     apply_client_keys,
     read_key_pair,
     write_key_pair,
 )
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 from scheduler_components.kv_events.zmq_sockets import open_peer_counter
 
 OpenSocket = Callable[[int], zmq.Socket[bytes]]

@@ -13,15 +13,20 @@ import msgspec
 import pytest
 import zmq
 
-from scheduler_components.events import AllBlocksCleared, KVEventBatch
-from scheduler_components.kv_events.config import open_event_publisher
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-from scheduler_components.load.zmq_gauge import open_zmq_load_reader
-from scheduler_components.load_publisher import GaugePacer, LoadPublisher, open_load_publisher
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import EventPublisher, NullEventPublisher
-from scheduler_components.server_info import kv_events_server_info
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import (
+    AllBlocksCleared,
+    EventPublisher,
+    GaugePacer,
+    KVEventBatch,
+    LoadPublisher,
+    LoadSnapshot,
+    NullEventPublisher,
+    ParallelState,
+    kv_events_server_info,
+    open_load_publisher,
+)
+from scheduler_components.kv_events import ZmqEventPublisher, open_event_publisher
+from scheduler_components.load import open_zmq_load_reader
 
 DEADLINE_S = 20.0
 CLEARED = KVEventBatch(ts=1.0, events=(AllBlocksCleared(),))

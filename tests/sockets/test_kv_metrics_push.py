@@ -8,16 +8,21 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher
-from scheduler_components.metrics.zmq_kv_metrics import (
+from scheduler_components import (
+    NO_KV_METRICS,
+    ConfigError,
+    KvMetrics,
+    LoadSnapshot,
+    ParallelState,
+    SchedulerKvEventsPublisher,
+    StartError,
+)
+from scheduler_components.metrics import (
     ZmqKvMetricsReceiver,
     ZmqKvMetricsSink,
     open_zmq_kv_metrics_receiver,
     open_zmq_kv_metrics_sink,
 )
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import KvMetrics, LoadSnapshot
 
 Eventually = Callable[[Callable[[], object]], None]
 

@@ -14,10 +14,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.load.gauge import decode_load_stat
-from scheduler_components.load.zmq_gauge import ZmqLoadReader, ZmqLoadSink, open_zmq_load_reader, open_zmq_load_sink
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import LoadSnapshot
+from scheduler_components.kv_events import Endpoint
+from scheduler_components.load import (
+    ZmqLoadReader,
+    ZmqLoadSink,
+    decode_load_stat,
+    open_zmq_load_reader,
+    open_zmq_load_sink,
+)
 
 Eventually = Callable[[Callable[[], object]], None]
 

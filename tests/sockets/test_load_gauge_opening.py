@@ -11,13 +11,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_auth import ClientKeys, write_key_pair
-from scheduler_components.load.zmq_gauge import open_zmq_load_reader, open_zmq_load_sink
-from scheduler_components.load_publisher import NO_LOAD_SINK, GaugePacer, open_load_publisher
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import (
+    NO_LOAD_SINK,
+    ConfigError,
+    GaugePacer,
+    LoadSnapshot,
+    ParallelState,
+    StartError,
+    open_load_publisher,
+)
+from scheduler_components.kv_events import ClientKeys, Endpoint, write_key_pair
+from scheduler_components.load import open_zmq_load_reader, open_zmq_load_sink
 
 Eventually = Callable[[Callable[[], object]], None]
 

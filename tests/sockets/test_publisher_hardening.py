@@ -11,13 +11,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components.errors import ConfigError, ForkedPublisherError, StartError
-from scheduler_components.events import BlockRemoved, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import zmq_publisher
-from scheduler_components.kv_events.codec import BatchDecoder
+from scheduler_components import BlockRemoved, ConfigError, ForkedPublisherError, KVCacheEvent, KVEventBatch, StartError
+from scheduler_components.kv_events import BatchDecoder, ZmqEventPublisher, write_key_pair, zmq_publisher
 from scheduler_components.kv_events.thread_backstop import Backstop
-from scheduler_components.kv_events.zmq_auth import write_key_pair
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]

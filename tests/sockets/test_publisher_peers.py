@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import zmq
 
-from scheduler_components.events import BlockRemoved, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import BlockRemoved, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]

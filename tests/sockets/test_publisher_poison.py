@@ -7,15 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from scheduler_components.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    KVCacheEvent,
-    KVEventBatch,
-)
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]

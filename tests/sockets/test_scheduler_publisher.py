@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from scheduler_components.events import BlockRemoved, KVCacheEvent
-from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NullEventPublisher
+from scheduler_components import (
+    BlockRemoved,
+    KVCacheEvent,
+    NullEventPublisher,
+    ParallelState,
+    SchedulerKvEventsPublisher,
+)
+from scheduler_components.kv_events import BatchDecoder, ZmqEventPublisher
 
 Ask = Callable[..., list[list[bytes]]]
 

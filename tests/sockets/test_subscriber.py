@@ -8,13 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from observability.kv_stream.discovery import StreamAddress, bare_address
-from observability.kv_stream.follower import FollowPolicy
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
-from scheduler_components.errors import ConfigError
-from scheduler_components.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import BatchEncoder
+from observability.kv_stream import FollowPolicy, StreamAddress, StreamState, Subscriber, bare_address, open_subscriber
+from scheduler_components import AllBlocksCleared, BlockStored, ConfigError, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import BatchEncoder
 
 DEADLINE_S = 20.0
 QUICK = FollowPolicy(

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from observability.kv_stream.discovery import bare_address
-from observability.kv_stream.follower import FollowPolicy, NullListener, StreamPosition
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.zmq_async_subscriber import open_async_subscriber
-from scheduler_components.errors import ConfigError
-from scheduler_components.events import BlockStored, KVEventBatch
-from scheduler_components.kv_events.codec import DecodedBatch
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from observability.kv_stream import (
+    FollowPolicy,
+    NullListener,
+    StreamPosition,
+    StreamState,
+    bare_address,
+    open_async_subscriber,
+)
+from scheduler_components import BlockStored, ConfigError, KVEventBatch
+from scheduler_components.kv_events import DecodedBatch, ZmqEventPublisher
 
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(probe_interval_s=0.1)

@@ -8,12 +8,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from observability.kv_stream.discovery import StreamAddress, bare_address
-from observability.kv_stream.follower import FollowPolicy
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
-from scheduler_components.events import BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from observability.kv_stream import FollowPolicy, StreamAddress, StreamState, Subscriber, bare_address, open_subscriber
+from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.kv_events import ZmqEventPublisher
 
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(probe_interval_s=0.1)

@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from observability.kv_stream.discovery import StreamAddress, bare_address
-from observability.kv_stream.follower import FollowPolicy, StreamStats
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
-from scheduler_components.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.zmq_auth import ClientKeys, write_key_pair
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from observability.kv_stream import (
+    FollowPolicy,
+    StreamAddress,
+    StreamState,
+    StreamStats,
+    Subscriber,
+    bare_address,
+    open_subscriber,
+)
+from scheduler_components import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import ClientKeys, ZmqEventPublisher, write_key_pair
 
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)

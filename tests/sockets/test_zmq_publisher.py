@@ -9,10 +9,15 @@ import msgspec
 import pytest
 import zmq
 
-from scheduler_components.errors import PublisherClosedError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+    PublisherClosedError,
+)
+from scheduler_components.kv_events import BatchDecoder, ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]
 Subscribe = Callable[..., zmq.Socket[bytes]]

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.events import KVEventBatch
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import ConfigError, KVEventBatch, StartError
+from scheduler_components.kv_events import ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]
 Connected = Callable[..., int]

@@ -13,15 +13,13 @@ from threading import Event, Thread
 
 import pytest
 
-from observability.conformance import ConformanceReport, RuleResult, examine_conformance
-from scheduler_components.errors import ConfigError, StartError
-from scheduler_components.events import KVEventBatch
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-from scheduler_components.reference.cli.main import main as cli
-from scheduler_components.testing.parts import BLOCK_SIZE, ChainHistory, ListeningPublisher
-from scheduler_components.testing.zmq_probe import ProbeOptions
-from scheduler_components.testing.zmq_scripted_publisher import Frames, ScriptedPublisher, open_scripted_publisher
+from observability import ConformanceReport, RuleResult, examine_conformance
+from scheduler_components import ConfigError, KVEventBatch, StartError
+from scheduler_components.kv_events import Endpoint, ZmqEventPublisher
+from scheduler_components.reference.cli import main as cli
+from scheduler_components.testing import ChainHistory, ProbeOptions, ScriptedPublisher, open_scripted_publisher
+from scheduler_components.testing.parts import BLOCK_SIZE, ListeningPublisher
+from scheduler_components.testing.zmq_scripted_publisher import Frames
 
 Command = Callable[..., tuple[object, str, str]]
 

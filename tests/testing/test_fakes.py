@@ -7,14 +7,17 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
-from scheduler_components.events import AllBlocksCleared, KVEventBatch
-from scheduler_components.hicache.agreement import InProcessSync, SyncDomain
-from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from scheduler_components.load_inquirer import LoadInquirer
-from scheduler_components.metrics_emitter import MetricsEmitter
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadSink
-from scheduler_components.testing.fakes import (
+from scheduler_components import (
+    AllBlocksCleared,
+    KVEventBatch,
+    LoadInquirer,
+    LoadSink,
+    MetricsEmitter,
+    ParallelState,
+    SchedulerKvEventsPublisher,
+)
+from scheduler_components.hicache import InProcessSync, SyncDomain
+from scheduler_components.testing import (
     FakeClock,
     FakeLoad,
     FakeParts,
@@ -30,9 +33,10 @@ from scheduler_components.testing.fakes import (
     ListLoadSink,
     ListMetricsSink,
     ScriptedEvents,
+    hops_of,
+    run_ranks,
 )
 from scheduler_components.testing.strategies import fault_plans
-from scheduler_components.testing.thread_ranks import hops_of, run_ranks
 
 TRIVIAL = ParallelState.trivial()
 

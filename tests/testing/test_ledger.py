@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from scheduler_components.cache.block_hash import hash_pages
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.testing.ledger import RULES, EventLedger
-from scheduler_components.testing.parts import ChainHistory
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.cache import hash_pages
+from scheduler_components.testing import RULES, ChainHistory, EventLedger
 from scheduler_components.testing.strategies import cache_histories, events, hostile_histories
 
 

@@ -12,19 +12,22 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.follower import BatchApplier, FollowPolicy, NullListener, StreamFollower
-from observability.kv_stream.instructions import AskReplay, StreamState
-from observability.kv_stream.view import BlockView, Tier
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.events import BlockStored, KVCacheEvent
-from scheduler_components.hicache.file_storage import open_file_page_store
-from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.kv_events.codec import BatchDecoder
-from scheduler_components.kv_events.replay import END_SEQ, plain_request
-from scheduler_components.ports import PageBytes, PageStore
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.machines import FollowerMachine, PageStoreMachine, PrefixCacheMachine
+from observability.kv_stream import (
+    AskReplay,
+    BatchApplier,
+    BlockView,
+    FollowPolicy,
+    NullListener,
+    StreamCursor,
+    StreamFollower,
+    StreamState,
+    Tier,
+)
+from scheduler_components import BlockStored, KVCacheEvent, PageBytes, PageStore
+from scheduler_components.cache import RadixCache
+from scheduler_components.hicache import MemoryPageStore, open_file_page_store
+from scheduler_components.kv_events import END_SEQ, BatchDecoder, plain_request
+from scheduler_components.testing import EventLedger, FollowerMachine, PageStoreMachine, PrefixCacheMachine
 from scheduler_components.testing.page_store_checks import MAX_BYTES, page_of
 from scheduler_components.testing.parts import FollowerCore
 

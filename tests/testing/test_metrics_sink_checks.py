@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability.catalog import CATALOG
-from observability.prometheus_reports import PrometheusSink
+from observability import CATALOG, PrometheusSink
 from observability.testing import metrics_sink_checks as checks
-from scheduler_components.testing.parts import ConformanceError
-from scheduler_components.values import SchedulerStats
+from scheduler_components import SchedulerStats
+from scheduler_components.testing import ConformanceError
 
 
 class Scrape:

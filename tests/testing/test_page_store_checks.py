@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.ports import PageBytes, PageStore
+from scheduler_components import PageBytes, PageStore
+from scheduler_components.hicache import MemoryPageStore
+from scheduler_components.testing import ConformanceError
 from scheduler_components.testing import page_store_checks as checks
-from scheduler_components.testing.parts import ConformanceError
 
 
 class Store(MemoryPageStore):

@@ -8,12 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduler_components.cache.block_hash import PrefixNamespace
-from scheduler_components.cache.radix_cache import PrefixMatch, RadixCache
-from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
-from scheduler_components.events import BlockStored, KVCacheEvent
+from scheduler_components import BlockStored, CacheIntegrityError, KVCacheEvent, OutOfPagesError
+from scheduler_components.cache import PrefixMatch, PrefixNamespace, RadixCache
+from scheduler_components.testing import ConformanceError
 from scheduler_components.testing import prefix_cache_checks as checks
-from scheduler_components.testing.parts import ConformanceError
 
 
 def opening(kind: type[RadixCache]) -> checks.OpenCache:

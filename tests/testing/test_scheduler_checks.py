@@ -9,17 +9,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from scheduler_components.events import BlockStored, KVEventBatch
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import KvEventSink
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.policy import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components import BlockStored, KVEventBatch, KvEventSink, LoadSnapshot, ParallelState
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
+from scheduler_components.testing import ConformanceError
 from scheduler_components.testing import scheduler_checks as checks
-from scheduler_components.testing.parts import ConformanceError
 from scheduler_components.testing.strategies import workloads
-from scheduler_components.values import LoadSnapshot
 
 
 class Reference:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.config import KVEventsConfig
-from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import ConfigError, ParallelState
+from scheduler_components.kv_events import Endpoint, KVEventsConfig
 from scheduler_components.testing.scheduler_checks import Workload
 from scheduler_components.testing.strategies import (
     bad_config_texts,

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import DIALECTS, BatchEncoder
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import DIALECTS, BatchEncoder
+from scheduler_components.testing import RULES, Expectations, ReplayAnswer, StreamRecord, judge_stream
 from scheduler_components.testing.golden import PeerVector, peer_vectors
-from scheduler_components.testing.ledger import RULES
 from scheduler_components.testing.strategies import cache_histories, hostile_histories
-from scheduler_components.testing.stream_judge import Expectations, Frames, ReplayAnswer, StreamRecord, judge_stream
+from scheduler_components.testing.stream_judge import Frames
 
 EXPECTED = Expectations(rank=0, topic=b"kv", block_size=1)
 

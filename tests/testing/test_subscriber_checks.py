@@ -8,15 +8,11 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from observability.kv_stream.discovery import bare_address
-from observability.kv_stream.follower import FollowPolicy
-from observability.kv_stream.instructions import StreamState
-from observability.kv_stream.zmq_subscriber import open_subscriber
-from scheduler_components.errors import DecodeError
-from scheduler_components.kv_events.codec import BatchDecoder
+from observability.kv_stream import FollowPolicy, StreamState, bare_address, open_subscriber
+from scheduler_components import DecodeError
+from scheduler_components.kv_events import BatchDecoder
+from scheduler_components.testing import ConformanceError, EventLedger
 from scheduler_components.testing import subscriber_checks as checks
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import ConformanceError
 
 QUICK = FollowPolicy(answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
 

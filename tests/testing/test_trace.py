@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_components.testing.parts import ConformanceError, Trace
+from scheduler_components.testing import ConformanceError, Trace
 
 
 def test_the_whole_story_is_in_the_error() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.events import EventBatch
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import EventBatch
+from scheduler_components.kv_events import ZmqEventPublisher
+from scheduler_components.testing import ConformanceError, ScriptedPublisher, open_scripted_publisher
 from scheduler_components.testing import zmq_publisher_checks as checks
-from scheduler_components.testing.parts import ConformanceError
-from scheduler_components.testing.zmq_scripted_publisher import Frames, ScriptedPublisher, open_scripted_publisher
+from scheduler_components.testing.zmq_scripted_publisher import Frames
 
 
 def open_zmq(dialect: str, framing: str) -> ZmqEventPublisher:

@@ -6,18 +6,23 @@ from typing import assert_type
 
 import scheduler_components
 from scheduler_components import (
+    KVCacheEvent,
+    KvMetrics,
     LoadInquirer,
+    LoadPublisher,
+    LoadSnapshot,
+    MemoryLoad,
     MetricsEmitter,
+    NullEventPublisher,
     ParallelState,
+    PublisherStats,
     RadixCache,
     SchedulerKvEventsPublisher,
+    SchedulerStats,
     TokenCountedQueue,
+    open_load_publisher,
 )
-from scheduler_components.cache.radix_cache import PrefixMatch
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
-from scheduler_components.ports import NullEventPublisher
-from scheduler_components.values import KvMetrics, LoadSnapshot, MemoryLoad, PublisherStats, SchedulerStats
+from scheduler_components.cache import PrefixMatch
 
 
 class Request:

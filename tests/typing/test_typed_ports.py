@@ -10,38 +10,38 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from observability.log_sink import LogSink
-from observability.prometheus_reports import PrometheusSink
-from scheduler_components import LoadInquirer, ParallelState, RadixCache, ports
-from scheduler_components.events import EventBatch, KVCacheEvent
-from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.hicache.storage import KeySpace, Placement
-from scheduler_components.load_inquirer import LoadWithTotals, WorkTotals
-from scheduler_components.metrics.timing import RateMeter
-from scheduler_components.output_streamer import OutputStreamer
-from scheduler_components.ports import (
+from observability import LogSink, PrometheusSink
+from scheduler_components import (
+    EventBatch,
+    FinishReason,
+    KVCacheEvent,
+    LoadInquirer,
+    LoadSnapshot,
+    LoadWithTotals,
     NullEventPublisher,
+    OutputBatch,
     OutputSink,
     OutputStatsSource,
-    RequestRegister,
-    StreamedRequest,
-)
-from scheduler_components.values import (
-    FinishReason,
-    LoadSnapshot,
-    OutputBatch,
+    OutputStreamer,
+    ParallelState,
     PublisherStats,
+    RadixCache,
+    RequestRegister,
     SchedulerStats,
+    StreamedRequest,
     TokenOutput,
+    WorkTotals,
+    ports,
 )
+from scheduler_components.hicache import KeySpace, MemoryPageStore, Placement
+from scheduler_components.metrics import RateMeter
 
 if TYPE_CHECKING:
-    from observability.prometheus_reports import ReportBoard
-    from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-    from scheduler_components.load.zmq_gauge import ZmqLoadSink
-    from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, ShmMetricsSink
-    from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsSink
-    from scheduler_components.ports import NullMetricsSink
+    from observability import ReportBoard
+    from scheduler_components import NullMetricsSink
+    from scheduler_components.kv_events import ZmqEventPublisher
+    from scheduler_components.load import ZmqLoadSink
+    from scheduler_components.metrics import ShmMetricsBoard, ShmMetricsSink, ZmqKvMetricsSink
 
     def an_event_sink(events: ZmqEventPublisher) -> ports.KvEventSink:
         return events

@@ -7,28 +7,25 @@ from typing import TYPE_CHECKING, assert_type
 
 import pytest
 
-from observability.kv_stream.discovery import StreamAddress, bare_address
-from observability.kv_stream.follower import StreamStats
-from observability.kv_stream.view import BlockView, Tier
-from observability.kv_stream.zmq_subscriber import open_subscriber
-from scheduler_components import ParallelState
-from scheduler_components.errors import ConfigError
+from observability.kv_stream import BlockView, StreamAddress, StreamStats, Tier, bare_address, open_subscriber
+from scheduler_components import ConfigError, ParallelState, PublisherStats, describe_kv_events_publisher
 from scheduler_components.kv_events import (
+    BatchDecoder,
+    BatchEncoder,
     BlockStored,
+    DecodedBatch,
+    Endpoint,
     EventBatch,
     EventPublisher,
     EventPublisherFactory,
     KVEventsConfig,
+    PortPlan,
     ZmqEventPublisher,
     open_event_publisher,
 )
-from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder, DecodedBatch
-from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
-from scheduler_components.server_info import describe_kv_events_publisher
-from scheduler_components.values import PublisherStats
 
 if TYPE_CHECKING:
-    from observability.kv_stream.zmq_subscriber import Subscriber
+    from observability.kv_stream import Subscriber
 
 
 def test_configuration() -> None:

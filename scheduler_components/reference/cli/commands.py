@@ -11,18 +11,16 @@ from typing import Annotated, get_args
 
 import typer
 
-from observability.conformance import examine_conformance
-from observability.doctor import DoctorOptions, examine, exit_code
-from observability.watch import WatchOptions
+from observability import DoctorOptions, WatchOptions, examine, examine_conformance, exit_code
 from observability.watch import watch as watch_streams
-from scheduler_components import __version__
-from scheduler_components.errors import ComponentError, ConfigError, StartError
-from scheduler_components.kv_events.zmq_auth import ClientKeys, write_key_pair
+from scheduler_components import ComponentError, ConfigError, StartError, __version__
+from scheduler_components.kv_events import ClientKeys, write_key_pair
 from scheduler_components.reference.cli.engine_commands import demo, serve
+from scheduler_components.reference.device import SimulationConfig, run_simulation
 from scheduler_components.reference.device.divergence_picture import Curve, divergence_svg
-from scheduler_components.reference.device.hicache_sim import Run, Scope, SimulationConfig, run_simulation
+from scheduler_components.reference.device.hicache_sim import Run, Scope
 from scheduler_components.reference.lint_command import lint_components
-from scheduler_components.testing.zmq_probe import ProbeOptions
+from scheduler_components.testing import ProbeOptions
 
 __all__ = [
     "hicache_sim",

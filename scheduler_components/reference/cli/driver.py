@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 import httpx
 import msgspec
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.device.trace import TraceRequest, prompt_tokens
+from scheduler_components import ConfigError
+from scheduler_components.reference.device import TraceRequest, prompt_tokens
 from scheduler_components.reference.device.workload import Chat
-from scheduler_components.reference.engine.front import (
+from scheduler_components.reference.engine import (
     Front,
     GenerateRequest,
     RequestFailedError,
     RequestRefusedError,
+    SamplingLimits,
     TooBusyError,
 )
-from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
     "Outcomes",

@@ -14,21 +14,20 @@ from typing import Annotated, Any, get_type_hints
 import attrs
 import typer
 
-from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.kv_events.config import EventPublisherFactory, KVEventsConfig
-from scheduler_components.load.zmq_gauge import check_load_endpoint
+from scheduler_components.hicache import HiCachePolicy
+from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
+from scheduler_components.load import check_load_endpoint
 from scheduler_components.reference.cli.screen import Screen
 from scheduler_components.reference.cli.session import SessionConfig, run_session
-from scheduler_components.reference.device.workload import WorkloadConfig
-from scheduler_components.reference.engine.config import (
+from scheduler_components.reference.device import WorkloadConfig
+from scheduler_components.reference.engine import (
     DEFAULT_HOST,
-    MOONCAKE_MASTER,
-    MOONCAKE_METADATA,
     EngineConfig,
     HiCacheConfig,
+    SchedulerConfig,
     default_kv_events,
 )
-from scheduler_components.reference.engine.policy import SchedulerConfig
+from scheduler_components.reference.engine.config import MOONCAKE_MASTER, MOONCAKE_METADATA
 
 __all__ = [
     "HiCacheOption",

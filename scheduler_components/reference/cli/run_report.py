@@ -12,9 +12,7 @@ from contextlib import suppress
 
 import attrs
 
-from observability.kv_stream.discovery import StreamAddress
-from observability.kv_stream.follower import StreamStats
-from observability.kv_stream.instructions import StreamState
+from observability.kv_stream import StreamAddress, StreamState, StreamStats
 from scheduler_components.reference.cli.driver import Tally
 from scheduler_components.reference.engine.messages import CacheDump, unpack_hashes
 

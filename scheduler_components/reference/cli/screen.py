@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from observability.kv_stream.follower import StreamStats
+from observability.kv_stream import StreamStats
+from scheduler_components import LoadSnapshot, SchedulerStats, TierStats
 from scheduler_components.reference.cli.driver import Tally, percentile
 from scheduler_components.reference.cli.run_report import Verdict
-from scheduler_components.values import LoadSnapshot, SchedulerStats, TierStats
 
 __all__ = [
     "tier_facts",

@@ -10,19 +10,23 @@ from pathlib import Path
 import attrs
 from prometheus_client import CollectorRegistry
 
-from observability.kv_stream.discovery import NoStreamsError
-from observability.prometheus_reports import OutputCollector, PrometheusSink
-from observability.prometheus_streams import StreamCollector
+from observability import OutputCollector, PrometheusSink, StreamCollector
+from observability.kv_stream import NoStreamsError
 from scheduler_components.reference.cli.driver import ChatDriver, Tally, TraceDriver
 from scheduler_components.reference.cli.run_report import Evidence, Verdict, judge, probe_ports
 from scheduler_components.reference.cli.screen import RunView, Screen
-from scheduler_components.reference.device.trace import open_trace
-from scheduler_components.reference.device.workload import WorkloadConfig, generate_chats
-from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig
-from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.front import EngineFailedError
-from scheduler_components.reference.engine.http import make_app, open_http_server
-from scheduler_components.reference.engine.observer import Observer, open_observer
+from scheduler_components.reference.device import WorkloadConfig, generate_chats, open_trace
+from scheduler_components.reference.engine import (
+    DEFAULT_HOST,
+    Engine,
+    EngineConfig,
+    EngineFailedError,
+    Observer,
+    make_app,
+    open_engine,
+    open_http_server,
+)
+from scheduler_components.reference.engine.observer import open_observer
 
 __all__ = [
     "SessionConfig",

@@ -9,8 +9,8 @@ from zlib import crc32
 
 import attrs
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.reference.engine.request import ScheduledBatch
+from scheduler_components import ConfigError
+from scheduler_components.reference.engine import ScheduledBatch
 
 __all__ = [
     "CostModel",

@@ -13,14 +13,17 @@ from typing import Literal, Protocol, TypeAlias
 
 import attrs
 
-from scheduler_components.cache.block_hash import DIGEST_BYTES
-from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache.agreement import InProcessSync, Outcome, Proposal, world_rank_sets
-from scheduler_components.hicache.cache import HiRadixCache
-from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.hicache.tiers import Tier
+from scheduler_components import CacheIntegrityError, ConfigError, OutOfPagesError, ParallelState
+from scheduler_components.cache import DIGEST_BYTES, PagePool, RadixNode
+from scheduler_components.hicache import (
+    HiCachePolicy,
+    HiRadixCache,
+    InProcessSync,
+    Outcome,
+    Proposal,
+    Tier,
+    world_rank_sets,
+)
 from scheduler_components.page_operations import (
     BackupDone,
     CopyToDevice,
@@ -38,7 +41,6 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.parallel_state import ParallelState
 
 __all__ = [
     "FaultRates",

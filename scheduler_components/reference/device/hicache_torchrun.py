@@ -15,10 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from scheduler_components.hicache.agreement import world_rank_sets
-from scheduler_components.hicache.cache import TierStepper
-from scheduler_components.hicache.torch_sync import open_torch_sync_domains
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import ParallelState
+from scheduler_components.hicache import TierStepper, open_torch_sync_domains, world_rank_sets
 from scheduler_components.reference.device.hicache_sim import (
     SimulatedStorage,
     SimulatedWorkload,

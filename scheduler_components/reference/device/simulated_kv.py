@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_components.cache.block_hash import DIGEST_BYTES
-from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.hicache.memory import SimulatedDeviceMemory
+from scheduler_components import CacheIntegrityError
+from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.hicache import SimulatedDeviceMemory
 
 __all__ = [
     "SimulatedKv",

@@ -18,7 +18,7 @@ from typing import Annotated
 import attrs
 import msgspec
 
-from scheduler_components.errors import ConfigError
+from scheduler_components import ConfigError
 
 __all__ = [
     "BLOCK_TOKENS",

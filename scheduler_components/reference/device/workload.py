@@ -21,7 +21,7 @@ from random import Random
 
 import attrs
 
-from scheduler_components.errors import ConfigError
+from scheduler_components import ConfigError
 
 __all__ = [
     "Chat",

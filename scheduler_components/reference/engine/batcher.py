@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from scheduler_components.load.queue import TokenCountedQueue
+from scheduler_components import FinishReason
+from scheduler_components.load import TokenCountedQueue
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
 from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
 from scheduler_components.reference.engine.policy import (
@@ -19,7 +20,6 @@ from scheduler_components.reference.engine.policy import (
     retraction_victim,
 )
 from scheduler_components.reference.engine.request import Request, RequestState, ScheduledBatch, ScheduledWork
-from scheduler_components.values import FinishReason
 
 __all__ = [
     "RequestQueues",

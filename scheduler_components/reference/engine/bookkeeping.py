@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_components.metrics.timing import RateMeter, RequestLatencies, RequestTimeStats
+from scheduler_components import FinishReason, LatencyTotals, SchedulerTotals, TierStats
+from scheduler_components.metrics import RateMeter, RequestLatencies, RequestTimeStats
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.request import Request
-from scheduler_components.values import FinishReason, LatencyTotals, SchedulerTotals, TierStats
 
 __all__ = [
     "RunningTotals",

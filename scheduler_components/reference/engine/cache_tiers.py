@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.hicache.cache import HiRadixCache, TierStepper
-from scheduler_components.values import TierStats
+from scheduler_components import TierStats
+from scheduler_components.cache import RadixCache
+from scheduler_components.hicache import HiRadixCache, TierStepper
 
 if TYPE_CHECKING:
-    from scheduler_components.hicache.thread_page_mover import ThreadPageMover
+    from scheduler_components.hicache import ThreadPageMover
 
 __all__ = [
     "NO_TIERS",

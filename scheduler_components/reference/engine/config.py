@@ -10,10 +10,8 @@ from typing import Literal, TypeAlias
 import attrs
 import msgspec
 
-from scheduler_components.errors import ConfigError, DecodeError, StartError
-from scheduler_components.hicache.controller import HiCachePolicy
-from scheduler_components.hicache.mooncake_storage import MooncakeAddress
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
+from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.reference.engine.policy import SchedulerConfig
 
 __all__ = [

@@ -14,13 +14,11 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from scheduler_components.errors import StartError
-from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsReceiver, open_zmq_kv_metrics_receiver
-from scheduler_components.ports import MetricsSink
+from scheduler_components import KvMetrics, MetricsSink, StartError
+from scheduler_components.metrics import ZmqKvMetricsReceiver, open_zmq_kv_metrics_receiver
 from scheduler_components.reference.engine.config import EngineConfig, RankConfig, SocketPaths
 from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, CacheDump, decode_outputs, decode_report
-from scheduler_components.values import KvMetrics
 
 __all__ = [
     "RankExit",

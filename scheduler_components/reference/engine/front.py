@@ -16,10 +16,19 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from observability.prometheus_reports import RankLabels
-from scheduler_components.errors import ComponentError, ConfigError
-from scheduler_components.load.queue import DispatchLedger
-from scheduler_components.ports import MetricsSink
+from observability import RankLabels
+from scheduler_components import (
+    ComponentError,
+    ConfigError,
+    FinishReason,
+    LoadSnapshot,
+    MetricsSink,
+    OutputBatch,
+    OutputDelta,
+    OutputStats,
+    SchedulerStats,
+)
+from scheduler_components.load import DispatchLedger
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
@@ -34,14 +43,6 @@ from scheduler_components.reference.engine.messages import (
     encode,
 )
 from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.values import (
-    FinishReason,
-    LoadSnapshot,
-    OutputBatch,
-    OutputDelta,
-    OutputStats,
-    SchedulerStats,
-)
 
 __all__ = [
     "LoadDispatcher",

@@ -7,14 +7,20 @@ from typing import TypeAlias
 
 import zmq
 
-from scheduler_components.hicache.agreement import SyncDomain, world_rank_sets
-from scheduler_components.hicache.cache import HiRadixCache, TierStepper
-from scheduler_components.hicache.memory import HostPool, PageShape, SimulatedDeviceMemory
-from scheduler_components.hicache.storage import KeySpace, Placement
-from scheduler_components.hicache.thread_page_mover import open_thread_page_mover
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import PageStore
-from scheduler_components.reference.device.simulated_kv import SimulatedKv
+from scheduler_components import PageStore, ParallelState
+from scheduler_components.hicache import (
+    HiRadixCache,
+    HostPool,
+    KeySpace,
+    PageShape,
+    Placement,
+    SimulatedDeviceMemory,
+    SyncDomain,
+    TierStepper,
+    open_thread_page_mover,
+    world_rank_sets,
+)
+from scheduler_components.reference.device import SimulatedKv
 from scheduler_components.reference.engine.cache_tiers import HostTiers
 from scheduler_components.reference.engine.config import HiCacheConfig, RankConfig
 from scheduler_components.reference.engine.zmq_sync import WaitFor, open_zmq_sync_domain
@@ -79,11 +85,11 @@ def _keys(config: RankConfig, parallel: ParallelState) -> KeySpace:
 def _open_store(hicache: HiCacheConfig) -> PageStore | None:
     # Imported here: a rank starts with what it needs and nothing else.
     if hicache.storage == "file":
-        from scheduler_components.hicache.file_storage import open_file_page_store
+        from scheduler_components.hicache import open_file_page_store
 
         return open_file_page_store(hicache.storage_path, capacity_bytes=hicache.storage_bytes)
     if hicache.storage == "mooncake":
-        from scheduler_components.hicache.mooncake_storage import open_mooncake_page_store
+        from scheduler_components.hicache import open_mooncake_page_store
 
         return open_mooncake_page_store(hicache.mooncake)
     return None

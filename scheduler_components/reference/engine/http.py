@@ -23,9 +23,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from observability.http_app import error_response, status_routes
-from scheduler_components import __version__
-from scheduler_components.errors import ComponentError, ConfigError, StartError
+from observability import error_response, status_routes
+from scheduler_components import (
+    ComponentError,
+    ConfigError,
+    FinishReason,
+    LoadSnapshot,
+    OutputDelta,
+    StartError,
+    __version__,
+    merge_kv_events,
+)
 from scheduler_components.reference.engine.engine import Engine
 from scheduler_components.reference.engine.front import (
     Front,
@@ -36,8 +44,6 @@ from scheduler_components.reference.engine.front import (
 )
 from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.server_info import merge_kv_events
-from scheduler_components.values import FinishReason, LoadSnapshot, OutputDelta
 
 __all__ = [
     "MAX_BODY_BYTES",

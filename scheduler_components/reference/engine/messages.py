@@ -16,9 +16,8 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from scheduler_components.errors import DecodeError
+from scheduler_components import DecodeError, OutputBatch, OutputStats, SchedulerStats, TierStats
 from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.values import OutputBatch, OutputStats, SchedulerStats, TierStats
 
 __all__ = [
     "FRONT",

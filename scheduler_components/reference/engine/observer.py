@@ -9,10 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from observability.kv_stream.discovery import StreamAddress, discover
-from observability.kv_stream.follower import StreamStats
-from observability.kv_stream.view import Tier
-from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
+from observability.kv_stream import StreamAddress, StreamStats, Subscriber, Tier, discover, open_subscriber
 from scheduler_components.reference.cli.run_report import StreamEvidence
 
 __all__ = [

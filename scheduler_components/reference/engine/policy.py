@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import attrs
 
-from scheduler_components.errors import ConfigError
+from scheduler_components import ConfigError
 from scheduler_components.reference.engine.request import Request
 
 __all__ = [

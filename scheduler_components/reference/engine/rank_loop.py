@@ -14,12 +14,17 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.errors import ConfigError, LockstepError
-from scheduler_components.hicache.tiers import Tier
-from scheduler_components.load_publisher import LoadPublisher
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import OutputStatsSource
+from scheduler_components import (
+    ConfigError,
+    LoadPublisher,
+    LockstepError,
+    OutputStats,
+    OutputStatsSource,
+    ParallelState,
+    SchedulerStats,
+)
+from scheduler_components.cache import RadixCache
+from scheduler_components.hicache import Tier
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
@@ -39,7 +44,6 @@ from scheduler_components.reference.engine.messages import (
 )
 from scheduler_components.reference.engine.request import Request
 from scheduler_components.reference.engine.scheduler import Scheduler
-from scheduler_components.values import OutputStats, SchedulerStats
 
 __all__ = [
     "NO_OUTPUT_STATS",

@@ -12,15 +12,17 @@ from contextlib import ExitStack, suppress
 
 import zmq
 
-from scheduler_components.errors import ComponentError
-from scheduler_components.kv_events.config import open_event_publisher
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-from scheduler_components.kv_events_publisher import NO_KV_METRICS
-from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
-from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_sink
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import EventPublisher
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components import (
+    NO_KV_METRICS,
+    ComponentError,
+    EventPublisher,
+    LoadPublisher,
+    ParallelState,
+    open_load_publisher,
+)
+from scheduler_components.kv_events import ZmqEventPublisher, open_event_publisher
+from scheduler_components.metrics import open_zmq_kv_metrics_sink
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
 from scheduler_components.reference.engine.config import RankConfig
 from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, OutputSocket, RankReady

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.errors import ConfigError
-from scheduler_components.metrics.timing import RequestTimeStats
-from scheduler_components.values import FinishReason, TokenOutput
+from scheduler_components import ConfigError, FinishReason, TokenOutput
+from scheduler_components.cache import RadixNode
+from scheduler_components.metrics import RequestTimeStats
 
 __all__ = [
     "Request",

@@ -21,23 +21,35 @@ from array import array
 from collections.abc import Callable, Iterator
 from zlib import crc32
 
-from scheduler_components.batch_result_processor import BatchResultProcessor, WorkResult
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher
-from scheduler_components.load_inquirer import LoadInquirer, LoadWithTotals, WorkTotals
-from scheduler_components.metrics.timing import RateMeter, RequestLatencies
-from scheduler_components.metrics_emitter import MetricsEmitter
-from scheduler_components.output_streamer import OutputStreamer
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import KvEventSink, KvMetricsSink, MetricsSink, NullEventPublisher, OutputSink
-from scheduler_components.reference.device.device import Device
+from scheduler_components import (
+    NO_KV_METRICS,
+    BatchResultProcessor,
+    ConfigError,
+    KvEventSink,
+    KvMetricsSink,
+    LoadInquirer,
+    LoadWithTotals,
+    MetricsEmitter,
+    MetricsSink,
+    NullEventPublisher,
+    OutputBatch,
+    OutputSink,
+    OutputStreamer,
+    ParallelState,
+    SchedulerKvEventsPublisher,
+    SchedulerStats,
+    SchedulerTotals,
+    WorkResult,
+    WorkTotals,
+)
+from scheduler_components.cache import RadixCache
+from scheduler_components.metrics import RateMeter, RequestLatencies
+from scheduler_components.reference.device import Device
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages, RequestQueues
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
 from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
 from scheduler_components.reference.engine.policy import SchedulerConfig, check_request_fits
 from scheduler_components.reference.engine.request import Request, RequestState, ScheduledBatch, StepResult
-from scheduler_components.values import OutputBatch, SchedulerStats, SchedulerTotals
 
 __all__ = [
     "Scheduler",

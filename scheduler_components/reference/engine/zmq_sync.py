@@ -16,9 +16,8 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from scheduler_components.errors import SyncTimeoutError
-from scheduler_components.hicache.agreement import SyncDomain, elementwise_min
-from scheduler_components.values import SyncCall
+from scheduler_components import SyncCall, SyncTimeoutError
+from scheduler_components.hicache import SyncDomain, elementwise_min
 
 __all__ = [
     "StopRequested",

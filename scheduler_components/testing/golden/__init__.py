@@ -17,7 +17,7 @@ from importlib.resources import files
 
 import msgspec
 
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 
 __all__ = [
     "BatchVector",

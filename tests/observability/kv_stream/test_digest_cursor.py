@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from observability.kv_stream.cursor import NO_EPOCH, Position, StreamCursor
-from observability.kv_stream.instructions import (
+from observability.kv_stream import (
+    NO_EPOCH,
     Apply,
     ApplyAside,
     AskReplay,
@@ -13,13 +13,14 @@ from observability.kv_stream.instructions import (
     Clear,
     DropAside,
     Instruction,
+    Position,
     RetryLater,
+    StreamCursor,
     StreamState,
     SwapIn,
     token_of,
 )
-from scheduler_components.kv_events.replay import Kind, Meta, Verb
-from scheduler_components.kv_events.stream import chain_at_start
+from scheduler_components.kv_events import Kind, Meta, Verb, chain_at_start
 
 OLD, NEW = b"o" * 16, b"n" * 16
 

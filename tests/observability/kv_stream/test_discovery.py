@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream.discovery import NoStreamsError, addresses_in, bare_address, discover, worker_url
-from scheduler_components.errors import ConfigError, DecodeError, StartError
-from scheduler_components.server_info import kv_events_server_info
+from observability.kv_stream import NoStreamsError, addresses_in, bare_address, discover, worker_url
+from scheduler_components import ConfigError, DecodeError, StartError, kv_events_server_info
 
 WORKER = httpx.URL("http://worker.example:30000")
 DESCRIPTOR = {

@@ -9,13 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.follower import BatchApplier, FollowPolicy, NullListener, StreamFollower
-from observability.kv_stream.instructions import AskReplay, StreamState
-from observability.kv_stream.view import BlockView
-from scheduler_components.errors import ConfigError, DecodeError
-from scheduler_components.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events.codec import BatchDecoder, BatchEncoder, DecodedBatch
+from observability.kv_stream import (
+    AskReplay,
+    BatchApplier,
+    BlockView,
+    FollowPolicy,
+    NullListener,
+    StreamCursor,
+    StreamFollower,
+    StreamState,
+)
+from scheduler_components import AllBlocksCleared, BlockStored, ConfigError, DecodeError, KVCacheEvent, KVEventBatch
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, DecodedBatch
 
 POLICY = FollowPolicy(answer_timeout_s=5.0, retry_min_s=1.0, retry_max_s=8.0, probe_interval_s=2.0, dead_after_s=15.0)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from observability.kv_stream.cursor import PlainCursor
-from observability.kv_stream.instructions import Apply, AskReplay, Clear, Instruction, RetryLater, StreamState
+from observability.kv_stream import Apply, AskReplay, Clear, Instruction, PlainCursor, RetryLater, StreamState
 
 
 def opened(*, has_replay: bool = True, batches: int = 3, patience: int = 3) -> PlainCursor:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream.cursor import PlainCursor
-from observability.kv_stream.instructions import Apply, AskReplay, Clear, Instruction, RetryLater, StreamState
+from observability.kv_stream import Apply, AskReplay, Clear, Instruction, PlainCursor, RetryLater, StreamState
 
 END = None
 CLEAR = -1

@@ -17,13 +17,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream.cursor import NO_EPOCH, DigestCursor, PlainCursor, Position
-from observability.kv_stream.instructions import Apply, Instruction
-from observability.kv_stream.view import BlockView, Tier
+from observability.kv_stream import NO_EPOCH, Apply, BlockView, DigestCursor, Instruction, PlainCursor, Position, Tier
 from observability.testing.recovery_model import FaultyWorld, Trace
+from scheduler_components.kv_events import EventStream, Meta, ReplayCursors, Verb
 from scheduler_components.kv_events import stream as event_stream
-from scheduler_components.kv_events.replay import Meta, ReplayCursors, Verb
-from scheduler_components.kv_events.stream import EventStream
 
 WHO = st.integers(0, 2)
 FAULTS = ("none", "none", "none", "lose", "repeat")

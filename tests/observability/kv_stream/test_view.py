@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream.view import BlockView, Tier, tier_of
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from observability.kv_stream import BlockView, Tier, tier_of
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 MEDIA = {
     None: Tier.DEVICE,
