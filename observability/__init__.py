@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from observability.kv_stream import (
         AsyncSubscriber,
         BlockView,
-        StreamAddress,
         StreamListener,
         StreamState,
         StreamStats,
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
         ReportBoard,
     )
     from observability.prometheus_streams import StreamCollector
-    from observability.watch import LinePrinter, WatchOptions, addresses_of
+    from observability.watch import LinePrinter, WatchOptions, addresses_of, watch_streams
 
 __all__ = [
     "AsyncSubscriber",
@@ -70,7 +69,6 @@ __all__ = [
     "ReportBoard",
     "RuleResult",
     "Severity",
-    "StreamAddress",
     "StreamCollector",
     "StreamListener",
     "StreamState",
@@ -99,6 +97,7 @@ __all__ = [
     "render_markdown",
     "render_stream_markdown",
     "status_routes",
+    "watch_streams",
 ]
 
 __getattr__ = lazy_names(
@@ -116,9 +115,9 @@ __getattr__ = lazy_names(
             "OutputCollector PrometheusBoard PrometheusSink RankLabels RankOutputs ReportBoard"
         ),
         "observability.prometheus_streams": "StreamCollector",
-        "observability.watch": "LinePrinter WatchOptions addresses_of",
+        "observability.watch": "LinePrinter WatchOptions addresses_of watch_streams",
         "observability.kv_stream": (
-            "AsyncSubscriber BlockView StreamAddress StreamListener StreamState StreamStats Subscriber discover "
+            "AsyncSubscriber BlockView StreamListener StreamState StreamStats Subscriber discover "
             "open_async_subscriber open_subscriber"
         ),
     },

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from observability.kv_stream import NoStreamsError, StreamAddress, bare_address, discover, printable
+from observability.kv_stream import NoStreamsError, bare_address, discover, printable
 from scheduler_components import ConfigError, DecodeError
-from scheduler_components.kv_events import Endpoint
+from scheduler_components.kv_events import Endpoint, StreamAddress
 from scheduler_components.testing import (
     RULES,
     Expectations,

@@ -19,7 +19,6 @@ from observability.kv_stream import (
     FollowPolicy,
     NoStreamsError,
     NullListener,
-    StreamAddress,
     StreamState,
     StreamStats,
     Subscriber,
@@ -32,7 +31,7 @@ from observability.kv_stream import (
 )
 from observability.zmq_topics import listen_for_topics
 from scheduler_components import BlockStored, DecodeError, StartError
-from scheduler_components.kv_events import ClientKeys, DecodedBatch, Endpoint
+from scheduler_components.kv_events import ClientKeys, DecodedBatch, Endpoint, StreamAddress
 from scheduler_components.load import LoadSample, open_zmq_load_reader
 
 __all__ = [

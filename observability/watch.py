@@ -9,11 +9,11 @@ from typing import Any, TextIO
 import attrs
 import msgspec
 
-from observability.kv_stream import StreamAddress, StreamState, bare_address, discover, open_subscriber, printable
+from observability.kv_stream import StreamState, bare_address, discover, open_subscriber, printable
 from scheduler_components import BlockRemoved, BlockStored, ConfigError, DecodeError, KVCacheEvent
-from scheduler_components.kv_events import ClientKeys, DecodedBatch
+from scheduler_components.kv_events import ClientKeys, DecodedBatch, StreamAddress
 
-__all__ = ["WatchOptions", "addresses_of", "watch"]
+__all__ = ["WatchOptions", "addresses_of", "LinePrinter", "watch_streams"]
 
 _POLL_S = 0.1
 _UINT64_MASK = (1 << 64) - 1
@@ -61,7 +61,7 @@ def addresses_of(target: str, options: WatchOptions) -> tuple[StreamAddress, ...
     return addresses if options.history else tuple(attrs.evolve(address, replay=None) for address in addresses)
 
 
-def watch(
+def watch_streams(
     target: str,
     out: TextIO,
     options: WatchOptions | None = None,

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from observability.kv_stream import StreamAddress
-from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, ClientKeys, Endpoint, apply_client_keys
+from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, ClientKeys, Endpoint, StreamAddress, apply_client_keys
 
 __all__ = ["listen_for_topics"]
 

@@ -1,4 +1,5 @@
-"""The house's layers, read from the source: who may import whom, and which rooms may hold sockets and threads."""
+"""The house's floors, read from the source: imports only go down, packages are entered by their doors, and sockets,
+threads and devices live in edge files."""
 
 from __future__ import annotations
 
@@ -6,79 +7,139 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+KIT = "scheduler_components"
 SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observability/**/*.py")])
+
+FLOORS = (
+    ("_version", "_lazy", "errors", "events", "fork_hook"),
+    ("values", "page_operations"),
+    ("parallel_state",),
+    ("ports", "shm_board"),
+    ("kv_events", "cache"),
+    ("load", "metrics", "hicache"),
+    ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "batch_result_processor"),
+    ("load_publisher", "server_info"),
+    ("scheduler_components",),
+    ("testing", "component_lint"),
+    ("observability.kv_stream",),
+    ("observability",),
+    ("observability.testing", "observability.grafana"),
+    ("reference",),
+)
+"""From the ground: a room may import rooms of lower floors, and its own. Names are below ``scheduler_components``."""
+FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+
 EDGE_PREFIXES = ("zmq_", "torch_", "thread_", "file_", "http_", "prometheus_", "mooncake_", "shm_")
 EDGE_MODULES = {"zmq", "torch", "threading", "multiprocessing", "asyncio", "prometheus_client", "mooncake"}
-MAX_LINES = 300
-# The one door of the test kit: `scheduler-components conformance` is a check of the kit that people run by hand.
-CONFORMANCE_COMMAND = ROOT / "scheduler_components" / "reference" / "conformance_command.py"
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever in the file; TYPE_CHECKING blocks included."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: relative imports hide which room is asked"
-            yield node.module or ""
+HYPOTHESIS_ROOMS = {"scheduler_components/testing/strategies.py", "scheduler_components/testing/machines.py"}
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def is_in(path: Path, *rooms: str) -> bool:
-    return any(path.is_relative_to(ROOT / "scheduler_components" / room) for room in rooms)
+def module_of(path: Path) -> str:
+    return name(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def room_of(module: str) -> str:
+    """The room of FLOORS that a module of the kit belongs to: the longest that fits."""
+    short = module.removeprefix(f"{KIT}.")
+    fitting = [room for room in FLOOR_OF if short == room or short.startswith(f"{room}.")]
+    assert fitting, f"{module} stands on no floor: name it in FLOORS"
+    return max(fitting, key=len)
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of everything that a file imports, wherever in the file; TYPE_CHECKING blocks included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative imports hide which room is asked"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def kit_imports(path: Path) -> Iterator[tuple[str, str]]:
+    """What a file imports of the kit itself."""
+    return ((module, what) for module, what in imports(path) if module.partition(".")[0] in (KIT, "observability"))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_layers(path: Path) -> None:
-    for module in imports(path):
-        if is_in(path, ".") and not is_in(path, "reference", "testing"):
-            assert not module.startswith("observability"), f"{name(path)} is inside a scheduler and imports {module}"
-        if not path.is_relative_to(ROOT / "observability" / "testing"):
-            assert not module.startswith("observability.testing"), f"{name(path)} imports {module}"
-        if not is_in(path, "reference"):
-            assert not module.startswith("scheduler_components.reference"), f"{name(path)} imports {module}"
-        if not is_in(path, "testing") and path != CONFORMANCE_COMMAND:
-            assert not module.startswith("scheduler_components.testing"), f"{name(path)} imports {module}"
+def test_imports_only_go_down(path: Path) -> None:
+    room = room_of(module_of(path))
+    for module, _ in kit_imports(path):
+        asked = room_of(module)
+        assert asked == room or FLOOR_OF[asked] < FLOOR_OF[room], f"{name(path)} imports {module} from above"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_packages_are_entered_by_their_doors(path: Path) -> None:
+    """What no door exports is private to its package."""
+    room = room_of(module_of(path))
+    for module, what in kit_imports(path):
+        asked = room_of(module)
+        package = asked if asked.startswith(("observability", KIT)) else f"{KIT}.{asked}"
+        assert asked == room or module == package, f"{name(path)} imports {what} from {module}, not from {package}"
+
+
+def test_no_file_imports_itself_round_a_corner() -> None:
+    files = {module_of(path) for path in SOURCES}
+    graph = {
+        module_of(path): {
+            module if module in files and f"{module}.{what}" not in files else f"{module}.{what}"
+            for module, what in kit_imports(path)
+        }
+        - {module_of(path)}
+        for path in SOURCES
+    }
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_sockets_threads_and_devices_live_in_edge_files(path: Path) -> None:
-    if is_in(path, "reference", "testing") or path.name.startswith(EDGE_PREFIXES):
+    if room_of(module_of(path)).startswith(("reference", "testing", "observability.testing")):
         return
-    found = EDGE_MODULES & {module.partition(".")[0] for module in imports(path)}
-    assert not found, f"{name(path)} imports {', '.join(found)} but is not an edge file"
+    found = EDGE_MODULES & {module.partition(".")[0] for module, _ in imports(path)}
+    assert not found or path.name.startswith(EDGE_PREFIXES), f"{name(path)} imports {', '.join(found)}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_hypothesis_is_asked_for_in_strategies_and_machines_alone(path: Path) -> None:
-    found = any(module.partition(".")[0] in ("hypothesis", "pytest") for module in imports(path))
-    assert not found or is_in(path, "testing/strategies", "testing/machines"), name(path)
+    found = any(module.partition(".")[0] in ("hypothesis", "pytest") for module, _ in imports(path))
+    assert not found or name(path) in HYPOTHESIS_ROOMS, name(path)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_a_file_fits_on_a_few_screens(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+def exports(path: Path) -> list[str]:
+    """The names in a file's ``__all__``."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
+            return [str(ast.literal_eval(each)) for each in node.value.elts]  # type: ignore[attr-defined]
+    return []
 
 
-def test_importing_the_kit_loads_nothing_heavy() -> None:
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py" and exports(path)], ids=name)
+def test_a_door_opens_for_every_name_on_it(path: Path) -> None:
+    pytest.importorskip("torch")
+    module = module_of(path)
+    script = f"import {module} as door\nfor name in door.__all__: getattr(door, name)"
+    opened = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert opened.returncode == 0, opened.stderr
+
+
+DOORS = "scheduler_components scheduler_components.kv_events scheduler_components.cache scheduler_components.load "
+DOORS += "scheduler_components.metrics scheduler_components.hicache scheduler_components.testing observability"
+
+
+@pytest.mark.parametrize("module", DOORS.split())
+def test_opening_a_door_loads_nothing_heavy(module: str) -> None:
     heavy = "zmq torch pydantic hypothesis prometheus_client starlette httpx rich typer numpy"
-    script = f"import sys, scheduler_components; print(*[m for m in '{heavy}'.split() if m in sys.modules])"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert loaded.stdout.split() == []
-
-
-def test_importing_the_components_loads_no_sockets() -> None:
-    modules = "ports parallel_state kv_events kv_events_publisher load_inquirer metrics_emitter cache.radix_cache"
-    script = "import sys\n" + "".join(f"import scheduler_components.{module}\n" for module in modules.split())
-    script += "print(*[m for m in ('zmq', 'torch', 'pydantic', 'hypothesis') if m in sys.modules])"
+    script = f"import sys, {module}; print(*[m for m in '{heavy}'.split() if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert loaded.stdout.split() == []

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from observability.catalog import EVERY_METRIC, PAGES_UNREAD, RANKS_REFUSED, SGLANG_PREFIX, Metric
+from observability import EVERY_METRIC, PAGES_UNREAD, RANKS_REFUSED, SGLANG_PREFIX, Metric
 
 __all__ = [
     "ROWS",

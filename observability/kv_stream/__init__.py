@@ -33,7 +33,6 @@ from scheduler_components._lazy import lazy_names
 if TYPE_CHECKING:
     from observability.kv_stream.discovery import (
         NoStreamsError,
-        StreamAddress,
         addresses_in,
         bare_address,
         discover,
@@ -63,7 +62,6 @@ __all__ = [
     "PlainCursor",
     "Position",
     "RetryLater",
-    "StreamAddress",
     "StreamCursor",
     "StreamFollower",
     "StreamListener",
@@ -91,7 +89,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "observability.kv_stream.discovery": (
-            "NoStreamsError StreamAddress addresses_in bare_address discover fetch_json fetch_page printable worker_url"
+            "NoStreamsError addresses_in bare_address discover fetch_json fetch_page printable worker_url"
         ),
         "observability.kv_stream.zmq_async_subscriber": "AsyncSubscriber open_async_subscriber",
         "observability.kv_stream.zmq_subscriber": "Subscriber open_subscriber",

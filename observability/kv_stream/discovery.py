@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import attrs
 import httpx
 import msgspec
 
 from scheduler_components import ComponentError, ConfigError, DecodeError, StartError
-from scheduler_components.kv_events import Endpoint
+from scheduler_components.kv_events import Endpoint, StreamAddress
 
 __all__ = [
     "printable",
     "MAX_STREAMS",
     "NoStreamsError",
-    "StreamAddress",
     "addresses_in",
     "bare_address",
     "discover",
@@ -55,36 +53,6 @@ class NoStreamsError(ComponentError):
         self.url = url
         self.reason = printable(reason)
         super().__init__(f"{url} publishes no KV events: {self.reason}")
-
-
-@attrs.frozen(kw_only=True)
-class StreamAddress:
-    """One stream: where its live batches, its replay and its load gauge are.
-
-    ``rank`` is its number in views and tables; to follow several workers at once, give each stream one of its own.
-    ``block_size`` is what the worker advertises, in tokens; None when it does not.
-
-    Raises:
-        ConfigError: an endpoint that cannot be dialled: a wildcard, port 0, or inproc.
-    """
-
-    rank: int
-    events: Endpoint
-    replay: Endpoint | None = None
-    load: Endpoint | None = None
-    topic: str = ""
-    block_size: int | None = None
-
-    def __attrs_post_init__(self) -> None:
-        for field, endpoint in (
-            ("endpoint", self.events),
-            ("replay_endpoint", self.replay),
-            ("load_endpoint", self.load),
-        ):
-            if endpoint is not None and (endpoint.transport == "inproc" or endpoint.is_wildcard or endpoint.port == 0):
-                raise ConfigError(
-                    field, str(endpoint), "cannot be dialled", "give the host and port on which the publisher listens"
-                )
 
 
 class _Descriptor(msgspec.Struct, frozen=True):

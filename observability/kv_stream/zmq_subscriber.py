@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.discovery import MAX_STREAMS, StreamAddress
+from observability.kv_stream.discovery import MAX_STREAMS
 from observability.kv_stream.follower import (
     BatchApplier,
     FollowPolicy,
@@ -26,7 +26,14 @@ from observability.kv_stream.follower import (
 from observability.kv_stream.instructions import AskReplay
 from observability.kv_stream.view import BlockView, Tier
 from scheduler_components import ConfigError
-from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, BatchDecoder, ClientKeys, Endpoint, apply_client_keys
+from scheduler_components.kv_events import (
+    MAX_PAYLOAD_BYTES,
+    BatchDecoder,
+    ClientKeys,
+    Endpoint,
+    StreamAddress,
+    apply_client_keys,
+)
 
 __all__ = [
     "Dial",

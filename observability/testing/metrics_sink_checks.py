@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from observability.catalog import CATALOG
+from observability import CATALOG
 from scheduler_components import (
     LoadSnapshot,
     MetricsSink,
@@ -19,8 +19,7 @@ from scheduler_components import (
     SchedulerStats,
     SchedulerTotals,
 )
-from scheduler_components.testing import Trace
-from scheduler_components.testing.parts import MetricReader
+from scheduler_components.testing import MetricReader, Trace
 
 __all__ = [
     "METRICS_SINK_CHECKS",

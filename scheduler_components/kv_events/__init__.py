@@ -19,7 +19,7 @@ from scheduler_components.events import (
     KVEventBatch,
 )
 from scheduler_components.kv_events.codec import DIALECTS, MAX_PAYLOAD_BYTES, BatchDecoder, BatchEncoder, DecodedBatch
-from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint, PortPlan
+from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint, PortPlan, StreamAddress
 from scheduler_components.kv_events.replay import (
     END_SEQ,
     REPLAY_FRAMINGS,
@@ -42,12 +42,8 @@ from scheduler_components.kv_events.stream import (
 from scheduler_components.ports import EventPublisher, NullEventPublisher
 
 if TYPE_CHECKING:
-    from scheduler_components.kv_events.config import (
-        SEQ_BASES,
-        EventPublisherFactory,
-        KVEventsConfig,
-        open_event_publisher,
-    )
+    from scheduler_components.kv_events.config import SEQ_BASES, KVEventsConfig
+    from scheduler_components.kv_events.registry import EventPublisherFactory, open_event_publisher
     from scheduler_components.kv_events.zmq_auth import (
         ClientKeys,
         StreamAccess,
@@ -80,6 +76,7 @@ __all__ = [
     "Meta",
     "NullEventPublisher",
     "PortPlan",
+    "StreamAddress",
     "ReplayCursors",
     "Request",
     "StreamAccess",
@@ -109,9 +106,8 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "scheduler_components.kv_events.config": (
-            "SEQ_BASES EventPublisherFactory KVEventsConfig open_event_publisher"
-        ),
+        "scheduler_components.kv_events.config": "SEQ_BASES KVEventsConfig",
+        "scheduler_components.kv_events.registry": "EventPublisherFactory open_event_publisher",
         "scheduler_components.kv_events.zmq_auth": (
             "ClientKeys StreamAccess apply_client_keys read_key_pair read_public_key write_key_pair"
         ),

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from scheduler_components.errors import ConfigError, PublisherNameTakenError
+from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.codec import DIALECTS
 from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import EventPublisher, NullEventPublisher
 
 __all__ = [
     "AUTHS",
-    "REPLAY_FRAMINGS",
     "SEQ_BASES",
     "KVEventsConfig",
     "suggest",
-    "ENTRY_POINT_GROUP",
-    "EventPublisherFactory",
-    "PublisherConstructor",
-    "open_event_publisher",
 ]
 
-REPLAY_FRAMINGS = ("seed", "topic")
+from scheduler_components.kv_events.replay import REPLAY_FRAMINGS
+
 SEQ_BASES = ("zero", "clock")
 AUTHS = ("none", "required")
 
@@ -214,169 +206,3 @@ def _config_error(details: ErrorDetails) -> ConfigError:
     if "le" in bounds:
         return ConfigError(field, value, "is too large", f"give at most {bounds['le']}")
     return ConfigError(field, value, "does not fit", details["msg"])
-
-
-# Which publisher a configuration asks for, and the one call that opens it where this rank should publish.
-
-ENTRY_POINT_GROUP = "scheduler_components.event_publishers"
-"""Packages name their publishers here: ``mine = "my_package.publisher:MyPublisher"``."""
-
-_SEED_SETTINGS = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
-"""What SGLang's factory passes, beside the rank: constructors written for it are called in just this way."""
-
-_AUTH_SETTINGS = ("auth", "secret_key_file", "client_keys_dir")
-_OWN_SETTINGS = (
-    *_SEED_SETTINGS,
-    "dialect",
-    "bind",
-    "replay_framing",
-    "seq_base",
-    "buffer_bytes",
-    *_AUTH_SETTINGS,
-)
-
-
-class PublisherConstructor(Protocol):
-    """A publisher's class, or a function that makes one; it offsets its endpoints by the rank itself."""
-
-    def __call__(self, *, attn_dp_rank: int, **settings: Any) -> EventPublisher: ...
-
-
-def _open_null_publisher(*, attn_dp_rank: int, **_: Any) -> EventPublisher:
-    return NullEventPublisher(attn_dp_rank)
-
-
-def _open_zmq_publisher(*, attn_dp_rank: int, **settings: Any) -> EventPublisher:
-    from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
-
-    return ZmqEventPublisher(attn_dp_rank, **settings)
-
-
-class EventPublisherFactory:
-    """Publishers by name: the kit's ``null`` and ``zmq``, what is registered, and what installed packages offer.
-
-    A subclass starts with a copy of its parent's publishers, and what is registered on it stays on it.
-    """
-
-    _registry: ClassVar[dict[str, PublisherConstructor]] = {"null": _open_null_publisher, "zmq": _open_zmq_publisher}
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls._registry = dict(cls._registry)
-
-    @classmethod
-    def register_publisher(cls, name: str, ctor: PublisherConstructor) -> None:
-        """Make ``ctor`` the publisher ``name``.
-
-        It is called as ``ctor(attn_dp_rank=..., endpoint=..., replay_endpoint=..., buffer_steps=..., hwm=...,
-        max_queue_size=..., topic=..., **options)``, the endpoints as configured, not yet offset.
-
-        Raises:
-            PublisherNameTakenError: the name is in use. It is a KeyError too, as in SGLang's registry.
-        """
-        if name in cls._registry:
-            raise PublisherNameTakenError(name)
-        cls._registry[name] = ctor
-
-    @classmethod
-    def create(cls, config: str | KVEventsConfig | None, attn_dp_rank: int = 0) -> EventPublisher:
-        """Open the publisher of stream ``attn_dp_rank``; the null publisher when nothing is configured.
-
-        ``open_event_publisher`` also asks whether this rank should publish at all: prefer it.
-
-        Raises:
-            ConfigError: the configuration is not right, or no port is left for this stream.
-            StartError: the machine refused an address.
-        """
-        if not config:
-            return NullEventPublisher(attn_dp_rank)
-        settings = _read(config)
-        if type(attn_dp_rank) is not int or attn_dp_rank < 0:
-            raise ConfigError("attn_dp_rank", attn_dp_rank, "is not a rank", "give an integer of at least 0")
-        settings.port_plan(attn_dp_rank + 1)  # so many streams there are at least
-        constructor = cls.find(settings.publisher)
-        is_own = constructor in (_open_zmq_publisher, _open_null_publisher)
-        if settings.auth != "none" and not is_own:
-            problem = f"is not known to reach the publisher {settings.publisher!r}"
-            raise ConfigError("auth", settings.auth, problem, "take it out, and protect that publisher in its options")
-        names = _OWN_SETTINGS if is_own else _SEED_SETTINGS
-        arguments = {name: getattr(settings, name) for name in names} | settings.options
-        _check_signature(settings, constructor, arguments)
-        return constructor(attn_dp_rank=attn_dp_rank, **arguments)
-
-    @classmethod
-    def find(cls, name: str) -> PublisherConstructor:
-        """Give the constructor called ``name``, and load it first where an installed package offers it.
-
-        Raises:
-            ConfigError: nobody offers the name, or the package that does is broken.
-        """
-        if name in cls._registry:
-            return cls._registry[name]
-        offers = entry_points(group=ENTRY_POINT_GROUP)
-        values = {offer.value: offer for offer in offers if offer.name == name}
-        if not values:
-            known = (*cls._registry, *sorted(offers.names))
-            raise ConfigError("publisher", name, "is not a publisher that this process knows", suggest(name, known))
-        if len(values) > 1:
-            raise ConfigError("publisher", name, f"is offered by {' and '.join(sorted(values))}", "uninstall one")
-        return cls._registry.setdefault(name, _load(*values.values()))
-
-
-def _load(offer: EntryPoint) -> PublisherConstructor:
-    hint = f"hint or remove the package that offers {offer.value!r}"
-    try:
-        constructor: PublisherConstructor = offer.load()
-    except Exception as error:
-        problem = f"cannot be loaded ({type(error).__name__}: {error})"
-        raise ConfigError("publisher", offer.name, problem, hint) from error
-    if not callable(constructor):
-        raise ConfigError("publisher", offer.name, "is offered as something that cannot be called", hint)
-    return constructor
-
-
-def _read(config: str | KVEventsConfig) -> KVEventsConfig:
-    return config if isinstance(config, KVEventsConfig) else KVEventsConfig.from_cli(config)
-
-
-def _check_signature(settings: KVEventsConfig, constructor: PublisherConstructor, arguments: dict[str, Any]) -> None:
-    """Refuse options that the publisher does not take before it is called; a TypeError from inside it stays its own."""
-    try:
-        signature = inspect.signature(constructor)
-    except ValueError:  # written in C without a signature: its own call will tell
-        return
-    try:
-        signature.bind(attn_dp_rank=0, **arguments)
-    except TypeError as error:
-        hint = "give the options that its constructor takes"
-        raise ConfigError("options", settings.options, f"do not fit {settings.publisher!r} ({error})", hint) from None
-
-
-def open_event_publisher(
-    config: str | KVEventsConfig | None,
-    *,
-    parallel: ParallelState,
-    factory: type[EventPublisherFactory] = EventPublisherFactory,
-) -> EventPublisher:
-    """Gate, offset and open: the publisher of this rank's KV stream, or the null publisher where it owns none.
-
-    The configuration is checked in full on every rank, for all streams of the engine, before anything opens: a bad
-    one fails everywhere alike and leaves nothing behind.
-
-    Args:
-        config: what the operator typed; None or "" publishes nothing.
-        parallel: decides whether this rank publishes, and as which stream.
-        factory: where publishers are looked up by name.
-
-    Raises:
-        ConfigError: the configuration is not right for this engine.
-        StartError: the machine refused an address.
-    """
-    if not config:
-        return NullEventPublisher(parallel.kv_stream_index)
-    settings = _read(config)
-    settings.port_plan(parallel.kv_stream_count)
-    factory.find(settings.publisher)
-    if not parallel.owns_kv_stream:
-        return NullEventPublisher(parallel.kv_stream_index)
-    return factory.create(settings, parallel.kv_stream_index)

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_PORT",
     "Endpoint",
     "PortPlan",
+    "StreamAddress",
 ]
 
 MAX_PORT = 65_535
@@ -329,3 +330,33 @@ class PortPlan:
         if type(index) is not int or not 0 <= index < self.stream_count:
             raise ConfigError("index", index, "is not a stream of this plan", f"give 0 to {self.stream_count - 1}")
         return base.offset(index)
+
+
+@attrs.frozen(kw_only=True)
+class StreamAddress:
+    """One stream: where its live batches, its replay and its load gauge are.
+
+    ``rank`` is its number in views and tables; to follow several workers at once, give each stream one of its own.
+    ``block_size`` is what the worker advertises, in tokens; None when it does not.
+
+    Raises:
+        ConfigError: an endpoint that cannot be dialled: a wildcard, port 0, or inproc.
+    """
+
+    rank: int
+    events: Endpoint
+    replay: Endpoint | None = None
+    load: Endpoint | None = None
+    topic: str = ""
+    block_size: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for field, endpoint in (
+            ("endpoint", self.events),
+            ("replay_endpoint", self.replay),
+            ("load_endpoint", self.load),
+        ):
+            if endpoint is not None and (endpoint.transport == "inproc" or endpoint.is_wildcard or endpoint.port == 0):
+                raise ConfigError(
+                    field, str(endpoint), "cannot be dialled", "give the host and port on which the publisher listens"
+                )

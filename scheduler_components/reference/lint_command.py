@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from scheduler_components.component_lint.file_lint import lint_paths
-from scheduler_components.component_lint.rules import RULES, LintOptions
+from scheduler_components.component_lint import RULES, LintOptions, lint_paths
 
 __all__ = ["lint_components"]
 

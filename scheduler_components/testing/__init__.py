@@ -39,7 +39,7 @@ from scheduler_components.testing.fakes import (
 )
 from scheduler_components.testing.ledger import RULES, EventLedger, Violation, Weight
 from scheduler_components.testing.page_store_checks import PAGE_STORE_CHECKS
-from scheduler_components.testing.parts import ChainHistory, ConformanceError, Trace
+from scheduler_components.testing.parts import ChainHistory, ConformanceError, MetricReader, Trace
 from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
 from scheduler_components.testing.scheduler_checks import SCHEDULER_CHECKS
 from scheduler_components.testing.stream_judge import (
@@ -93,6 +93,7 @@ __all__ = [
     "Trace",
     "Violation",
     "Weight",
+    "MetricReader",
     "PAGE_STORE_CHECKS",
     "PREFIX_CACHE_CHECKS",
     "PUBLISHER_CHECKS",

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, ParallelState
 from scheduler_components.cache import PrefixNamespace, RadixCache
-from scheduler_components.kv_events import DIALECTS, MAX_PORT, SEQ_BASES, Endpoint
-from scheduler_components.kv_events.config import REPLAY_FRAMINGS
+from scheduler_components.kv_events import DIALECTS, MAX_PORT, REPLAY_FRAMINGS, SEQ_BASES, Endpoint
 from scheduler_components.testing.fakes import Fault
 from scheduler_components.testing.scheduler_checks import Workload
 

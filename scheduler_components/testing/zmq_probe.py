@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import zmq
 
-from observability.kv_stream import StreamAddress
-from scheduler_components.kv_events import END_SEQ, MAX_PAYLOAD_BYTES, Endpoint, Request, Verb
+from scheduler_components.kv_events import END_SEQ, MAX_PAYLOAD_BYTES, Endpoint, Request, StreamAddress, Verb
 from scheduler_components.testing.stream_judge import Frames, ReplayAnswer, StreamRecord
 
 __all__ = [

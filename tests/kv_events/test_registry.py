@@ -261,7 +261,7 @@ def test_zmq_is_the_kits_publisher_with_all_its_settings() -> None:
 
 def test_looking_publishers_up_loads_no_zmq() -> None:
     code = (
-        "import sys; from scheduler_components.kv_events.config import open_event_publisher;"
+        "import sys; from scheduler_components.kv_events.registry import open_event_publisher;"
         "from scheduler_components.parallel_state import ParallelState;"
         'open_event_publisher(\'{"publisher": "zmq"}\', parallel=ParallelState.from_tp_rank(1, tp_size=2));'
         "print('zmq' in sys.modules)"

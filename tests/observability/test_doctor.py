@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from observability import DoctorOptions, Finding, Severity, diagnose_stream, examine, exit_code
-from observability.kv_stream import StreamAddress, StreamState, StreamStats
+from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import BlockStored, ConfigError, KVEventBatch, LoadSnapshot
-from scheduler_components.kv_events import Endpoint, ZmqEventPublisher
+from scheduler_components.kv_events import Endpoint, StreamAddress, ZmqEventPublisher
 from scheduler_components.load import open_zmq_load_sink
 
 Serve = Callable[[dict[str, tuple[int, bytes]]], str]

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability import LinePrinter, WatchOptions, addresses_of
+from observability import LinePrinter, WatchOptions, addresses_of, watch_streams
 from observability.kv_stream import StreamState
-from observability.watch import watch
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, ZmqEventPublisher
 
@@ -107,7 +106,7 @@ def test_stops_after_so_many_events(publisher: ZmqEventPublisher) -> None:
     options = WatchOptions(
         history=True, replay_endpoint=publisher.replay_endpoint, topic="kv", max_events=4, as_json=True
     )
-    assert watch(publisher.endpoint, out, options) == 4
+    assert watch_streams(publisher.endpoint, out, options) == 4
     events = [line for line in map(json.loads, lines_of(out)) if line["kind"] == "stored"]
     assert [(event["seq"], event["replayed"]) for event in events] == [(seq, True) for seq in range(4)]
 
@@ -123,16 +122,18 @@ def test_shows_only_live_events_without_history(publisher: ZmqEventPublisher) ->
         publisher.publish(KVEventBatch(ts=1.0, events=(REMOVED,)))
         return asked > 500
 
-    watch(publisher.endpoint, out, WatchOptions(topic="kv", max_events=2), should_stop=publish_more)
+    watch_streams(publisher.endpoint, out, WatchOptions(topic="kv", max_events=2), should_stop=publish_more)
     events = [line for line in lines_of(out) if "#" in line]
     assert len(events) == 2
     assert all("removed" in line and "replayed" not in line for line in events)
 
 
 def test_stops_when_told_or_when_time_is_up(publisher: ZmqEventPublisher) -> None:
-    assert watch(publisher.endpoint, io.StringIO(), should_stop=lambda: True) == 0
+    assert watch_streams(publisher.endpoint, io.StringIO(), should_stop=lambda: True) == 0
     ticks = iter(range(100))
-    assert watch(publisher.endpoint, io.StringIO(), WatchOptions(duration_s=3.0), clock=lambda: next(ticks)) == 0
+    assert (
+        watch_streams(publisher.endpoint, io.StringIO(), WatchOptions(duration_s=3.0), clock=lambda: next(ticks)) == 0
+    )
 
 
 def test_a_url_is_discovered(serve: Callable[[dict[str, tuple[int, bytes]]], str]) -> None:

@@ -15,15 +15,8 @@ from scheduler_components import (
     ParallelState,
     SchedulerStats,
 )
-from scheduler_components.reference.device import SimulatedModel
-from scheduler_components.reference.engine import (
-    Request,
-    SamplingLimits,
-    ScheduledBatch,
-    Scheduler,
-    SchedulerConfig,
-    StepResult,
-)
+from scheduler_components.reference.device import Request, SamplingLimits, ScheduledBatch, SimulatedModel, StepResult
+from scheduler_components.reference.engine import Scheduler, SchedulerConfig
 from scheduler_components.testing import ListOutputSink
 
 MODEL = SimulatedModel()

@@ -7,8 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import CostModel, SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import Request, ScheduledBatch, ScheduledWork
+from scheduler_components.reference.device import (
+    CostModel,
+    Request,
+    ScheduledBatch,
+    ScheduledWork,
+    SimulatedDevice,
+    SimulatedModel,
+)
 
 checked = settings(deadline=None)
 

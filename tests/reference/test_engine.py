@@ -19,6 +19,7 @@ import pytest
 
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.load import open_zmq_load_reader
+from scheduler_components.reference.device import SamplingLimits
 from scheduler_components.reference.engine import (
     Engine,
     EngineConfig,
@@ -27,7 +28,6 @@ from scheduler_components.reference.engine import (
     GenerateRequest,
     RankConfig,
     RequestRefusedError,
-    SamplingLimits,
     SchedulerConfig,
     SocketPaths,
     default_kv_events,

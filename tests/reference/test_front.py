@@ -18,6 +18,7 @@ from scheduler_components import (
     SchedulerStats,
     TokenOutput,
 )
+from scheduler_components.reference.device import SamplingLimits
 from scheduler_components.reference.engine import (
     EngineFailedError,
     Front,
@@ -26,7 +27,6 @@ from scheduler_components.reference.engine import (
     ReplicaLoad,
     RequestFailedError,
     RequestRefusedError,
-    SamplingLimits,
     TooBusyError,
 )
 from scheduler_components.reference.engine.messages import (

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import EventBatch, EventPublisher, ParallelState, SchedulerTotals
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, StepResult
+from scheduler_components.reference.device import Request, SamplingLimits, SimulatedDevice, SimulatedModel, StepResult
+from scheduler_components.reference.engine import Scheduler, SchedulerConfig
 
 MODEL = SimulatedModel(vocab_size=4)
 

@@ -16,7 +16,7 @@ from scheduler_components import (
     SchedulerStats,
     TokenOutput,
 )
-from scheduler_components.reference.engine import SamplingLimits
+from scheduler_components.reference.device import SamplingLimits
 from scheduler_components.reference.engine.messages import (
     AbortRequest,
     CacheDump,

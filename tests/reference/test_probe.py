@@ -7,7 +7,8 @@ import socket
 
 import zmq
 
-from observability.kv_stream import StreamAddress, bare_address
+from observability.kv_stream import bare_address
+from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.cli.run_report import probe_ports, speaks_zmq
 
 HOST = "127.0.0.1"

@@ -19,7 +19,8 @@ from scheduler_components import (
     ParallelState,
     SchedulerStats,
 )
-from scheduler_components.reference.engine import SamplingLimits, ScheduledBatch, Scheduler, SchedulerConfig
+from scheduler_components.reference.device import SamplingLimits, ScheduledBatch
+from scheduler_components.reference.engine import Scheduler, SchedulerConfig
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,

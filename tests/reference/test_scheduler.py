@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_components import ConfigError, FinishReason
-from scheduler_components.reference.device import SimulatedModel
-from scheduler_components.reference.engine import Request, SamplingLimits
+from scheduler_components.reference.device import Request, SamplingLimits, SimulatedModel
 
 MODEL = SimulatedModel()  # what the bench's device computes with
 

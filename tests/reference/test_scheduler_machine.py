@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components import BlockRemoved, EventBatch, FinishReason, ParallelState
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import (
+from scheduler_components.reference.device import (
     Request,
     RequestState,
     SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
+    SimulatedDevice,
+    SimulatedModel,
     StepResult,
 )
+from scheduler_components.reference.engine import Scheduler, SchedulerConfig
 from scheduler_components.reference.engine.policy import pages_for
 from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
 

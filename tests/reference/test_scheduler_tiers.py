@@ -20,8 +20,8 @@ from scheduler_components.hicache import (
     TierStepper,
     open_thread_page_mover,
 )
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import HostTiers, Request, SamplingLimits, Scheduler, SchedulerConfig
+from scheduler_components.reference.device import Request, SamplingLimits, SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import HostTiers, Scheduler, SchedulerConfig
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=64)
 SHAPE = PageShape(num_layers=1, layer_page_bytes=8)

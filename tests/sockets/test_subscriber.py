@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from observability.kv_stream import FollowPolicy, StreamAddress, StreamState, Subscriber, bare_address, open_subscriber
+from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
 from scheduler_components import AllBlocksCleared, BlockStored, ConfigError, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import BatchEncoder
+from scheduler_components.kv_events import BatchEncoder, StreamAddress
 
 DEADLINE_S = 20.0
 QUICK = FollowPolicy(

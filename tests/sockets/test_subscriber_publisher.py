@@ -8,9 +8,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from observability.kv_stream import FollowPolicy, StreamAddress, StreamState, Subscriber, bare_address, open_subscriber
+from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.kv_events import ZmqEventPublisher
+from scheduler_components.kv_events import StreamAddress, ZmqEventPublisher
 
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(probe_interval_s=0.1)

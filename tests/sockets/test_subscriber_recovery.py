@@ -13,17 +13,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from observability.kv_stream import (
-    FollowPolicy,
-    StreamAddress,
-    StreamState,
-    StreamStats,
-    Subscriber,
-    bare_address,
-    open_subscriber,
-)
+from observability.kv_stream import FollowPolicy, StreamState, StreamStats, Subscriber, bare_address, open_subscriber
 from scheduler_components import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import ClientKeys, ZmqEventPublisher, write_key_pair
+from scheduler_components.kv_events import ClientKeys, StreamAddress, ZmqEventPublisher, write_key_pair
 
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)

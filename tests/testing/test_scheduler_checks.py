@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from scheduler_components import BlockStored, KVEventBatch, KvEventSink, LoadSnapshot, ParallelState
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
+from scheduler_components.reference.device import Request, SamplingLimits, SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import Scheduler, SchedulerConfig
 from scheduler_components.testing import ConformanceError
 from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.strategies import workloads

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, assert_type
 
 import pytest
 
-from observability.kv_stream import BlockView, StreamAddress, StreamStats, Tier, bare_address, open_subscriber
+from observability.kv_stream import BlockView, StreamStats, Tier, bare_address, open_subscriber
 from scheduler_components import ConfigError, ParallelState, PublisherStats, describe_kv_events_publisher
 from scheduler_components.kv_events import (
     BatchDecoder,
@@ -20,6 +20,7 @@ from scheduler_components.kv_events import (
     EventPublisherFactory,
     KVEventsConfig,
     PortPlan,
+    StreamAddress,
     ZmqEventPublisher,
     open_event_publisher,
 )

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from scheduler_components.events import EventBatch
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.config import EventPublisherFactory
+from scheduler_components.kv_events.registry import EventPublisherFactory
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import EventPublisher
 from scheduler_components.values import PublisherStats

@@ -11,8 +11,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from observability import DoctorOptions, WatchOptions, examine, examine_conformance, exit_code
-from observability.watch import watch as watch_streams
+from observability import DoctorOptions, WatchOptions, examine, examine_conformance, exit_code, watch_streams
 from scheduler_components import ComponentError, ConfigError, StartError, __version__
 from scheduler_components.kv_events import ClientKeys, write_key_pair
 from scheduler_components.reference.cli.engine_commands import demo, serve

@@ -12,7 +12,8 @@ from contextlib import suppress
 
 import attrs
 
-from observability.kv_stream import StreamAddress, StreamState, StreamStats
+from observability.kv_stream import StreamState, StreamStats
+from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.cli.driver import Tally
 from scheduler_components.reference.engine.messages import CacheDump, unpack_hashes
 

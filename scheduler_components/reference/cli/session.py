@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from observability import OutputCollector, PrometheusSink, StreamCollector
 from observability.kv_stream import NoStreamsError
 from scheduler_components.reference.cli.driver import ChatDriver, Tally, TraceDriver
+from scheduler_components.reference.cli.observer import Observer, open_observer
 from scheduler_components.reference.cli.run_report import Evidence, Verdict, judge, probe_ports
 from scheduler_components.reference.cli.screen import RunView, Screen
 from scheduler_components.reference.device import WorkloadConfig, generate_chats, open_trace
@@ -21,12 +22,10 @@ from scheduler_components.reference.engine import (
     Engine,
     EngineConfig,
     EngineFailedError,
-    Observer,
     make_app,
     open_engine,
     open_http_server,
 )
-from scheduler_components.reference.engine.observer import open_observer
 
 __all__ = [
     "SessionConfig",

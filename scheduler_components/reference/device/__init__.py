@@ -19,6 +19,14 @@ if TYPE_CHECKING:
         agreement_of,
         run_simulation,
     )
+    from scheduler_components.reference.device.request import (
+        Request,
+        RequestState,
+        SamplingLimits,
+        ScheduledBatch,
+        ScheduledWork,
+        StepResult,
+    )
     from scheduler_components.reference.device.simulated_kv import SimulatedKv
     from scheduler_components.reference.device.trace import (
         BLOCK_TOKENS,
@@ -31,6 +39,12 @@ if TYPE_CHECKING:
     from scheduler_components.reference.device.workload import WorkloadConfig, generate_chats
 
 __all__ = [
+    "Request",
+    "RequestState",
+    "SamplingLimits",
+    "ScheduledBatch",
+    "ScheduledWork",
+    "StepResult",
     "CostModel",
     "Device",
     "FaultRates",
@@ -60,6 +74,9 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.device.hicache_sim": (
             "FaultRates SimulatedHostPages SimulatedReplica SimulatedWorkload SimulationConfig agreement_of "
             "run_simulation"
+        ),
+        "scheduler_components.reference.device.request": (
+            "Request RequestState SamplingLimits ScheduledBatch ScheduledWork StepResult"
         ),
         "scheduler_components.reference.device.simulated_kv": "SimulatedKv",
         "scheduler_components.reference.device.trace": (

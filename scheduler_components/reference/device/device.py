@@ -10,7 +10,7 @@ from zlib import crc32
 import attrs
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.engine import ScheduledBatch
+from scheduler_components.reference.device.request import ScheduledBatch
 
 __all__ = [
     "CostModel",

@@ -36,16 +36,7 @@ if TYPE_CHECKING:
         open_http_server,
         parse_body,
     )
-    from scheduler_components.reference.engine.observer import Observer
     from scheduler_components.reference.engine.policy import NewTokenRatio, SchedulerConfig, check_request_fits
-    from scheduler_components.reference.engine.request import (
-        Request,
-        RequestState,
-        SamplingLimits,
-        ScheduledBatch,
-        ScheduledWork,
-        StepResult,
-    )
     from scheduler_components.reference.engine.scheduler import Scheduler
     from scheduler_components.reference.engine.zmq_sync import StopRequested, open_zmq_sync_domain
 
@@ -62,20 +53,13 @@ __all__ = [
     "HostTiers",
     "LoadDispatcher",
     "NewTokenRatio",
-    "Observer",
     "RankConfig",
     "ReplicaLoad",
-    "Request",
     "RequestFailedError",
     "RequestRefusedError",
-    "RequestState",
-    "SamplingLimits",
-    "ScheduledBatch",
-    "ScheduledWork",
     "Scheduler",
     "SchedulerConfig",
     "SocketPaths",
-    "StepResult",
     "StopRequested",
     "TooBusyError",
     "DEFAULT_HOST",
@@ -103,11 +87,7 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.engine.http": (
             "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint make_app open_http_server parse_body"
         ),
-        "scheduler_components.reference.engine.observer": "Observer",
         "scheduler_components.reference.engine.policy": ("NewTokenRatio SchedulerConfig check_request_fits"),
-        "scheduler_components.reference.engine.request": (
-            "Request RequestState SamplingLimits ScheduledBatch ScheduledWork StepResult"
-        ),
         "scheduler_components.reference.engine.scheduler": "Scheduler",
         "scheduler_components.reference.engine.cache_tiers": "HostTiers",
         "scheduler_components.reference.engine.zmq_sync": "StopRequested open_zmq_sync_domain",

@@ -8,6 +8,7 @@ from itertools import islice
 
 from scheduler_components import FinishReason
 from scheduler_components.load import TokenCountedQueue
+from scheduler_components.reference.device import Request, RequestState, ScheduledBatch, ScheduledWork
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
 from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
 from scheduler_components.reference.engine.policy import (
@@ -19,7 +20,6 @@ from scheduler_components.reference.engine.policy import (
     prefill_chunk,
     retraction_victim,
 )
-from scheduler_components.reference.engine.request import Request, RequestState, ScheduledBatch, ScheduledWork
 
 __all__ = [
     "RequestQueues",

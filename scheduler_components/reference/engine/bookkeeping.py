@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from scheduler_components import FinishReason, LatencyTotals, SchedulerTotals, TierStats
 from scheduler_components.metrics import RateMeter, RequestLatencies, RequestTimeStats
+from scheduler_components.reference.device import Request
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.request import Request
 
 __all__ = [
     "RunningTotals",

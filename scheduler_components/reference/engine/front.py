@@ -29,6 +29,7 @@ from scheduler_components import (
     SchedulerStats,
 )
 from scheduler_components.load import DispatchLedger
+from scheduler_components.reference.device import SamplingLimits
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
@@ -42,7 +43,6 @@ from scheduler_components.reference.engine.messages import (
     SubmitRequest,
     encode,
 )
-from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
     "LoadDispatcher",

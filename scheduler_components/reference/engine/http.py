@@ -34,6 +34,7 @@ from scheduler_components import (
     __version__,
     merge_kv_events,
 )
+from scheduler_components.reference.device import SamplingLimits
 from scheduler_components.reference.engine.engine import Engine
 from scheduler_components.reference.engine.front import (
     Front,
@@ -43,7 +44,6 @@ from scheduler_components.reference.engine.front import (
     RequestRefusedError,
 )
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
     "MAX_BODY_BYTES",

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from scheduler_components import DecodeError, OutputBatch, OutputStats, SchedulerStats, TierStats
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.device import SamplingLimits
 
 __all__ = [
     "FRONT",

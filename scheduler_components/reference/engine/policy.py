@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import attrs
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.engine.request import Request
+from scheduler_components.reference.device import Request
 
 __all__ = [
     "NewTokenRatio",

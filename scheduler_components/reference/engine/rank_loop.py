@@ -25,6 +25,7 @@ from scheduler_components import (
 )
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import Tier
+from scheduler_components.reference.device import Request
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
@@ -42,7 +43,6 @@ from scheduler_components.reference.engine.messages import (
     pack_hashes,
     unpack_tokens,
 )
-from scheduler_components.reference.engine.request import Request
 from scheduler_components.reference.engine.scheduler import Scheduler
 
 __all__ = [

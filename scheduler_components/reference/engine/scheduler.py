@@ -44,12 +44,11 @@ from scheduler_components import (
 )
 from scheduler_components.cache import RadixCache
 from scheduler_components.metrics import RateMeter, RequestLatencies
-from scheduler_components.reference.device import Device
+from scheduler_components.reference.device import Device, Request, RequestState, ScheduledBatch, StepResult
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages, RequestQueues
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
 from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
 from scheduler_components.reference.engine.policy import SchedulerConfig, check_request_fits
-from scheduler_components.reference.engine.request import Request, RequestState, ScheduledBatch, StepResult
 
 __all__ = [
     "Scheduler",

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from observability.kv_stream import StreamAddress, StreamStats, Subscriber, Tier, discover, open_subscriber
+from observability.kv_stream import StreamStats, Subscriber, Tier, discover, open_subscriber
+from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.cli.run_report import StreamEvidence
 
 __all__ = [
