@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from scheduler_components import ParallelState
 from scheduler_components.component_lint.file_lint import lint_paths
-from scheduler_components.parallel_state import ParallelState
 from serving_parts.batching import Settings
 from serving_parts.play import Abort, Action, Record, Steps, Submit, play
 from stages import STAGES, GuideError, write_stages

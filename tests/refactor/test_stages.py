@@ -22,7 +22,7 @@ from serving_parts.surroundings import Surroundings
 from stages import GUIDE, STAGES
 
 from scheduler_components import ConfigError, ParallelState
-from scheduler_components.component_lint.file_lint import lint_paths
+from scheduler_components.component_lint import lint_paths
 
 pytestmark = pytest.mark.usefixtures("written")
 MAX_LINES = 300

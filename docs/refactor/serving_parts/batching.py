@@ -9,9 +9,8 @@ from zlib import crc32
 import attrs
 import msgspec
 
-from scheduler_components.cache.radix_cache import RadixCache
-from scheduler_components.errors import ConfigError, OutOfPagesError
-from scheduler_components.metrics.timing import RateMeter
+from scheduler_components import ConfigError, OutOfPagesError, RadixCache
+from scheduler_components.metrics import RateMeter
 from serving_parts.request import Request, Totals
 
 __all__ = [

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from observability.prometheus_sink import PrometheusSink
-from scheduler_components.load.snapshot import LoadSnapshot
-from scheduler_components.metrics.rolling import RateMeter
-from scheduler_components.metrics.stats import PublisherStats, SchedulerStats
-from scheduler_components.ports import (
+from observability import PrometheusSink
+from scheduler_components import (
     KvEventSink,
     KvEventSource,
+    LoadSnapshot,
     LoadSource,
     MetricsSink,
     PoolSource,
+    PublisherStats,
     PublisherStatsSource,
     QueueSource,
     RateSource,
+    SchedulerStats,
     TotalsSource,
 )
+from scheduler_components.metrics import RateMeter
 
 __all__ = [
     "KvEventSink",

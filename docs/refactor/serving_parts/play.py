@@ -12,8 +12,7 @@ import attrs
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import LoadSnapshot
+from scheduler_components import LoadSnapshot, ParallelState
 from serving_parts.batching import Settings
 from serving_parts.request import Outbox, Output, Request
 from serving_parts.surroundings import Surroundings

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components.cache.radix_tree import RadixNode
-from scheduler_components.values import SchedulerTotals
+from scheduler_components import SchedulerTotals
+from scheduler_components.cache import RadixNode
 
 __all__ = ["Output", "Outbox", "Request", "Totals", "finish_reason"]
 

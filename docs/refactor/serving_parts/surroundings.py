@@ -9,12 +9,8 @@ from typing import Any, BinaryIO
 import attrs
 from prometheus_client import CollectorRegistry
 
-from scheduler_components.events import EventBatch
-from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.registry import EventPublisherFactory
-from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import EventPublisher
-from scheduler_components.values import PublisherStats
+from scheduler_components import EventPublisher, ParallelState, PublisherStats
+from scheduler_components.kv_events import BatchEncoder, EventBatch, EventPublisherFactory
 from serving_parts.batching import Settings
 from serving_parts.request import Outbox
 
