@@ -10,7 +10,7 @@ from shutil import copytree, ignore_patterns
 import pytest
 from stages import GUIDE, PATCHES, STAGES, record_steps
 
-EVERYTHING = ignore_patterns("__pycache__")
+CACHES = ignore_patterns("__pycache__", ".*_cache")
 
 
 def source(folder: Path) -> dict[str, bytes]:
@@ -53,7 +53,7 @@ def replace(file: Path, old: str, new: str) -> None:
 @pytest.fixture
 def guide(tmp_path: Path) -> Path:
     """A copy of the guide, to break."""
-    return copytree(GUIDE, tmp_path / "guide", ignore=EVERYTHING)
+    return copytree(GUIDE, tmp_path / "guide", ignore=CACHES)
 
 
 def test_the_guide_runs_from_anywhere(guide: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_stage_that_says_something_else_is_an_error(
     file: str, old: str, new: str, guide: Path, written: Path, tmp_path: Path
 ) -> None:
     """One step goes wrong and the next one takes it back: every patch applies, and the last stage is right."""
-    stages = copytree(written, tmp_path / "stages", ignore=EVERYTHING)
+    stages = copytree(written, tmp_path / "stages", ignore=CACHES)
     replace(stages / file, old, new)
     record_steps(stages, guide)
     ran = run_guide(guide)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from serving_parts.kit import LoadSnapshot
+from scheduler_components import LoadSnapshot
 
 from .ambient import get_clock, get_parallel, get_settings
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from serving_parts.kit import PrometheusSink, SchedulerStats
+from observability import PrometheusSink
+from scheduler_components import SchedulerStats
 
 from .ambient import get_clock, get_parallel, get_registry
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 
 from scheduler_components import RadixCache
+from scheduler_components.metrics import RateMeter
 from serving_parts.batching import Counters, check_fits, next_batch, next_tokens, release
-from serving_parts.kit import RateMeter
 from serving_parts.request import Output, Request, Totals
 from serving_parts.surroundings import Surroundings
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler_components import RadixCache
+from scheduler_components.metrics import RateMeter
 from serving_parts.batching import Batch, release, share
-from serving_parts.kit import RateMeter
 from serving_parts.request import Output, Request, Totals, finish_reason
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from observability import PrometheusSink
 from scheduler_components import (
+    KvEventSink,
     LoadInquirer,
+    LoadSnapshot,
     MetricsEmitter,
+    MetricsSink,
     ParallelState,
     RadixCache,
     SchedulerKvEventsPublisher,
     TokenCountedQueue,
 )
 from scheduler_components.kv_events import open_event_publisher
+from scheduler_components.metrics import RateMeter
 from serving_parts.batching import Counters, Settings, check_fits, next_batch, next_tokens, release
-from serving_parts.kit import KvEventSink, LoadSnapshot, MetricsSink, PrometheusSink, RateMeter
 from serving_parts.request import Output, Request, Totals
 from serving_parts.surroundings import PublisherFactory, Surroundings
 
