@@ -36,6 +36,7 @@ soak: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/flake8 --require-plugins scheduler-components --select SCH scheduler_components observability
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

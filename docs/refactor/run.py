@@ -6,6 +6,7 @@ do not lead from the first stage to the last one.
 
 from __future__ import annotations
 
+import ast
 import sys
 from hashlib import sha256
 from importlib import import_module
@@ -13,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from scheduler_components import ParallelState
-from scheduler_components.component_lint.file_lint import lint_paths
+from scheduler_components.component_lint import ComponentChecker
 from serving_parts.batching import Settings
 from serving_parts.play import Abort, Action, Record, Steps, Submit, play
 from stages import STAGES, GuideError, write_stages
@@ -55,10 +56,11 @@ def report(stage: Path) -> Record:
     """Play on a stage, and print what came out."""
     record = play_stage(stage.name)
     said = b"".join([record.tape, *record.loads, *record.metrics, repr(record.outputs).encode()])
-    smells = len(lint_paths([stage]).findings)
+    trees = [ast.parse(path.read_text()) for path in stage.glob("*.py")]
+    num_problems = sum(len(list(ComponentChecker(tree).run())) for tree in trees)
     sys.stdout.write(
         f"{stage.name:18} {len(record.tape):6} bytes of events  {len(record.outputs):4} outputs  "
-        f"all it said: {sha256(said).hexdigest()[:12]}  smells: {smells}\n"
+        f"all it said: {sha256(said).hexdigest()[:12]}  problems: {num_problems}\n"
     )
     return record
 

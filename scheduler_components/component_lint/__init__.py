@@ -1,8 +1,9 @@
-"""Smells of components in anyone's code, found without importing it."""
+"""A flake8 plugin that judges components in anyone's code: it reads the source, and never imports it.
 
-from __future__ import annotations
+``flake8 --select SCH path`` runs it; ``docs/how-to/lint-components.md`` shows each code with a before and an after.
+"""
 
-from scheduler_components.component_lint.file_lint import lint_paths
-from scheduler_components.component_lint.rules import RULES, LintOptions
+from scheduler_components.component_lint.checker import ComponentChecker
+from scheduler_components.component_lint.rules import RULES, Limits, Problem, Rule
 
-__all__ = ["RULES", "LintOptions", "lint_paths"]
+__all__ = ["RULES", "ComponentChecker", "Limits", "Problem", "Rule"]

@@ -1,14 +1,13 @@
-"""What a class declares: its fields, and what kind of class it is."""
+"""What a file says of its names and classes: imports, fields, and whether a class is a component at all."""
 
 from __future__ import annotations
 
 import ast
 import enum
+import sys
 from collections.abc import Iterator, Mapping
 
 import msgspec
-
-from scheduler_components.component_lint.names import ImportedNames, last_name, unquoted
 
 __all__ = [
     "CONSTRUCTORS",
@@ -16,28 +15,48 @@ __all__ = [
     "ClassKind",
     "FieldFacts",
     "Function",
+    "ImportedNames",
+    "is_any",
+    "last_name",
     "methods_of",
+    "names_bound_in",
     "parameters_of",
     "read_class",
+    "root_name",
+    "unquoted",
 ]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__attrs_post_init__")
 
-_DATACLASS = "dataclasses.dataclass"
+_DATACLASS = {"dataclasses.dataclass"}
 _MUTABLE_ATTRS = {"attrs.define", "attrs.mutable", "attr.define", "attr.mutable", "attr.s", "attr.attrs"}
 _FROZEN_ATTRS = {"attrs.frozen", "attr.frozen"}
+_DECLARING = _DATACLASS | _MUTABLE_ATTRS | _FROZEN_ATTRS
 _VALUE_BASES = {"msgspec.Struct", "pydantic.BaseModel", "typing.NamedTuple", "typing.TypedDict", "enum.Enum"}
 _INTERFACE_BASES = {"typing.Protocol", "typing_extensions.Protocol"}
+_CALLABLES = {"typing.Callable", "collections.abc.Callable", "types.FunctionType", "types.MethodType", "callable"}
+_ANY = {"typing.Any", "typing_extensions.Any"}
+_UNIONS = {"Optional", "Union", "Final", "Annotated"}
+_DATA_TYPES = {
+    "int", "float", "bool", "complex", "str", "bytes", "bytearray", "memoryview", "None", "Literal", "list", "dict",
+    "set", "frozenset", "tuple", "List", "Dict", "Set", "FrozenSet", "Tuple", "Sequence", "MutableSequence",
+    "Mapping", "MutableMapping", "Iterable", "Collection", "deque", "Deque", "defaultdict", "DefaultDict",
+    "Counter", "OrderedDict", "array",
+}  # fmt: skip
+"""Last names of types that hold data and do nothing else, whatever they are filled with."""
+_NOT_OF_OBJECTS = {"property", "cached_property", "setter", "deleter", "classmethod", "staticmethod"}
+_WITHOUT_EFFECT = {"setattr", "logger", "logging", "log", "warnings", "print"}
+"""Who sets an own field or tells of something does not act."""
 
 
 class ClassKind(enum.Enum):
-    """What a class is for, as far as its declaration tells."""
+    """What a class is for, as far as its declaration and its methods tell."""
 
     COMPONENT = "behaviour and collaborators"
-    VALUE = "frozen, a wire struct, a model of settings or an enumeration"
-    RECORD = "declared fields, and no behaviour"
+    VALUE = "a frozen class, wire struct or model of settings that also does something"
+    RECORD = "declared fields of data, and nothing done through them: judged by no rule about components"
     INTERFACE = "a Protocol"
 
 
@@ -45,14 +64,17 @@ class FieldFacts(msgspec.Struct, frozen=True):
     """One field: declared in the class body, or stored by ``__init__``.
 
     Attributes:
+        node: the place to report.
         annotation: out of its quotes; None where there is none.
+        callable: the outermost callable in the annotation: ``Callable | None`` and ``list[Callable]`` hold one too.
         is_own_state: made by the object itself, not given to its constructor; by convention also a dataclass's field
             whose name begins with an underscore.
     """
 
     name: str
+    node: ast.AST
     annotation: ast.expr | None
-    line: int
+    callable: ast.expr | None
     is_own_state: bool
 
 
@@ -64,16 +86,80 @@ class ClassFacts(msgspec.Struct, frozen=True):
     fields: tuple[FieldFacts, ...]
 
 
-def read_class(node: ast.ClassDef, names: ImportedNames, siblings: Mapping[str, ast.ClassDef]) -> ClassFacts:
-    """Read one class; ``siblings`` are the classes of its file by name, whose kinds it inherits."""
-    decorators = [_call(decorator) for decorator in node.decorator_list]
-    declares = any(names.dotted(name) in {_DATACLASS, *_MUTABLE_ATTRS, *_FROZEN_ATTRS} for name, _ in decorators)
-    fields = _declared_fields(node) if declares else _stored_fields(node)
-    kind = _kind(node, names, siblings, frozenset())
-    if declares and kind is not ClassKind.INTERFACE and not _has_behaviour(node):
-        kind = ClassKind.RECORD
-    by_name = {field.name: field for field in reversed(list(fields))}  # the first assignment of each
-    return ClassFacts(node, kind, tuple(reversed(by_name.values())))
+class ImportedNames:
+    """The imports of one file, wherever in it they stand.
+
+    Args:
+        tree: the parsed file.
+    """
+
+    __slots__ = ("_origins",)
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._origins: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    first = alias.name.partition(".")[0]
+                    self._origins[alias.asname or first] = alias.name if alias.asname else first
+            elif isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                for alias in node.names:
+                    self._origins[alias.asname or alias.name] = f"{module}.{alias.name}"
+
+    def dotted(self, node: ast.expr) -> str:
+        """Return the full dotted name of ``a.b.c``, resolved through the imports; empty for any other expression."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        return ".".join([self._origins.get(node.id, node.id), *reversed(parts)])
+
+    def is_imported(self, name: str) -> bool:
+        """True when an import statement binds ``name``."""
+        return name in self._origins
+
+    def is_standard(self, node: ast.expr) -> bool:
+        """True when the expression names something of the standard library."""
+        return self.dotted(node).partition(".")[0] in sys.stdlib_module_names
+
+
+def last_name(node: ast.expr) -> str:
+    """Return the last identifier of ``a.b.c`` or ``a.b.c[...]``; empty for any other expression."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def root_name(node: ast.expr) -> str:
+    """Return the first identifier of ``a.b.c``, ``a[...].b`` or ``a(...).b``; empty for any other expression."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            return ""
+    return node.id
+
+
+def unquoted(annotation: ast.expr) -> ast.expr:
+    """Return what an annotation in quotes says; any other annotation as it is."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        try:
+            return ast.parse(annotation.value.strip(), mode="eval").body
+        except SyntaxError:
+            return annotation
+    return annotation
+
+
+def is_any(annotation: ast.expr, names: ImportedNames) -> bool:
+    """True for ``Any`` itself, not for a container of it."""
+    return names.dotted(annotation) in _ANY
 
 
 def methods_of(node: ast.ClassDef) -> Iterator[Function]:
@@ -90,16 +176,25 @@ def parameters_of(function: Function) -> list[ast.arg]:
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest]
 
 
-def _has_behaviour(node: ast.ClassDef) -> bool:
-    """True for a class with a method of its own: neither a property nor one that Python calls, save ``__call__``."""
-    return any(
-        (method.name == "__call__" or not (method.name.startswith("__") and method.name.endswith("__")))
-        and not any(last_name(decorator) in {"property", "cached_property"} for decorator in method.decorator_list)
-        for method in methods_of(node)
-    )
+def names_bound_in(function: Function) -> set[str]:
+    """Return the local names that a function's body stores to; its parameters are not among them."""
+    return {part.id for part in ast.walk(function) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
 
 
-def _kind(
+def read_class(node: ast.ClassDef, names: ImportedNames, siblings: Mapping[str, ast.ClassDef]) -> ClassFacts:
+    """Read one class; ``siblings`` are the classes of its file by name, whose kinds it inherits."""
+    kind = _declared_kind(node, names, siblings, frozenset())
+    decorated = any(names.dotted(_call(decorator)[0]) in _DECLARING for decorator in node.decorator_list)
+    is_data_class = decorated or kind is ClassKind.VALUE
+    found = _declared_fields(node, names) if is_data_class else _stored_fields(node, names)
+    by_name = {field.name: field for field in reversed(list(found))}  # the first assignment of each
+    fields = tuple(reversed(by_name.values()))
+    if is_data_class and kind is not ClassKind.INTERFACE and not _has_behaviour(node, fields):
+        kind = ClassKind.RECORD
+    return ClassFacts(node, kind, fields)
+
+
+def _declared_kind(
     node: ast.ClassDef, names: ImportedNames, siblings: Mapping[str, ast.ClassDef], seen: frozenset[str]
 ) -> ClassKind:
     for name, keywords in map(_call, node.decorator_list):
@@ -115,21 +210,71 @@ def _kind(
         if dotted in _VALUE_BASES or dotted.startswith("enum."):
             return ClassKind.VALUE
         if dotted in siblings and dotted not in seen:
-            kind = _kind(siblings[dotted], names, siblings, seen | {dotted})
+            kind = _declared_kind(siblings[dotted], names, siblings, seen | {dotted})
             if kind is ClassKind.VALUE:
                 return kind
     return ClassKind.COMPONENT
 
 
-def _declared_fields(node: ast.ClassDef) -> Iterator[FieldFacts]:
+def _has_behaviour(node: ast.ClassDef, fields: tuple[FieldFacts, ...]) -> bool:
+    """True for a data class that works with something: a field to call, or a method that acts.
+
+    Methods that keep, check or answer about the class's own data are no behaviour, however long they are.
+    """
+    if any(field.callable is not None for field in fields):
+        return True
+    collaborators = {field.name for field in fields if not (field.annotation and _is_data(field.annotation))}
+    return any(_acts(method, collaborators) for method in methods_of(node))
+
+
+def _acts(method: Function, collaborators: set[str]) -> bool:
+    """True for a method that reaches through a field, waits, or calls something for its effect.
+
+    Alternative constructors, properties and what Python itself calls do not count, save ``__call__``.
+    """
+    is_dunder = method.name.startswith("__") and method.name.endswith("__")
+    if is_dunder and method.name != "__call__":
+        return False
+    if any(last_name(_call(decorator)[0]) in _NOT_OF_OBJECTS for decorator in method.decorator_list):
+        return False
+    own = {"self", *_WITHOUT_EFFECT, *names_bound_in(method)}
+    for part in ast.walk(method):
+        if isinstance(part, ast.Await | ast.AsyncFor | ast.AsyncWith):
+            return True
+        if isinstance(part, ast.Attribute | ast.Call):
+            reached = part.value if isinstance(part, ast.Attribute) else part.func
+            if _is_own_field(reached) and last_name(reached) in collaborators:
+                return True
+        if isinstance(part, ast.Expr) and isinstance(part.value, ast.Call) and root_name(part.value) not in own:
+            return True
+    return False
+
+
+def _is_own_field(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _is_data(annotation: ast.expr) -> bool:
+    """True for numbers, text and containers, and for unions of them."""
+    annotation = unquoted(annotation)
+    if isinstance(annotation, ast.BinOp):
+        return _is_data(annotation.left) and _is_data(annotation.right)
+    if isinstance(annotation, ast.Constant):
+        return annotation.value is None
+    if isinstance(annotation, ast.Subscript) and last_name(annotation) in _UNIONS:
+        parts = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        return all(_is_data(part) for part in parts)
+    return last_name(annotation) in _DATA_TYPES
+
+
+def _declared_fields(node: ast.ClassDef, names: ImportedNames) -> Iterator[FieldFacts]:
     for statement in node.body:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
-        annotation = unquoted(statement.annotation)
-        if last_name(annotation) in {"ClassVar", "KW_ONLY"}:
+        if last_name(unquoted(statement.annotation)) in {"ClassVar", "KW_ONLY"}:
             continue
         is_own_state = statement.target.id.startswith("_") or _is_left_out_of_init(statement.value)
-        yield FieldFacts(statement.target.id, annotation, statement.lineno, is_own_state)
+        yield _field(statement.target.id, statement, statement.annotation, names, is_own_state=is_own_state)
 
 
 def _is_left_out_of_init(default: ast.expr | None) -> bool:
@@ -140,7 +285,7 @@ def _is_left_out_of_init(default: ast.expr | None) -> bool:
     return isinstance(init, ast.Constant) and init.value is False
 
 
-def _stored_fields(node: ast.ClassDef) -> Iterator[FieldFacts]:
+def _stored_fields(node: ast.ClassDef, names: ImportedNames) -> Iterator[FieldFacts]:
     """Fields of a plain class: what its ``__init__``, and a mixin's ``init_...``, assign to ``self``."""
     for method in methods_of(node):
         if method.name != "__init__" and not method.name.startswith("init_"):
@@ -153,9 +298,31 @@ def _stored_fields(node: ast.ClassDef) -> Iterator[FieldFacts]:
             given = parameters.get(value.id) if isinstance(value, ast.Name) else None
             if annotation is None and given is not None:
                 annotation = given.annotation
-            yield FieldFacts(
-                target.attr, None if annotation is None else unquoted(annotation), target.lineno, given is None
-            )
+            yield _field(target.attr, target, annotation, names, is_own_state=given is None)
+
+
+def _field(
+    name: str, node: ast.AST, annotation: ast.expr | None, names: ImportedNames, *, is_own_state: bool
+) -> FieldFacts:
+    annotation = None if annotation is None else unquoted(annotation)
+    return FieldFacts(name, node, annotation, _callable_in(annotation, names), is_own_state)
+
+
+def _callable_in(annotation: ast.expr | None, names: ImportedNames) -> ast.expr | None:
+    if annotation is None:
+        return None
+    if isinstance(annotation, ast.Subscript):
+        if names.dotted(annotation.value) in _CALLABLES:
+            return annotation
+        return _callable_in(annotation.slice, names)
+    if names.dotted(annotation) in _CALLABLES:
+        return annotation
+    parts: list[ast.expr] = []
+    if isinstance(annotation, ast.BinOp):
+        parts = [annotation.left, annotation.right]
+    elif isinstance(annotation, ast.Tuple | ast.List):
+        parts = annotation.elts
+    return next((found for part in parts if (found := _callable_in(part, names)) is not None), None)
 
 
 def _assignment(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None, ast.expr | None]:

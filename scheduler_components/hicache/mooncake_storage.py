@@ -61,7 +61,7 @@ class MooncakePageStore:
     """
 
     def __init__(self, client: Any) -> None:
-        self._client = client  # mooncake.store.MooncakeDistributedStore: a C++ class without type information
+        self._client = client  # noqa: SCH006 mooncake.store.MooncakeDistributedStore is C++ without type information
 
     def batch_exists(self, keys: Sequence[str]) -> int:
         held = self._held("batch_exists", keys)

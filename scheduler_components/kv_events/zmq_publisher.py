@@ -534,7 +534,7 @@ class ZmqEventPublisher(EventPublisher):
     SHUTDOWN_TIMEOUT: float = 1.0
     END_SEQ = END_SEQ
 
-    def __init__(
+    def __init__(  # noqa: SCH010 the signature of SGLang's class, and the options of KVEventsConfig
         self,
         attn_dp_rank: int,
         endpoint: str = "tcp://*:5557",
@@ -583,7 +583,7 @@ class ZmqEventPublisher(EventPublisher):
         self._num_close_calls = 0
         self._called_at_s = self._ticked_at_s = 0.0
         self._closed: CloseReport | None = None
-        self._edge = open_stream_edge(settings, attn_dp_rank, context)
+        self._edge = open_stream_edge(settings, attn_dp_rank, context)  # noqa: SCH008 a publisher of SGLang's name listens once it is made
         self._pending = self._edge.live.pending
         self.endpoint = self._edge.sockets.endpoint
         self.replay_endpoint = self._edge.sockets.replay_endpoint
@@ -597,7 +597,7 @@ class ZmqEventPublisher(EventPublisher):
         name = f"kv-events-backstop-{self._attn_dp_rank}"
         self._backstop = Backstop(self, watched_fds=self._edge.wakeup_fds, name=name)
         try:
-            self._backstop.start()
+            self._backstop.start()  # noqa: SCH008 a publisher of SGLang's name listens once it is made
         except (OSError, RuntimeError) as error:
             self._edge.sockets.release()
             hint = "raise the limits of open files and threads, or stop what uses them up"

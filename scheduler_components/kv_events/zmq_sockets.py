@@ -315,7 +315,7 @@ class _Opening(NamedTuple):
         self, kind: int, endpoint: Endpoint, options: dict[zmq.SocketOption, int], *, bind: bool
     ) -> tuple[Socket, PeerCounter | None]:
         is_inproc = endpoint.transport == "inproc"
-        context = (self.inproc or zmq.Context.instance()) if is_inproc else self.own
+        context = (self.inproc or zmq.Context.instance()) if is_inproc else self.own  # noqa: SCH007 inproc peers share one
         socket: Socket = context.socket(kind)
         self.undo.callback(socket.close, linger=0)
         common = {zmq.MAXMSGSIZE: _MAX_INCOMING_BYTES, zmq.HANDSHAKE_IVL: _HANDSHAKE_MS, zmq.IPV6: endpoint.is_ipv6}

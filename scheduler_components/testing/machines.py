@@ -258,7 +258,7 @@ class PageStoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = self.open_store()
+        self.store = self.open_store()  # noqa: SCH008 Hypothesis makes a machine per example: this is its set-up
         self.held: set[str] = set()
 
     @rule(keys=_KEYS)
@@ -327,7 +327,7 @@ class FollowerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.follower = self.open_follower()
+        self.follower = self.open_follower()  # noqa: SCH008 Hypothesis makes a machine per example: this is its set-up
         self.history = ChainHistory()
         self.payloads: list[bytes] = []
         self.states: set[frozenset[int]] = {frozenset()}

@@ -85,12 +85,12 @@ class StreamProbe:
         self._sub.close(linger=0)
 
     def _open(self, kind: int, endpoint: Endpoint) -> Socket:
-        socket: Socket = self._context.socket(kind)
+        socket: Socket = self._context.socket(kind)  # noqa: SCH008 a probe listens once made
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
         socket.setsockopt(zmq.IPV6, int(endpoint.is_ipv6))
-        socket.connect(str(endpoint))
+        socket.connect(str(endpoint))  # noqa: SCH008 a probe listens once made
         return socket
 
     def hear(self, wait_ms: int = 0) -> None:

@@ -43,11 +43,11 @@ class ScriptedPublisher:
         self.asked: list[int] = []
         self.num_subscribers = 0
         self._context = context
-        self._pub, self._router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        self._pub, self._router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)  # noqa: SCH008 listens once made
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 1000)
             socket.setsockopt(zmq.SNDHWM, 0)
-            socket.bind("tcp://127.0.0.1:*")
+            socket.bind("tcp://127.0.0.1:*")  # noqa: SCH008 a publisher listens once made, and so does its fake
         self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint: str | None = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 

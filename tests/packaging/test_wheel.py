@@ -27,6 +27,7 @@ publisher.shutdown()
 assert publisher.stats().batches_sent == 1
 assert not {"prometheus_client", "starlette", "typer", "hypothesis"} & set(sys.modules)
 """
+LINT = ("--isolated", "--require-plugins", "scheduler-components", "--select", "SCH")
 DEMO = ("demo", "--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "2", "--requests", "4", "--speed", "4")
 
 pytestmark = pytest.mark.timeout(300)  # the package index may be slow
@@ -95,3 +96,12 @@ def test_the_core_runs_without_extras_then_the_engine_with_its_own(built: tuple[
     install(clean, f"{built[1]}[engine]")
     assert run(clean / "scheduler-components", "--version", cwd=clean).strip() == scheduler_components.__version__
     assert "PASS" in run(clean / "scheduler-components", *DEMO, cwd=clean)
+
+
+def test_flake8_finds_the_plugin_in_what_is_installed(built: tuple[Path, Path], clean: Path, tmp_path: Path) -> None:
+    install(clean, f"{built[1]}[lint]")
+    path = tmp_path / "load.py"
+    path.write_text("class LoadMixin: ...\n")
+    ran = subprocess.run([clean / "flake8", *LINT, path], check=False, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (1, "")
+    assert ran.stdout.startswith(f"{path}:1:1: SCH002 ")

@@ -18,7 +18,6 @@ from scheduler_components.reference.cli.engine_commands import demo, serve
 from scheduler_components.reference.device import SimulationConfig, run_simulation
 from scheduler_components.reference.device.divergence_picture import Curve, divergence_svg
 from scheduler_components.reference.device.hicache_sim import Run, Scope
-from scheduler_components.reference.lint_command import lint_components
 from scheduler_components.testing import ProbeOptions
 
 __all__ = [
@@ -201,7 +200,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, demo, watch, doctor, conformance, hicache_sim, lint_components, keygen):
+for command in (serve, demo, watch, doctor, conformance, hicache_sim, keygen):
     app.command()(command)
 
 

@@ -129,7 +129,7 @@ class StepExecutor:
     """One rank's part of a step, the same on every rank of a replica; only the leader answers for it."""
 
     parallel: ParallelState
-    scheduler: Scheduler
+    scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
     reports: ReportSocket
     _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the step of its last chance
 

@@ -100,7 +100,7 @@ class Scheduler:
             same calls; a rank that parts from the others differs from then on.
     """
 
-    def __init__(
+    def __init__(  # noqa: SCH010 the engine's one place of composition takes each replaceable part by name
         self,
         config: SchedulerConfig,
         parallel: ParallelState,

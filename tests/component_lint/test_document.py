@@ -1,0 +1,52 @@
+"""The page about the codes says what the rules do: each before breaks exactly its code, and each after none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import pytest
+
+from scheduler_components.component_lint import RULES, Limits
+
+Lint = Callable[..., list[tuple[int, str]]]
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "how-to" / "lint-components.md").read_text()
+SECTIONS = dict(re.findall(r"^## (SCH\d+) [\w-]+\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+IMPORTS = """
+import zmq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+"""
+
+
+def block(code: str, title: str) -> str:
+    (found,) = re.findall(rf"^{title}:\n\n```py\n(.*?)^```", SECTIONS[code], re.MULTILINE | re.DOTALL)
+    return IMPORTS + found
+
+
+def test_every_code_has_a_section_and_no_other() -> None:
+    assert re.findall(r"^## (SCH\d+ [\w-]+)$", PAGE, re.MULTILINE) == [f"{r.code} {r.name}" for r in RULES.values()]
+
+
+def test_the_table_is_the_rules() -> None:
+    rows = re.findall(r"^\| \[(SCH\d+)\]\(#(.*?)\) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
+    assert rows == [(r.code, f"{r.code.lower()}-{r.name}", r.name, r.subject, r.hint) for r in RULES.values()]
+
+
+def test_every_limit_stands_there_with_its_default() -> None:
+    rows = re.findall(r"^\| `--sch-([\w-]+)` \| (\d+) \|", PAGE, re.MULTILINE)
+    assert rows == [(limit.name.replace("_", "-"), str(limit.default)) for limit in attrs.fields(Limits)]
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_the_before_breaks_its_code_alone(lint: Lint, code: str) -> None:
+    assert {found for _, found in lint(block(code, "Before"))} == {code}
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_the_after_breaks_none(lint: Lint, code: str) -> None:
+    assert lint(block(code, "After")) == []
