@@ -13,7 +13,6 @@ foe: who can write to the memory can write anything.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import mmap
 import os
@@ -27,6 +26,7 @@ from typing import Generic, TypeAlias, TypeVar
 from zlib import crc32
 
 from scheduler_components.errors import DecodeError, FailureLog, ForkedPublisherError, StartError
+from scheduler_components.file_lock import FileLock, take_file_lock
 from scheduler_components.fork_hook import tell_of_forks
 
 __all__ = [
@@ -139,11 +139,11 @@ class ShmPageFile:
         memory: the page; released by ``close``, after which writing to it is a ValueError.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "_is_forked", "_map", "_pid", "memory")
+    __slots__ = ("__weakref__", "_is_forked", "_lock", "_map", "_pid", "memory")
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self._map = mmap.mmap(descriptor, num_bytes)
-        self._descriptor = descriptor
+    def __init__(self, lock: FileLock, num_bytes: int) -> None:
+        self._map = mmap.mmap(lock.descriptor, num_bytes)
+        self._lock = lock
         self._pid = os.getpid()
         self._is_forked = False
         self.memory = memoryview(self._map)
@@ -160,14 +160,12 @@ class ShmPageFile:
 
     def close(self) -> None:
         """Let go of the page and of the right to write it; what it says stays. Safe to call twice."""
-        if self._descriptor >= 0:
-            self.memory.release()
-            self._map.close()
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self.memory.release()
+        self._map.close()
+        self._lock.close()
 
     def disown(self) -> None:
-        """In a forked child: close its copies. The lock must end with its owner, not with the last child."""
+        """In a forked child: unmap the page, whose writer is the parent."""
         self._is_forked = True
         self.close()
 
@@ -179,19 +177,17 @@ def open_shm_page_file(path: Path, num_bytes: int) -> ShmPageFile:
         StartError: another writer has the page, or the directory cannot be written to, or has no room.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = take_file_lock(path)
+    except BlockingIOError as error:
+        raise StartError(str(path), "another process writes there", "stop it, or give each rank its own") from error
     except OSError as error:
         hint = "make the directory first, best under /dev/shm"
         raise StartError(str(path), f"cannot be opened ({error.strerror})", hint) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _fill_up(descriptor, num_bytes)
-        return ShmPageFile(descriptor, num_bytes)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise StartError(str(path), "another process writes there", "stop it, or give each rank its own") from error
+        _fill_up(lock.descriptor, num_bytes)
+        return ShmPageFile(lock, num_bytes)
     except OSError as error:
-        os.close(descriptor)
+        lock.close()
         raise StartError(str(path), f"cannot be mapped ({error.strerror})", "make room in the file system") from error
 
 

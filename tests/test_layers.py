@@ -18,6 +18,7 @@ SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observ
 
 FLOORS = (
     ("_version", "_lazy", "errors", "events", "fork_hook"),
+    ("file_lock",),
     ("values", "page_operations"),
     ("parallel_state",),
     ("ports", "shm_board"),

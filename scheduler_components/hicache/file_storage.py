@@ -6,18 +6,19 @@ removes, and at worst a ledger that is one batch short, which the next open or e
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from scheduler_components.errors import ConfigError, StartError, StorageError
+from scheduler_components.file_lock import FileLock, open_file_lock, take_file_lock
 from scheduler_components.ports import PageBytes
 
 __all__ = [
@@ -31,40 +32,45 @@ __all__ = [
 # The directory of a file page store: its layout, the lock of its changes, and what killed writers leave behind.
 #
 # ``pages/ab/<name>`` is one page; ``unfinished/<writer>/`` is what a writer has not finished, with a lock that the
-# writer
-# holds while it lives; ``ledger`` holds the bytes in use and is the lock of all changes. Linux and other systems with
-# ``flock``; local file systems and NFS 4.
+# writer holds while it lives; ``ledger`` holds the bytes in use and is the lock of all changes.
 
 PRIVATE_MODE = 0o700
 """Pages are users' prompts in another form: for the engine's account only."""
 
 _LEDGER_BYTES = 8
-_CLOSED = -1  # no file: the system refuses it, where the old number could be somebody else's file by now
 
 
 class PageDirectory:
-    """An open directory of pages; made by ``open_page_directory``. All methods may raise OSError."""
+    """An open directory of pages; made by ``open_page_directory``. All methods may raise OSError.
 
-    def __init__(self, root: Path, own_folder: Path, ledger_file: int, writer_file: int) -> None:
+    In a forked child it is closed: a child opens a directory of its own.
+    """
+
+    def __init__(self, root: Path, own_folder: Path, ledger: FileLock, writer: FileLock) -> None:
         self.pages_folder = root / "pages"
-        self.own_folder = own_folder
-        self._ledger_file = ledger_file
-        self._writer_file = writer_file
+        self._own_folder = own_folder
+        self._ledger = ledger
+        self._writer = writer
+
+    @property
+    def own_folder(self) -> Path:
+        """Where this writer keeps what is unfinished; in a forked child, the folder is the parent's alone."""
+        if not self._writer.is_open:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self._own_folder))
+        return self._own_folder
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all pages, by the ledger."""
-        return int.from_bytes(os.pread(self._ledger_file, _LEDGER_BYTES, 0), "big")
+        return int.from_bytes(os.pread(self._ledger.descriptor, _LEDGER_BYTES, 0), "big")
 
     def write_used_bytes(self, used_bytes: int) -> None:
         """Enter the bytes of all pages in the ledger; hold the lock."""
-        os.pwrite(self._ledger_file, used_bytes.to_bytes(_LEDGER_BYTES, "big"), 0)
+        os.pwrite(self._ledger.descriptor, used_bytes.to_bytes(_LEDGER_BYTES, "big"), 0)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Keep all other processes from changing the directory."""
-        with _flocked(self._ledger_file):
-            yield
+        return self._ledger.held()
 
     def pages(self) -> Iterator[tuple[int, Path, int]]:
         """Give last use in nanoseconds, path and bytes of every page; hold the lock."""
@@ -74,11 +80,10 @@ class PageDirectory:
 
     def close(self) -> None:
         """Let go of the locks and of what is unfinished. Safe to call twice."""
-        if self._ledger_file != _CLOSED:
-            shutil.rmtree(self.own_folder, ignore_errors=True)
-            os.close(self._writer_file)
-            os.close(self._ledger_file)
-            self._writer_file = self._ledger_file = _CLOSED
+        if self._writer.is_open:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+            self._writer.close()
+            self._ledger.close()
 
 
 def open_page_directory(root: Path) -> PageDirectory:
@@ -90,19 +95,18 @@ def open_page_directory(root: Path) -> PageDirectory:
     unfinished = root / "unfinished"
     for folder in (root / "pages", unfinished):
         folder.mkdir(parents=True, exist_ok=True, mode=PRIVATE_MODE)
-    ledger_file = _open_lock(root / "ledger")
+    ledger = open_file_lock(root / "ledger")
     try:
-        with _flocked(ledger_file):
+        with ledger.held():
             _remove_dead_writers(unfinished)
             own_folder = unfinished / uuid.uuid4().hex
             own_folder.mkdir(mode=PRIVATE_MODE)
             # Locked before the ledger is free again, so that no other process takes this writer for dead.
-            writer_file = _open_lock(own_folder / "writer")
-            fcntl.flock(writer_file, fcntl.LOCK_EX)
+            writer = take_file_lock(own_folder / "writer")
     except OSError:
-        os.close(ledger_file)
+        ledger.close()
         raise
-    directory = PageDirectory(root, own_folder, ledger_file, writer_file)
+    directory = PageDirectory(root, own_folder, ledger, writer)
     try:
         with directory.locked():
             directory.write_used_bytes(sum(size for _, _, size in directory.pages()))
@@ -114,27 +118,11 @@ def open_page_directory(root: Path) -> PageDirectory:
 
 def _remove_dead_writers(unfinished: Path) -> None:
     for folder in unfinished.iterdir():
-        writer_file = _open_lock(folder / "writer")
         try:
-            fcntl.flock(writer_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_file_lock(folder / "writer").close()
         except BlockingIOError:
             continue  # its writer lives
-        finally:
-            os.close(writer_file)
         shutil.rmtree(folder)
-
-
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-
-
-@contextmanager
-def _flocked(file: int) -> Iterator[None]:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class _Unfinished(NamedTuple):

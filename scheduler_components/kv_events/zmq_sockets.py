@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import stat
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from scheduler_components.errors import StartError
-from scheduler_components.fork_hook import tell_of_forks
+from scheduler_components.file_lock import FileLock, take_file_lock
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.zmq_auth import StreamAccess
 
@@ -29,48 +29,27 @@ __all__ = [
     "open_stream_sockets",
 ]
 
-# One publisher an ipc path: libzmq alone would unlink whatever is there, a living publisher's socket included.
+# One publisher per ipc path: libzmq alone would unlink whatever is there, a living publisher's socket included.
 
 
 class IpcPathLock:
     """A lock file beside an ipc path, held for as long as the path is bound; made by ``lock_ipc_path``."""
 
-    __slots__ = ("__weakref__", "_descriptor", "_path")
+    __slots__ = ("_lock", "_path")
 
-    def __init__(self, path: str, descriptor: int) -> None:
+    def __init__(self, path: str, lock: FileLock) -> None:
         self._path = path
-        self._descriptor = descriptor
-        tell_of_forks(self)
+        self._lock = lock
 
     def release(self) -> None:
         """Remove the socket's file, which libzmq leaves there, and unlock. Safe to call twice.
 
-        Call it when the socket is closed, down to libzmq's own thread.
+        Call it when the socket is closed, down to libzmq's own thread. In a forked child it does nothing.
         """
-        if self._descriptor >= 0:
+        if self._lock.is_open:
             with suppress(FileNotFoundError):
                 os.unlink(self._path)  # noqa: PTH108 - a plain path, no Path needed
-            self.unlock()
-
-    def unlock(self) -> None:
-        """Remove the lock file, then unlock: who waits for the file finds it gone, and makes one of its own."""
-        with suppress(FileNotFoundError):  # who cleaned the directory removed it too
-            os.unlink(_lock_path(self._path))  # noqa: PTH108
-        self.close()
-
-    def close(self) -> None:
-        """Close the descriptor, and with it this process's part of the lock."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def disown(self) -> None:
-        """In a forked child: close its copy. A lock must end with its owner, not with the last child."""
-        self.close()
-
-
-def _lock_path(path: str) -> str:
-    return f"{path}.lock"
+            self._lock.remove()
 
 
 def lock_ipc_path(path: str) -> IpcPathLock | None:
@@ -83,40 +62,19 @@ def lock_ipc_path(path: str) -> IpcPathLock | None:
     """
     if path.startswith("@"):
         return None
-    while True:
-        descriptor = _open(path, _lock_path(path))
-        if _is_still(descriptor, _lock_path(path)):
-            break
-        os.close(descriptor)  # its owner removed it between our opening and our locking
-    lock = IpcPathLock(path, descriptor)
+    try:
+        lock = take_file_lock(Path(f"{path}.lock"))
+    except BlockingIOError as error:
+        raise _taken(path) from error
+    except OSError as error:
+        hint = "give a path in a directory that this process may write to"
+        raise StartError(f"ipc://{path}", f"cannot lock {path}.lock ({error.strerror})", hint) from error
     try:
         _refuse_unless_stale(path)
     except StartError:
-        lock.unlock()
+        lock.remove()
         raise
-    return lock
-
-
-def _open(path: str, lock_path: str) -> int:
-    """Open and lock the lock file."""
-    try:
-        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        hint = "give a path in a directory that this process may write to"
-        raise StartError(f"ipc://{path}", f"cannot lock {lock_path} ({error.strerror})", hint) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise _taken(path) from error
-    return descriptor
-
-
-def _is_still(descriptor: int, lock_path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(lock_path))  # noqa: PTH116
-    except FileNotFoundError:
-        return False
+    return IpcPathLock(path, lock)
 
 
 def _taken(path: str) -> StartError:

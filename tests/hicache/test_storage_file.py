@@ -164,6 +164,31 @@ def test_pages_are_for_their_owner_only(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_forked_child_leaves_its_parents_store_alone(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from scheduler_components import StorageError
+from scheduler_components.hicache import open_file_page_store
+
+store = open_file_page_store(sys.argv[1], capacity_bytes=1 << 30)
+child = os.fork()
+if child == 0:
+    refused = 0
+    for change in (lambda: store.batch_set(["a"], [b"child"]), lambda: store.delete(["a"])):
+        try:
+            change()
+        except StorageError:
+            refused += 1
+    store.close()
+    os._exit(refused)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+print(store.batch_set(["a"], [b"parent"]), store.batch_get(["a"]))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[True] [b'parent']\n"
+
+
 def test_a_frame_costs_what_it_says(tmp_path: Path) -> None:
     bare = open_file_page_store(tmp_path, capacity_bytes=MANY)
     checked(bare).batch_set(["a"], [page_of("a")])

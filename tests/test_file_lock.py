@@ -1,0 +1,167 @@
+"""A file has one holder, who keeps it for as long as it lives; a file that its holder removed excludes nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from scheduler_components.file_lock import open_file_lock, take_file_lock
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first = take_file_lock(path)
+    with pytest.raises(BlockingIOError):
+        take_file_lock(path)
+    first.close()
+    first.close()
+    second = take_file_lock(path)
+    second.release()
+    third = take_file_lock(path)
+    for lock in (second, third):
+        lock.close()
+
+
+def test_what_the_file_holds_stays_and_belongs_to_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"kept")
+    lock = take_file_lock(path)
+    assert os.pread(lock.descriptor, 4, 0) == b"kept"
+    lock.close()
+    take_file_lock(tmp_path / "new").close()
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+
+
+def test_who_waits_gets_it_after_its_holder(tmp_path: Path) -> None:
+    path, order = tmp_path / "lock", list[str]()
+    holder, waiter = take_file_lock(path), open_file_lock(path)
+    started = threading.Event()
+
+    def wait() -> None:
+        started.set()
+        with waiter.held():
+            order.append("waiter")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert started.wait(30)
+    order.append("holder")
+    holder.close()
+    thread.join(30)
+    assert order == ["holder", "waiter"]
+    take_file_lock(path).close()  # the block has let go
+    waiter.close()
+
+
+def test_a_closed_lock_is_not_taken(tmp_path: Path) -> None:
+    lock = open_file_lock(tmp_path / "lock")
+    lock.close()
+    assert not lock.is_open
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        lock.acquire(wait=False)
+    lock.release()
+    lock.remove()
+    assert (tmp_path / "lock").exists()
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        take_file_lock(tmp_path / "lock")
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_file_that_its_holder_removed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder removes the file and lets go between a newcomer's opening and its locking: both must not hold it."""
+    path = tmp_path / "lock"
+    holder = take_file_lock(path)
+    opened = os.open
+
+    def open_then_be_overtaken(*arguments: object) -> int:
+        descriptor = opened(*arguments)  # type: ignore[arg-type]
+        holder.remove()
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_then_be_overtaken)
+    newcomer = take_file_lock(path)
+    with pytest.raises(BlockingIOError):
+        take_file_lock(path)
+    newcomer.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_who_want_one_file_get_it_one_after_the_other(tmp_path: Path) -> None:
+    path, holders, most = tmp_path / "lock", [0], [0]
+    counting = threading.Lock()
+
+    def take_often() -> None:
+        taken = 0
+        while taken < 200:
+            try:
+                lock = take_file_lock(path)
+            except BlockingIOError:
+                os.sched_yield()
+                continue
+            with counting:
+                holders[0] += 1
+                most[0] = max(most[0], holders[0])
+            taken += 1
+            with counting:
+                holders[0] -= 1
+            lock.remove()
+
+    threads = [threading.Thread(target=take_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+from scheduler_components.file_lock import take_file_lock
+
+lock = take_file_lock(Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "lock")], check=False)
+    take_file_lock(tmp_path / "lock").close()
+
+
+def test_a_forked_child_has_no_part_in_the_lock(tmp_path: Path) -> None:
+    # The owner forks a child that outlives it, as engines do with their workers.
+    script = """
+import os, sys
+from pathlib import Path
+from scheduler_components.file_lock import take_file_lock
+
+lock = take_file_lock(Path(sys.argv[1]))
+if os.fork() == 0:
+    lock.remove()
+    print(lock.is_open, flush=True)
+    sys.stdin.read()
+    os._exit(0)
+sys.stdin.readline()
+os._exit(0)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"False\n"
+        with pytest.raises(BlockingIOError):
+            take_file_lock(tmp_path / "lock")
+        owner.kill()
+        owner.wait(30)
+        take_file_lock(tmp_path / "lock").close()
+        owner.stdin.close()
+        assert owner.stdout.read() == b""  # the child has ended
