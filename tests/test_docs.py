@@ -3,13 +3,18 @@ links lead somewhere, in the repository and in the site that is built of them.""
 
 from __future__ import annotations
 
+import ast
+import html
 import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -128,6 +133,44 @@ def test_every_exported_name_stands_once_on_its_page_and_no_other_does(site: Pat
     page = (site / "reference" / REFERENCE[package].with_suffix(".html").name).read_text()
     shown = re.findall(rf'id="{re.escape(package)}\.(\w+)"', page)
     assert sorted(shown) == sorted(getattr(importlib.import_module(package), "__all__", ()))
+
+
+@pytest.mark.parametrize("package", sorted(REFERENCE))
+def test_every_class_is_shown_with_the_parameters_that_it_takes(site: Path, package: str) -> None:
+    """Dataclasses, attrs, structs and models: fields are what one gives the constructor."""
+    page = (site / "reference" / REFERENCE[package].with_suffix(".html").name).read_text()
+    for each in exported_classes(package):
+        assert shown_parameters(page, f"{package}.{each.__name__}") == named_parameters(each), each
+
+
+def shown_parameters(page: str, path: str) -> list[str]:
+    """The names between the parentheses of a class's signature; none for a class without a constructor."""
+    below = re.split(r' id="(?:scheduler_components|observability)', page.partition(f' id="{path}"')[2])[0]
+    signature = re.search(r"doc-signature.*?<code>(.*?)</code>", below, re.DOTALL)
+    if signature is None:
+        return []
+    text = html.unescape(re.sub(r"<[^>]+>", "", signature[1])).strip()
+    (function,) = ast.parse(f"def {text}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    given = function.args
+    return [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+
+
+def exported_classes(package: str) -> list[type]:
+    """What one makes: no protocol, no enum, no error that takes what every error does."""
+    module = importlib.import_module(package)
+    found = (getattr(module, name) for name in getattr(module, "__all__", ()))
+    classes = [each for each in found if isinstance(each, type) and not issubclass(each, Enum | Protocol)]
+    return [each for each in classes if each.__init__ is not Exception.__init__]
+
+
+def named_parameters(each: type) -> list[str]:
+    parameters = inspect.signature(each).parameters.values()
+    return [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+
+
+def test_a_pipe_in_a_table_is_shown_without_its_escape(site: Path) -> None:
+    assert "none|file|mooncake" in (site / "index.html").read_text()
 
 
 def test_no_private_name_is_shown(site: Path) -> None:

@@ -1,4 +1,4 @@
-"""Teaches the reference pages what a record is: attrs classes, msgspec structs and pydantic models show their fields.
+"""Teaches the reference pages what a record is: attrs classes, structs, models and named tuples show their fields.
 
 griffe knows the constructors of dataclasses alone. This extension of it gives the other records a constructor, too, and
 then leaves out fields that have no words of their own, since the constructor shows their names, types and defaults and
@@ -29,7 +29,7 @@ from griffe import (
     Parameters,
 )
 
-STRUCT_BASES = {"msgspec.Struct", "pydantic.BaseModel"}
+STRUCT_BASES = {"msgspec.Struct", "pydantic.BaseModel", "typing.NamedTuple"}
 ATTRS = {"attrs.frozen", "attrs.define"}
 FIELDS = {"attrs.field", "msgspec.field", "pydantic.Field"}
 
@@ -110,7 +110,8 @@ def _parameters(cls: Class) -> Iterator[Parameter]:
 
 def _is_field(member: Attribute) -> bool:
     is_of_instances = "instance-attribute" in member.labels
-    return member.annotation is not None and is_of_instances and "property" not in member.labels
+    is_given = str(_arguments(member.value).get("init")) != "False"
+    return member.annotation is not None and is_of_instances and is_given and "property" not in member.labels
 
 
 def _default(field: Attribute) -> str | Expr | None:
