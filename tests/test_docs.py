@@ -125,14 +125,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_package_that_exports_names_has_a_page_of_reference() -> None:
     inits = [init for wing in WINGS for init in (ROOT / wing).rglob("__init__.py")]
     doors = [".".join(init.parent.relative_to(ROOT).parts) for init in inits if "__all__" in init.read_text()]
-    assert set(doors) <= set(REFERENCE)
+    shown = [door for door in doors if not door.startswith("scheduler_components.reference")]  # an example engine
+    assert set(shown) <= set(REFERENCE)
 
 
 @pytest.mark.parametrize("package", sorted(REFERENCE))
 def test_every_exported_name_stands_once_on_its_page_and_no_other_does(site: Path, package: str) -> None:
     page = (site / "reference" / REFERENCE[package].with_suffix(".html").name).read_text()
     shown = re.findall(rf'id="{re.escape(package)}\.(\w+)"', page)
-    assert sorted(shown) == sorted(getattr(importlib.import_module(package), "__all__", ()))
+    assert sorted(shown) == sorted(importlib.import_module(package).__all__)
 
 
 @pytest.mark.parametrize("package", sorted(REFERENCE))
@@ -159,9 +160,9 @@ def shown_parameters(page: str, path: str) -> list[str]:
 def exported_classes(package: str) -> list[type]:
     """What one makes: no protocol, no enum, no error that takes what every error does."""
     module = importlib.import_module(package)
-    found = (getattr(module, name) for name in getattr(module, "__all__", ()))
+    found = (getattr(module, name) for name in module.__all__)
     classes = [each for each in found if isinstance(each, type) and not issubclass(each, Enum | Protocol)]
-    return [each for each in classes if each.__init__ is not Exception.__init__]
+    return [each for each in classes if not issubclass(each, Exception) or inspect.isfunction(each.__init__)]
 
 
 def named_parameters(each: type) -> list[str]:

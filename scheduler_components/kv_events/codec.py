@@ -574,7 +574,7 @@ class BatchDecoder:
 
         Raises:
             DecodeError: the batch itself is unreadable: not ``[ts, events, rank]``, no finite time, too large, or
-            more than a thousand bad events.
+                more than a thousand bad events.
         """
         if len(payload) > self._max_payload_bytes:
             raise DecodeError(f"payload of {len(payload)} bytes is over the limit of {self._max_payload_bytes}")
