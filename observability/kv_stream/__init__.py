@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from observability.kv_stream.cursor import NO_EPOCH, DigestCursor, PlainCursor, Position, StreamCursor
 from observability.kv_stream.follower import (
     BatchApplier,
+    BatchEffect,
     FollowPolicy,
     NullListener,
     StreamFollower,
@@ -16,15 +17,15 @@ from observability.kv_stream.follower import (
 )
 from observability.kv_stream.instructions import (
     Apply,
-    ApplyAside,
+    ApplyStaged,
     AskReplay,
-    BeginAside,
+    BeginStaging,
     Clear,
-    DropAside,
+    DropStaging,
     Instruction,
     RetryLater,
     StreamState,
-    SwapIn,
+    SwapInStaged,
     token_of,
 )
 from observability.kv_stream.view import BlockView, Tier, tier_of
@@ -46,15 +47,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Apply",
-    "ApplyAside",
+    "ApplyStaged",
     "AskReplay",
     "AsyncSubscriber",
     "BatchApplier",
-    "BeginAside",
+    "BatchEffect",
+    "BeginStaging",
     "BlockView",
     "Clear",
     "DigestCursor",
-    "DropAside",
+    "DropStaging",
     "FollowPolicy",
     "Instruction",
     "NoStreamsError",
@@ -69,7 +71,7 @@ __all__ = [
     "StreamState",
     "StreamStats",
     "Subscriber",
-    "SwapIn",
+    "SwapInStaged",
     "Tier",
     "NO_EPOCH",
     "addresses_in",

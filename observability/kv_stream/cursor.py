@@ -1,87 +1,94 @@
 """The rules of following one stream, without socket, clock or thread: events in, instructions out.
 
-A publisher is asked in the words of the extension first. One that has it is followed by its digest
-(``digest_cursor``); SGLang, vLLM and others answer a bare end marker, and are followed by numbers and payloads
-(``plain_cursor``). A publisher that was taken for one of those is asked again now and then.
-
-Feed live batches only while ``listening`` is true: leave them in the socket during a replay, and they are there to
-go on from when it ends.
+``StreamCursor``, at the end of the file, is what a follower uses. It follows by one of two sets of rules:
+``DigestCursor`` where the publisher has the extension, ``PlainCursor`` where it has not.
 """
+
+# The theory
+# ==========
+#
+# A publisher numbers its batches without gaps. Its state after batch n follows from its batches up to n. Each life of
+# a publisher (from start to exit) begins with an empty state, and may begin at any number. Its replay channel has the
+# newest batches one by one (the window). With the extension it also has the state before the window (the base), and
+# says for any place in the stream: my epoch (16 random bytes per life), and my digest of all batches below it.
+#
+# What a subscriber sees of that can be lost, repeated, late, cut short, or of another life.
+#
+# The invariant: LIVE is never said of a wrong view. The view is then what the publisher held after batch ``last_seq``.
+#
+# It holds by three rules, whatever the publisher:
+#
+#   1. A batch is applied to the view only when its number follows on the last one.
+#   2. A batch from the future is a reason to ask for what is between. It does not move the cursor and is not kept:
+#      the answer brings it again.
+#   3. LIVE needs a proof that the run of batches began where the state was known, and that it is still this
+#      publisher's. Whatever could break the proof ends LIVE at once: a gap, a lost connection, an unreadable batch.
+#
+# The two sets of rules differ in the proof, and in what a gap costs:
+#
+#                     DigestCursor                              PlainCursor
+#   proof             same epoch, number and digest as the      run began at batch 0 or at a clear of all blocks, and
+#                     publisher, at the end of every answer     replay shows the payload that is held under the last
+#                     and at every probe                        number
+#   gap               batches from the view's place, if both    batches from the last number that is held, which is
+#                     sides agree on it; else a snapshot        compared: a restarted publisher may have passed it
+#   another life      snapshot in a staging view, swapped in    clear, and ask from 0
+#                     at once when its digest agrees
+#   history is gone   cannot happen: the base has it            PARTIAL until a clear of all blocks
+#   nobody answers    LIVE becomes PARTIAL after ``patience``   PARTIAL after ``patience`` questions; a recovery
+#                     questions; a recovery goes on asking      begins anew with the next live batch
+#
+# At most one question is open. It has a number, and what answers another number is stale. A question that fails is
+# asked again after a pause that the owner measures (``RetryLater``); while it is open, live batches belong in the
+# socket (``listening`` is false), so that they are there to go on from when the answer ends.
+#
+# Which rules? A stream is asked in the words of the extension first. SGLang, vLLM and others read such a question as
+# one huge number and answer a bare end marker: they are followed plainly from then on, and are asked for the
+# extension again now and then, for a successor may have it. STATE_CHANGES (instructions) has the states' table.
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, auto
 
 from observability.kv_stream.instructions import (
+    STATE_CHANGES,
     Apply,
-    ApplyAside,
+    ApplyStaged,
     AskReplay,
-    BeginAside,
+    BeginStaging,
     Clear,
     CursorCounters,
-    DropAside,
+    DropStaging,
     Instruction,
     RetryLater,
     StreamState,
-    SwapIn,
+    SwapInStaged,
     token_of,
 )
 from scheduler_components.kv_events import CHAIN_BYTES, EPOCH_BYTES, Kind, Meta, Verb, chain_after
 
 __all__ = [
-    "NOTHING_APPLIED",
-    "Question",
-    "Run",
     "NO_EPOCH",
-    "Position",
-    "SyncQuestion",
-    "Verdict",
     "DigestCursor",
     "PlainCursor",
+    "Position",
     "StreamCursor",
 ]
 
-# What a stream cursor remembers: the run of batches that it is on, and the replay question that it has open.
-
-NOTHING_APPLIED = -1
-"""``last_seq`` before the first batch: one below the number of a publisher's first."""
-
-
-@dataclass(slots=True)
-class Run:
-    """The unbroken run of batches that the view is built from.
-
-    ``complete`` means that it began where the publisher's state was known. ``adopting`` means that it may begin at
-    any number: there is no history to be had. ``hole_after`` is the number after which one answer had a hole; the
-    same hole twice means that the batches are lost.
-    """
-
-    last: int = NOTHING_APPLIED
-    payload: bytes = b""
-    complete: bool = False
-    adopting: bool = False
-    hole_after: int | None = None
+_NONE: tuple[Instruction, ...] = ()
+_FOLLOWING = (StreamState.LIVE, StreamState.PARTIAL)
+_UNCONNECTED = (StreamState.CONNECTING, StreamState.DEAD)
 
 
-@dataclass(slots=True)
-class Question:
-    """One open replay question.
-
-    ``full`` asks for all history; otherwise it continues the run. ``has_batches`` means that the stream is known not
-    to be empty, ``newer_seen`` that a live batch was dropped since.
-    """
-
-    ask: int
-    full: bool
-    has_batches: bool
-    answers: int = 0
-    applied: int = 0
-    has_hole: bool = False
-    newer_seen: bool = False
+def _changed(old: StreamState, new: StreamState, counters: CursorCounters) -> StreamState:
+    """``new``, checked by the table, and counted where it is a loss."""
+    assert new in STATE_CHANGES[old], f"{old} may not become {new}"
+    counters.losses += new is StreamState.PARTIAL
+    return new
 
 
-# Places in a stream, proved by their digest, and answers that lead from one to the next.
+# --- by the digest: places, and answers that lead from one to the next ---
 
 NO_EPOCH = bytes(EPOCH_BYTES)
 """The epoch of no life: what is asked with while nothing is held."""
@@ -111,125 +118,132 @@ class Position:
         return Position(self.epoch, self.next, self.chain)
 
 
-class Verdict(Enum):
-    """What a message of an answer is worth.
+class _Part(Enum):
+    """How far the answer to an extended question has come."""
+
+    STATUS_ASKED = auto()
+    SYNC_ASKED = auto()
+    SNAPSHOT_ASKED = auto()
+    BASE = auto()
+    BATCHES = auto()
+    OVER = auto()
+
+
+class _Said(Enum):
+    """What a META says, as the grammar of answers tells them apart."""
+
+    STATUS = auto()
+    SNAPSHOT_BEGINS = auto()
+    BATCHES_BEGIN = auto()
+    END = auto()
+
+
+_ASKED = {Verb.STATUS: _Part.STATUS_ASKED, Verb.SYNC: _Part.SYNC_ASKED, Verb.SNAPSHOT: _Part.SNAPSHOT_ASKED}
+
+_ANSWER_GRAMMAR = {
+    (_Part.STATUS_ASKED, _Said.STATUS): _Part.OVER,
+    (_Part.SYNC_ASKED, _Said.BATCHES_BEGIN): _Part.BATCHES,  # the publisher agrees on the place that was asked from
+    (_Part.SYNC_ASKED, _Said.SNAPSHOT_BEGINS): _Part.BASE,  # it does not, or its window has passed the place
+    (_Part.SNAPSHOT_ASKED, _Said.SNAPSHOT_BEGINS): _Part.BASE,
+    (_Part.BASE, _Said.BATCHES_BEGIN): _Part.BATCHES,
+    (_Part.BATCHES, _Said.END): _Part.OVER,
+}
+"""What may be said in which part, and the part after it; anything else breaks the answer. Chunks come in BASE, numbered
+from 0, batches in BATCHES. Each META but a status and the first of a snapshot names a place, and both sides must have
+the same digest there."""
+
+
+def _said(meta: Meta) -> _Said:
+    if meta.kind is Kind.BEGIN:
+        return _Said.SNAPSHOT_BEGINS if meta.snap else _Said.BATCHES_BEGIN
+    return _Said.END if meta.kind is Kind.END else _Said.STATUS
+
+
+class _Fit(Enum):
+    """How a message of an answer fits to what came before it.
 
     SPLICED: the publisher does not have what was applied under these numbers.
     """
 
-    GOOD = "good"
-    REPEATED = "repeated"
-    BROKEN = "broken"
-    SPLICED = "spliced"
-
-
-class _Part(Enum):
-    """What of an answer has begun."""
-
-    NOTHING = "nothing"
-    BASE = "base"
-    BATCHES = "batches"
+    NEXT = auto()
+    REPEATED = auto()
+    BROKEN = auto()
+    SPLICED = auto()
 
 
 @dataclass(slots=True)
-class SyncQuestion:
+class _SyncQuestion:
     """One open extended question, and its answer so far.
 
     Attributes:
-        ask, verb: as asked.
+        ask: its number.
         at: where the view stands; an incremental answer moves it.
         asked_at: where it stood when this was asked: a status is compared with that, not with what has come since.
-        aside: where the view stands that a snapshot builds aside; None in an incremental answer.
+        staging: where the staging view of a snapshot stands; None in an incremental answer.
         is_damaged: something in the snapshot could not be read.
         newest_seen: highest live number that came, and could not be used, while this was open.
     """
 
     ask: int
-    verb: Verb
     at: Position
+    part: _Part
     asked_at: Position = field(init=False)
-    aside: Position | None = None
+    staging: Position | None = None
     is_damaged: bool = False
     newest_seen: int = -1
-    _part: _Part = _Part.NOTHING
-    _num_chunks: int = 0
-    _num_batches: int = 0
+    num_chunks: int = 0
 
     def __post_init__(self) -> None:
         self.asked_at = self.at.copy()
 
     @property
-    def is_base_open(self) -> bool:
-        """True while chunks of the base come, not batches."""
-        return self._part is _Part.BASE
+    def is_status(self) -> bool:
+        return self.part is _Part.STATUS_ASKED
 
     @property
     def has_advanced(self) -> bool:
-        """True when a part of it is in the view for good."""
-        return self.aside is None and self._num_batches > 0
+        """True when a part of the answer is in the view for good."""
+        return self.staging is None and self.part is _Part.BATCHES and self.at.next > self.asked_at.next
 
-    def take(self, seq: int, payload: bytes) -> Verdict:
-        """Take a batch or a chunk of the base; GOOD when it is the next one."""
-        place = self.aside or self.at
-        if self._part is _Part.NOTHING:
-            return Verdict.BROKEN
-        wanted = self._num_chunks if self.is_base_open else place.next
+    def take(self, seq: int, payload: bytes) -> _Fit:
+        """Take a chunk of the base or a batch."""
+        place = self.staging or self.at
+        if self.part is _Part.BASE:
+            wanted = self.num_chunks
+        elif self.part is _Part.BATCHES:
+            wanted = place.next
+        else:
+            return _Fit.BROKEN
         if seq != wanted:
-            return Verdict.REPEATED if seq < wanted else Verdict.BROKEN
-        if self.is_base_open:
-            self._num_chunks += 1
+            return _Fit.REPEATED if seq < wanted else _Fit.BROKEN
+        if self.part is _Part.BASE:
+            self.num_chunks += 1
         else:
             place.advance(payload)
-            self._num_batches += 1
-        return Verdict.GOOD
+        return _Fit.NEXT
 
-    def begin(self, meta: Meta) -> Verdict:
-        """Open a snapshot, or a run of batches from a place on which both sides must agree."""
-        if meta.snap:
-            if self._part is not _Part.NOTHING:
-                return Verdict.BROKEN
-            self._part = _Part.BASE
-            self.aside = Position(meta.epoch, meta.start, meta.chain)
-            return Verdict.GOOD
-        if self.is_base_open:
-            is_whole = meta.chunks is None or meta.chunks == self._num_chunks
-            if self.aside is None or not self.aside.is_at(meta) or not is_whole:
-                return Verdict.BROKEN
-        elif self._part is not _Part.NOTHING or self.verb is not Verb.SYNC:
-            return Verdict.BROKEN
-        elif not self.at.is_at(meta):
-            return Verdict.SPLICED
-        self._part = _Part.BATCHES
-        return Verdict.GOOD
-
-    def end(self, meta: Meta) -> Verdict:
-        """Close the answer; GOOD when what came has the publisher's digest."""
-        if self._part is not _Part.BATCHES:
-            return Verdict.BROKEN
-        if (self.aside or self.at).is_at(meta):
-            return Verdict.GOOD
-        return Verdict.SPLICED if self.aside is None else Verdict.BROKEN
-
-
-# The rules of following a publisher that has the extension: by its epoch and its digest, events in, instructions out.
-#
-# A view is right when the publisher has the same digest at the same number of the same life. The digest is followed
-# batch by batch and compared with the publisher's at the end of every answer and at every probe, so that loss,
-# restart
-# and splice are seen. A gap is closed from where the view stands when the publisher agrees on that place; otherwise a
-# snapshot is built aside and swapped in once its own digest agrees. A batch from the future is a hint to ask: it
-# never
-# moves the place, and it is not kept.
-
-_NONE: tuple[Instruction, ...] = ()
-_FOLLOWING = (StreamState.LIVE, StreamState.PARTIAL)
+    def hear(self, meta: Meta) -> _Fit:
+        """Take a META: the answer goes on as the grammar says, and both sides agree on the place that it names."""
+        said = _said(meta)
+        part = _ANSWER_GRAMMAR.get((self.part, said))
+        if part is None:
+            return _Fit.BROKEN
+        if said is _Said.SNAPSHOT_BEGINS:
+            self.staging = Position(meta.epoch, meta.start, meta.chain)
+        elif said is not _Said.STATUS:
+            if not (self.staging or self.at).is_at(meta):
+                return _Fit.SPLICED if self.staging is None else _Fit.BROKEN
+            if self.part is _Part.BASE and meta.chunks not in (None, self.num_chunks):
+                return _Fit.BROKEN
+        self.part = part
+        return _Fit.NEXT
 
 
 class DigestCursor:
     """Recovery of one stream by status, incremental synchronisation and snapshot.
 
     Args:
-        patience: failed questions in a row after which a view that is followed counts as unproved. So many bare end
+        patience: failed questions in a row after which a view that is followed counts as not proved. So many bare end
             markers, on a connection on which the extension never showed, mean that a successor does not have it;
             before it ever showed, the first failed question does.
         counters: to count in.
@@ -252,7 +266,7 @@ class DigestCursor:
         self.is_known = self.is_foreign = False
         self._state = StreamState.CONNECTING
         self._at = Position()
-        self._question: SyncQuestion | None = None
+        self._question: _SyncQuestion | None = None
         self._patience = patience
         self._failures = self._num_unproved = 0
         self._is_shown = False
@@ -279,11 +293,11 @@ class DigestCursor:
     @property
     def listening(self) -> bool:
         """False while live batches would have to be dropped: leave them in the socket."""
-        return self._state in _FOLLOWING and (self._question is None or self._question.verb is Verb.STATUS)
+        return self._state in _FOLLOWING and (self._question is None or self._question.is_status)
 
     def connected(self) -> tuple[Instruction, ...]:
         """The live connection is up: anything may have happened while it was not."""
-        if self._state not in (StreamState.CONNECTING, StreamState.DEAD):
+        if self._state not in _UNCONNECTED:
             return _NONE
         return self._sync()
 
@@ -328,18 +342,18 @@ class DigestCursor:
         if question is None or question.ask != ask:
             self.counters.stale_answers += 1
             return _NONE
-        is_base = question.is_base_open
-        verdict = question.take(seq, payload)
-        if verdict is Verdict.REPEATED:
+        fit = question.take(seq, payload)
+        if fit is _Fit.REPEATED:
             self.counters.duplicates += 1
             return _NONE
-        if verdict is not Verdict.GOOD:
+        if fit is not _Fit.NEXT:
             return self._cut()
-        if is_base and question.aside is not None:
-            return (ApplyAside(question.aside.next - 1, payload, True),)
+        staging = question.staging
+        if staging is not None and question.part is _Part.BASE:
+            return (ApplyStaged(staging.next - 1, payload, True),)
         self.counters.applied += 1
         self.counters.recovered += 1
-        return (Apply(seq, payload, True) if question.aside is None else ApplyAside(seq, payload, False),)
+        return (Apply(seq, payload, True) if staging is None else ApplyStaged(seq, payload, False),)
 
     def answer_meta(self, ask: int, meta: Meta) -> tuple[Instruction, ...]:
         """A META of the answer to question ``ask`` came."""
@@ -348,23 +362,20 @@ class DigestCursor:
             self.counters.stale_answers += 1
             return _NONE
         self.is_known = self._is_shown = True
-        if (meta.kind is Kind.STATUS) is not (question.verb is Verb.STATUS):
+        fit = question.hear(meta)
+        if fit is _Fit.SPLICED:
+            return self._distrust()
+        if fit is not _Fit.NEXT:
             return self._cut()
         if meta.kind is Kind.STATUS:
             self._question = None
-            return self._judge_status(question.asked_at, meta)
-        is_end = meta.kind is Kind.END
-        verdict = question.end(meta) if is_end else question.begin(meta)
-        if verdict is Verdict.SPLICED:
-            return self._distrust()
-        if verdict is not Verdict.GOOD:
-            return self._cut()
-        if is_end:
+            return self._compare(question.asked_at, meta)
+        if meta.kind is Kind.END:
             return self._close(question)
-        return (BeginAside(),) if meta.snap else _NONE
+        return (BeginStaging(),) if meta.snap else _NONE
 
-    def _judge_status(self, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
-        """Compare with where the view stood when the question was asked: it may have moved on since."""
+    def _compare(self, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
+        """Compare a status with where the view stood when it was asked for: the view may have moved on since."""
         self._failures = 0
         if meta.epoch != asked_at.epoch:
             return self._sync()
@@ -384,24 +395,24 @@ class DigestCursor:
         self._settle()
         return _NONE
 
-    def _close(self, question: SyncQuestion) -> tuple[Instruction, ...]:
-        """The digest of all that came is the publisher's: believe it."""
+    def _close(self, question: _SyncQuestion) -> tuple[Instruction, ...]:
+        """The answer is over, and the digest of all that came is the publisher's."""
         self._question = None
         self._failures = self._num_unproved = 0
         self.counters.verified += 1
-        swap = _NONE if question.aside is None else self._swap_in(question, question.aside)
+        swap = _NONE if question.staging is None else self._swap_in(question, question.staging)
         if question.newest_seen >= self._at.next:
             return (*swap, *self._sync())
         self._settle()
         return swap
 
-    def _swap_in(self, question: SyncQuestion, aside: Position) -> tuple[Instruction, ...]:
+    def _swap_in(self, question: _SyncQuestion, staging: Position) -> tuple[Instruction, ...]:
         self.counters.snapshots += 1
-        self.counters.restarts += self._at.epoch not in (NO_EPOCH, aside.epoch)
-        self._at = aside
-        # What is damaged in a snapshot may be anywhere in it: it is new when all of the window is.
-        self._damaged_at = aside.next if question.is_damaged else None
-        return (SwapIn(),)
+        self.counters.restarts += self._at.epoch not in (NO_EPOCH, staging.epoch)
+        self._at = staging
+        # What is damaged may be anywhere in the snapshot: it can be read again when the window has passed all of it.
+        self._damaged_at = staging.next if question.is_damaged else None
+        return (SwapInStaged(),)
 
     def answer_ended(self, ask: int) -> tuple[Instruction, ...]:
         """A bare end marker: the publisher has no extension, or had to cut its answer to question ``ask``."""
@@ -433,7 +444,7 @@ class DigestCursor:
 
     def cleared(self) -> None:
         """The batch just applied cleared all blocks: what could not be read before it does not matter any more."""
-        if self._question is not None and self._question.aside is not None:
+        if self._question is not None and self._question.staging is not None:
             self._question.is_damaged = False
             return
         self._damaged_at = None
@@ -442,7 +453,7 @@ class DigestCursor:
 
     def damaged(self) -> None:
         """The batch just applied could not be read whole: the view may differ by what it said."""
-        if self._question is not None and self._question.aside is not None:
+        if self._question is not None and self._question.staging is not None:
             self._question.is_damaged = True
             return
         self._damaged_at = self.last_seq
@@ -455,7 +466,7 @@ class DigestCursor:
 
     def _ask(self, verb: Verb) -> tuple[Instruction, ...]:
         self.counters.asks += 1
-        self._question = SyncQuestion(self.counters.asks, verb, self._at)
+        self._question = _SyncQuestion(self.counters.asks, self._at, _ASKED[verb])
         return (AskReplay(self._question.ask, self._at.next, verb, self._at.epoch),)
 
     def _distrust(self) -> tuple[Instruction, ...]:
@@ -464,7 +475,7 @@ class DigestCursor:
         return self._sync(Verb.SNAPSHOT)
 
     def _cut(self) -> tuple[Instruction, ...]:
-        """The open answer leads no further. What it brought stays if it was applied, for it was proved to follow."""
+        """The open answer cannot be used further. What of it was applied stays: it was proved to follow."""
         question = self._question
         assert question is not None
         self.counters.cut += int(self.is_known)
@@ -481,33 +492,59 @@ class DigestCursor:
 
     def _drop_question(self) -> tuple[Instruction, ...]:
         question, self._question = self._question, None
-        return _NONE if question is None or question.aside is None else (DropAside(),)
+        return _NONE if question is None or question.staging is None else (DropStaging(),)
 
     def _settle(self) -> None:
         self._become(StreamState.LIVE if self._damaged_at is None else StreamState.PARTIAL)
 
     def _become(self, state: StreamState) -> None:
-        if state is StreamState.PARTIAL and self._state is not state:
-            self.counters.losses += 1
-        self._state = state
+        if state is not self._state:
+            self._state = _changed(self._state, state, self.counters)
 
 
-# The rules of following a publisher without the extension (SGLang, vLLM): events in, instructions out.
-#
-# A view is right when it is built from an unbroken run of batches that begins where the publisher's state is known:
-# at batch 0 of its life, or at a batch that clears all blocks. The cursor tracks that run. It keeps one payload, the
-# last applied, and nothing else: a batch from the future is a reason to ask for replay, it is not kept. When it must
-# go on after a gap it asks from the number that it *holds* and compares that payload, because a publisher that
-# restarted may have passed the number. History that the publisher no longer has costs the stream its ``LIVE`` state.
-#
-# Feed live batches only while ``listening`` is true: leave them in the socket during a replay, and they are there to
-# go on from when it ends.
+# --- by numbers and payloads: the unbroken run of batches ---
+
+NOTHING_APPLIED = -1
+"""``last_seq`` before the first batch: one below the number of a publisher's first."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """The unbroken run of batches that the view is built from. It keeps one payload, the last applied.
+
+    ``complete`` means that it began where the publisher's state was known. ``adopting`` means that it may begin at
+    any number: there is no history to be had. ``hole_after`` is the number after which one answer had a hole; the
+    same hole twice means that the batches are lost.
+    """
+
+    last: int = NOTHING_APPLIED
+    payload: bytes = b""
+    complete: bool = False
+    adopting: bool = False
+    hole_after: int | None = None
+
+
+@dataclass(slots=True)
+class _PlainQuestion:
+    """One open replay question.
+
+    ``full`` asks for all history; otherwise it continues the run. ``has_batches`` means that the stream is known not
+    to be empty, ``newer_seen`` that a live batch was dropped since.
+    """
+
+    ask: int
+    full: bool
+    has_batches: bool
+    answers: int = 0
+    applied: int = 0
+    has_hole: bool = False
+    newer_seen: bool = False
 
 
 class PlainCursor:
-    """Sequence tracking and recovery of one stream by numbers and the last payload.
+    """Recovery of one stream by numbers and the last payload.
 
-    Nothing proves such a stream without a replay channel, or while that is silent: it is never ``LIVE`` then.
+    Without a replay channel, or while that is silent, nothing proves the stream: it is never ``LIVE`` then.
 
     Args:
         has_replay: whether the publisher offers a replay channel.
@@ -524,8 +561,8 @@ class PlainCursor:
         self._state = StreamState.CONNECTING
         self._has_replay = has_replay
         self._patience = patience
-        self._run = Run()
-        self._question: Question | None = None
+        self._run = _Run()
+        self._question: _PlainQuestion | None = None
         self._failures = 0
         self._last_heard = NOTHING_APPLIED
 
@@ -563,11 +600,11 @@ class PlainCursor:
 
     def connected(self) -> tuple[Instruction, ...]:
         """The live connection is up: anything may have happened while it was not."""
-        if self._state not in (StreamState.CONNECTING, StreamState.DEAD):
+        if self._state not in _UNCONNECTED:
             return _NONE
         if self._has_replay:
             return self._ask()
-        self._run = Run(adopting=True)
+        self._run = _Run(adopting=True)
         self._become(StreamState.PARTIAL)
         return (Clear("no replay channel tells what was published before"),)
 
@@ -584,7 +621,7 @@ class PlainCursor:
         """The publisher is taken for dead: its blocks are no longer worth routing to."""
         self._question = None
         self._failures = 0
-        self._run = Run()
+        self._run = _Run()
         self._become(StreamState.DEAD)
         return (Clear("the publisher is unreachable"),)
 
@@ -638,7 +675,7 @@ class PlainCursor:
         question.has_hole = True
         return _NONE
 
-    def _first_answer(self, question: Question, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def _first_answer(self, question: _PlainQuestion, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """Begin, or compare what is held with what the publisher has under the same number."""
         run = self._run
         if question.full or seq != run.last:
@@ -666,10 +703,10 @@ class PlainCursor:
         self._settle()
         return _NONE
 
-    def _no_history(self, question: Question) -> tuple[Instruction, ...]:
+    def _no_history(self, question: _PlainQuestion) -> tuple[Instruction, ...]:
         """Nothing was ever published, or nothing is kept: which, the next live batch tells."""
         run = self._run
-        self._run = Run(adopting=run.adopting or question.has_batches)
+        self._run = _Run(adopting=run.adopting or question.has_batches)
         self._become(StreamState.PARTIAL if self._run.adopting else StreamState.SYNCING)
         return _NONE if run.last == NOTHING_APPLIED else (Clear("the publisher has no history"),)
 
@@ -690,7 +727,7 @@ class PlainCursor:
         if self._state in _FOLLOWING:
             self._become(StreamState.PARTIAL)  # nothing proves any more that the last batch was the last
             return (retry,)
-        self._run = Run(adopting=True)
+        self._run = _Run(adopting=True)
         self._become(StreamState.PARTIAL)
         return (Clear("the replay channel does not answer"), retry)
 
@@ -709,9 +746,7 @@ class PlainCursor:
         """The stream has been silent for a while: see whether its last batches were lost, or its life is another."""
         if not self._has_replay or self._failures or not self.listening:
             return _NONE
-        if self._state in (StreamState.CONNECTING, StreamState.DEAD):
-            return _NONE
-        return self._ask(probing=True)
+        return _NONE if self._state in _UNCONNECTED else self._ask(probing=True)
 
     # --- what the owner found in a batch ---
 
@@ -732,7 +767,7 @@ class PlainCursor:
     def _ask(self, *, full: bool = False, probing: bool = False, has_batches: bool = False) -> tuple[Instruction, ...]:
         fresh = self._run.last == NOTHING_APPLIED
         self.counters.asks += 1
-        question = Question(ask=self.counters.asks, full=full or fresh, has_batches=has_batches)
+        question = _PlainQuestion(ask=self.counters.asks, full=full or fresh, has_batches=has_batches)
         self._question = question
         if not probing:
             self._become(StreamState.SYNCING if fresh else StreamState.RECOVERING)
@@ -741,12 +776,12 @@ class PlainCursor:
     def _resync(self, reason: str) -> tuple[Instruction, ...]:
         """Another life of the publisher: nothing that is held is true of it."""
         self.counters.restarts += 1
-        self._run = Run()
+        self._run = _Run()
         return (Clear(reason), *self._ask())
 
     def _begin_run(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         reason = "history begins here" if seq == 0 else f"history before batch {seq} is not known"
-        self._run = Run(last=seq - 1, complete=seq == 0)
+        self._run = _Run(last=seq - 1, complete=seq == 0)
         return (Clear(reason), *self._continue_run(seq, payload))
 
     def _continue_run(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
@@ -769,18 +804,19 @@ class PlainCursor:
         self._become(StreamState.LIVE if self._run.complete and is_proved else StreamState.PARTIAL)
 
     def _become(self, state: StreamState) -> None:
-        if state is StreamState.PARTIAL and self._state is not state:
-            self.counters.losses += 1
-        self._state = state
+        if state is not self._state:
+            self._state = _changed(self._state, state, self.counters)
 
 
-_PROBES_A_KNOCK = 8
+# --- which rules? ---
+
+_PROBES_PER_EXTENSION_PROBE = 8
 """A plain publisher is asked for the extension at every eighth probe, and at the first of a connection. One that has
 shown it before is asked at every probe."""
 
 
 class StreamCursor:
-    """Sequence tracking and recovery of one stream (one rank of one worker).
+    """Recovery of one stream (one rank of one worker), by the rules that its publisher allows.
 
     Args:
         has_replay: whether the publisher offers a replay channel.
@@ -789,15 +825,15 @@ class StreamCursor:
     A method that returns instructions expects them to be carried out in order, before the next call.
     """
 
-    __slots__ = ("_has_replay", "_knock", "_mode", "_patience", "_probes_to_knock", "_was_extended", "counters")
+    __slots__ = ("_extension_ask", "_has_replay", "_mode", "_patience", "_probes_left", "_was_extended", "counters")
 
     def __init__(self, *, has_replay: bool, patience: int = 3) -> None:
         self.counters = CursorCounters()
         self._has_replay = has_replay
         self._patience = patience
-        self._knock = 0
+        self._extension_ask = 0
         self._was_extended = False
-        self._probes_to_knock = _PROBES_A_KNOCK
+        self._probes_left = _PROBES_PER_EXTENSION_PROBE
         self._mode: DigestCursor | PlainCursor = self._new_digest_cursor() if has_replay else self._new_plain_cursor()
 
     def __repr__(self) -> str:
@@ -827,16 +863,16 @@ class StreamCursor:
     @property
     def open_ask(self) -> int | None:
         """Number of the replay question whose answer is awaited, None without one."""
-        return self._mode.open_ask or (self._knock if self._is_knocking else None)
+        return self._mode.open_ask or (self._extension_ask if self._is_probing_extension else None)
 
     @property
-    def _is_knocking(self) -> bool:
-        return self._knock > 0 and self._knock == self.counters.asks  # a later question has replaced it
+    def _is_probing_extension(self) -> bool:
+        return self._extension_ask > 0 and self._extension_ask == self.counters.asks  # no later question replaced it
 
     @property
     def expects_meta(self) -> bool:
         """True while the payload of an end marker means something."""
-        return isinstance(self._mode, DigestCursor) or self._is_knocking
+        return isinstance(self._mode, DigestCursor) or self._is_probing_extension
 
     @property
     def listening(self) -> bool:
@@ -846,7 +882,7 @@ class StreamCursor:
     @property
     def settled(self) -> bool:
         """True while connected with no recovery under way: the view will not get better by waiting."""
-        return self._mode.listening and self.state not in (StreamState.CONNECTING, StreamState.DEAD)
+        return self._mode.listening and self.state not in _UNCONNECTED
 
     # --- the connection ---
 
@@ -856,8 +892,8 @@ class StreamCursor:
 
     def disconnected(self) -> tuple[Instruction, ...]:
         """The live connection is gone. The view stays until the cursor is told to give up."""
-        self._knock = 0
-        self._probes_to_knock = 1
+        self._extension_ask = 0
+        self._probes_left = 1
         return self._mode.disconnected()
 
     def gave_up(self) -> tuple[Instruction, ...]:
@@ -878,7 +914,7 @@ class StreamCursor:
         """A META of the answer to question ``ask``."""
         if isinstance(self._mode, DigestCursor):
             return self._or_plainly(self._mode.answer_meta(ask, meta))
-        if not self._is_knocking or ask != self._knock:
+        if not self._is_probing_extension or ask != self._extension_ask:
             self.counters.stale_answers += 1
             return _NONE
         self._mode = self._new_digest_cursor()
@@ -886,17 +922,20 @@ class StreamCursor:
 
     def answer_ended(self, ask: int) -> tuple[Instruction, ...]:
         """The end marker of the answer to question ``ask``, without a META."""
-        if self._is_knocking and ask == self._knock:
-            self._knock = 0
-            return self._mode.probe()
+        if self._is_probing_extension and ask == self._extension_ask:
+            return self._no_extension()
         return self._or_plainly(self._mode.answer_ended(ask))
 
     def answer_missing(self, ask: int) -> tuple[Instruction, ...]:
         """The answer to question ``ask`` did not come to its end in time, or cannot be read."""
-        if self._is_knocking and ask == self._knock:
-            self._knock = 0
-            return self._mode.probe()
+        if self._is_probing_extension and ask == self._extension_ask:
+            return self._no_extension()
         return self._or_plainly(self._mode.answer_missing(ask))
+
+    def _no_extension(self) -> tuple[Instruction, ...]:
+        """The probe for the extension found none: probe by the plain rules, as was due."""
+        self._extension_ask = 0
+        return self._mode.probe()
 
     def _or_plainly(self, instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
         """``instructions``, or those of the plain rules when the publisher turned out to have no extension."""
@@ -905,7 +944,7 @@ class StreamCursor:
         self._was_extended = self._was_extended or self._mode.is_known
         holds_blocks = self.counters.applied or self.counters.snapshots
         self._mode = self._new_plain_cursor()
-        self._probes_to_knock = 1 if self._was_extended else _PROBES_A_KNOCK
+        self._probes_left = 1 if self._was_extended else _PROBES_PER_EXTENSION_PROBE
         cleared = (Clear("the publisher answers no question of the extension"),) if holds_blocks else _NONE
         return (*cleared, *self._mode.connected())
 
@@ -920,12 +959,12 @@ class StreamCursor:
         if isinstance(self._mode, DigestCursor) or not self._has_replay:
             return self._mode.probe()
         if self.settled and self.open_ask is None:
-            self._probes_to_knock -= 1
-            if self._probes_to_knock <= 0:
-                self._probes_to_knock = 1 if self._was_extended else _PROBES_A_KNOCK
+            self._probes_left -= 1
+            if self._probes_left <= 0:
+                self._probes_left = 1 if self._was_extended else _PROBES_PER_EXTENSION_PROBE
                 self.counters.asks += 1
-                self._knock = self.counters.asks
-                return (AskReplay(self._knock, 0, Verb.STATUS),)
+                self._extension_ask = self.counters.asks
+                return (AskReplay(self._extension_ask, 0, Verb.STATUS),)
         return self._mode.probe()
 
     # --- what the owner found in a batch ---

@@ -1,6 +1,11 @@
-"""Following one stream against a clock: carries out the cursor's instructions and keeps its deadlines.
+"""Following one stream: what a cursor says is carried out on a view, and its deadlines are kept against a clock.
 
-Still without sockets: whoever owns them tells what came and asks ``next_deadline_s`` how long it may wait.
+A ``StreamFollower`` owns one stream's cursor, its ``BatchApplier`` (payload to view) and its deadlines
+(``FollowPolicy``). It is told what came, and says by ``next_deadline_s`` how long its owner may wait. It has no sockets
+and no clock of its own: the owner asks questions for it (``ReplayChannel``) and passes the time.
+
+What others see of a stream is here too: ``StreamListener`` is told of everything that happens, ``StreamPosition`` and
+``StreamStats`` say where a stream stands.
 """
 
 from __future__ import annotations
@@ -18,39 +23,43 @@ import msgspec
 from observability.kv_stream.cursor import StreamCursor
 from observability.kv_stream.instructions import (
     Apply,
-    ApplyAside,
+    ApplyStaged,
     AskReplay,
-    BeginAside,
+    BeginStaging,
     Clear,
     Instruction,
     RetryLater,
     StreamState,
-    SwapIn,
+    SwapInStaged,
 )
 from observability.kv_stream.view import BlockView
 from scheduler_components import AllBlocksCleared, ConfigError, DecodeError
 from scheduler_components.kv_events import BatchDecoder, DecodedBatch, Meta
 
 __all__ = [
+    "MAX_STREAMS",
+    "ApplierCounters",
+    "BatchApplier",
+    "BatchEffect",
+    "FollowPolicy",
     "NullListener",
+    "ReplayChannel",
+    "StreamFollower",
     "StreamListener",
     "StreamPosition",
     "StreamStats",
-    "ApplierCounters",
-    "BatchApplier",
-    "Outcome",
-    "FollowPolicy",
-    "ReplayChannel",
-    "StreamFollower",
 ]
 
-# The port of whoever wants to see what happens to a stream, besides its state in the view.
+MAX_STREAMS = 1_024
+"""Of one worker or one subscriber. A stream costs three file descriptors; no engine is near this."""
+
+# --- what others see of a stream ---
 
 
 class StreamListener(Protocol):
     """Told of everything in the order in which it happens, on the thread that polls; what it raises ends that poll.
 
-    Batches between ``snapshot_begun`` and ``snapshot_ended`` are applied to a view aside, which begins empty and
+    Batches between ``snapshot_begun`` and ``snapshot_ended`` are applied to a staging view, which begins empty and
     replaces the present one when it was used. Chunks of its base carry the number of the last batch in the base.
     """
 
@@ -80,7 +89,7 @@ class StreamListener(Protocol):
 
 
 class NullListener:
-    """Wants to know nothing."""
+    """A listener that ignores everything; a base for listeners that want to know one thing."""
 
     def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         """Nothing to do."""
@@ -102,9 +111,6 @@ class NullListener:
 
     def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
         """Nothing to do."""
-
-
-# What one followed stream says of itself: values to show in a table, export, or compare in a test.
 
 
 class StreamPosition(msgspec.Struct, frozen=True, gc=False):
@@ -135,10 +141,11 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
         gaps: times that a live batch did not follow on the one before; recovered: batches that came by replay.
         losses: times that the stream became partial; restarts: times that the publisher was another.
         verified: times that the publisher's digest agreed; splices: times that it did not, and all began anew.
-        snapshots: views that were swapped in whole.
+        snapshots: staging views that replaced the present one.
         duplicates: batches at or below the last applied number.
         replays_asked, replays_unanswered: questions, and those that got no end marker in time.
-        replays_cut: extended answers that led no further: cut by the publisher, with a hole, or never ended.
+        replays_cut: extended answers that could not be used to their end: cut by the publisher, with a hole, or
+            never ended.
         disconnects: times that the live connection was lost.
         decode_errors: batches or single events that could not be read.
         bad_frames: messages that are not frames of this wire.
@@ -180,11 +187,14 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
     last_error: str = ""
 
 
-# From payload to view: decode one batch of one rank, apply its events, count.
+# --- from payload to view ---
 
 
-class Outcome(Enum):
-    """What a batch means for the trust in the view."""
+class BatchEffect(Enum):
+    """What a batch means for the trust in the view.
+
+    CLEARED: it cleared all blocks. DAMAGED: a part of it could not be read.
+    """
 
     ADDED = "added"
     CLEARED = "cleared"
@@ -210,7 +220,7 @@ class BatchApplier:
     Attributes:
         rank: the stream's number in the view. A batch that names another is applied here all the same, and counted.
         wall_clock: seconds since the epoch, for the lag.
-        aside: the view that a snapshot is built in, None without one.
+        staging: the view that a snapshot is built in, None without one.
     """
 
     rank: int
@@ -219,35 +229,37 @@ class BatchApplier:
     listener: StreamListener
     wall_clock: Callable[[], float]
     counters: ApplierCounters = field(default_factory=ApplierCounters)
-    aside: BlockView | None = None
+    staging: BlockView | None = None
 
-    def begin_aside(self) -> None:
+    def begin_staging(self) -> None:
         """Begin a snapshot, from nothing."""
-        self.aside = BlockView()
+        self.staging = BlockView()
         self.listener.snapshot_begun(self.rank)
 
-    def apply_aside(self, seq: int, payload: bytes, *, is_base: bool) -> Outcome:
+    def apply_staged(self, seq: int, payload: bytes, *, is_base: bool) -> BatchEffect:
         """Apply one payload to the snapshot; never raises for what is in it."""
-        assert self.aside is not None
-        return self._apply_to(self.aside, seq, payload, replayed=True, is_base=is_base)
+        assert self.staging is not None
+        return self._apply_to(self.staging, seq, payload, replayed=True, is_base=is_base)
 
-    def swap_in(self) -> None:
+    def swap_in_staged(self) -> None:
         """Replace this rank's blocks by those of the snapshot."""
-        assert self.aside is not None
-        self.view.replace(self.rank, self.aside)
-        self.aside = None
+        assert self.staging is not None
+        self.view.replace(self.rank, self.staging)
+        self.staging = None
         self.listener.snapshot_ended(self.rank, was_used=True)
 
-    def drop_aside(self) -> None:
+    def drop_staging(self) -> None:
         """Forget the snapshot."""
-        self.aside = None
+        self.staging = None
         self.listener.snapshot_ended(self.rank, was_used=False)
 
-    def apply(self, seq: int, payload: bytes, *, replayed: bool) -> Outcome:
+    def apply(self, seq: int, payload: bytes, *, replayed: bool) -> BatchEffect:
         """Apply one payload to the view; never raises for what is in it."""
         return self._apply_to(self.view, seq, payload, replayed=replayed)
 
-    def _apply_to(self, view: BlockView, seq: int, payload: bytes, *, replayed: bool, is_base: bool = False) -> Outcome:
+    def _apply_to(
+        self, view: BlockView, seq: int, payload: bytes, *, replayed: bool, is_base: bool = False
+    ) -> BatchEffect:
         counters = self.counters
         try:
             batch = self.decoder.decode(payload)
@@ -255,7 +267,7 @@ class BatchApplier:
             counters.decode_errors += 1
             counters.last_error = f"batch {seq}: {error.reason}"
             self.listener.batch_unreadable(self.rank, seq, error)
-            return Outcome.DAMAGED
+            return BatchEffect.DAMAGED
         counters.batches += 1
         counters.events += len(batch.events)
         if batch.attn_dp_rank is not None and batch.attn_dp_rank != self.rank:
@@ -264,21 +276,24 @@ class BatchApplier:
             counters.lag_s = self.wall_clock() - batch.ts
         view.apply(self.rank, batch.events)
         if is_base and batch.events[:1] == (AllBlocksCleared(),):
-            # That the base begins from nothing is how it is written, and nothing that happened.
+            # The base is written so that it begins from nothing: no clear happened.
             batch = msgspec.structs.replace(batch, events=batch.events[1:])
         if batch.events or batch.errors or not is_base:
             self.listener.batch_applied(self.rank, seq, batch, replayed=replayed)
-        return self._judge(seq, batch)
+        return self._effect_of(seq, batch)
 
-    def _judge(self, seq: int, batch: DecodedBatch) -> Outcome:
+    def _effect_of(self, seq: int, batch: DecodedBatch) -> BatchEffect:
         if batch.errors:
             self.counters.decode_errors += len(batch.errors)
             self.counters.last_error = f"batch {seq}: {batch.errors[-1].reason}"
-            return Outcome.DAMAGED
+            return BatchEffect.DAMAGED
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                return Outcome.CLEARED
-        return Outcome.ADDED
+                return BatchEffect.CLEARED
+        return BatchEffect.ADDED
+
+
+# --- against a clock ---
 
 
 def _check_positive(_: object, attribute: attrs.Attribute[float], value: float) -> None:
@@ -448,13 +463,13 @@ class StreamFollower:
     def _carry_out(self, instruction: Instruction, now_s: float) -> None:
         if isinstance(instruction, Apply):
             self._report(self.applier.apply(instruction.seq, instruction.payload, replayed=instruction.replayed))
-        elif isinstance(instruction, ApplyAside):
+        elif isinstance(instruction, ApplyStaged):
             seq, payload, is_base = instruction.seq, instruction.payload, instruction.is_base
-            self._report(self.applier.apply_aside(seq, payload, is_base=is_base))
-        elif isinstance(instruction, BeginAside):
-            self.applier.begin_aside()
-        elif isinstance(instruction, SwapIn):
-            self.applier.swap_in()
+            self._report(self.applier.apply_staged(seq, payload, is_base=is_base))
+        elif isinstance(instruction, BeginStaging):
+            self.applier.begin_staging()
+        elif isinstance(instruction, SwapInStaged):
+            self.applier.swap_in_staged()
         elif isinstance(instruction, Clear):
             self.applier.view.clear(self.applier.rank)
             self.applier.listener.view_cleared(self.applier.rank, instruction.reason)
@@ -465,10 +480,10 @@ class StreamFollower:
         elif isinstance(instruction, RetryLater):
             self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
         else:
-            self.applier.drop_aside()
+            self.applier.drop_staging()
 
-    def _report(self, outcome: Outcome) -> None:
-        if outcome is Outcome.CLEARED:
+    def _report(self, effect: BatchEffect) -> None:
+        if effect is BatchEffect.CLEARED:
             self.cursor.cleared()
-        elif outcome is Outcome.DAMAGED:
+        elif effect is BatchEffect.DAMAGED:
             self.cursor.damaged()

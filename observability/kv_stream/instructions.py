@@ -10,31 +10,33 @@ import msgspec
 from scheduler_components.kv_events import EPOCH_BYTES, Request, Verb
 
 __all__ = [
+    "STATE_CHANGES",
     "Apply",
-    "ApplyAside",
+    "ApplyStaged",
     "AskReplay",
-    "BeginAside",
+    "BeginStaging",
     "Clear",
     "CursorCounters",
-    "DropAside",
+    "DropStaging",
     "Instruction",
     "RetryLater",
     "StreamState",
-    "SwapIn",
+    "SwapInStaged",
+    "token_of",
 ]
 
 
 class StreamState(StrEnum):
     """How far a view of one stream can be trusted.
 
-    CONNECTING: no connection; the view, if any, is what was true when it was lost.
-    SYNCING: connected; the history is being fetched, or nothing has been published yet.
+    CONNECTING: no connection. The view, if any, is what was true when the connection was lost.
+    SYNCING: connected. The history is being fetched, or nothing has been published yet.
     LIVE: the view is the publisher's state as of the last batch applied. That was proved (by its digest where the
         publisher has the extension, else by its history and its last payload), and every batch since followed on.
-    RECOVERING: something is missing or unproved, and a replay of it is under way.
+    RECOVERING: something is missing or not proved, and a replay of it is under way.
     PARTIAL: history is missing, or nothing can prove the view. What it holds is true as far as every later batch
         could be read, but blocks may be missing from it, and the last batches may have been lost.
-    DEAD: the publisher has been unreachable for too long; the view of it is empty.
+    DEAD: the publisher has been unreachable for too long. The view of it is empty.
     """
 
     CONNECTING = "connecting"
@@ -45,11 +47,24 @@ class StreamState(StrEnum):
     DEAD = "dead"
 
 
-class AskReplay(msgspec.Struct, frozen=True, gc=False):
-    """Ask the replay channel; answers are handed back under the number ``ask``.
+_CONNECTED = frozenset({StreamState.SYNCING, StreamState.LIVE, StreamState.RECOVERING, StreamState.PARTIAL})
+_NO_CONNECTION = frozenset({StreamState.CONNECTING, StreamState.DEAD})
 
-    It replaces any question still open. Use a connection of its own for each, so that a late answer to an older
-    one is never taken for an answer to this one.
+STATE_CHANGES: dict[StreamState, frozenset[StreamState]] = {
+    StreamState.CONNECTING: frozenset(
+        {StreamState.SYNCING, StreamState.RECOVERING, StreamState.PARTIAL, StreamState.DEAD}
+    ),
+    StreamState.DEAD: frozenset({StreamState.SYNCING, StreamState.PARTIAL}),
+    **{state: (_CONNECTED | _NO_CONNECTION) - {state} for state in _CONNECTED},
+}
+"""Each state to those that may follow on it. A new connection is never ``LIVE`` at once: the proof comes first."""
+
+
+class AskReplay(msgspec.Struct, frozen=True, gc=False):
+    """Ask the replay channel. Answers are handed back under the number ``ask``.
+
+    It replaces any question that is still open. Use one connection per question, so that a late answer to an older
+    question is never taken for an answer to this one.
 
     Attributes:
         ask: number of the question, which is also the token of an extended one.
@@ -82,12 +97,12 @@ class Apply(msgspec.Struct, frozen=True, gc=False):
     replayed: bool
 
 
-class BeginAside(msgspec.Struct, frozen=True, gc=False):
-    """A snapshot begins: build an empty view of this stream aside; the present one stays until it is replaced."""
+class BeginStaging(msgspec.Struct, frozen=True, gc=False):
+    """A snapshot begins: make an empty staging view of this stream. The present view stays until it is replaced."""
 
 
-class ApplyAside(msgspec.Struct, frozen=True, gc=False):
-    """Apply one payload to the view aside, then report back as for ``Apply``.
+class ApplyStaged(msgspec.Struct, frozen=True, gc=False):
+    """Apply one payload to the staging view, then report back as for ``Apply``.
 
     ``is_base`` marks a chunk of the folded base; ``seq`` is then the last batch that the base covers.
     """
@@ -97,12 +112,12 @@ class ApplyAside(msgspec.Struct, frozen=True, gc=False):
     is_base: bool
 
 
-class SwapIn(msgspec.Struct, frozen=True, gc=False):
-    """The view aside is whole: it replaces the present one at once."""
+class SwapInStaged(msgspec.Struct, frozen=True, gc=False):
+    """The staging view is whole: it replaces the present one at once."""
 
 
-class DropAside(msgspec.Struct, frozen=True, gc=False):
-    """The snapshot came to nothing: forget the view aside."""
+class DropStaging(msgspec.Struct, frozen=True, gc=False):
+    """The snapshot cannot be used: forget the staging view."""
 
 
 class Clear(msgspec.Struct, frozen=True, gc=False):
@@ -117,7 +132,7 @@ class RetryLater(msgspec.Struct, frozen=True, gc=False):
     failures: int
 
 
-Instruction = AskReplay | Apply | BeginAside | ApplyAside | SwapIn | DropAside | Clear | RetryLater
+Instruction = AskReplay | Apply | BeginStaging | ApplyStaged | SwapInStaged | DropStaging | Clear | RetryLater
 
 
 @dataclass(slots=True)
@@ -132,10 +147,11 @@ class CursorCounters:
         losses: times that the stream became ``PARTIAL``.
         restarts: times that the stream turned out to be another life of its publisher.
         asks, unanswered: replay questions, and those whose answer did not come to its end in time.
-        cut: extended answers that led no further: cut by the publisher, with a hole, or never ended.
+        cut: extended answers that could not be used to their end: cut by the publisher, with a hole, or never ended.
         stale_answers: messages of an answer that nobody waits for any more.
-        verified: times that the publisher's digest agreed; snapshots: views that were swapped in whole.
-        splices: times that it did not: what was applied is not what the publisher sent.
+        verified: times that the publisher's digest agreed.
+        splices: times that it did not agree: what was applied is not what the publisher sent.
+        snapshots: staging views that replaced the present one.
     """
 
     applied: int = 0

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from observability.kv_stream import BatchApplier, BlockView, NullListener
-from observability.kv_stream.follower import Outcome
+from observability.kv_stream import BatchApplier, BatchEffect, BlockView, NullListener
 from scheduler_components import BlockRemoved, BlockStored, DecodeError
 from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, BatchDecoder, DecodedBatch, Kind, Meta, Request, Verb
 from scheduler_components.testing.golden import batch_vectors, peer_vectors
@@ -63,7 +62,7 @@ def check_size(batch: DecodedBatch, payload: bytes) -> None:
 @pytest.mark.timeout(300)
 def test_a_million_mutated_payloads_reach_the_view_or_are_refused() -> None:
     draw = random.Random(20_260)
-    decoder, outcomes, read = BatchDecoder(), dict.fromkeys(Outcome, 0), 0
+    decoder, outcomes, read = BatchDecoder(), dict.fromkeys(BatchEffect, 0), 0
 
     class Sizes(NullListener):
         """Sees every batch that was read."""

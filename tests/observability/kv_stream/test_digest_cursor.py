@@ -7,17 +7,17 @@ import pytest
 from observability.kv_stream import (
     NO_EPOCH,
     Apply,
-    ApplyAside,
+    ApplyStaged,
     AskReplay,
-    BeginAside,
+    BeginStaging,
     Clear,
-    DropAside,
+    DropStaging,
     Instruction,
     Position,
     RetryLater,
     StreamCursor,
     StreamState,
-    SwapIn,
+    SwapInStaged,
     token_of,
 )
 from scheduler_components.kv_events import Kind, Meta, Verb, chain_at_start
@@ -49,8 +49,8 @@ def meta(cursor: StreamCursor, kind: Kind, place: Position, **changes: object) -
 
 
 def take_snapshot(cursor: StreamCursor, place: Position) -> tuple[Instruction, ...]:
-    assert meta(cursor, Kind.BEGIN, place, snap=True) == (BeginAside(),)
-    assert cursor.answered(cursor.open_ask or 0, 0, b"chunk") == (ApplyAside(place.next - 1, b"chunk", True),)
+    assert meta(cursor, Kind.BEGIN, place, snap=True) == (BeginStaging(),)
+    assert cursor.answered(cursor.open_ask or 0, 0, b"chunk") == (ApplyStaged(place.next - 1, b"chunk", True),)
     assert meta(cursor, Kind.BEGIN, place, chunks=1) == ()
     return meta(cursor, Kind.END, place)
 
@@ -60,7 +60,7 @@ def opened(count: int = 3) -> StreamCursor:
     cursor = StreamCursor(has_replay=True)
     assert cursor.connected() == (AskReplay(1, 0, Verb.SYNC, NO_EPOCH),)
     assert (cursor.state, cursor.listening, cursor.is_extended) == (StreamState.SYNCING, False, False)
-    assert take_snapshot(cursor, at(OLD, count)) == (SwapIn(),)
+    assert take_snapshot(cursor, at(OLD, count)) == (SwapInStaged(),)
     assert (cursor.state, cursor.last_seq, cursor.is_extended) == (StreamState.LIVE, count - 1, True)
     return cursor
 
@@ -101,7 +101,7 @@ def test_a_wrong_digest_at_the_end_begins_anew() -> None:
     cursor.answered(2, 3, b"spliced")
     assert meta(cursor, Kind.END, at(OLD, 4)) == (AskReplay(3, 4, Verb.SNAPSHOT, OLD),)
     assert cursor.state is StreamState.RECOVERING
-    assert take_snapshot(cursor, at(OLD, 4)) == (SwapIn(),)
+    assert take_snapshot(cursor, at(OLD, 4)) == (SwapInStaged(),)
     assert cursor.state is StreamState.LIVE
 
 
@@ -109,7 +109,7 @@ def test_another_life_is_swapped_in_whole() -> None:
     cursor = opened()
     cursor.probe()
     assert meta(cursor, Kind.STATUS, at(NEW, 1)) == (AskReplay(3, 3, Verb.SYNC, OLD),)
-    assert take_snapshot(cursor, at(NEW, 1)) == (SwapIn(),)
+    assert take_snapshot(cursor, at(NEW, 1)) == (SwapInStaged(),)
     assert (cursor.state, cursor.last_seq, cursor.counters.restarts) == (StreamState.LIVE, 0, 1)
 
 
@@ -166,7 +166,7 @@ def test_a_snapshot_with_a_hole_is_dropped(lost: str) -> None:
     elif lost == "a batch":
         meta(cursor, Kind.BEGIN, place, chunks=1)
         result = cursor.answered(1, 4, payload(4))
-    assert result == (DropAside(), RetryLater(1))
+    assert result == (DropStaging(), RetryLater(1))
     assert (cursor.state, cursor.open_ask) == (StreamState.SYNCING, None)
 
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import NO_EPOCH, Apply, BlockView, DigestCursor, Instruction, PlainCursor, Position, Tier
 from observability.testing.recovery_model import FaultyWorld, Trace
-from scheduler_components.kv_events import EventStream, Meta, ReplayCursors, Verb
+from scheduler_components.kv_events import EventStream, Meta, ReplayCursors
 from scheduler_components.kv_events import stream as event_stream
 
 WHO = st.integers(0, 2)
 FAULTS = ("none", "none", "none", "lose", "repeat")
-STORIES = st.lists(
+TRACES = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["store", "store", "remove"]), st.integers(0, 5), st.integers(1, 3), st.booleans()),
         st.just(("send",)),
@@ -53,7 +53,7 @@ OVERTAKEN_AT_THE_END = [
 ]  # fmt: skip
 
 
-@given(trace=STORIES, window=WINDOWS, seq_base=SEQ_BASES)
+@given(trace=TRACES, window=WINDOWS, seq_base=SEQ_BASES)
 @example(trace=SILENT_AFTER_RESTART, window=1, seq_base="zero")
 @example(trace=OVERTAKEN_AT_THE_END, window=3, seq_base="zero")
 @settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
@@ -95,30 +95,30 @@ def digest_not_compared(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def neither_epoch_nor_digest_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Position, "is_at", lambda self, meta: self.next == meta.start)
-    judge, extended = DigestCursor._judge_status, ReplayCursors._extended
+    compare, extended = DigestCursor._compare, ReplayCursors._extended
 
-    def judge_any_life(self: DigestCursor, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
+    def compare_any_life(self: DigestCursor, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
         asked_at.epoch = meta.epoch
-        return judge(self, asked_at, meta)
+        return compare(self, asked_at, meta)
 
     def answer_any_life(self: ReplayCursors, client: bytes, request: Any) -> Any:
         known = request.epoch != NO_EPOCH
         request = type(request)(request.start, request.verb, request.token, self._stream.epoch if known else NO_EPOCH)
         return extended(self, client, request)
 
-    patch.setattr(DigestCursor, "_judge_status", judge_any_life)
+    patch.setattr(DigestCursor, "_compare", compare_any_life)
     patch.setattr(ReplayCursors, "_extended", answer_any_life)
 
 
 @caught_by(("wait", 21), ("store", 3, 1, False), ("send",), ("deliver", 0, 1, "none"), ("serve", 0, 1, "none"))
 def status_compared_with_the_digest_at_answer_time(patch: pytest.MonkeyPatch) -> None:
-    judge = DigestCursor._judge_status
+    compare = DigestCursor._compare
 
-    def judge_now(self: DigestCursor, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
+    def compare_now(self: DigestCursor, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
         asked_at.chain = self._at.chain
-        return judge(self, asked_at, meta)
+        return compare(self, asked_at, meta)
 
-    patch.setattr(DigestCursor, "_judge_status", judge_now)
+    patch.setattr(DigestCursor, "_compare", compare_now)
 
 
 @mutant
@@ -205,7 +205,7 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
 def truncated_answer_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
     def believe(self: DigestCursor, ask: int) -> tuple[Instruction, ...]:
         question = self._question
-        return () if question is None or question.verb is Verb.STATUS else self._close(question)
+        return () if question is None or question.is_status else self._close(question)
 
     patch.setattr(DigestCursor, "answer_ended", believe)
 
@@ -265,7 +265,7 @@ def test_a_broken_core_is_caught(mutate: Mutate, trace: Trace | None, monkeypatc
         FaultyWorld(window=2).tell(trace)
     mutate(monkeypatch)
 
-    @given(trace=STORIES, window=WINDOWS, seq_base=SEQ_BASES)
+    @given(trace=TRACES, window=WINDOWS, seq_base=SEQ_BASES)
     @settings(
         max_examples=1_500, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
