@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Protocol
 import pytest
 
 from observability import render_markdown
+from scheduler_components import RadixCache
 from scheduler_components.reference.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -129,9 +131,14 @@ def test_every_package_that_exports_names_has_a_page_of_reference() -> None:
     assert set(shown) <= set(REFERENCE)
 
 
+def page_of(site: Path, package: str) -> str:
+    """The built page of a package's names."""
+    return (site / "reference" / REFERENCE[package].with_suffix(".html").name).read_text()
+
+
 @pytest.mark.parametrize("package", sorted(REFERENCE))
 def test_every_exported_name_stands_once_on_its_page_and_no_other_does(site: Path, package: str) -> None:
-    page = (site / "reference" / REFERENCE[package].with_suffix(".html").name).read_text()
+    page = page_of(site, package)
     shown = re.findall(rf'id="{re.escape(package)}\.(\w+)"', page)
     assert sorted(shown) == sorted(importlib.import_module(package).__all__)
 
@@ -139,15 +146,21 @@ def test_every_exported_name_stands_once_on_its_page_and_no_other_does(site: Pat
 @pytest.mark.parametrize("package", sorted(REFERENCE))
 def test_every_class_is_shown_with_the_parameters_that_it_takes(site: Path, package: str) -> None:
     """Dataclasses, attrs, structs and models: fields are what one gives the constructor."""
-    page = (site / "reference" / REFERENCE[package].with_suffix(".html").name).read_text()
+    page = page_of(site, package)
     for each in exported_classes(package):
         assert shown_parameters(page, f"{package}.{each.__name__}") == named_parameters(each), each
 
 
+def entry_of(page: str, path: str) -> str:
+    """What stands on a page of reference between the heading of one name and the next heading."""
+    start = page.index(f' id="{path}"') + 1
+    end = re.compile(r' id="(?:scheduler_components|observability)').search(page, start)
+    return page[start : end.start() if end else None]
+
+
 def shown_parameters(page: str, path: str) -> list[str]:
     """The names between the parentheses of a class's signature; none for a class without a constructor."""
-    below = re.split(r' id="(?:scheduler_components|observability)', page.partition(f' id="{path}"')[2])[0]
-    signature = re.search(r"doc-signature.*?<code>(.*?)</code>", below, re.DOTALL)
+    signature = re.search(r"doc-signature.*?<code>(.*?)</code>", entry_of(page, path), re.DOTALL)
     if signature is None:
         return []
     text = html.unescape(re.sub(r"<[^>]+>", "", signature[1])).strip()
@@ -168,6 +181,16 @@ def exported_classes(package: str) -> list[type]:
 def named_parameters(each: type) -> list[str]:
     parameters = inspect.signature(each).parameters.values()
     return [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+
+
+def test_a_class_that_several_packages_export_is_described_in_one_place(site: Path) -> None:
+    places: dict[type, list[str]] = defaultdict(list)
+    for package in REFERENCE:
+        for each in exported_classes(package):
+            if "Described in" not in entry_of(page_of(site, package), f"{package}.{each.__name__}"):
+                places[each].append(package)
+    assert {each: packages for each, packages in places.items() if len(packages) != 1} == {}
+    assert places[RadixCache] == ["scheduler_components.cache"]
 
 
 def test_a_pipe_in_a_table_is_shown_without_its_escape(site: Path) -> None:

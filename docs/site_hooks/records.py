@@ -34,7 +34,7 @@ ATTRS = {"attrs.frozen", "attrs.define"}
 FIELDS = {"attrs.field", "msgspec.field", "pydantic.Field"}
 
 SHARED_ITEM = re.compile(
-    r"^(?P<indent> +)(?P<names>[a-z_]\w*(?:, [a-z_]\w*)+):(?P<meaning> .*(?:\n(?P=indent) +.*)*)", re.MULTILINE
+    r"^(?P<indent> +)(?P<names>[A-Za-z_]\w*(?:, [A-Za-z_]\w*)+):(?P<meaning> .*(?:\n(?P=indent) +.*)*)", re.MULTILINE
 )
 """Two or more names with one meaning in a section of a docstring."""
 
