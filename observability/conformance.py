@@ -11,17 +11,7 @@ import msgspec
 from observability.kv_stream import NoStreamsError, bare_address, discover, printable
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.kv_events import Endpoint, StreamAddress
-from scheduler_components.testing import (
-    RULES,
-    Expectations,
-    ProbeOptions,
-    StreamFacts,
-    StreamVerdict,
-    Violation,
-    Weight,
-    judge_stream,
-    probe_streams,
-)
+from scheduler_components.testing import RULES, ProbeOptions, Violation, Weight, probe_streams, stream_judge
 
 __all__ = [
     "ConformanceReport",
@@ -60,7 +50,7 @@ class StreamReport(msgspec.Struct, frozen=True):
 
     rank: int
     endpoint: str
-    facts: StreamFacts
+    facts: stream_judge.StreamFacts
     rules: tuple[RuleResult, ...]
 
 
@@ -112,10 +102,10 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         yield f"{printable(self.target)}: " + ("conforms" if self.conforms else "does NOT conform")
 
 
-def report_stream(address: StreamAddress, verdict: StreamVerdict) -> StreamReport:
-    """Put a verdict beside every rule of the table."""
-    results = tuple(each for each in _results(verdict.violations, verdict.judged) if each.rule not in _ENGINE_RULES)
-    return StreamReport(address.rank, str(address.events), verdict.facts, results)
+def report_stream(address: StreamAddress, judged: stream_judge.JudgedStream) -> StreamReport:
+    """Say of every rule of the table how the stream keeps it."""
+    results = tuple(each for each in _results(judged.violations, judged.judged) if each.rule not in _ENGINE_RULES)
+    return StreamReport(address.rank, str(address.events), judged.facts, results)
 
 
 def _results(violations: tuple[Violation, ...], judged: frozenset[str]) -> Iterator[RuleResult]:
@@ -137,7 +127,7 @@ def _told(results: Iterable[RuleResult]) -> Iterator[str]:
         yield f"          -> {result.hint}"
 
 
-def _facts(facts: StreamFacts) -> Iterator[str]:
+def _facts(facts: stream_judge.StreamFacts) -> Iterator[str]:
     yield (
         f"{facts.live_batches} batches live and {facts.replayed_batches} more by replay, {facts.events} events, "
         f"numbers {facts.first_sequence} to {facts.last_sequence}; {facts.blocks} blocks stand"
@@ -185,7 +175,7 @@ def examine_conformance(
     judged, broken = {"reachable"}, []
     if "://" in target and target.partition("://")[0] in ("tcp", "ipc"):
         addresses: tuple[StreamAddress, ...] = (bare_address(target, replay=replay_endpoint, topic=topic or ""),)
-        wanted = [Expectations(0, None if topic is None else topic.encode(), block_size)]
+        wanted = [stream_judge.Expectations(0, None if topic is None else topic.encode(), block_size)]
     else:
         for field, value in (("replay_endpoint", replay_endpoint), ("topic", topic), ("block_size", block_size)):
             if value is not None:
@@ -195,13 +185,13 @@ def examine_conformance(
             addresses = discover(target)
         except (NoStreamsError, DecodeError) as error:
             return ConformanceReport.of(target, judged, [Violation("descriptor", str(error))], ())
-        wanted = [Expectations(each.rank, each.topic.encode(), each.block_size) for each in addresses]
+        wanted = [stream_judge.Expectations(each.rank, each.topic.encode(), each.block_size) for each in addresses]
         if any(each.block_size is None for each in addresses):
             broken.append(Violation("descriptor", "no block_size is advertised: routers cannot hash prompts"))
     broken += _unreachable(addresses)
     records = probe_streams(addresses, options or ProbeOptions(), clock=clock)
     streams = [
-        report_stream(address, judge_stream(record, expected))
+        report_stream(address, stream_judge.judge_stream(record, expected))
         for address, record, expected in zip(addresses, records, wanted, strict=True)
     ]
     return ConformanceReport.of(target, judged, broken, streams)

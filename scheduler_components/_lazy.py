@@ -14,13 +14,14 @@ def lazy_names(package: str, modules: dict[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: ``__name__`` of the package.
-        modules: names of a module, separated by spaces, by the module's full name.
+        modules: names of a module, separated by spaces, by the module's full name; the module's own name is the module.
     """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(module_of[name]), name)
+        module = import_module(module_of[name])
+        return module if module.__name__ == f"{package}.{name}" else getattr(module, name)
 
     return get

@@ -140,7 +140,8 @@ def page_of(site: Path, package: str) -> str:
 def test_every_exported_name_stands_once_on_its_page_and_no_other_does(site: Path, package: str) -> None:
     page = page_of(site, package)
     shown = re.findall(rf'id="{re.escape(package)}\.(\w+)"', page)
-    assert sorted(shown) == sorted(importlib.import_module(package).__all__)
+    exported = importlib.import_module(package).__all__
+    assert sorted(shown) == sorted(name for name in exported if f"{package}.{name}" not in REFERENCE)
 
 
 @pytest.mark.parametrize("package", sorted(REFERENCE))

@@ -25,7 +25,7 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
     kv_metrics_from,
 )
-from scheduler_components.testing import FakeLoad, ListEventSink, ListKvMetricsSink, ScriptedEvents
+from scheduler_components.testing import FakeLoad, ListEventSink, ListSink, ScriptedEvents
 
 BUSY = FakeLoad(
     LoadSnapshot(
@@ -68,7 +68,7 @@ def test_one_rank_of_each_cache_speaks_and_every_cache_is_drained(attn_dp_size: 
     sink = ListEventSink()
     for tp_rank in range(8):
         parallel = ParallelState.from_tp_rank(tp_rank, tp_size=8, attn_dp_size=attn_dp_size, attn_cp_size=attn_cp_size)
-        cache, metrics_sink = ScriptedEvents([AllBlocksCleared()]), ListKvMetricsSink()
+        cache, metrics_sink = ScriptedEvents([AllBlocksCleared()]), ListSink()
         publisher = SchedulerKvEventsPublisher(
             parallel=parallel, source=cache, sink=sink, load=BUSY, metrics_sink=metrics_sink
         )
@@ -124,7 +124,7 @@ def test_hooks_and_counters_of_a_broken_sink_do_not_raise() -> None:
 
 
 def test_shutdown_sends_the_last_step_and_closes_both_sinks_though_one_fails() -> None:
-    sink, metrics_sink = ListEventSink(), ListKvMetricsSink()
+    sink, metrics_sink = ListEventSink(), ListSink()
     publisher = SchedulerKvEventsPublisher(
         parallel=ParallelState(), source=ScriptedEvents([AllBlocksCleared()]), sink=sink, metrics_sink=metrics_sink
     )
@@ -136,7 +136,7 @@ def test_shutdown_sends_the_last_step_and_closes_both_sinks_though_one_fails() -
 
 
 def test_kv_metrics_are_slots_and_blocks() -> None:
-    metrics_sink = ListKvMetricsSink()
+    metrics_sink = ListSink()
     publisher = SchedulerKvEventsPublisher(
         parallel=ParallelState(dp_rank=1, dp_size=2),
         source=ScriptedEvents(),
@@ -170,7 +170,7 @@ def test_kv_metrics_of_a_broken_load_do_not_raise() -> None:
         source=ScriptedEvents(),
         sink=ListEventSink(),
         load=BrokenLoad(),
-        metrics_sink=ListKvMetricsSink(),
+        metrics_sink=ListSink(),
     )
     publisher.emit_kv_metrics()
     assert publisher.failures.total == 1

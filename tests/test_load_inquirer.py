@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,9 +20,39 @@ from scheduler_components import (
     SpeculativeLoad,
 )
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.testing import FakeParts, FakePool, FakeQueues, FakeRates, FakeRequest
+from scheduler_components.testing import FakePool, FakeQueues, FakeRequest
 
 counts = st.integers(0, 2**30)
+
+
+class Rates:
+    gen_throughput, cache_hit_rate = 12.5, 0.75
+
+
+@dataclass
+class Parts:
+    """A ``LoadPartsSource``."""
+
+    queues: QueueLoad | None = None
+    disaggregation: DisaggregationLoad | None = None
+    lora: LoraLoad | None = None
+    speculative: SpeculativeLoad | None = None
+    memory: MemoryLoad | None = None
+
+    def queue_load(self) -> QueueLoad | None:
+        return self.queues
+
+    def disaggregation_load(self) -> DisaggregationLoad | None:
+        return self.disaggregation
+
+    def lora_load(self) -> LoraLoad | None:
+        return self.lora
+
+    def speculative_load(self) -> SpeculativeLoad | None:
+        return self.speculative
+
+    def memory_load(self) -> MemoryLoad | None:
+        return self.memory
 
 
 def make_inquirer(**given_parts: Any) -> LoadInquirer:
@@ -30,7 +61,7 @@ def make_inquirer(**given_parts: Any) -> LoadInquirer:
 
 
 def test_every_fact_stands_in_its_own_field() -> None:
-    parts = FakeParts(
+    parts = Parts(
         queues=QueueLoad(grammar=2),
         disaggregation=DisaggregationLoad(mode="prefill", waiting_reqs=5, pending_tokens=1000),
         lora=LoraLoad(slots_used=1, slots_total=4, utilization=0.25),
@@ -42,7 +73,7 @@ def test_every_fact_stands_in_its_own_field() -> None:
         queues=FakeQueues(
             running=[1, 2, 3, 4], waiting=[FakeRequest(100, 30), FakeRequest(200)], num_chunked_tokens_left=7
         ),
-        rates=FakeRates(),
+        rates=Rates(),
         parts=parts,
     )
     assert inquirer.get_loads() == LoadSnapshot(
@@ -115,7 +146,7 @@ def test_gauges_fall_to_zero_when_everything_is_aborted() -> None:
 
 
 def test_a_decode_instance_waits_for_no_uncached_tokens() -> None:
-    parts = FakeParts(disaggregation=DisaggregationLoad(mode="decode", waiting_reqs=2))
+    parts = Parts(disaggregation=DisaggregationLoad(mode="decode", waiting_reqs=2))
     load = make_inquirer(queues=FakeQueues(waiting=[FakeRequest()]), parts=parts).get_loads()
     assert (load.num_waiting_reqs, load.num_pending_tokens, load.num_waiting_uncached_tokens) == (3, 100, 0)
 

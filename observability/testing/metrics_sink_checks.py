@@ -19,7 +19,7 @@ from scheduler_components import (
     SchedulerStats,
     SchedulerTotals,
 )
-from scheduler_components.testing import MetricReader, Trace
+from scheduler_components.testing import Trace, parts
 
 __all__ = [
     "METRICS_SINK_CHECKS",
@@ -29,7 +29,7 @@ __all__ = [
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-OpenMetricsSink = Callable[[], tuple[MetricsSink, MetricReader]]
+OpenMetricsSink = Callable[[], tuple[MetricsSink, parts.MetricReader]]
 
 
 def stats_of(rank: int = 0, *, scale: int = 1) -> SchedulerStats:
@@ -98,7 +98,7 @@ def check_no_report_raises(open_sink: OpenMetricsSink) -> None:
     _record(trace, sink, SchedulerStats(labels=(), load=LoadSnapshot()))
 
 
-def _begin(title: str, open_sink: OpenMetricsSink) -> tuple[Trace, MetricsSink, MetricReader]:
+def _begin(title: str, open_sink: OpenMetricsSink) -> tuple[Trace, MetricsSink, parts.MetricReader]:
     trace = Trace(title)
     return trace, *trace.call("opened a sink", open_sink)
 
@@ -108,7 +108,7 @@ def _record(trace: Trace, sink: MetricsSink, stats: SchedulerStats) -> None:
     trace.expect(None, answer, "record() returns nothing")
 
 
-def _expect(trace: Trace, reader: MetricReader, stats: SchedulerStats) -> None:
+def _expect(trace: Trace, reader: parts.MetricReader, stats: SchedulerStats) -> None:
     labels = dict(stats.labels)
     for metric in CATALOG:
         wanted = metric.read(stats) if metric.path else None

@@ -1,17 +1,16 @@
-"""The test kit: checks, fakes, machines, strategies, golden bytes and the judge of live streams, for your own parts.
+"""The test kit for parts of your own: checks, state machines, strategies, fakes, golden bytes, the judge of streams.
 
 Only strategies and machines need Hypothesis (the extra ``testing``); everything else runs with what the kit itself
-installs, and nothing needs pytest.
+installs, and nothing needs pytest. Read ``parts`` first: what is asked of a part of yours, and how a check fails.
 
-- ``*_CHECKS``: plain functions over a part of yours; each raises ``ConformanceError`` with what was done, what was
-  expected and what came. ``parts`` lists what each check asks of the part.
-- ``EventLedger``, ``RULES``: what a stream's events add up to, and every rule that they can break; ``judge_stream``
-  applies them to recorded frames.
-- ``Fake*``, ``List*``, ``Scripted*``: clock, sinks, sources, device, network and a publisher with every fault as an
-  attribute.
-- ``*Machine``: Hypothesis state machines to subclass.
-- ``strategies``: topologies, endpoints, configurations, event histories, workloads, network faults.
-- ``golden``: bytes of every dialect and peer, with their reader.
+- checks: ``*_CHECKS`` are tuples of plain functions over a part of yours. Each raises ``ConformanceError`` with its
+  ``Trace``: what was done, what was expected and what came.
+- machines: ``*Machine`` are Hypothesis state machines to subclass; ``strategies`` make what they and you feed to parts.
+- fakes: clock, sources, sinks, device and network with plain attributes; ``ScriptedPublisher`` is a publisher on real
+  sockets whose every fault is an attribute; ``run_ranks`` runs agreeing ranks on threads.
+- judge: ``RULES`` are the rules of the wire. ``EventLedger`` applies events and reports the rules that they break,
+  ``stream_judge`` does it for recorded frames, ``probe_streams`` records them.
+- golden: bytes of every dialect and peer, with their reader.
 """
 
 from __future__ import annotations
@@ -19,102 +18,90 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_names
+from scheduler_components.testing import golden, parts, stream_judge
 from scheduler_components.testing.fakes import (
+    ChainHistory,
     FakeClock,
     FakeLoad,
-    FakeParts,
     FakePool,
     FakeQueues,
-    FakeRates,
     FakeRequest,
     Fault,
     FaultyNetwork,
     InstantDevice,
     ListEventSink,
-    ListKvMetricsSink,
-    ListLoadSink,
-    ListMetricsSink,
     ListOutputSink,
+    ListSink,
     ScriptedEvents,
 )
 from scheduler_components.testing.ledger import RULES, EventLedger, Violation, Weight
 from scheduler_components.testing.page_store_checks import PAGE_STORE_CHECKS
-from scheduler_components.testing.parts import ChainHistory, ConformanceError, MetricReader, Trace
+from scheduler_components.testing.parts import ConformanceError, Trace
 from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
 from scheduler_components.testing.scheduler_checks import SCHEDULER_CHECKS
-from scheduler_components.testing.stream_judge import (
-    Expectations,
-    ReplayAnswer,
-    StreamFacts,
-    StreamRecord,
-    StreamVerdict,
-    judge_stream,
-)
 
 if TYPE_CHECKING:
+    from scheduler_components.testing import strategies
     from scheduler_components.testing.machines import FollowerMachine, PageStoreMachine, PrefixCacheMachine
     from scheduler_components.testing.subscriber_checks import SUBSCRIBER_CHECKS
-    from scheduler_components.testing.thread_ranks import ThreadSyncHub, hops_of, run_ranks
+    from scheduler_components.testing.thread_ranks import ThreadSyncHub, run_ranks
     from scheduler_components.testing.zmq_probe import ProbeOptions, probe_streams
     from scheduler_components.testing.zmq_publisher_checks import PUBLISHER_CHECKS
-    from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher, open_scripted_publisher
+    from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher
 
 __all__ = [
-    "ChainHistory",
-    "ConformanceError",
-    "EventLedger",
-    "Expectations",
-    "FakeClock",
-    "FakeLoad",
-    "FakeParts",
-    "FakePool",
-    "FakeQueues",
-    "FakeRates",
-    "FakeRequest",
-    "Fault",
-    "FaultyNetwork",
-    "FollowerMachine",
-    "InstantDevice",
-    "ListEventSink",
-    "ListKvMetricsSink",
-    "ListLoadSink",
-    "ListMetricsSink",
-    "ListOutputSink",
-    "PageStoreMachine",
-    "PrefixCacheMachine",
-    "ProbeOptions",
-    "ReplayAnswer",
-    "ScriptedEvents",
-    "ScriptedPublisher",
-    "StreamFacts",
-    "StreamRecord",
-    "StreamVerdict",
-    "ThreadSyncHub",
-    "Trace",
-    "Violation",
-    "Weight",
-    "MetricReader",
+    # checks
     "PAGE_STORE_CHECKS",
     "PREFIX_CACHE_CHECKS",
     "PUBLISHER_CHECKS",
-    "RULES",
     "SCHEDULER_CHECKS",
     "SUBSCRIBER_CHECKS",
-    "hops_of",
-    "judge_stream",
-    "open_scripted_publisher",
-    "probe_streams",
+    "ConformanceError",
+    "Trace",
+    "parts",
+    # machines
+    "FollowerMachine",
+    "PageStoreMachine",
+    "PrefixCacheMachine",
+    "strategies",
+    # fakes
+    "ChainHistory",
+    "FakeClock",
+    "FakeLoad",
+    "FakePool",
+    "FakeQueues",
+    "FakeRequest",
+    "Fault",
+    "FaultyNetwork",
+    "InstantDevice",
+    "ListEventSink",
+    "ListOutputSink",
+    "ListSink",
+    "ScriptedEvents",
+    "ScriptedPublisher",
+    "ThreadSyncHub",
     "run_ranks",
+    # judge
+    "RULES",
+    "EventLedger",
+    "ProbeOptions",
+    "Violation",
+    "Weight",
+    "probe_streams",
+    "stream_judge",
+    # golden
+    "golden",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.testing.machines": "FollowerMachine PageStoreMachine PrefixCacheMachine",
+        "scheduler_components.testing.strategies": "strategies",
         "scheduler_components.testing.subscriber_checks": "SUBSCRIBER_CHECKS",
-        "scheduler_components.testing.thread_ranks": "ThreadSyncHub hops_of run_ranks",
+        "scheduler_components.testing.thread_ranks": "ThreadSyncHub run_ranks",
         "scheduler_components.testing.zmq_probe": "ProbeOptions probe_streams",
         "scheduler_components.testing.zmq_publisher_checks": "PUBLISHER_CHECKS",
-        "scheduler_components.testing.zmq_scripted_publisher": ("ScriptedPublisher open_scripted_publisher"),
+        "scheduler_components.testing.zmq_scripted_publisher": "ScriptedPublisher",
     },
 )

@@ -1,4 +1,7 @@
-"""A clock that stands still until it is moved."""
+"""Fakes of the ports: a clock, sources whose answers are attributes, sinks that keep everything, a device, a network.
+
+Nothing here opens a socket, starts a thread or reads a clock. A sink's ``error`` makes each of its calls raise it.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,44 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from scheduler_components import (
-    DisaggregationLoad,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
     EventBatch,
     KVCacheEvent,
-    KvMetrics,
     LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
     OutputBatch,
     OutputDelta,
     PublisherStats,
-    QueueLoad,
-    SchedulerStats,
-    SpeculativeLoad,
 )
+from scheduler_components.cache import hash_pages
+from scheduler_components.testing.parts import BLOCK_SIZE
 
 __all__ = [
+    # sources
     "FakeClock",
-    "InstantDevice",
-    "Fault",
-    "FaultyNetwork",
-    "ListEventSink",
-    "ListKvMetricsSink",
-    "ListLoadSink",
-    "ListMetricsSink",
-    "ListOutputSink",
     "FakeLoad",
-    "FakeParts",
     "FakePool",
     "FakeQueues",
-    "FakeRates",
     "FakeRequest",
     "ScriptedEvents",
+    # sinks
+    "ListEventSink",
+    "ListOutputSink",
+    "ListSink",
+    # what stands around a scheduler
+    "ChainHistory",
+    "Fault",
+    "FaultyNetwork",
+    "InstantDevice",
 ]
+
+B = TypeVar("B")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+# Sources.
 
 
 class FakeClock:
@@ -53,10 +61,154 @@ class FakeClock:
         return self.now_s
 
 
-# A device that answers at once, with what it was told to answer.
+@dataclass
+class FakeRequest:
+    """A ``QueuedRequest``. Requests of equal counts are equal, so that a queue which compares them is caught."""
 
-B = TypeVar("B")
-R = TypeVar("R")
+    num_input_tokens: int = 100
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class FakeQueues:
+    """A ``QueueSource``."""
+
+    running: Any = field(default_factory=list)
+    waiting: Any = field(default_factory=list)
+    max_running_requests: int = 8
+    num_chunked_tokens_left: int = 0
+
+
+@dataclass
+class FakePool:
+    """A ``PoolSource``."""
+
+    page_size: int = 16
+    capacity_tokens: int = 1600
+    used_tokens: int = 400
+
+
+@dataclass
+class FakeLoad:
+    """A ``LoadSource``."""
+
+    load: LoadSnapshot = field(default_factory=LoadSnapshot)
+
+    def get_loads(self) -> LoadSnapshot:
+        return self.load
+
+
+class ScriptedEvents:
+    """A ``KvEventSource`` that gives one list of events per call, then nothing."""
+
+    def __init__(self, *steps: Sequence[KVCacheEvent]) -> None:
+        self.steps = list(steps)
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        return self.steps.pop(0) if self.steps else ()
+
+
+# Sinks.
+
+
+class _Failing:
+    """What the sinks share.
+
+    Attributes:
+        error: raised from every call while it is set.
+        num_closed: calls of ``close`` or ``shutdown``.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.num_closed = 0
+
+    def _act(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class ListEventSink(_Failing):
+    """A ``KvEventSink``; ``stats`` says that ``num_dropped`` batches were dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[EventBatch] = []
+        self.num_idled = 0
+        self.num_dropped = 0
+
+    @property
+    def events(self) -> list[KVCacheEvent]:
+        """All events in order."""
+        return [event for batch in self.batches for event in batch.events]
+
+    def publish(self, events: EventBatch) -> None:
+        self._act()
+        self.batches.append(events)
+
+    def idle(self) -> None:
+        self._act()
+        self.num_idled += 1
+
+    def stats(self) -> PublisherStats:
+        self._act()
+        return PublisherStats(
+            batches_sent=len(self.batches), events_sent=len(self.events), batches_dropped=self.num_dropped
+        )
+
+    def shutdown(self) -> None:
+        self.num_closed += 1
+        self._act()
+
+
+class ListSink(_Failing, Generic[T]):
+    """A ``MetricsSink``, ``KvMetricsSink`` or ``LoadSink``: keeps every value in ``sent``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[T] = []
+
+    def send(self, value: T) -> None:
+        self._act()
+        self.sent.append(value)
+
+    def record(self, value: T) -> None:
+        """``send``, as a ``MetricsSink`` calls it."""
+        self.send(value)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self._act()
+
+
+class ListOutputSink(_Failing):
+    """An ``OutputSink``; takes nothing while ``is_full``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[OutputBatch] = []
+        self.is_full = False
+
+    @property
+    def deltas(self) -> list[OutputDelta]:
+        """The news of all requests in order."""
+        return [delta for batch in self.batches for delta in batch.deltas]
+
+    def is_ready(self) -> bool:
+        self._act()
+        return not self.is_full
+
+    def send(self, batch: OutputBatch) -> bool:
+        self._act()
+        self.batches.append(batch)
+        return True
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self._act()
+
+
+# What stands around a scheduler: its device, its network, and a history of its events.
 
 
 class InstantDevice(Generic[B, R]):
@@ -66,7 +218,7 @@ class InstantDevice(Generic[B, R]):
         compute: a batch's answer.
 
     Attributes:
-        scripted: answers or errors given first, one a step, instead of computed ones.
+        scripted: answers or errors given first, one per step, instead of computed ones.
         launched: every batch so far.
     """
 
@@ -92,11 +244,6 @@ class InstantDevice(Generic[B, R]):
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-
-# A network that loses, repeats and delays messages by a plan: no socket, no clock, the same every time.
-
-T = TypeVar("T")
 
 
 class Fault(Enum):
@@ -144,204 +291,41 @@ class FaultyNetwork(Generic[T]):
         return arriving
 
 
-# Sinks that keep everything, and fail when they are told to.
+class ChainHistory:
+    """Makes events that break no rule of the wire: a chain of blocks that grows, loses its end, and grows again.
 
-
-class _Failing:
-    """Raises ``error`` from every call while it is set."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.num_closed = 0
-
-    def _act(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-class ListEventSink(_Failing):
-    """A ``KvEventSink``; ``stats`` says that ``num_dropped`` batches were dropped."""
+    Attributes:
+        standing: the hashes that whoever applied all events so far holds, root first.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[EventBatch] = []
-        self.num_idled = 0
-        self.num_dropped = 0
+        self.standing: list[int] = []
+        self._tokens: list[int] = []
 
-    @property
-    def events(self) -> list[KVCacheEvent]:
-        """All events in order."""
-        return [event for batch in self.batches for event in batch.events]
+    def store(self, *tokens: int) -> BlockStored:
+        """Append one block of ``BLOCK_SIZE`` tokens to the chain; the tokens default to the block's depth."""
+        depth = len(self.standing)
+        page = tokens or (depth, depth + 1)
+        parent = self.standing[-1] if self.standing else None
+        self._tokens += page
+        self.standing.append(hash_pages(self._tokens, BLOCK_SIZE)[-1])
+        return BlockStored((self.standing[-1],), parent, page, BLOCK_SIZE, None)
 
-    def publish(self, events: EventBatch) -> None:
-        self._act()
-        self.batches.append(events)
+    def remove(self) -> BlockRemoved:
+        """Remove the chain's last block."""
+        del self._tokens[-BLOCK_SIZE:]
+        return BlockRemoved((self.standing.pop(),))
 
-    def idle(self) -> None:
-        self._act()
-        self.num_idled += 1
+    def clear(self) -> AllBlocksCleared:
+        """Remove everything."""
+        self.standing.clear()
+        self._tokens.clear()
+        return AllBlocksCleared()
 
-    def stats(self) -> PublisherStats:
-        self._act()
-        return PublisherStats(
-            batches_sent=len(self.batches), events_sent=len(self.events), batches_dropped=self.num_dropped
-        )
-
-    def shutdown(self) -> None:
-        self.num_closed += 1
-        self._act()
-
-
-class ListMetricsSink(_Failing):
-    """A ``MetricsSink``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stats: list[SchedulerStats] = []
-
-    def record(self, stats: SchedulerStats) -> None:
-        self._act()
-        self.stats.append(stats)
-
-
-class ListKvMetricsSink(_Failing):
-    """A ``KvMetricsSink``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[KvMetrics] = []
-
-    def send(self, metrics: KvMetrics) -> None:
-        self._act()
-        self.sent.append(metrics)
-
-    def close(self) -> None:
-        self.num_closed += 1
-        self._act()
-
-
-class ListLoadSink(_Failing):
-    """A ``LoadSink``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[LoadSnapshot] = []
-
-    def send(self, load: LoadSnapshot) -> None:
-        self._act()
-        self.sent.append(load)
-
-    def close(self) -> None:
-        self.num_closed += 1
-        self._act()
-
-
-class ListOutputSink(_Failing):
-    """An ``OutputSink``; takes nothing while ``is_full``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[OutputBatch] = []
-        self.is_full = False
-
-    @property
-    def deltas(self) -> list[OutputDelta]:
-        """The news of all requests in order."""
-        return [delta for batch in self.batches for delta in batch.deltas]
-
-    def is_ready(self) -> bool:
-        self._act()
-        return not self.is_full
-
-    def send(self, batch: OutputBatch) -> bool:
-        self._act()
-        self.batches.append(batch)
-        return True
-
-    def close(self) -> None:
-        self.num_closed += 1
-        self._act()
-
-
-# Sources whose answers are plain attributes.
-
-
-@dataclass
-class FakeRequest:
-    """A ``QueuedRequest``. Requests of equal counts are equal, so that a queue which compares them is caught."""
-
-    num_input_tokens: int = 100
-    num_cached_tokens: int = 0
-
-
-@dataclass
-class FakeQueues:
-    """A ``QueueSource``."""
-
-    running: Any = field(default_factory=list)
-    waiting: Any = field(default_factory=list)
-    max_running_requests: int = 8
-    num_chunked_tokens_left: int = 0
-
-
-@dataclass
-class FakePool:
-    """A ``PoolSource``."""
-
-    page_size: int = 16
-    capacity_tokens: int = 1600
-    used_tokens: int = 400
-
-
-@dataclass
-class FakeRates:
-    """A ``RateSource``."""
-
-    gen_throughput: float = 12.5
-    cache_hit_rate: float = 0.75
-
-
-@dataclass
-class FakeParts:
-    """A ``LoadPartsSource``."""
-
-    queues: QueueLoad | None = None
-    disaggregation: DisaggregationLoad | None = None
-    lora: LoraLoad | None = None
-    speculative: SpeculativeLoad | None = None
-    memory: MemoryLoad | None = None
-
-    def queue_load(self) -> QueueLoad | None:
-        return self.queues
-
-    def disaggregation_load(self) -> DisaggregationLoad | None:
-        return self.disaggregation
-
-    def lora_load(self) -> LoraLoad | None:
-        return self.lora
-
-    def speculative_load(self) -> SpeculativeLoad | None:
-        return self.speculative
-
-    def memory_load(self) -> MemoryLoad | None:
-        return self.memory
-
-
-@dataclass
-class FakeLoad:
-    """A ``LoadSource``."""
-
-    load: LoadSnapshot = field(default_factory=LoadSnapshot)
-
-    def get_loads(self) -> LoadSnapshot:
-        return self.load
-
-
-class ScriptedEvents:
-    """A ``KvEventSource`` that gives one list of events a drain, then nothing."""
-
-    def __init__(self, *steps: Sequence[KVCacheEvent]) -> None:
-        self.steps = list(steps)
-
-    def take_events(self) -> Sequence[KVCacheEvent]:
-        return self.steps.pop(0) if self.steps else ()
+    def next(self, number: int) -> KVCacheEvent:
+        """Event ``number`` of a mixed run: mostly stores, every fifth a removal, every fortieth a clear."""
+        if number % 40 == 39:
+            return self.clear()
+        if number % 5 == 4 and self.standing:
+            return self.remove()
+        return self.store()

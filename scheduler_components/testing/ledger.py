@@ -1,7 +1,8 @@
-"""What a stream's events add up to, block by block, and which rules they broke on the way.
+"""What a stream's events add up to, block by block, and which rules of the wire they broke.
 
-A reader that forgives nothing: where a router would shrug, it says what was wrong. The cache and scheduler checks,
-the state machines and the judge of live engines all read events through it.
+``RULES`` is the table of all rules, those of frames and replays included; ``EventLedger`` applies events and reports
+the rules of events. It is stricter than a router: it reports what a router silently accepts. The cache and scheduler
+checks, the state machines and the judge of live engines all read events through it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from scheduler_components.cache import PrefixNamespace, block_hashes_of, pack_to
 
 __all__ = [
     "RULES",
-    "Rule",
-    "Violation",
-    "Weight",
-    "KNOWN_MEDIA",
     "Block",
     "EventLedger",
     "Medium",
+    "Rule",
+    "Violation",
+    "Weight",
 ]
 
-# Every rule of the wire that a stream can break: what it is, how bad, whom it harms, and what mends it.
+# Every rule of the wire that a stream can break: what it is, how bad, whom it harms, and what repairs it.
 #
 # The rules are what released consumers were measured to need: Dynamo's indexer (ai-dynamo-runtime 1.6.1), the smg
 # gateway 1.13.0, SGLang's 0.5.23 and vLLM's 0.33.0 readers.
@@ -89,10 +89,13 @@ _TABLE = (
         "order",
         _E,
         "sequence numbers only grow",
-        "one publisher and one counter a stream; restart above the last number",
+        "one publisher and one counter per stream; restart above the last number",
     ),
     Rule(
-        "no-gap", _E, "no number is burnt: all come live or by replay", "take a number only when its payload goes out"
+        "no-gap",
+        _E,
+        "no number is skipped: every batch comes live or by replay",
+        "take a number only when its payload goes out",
     ),
     # batches
     Rule(
@@ -149,7 +152,7 @@ _TABLE = (
         "an answer is (sequence, payload), with or without a topic before",
         "send those frames after the empty delimiter",
     ),
-    Rule("replay-end", _E, "every answer ends with the end marker", "send it always: Dynamo waits for it for ever"),
+    Rule("replay-end", _E, "every answer ends with the end marker", "send it always: Dynamo waits for it forever"),
     Rule("replay-order", _E, "replayed numbers grow, without holes", "answer in order, from the start asked for"),
     Rule("replay-same", _E, "a replayed payload is the live one", "keep the bytes that were sent"),
     Rule(
@@ -164,7 +167,7 @@ _TABLE = (
 )
 
 RULES = {rule.name: rule for rule in _TABLE}
-"""By name, in the order in which a report tells them."""
+"""By name, in the order of a report."""
 
 
 KNOWN_MEDIA = (None, "GPU", "CPU", "CPU_PINNED", "DISK", "EXTERNAL", "STORAGE")
@@ -196,7 +199,7 @@ class EventLedger:
 
     Attributes:
         num_chained: blocks whose hash was compared with SGLang's page chain: plain tokens below a known prefix.
-        num_off_chain: those of them that have another hash. Lawful, for readers take any; a note for people.
+        num_off_chain: those of them that have another hash. Allowed, since readers take any hash; reported for people.
     """
 
     __slots__ = ("_children", "_contents", "_digests", "_standing", "block_size", "is_complete", "num_chained",
@@ -212,7 +215,7 @@ class EventLedger:
         self._children: dict[Medium, Counter[int]] = {}
 
     def apply(self, event: KVCacheEvent) -> list[Violation]:
-        """Apply one event; returns the rules that it breaks. It counts as far as it can be understood."""
+        """Apply one event; returns the rules that it breaks. What can be understood of it is applied."""
         if isinstance(event, BlockStored):
             return list(self._store(event))
         if isinstance(event, BlockRemoved):

@@ -1,26 +1,24 @@
-"""A prefix cache against a model that knows pages only, in every order of calls that Hypothesis finds.
+"""State machines: Hypothesis tries every order of calls on a part of yours. Subclass one and override one method.
 
-Properties, after every step:
-
-- what is cached, under which page index, is what the model says, the order of eviction included;
-- the recorded events break no rule of the wire and rebuild exactly the cached blocks;
-- a second cache that gets the same calls does the same, and so does one that records nothing;
-- the cache's own arithmetic adds up.
-
-For a cache of your own::
+::
 
     class MyCacheMachine(PrefixCacheMachine):
         def open_cache(self, page_size, capacity_tokens, record):
             return MyCache(page_size, capacity_tokens, record)
 
     TestMyCache = MyCacheMachine.TestCase
+
+- ``PrefixCacheMachine`` drives three equal caches and a model that knows pages only.
+- ``PageStoreMachine`` drives a page store and a dictionary.
+- ``FollowerMachine`` drives a subscriber's core on a network that loses, repeats and delays.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,17 +26,82 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError, PageStore
 from scheduler_components.cache import PrefixNamespace
 from scheduler_components.kv_events import END_SEQ, BatchEncoder
-from scheduler_components.testing.fakes import Fault, FaultyNetwork
+from scheduler_components.testing.fakes import ChainHistory, Fault, FaultyNetwork
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.page_store_checks import page_of
-from scheduler_components.testing.parts import CachedPrefix, ChainHistory, FollowerCore, PrefixCache
-from scheduler_components.testing.prefix_cache_checks import ModelPrefix, PrefixCacheModel
+from scheduler_components.testing.parts import CachedPrefix, FollowerCore, PrefixCache, page_of
 
 __all__ = [
-    "PrefixCacheMachine",
-    "PageStoreMachine",
     "FollowerMachine",
+    "ModelPrefix",
+    "PageStoreMachine",
+    "PrefixCacheMachine",
+    "PrefixCacheModel",
 ]
+
+# A prefix cache that is too simple to be wrong: one dictionary entry per page.
+
+
+class ModelPrefix(NamedTuple):
+    """One cached page, named by everything before it: its tenant's salt and all tokens up to its end."""
+
+    salt: str
+    tokens: tuple[int, ...]
+
+
+@dataclass
+class PrefixCacheModel:
+    """Cached prefixes with their page indices; time is a count of calls.
+
+    Evicts the least recently used, the deepest page of a prefix first. Subclass it and override ``victims`` for a
+    cache with another policy.
+    """
+
+    page_size: int
+    num_pages: int
+    pages: dict[ModelPrefix, int] = field(default_factory=dict)
+    used_at: dict[ModelPrefix, int] = field(default_factory=dict)
+    locks: Counter[ModelPrefix] = field(default_factory=Counter)
+    held: set[int] = field(default_factory=set)
+    clock: int = 0
+
+    def whole(self, salt: str, tokens: Sequence[int]) -> list[ModelPrefix]:
+        """The whole pages of a prompt, cached or not."""
+        size = self.page_size
+        return [ModelPrefix(salt, tuple(tokens[:end])) for end in range(size, len(tokens) + 1, size)]
+
+    def cached(self, salt: str, tokens: Sequence[int]) -> list[ModelPrefix]:
+        """Those of them that are cached."""
+        return [prefix for prefix in self.whole(salt, tokens) if prefix in self.pages]
+
+    def touch(self, prefixes: list[ModelPrefix]) -> None:
+        """Mark as the most recently used."""
+        self.clock += 1
+        self.used_at.update(dict.fromkeys(prefixes, self.clock))
+
+    def unlock(self, prefixes: list[ModelPrefix]) -> None:
+        """Give back a lock; what nobody locks any more was used now."""
+        self.locks.subtract(prefixes)
+        self.touch([prefix for prefix in prefixes if not self.locks[prefix]])
+
+    def unlocked(self) -> list[ModelPrefix]:
+        """Evictable pages."""
+        return [prefix for prefix in self.pages if not self.locks[prefix]]
+
+    def num_free(self) -> int:
+        """Pages that are neither cached nor held by a request."""
+        return self.num_pages - len(self.pages) - len(self.held)
+
+    def victims(self) -> list[ModelPrefix]:
+        """Evictable pages in the order in which they go."""
+        return sorted(self.unlocked(), key=lambda prefix: (self.used_at[prefix], -len(prefix.tokens)))
+
+    def evict(self, num_pages: int) -> int:
+        """Evict up to ``num_pages``; returns how many."""
+        gone = self.victims()[: max(0, num_pages)]
+        for prefix in gone:
+            del self.pages[prefix]
+        return len(gone)
+
 
 NAMESPACES = {"": None, "tenant": PrefixNamespace(cache_salt="tenant")}
 
@@ -60,7 +123,15 @@ class _Request:
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Subclass it and override ``open_cache``; ``model_type`` too, for another order of eviction."""
+    """A prefix cache against a model that knows pages only.
+
+    Subclass it and override ``open_cache``; for another order of eviction, ``model_type`` too. After every step:
+
+    - what is cached, under which page index, is what the model says; so is the order of eviction;
+    - the recorded events break no rule of the wire and rebuild exactly the cached blocks;
+    - a second cache that gets the same calls does the same, and so does one that records nothing;
+    - free, evictable and used tokens add up to the capacity.
+    """
 
     model_type: ClassVar[type[PrefixCacheModel]] = PrefixCacheModel
 
@@ -230,25 +301,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.caches_agree_with_the_model()
 
 
-# A page store against a dictionary, in every order of calls that Hypothesis finds.
-#
-# A store with ``loses_pages = True`` may forget a page (that is a miss). No store may show another page, a page that
-# was
-# deleted, or a hole inside a prefix that it claims to hold.
-#
-# For a store of your own::
-#
-#     class MyStoreMachine(PageStoreMachine):
-#         def open_store(self):
-#             return MyStore()
-#
-#     TestMyStore = MyStoreMachine.TestCase
-
 _KEYS = st.lists(st.sampled_from(["a", "b", "c/d", "c-d", "../e"]), max_size=5)
 
 
 class PageStoreMachine(RuleBasedStateMachine):
-    """Subclass it and override ``open_store``."""
+    """A page store against a dictionary. Subclass it and override ``open_store``.
+
+    A store with ``loses_pages = True`` may forget a page: that is a miss. No store may return another page, return a
+    page that was deleted, or count a hole into a prefix that it claims to hold.
+    """
 
     loses_pages: ClassVar[bool] = False
 
@@ -295,31 +356,22 @@ class PageStoreMachine(RuleBasedStateMachine):
         self.store.close()
 
 
-# A subscriber's core on a network that loses, repeats and delays, in every order that Hypothesis finds.
-#
-# The publisher is a plain one, as SGLang and vLLM have it: it keeps every batch, answers each replay request from a
-# number, and knows no extension. It does not restart.
-#
-# - After every step: who says that it is live believes in what was the publisher's state after some batch. It may be
-#   late; it may not be wrong.
-# - Once faults stop and time passes: it is live, and its belief is the present state.
-#
-# For a core of your own::
-#
-#     class MyFollowerMachine(FollowerMachine):
-#         def open_follower(self):
-#             return MyFollower()
-#
-#     TestMyFollower = MyFollowerMachine.TestCase
-
 _HEALING_ROUNDS = 12
-_QUESTIONS_A_ROUND = 4
+_REQUESTS_PER_ROUND = 4
 _ROUND_S = 30.0
 """Longer than any pause or probe interval of a subscriber under test should be."""
 
 
 class FollowerMachine(RuleBasedStateMachine):
-    """Subclass it and override ``open_follower``."""
+    """A subscriber's core on a faulty network. Subclass it and override ``open_follower``.
+
+    The publisher is a plain one, as SGLang and vLLM have it: it keeps every batch, answers each replay request from a
+    number, knows no extension, and does not restart.
+
+    - After every step: a core that says it is live holds the publisher's state after some batch. It may be late; it
+      may not be wrong.
+    - Once faults stop and time passes: it is live, and holds the present state.
+    """
 
     def open_follower(self) -> FollowerCore:
         """Make the core under test, connected; it has seen nothing yet."""
@@ -387,11 +439,11 @@ class FollowerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.deliver(self.network.settle())
         for _ in range(_HEALING_ROUNDS):
-            for _ in range(_QUESTIONS_A_ROUND):  # an answer may lead to the next question
+            for _ in range(_REQUESTS_PER_ROUND):  # an answer may lead to the next request
                 self.answer(None)
             self.is_never_live_and_wrong()
             self.follower.advance(_ROUND_S)
-        for _ in range(_QUESTIONS_A_ROUND):
+        for _ in range(_REQUESTS_PER_ROUND):
             self.answer(None)
         if self.payloads:
             assert self.follower.is_live(), "not live although all faults have stopped"

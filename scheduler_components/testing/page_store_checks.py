@@ -9,21 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from hashlib import sha256
 
 from scheduler_components import PageStore
-from scheduler_components.testing.parts import Trace
+from scheduler_components.testing.parts import PAGE_BYTES, Trace, page_of
 
-__all__ = ["MAX_BYTES", "PAGE_BYTES", "PAGE_STORE_CHECKS", "page_of"]
-
-PAGE_BYTES = 4096
-MAX_BYTES = 256 * 2 * PAGE_BYTES
-
-
-def page_of(key: str) -> bytes:
-    """Return a page that belongs to ``key`` alone and has every byte value in it."""
-    name = sha256(key.encode()).digest()
-    return b"".join(sha256(name + at.to_bytes(4, "big")).digest() for at in range(PAGE_BYTES // 32))
+__all__ = ["PAGE_STORE_CHECKS"]
 
 
 def check_absent_keys_are_misses(store: PageStore, prefix: str) -> None:

@@ -1,30 +1,269 @@
-"""How a check fails: with the trace of what was done to the part, what was expected of it, and what came."""
+"""What the checks ask of the parts that they are run on, and how a check fails. Read this page first.
+
+A check is a plain function. It takes a part of yours, or a function that opens one, uses it, and raises
+``ConformanceError`` with what was done, what was expected and what came.
+
+| checks | a check takes | the part is |
+| --- | --- | --- |
+| ``PREFIX_CACHE_CHECKS`` | ``open_cache(num_pages)`` | a ``PrefixCache`` of pages of ``PAGE_SIZE`` tokens |
+| ``PAGE_STORE_CHECKS`` | ``store, prefix`` | a ``PageStore``, open; no key of it begins with ``prefix`` |
+| ``PUBLISHER_CHECKS`` | ``open_publisher()`` | a ``ListeningPublisher`` |
+| ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``FollowingSubscriber`` of what is at ``place`` |
+| ``SCHEDULER_CHECKS`` | ``open_scheduler(sink), workload`` | a ``ServingScheduler`` that publishes to ``sink`` |
+
+``FollowerMachine`` drives a ``FollowerCore``. Where your part has other names, wrap it. These ports have more members
+than a component's: a check looks at the whole part, a component never does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from hashlib import sha256
 from typing import Any, Protocol, TypeVar
 
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, LoadSnapshot
-from scheduler_components.cache import PrefixNamespace, hash_pages
+import msgspec
+
+from scheduler_components import EventBatch, KVCacheEvent, LoadSnapshot
+from scheduler_components.cache import PrefixNamespace
 
 __all__ = [
-    "ConformanceError",
-    "Trace",
+    # prefix caches
+    "PAGE_SIZE",
     "CachedPrefix",
+    "PrefixCache",
+    # page stores
+    "MAX_BYTES",
+    "PAGE_BYTES",
+    "page_of",
+    # publishers and subscribers
+    "BLOCK_SIZE",
     "FollowerCore",
     "FollowingSubscriber",
+    "Frames",
     "ListeningPublisher",
-    "MetricReader",
-    "PrefixCache",
+    "StreamPlace",
+    # schedulers
+    "MIN_POOL_TOKENS",
     "ServingScheduler",
-    "BLOCK_SIZE",
-    "ChainHistory",
+    "Workload",
+    # metrics sinks: the checks are in ``observability.testing``
+    "MetricReader",
+    # how a check fails
+    "ConformanceError",
+    "Trace",
 ]
 
 T = TypeVar("T")
 
 _MAX_SHOWN_CHARACTERS = 400
+
+
+# Prefix caches.
+
+PAGE_SIZE = 2
+"""Tokens per page of the caches under check."""
+
+
+class CachedPrefix(Protocol):
+    """What a cache says of a prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens covered, whole pages only."""
+        ...
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """One page index per whole page, in order."""
+        ...
+
+    @property
+    def node(self) -> Any:
+        """Whatever the cache wants back in ``lock`` and ``unlock``."""
+        ...
+
+
+class PrefixCache(Protocol):
+    """A prefix cache over a pool of pages; what ``RadixCache`` promises."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def capacity_tokens(self) -> int: ...
+
+    @property
+    def used_tokens(self) -> int: ...
+
+    @property
+    def free_tokens(self) -> int: ...
+
+    @property
+    def evictable_tokens(self) -> int: ...
+
+    def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> CachedPrefix: ...
+
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
+    ) -> CachedPrefix: ...
+
+    def lock(self, node: Any) -> None: ...
+
+    def unlock(self, node: Any) -> None: ...
+
+    def allocate(self, num_pages: int) -> Sequence[int]: ...
+
+    def free(self, pages: Sequence[int]) -> None: ...
+
+    def evict(self, num_pages: int) -> int: ...
+
+    def clear(self) -> None: ...
+
+    def take_events(self) -> Sequence[KVCacheEvent]: ...
+
+    def block_hashes(self) -> Iterable[int]: ...
+
+    def check_integrity(self) -> None: ...
+
+
+# Page stores.
+
+PAGE_BYTES = 4096
+"""Size of the pages that the checks store."""
+
+MAX_BYTES = 256 * 2 * PAGE_BYTES
+"""A store with room for this need not evict: no check and no machine stores more."""
+
+
+def page_of(key: str) -> bytes:
+    """Return a page that belongs to ``key`` alone and has every byte value in it."""
+    name = sha256(key.encode()).digest()
+    return b"".join(sha256(name + at.to_bytes(4, "big")).digest() for at in range(PAGE_BYTES // 32))
+
+
+# Publishers and subscribers of KV events.
+
+BLOCK_SIZE = 2
+"""Tokens per block of the events that the checks publish."""
+
+Frames = tuple[bytes, ...]
+"""One message of a socket."""
+
+
+class ListeningPublisher(Protocol):
+    """A publisher of KV events on ZeroMQ, open: rank 0 of its engine, without a topic."""
+
+    @property
+    def endpoint(self) -> str:
+        """The really bound PUB address."""
+        ...
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """The really bound ROUTER address."""
+        ...
+
+    def publish(self, events: EventBatch) -> None: ...
+
+    def idle(self) -> None:
+        """Called again and again while a check waits: a publisher without a thread works here."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+class StreamPlace(msgspec.Struct, frozen=True):
+    """Where the stream to follow is: PUB address, replay ROUTER address, topic."""
+
+    endpoint: str
+    replay_endpoint: str
+    topic: str
+
+
+class FollowingSubscriber(Protocol):
+    """A subscriber that follows one stream, open."""
+
+    def poll(self, timeout_s: float) -> object:
+        """Take in what has come, waiting up to ``timeout_s``."""
+        ...
+
+    def blocks(self) -> Set[int]:
+        """Hashes on the device that it believes in."""
+        ...
+
+    def is_live(self) -> bool:
+        """Whether it claims to know the publisher's whole state."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FollowerCore(Protocol):
+    """The core of a subscriber without sockets: messages and time in, requests and beliefs out."""
+
+    def live(self, sequence: int, payload: bytes) -> None:
+        """A live batch came."""
+        ...
+
+    def request(self) -> bytes | None:
+        """The replay request that it wants sent now, each given once; a new one makes an older one void."""
+        ...
+
+    def answered(self, sequence: bytes, payload: bytes) -> None:
+        """A message of the answer to its newest request came, the end marker included."""
+        ...
+
+    def advance(self, seconds: float) -> None:
+        """Time passes: what is due is done."""
+        ...
+
+    def blocks(self) -> Set[int]:
+        """Hashes on the device that it believes in."""
+        ...
+
+    def is_live(self) -> bool:
+        """Whether it claims to know the publisher's state."""
+        ...
+
+
+# Schedulers.
+
+MIN_POOL_TOKENS = 256
+"""Tokens that the cache of a scheduler under check must have room for."""
+
+Workload = tuple[tuple[tuple[int, ...], int], ...]
+"""Prompts, each with the most tokens to generate, in order of arrival."""
+
+
+class ServingScheduler(Protocol):
+    """A scheduler that was given the check's event sink when it was opened."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> None: ...
+
+    def step(self) -> object: ...
+
+    def get_loads(self) -> LoadSnapshot: ...
+
+    def block_hashes(self) -> Iterable[int]:
+        """Every block that its cache holds on the device."""
+        ...
+
+
+# Metrics sinks.
+
+
+class MetricReader(Protocol):
+    """Whoever can say what a metrics sink exposes: a scrape, usually."""
+
+    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+        """The newest value under a name of the catalogue, without prefix; None where there is none."""
+        ...
+
+
+# How a check fails.
 
 
 class ConformanceError(AssertionError):
@@ -118,208 +357,3 @@ class Trace:
 def _shown(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
-
-
-# What the checks ask of the parts that they are run on, as ports. Read this first; wrap your part where it differs.
-
-
-class CachedPrefix(Protocol):
-    """What a cache says of a prompt: ``ports`` of the reference cache's ``PrefixMatch``."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens covered, whole pages only."""
-        ...
-
-    @property
-    def pages(self) -> Sequence[int]:
-        """One page index for each whole page, in order."""
-        ...
-
-    @property
-    def node(self) -> Any:
-        """Whatever the cache wants back in ``lock`` and ``unlock``."""
-        ...
-
-
-class PrefixCache(Protocol):
-    """A prefix cache over a pool of pages; what ``RadixCache`` promises. More members than a port of the kit: a check
-    looks at the whole part, a component never does.
-    """
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def capacity_tokens(self) -> int: ...
-
-    @property
-    def used_tokens(self) -> int: ...
-
-    @property
-    def free_tokens(self) -> int: ...
-
-    @property
-    def evictable_tokens(self) -> int: ...
-
-    def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> CachedPrefix: ...
-
-    def insert(
-        self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
-    ) -> CachedPrefix: ...
-
-    def lock(self, node: Any) -> None: ...
-
-    def unlock(self, node: Any) -> None: ...
-
-    def allocate(self, num_pages: int) -> Sequence[int]: ...
-
-    def free(self, pages: Sequence[int]) -> None: ...
-
-    def evict(self, num_pages: int) -> int: ...
-
-    def clear(self) -> None: ...
-
-    def take_events(self) -> Sequence[KVCacheEvent]: ...
-
-    def block_hashes(self) -> Iterable[int]: ...
-
-    def check_integrity(self) -> None: ...
-
-
-class ListeningPublisher(Protocol):
-    """A publisher of KV events on ZeroMQ, open: rank 0 of its engine, without a topic."""
-
-    @property
-    def endpoint(self) -> str:
-        """The really bound PUB address."""
-        ...
-
-    @property
-    def replay_endpoint(self) -> str | None:
-        """The really bound ROUTER address."""
-        ...
-
-    def publish(self, events: EventBatch) -> None: ...
-
-    def idle(self) -> None:
-        """Called again and again while a check waits: a publisher without a thread works here."""
-        ...
-
-    def shutdown(self) -> None: ...
-
-
-class FollowingSubscriber(Protocol):
-    """A subscriber that follows one stream, open."""
-
-    def poll(self, timeout_s: float) -> object:
-        """Take in what has come, waiting up to ``timeout_s``."""
-        ...
-
-    def blocks(self) -> Set[int]:
-        """Hashes on the device that it believes in."""
-        ...
-
-    def is_live(self) -> bool:
-        """Whether it claims to know the publisher's whole state."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class FollowerCore(Protocol):
-    """The core of a subscriber without sockets: messages and time in, requests and beliefs out."""
-
-    def live(self, sequence: int, payload: bytes) -> None:
-        """A live batch came."""
-        ...
-
-    def request(self) -> bytes | None:
-        """The replay request that it wants sent now, each given once; a new one makes an older one void."""
-        ...
-
-    def answered(self, sequence: bytes, payload: bytes) -> None:
-        """A message of the answer to its newest request came, the end marker included."""
-        ...
-
-    def advance(self, seconds: float) -> None:
-        """Time passes: what is due is done."""
-        ...
-
-    def blocks(self) -> Set[int]:
-        """Hashes on the device that it believes in."""
-        ...
-
-    def is_live(self) -> bool:
-        """Whether it claims to know the publisher's state."""
-        ...
-
-
-class MetricReader(Protocol):
-    """Whoever can say what a metrics sink exposes: a scrape, usually."""
-
-    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
-        """The newest value under a name of the catalogue, without prefix; None where there is none."""
-        ...
-
-
-class ServingScheduler(Protocol):
-    """A scheduler that was given the check's event sink when it was opened."""
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> None: ...
-
-    def step(self) -> object: ...
-
-    def get_loads(self) -> LoadSnapshot: ...
-
-    def block_hashes(self) -> Iterable[int]:
-        """Every block that its cache holds on the device."""
-        ...
-
-
-# A simple history of events that breaks no rule: a chain of blocks that grows, is evicted from its end, and grows.
-
-BLOCK_SIZE = 2
-
-
-class ChainHistory:
-    """Makes one event after the other, for checks that want real content without a cache.
-
-    Attributes:
-        standing: the hashes that whoever applied all events so far holds, root first.
-    """
-
-    def __init__(self) -> None:
-        self.standing: list[int] = []
-        self._tokens: list[int] = []
-
-    def store(self, *tokens: int) -> BlockStored:
-        """Append one block of ``BLOCK_SIZE`` tokens to the chain; the tokens default to the block's depth."""
-        depth = len(self.standing)
-        page = tokens or (depth, depth + 1)
-        parent = self.standing[-1] if self.standing else None
-        self._tokens += page
-        self.standing.append(hash_pages(self._tokens, BLOCK_SIZE)[-1])
-        return BlockStored((self.standing[-1],), parent, page, BLOCK_SIZE, None)
-
-    def remove(self) -> BlockRemoved:
-        """Remove the chain's last block."""
-        del self._tokens[-BLOCK_SIZE:]
-        return BlockRemoved((self.standing.pop(),))
-
-    def clear(self) -> AllBlocksCleared:
-        """Remove everything."""
-        self.standing.clear()
-        self._tokens.clear()
-        return AllBlocksCleared()
-
-    def next(self, number: int) -> KVCacheEvent:
-        """Event ``number`` of a mixed run: mostly stores, every fifth a removal, every fortieth a clear."""
-        if number % 40 == 39:
-            return self.clear()
-        if number % 5 == 4 and self.standing:
-            return self.remove()
-        return self.store()

@@ -1,96 +1,20 @@
 """What every prefix cache must do, as plain functions: run each of ``PREFIX_CACHE_CHECKS`` on a cache of your own.
 
 A check takes a function that opens an empty, recording cache of so many pages of ``PAGE_SIZE`` tokens, and raises
-``ConformanceError`` with the trace of what it did. ``machines.prefix_cache_machine`` finds what these do not.
+``ConformanceError`` with the trace of what it did. ``PrefixCacheMachine`` finds what these do not.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
 
 from scheduler_components import CacheIntegrityError, OutOfPagesError
 from scheduler_components.cache import PrefixNamespace
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import CachedPrefix, PrefixCache, Trace
+from scheduler_components.testing.parts import PAGE_SIZE, CachedPrefix, PrefixCache, Trace
 
-__all__ = [
-    "ModelPrefix",
-    "PrefixCacheModel",
-    "PAGE_SIZE",
-    "PREFIX_CACHE_CHECKS",
-    "OpenCache",
-]
-
-# A prefix cache that is too simple to be wrong: one dictionary entry a page.
-
-
-class ModelPrefix(NamedTuple):
-    """One cached page, named by everything before it: its tenant's salt and all tokens up to its end."""
-
-    salt: str
-    tokens: tuple[int, ...]
-
-
-@dataclass
-class PrefixCacheModel:
-    """Cached prefixes with their page indices; time is a count of calls.
-
-    Evicts the least recently used, the deepest page of a prefix first. Subclass it and override ``victims`` for a
-    cache with another policy.
-    """
-
-    page_size: int
-    num_pages: int
-    pages: dict[ModelPrefix, int] = field(default_factory=dict)
-    used_at: dict[ModelPrefix, int] = field(default_factory=dict)
-    locks: Counter[ModelPrefix] = field(default_factory=Counter)
-    held: set[int] = field(default_factory=set)
-    clock: int = 0
-
-    def whole(self, salt: str, tokens: Sequence[int]) -> list[ModelPrefix]:
-        """The whole pages of a prompt, cached or not."""
-        size = self.page_size
-        return [ModelPrefix(salt, tuple(tokens[:end])) for end in range(size, len(tokens) + 1, size)]
-
-    def cached(self, salt: str, tokens: Sequence[int]) -> list[ModelPrefix]:
-        """Those of them that are cached."""
-        return [prefix for prefix in self.whole(salt, tokens) if prefix in self.pages]
-
-    def touch(self, prefixes: list[ModelPrefix]) -> None:
-        """Mark as the most recently used."""
-        self.clock += 1
-        self.used_at.update(dict.fromkeys(prefixes, self.clock))
-
-    def unlock(self, prefixes: list[ModelPrefix]) -> None:
-        """Give back a lock; what nobody locks any more was used now."""
-        self.locks.subtract(prefixes)
-        self.touch([prefix for prefix in prefixes if not self.locks[prefix]])
-
-    def unlocked(self) -> list[ModelPrefix]:
-        """Evictable pages."""
-        return [prefix for prefix in self.pages if not self.locks[prefix]]
-
-    def num_free(self) -> int:
-        """Pages that are neither cached nor held by a request."""
-        return self.num_pages - len(self.pages) - len(self.held)
-
-    def victims(self) -> list[ModelPrefix]:
-        """Evictable pages in the order in which they go."""
-        return sorted(self.unlocked(), key=lambda prefix: (self.used_at[prefix], -len(prefix.tokens)))
-
-    def evict(self, num_pages: int) -> int:
-        """Evict up to ``num_pages``; returns how many."""
-        gone = self.victims()[: max(0, num_pages)]
-        for prefix in gone:
-            del self.pages[prefix]
-        return len(gone)
-
-
-PAGE_SIZE = 2
+__all__ = ["PREFIX_CACHE_CHECKS", "OpenCache"]
 
 OpenCache = Callable[[int], PrefixCache]
 """Opens a cache of so many pages."""
@@ -100,7 +24,7 @@ def check_whole_pages_come_back(open_cache: OpenCache) -> None:
     """A partial last page is neither cached nor matched; pages come back in order."""
     trace, cache = _begin("A prompt's whole pages are cached, and matched in order", open_cache, 8)
     stored = _serve(trace, cache, [1, 2, 3, 4, 5])
-    trace.expect(4, stored.num_tokens, "tokens cached of 5, 2 a page")
+    trace.expect(4, stored.num_tokens, "tokens cached of 5, with 2 per page")
     for tokens, matched in (([1], 0), ([1, 2], 2), ([1, 2, 3], 2), ([1, 2, 3, 4, 5, 6], 4), ([9, 2, 3, 4], 0)):
         found = trace.call(f"match_prefix({tokens})", lambda tokens=tokens: cache.match_prefix(tokens))  # type: ignore[misc]
         trace.expect((matched, tuple(stored.pages)[: matched // PAGE_SIZE]), (found.num_tokens, tuple(found.pages)))
@@ -197,7 +121,7 @@ def check_events_are_the_contents(open_cache: OpenCache) -> None:
 
 
 def check_equal_calls_give_equal_events(open_cache: OpenCache) -> None:
-    """Ranks of a replica make the same calls and must hold the same pages: no clock, no address, no chance."""
+    """Ranks of a replica make the same calls and must hold the same pages: neither clock nor chance decides."""
     trace, cache = _begin("Two caches that get the same calls do the same", open_cache, 6)
     other, random = open_cache(6), Random(7)  # noqa: S311 - repeatable, not secret
     for _ in range(60):

@@ -2,7 +2,7 @@
 
 A check takes a function that opens a scheduler which publishes to the sink that it is given, serves it a small
 workload of prompts that share prefixes, and reads what it says of itself. Give it a pool of at least
-``MIN_POOL_TOKENS`` and a device that takes no time.
+``parts.MIN_POOL_TOKENS`` and a device that takes no time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from collections.abc import Callable, Iterator
 from scheduler_components import KvEventSink
 from scheduler_components.testing.fakes import ListEventSink
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import ServingScheduler, Trace
+from scheduler_components.testing.parts import ServingScheduler, Trace, Workload
 
-__all__ = ["MIN_POOL_TOKENS", "SCHEDULER_CHECKS", "WORKLOAD", "OpenScheduler", "Workload"]
+__all__ = ["SCHEDULER_CHECKS", "WORKLOAD", "OpenScheduler"]
 
 OpenScheduler = Callable[[KvEventSink], ServingScheduler]
-
-Workload = tuple[tuple[tuple[int, ...], int], ...]
-"""Prompts, each with the most tokens to generate, in order of arrival."""
-
-MIN_POOL_TOKENS = 256
 
 _SYSTEM = tuple(range(1, 33))
 WORKLOAD: Workload = (
@@ -79,7 +74,7 @@ def check_load_is_sound(open_scheduler: OpenScheduler, workload: Workload = WORK
 
 
 def check_equal_work_gives_equal_events(open_scheduler: OpenScheduler, workload: Workload = WORKLOAD) -> None:
-    """Ranks of one replica take the same requests and must tell the same trace: no clock, no chance."""
+    """Ranks of a replica take the same requests and must publish the same events: neither clock nor chance decides."""
     trace, scheduler, sink = _begin("Two schedulers with the same work publish the same events", open_scheduler)
     other_sink = ListEventSink()
     other = open_scheduler(other_sink)

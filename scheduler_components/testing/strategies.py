@@ -1,4 +1,8 @@
-"""Whole engines: every rank of every world, with and without DP attention."""
+"""Hypothesis strategies: engines and their ranks, endpoints, configurations, events and histories, workloads, faults.
+
+Each makes what its name says and nothing less: ``endpoints`` covers every kind of host and port, ``cache_histories`` is
+what a real cache would publish, ``hostile_histories`` what no cache would.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +16,34 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from scheduler_components.cache import PrefixNamespace, RadixCache
 from scheduler_components.kv_events import DIALECTS, MAX_PORT, REPLAY_FRAMINGS, SEQ_BASES, Endpoint
 from scheduler_components.testing.fakes import Fault
-from scheduler_components.testing.scheduler_checks import Workload
+from scheduler_components.testing.parts import Workload
 
 __all__ = [
+    # engines
     "EngineRank",
     "engine_of",
     "engines",
     "parallel_states",
+    # endpoints
     "BAD_ENDPOINTS",
     "any_endpoint_texts",
     "crowded_endpoints",
     "endpoints",
     "local_endpoints",
     "tcp_endpoints",
+    # configurations
     "bad_config_texts",
     "config_texts",
+    # events
     "HASHES",
     "cache_histories",
     "events",
     "hostile_histories",
     "removed_events",
     "stored_events",
-    "workloads",
+    # requests and networks
     "fault_plans",
+    "workloads",
 ]
 
 EngineRank = tuple[int, ParallelState]
@@ -54,13 +63,13 @@ def engine_of(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, dp_attentio
         dp_attention: the data-parallel replicas share one tensor-parallel world.
     """
     attn_dp_size, worlds = (dp, 1) if dp_attention else (1, dp)
-    ranks_a_stage = attn_dp_size * cp * tp
+    ranks_per_stage = attn_dp_size * cp * tp
     ranks = []
-    for world, pp_rank, tp_rank in product(range(worlds), range(pp), range(ranks_a_stage)):
+    for world, pp_rank, tp_rank in product(range(worlds), range(pp), range(ranks_per_stage)):
         plain_dp: dict[str, Any] = {} if dp_attention else {"dp_size": dp, "dp_rank": world if dp > 1 else None}
         state = ParallelState.from_tp_rank(
             tp_rank,
-            tp_size=ranks_a_stage,
+            tp_size=ranks_per_stage,
             attn_dp_size=attn_dp_size,
             attn_cp_size=cp,
             pp_rank=pp_rank,
@@ -81,7 +90,7 @@ def parallel_states() -> st.SearchStrategy[ParallelState]:
     return engines().flatmap(st.sampled_from).map(lambda rank: rank[1])
 
 
-# Endpoints: good ones, ones at the edges, and texts that are none.
+# Endpoints: good ones, ones at the edges of what is allowed, and texts that are not endpoints.
 
 _HOSTS = st.one_of(
     st.sampled_from(
@@ -159,7 +168,7 @@ def endpoints() -> st.SearchStrategy[Endpoint]:
 
 
 def crowded_endpoints() -> st.SearchStrategy[Endpoint]:
-    """Endpoints that meet when they are offset by ranks, or pass the last port: plans near the line of good and bad."""
+    """Endpoints that meet when they are offset by ranks, or pass the last port: plans just valid or just not."""
     ports = st.one_of(st.integers(5557, 5570), st.integers(MAX_PORT - 6, MAX_PORT), st.just(0))
     hosts = st.sampled_from(["*", "127.0.0.1", "::1"])
     tcp = st.builds(Endpoint, transport=st.just("tcp"), host=hosts, port=ports)
@@ -173,7 +182,7 @@ def any_endpoint_texts() -> st.SearchStrategy[str]:
     return st.one_of(st.text(), alike, st.sampled_from(sorted(BAD_ENDPOINTS)))
 
 
-# Texts of ``--kv-events-config``: sound ones, and ones with one mistake.
+# Texts of ``--kv-events-config``: valid ones, and ones with one mistake.
 
 _COUNTS = st.integers(1, 2**31 - 1)
 _STREAMS = 64
@@ -197,7 +206,7 @@ _MISTAKES: dict[str, list[Any]] = {
 
 @st.composite
 def config_texts(draw: st.DrawFn) -> str:
-    """A sound configuration of a ZMQ publisher, valid for up to 64 streams; each setting is there or left out."""
+    """A configuration of a ZMQ publisher that is valid for up to 64 streams; each setting is there or left out."""
     settings = draw(
         st.fixed_dictionaries(
             {"publisher": st.just("zmq")},
@@ -221,14 +230,14 @@ def config_texts(draw: st.DrawFn) -> str:
 
 
 def bad_config_texts() -> st.SearchStrategy[tuple[str, str]]:
-    """(The setting that is wrong, a configuration that is sound but for it)."""
+    """(The setting that is wrong, a configuration that is valid but for it)."""
     pairs = [(name, value) for name, values in _MISTAKES.items() for value in values]
     return st.sampled_from(pairs).map(
         lambda pair: (pair[0], json.dumps({"publisher": "zmq", "endpoint": "tcp://*:5557"} | {pair[0]: pair[1]}))
     )
 
 
-# Events of every shape, valid histories of a cache, and histories that no cache would tell.
+# Events of every shape, valid histories of a cache, and histories that no cache would publish.
 
 HASHES = st.integers(-(2**63), 2**63 - 1)
 """Any signed 64-bit hash."""
@@ -272,7 +281,7 @@ def events() -> st.SearchStrategy[tuple[KVCacheEvent, ...]]:
 
 @st.composite
 def cache_histories(draw: st.DrawFn, *, max_steps: int = 12) -> list[KVEventBatch]:
-    """A valid history: what a small real cache tells of random requests, evictions and clears, one batch a step.
+    """A valid history: what a small real cache publishes for random requests, evictions and clears, one batch per step.
 
     Parents come first, what is removed stands, hashes are SGLang's chain. No batch is empty.
     """
@@ -311,7 +320,7 @@ def _hostile_stored(draw: st.DrawFn) -> BlockStored:
 
 
 def hostile_histories() -> st.SearchStrategy[list[KVEventBatch]]:
-    """Histories that can be encoded and that no cache would tell: orphans, cycles, removals of what was never stored.
+    """Histories that can be encoded and that no cache would publish: orphans, cycles, removals of unknown blocks.
 
     Nine hashes on three media, so that they meet; batches may be empty.
     """
@@ -331,7 +340,7 @@ def hostile_histories() -> st.SearchStrategy[list[KVEventBatch]]:
 def workloads(
     draw: st.DrawFn, *, max_requests: int = 8, max_prompt_tokens: int = 48, max_new_tokens: int = 8, vocabulary: int = 4
 ) -> Workload:
-    """Requests as ``scheduler_checks`` takes them: (prompt, most tokens to generate) pairs.
+    """Requests as ``SCHEDULER_CHECKS`` take them: (prompt, most tokens to generate) pairs.
 
     A prompt begins with a part of an earlier one as often as not, and few words make the rest meet too.
     """
@@ -345,11 +354,11 @@ def workloads(
     return tuple((prompt, draw(st.integers(1, max_new_tokens))) for prompt in prompts)
 
 
-# Plans of network faults for ``fakes.network.FaultyNetwork``.
+# Plans of network faults for ``FaultyNetwork``.
 
 
 def fault_plans(*, max_messages: int = 30, faults: tuple[Fault, ...] = tuple(Fault)) -> st.SearchStrategy[list[Fault]]:
-    """One fault a message, most of them none; messages beyond the plan meet none.
+    """One fault per message, most of them ``NONE``; messages beyond the plan meet none.
 
     Args:
         max_messages: length of a plan at most.

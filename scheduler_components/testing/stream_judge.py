@@ -1,6 +1,6 @@
-"""The judge of one stream: frames in, broken rules out. Pure: it neither listens nor waits.
+"""The judge of one stream: recorded frames in, broken rules of the wire out. Pure: it neither listens nor waits.
 
-Used on live engines by ``examine``, and on publishers in tests by ``zmq_publisher_checks``.
+``scheduler-components conformance`` judges live engines by it, ``PUBLISHER_CHECKS`` publishers in tests.
 """
 
 from __future__ import annotations
@@ -13,29 +13,25 @@ import msgspec
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, KVCacheEvent
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.testing.ledger import EventLedger, Violation
+from scheduler_components.testing.parts import Frames
 
 __all__ = [
     "Expectations",
-    "Frames",
+    "JudgedStream",
     "ReplayAnswer",
-    "StreamRecord",
-    "StrictBatch",
-    "read_strictly",
     "StreamFacts",
-    "StreamVerdict",
+    "StreamRecord",
     "judge_stream",
 ]
 
-# What was heard of one stream: the raw frames, before anybody judges them.
-
-Frames = tuple[bytes, ...]
+# What was heard of one stream: the raw frames.
 
 
 class ReplayAnswer(msgspec.Struct, frozen=True):
     """One answer of a replay channel.
 
     Attributes:
-        start: the number that was asked from; None for a request that is none.
+        start: the number that was asked from; None for a malformed request.
         messages: what came, without the leading empty delimiter and without the end marker.
         ended: whether the end marker came in time.
         is_overlong: the reader stopped reading: more came than it keeps, or for longer than it waits.
@@ -82,7 +78,7 @@ class Expectations(msgspec.Struct, frozen=True):
     block_size: int | None = None
 
 
-# One payload, read strictly: what a typed reader of some peer would have stumbled over.
+# One payload, read strictly: each thing that a typed reader of some peer fails on.
 
 _MAX_SHOWN = 60
 _elements = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
@@ -133,7 +129,7 @@ def _event(raw: msgspec.Raw) -> object:
     try:
         return _anything(raw)
     except _READ_ERRORS:
-        return None  # told already, as an event that cannot be read
+        return None  # reported already, as an event that cannot be read
 
 
 def _hash_types(event: object) -> Iterator[Violation]:
@@ -184,17 +180,17 @@ class StreamFacts(msgspec.Struct):
     knows_history: bool = False
 
 
-class StreamVerdict(msgspec.Struct, frozen=True):
-    """The judgement: every broken rule in the order seen, and the names of rules that could be judged at all."""
+class JudgedStream(msgspec.Struct, frozen=True):
+    """What the judge says: facts, broken rules in the order seen, and the names of the rules that could be judged."""
 
     facts: StreamFacts
     violations: tuple[Violation, ...]
     judged: frozenset[str]
 
 
-def judge_stream(record: StreamRecord, expected: Expectations) -> StreamVerdict:
+def judge_stream(record: StreamRecord, expected: Expectations) -> JudgedStream:
     """Judge what was heard of one stream."""
-    return _Judge(record, expected).verdict()
+    return _Judge(record, expected).judge()
 
 
 class _Judge:
@@ -207,9 +203,9 @@ class _Judge:
         self.replayed: dict[int, bytes] = {}
         self.later: dict[int, bytes] = {}
 
-    def verdict(self) -> StreamVerdict:
+    def judge(self) -> JudgedStream:
         violations = [*self._live_frames(), *self._replays(), *self._history()]
-        return StreamVerdict(self.facts, tuple(violations), frozenset(self.judged | {each.rule for each in violations}))
+        return JudgedStream(self.facts, tuple(violations), frozenset(self.judged | {each.rule for each in violations}))
 
     def _live_frames(self) -> Iterator[Violation]:
         last: int | None = None

@@ -12,24 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import msgspec
+from scheduler_components.kv_events import END_SEQ
+from scheduler_components.testing.fakes import ChainHistory
+from scheduler_components.testing.parts import FollowingSubscriber, StreamPlace, Trace
+from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher
 
-from scheduler_components.testing.parts import ChainHistory, FollowingSubscriber, Trace
-from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher, open_scripted_publisher
-
-__all__ = ["DEADLINE_S", "SUBSCRIBER_CHECKS", "OpenSubscriber", "StreamPlace"]
+__all__ = ["DEADLINE_S", "SUBSCRIBER_CHECKS", "OpenSubscriber"]
 
 DEADLINE_S = 20.0
-_TURN_S = 0.005
-_END = b"\xff" * 8
-
-
-class StreamPlace(msgspec.Struct, frozen=True):
-    """Where the stream to follow is: PUB address, replay ROUTER address, topic."""
-
-    endpoint: str
-    replay_endpoint: str
-    topic: str
+_POLL_S = 0.005
 
 
 OpenSubscriber = Callable[[StreamPlace], FollowingSubscriber]
@@ -48,21 +39,21 @@ class _Bench:
         for _ in range(count):
             self.publisher.tell(self.history.next(self.publisher.next_sequence))
 
-    def turn(self) -> None:
+    def work(self) -> None:
         """Let both sides work once."""
         self.publisher.idle()
         try:
-            self.subscriber.poll(_TURN_S)
+            self.subscriber.poll(_POLL_S)
         except Exception as error:
             raise self.trace.failure("poll() raises nothing", f"{type(error).__name__}: {error}") from error
 
     def until(self, condition: Callable[[], bool]) -> bool:
-        """Turn until ``condition`` holds; False when it never did."""
+        """Let both sides work until ``condition`` holds; False when it never did."""
         end_s = time.monotonic() + self.deadline_s
         while not condition():
             if time.monotonic() > end_s:
                 return False
-            self.turn()
+            self.work()
         return True
 
     def knows_all(self) -> bool:
@@ -91,7 +82,9 @@ class _Bench:
 def check_late_joiners_get_everything(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """Both dialects, both framings: replay first, then live."""
     for dialect, framing in (("array", "seed"), ("map", "topic"), ("vllm", "seed")):
-        title = f"Who joins late has the whole state, and follows it ({dialect} dialect, {framing} framing)"
+        title = (
+            f"A subscriber that joins late gets the whole state, and follows it ({dialect} dialect, {framing} framing)"
+        )
         with _bench(title, open_subscriber, deadline_s, dialect, framing, told=50) as bench:
             bench.trace.did("published 50 batches before it joined")
             bench.expect_all()
@@ -114,7 +107,7 @@ def check_gaps_are_filled(open_subscriber: OpenSubscriber, deadline_s: float = D
 
 def check_a_lost_end_is_found(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """When the last batch is lost and silence follows, nothing but a probe can tell."""
-    with _bench("A lost last batch is found although nothing follows it", open_subscriber, deadline_s) as bench:
+    with _bench("A lost last batch is found, although nothing follows it", open_subscriber, deadline_s) as bench:
         bench.follow_live()
         bench.trace.did("lost one live batch that clears everything, then fell silent")
         bench.publisher.loses_live = True
@@ -123,7 +116,7 @@ def check_a_lost_end_is_found(open_subscriber: OpenSubscriber, deadline_s: float
 
 
 def check_old_batches_resurrect_nothing(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
-    """A live batch that comes again is no news."""
+    """A live batch that comes again changes nothing."""
     with _bench("A batch that arrives twice is applied once", open_subscriber, deadline_s) as bench:
         bench.follow_live()
         stored = bench.publisher.tell(bench.history.store(701, 702))
@@ -138,11 +131,11 @@ def check_old_batches_resurrect_nothing(open_subscriber: OpenSubscriber, deadlin
 
 def check_garbage_costs_itself(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """Messages that are not of this wire change nothing and raise nothing."""
-    with _bench("Messages that are not frames of this wire cost only themselves", open_subscriber, deadline_s) as bench:
+    with _bench("Messages that are not of this wire change nothing", open_subscriber, deadline_s) as bench:
         bench.follow_live()
         topic = bench.publisher.topic
-        bench.trace.did("sent one frame, two frames, a short number, the number -1, and a payload of no msgpack")
-        for frames in ((b"",), (topic, bytes(8)), (topic, b"123", b""), (topic, _END, b"")):
+        bench.trace.did("sent one frame, two frames, a short number, the number -1, and a payload that is not msgpack")
+        for frames in ((b"",), (topic, bytes(8)), (topic, b"123", b""), (topic, END_SEQ, b"")):
             bench.publisher.send_raw(*frames)
         bench.tell(3)
         bench.expect_all()
@@ -150,7 +143,7 @@ def check_garbage_costs_itself(open_subscriber: OpenSubscriber, deadline_s: floa
 
 def check_restarts_are_seen(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """A publisher that begins again at 0 with an empty cache is followed anew."""
-    with _bench("A publisher's second life replaces its first", open_subscriber, deadline_s) as bench:
+    with _bench("A publisher that restarts is followed anew", open_subscriber, deadline_s) as bench:
         bench.follow_live()
         bench.trace.did("restarted the publisher at number 0 with an empty cache, and published 3 batches")
         bench.publisher.restart()
@@ -162,7 +155,7 @@ def check_restarts_are_seen(open_subscriber: OpenSubscriber, deadline_s: float =
 
 def check_it_never_claims_what_it_cannot_know(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """With a gap that no replay fills, a subscriber is anything but live."""
-    with _bench("Nobody is live with a gap that was not filled", open_subscriber, deadline_s) as bench:
+    with _bench("A subscriber with a gap that was not filled is not live", open_subscriber, deadline_s) as bench:
         bench.follow_live()
         bench.trace.did("lost a live batch while the replay channel is silent, then published one more")
         publisher = bench.publisher
@@ -194,7 +187,7 @@ def _bench(
     told: int = 0,
 ) -> Iterator[_Bench]:
     trace = Trace(title)
-    with open_scripted_publisher(topic="kv", dialect=dialect, framing=framing) as publisher:
+    with ScriptedPublisher.open(topic="kv", dialect=dialect, framing=framing) as publisher:
         history = ChainHistory()
         for number in range(told):
             publisher.tell(history.next(number))

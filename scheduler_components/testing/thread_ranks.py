@@ -1,4 +1,4 @@
-"""N ranks on N threads of this process, which agree through a hub: a parallel group without processes or sockets."""
+"""Ranks on threads of this process that agree through a hub: a parallel group without processes or sockets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from typing import TypeVar
 from scheduler_components import ParallelState, SyncCall, SyncTimeoutError
 from scheduler_components.hicache import SyncDomain, elementwise_min, world_rank_sets
 
-__all__ = [
-    "ThreadSyncHub",
-    "Hops",
-    "hops_of",
-    "run_ranks",
-]
+__all__ = ["ThreadSyncHub", "run_ranks"]
 
-# Agreement between the threads of one process: blocking groups without sockets.
+T = TypeVar("T")
 
 
 class _Meeting:
@@ -32,7 +27,7 @@ class _Meeting:
 
 
 class ThreadSyncHub:
-    """Where the threads of one domain meet. Results do not depend on the order in which they come.
+    """Where the threads of one domain meet. Results do not depend on the order in which the threads come.
 
     Args:
         hops: rank -> its groups in order, as ``RankSets.hops`` gives them.
@@ -61,9 +56,9 @@ class ThreadSyncHub:
         """
         with self._changed:
             self._standing[rank] = call
-            turn = self._num_met.get((ranks, rank), 0)
-            self._num_met[ranks, rank] = turn + 1
-            meeting = self._meetings.setdefault((ranks, turn), _Meeting(len(ranks)))
+            number = self._num_met.get((ranks, rank), 0)
+            self._num_met[ranks, rank] = number + 1
+            meeting = self._meetings.setdefault((ranks, number), _Meeting(len(ranks)))
             meeting.brought[rank] = list(values)
             self._changed.notify_all()
             self._changed.wait_for(
@@ -73,7 +68,7 @@ class ThreadSyncHub:
                 raise self._failure(call)
             meeting.num_to_leave -= 1
             if not meeting.num_to_leave:
-                del self._meetings[ranks, turn]
+                del self._meetings[ranks, number]
             return [meeting.brought[peer] for peer in ranks]
 
     def _failure(self, call: SyncCall) -> SyncTimeoutError:
@@ -107,23 +102,13 @@ class ThreadSyncGroup:
         """Nothing to let go of."""
 
 
-T = TypeVar("T")
-
-Hops = Mapping[int, tuple[tuple[int, ...], ...]]
-"""Rank -> its groups in order."""
-
-
-def hops_of(parallel: ParallelState) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """The groups of every rank of the world that ``parallel`` is one of; for ``run_ranks`` or ``InProcessSync``."""
-    return {sets.rank: sets.hops for sets in world_rank_sets(parallel)}
-
-
-def run_ranks(hops: Hops, work: Callable[[SyncDomain], T], *, timeout_s: float = 20.0) -> list[T]:
-    """Run ``work`` on one thread a rank; results by rank.
+def run_ranks(parallel: ParallelState, work: Callable[[SyncDomain], T], *, timeout_s: float = 20.0) -> list[T]:
+    """Run ``work`` on one thread per rank of the world that ``parallel`` is one rank of; results by rank.
 
     Raises:
         Exception: what the lowest failing rank raised, after all threads have ended.
     """
+    hops = {sets.rank: sets.hops for sets in world_rank_sets(parallel)}
     hub = ThreadSyncHub(hops, timeout_s=timeout_s)
     with ThreadPoolExecutor(len(hops)) as threads:
         running = [threads.submit(work, hub.domain(rank)) for rank in sorted(hops)]

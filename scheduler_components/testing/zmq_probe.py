@@ -1,4 +1,4 @@
-"""Hearing a stream: raw frames from its PUB socket, raw answers from its replay ROUTER. Judges nothing."""
+"""Records a stream: raw frames from its PUB socket, raw answers from its replay ROUTER. Judges nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import attrs
 import zmq
 
 from scheduler_components.kv_events import END_SEQ, MAX_PAYLOAD_BYTES, Endpoint, Request, StreamAddress, Verb
-from scheduler_components.testing.stream_judge import Frames, ReplayAnswer, StreamRecord
+from scheduler_components.testing.parts import Frames
+from scheduler_components.testing.stream_judge import ReplayAnswer, StreamRecord
 
 __all__ = [
     "ProbeOptions",
@@ -28,7 +29,7 @@ _MAX_BYTES = 512 * 1024 * 1024
 _LONGEST_ANSWER_S = 120.0
 """An answer that is still coming after this time is not read to its end."""
 
-_TURN_MS = 5
+_POLL_MS = 5
 _MALFORMED = b"\xff" * 7
 """Seven bytes: released publishers read them as a huge number, which is harmless."""
 
@@ -51,14 +52,13 @@ class ProbeOptions:
 
 
 class StreamProbe:
-    """Hears one stream; opened at once, closed by ``close``.
+    """Listens to one stream from when it is made until ``close``.
 
     Args:
         context: whose sockets these are.
         events: the PUB address, concrete.
         replay: the ROUTER address, None without one.
-        turn: called again and again while something is waited for; a publisher under test without a thread works
-            there.
+        while_waiting: called again and again during a wait; a publisher under test without a thread works there.
         clock: monotonic seconds.
     """
 
@@ -68,14 +68,14 @@ class StreamProbe:
         events: Endpoint,
         replay: Endpoint | None,
         *,
-        turn: Callable[[], object] = lambda: None,
+        while_waiting: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.live: list[Frames] = []
         self._live_bytes = 0
         self._context = context
         self._replay = replay
-        self._turn = turn
+        self._while_waiting = while_waiting
         self._clock = clock
         self._sub = self._open(zmq.SUB, events)
         self._sub.setsockopt(zmq.SUBSCRIBE, b"")
@@ -95,7 +95,7 @@ class StreamProbe:
 
     def hear(self, wait_ms: int = 0) -> None:
         """Take in what has come, after waiting up to ``wait_ms`` for it."""
-        self._turn()
+        self._while_waiting()
         if not self._sub.poll(wait_ms):
             return
         while self._sub.poll(0):
@@ -110,7 +110,7 @@ class StreamProbe:
         while not condition():
             if self._clock() >= deadline_s:
                 return False
-            self.hear(_TURN_MS)
+            self.hear(_POLL_MS)
         return True
 
     def ask(self, start: int, answer_s: float) -> ReplayAnswer:
@@ -140,7 +140,7 @@ class StreamProbe:
             dealer.send_multipart((b"", request))
             asked_s = last_s = self._clock()
             while self._clock() - last_s < answer_s:
-                if not dealer.poll(_TURN_MS):
+                if not dealer.poll(_POLL_MS):
                     self.hear()
                     continue
                 last_s = self._clock()
@@ -181,7 +181,7 @@ def _numbers(messages: Sequence[Frames]) -> list[int]:
 def probe_streams(
     addresses: Sequence[StreamAddress], options: ProbeOptions, *, clock: Callable[[], float] = time.monotonic
 ) -> list[StreamRecord]:
-    """Hear several streams side by side; one record each, in their order."""
+    """Listen to several streams side by side; one record per stream, in their order."""
     probes: list[StreamProbe] = []
     context: Context = zmq.Context()
     with context:
@@ -195,7 +195,7 @@ def probe_streams(
             deadline_s = clock() + options.listen_s
             while clock() < deadline_s and any(len(probe.live) < options.enough_batches for probe in probes):
                 for probe in probes:
-                    probe.hear(_TURN_MS)
+                    probe.hear(_POLL_MS)
             return [probe.record(each, options.answer_s) for probe, each in zip(probes, histories, strict=True)]
         finally:
             for probe in probes:

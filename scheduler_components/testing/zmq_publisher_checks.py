@@ -16,8 +16,9 @@ import zmq
 
 from scheduler_components import BlockRemoved, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, Endpoint
-from scheduler_components.testing.parts import BLOCK_SIZE, ChainHistory, ListeningPublisher, Trace
-from scheduler_components.testing.stream_judge import Expectations, Frames, ReplayAnswer, StreamRecord, judge_stream
+from scheduler_components.testing.fakes import ChainHistory
+from scheduler_components.testing.parts import BLOCK_SIZE, Frames, ListeningPublisher, Trace
+from scheduler_components.testing.stream_judge import Expectations, ReplayAnswer, StreamRecord, judge_stream
 from scheduler_components.testing.zmq_probe import StreamProbe
 
 __all__ = ["PUBLISHER_CHECKS", "OpenPublisher"]
@@ -37,7 +38,7 @@ class _Bench:
     trace: Trace
     publisher: ListeningPublisher
     probe: StreamProbe
-    turns: list[Callable[[], object]]
+    while_waiting: list[Callable[[], object]]
     history: ChainHistory = field(default_factory=ChainHistory)
     published: list[KVCacheEvent] = field(default_factory=list)
 
@@ -68,8 +69,8 @@ class _Bench:
 
     def judge(self, record: StreamRecord, concerns: Callable[[str], bool]) -> None:
         """Judge what was heard by the rules that a check is about."""
-        verdict = judge_stream(record, Expectations(0, b"", BLOCK_SIZE))
-        broken = [f"{each.rule}: {each.seen}" for each in verdict.violations if concerns(each.rule)]
+        judged = judge_stream(record, Expectations(0, b"", BLOCK_SIZE))
+        broken = [f"{each.rule}: {each.seen}" for each in judged.violations if concerns(each.rule)]
         self.trace.expect([], broken, "broken rules of the wire")
 
 
@@ -143,7 +144,7 @@ def check_shutdown_sends_the_tail_and_lets_go(open_publisher: OpenPublisher) -> 
         bench.publish_until_heard()
         bench.publisher.idle()  # a publisher that defers to its next idle() has batches pending now
         bench.publish(8)
-        bench.turns.clear()
+        bench.while_waiting.clear()
         bench.trace.call("published 8 batches and called shutdown()", bench.publisher.shutdown)
         bench.expect_live(8)
         bench.trace.call("called shutdown() again", bench.publisher.shutdown)
@@ -155,15 +156,18 @@ def check_shutdown_sends_the_tail_and_lets_go(open_publisher: OpenPublisher) -> 
 def _bench(title: str, open_publisher: OpenPublisher) -> Iterator[_Bench]:
     trace = Trace(title)
     publisher = trace.call("opened a publisher", open_publisher)
-    turns: list[Callable[[], object]] = [publisher.idle]
+    while_waiting: list[Callable[[], object]] = [publisher.idle]
     try:
         replay = Endpoint.parse(publisher.replay_endpoint or "", field="replay_endpoint")
         with zmq.Context() as context:
             probe = StreamProbe(
-                context, Endpoint.parse(publisher.endpoint), replay, turn=lambda: [turn() for turn in turns]
+                context,
+                Endpoint.parse(publisher.endpoint),
+                replay,
+                while_waiting=lambda: [work() for work in while_waiting],
             )
             try:
-                yield _Bench(trace, publisher, probe, turns)
+                yield _Bench(trace, publisher, probe, while_waiting)
             finally:
                 probe.close()
     finally:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import TypeVar
 
 import zmq
 
 from scheduler_components import EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import END_SEQ, BatchEncoder
+from scheduler_components.testing.parts import Frames
 
-__all__ = [
-    "ScriptedPublisher",
-    "open_scripted_publisher",
-]
+__all__ = ["ScriptedPublisher"]
 
-Frames = tuple[bytes, ...]
+P = TypeVar("P", bound="ScriptedPublisher")
 
 
 class ScriptedPublisher:
     """PUB and ROUTER as SGLang and vLLM have them, without a thread: replays are served by ``idle``.
 
-    A ``ListeningPublisher``. Subclass it and override ``live_messages`` or ``answer`` for faults of your own.
+    A ``ListeningPublisher``; ``open`` opens one. For faults of your own, subclass it and override ``live_messages`` or
+    ``answer``.
 
     Attributes:
         framing: of replays, ``seed`` or ``topic``.
@@ -29,8 +29,8 @@ class ScriptedPublisher:
         window: the newest batches that a replay has; None for all.
         sent: number -> payload of this life.
         asked: numbers that replays were asked from.
-        num_subscribers: topics subscribed to now; counted by ``idle``. (The socket is an XPUB, which is a PUB that
-            tells.)
+        num_subscribers: topics subscribed to now; counted by ``idle``. (The socket is an XPUB: a PUB that says who
+            subscribes.)
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, topic: str, dialect: str, framing: str) -> None:
@@ -51,7 +51,12 @@ class ScriptedPublisher:
         self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint: str | None = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def __enter__(self) -> ScriptedPublisher:
+    @classmethod
+    def open(cls: type[P], *, topic: str = "", dialect: str = "array", framing: str = "seed") -> P:
+        """Open one on loopback ports that the system chooses; close it with ``shutdown`` or a ``with`` block."""
+        return cls(zmq.Context(), topic=topic, dialect=dialect, framing=framing)
+
+    def __enter__(self: P) -> P:
         return self
 
     def __exit__(
@@ -113,14 +118,3 @@ class ScriptedPublisher:
         self._pub.close()
         self._router.close()
         self._context.term()
-
-
-def open_scripted_publisher(
-    kind: type[ScriptedPublisher] = ScriptedPublisher,
-    *,
-    topic: str = "",
-    dialect: str = "array",
-    framing: str = "seed",
-) -> ScriptedPublisher:
-    """Open a publisher on loopback ports that the system chooses; close it with ``shutdown`` or a ``with`` block."""
-    return kind(zmq.Context(), topic=topic, dialect=dialect, framing=framing)

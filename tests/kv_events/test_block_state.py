@@ -10,8 +10,9 @@ from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEven
 from scheduler_components.kv_events import DIALECTS, BatchDecoder, BatchEncoder, BlockState, EventStream, collapse
 from scheduler_components.kv_events.stream import fold_payload, segment_event
 from scheduler_components.testing import EventLedger
-from scheduler_components.testing.ledger import Block, Medium
 from scheduler_components.testing.strategies import hostile_histories
+
+Medium = tuple[str, int | None]
 
 
 def ledger_after(*histories: list[KVEventBatch]) -> EventLedger:
@@ -23,7 +24,7 @@ def ledger_after(*histories: list[KVEventBatch]) -> EventLedger:
     return ledger
 
 
-def applied(events: tuple[KVCacheEvent, ...], *before: list[KVEventBatch]) -> dict[tuple[Medium, int], Block]:
+def applied(events: tuple[KVCacheEvent, ...], *before: list[KVEventBatch]) -> dict[tuple[Medium, int], object]:
     return ledger_after(*before, [KVEventBatch(0.0, events)]).blocks()
 
 

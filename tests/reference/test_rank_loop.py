@@ -40,7 +40,7 @@ from scheduler_components.reference.engine.messages import (
     unpack_hashes,
 )
 from scheduler_components.reference.engine.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
-from scheduler_components.testing import ListLoadSink
+from scheduler_components.testing import ListSink
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
 
@@ -141,7 +141,7 @@ class Rank:
         reports.outputs = scheduler.output
         self.executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
         self.stop = StopSignal(self.order.reader)
-        self.load = ListLoadSink()
+        self.load = ListSink()
         self.load_publisher = LoadPublisher(parallel=parallel, load=scheduler.load, sink=self.load)
 
     def deltas(self) -> list[OutputDelta]:

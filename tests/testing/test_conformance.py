@@ -17,9 +17,8 @@ from observability import ConformanceReport, RuleResult, examine_conformance
 from scheduler_components import ConfigError, KVEventBatch, StartError
 from scheduler_components.kv_events import Endpoint, ZmqEventPublisher
 from scheduler_components.reference.cli import main as cli
-from scheduler_components.testing import ChainHistory, ProbeOptions, ScriptedPublisher, open_scripted_publisher
-from scheduler_components.testing.parts import BLOCK_SIZE, ListeningPublisher
-from scheduler_components.testing.zmq_scripted_publisher import Frames
+from scheduler_components.testing import ChainHistory, ProbeOptions, ScriptedPublisher
+from scheduler_components.testing.parts import BLOCK_SIZE, Frames, ListeningPublisher
 
 Command = Callable[..., tuple[object, str, str]]
 
@@ -113,7 +112,7 @@ class Faulty(ScriptedPublisher):
 
 
 def test_faults_are_told_with_their_hint(ticking: Callable[[ListeningPublisher], None]) -> None:
-    publisher = open_scripted_publisher(Faulty)
+    publisher = Faulty.open()
     ticking(publisher)
     options = ProbeOptions(listen_s=20.0, enough_batches=30, answer_s=0.5)
     report = examine_conformance(
@@ -151,7 +150,7 @@ class JoinsLate(ScriptedPublisher):
 def test_batches_between_the_first_replay_and_the_first_live_one_are_no_gap(
     ticking: Callable[[ListeningPublisher], None],
 ) -> None:
-    publisher = open_scripted_publisher(JoinsLate)
+    publisher = JoinsLate.open()
     ticking(publisher)
     report = examine_conformance(publisher.endpoint, QUICK, replay_endpoint=publisher.replay_endpoint)
     assert broken(report) == []
@@ -159,7 +158,7 @@ def test_batches_between_the_first_replay_and_the_first_live_one_are_no_gap(
 
 
 def test_a_silent_stream_does_not_conform() -> None:
-    with open_scripted_publisher() as publisher:
+    with ScriptedPublisher.open() as publisher:
         report = examine_conformance(publisher.endpoint, HASTY, replay_endpoint=publisher.replay_endpoint)
     assert [each.rule for each in broken(report)] == ["speaks", "replay-answers"]
 
@@ -245,7 +244,7 @@ def test_the_command_prints_the_report_and_exits_by_it(
 
 
 def test_the_command_says_no_by_its_exit_code(command: Command) -> None:
-    with open_scripted_publisher() as publisher:
+    with ScriptedPublisher.open() as publisher:
         status, told, _ = command(publisher.endpoint, "--listen", "0.1")
     assert status == 1
     assert "ERROR   speaks" in told

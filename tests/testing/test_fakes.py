@@ -10,30 +10,28 @@ from hypothesis import given, settings
 from scheduler_components import (
     AllBlocksCleared,
     KVEventBatch,
+    KvMetrics,
     LoadInquirer,
     LoadSink,
+    LoadSnapshot,
     MetricsEmitter,
     ParallelState,
     SchedulerKvEventsPublisher,
+    SchedulerStats,
 )
-from scheduler_components.hicache import InProcessSync, SyncDomain
+from scheduler_components.hicache import SyncDomain
 from scheduler_components.testing import (
     FakeClock,
     FakeLoad,
-    FakeParts,
     FakePool,
     FakeQueues,
-    FakeRates,
     FakeRequest,
     Fault,
     FaultyNetwork,
     InstantDevice,
     ListEventSink,
-    ListKvMetricsSink,
-    ListLoadSink,
-    ListMetricsSink,
+    ListSink,
     ScriptedEvents,
-    hops_of,
     run_ranks,
 )
 from scheduler_components.testing.strategies import fault_plans
@@ -42,11 +40,11 @@ TRIVIAL = ParallelState.trivial()
 
 
 def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
-    clock, sink, metrics, kv_metrics = FakeClock(5.0), ListEventSink(), ListMetricsSink(), ListKvMetricsSink()
+    clock, sink = FakeClock(5.0), ListEventSink()
+    metrics: ListSink[SchedulerStats] = ListSink()
+    kv_metrics: ListSink[KvMetrics] = ListSink()
     queues = FakeQueues(running=[1], waiting=[FakeRequest(10, 4)])
-    load = LoadInquirer(
-        parallel=TRIVIAL, queues=queues, pool=FakePool(), rates=FakeRates(), parts=FakeParts(), clock=clock
-    )
+    load = LoadInquirer(parallel=TRIVIAL, queues=queues, pool=FakePool(), clock=clock)
     publisher = SchedulerKvEventsPublisher(
         parallel=TRIVIAL, source=ScriptedEvents([AllBlocksCleared()]), sink=sink, load=load, metrics_sink=kv_metrics,
         clock=clock,
@@ -57,7 +55,7 @@ def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
     publisher.emit_kv_metrics()
     MetricsEmitter(parallel=TRIVIAL, load=load, sink=metrics, publisher=publisher).emit()
     assert sink.batches == [KVEventBatch(5.0, (AllBlocksCleared(),), 0)]
-    assert (sink.num_idled, len(kv_metrics.sent), metrics.stats[0].load.num_waiting_uncached_tokens) == (1, 1, 6)
+    assert (sink.num_idled, len(kv_metrics.sent), metrics.sent[0].load.num_waiting_uncached_tokens) == (1, 1, 6)
     sink.error = metrics.error = RuntimeError("told to")
     publisher.idle()
     MetricsEmitter(parallel=TRIVIAL, load=FakeLoad(), sink=metrics).emit()
@@ -66,7 +64,7 @@ def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
 
 
 def test_a_load_sink_keeps_reports() -> None:
-    fake = ListLoadSink()
+    fake: ListSink[LoadSnapshot] = ListSink()
     sink: LoadSink = fake
     sink.send(FakeLoad().get_loads())
     sink.close()
@@ -104,13 +102,12 @@ def test_a_network_without_a_plan_keeps_order() -> None:
 
 
 def test_ranks_on_threads_agree_and_the_lowest_error_is_told() -> None:
-    hops = hops_of(ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2))
-    assert run_ranks(hops, lambda domain: domain.min("landed", domain.rank + 5, step=0)) == [5] * 4
-    assert InProcessSync(hops).num_collectives == 0
+    parallel = ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2)
+    assert run_ranks(parallel, lambda domain: domain.min("landed", domain.rank + 5, step=0)) == [5] * 4
 
     def fail(domain: SyncDomain) -> None:
         domain.barrier("start", step=0)
         raise ValueError(f"rank {domain.rank}")
 
     with pytest.raises(ValueError, match="rank 0"):
-        run_ranks(hops, fail)
+        run_ranks(parallel, fail)

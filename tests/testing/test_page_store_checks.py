@@ -8,13 +8,13 @@ import pytest
 
 from scheduler_components import PageBytes, PageStore
 from scheduler_components.hicache import MemoryPageStore
-from scheduler_components.testing import ConformanceError
+from scheduler_components.testing import ConformanceError, parts
 from scheduler_components.testing import page_store_checks as checks
 
 
 class Store(MemoryPageStore):
     def __init__(self) -> None:
-        super().__init__(checks.MAX_BYTES)
+        super().__init__(parts.MAX_BYTES)
 
 
 class FindsAll(Store):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from scheduler_components import BlockStored, KVEventBatch, KvEventSink, LoadSnapshot, ParallelState
 from scheduler_components.reference.device import Request, SamplingLimits, SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine import Scheduler, SchedulerConfig
-from scheduler_components.testing import ConformanceError
+from scheduler_components.testing import ConformanceError, parts
 from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.strategies import workloads
 
@@ -22,7 +22,7 @@ class Reference:
 
     def __init__(self, sink: KvEventSink) -> None:
         device = SimulatedDevice(SimulatedModel(), clock=lambda: 0.0, sleep=lambda _: None)
-        config = SchedulerConfig(page_size=4, kv_tokens=checks.MIN_POOL_TOKENS, max_running_requests=3)
+        config = SchedulerConfig(page_size=4, kv_tokens=parts.MIN_POOL_TOKENS, max_running_requests=3)
         self.sink, self.numbers = sink, count()
         self.scheduler = Scheduler(config, ParallelState.trivial(), device, event_sink=sink)
 
@@ -45,13 +45,13 @@ class Reference:
 
 
 @pytest.mark.parametrize("check", checks.SCHEDULER_CHECKS)
-def test_the_reference_scheduler_passes(check: Callable[[checks.OpenScheduler, checks.Workload], None]) -> None:
+def test_the_reference_scheduler_passes(check: Callable[[checks.OpenScheduler, parts.Workload], None]) -> None:
     check(Reference, checks.WORKLOAD)
 
 
 @settings(deadline=None, max_examples=25)
 @given(workload=workloads())
-def test_the_reference_scheduler_passes_on_any_workload(workload: checks.Workload) -> None:
+def test_the_reference_scheduler_passes_on_any_workload(workload: parts.Workload) -> None:
     for check in checks.SCHEDULER_CHECKS:
         check(Reference, workload)
 

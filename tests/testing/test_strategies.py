@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.kv_events import Endpoint, KVEventsConfig
-from scheduler_components.testing.scheduler_checks import Workload
+from scheduler_components.testing.parts import Workload
 from scheduler_components.testing.strategies import (
     bad_config_texts,
     config_texts,

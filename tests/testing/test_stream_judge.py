@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import DIALECTS, BatchEncoder
-from scheduler_components.testing import RULES, Expectations, ReplayAnswer, StreamRecord, judge_stream
+from scheduler_components.testing import RULES
 from scheduler_components.testing.golden import PeerVector, peer_vectors
+from scheduler_components.testing.parts import Frames
 from scheduler_components.testing.strategies import cache_histories, hostile_histories
-from scheduler_components.testing.stream_judge import Frames
+from scheduler_components.testing.stream_judge import Expectations, ReplayAnswer, StreamRecord, judge_stream
 
 EXPECTED = Expectations(rank=0, topic=b"kv", block_size=1)
 
@@ -49,10 +50,10 @@ SOUND = StreamRecord(
 
 
 def test_a_sound_stream_breaks_no_rule_and_all_but_the_engines_rules_were_judged() -> None:
-    verdict = judge_stream(SOUND, EXPECTED)
-    assert verdict.violations == ()
-    assert verdict.judged == RULES.keys() - {"descriptor", "reachable"}
-    facts = verdict.facts
+    judged = judge_stream(SOUND, EXPECTED)
+    assert judged.violations == ()
+    assert judged.judged == RULES.keys() - {"descriptor", "reachable"}
+    facts = judged.facts
     assert (facts.live_batches, facts.replayed_batches, facts.events, facts.blocks) == (2, 1, 3, 1)
     assert (facts.first_sequence, facts.last_sequence, facts.knows_history) == (0, 2, True)
     assert (facts.dialects, facts.replay_frames) == (("array",), (2,))
@@ -66,9 +67,9 @@ def test_what_a_cache_tells_breaks_no_rule(history: list[KVEventBatch], dialect:
         return
     late = min(late, len(payloads) - 1)
     record = StreamRecord(live=live(*payloads[late:], first=late), history=replayed(*payloads[: late + 1]))
-    verdict = judge_stream(record, Expectations(0, b"kv"))
-    assert verdict.violations == ()
-    assert verdict.facts.off_chain_blocks == 0
+    judged = judge_stream(record, Expectations(0, b"kv"))
+    assert judged.violations == ()
+    assert judged.facts.off_chain_blocks == 0
 
 
 @settings(deadline=None)
@@ -80,8 +81,8 @@ def test_what_a_cache_tells_breaks_no_rule(history: list[KVEventBatch], dialect:
 def test_nothing_that_is_heard_raises(history: list[KVEventBatch], noise: list[Frames], answers: list[Frames]) -> None:
     payloads = [BatchEncoder().encode(batch, 0) for batch in history]
     answer = ReplayAnswer(0, tuple(answers), False)
-    verdict = judge_stream(StreamRecord(live=(*live(*payloads), *noise, (b"",)), history=answer), EXPECTED)
-    assert {violation.rule for violation in verdict.violations} <= verdict.judged <= RULES.keys()
+    judged = judge_stream(StreamRecord(live=(*live(*payloads), *noise, (b"",)), history=answer), EXPECTED)
+    assert {violation.rule for violation in judged.violations} <= judged.judged <= RULES.keys()
 
 
 @pytest.mark.parametrize("vector", peer_vectors(), ids=str)
@@ -137,10 +138,10 @@ def test_every_rule_has_a_fault() -> None:
 def test_what_refers_to_unseen_history_is_not_judged_until_a_clear() -> None:
     orphan, unknown = payload(stored(3, 99)), payload(BlockRemoved((9,)))
     before = StreamRecord(live=live(orphan, unknown, first=7))
-    verdict = judge_stream(before, EXPECTED)
-    assert verdict.violations == ()
-    assert not verdict.facts.knows_history
-    assert "parents-first" not in verdict.judged
+    judged = judge_stream(before, EXPECTED)
+    assert judged.violations == ()
+    assert not judged.facts.knows_history
+    assert "parents-first" not in judged.judged
     after = StreamRecord(live=live(payload(AllBlocksCleared()), orphan, unknown, first=7))
     assert broken(after) == ["parents-first", "removed-stands"]
 
@@ -153,8 +154,8 @@ def test_batches_of_a_folded_base_may_differ_from_the_live_ones() -> None:
 
 def test_a_live_batch_that_only_replay_had_is_a_fact_and_no_fault() -> None:
     record = sound(live=(*live(A), *live(C, first=2)), history=BARE, again=replayed(A, B, C))
-    verdict = judge_stream(record, EXPECTED)
-    assert (verdict.violations, verdict.facts.lost_live) == ((), 1)
+    judged = judge_stream(record, EXPECTED)
+    assert (judged.violations, judged.facts.lost_live) == ((), 1)
 
 
 def test_the_topic_framing_is_read() -> None:

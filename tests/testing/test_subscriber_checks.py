@@ -13,6 +13,7 @@ from scheduler_components import DecodeError
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.testing import ConformanceError, EventLedger
 from scheduler_components.testing import subscriber_checks as checks
+from scheduler_components.testing.parts import StreamPlace
 
 QUICK = FollowPolicy(answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
 
@@ -20,7 +21,7 @@ QUICK = FollowPolicy(answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, pr
 class Follower:
     """The kit's subscriber of one stream."""
 
-    def __init__(self, place: checks.StreamPlace) -> None:
+    def __init__(self, place: StreamPlace) -> None:
         address = bare_address(place.endpoint, replay=place.replay_endpoint, topic=place.topic)
         self.subscriber = open_subscriber([address], policy=QUICK)
         self.poll, self.close = self.subscriber.poll, self.subscriber.close
@@ -40,7 +41,7 @@ def test_the_kits_subscriber_passes(check: Callable[[checks.OpenSubscriber, floa
 class Naive:
     """What many routers do: take what comes, ask for nothing, believe it."""
 
-    def __init__(self, place: checks.StreamPlace) -> None:
+    def __init__(self, place: StreamPlace) -> None:
         self.ledger, self.decoder = EventLedger(), BatchDecoder()
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.SUB)
@@ -102,8 +103,8 @@ def test_a_broken_subscriber_fails_with_its_trace(
 
 def test_a_subscriber_that_never_subscribes_is_told() -> None:
     class Deaf(Naive):
-        def __init__(self, place: checks.StreamPlace) -> None:
-            super().__init__(checks.StreamPlace("inproc://nobody", "", place.topic))
+        def __init__(self, place: StreamPlace) -> None:
+            super().__init__(StreamPlace("inproc://nobody", "", place.topic))
 
     with pytest.raises(ConformanceError, match="a subscription to b'kv' within"):
         checks.check_gaps_are_filled(Deaf, 0.1)

@@ -9,9 +9,9 @@ import pytest
 
 from scheduler_components import EventBatch
 from scheduler_components.kv_events import ZmqEventPublisher
-from scheduler_components.testing import ConformanceError, ScriptedPublisher, open_scripted_publisher
+from scheduler_components.testing import ConformanceError, ScriptedPublisher
 from scheduler_components.testing import zmq_publisher_checks as checks
-from scheduler_components.testing.zmq_scripted_publisher import Frames
+from scheduler_components.testing.parts import Frames
 
 
 def open_zmq(dialect: str, framing: str) -> ZmqEventPublisher:
@@ -28,7 +28,7 @@ def test_the_zmq_publisher_passes(check: Callable[[checks.OpenPublisher], None],
 
 @pytest.mark.parametrize("check", checks.PUBLISHER_CHECKS)
 def test_the_scripted_publisher_passes(check: Callable[[checks.OpenPublisher], None]) -> None:
-    check(open_scripted_publisher)
+    check(ScriptedPublisher.open)
 
 
 class SendsTwoFrames(ScriptedPublisher):
@@ -114,7 +114,7 @@ def test_a_broken_publisher_fails_with_its_trace(
 ) -> None:
     monkeypatch.setattr(checks, "DEADLINE_S", 0.3)
     with pytest.raises(ConformanceError) as failed:
-        check(lambda: open_scripted_publisher(broken))
+        check(broken.open)
     assert told in str(failed.value)
 
 
@@ -129,6 +129,6 @@ def test_a_thread_left_behind_is_told() -> None:
                 waiting.start()
 
     with pytest.raises(ConformanceError, match="left-behind"):
-        checks.check_shutdown_sends_the_tail_and_lets_go(lambda: open_scripted_publisher(LeavesAThread))
+        checks.check_shutdown_sends_the_tail_and_lets_go(LeavesAThread.open)
     released.set()
     waiting.join()
