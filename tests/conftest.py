@@ -1,4 +1,9 @@
-"""What every test may ask for."""
+"""What every test may ask for, and how long the searches are.
+
+``make test`` runs every test with the profile ``default``. ``make soak`` runs the tests marked ``soak`` again with the
+profile ``soak``: ten times the examples for a property whose ``max_examples`` is a multiple of the profile's, and the
+long form of a test that asks for ``soaking``. To repeat a failure: ``pytest TEST --hypothesis-seed N``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,18 @@ import time
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# Loaded machines are slow: a deadline per example says more about the machine than about the code.
+settings.register_profile("default", deadline=None, max_examples=100, print_blob=True)
+settings.register_profile("soak", settings.get_profile("default"), max_examples=1_000)
+settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def soaking() -> bool:
+    """Whether long forms are wanted: the profile ``soak`` is loaded."""
+    return settings.get_current_profile_name() == "soak"
 
 
 @pytest.fixture

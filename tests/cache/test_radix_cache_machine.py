@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
@@ -23,4 +24,5 @@ class RadixCacheMachine(PrefixCacheMachine):
 
 
 TestRadixCacheMachine = RadixCacheMachine.TestCase
-TestRadixCacheMachine.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestRadixCacheMachine.settings = settings(max_examples=settings().max_examples, stateful_step_count=60)
+TestRadixCacheMachine = pytest.mark.soak(pytest.mark.timeout(600)(TestRadixCacheMachine))

@@ -1,4 +1,7 @@
-"""A million hostile payloads. Property: each is a batch or a DecodeError, and costs no more than its size allows."""
+"""Hostile payloads, a million of them in ``make soak``.
+
+Property: each is a batch or a DecodeError, and costs no more than its size allows.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, BatchDecoder, Deco
 from scheduler_components.testing.golden import batch_vectors, peer_vectors
 
 VECTORS = [vector.payload for vector in (*batch_vectors(), *peer_vectors())]
-INPUTS = 1_000_000
+INPUTS, SOAK_INPUTS = 100_000, 1_000_000
 VIEW_LIVES = 5_000
 # First bytes of every msgpack kind, and numbers at the edges of its lengths.
 KINDS = bytes([0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0), 0xE0, 0xFF])
@@ -59,9 +62,10 @@ def check_size(batch: DecodedBatch, payload: bytes) -> None:
     assert values <= len(payload)
 
 
-@pytest.mark.timeout(300)
-def test_a_million_mutated_payloads_reach_the_view_or_are_refused() -> None:
-    draw = random.Random(20_260)
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_mutated_payloads_reach_the_view_or_are_refused(soaking: bool) -> None:
+    inputs, draw = SOAK_INPUTS if soaking else INPUTS, random.Random(20_260)
     decoder, outcomes, read = BatchDecoder(), dict.fromkeys(BatchEffect, 0), 0
 
     class Sizes(NullListener):
@@ -72,17 +76,17 @@ def test_a_million_mutated_payloads_reach_the_view_or_are_refused() -> None:
             read += 1
             check_size(batch, payload)
 
-    for number in range(INPUTS):
+    for number in range(inputs):
         if number % VIEW_LIVES == 0:
             view = BlockView()
             applier = BatchApplier(rank=0, view=view, decoder=decoder, listener=Sizes(), wall_clock=lambda: 0.0)
         payload = mutate(VECTORS[number % len(VECTORS)], draw)
         outcomes[applier.apply(number, payload, replayed=False)] += 1
         assert view.block_count(0) <= VIEW_LIVES * 64
-    assert sum(outcomes.values()) == INPUTS
+    assert sum(outcomes.values()) == inputs
     # The fuzzer reaches both sides of every check: neither mostly noise, nor mostly sound.
-    assert min(outcomes.values()) > INPUTS // 200
-    assert read > INPUTS // 20
+    assert min(outcomes.values()) > inputs // 200
+    assert read > inputs // 20
 
 
 @pytest.mark.parametrize(

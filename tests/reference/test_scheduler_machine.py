@@ -7,6 +7,7 @@ blocks. At the end every request has exactly the tokens that the device foretell
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -229,4 +230,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(deadline=None, max_examples=250, stateful_step_count=50)
+TestSchedulerMachine.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
+TestSchedulerMachine = pytest.mark.soak(pytest.mark.timeout(600)(TestSchedulerMachine))

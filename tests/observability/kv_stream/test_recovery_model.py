@@ -53,10 +53,12 @@ OVERTAKEN_AT_THE_END = [
 ]  # fmt: skip
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(600)
 @given(trace=TRACES, window=WINDOWS, seq_base=SEQ_BASES)
 @example(trace=SILENT_AFTER_RESTART, window=1, seq_base="zero")
 @example(trace=OVERTAKEN_AT_THE_END, window=3, seq_base="zero")
-@settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
 def test_never_live_while_wrong_and_converges(trace: Trace, window: int, seq_base: str) -> None:
     FaultyWorld(window=window, seq_base=seq_base).tell(trace)
 
