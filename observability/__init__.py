@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         open_subscriber,
     )
     from observability.log_sink import LogSink, describe_stats
+    from observability.prometheus_page import render_metrics
     from observability.prometheus_reports import (
         OutputCollector,
         PrometheusBoard,
@@ -95,6 +96,7 @@ __all__ = [
     "open_async_subscriber",
     "open_subscriber",
     "render_markdown",
+    "render_metrics",
     "render_stream_markdown",
     "status_routes",
     "watch_streams",
@@ -111,6 +113,7 @@ __getattr__ = lazy_names(
         "observability.doctor": "DoctorOptions Finding Severity diagnose_stream examine exit_code",
         "observability.http_app": "error_response status_routes",
         "observability.log_sink": "LogSink describe_stats",
+        "observability.prometheus_page": "render_metrics",
         "observability.prometheus_reports": (
             "OutputCollector PrometheusBoard PrometheusSink RankLabels RankOutputs ReportBoard"
         ),

@@ -5,6 +5,7 @@ Looks in the order in which things depend on each other, and stops where nothing
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections import defaultdict
@@ -256,8 +257,11 @@ def _judge_content(name: str, stats: StreamStats) -> list[Finding]:
     return findings
 
 
-_GAUGE = b"num_running_reqs"
+_GAUGE = "num_running_reqs"
 """What gateways look for in ``/metrics``, after the prefix ``sglang:`` or ``sglang_``."""
+
+_ACCEPT_OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+"""What a Prometheus 2.x asks for."""
 
 
 @attrs.frozen(kw_only=True)
@@ -327,14 +331,34 @@ def _look_at_pages(worker: httpx.URL, num_streams: int | None, wait: DoctorOptio
     except (StartError, DecodeError) as error:
         yield Finding(Severity.WARNING, f"/v1/loads: {error}", hint)
     try:
-        found = _GAUGE in fetch_page(worker, "/metrics", timeout_s=wait.timeout_s)
-        yield (
-            Finding(Severity.OK, "/metrics is readable")
-            if found
-            else Finding(Severity.WARNING, f"/metrics has no {_GAUGE.decode()}", "switch the worker's metrics on")
-        )
+        page = fetch_page(worker, "/metrics", timeout_s=wait.timeout_s)
+        yield _judge_metrics(page, fetch_page(worker, "/metrics", timeout_s=wait.timeout_s, accept=_ACCEPT_OPENMETRICS))
     except (StartError, DecodeError) as error:
         yield Finding(Severity.WARNING, f"/metrics: {error}", hint)
+
+
+def _judge_metrics(page: bytes, scraped: bytes) -> Finding:
+    """Judge the page as a person or gateway gets it, and as a Prometheus does."""
+    names, stored = _gauge_names(page), _gauge_names(scraped)
+    if not re.search(rb"^[^#\s]", page, re.MULTILINE):
+        hint = "switch the worker's metrics on, and look in its log for ranks that do not report"
+        return Finding(Severity.WARNING, "/metrics is empty", hint)
+    if not names:
+        return Finding(Severity.WARNING, f"/metrics has no {_GAUGE}", "switch the worker's metrics on")
+    if names != stored:
+        return Finding(
+            Severity.WARNING,
+            f"/metrics has {names} as text, and {stored or f'no {_GAUGE}'} in the form that Prometheus asks for",
+            "dashboards and alerts find nothing: prometheus-client 0.23 and later escapes the colon; serve the page by "
+            "observability.render_metrics, or draw the dashboard with the prefix that is stored",
+        )
+    return Finding(Severity.OK, f"/metrics is readable, and a Prometheus stores {names}")
+
+
+def _gauge_names(page: bytes) -> str:
+    """The names under which samples of the gauge stand on a page. TYPE lines do not count: nobody can ask for them."""
+    found = re.findall(rb"^([\w:]*%s)[{ ]" % _GAUGE.encode(), page, re.MULTILINE)
+    return ", ".join(sorted({name.decode() for name in found}))
 
 
 def _judge_loads(report: object, num_streams: int | None) -> Finding:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from observability.prometheus_page import render_metrics
 from scheduler_components import ConfigError, LoadSnapshot, __version__
 
 __all__ = [
@@ -215,8 +215,8 @@ def status_routes(
             return error_response(400, str(error), param=error.field)
 
     async def metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+        page, content_type = render_metrics(registry, ", ".join(request.headers.getlist("accept")))
+        return Response(page, headers={"content-type": content_type, "vary": "accept"})
 
     endpoints: dict[str, _Endpoint] = {
         "/health": health,

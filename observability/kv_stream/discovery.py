@@ -89,8 +89,8 @@ def worker_url(text: str) -> httpx.URL:
     return url.copy_with(path=url.path.rstrip("/"), query=None, fragment=None)
 
 
-def fetch_page(url: httpx.URL, path: str, *, timeout_s: float) -> bytes:
-    """GET one page of a worker.
+def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/*") -> bytes:
+    """GET one page of a worker, in a form that ``accept`` names.
 
     Raises:
         StartError: nothing answers, or not with 200.
@@ -100,7 +100,7 @@ def fetch_page(url: httpx.URL, path: str, *, timeout_s: float) -> bytes:
     body = bytearray()
     try:
         # A worker is asked directly: its own address is no business of the proxy that the environment may name.
-        with httpx.stream("GET", page, timeout=timeout_s, trust_env=False) as reply:
+        with httpx.stream("GET", page, headers={"accept": accept}, timeout=timeout_s, trust_env=False) as reply:
             if reply.status_code != httpx.codes.OK:
                 raise StartError(str(page), f"answers {reply.status_code}", "check that this is the worker's own URL")
             for chunk in reply.iter_bytes():

@@ -11,11 +11,16 @@ import pytest
 
 Pages = dict[str, tuple[int, bytes]]
 
+OPENMETRICS = " in OpenMetrics"
+"""After a path: the page for those who ask for that form, where it is another."""
+
 
 def serve_pages(pages: Pages) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, body = pages.get(self.path.partition("?")[0], (404, b"not here"))
+            path = self.path.partition("?")[0]
+            other_form = path + OPENMETRICS if "openmetrics" in self.headers.get("Accept", "") else path
+            status, body = pages.get(other_form) or pages.get(path, (404, b"not here"))
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -251,6 +251,31 @@ def test_pages_that_are_missing_are_warnings(serve: Serve, stack: ExitStack) -> 
     assert exit_code(findings) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "openmetrics", "said"),
+    [
+        ("", "# EOF\n", "is empty"),
+        ("# TYPE sglang:num_running_reqs gauge\n", "# EOF\n", "is empty"),
+        ("up 1\n", "up 1\n# EOF\n", "has no num_running_reqs"),
+        ("num_running_reqs_max 1\n", "# EOF\n", "has no num_running_reqs"),
+        (
+            '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{tp_rank="0"} 1\n',
+            '# TYPE sglang:num_running_reqs gauge\nsglang_num_running_reqs{tp_rank="0"} 1\n# EOF\n',
+            "has sglang:num_running_reqs as text, and sglang_num_running_reqs in the form",
+        ),
+        ("sglang:num_running_reqs 1\n", "# EOF\n", "and no num_running_reqs in the form"),
+        ("sglang_num_running_reqs 1\n", "sglang_num_running_reqs 1\n# EOF\n", "stores sglang_num_running_reqs"),
+        ("sglang:num_running_reqs 1\n", "sglang:num_running_reqs 1\n# EOF\n", "stores sglang:num_running_reqs"),
+    ],
+)
+def test_what_a_prometheus_would_store_is_judged(serve: Serve, text: str, openmetrics: str, said: str) -> None:
+    pages = {"/metrics": (200, text.encode()), "/metrics in OpenMetrics": (200, openmetrics.encode())}
+    findings = examine(serve(PAGES | pages | {"/server_info": (200, b"{}")}), QUICK)
+    (finding,) = [finding for finding in findings if finding.what.startswith("/metrics")]
+    assert said in finding.what
+    assert finding.severity is (Severity.OK if "stores" in said else Severity.WARNING)
+
+
 def test_a_text_that_is_no_url_is_the_persons_mistake() -> None:
     with pytest.raises(ConfigError):
         examine("worker:30000")

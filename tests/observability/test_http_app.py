@@ -215,6 +215,8 @@ def test_metrics_are_those_of_the_injected_registry() -> None:
     assert "python_info" not in answer.text
     accepted = ask("/metrics", registry=registry, accept="application/openmetrics-text; version=1.0.0")
     assert accepted.headers["content-type"].startswith("application/openmetrics-text")
+    assert accepted.headers["vary"] == "accept"  # a cache must not give one reader's form to another
+    assert '\nsglang:num_running_reqs{dp_rank="0",pp_rank="0",tp_rank="0"} 3.0\n' in accepted.text
     assert accepted.text.endswith("# EOF\n")
 
 
