@@ -9,22 +9,54 @@ written for that module finds them. ``extra_keys`` and ``group_idx`` follow in v
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Annotated
 
 import msgspec
 
 __all__ = [
     "MEDIUM_GPU",
+    "MEDIUM_OF",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
     "EventBatch",
     "KVCacheEvent",
     "KVEventBatch",
+    "Tier",
+    "tier_of",
 ]
 
 MEDIUM_GPU = "GPU"
 """The device tier. ``medium=None`` means the same to every consumer."""
+
+
+class Tier(IntEnum):
+    """Where a block lies; nearest first. Media are the finer names that events give."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+MEDIUM_OF: dict[Tier, str | None] = {Tier.DEVICE: None, Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
+"""The medium that this kit's own caches give in events of each tier."""
+
+_TIERS: dict[str | None, Tier] = {
+    None: Tier.DEVICE,
+    MEDIUM_GPU: Tier.DEVICE,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "DISK": Tier.STORAGE,
+    "EXTERNAL": Tier.STORAGE,
+    "STORAGE": Tier.STORAGE,
+}
+
+
+def tier_of(medium: str | None) -> Tier | None:
+    """Return the tier of an event's medium; None for a medium that the field does not know."""
+    return _TIERS.get(medium)
+
 
 BlockHash = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]

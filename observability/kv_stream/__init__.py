@@ -28,8 +28,9 @@ from observability.kv_stream.instructions import (
     SwapInStaged,
     token_of,
 )
-from observability.kv_stream.view import BlockView, Tier, tier_of
+from observability.kv_stream.view import BlockView
 from scheduler_components._lazy import lazy_names
+from scheduler_components.events import Tier, tier_of
 
 if TYPE_CHECKING:
     from observability.kv_stream.discovery import (

@@ -4,36 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, fields
-from enum import IntEnum
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import MEDIUM_GPU
+from scheduler_components.events import MEDIUM_GPU, Tier, tier_of
 
-__all__ = ["BlockView", "Tier", "ViewCounters", "tier_of"]
-
-
-class Tier(IntEnum):
-    """Where a block lies, as routers tell it apart; nearest first."""
-
-    DEVICE = 0
-    HOST = 1
-    STORAGE = 2
-
-
-_TIERS: dict[str | None, Tier] = {
-    None: Tier.DEVICE,
-    "GPU": Tier.DEVICE,
-    "CPU": Tier.HOST,
-    "CPU_PINNED": Tier.HOST,
-    "DISK": Tier.STORAGE,
-    "EXTERNAL": Tier.STORAGE,
-    "STORAGE": Tier.STORAGE,
-}
-
-
-def tier_of(medium: str | None) -> Tier | None:
-    """The tier of an event's medium; None for a medium that the field does not know."""
-    return _TIERS.get(medium)
+__all__ = ["BlockView", "ViewCounters"]
 
 
 _Place = tuple[str | None, int | None]
@@ -129,7 +104,7 @@ class BlockView:
 
     def _open_place(self, blocks: _RankBlocks, event: BlockStored | BlockRemoved, key: _PlaceKey) -> _OpenPlace | None:
         """The place of an event; None, and counted, where there is nothing to change."""
-        tier = _TIERS.get(event.medium)
+        tier = tier_of(event.medium)
         if tier is None:
             blocks.counters.unknown_media += 1
             return None

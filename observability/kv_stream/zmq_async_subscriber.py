@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from observability.kv_stream.follower import FollowPolicy, StreamListener, StreamPosition, StreamStats
-from observability.kv_stream.view import Tier
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
+from scheduler_components.events import Tier
 from scheduler_components.kv_events import ClientKeys, StreamAddress
 
 __all__ = ["AsyncSubscriber", "open_async_subscriber"]

@@ -24,8 +24,9 @@ from observability.kv_stream.follower import (
     StreamStats,
 )
 from observability.kv_stream.instructions import AskReplay
-from observability.kv_stream.view import BlockView, Tier
+from observability.kv_stream.view import BlockView
 from scheduler_components import ConfigError
+from scheduler_components.events import Tier
 from scheduler_components.kv_events import (
     MAX_PAYLOAD_BYTES,
     BatchDecoder,

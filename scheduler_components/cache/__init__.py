@@ -13,14 +13,18 @@ from scheduler_components.cache.block_hash import (
     unpack_tokens,
 )
 from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.cache.radix_cache import PrefixMatch, RadixCache
+from scheduler_components.cache.radix_cache import LowerTiers, PrefixMatch, RadixCache
 from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
 from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventRecorder, NullEventRecorder
 
 __all__ = [
+    "DIGEST_BYTES",
+    "MAX_EVENT_TOKENS",
+    "PLAIN_NAMESPACE",
     "Descent",
     "EventRecorder",
     "EvictionOrder",
+    "LowerTiers",
     "NullEventRecorder",
     "PagePool",
     "PrefixMatch",
@@ -28,9 +32,6 @@ __all__ = [
     "RadixCache",
     "RadixNode",
     "RadixTree",
-    "DIGEST_BYTES",
-    "MAX_EVENT_TOKENS",
-    "PLAIN_NAMESPACE",
     "block_hashes_of",
     "hash_pages",
     "pack_tokens",

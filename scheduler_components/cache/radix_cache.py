@@ -1,21 +1,22 @@
-"""The reference prefix cache: pages of a KV pool, shared by the requests whose tokens begin alike."""
+"""The prefix cache: pages of a KV pool, shared by the requests whose tokens begin alike."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from typing import Protocol
 
 import msgspec
 
 from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace, pack_tokens
 from scheduler_components.cache.page_pool import PagePool
 from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
-from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder
+from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder, on_device_alone
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.events import KVCacheEvent
 
-__all__ = ["PrefixMatch", "PrefixNamespace", "RadixCache"]
+__all__ = ["LowerTiers", "PrefixMatch", "RadixCache"]
 
 
 class PrefixMatch(msgspec.Struct, frozen=True, gc=False):
@@ -33,6 +34,53 @@ class PrefixMatch(msgspec.Struct, frozen=True, gc=False):
     node: RadixNode
 
 
+class LowerTiers(Protocol):
+    """What lies below the device: it keeps nodes in the tree that the device gives up. The cache tells it of changes.
+
+    Attributes:
+        num_pages: pages that the lower tiers hold at most; more than 0 makes the tree hash every page.
+    """
+
+    @property
+    def num_pages(self) -> int: ...
+
+    def media_of(self, node: RadixNode) -> tuple[str | None, ...]:
+        """Return the media that a node is on, as events name them; None is the device."""
+        ...
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        """A node was cut in two and is now ``lower``."""
+        ...
+
+    def computed(self, node: RadixNode) -> None:
+        """The device has pages of this node now that a request computed."""
+        ...
+
+    def evicted(self, node: RadixNode) -> bool:
+        """The device has given up this node; return whether a lower tier keeps it in the tree."""
+        ...
+
+
+class _NoLowerTiers:
+    """The device is all there is."""
+
+    num_pages = 0
+    media_of = staticmethod(on_device_alone)
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        """Nothing to cut."""
+
+    def computed(self, node: RadixNode) -> None:
+        """Nothing to do."""
+
+    def evicted(self, node: RadixNode) -> bool:  # noqa: ARG002 - the port's
+        """What leaves the device leaves the tree."""
+        return False
+
+
+_NO_LOWER_TIERS = _NoLowerTiers()
+
+
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class RadixCache:
     """A radix cache over a pool of KV pages; a ``KvEventSource`` and a ``PoolSource``.
@@ -42,9 +90,13 @@ class RadixCache:
     never by a clock: ranks that make the same calls hold the same pages and record the same events. Not thread-safe.
 
     Args:
-        page_size: tokens a page.
-        capacity_tokens: size of the KV pool; rounded down to whole pages.
         record: keep events for ``take_events``. False costs no hashing; give ``ParallelState.owns_kv_stream``.
+
+    Attributes:
+        page_size: tokens per page.
+        capacity_tokens: size of the KV pool; rounded down to whole pages.
+        lower: the tiers below the device; a hierarchical cache gives its own.
+        tree, pool, order, recorder: the parts, for a cache that is built on this one. Requests do without them.
 
     Raises:
         ConfigError: the page size is below 1, or the capacity below one page.
@@ -52,13 +104,14 @@ class RadixCache:
 
     page_size: int
     capacity_tokens: int
-    record: bool = False
-    _tree: RadixTree = field(init=False)
-    _pool: PagePool = field(init=False)
-    _order: EvictionOrder = field(init=False)
-    _recorder: EventRecorder | NullEventRecorder = field(init=False)
+    record: InitVar[bool] = False
+    lower: LowerTiers = _NO_LOWER_TIERS
+    tree: RadixTree = field(init=False)
+    pool: PagePool = field(init=False)
+    order: EvictionOrder = field(init=False)
+    recorder: EventRecorder | NullEventRecorder = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, record: bool) -> None:
         if self.page_size < 1:
             raise ConfigError("page_size", self.page_size, "is not a size", "give an integer of at least 1")
         num_pages = self.capacity_tokens // self.page_size
@@ -66,21 +119,24 @@ class RadixCache:
             hint = f"give at least page_size={self.page_size}"
             raise ConfigError("capacity_tokens", self.capacity_tokens, "does not hold one page", hint)
         self.capacity_tokens = num_pages * self.page_size
-        self._tree = RadixTree(self.page_size, hashed=self.record)
-        self._pool = PagePool(num_pages)
-        self._order = EvictionOrder()
-        # Two whole turnovers of the pool: beyond that, telling the present content is shorter than the backlog.
-        self._recorder = EventRecorder(self._tree, 2 * num_pages) if self.record else NullEventRecorder()
+        self.tree = RadixTree(self.page_size, hashed=record or self.lower.num_pages > 0)
+        self.pool = PagePool(num_pages)
+        self.order = EvictionOrder()
+        # Two whole turnovers of all pools: beyond that, telling the present content is shorter than the backlog.
+        max_pending_blocks = 2 * (num_pages + self.lower.num_pages)
+        self.recorder = (
+            EventRecorder(self.tree, max_pending_blocks, self.lower.media_of) if record else NullEventRecorder()
+        )
 
     @property
     def free_tokens(self) -> int:
         """Tokens that can be allocated without evicting."""
-        return self._pool.num_free * self.page_size
+        return self.pool.num_free * self.page_size
 
     @property
     def evictable_tokens(self) -> int:
-        """Cached tokens that no request has locked."""
-        return self._order.num_pages * self.page_size
+        """Cached tokens that nobody has locked."""
+        return self.order.num_pages * self.page_size
 
     @property
     def used_tokens(self) -> int:
@@ -90,7 +146,7 @@ class RadixCache:
     @property
     def num_event_collapses(self) -> int:
         """How often nobody took the events for so long that the backlog was replaced by the present content."""
-        return self._recorder.num_collapses
+        return self.recorder.num_collapses
 
     def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> PrefixMatch:
         """Find the longest cached prefix, in whole pages, and mark it as the most recently used.
@@ -101,9 +157,9 @@ class RadixCache:
             ConfigError: a token id does not fit u32, or the namespace cannot be encoded.
         """
         packed = pack_tokens(token_ids)
-        path = self._split_at(self._tree.find(packed, (namespace or PLAIN_NAMESPACE).seed()))
-        self._order.touch(reversed(path))
-        return self._match(path)
+        path = self.cut(self.tree.find(packed, (namespace or PLAIN_NAMESPACE).seed()))
+        self.order.touch(reversed(path))
+        return self.match_of(path)
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
@@ -121,43 +177,23 @@ class RadixCache:
             and the caller's is freed: use the returned pages from here on.
 
         Raises:
-            ConfigError: ``pages`` is not one a whole page, a token id does not fit u32, or the namespace cannot be
+            ConfigError: ``pages`` is not one per whole page, a token id does not fit u32, or the namespace cannot be
                 encoded.
             CacheIntegrityError: a page that the tree would take over or free is not held by a request.
                 After any error nothing has changed.
         """
-        namespace = namespace or PLAIN_NAMESPACE
-        packed = pack_tokens(token_ids)
-        if len(pages) != len(token_ids) // self.page_size:
-            hint = f"give {len(token_ids) // self.page_size} for {len(token_ids)} tokens"
-            raise ConfigError("pages", len(pages), f"is not one page for each {self.page_size} tokens", hint)
-        descent = self._tree.find(packed, namespace.seed())
-        known = descent.num_pages
-        cached = _pages_of(descent.path)[:known]
-        duplicates = [page for page, own in zip(pages, cached, strict=False) if page != own]
-        fresh = list(pages[known:])
-        self._pool.expect_held(duplicates + fresh)
-
-        path = self._split_at(descent)
-        self._pool.free(duplicates)
-        if fresh:
-            self._pool.to_cache(fresh)
-            page_bytes = self._tree.page_bytes
-            tail = packed[known * page_bytes : len(pages) * page_bytes]
-            leaf = self._tree.append(path[-1] if path else self._tree.root, tail, array("I", fresh), namespace)
-            self._order.add(leaf)
-            self._recorder.stored(leaf)
-            path.append(leaf)
-        self._order.touch(reversed(path))
-        return self._match(path)
+        return self.match_of(self.insert_path(token_ids, pages, namespace or PLAIN_NAMESPACE))
 
     def lock(self, node: RadixNode) -> None:
         """Keep the whole prefix that ends in ``node`` from eviction, once more. Locking no prefix (no match) is fine.
 
         Raises:
-            CacheIntegrityError: the node is no longer in the tree; nothing has changed.
+            CacheIntegrityError: the node is no longer in the tree, or no longer on the device; nothing has changed.
         """
-        self._order.lock(self._tree.path_of(node))
+        path = self.tree.path_of(node)
+        if path and not node.pages:
+            raise CacheIntegrityError(f"{node} is not on the device: evicted before it was locked?")
+        self.order.lock(path)
 
     def unlock(self, node: RadixNode) -> None:
         """Give back one ``lock`` of ``node``.
@@ -165,10 +201,10 @@ class RadixCache:
         Raises:
             CacheIntegrityError: the node is not locked; nothing has changed.
         """
-        path = self._tree.path_of(node)
-        if path and not node.lock_count:
+        path = self.tree.path_of(node)
+        if path and not self.order.num_locks(node):
             raise CacheIntegrityError(f"{node} is not locked: unlocked twice?")
-        self._order.unlock(path)
+        self.order.unlock(path)
 
     def allocate(self, num_pages: int) -> list[int]:
         """Hand out pages to a request, evicting the least recently used ones as needed.
@@ -177,11 +213,11 @@ class RadixCache:
             ConfigError: ``num_pages`` is negative.
             OutOfPagesError: free and evictable pages together are fewer; nothing was evicted.
         """
-        lacking = num_pages - self._pool.num_free
-        if lacking > self._order.num_pages:
-            raise OutOfPagesError(num_pages, self._pool.num_free + self._order.num_pages)
+        lacking = num_pages - self.pool.num_free
+        if lacking > self.order.num_pages:
+            raise OutOfPagesError(num_pages, self.pool.num_free + self.order.num_pages)
         self.evict(lacking)
-        return self._pool.allocate(num_pages)
+        return self.pool.allocate(num_pages)
 
     def free(self, pages: Sequence[int]) -> None:
         """Take back pages that ``allocate`` gave and ``insert`` did not take over.
@@ -189,7 +225,7 @@ class RadixCache:
         Raises:
             CacheIntegrityError: a page is free already, is cached, or is named twice; nothing has changed.
         """
-        self._pool.free(pages)
+        self.pool.free(pages)
 
     def evict(self, num_pages: int) -> int:
         """Free the least recently used unlocked pages, a prefix's deepest first.
@@ -197,16 +233,17 @@ class RadixCache:
         Returns:
             Pages freed: exactly ``num_pages``, or all that are evictable when those are fewer.
         """
-        goal = min(num_pages, self._order.num_pages)
+        goal = min(num_pages, self.order.num_pages)
         freed = 0
         while freed < goal:
-            leaf = self._order.pop_oldest()
+            leaf = self.order.pop_oldest()
             if leaf.num_pages > goal - freed:
-                self._order.put_oldest(self._tree.split(leaf, leaf.num_pages - (goal - freed)))
-            self._tree.remove(leaf)
-            self._pool.from_cache(leaf.pages)
-            self._recorder.removed(leaf)
+                self.order.put_oldest(self.split(leaf, leaf.num_pages - (goal - freed)))
+            self.pool.from_cache(leaf.pages)
+            self.recorder.removed(leaf)
             freed += leaf.num_pages
+            if not self.lower.evicted(leaf):
+                self.tree.remove(leaf)
         return freed
 
     def clear(self) -> None:
@@ -215,27 +252,25 @@ class RadixCache:
         Raises:
             CacheIntegrityError: a request still locks a prefix; nothing has changed.
         """
-        locked = self._pool.num_cached - self._order.num_pages
+        locked = self.pool.num_cached - self.order.num_pages
         if locked:
-            raise CacheIntegrityError(
-                f"{locked} of {self._pool.num_cached} cached pages are locked: unlock, then clear"
-            )
-        for node in self._tree.walk():
-            self._pool.from_cache(node.pages)
-        self._tree.clear()
-        self._order.clear()
-        self._recorder.cleared()
+            raise CacheIntegrityError(f"{locked} of {self.pool.num_cached} cached pages are locked: unlock, then clear")
+        for node in self.tree.walk():
+            self.pool.from_cache(node.pages)
+        self.tree.clear()
+        self.order.clear()
+        self.recorder.cleared()
 
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call, in order, and forget them; always empty without ``record``.
 
         Call it every step. What is kept for a caller who does not is bounded: see ``EventRecorder``.
         """
-        return self._recorder.take()
+        return self.recorder.take()
 
     def block_hashes(self) -> Iterator[int]:
         """The hash of every cached page, parents before children. Walks the tree: for checks, not for steps."""
-        return self._tree.block_hashes()
+        return self.tree.block_hashes()
 
     def check_integrity(self) -> None:
         """Check tree, pool and eviction order against each other. Walks everything: for tests and doctors.
@@ -243,28 +278,80 @@ class RadixCache:
         Raises:
             CacheIntegrityError: with the arithmetic that failed.
         """
-        self._tree.check()
-        cached = [page for node in self._tree.walk() for page in node.pages]
-        self._pool.check(cached)
-        self._order.check(self._tree.walk())
+        self.tree.check()
+        on_device = [node for node in self.tree.walk() if node.pages]
+        self.pool.check([page for node in on_device for page in node.pages])
+        self.order.check(on_device)
 
     def __repr__(self) -> str:
-        locked = self._pool.num_cached - self._order.num_pages
+        locked = self.pool.num_cached - self.order.num_pages
         return (
-            f"<RadixCache page_size={self.page_size}, {self._pool.num_pages} pages: {self._pool.num_free} free, "
-            f"{self._order.num_pages} evictable, {locked} locked, {self._pool.num_held} held by requests>"
+            f"<RadixCache page_size={self.page_size}, {self.pool.num_pages} pages: {self.pool.num_free} free, "
+            f"{self.order.num_pages} evictable, {locked} locked, {self.pool.num_held} held by requests>"
         )
 
-    def _split_at(self, descent: Descent) -> list[RadixNode]:
-        """Return the path of a descent, its last node ending where the match does."""
+    # --- for a cache that is built on this one ---
+
+    def cut(self, descent: Descent) -> list[RadixNode]:
+        """Return the path of a descent, its last node cut to end where the match does; touch the path next."""
         path = descent.path
         if path and descent.cut < path[-1].num_pages:
-            path[-1] = self._tree.split(path[-1], descent.cut)
+            path[-1] = self.split(path[-1], descent.cut)
         return path
 
-    def _match(self, path: list[RadixNode]) -> PrefixMatch:
+    def split(self, node: RadixNode, cut: int) -> RadixNode:
+        """Cut a node after ``cut`` pages; returns the upper part."""
+        upper = self.tree.split(node, cut)
+        self.order.split(upper, node)
+        self.lower.split(upper, node)
+        return upper
+
+    def place(self, node: RadixNode, pages: array[int]) -> None:
+        """Give pages that a request or a transfer holds to a node that is not on the device; touch its path next."""
+        self.pool.to_cache(pages)
+        node.pages = pages
+        self.recorder.stored(node)
+
+    def insert_path(
+        self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace
+    ) -> list[RadixNode]:
+        """Do what ``insert`` does; returns the nodes of the prefix, from the root on, all on the device."""
+        packed = pack_tokens(token_ids)
+        if len(pages) != len(token_ids) // self.page_size:
+            hint = f"give {len(token_ids) // self.page_size} for {len(token_ids)} tokens"
+            raise ConfigError("pages", len(pages), f"is not one page for each {self.page_size} tokens", hint)
+        descent = self.tree.find(packed, namespace.seed())
+        cached = _pages_of(descent.path)[: descent.num_pages]
+        duplicates = [page for page, own in zip(pages, cached, strict=False) if page != own]
+        self.pool.expect_held([*duplicates, *pages[len(cached) :]])
+
+        path, known = self.cut(descent), descent.num_pages
+        self.pool.free(duplicates)
+        if len(cached) < known:
+            self._take_over(path, pages, len(cached))
+        if known < len(pages):
+            page_bytes = self.tree.page_bytes
+            tail = packed[known * page_bytes : len(pages) * page_bytes]
+            leaf = self.tree.append(path[-1] if path else self.tree.root, tail, array("I"), namespace)
+            self.place(leaf, array("I", pages[known:]))
+            self.lower.computed(leaf)
+            path.append(leaf)
+        self.order.touch(reversed(path))
+        return path
+
+    def match_of(self, path: list[RadixNode]) -> PrefixMatch:
+        """Return the match that a path on the device is."""
         pages = _pages_of(path)
-        return PrefixMatch(len(pages) * self.page_size, tuple(pages), path[-1] if path else self._tree.root)
+        return PrefixMatch(len(pages) * self.page_size, tuple(pages), path[-1] if path else self.tree.root)
+
+    def _take_over(self, path: list[RadixNode], pages: Sequence[int], first_page: int) -> None:
+        """Give the caller's pages, from ``first_page`` on, to the nodes of a path that are on lower tiers alone."""
+        end = 0
+        for node in path:
+            end += node.num_pages
+            if end > first_page:
+                self.place(node, array("I", pages[end - node.num_pages : end]))
+                self.lower.computed(node)
 
 
 def _pages_of(path: list[RadixNode]) -> list[int]:

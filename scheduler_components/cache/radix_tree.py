@@ -1,11 +1,32 @@
-"""The radix tree of prefixes at page granularity: structure alone.
+"""The radix tree of prefixes at page granularity, and the order in which its nodes are evicted.
 
-A node holds a run of consecutive pages; a child is found by the first page of its run. No two children of a node begin
-with the same page, so a prefix has one place in the tree, and a block hash (which names a whole prefix) occurs at most
-once. All namespaces share one root: below it, a child's key begins with the namespace's seed.
+**Pages.** A page is ``page_size`` consecutive tokens. Keys and values are computed, cached, moved and hashed by whole
+pages; a partial last page is never in the tree. A page's hash covers everything before it, so one hash names one
+prefix.
 
-What a run costs in memory is flat: packed tokens, page indices and digests lie in three buffers, so a page needs no
-object of its own.
+**Nodes.** A node holds a run of consecutive pages. Its parent finds it by the first page of its run. No two children
+of a node begin with the same page, so a prefix has one place in the tree and a block hash occurs at most once. All
+namespaces share one root: below it, a child's key begins with the namespace's seed. A run lies in three flat buffers
+(packed tokens, page indices, digests), so a page needs no object of its own.
+
+**Splits.** A prefix may end inside a run. The node is then cut in two: the new *upper* part takes the node's place, and
+the node itself becomes the lower part. Whoever holds the node still holds the same prefix. No page moves and nothing
+is told to readers of events.
+
+**Locks.** A lock keeps a whole prefix: it is counted on the node where the prefix ends and on all nodes above it. So
+a node's count is at least the sum of its children's counts, and above an unlocked node a lock may lie, but below it
+never. A split gives both parts the same count.
+
+**Eviction.** The unlocked nodes stand in one order, least recently used first. A path is touched from its deepest node
+up, so a node always stands before its ancestors, and the first of the order is a leaf: eviction never searches. Time
+is the order of calls and never a clock, so ranks that make the same calls evict the same pages.
+
+**Tiers.** ``RadixNode.pages`` are the pages of the device. In a hierarchical cache a node may be without them; what
+lower tiers know of a node they keep themselves, so a tree without tiers pays nothing for them.
+
+The invariant, which ``RadixTree.check`` and ``EvictionOrder.check`` test: every node hangs below its parent under its
+first page; tokens, pages and digests are as long as ``num_pages`` says; digests chain from the parent's; and the order
+holds exactly the unlocked nodes, each before its ancestors.
 """
 
 from __future__ import annotations
@@ -26,12 +47,7 @@ from scheduler_components.cache.block_hash import (
 )
 from scheduler_components.errors import CacheIntegrityError
 
-__all__ = [
-    "Descent",
-    "RadixNode",
-    "RadixTree",
-    "EvictionOrder",
-]
+__all__ = ["Descent", "EvictionOrder", "RadixNode", "RadixTree"]
 
 
 def _no_pages() -> array[int]:
@@ -40,21 +56,17 @@ def _no_pages() -> array[int]:
 
 @dataclass(slots=True, eq=False, repr=False)
 class RadixNode:
-    """A run of pages. Plain data: the tree, the eviction order and the tiers write to it.
+    """A run of pages. Plain data: the tree and the cache write to it.
 
     Attributes:
         parent: None for the root and for a node that has left the tree.
         key: the bytes under which the parent finds this node.
         tokens: packed tokens of the run.
         num_pages: pages in the run.
-        pages: device page indices, one a page; empty where the run is not on the device (hierarchical cache only).
-        host_pages: host page indices, one a page; empty where the run is not on the host.
-        is_stored: the storage tier is known to hold every page of the run.
-        digests: 32 bytes a page; empty in a tree that does not hash.
+        pages: device page indices, one per page; empty where the run is not on the device (hierarchical cache only).
+        digests: 32 bytes per page; empty in a tree that does not hash.
         namespace: of the whole prefix.
-        lock_count: holders of this node's device pages, or of those of a node below it.
-        host_lock_count: the same for host pages.
-        is_writing, is_backing_up: copies to the host, and to storage, are under way.
+        children: by the first page of their runs.
     """
 
     parent: RadixNode | None = None
@@ -64,16 +76,10 @@ class RadixNode:
     pages: array[int] = field(default_factory=_no_pages)
     digests: bytearray = field(default_factory=bytearray)
     namespace: PrefixNamespace = PLAIN_NAMESPACE
-    lock_count: int = 0
-    host_pages: array[int] = field(default_factory=_no_pages)
-    host_lock_count: int = 0
-    is_stored: bool = False
-    is_writing: bool = False
-    is_backing_up: bool = False
     children: dict[bytes, RadixNode] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"<RadixNode {self.num_pages} pages, {len(self.children)} children, {self.lock_count} locks>"
+        return f"<RadixNode {self.num_pages} pages, {len(self.children)} children>"
 
 
 class Descent(NamedTuple):
@@ -94,8 +100,8 @@ class RadixTree:
     """Prefixes as runs of pages.
 
     Args:
-        page_size: tokens a page.
-        hashed: keep every page's digest, which events and storage keys are made from.
+        page_size: tokens per page.
+        hashed: keep every page's digest, from which events and storage keys are made.
     """
 
     __slots__ = ("hashed", "page_bytes", "page_size", "root")
@@ -158,7 +164,8 @@ class RadixTree:
     def split(self, node: RadixNode, cut: int) -> RadixNode:
         """Cut a run after ``cut`` pages and return the new upper part; ``node`` stays the end of its prefix.
 
-        Who holds ``node`` holds the same prefix as before. Costs what the lower part's bytes cost to move.
+        Whoever holds ``node`` holds the same prefix as before. Costs what the lower part's bytes cost to move. Tell
+        whatever keeps facts of nodes, the eviction order first.
         """
         assert node.parent is not None
         upper = RadixNode(
@@ -169,19 +176,10 @@ class RadixTree:
             pages=node.pages,
             digests=node.digests,
             namespace=node.namespace,
-            lock_count=node.lock_count,
-            host_pages=node.host_pages,
-            host_lock_count=node.host_lock_count,
-            is_stored=node.is_stored,
-            is_writing=node.is_writing,
-            is_backing_up=node.is_backing_up,
         )
         node.tokens = _take_tail(upper.tokens, cut * self.page_bytes)
-        # A tier that the run is not on has an empty array, and so have both parts.
-        node.pages = upper.pages[cut:]
+        node.pages = upper.pages[cut:]  # empty in both parts where the run is not on the device
         del upper.pages[cut:]
-        node.host_pages = upper.host_pages[cut:]
-        del upper.host_pages[cut:]
         node.digests = _take_tail(upper.digests, cut * DIGEST_BYTES)
         node.num_pages -= cut
         node.key = bytes(node.tokens[: self.page_bytes])
@@ -198,7 +196,7 @@ class RadixTree:
         leaf.parent = None
 
     def clear(self) -> None:
-        """Take every node out of the tree, so that who still holds one can be told."""
+        """Take every node out of the tree. Whoever still holds one and locks it gets an error."""
         for node in list(self.walk()):
             node.parent = None
             node.children.clear()
@@ -237,7 +235,7 @@ class RadixTree:
             stack.extend((child, last) for child in node.children.values())
 
     def check(self) -> None:
-        """Check parents, keys, runs, digests and lock counts.
+        """Check parents, keys, runs and digests.
 
         Raises:
             CacheIntegrityError: naming the node and what does not fit.
@@ -256,19 +254,11 @@ class RadixTree:
             yield "its key is not its first page"
         if not len(node.tokens) == node.num_pages * self.page_bytes > 0:
             yield f"{len(node.tokens)} token bytes, {node.num_pages} pages of {self.page_bytes}"
-        if len(node.pages) != node.num_pages and (node.pages or not node.host_pages):
+        if len(node.pages) not in (0, node.num_pages):
             yield f"{len(node.pages)} page indices, {node.num_pages} pages"
-        if len(node.host_pages) not in (0, node.num_pages):
-            yield f"{len(node.host_pages)} host page indices, {node.num_pages} pages"
         prior = seed or bytes(parent.digests[-DIGEST_BYTES:])
         if node.digests != (page_digests(node.tokens, self.page_size, prior) if self.hashed else b""):
             yield "its digests do not follow from its parent's and its tokens"
-        locked_below = sum(child.lock_count for child in node.children.values())
-        if node.lock_count < locked_below:
-            yield f"{node.lock_count} locks, its children {locked_below}"
-        locked_below = sum(child.host_lock_count for child in node.children.values())
-        if node.host_lock_count < locked_below:
-            yield f"{node.host_lock_count} host locks, its children {locked_below}"
 
 
 def _take_tail(run: bytearray, start: int) -> bytearray:
@@ -277,55 +267,70 @@ def _take_tail(run: bytearray, start: int) -> bytearray:
     return tail
 
 
-# Which node is evicted next: least recently used first, descendants before their ancestors.
-
-
 class EvictionOrder:
-    """The unlocked nodes, oldest use first.
+    """The nodes of one tier that may be evicted from it, least recently used first, and the locks that keep the others.
 
     A path is touched from its deepest node up, so descendants always stand before their ancestors and the oldest node
-    is a leaf: eviction never searches. Time is the order of calls, so ranks that make the same calls evict the same.
+    is a leaf. Each tier has an order of its own.
     """
 
-    __slots__ = ("_nodes", "num_pages")
+    __slots__ = ("_locks", "_nodes", "num_pages")
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[RadixNode, None] = OrderedDict()
-        self.num_pages = 0  # pages of all unlocked nodes
+        self._locks: dict[RadixNode, int] = {}  # only nodes that are locked
+        self.num_pages = 0  # pages of all nodes in the order
 
     def __iter__(self) -> Iterator[RadixNode]:
         return iter(self._nodes)
 
-    def add(self, node: RadixNode) -> None:
-        """Take in a new leaf; ``touch`` its path next."""
-        self._nodes[node] = None
-        self.num_pages += node.num_pages
+    def __contains__(self, node: RadixNode) -> bool:
+        return node in self._nodes
+
+    def num_locks(self, node: RadixNode) -> int:
+        """Return how many holders keep a node, or a node below it."""
+        return self._locks.get(node, 0)
 
     def touch(self, path_up: Iterable[RadixNode]) -> None:
-        """Make a path the most recently used; the upper part of a node just split comes in here.
+        """Make the unlocked nodes of a path the most recently used; nodes that are new here come in.
 
         Args:
-            path_up: from the deepest node to the child of the root.
+            path_up: from the deepest node up.
         """
-        nodes = self._nodes
+        nodes, locks = self._nodes, self._locks
         for node in path_up:
-            if not node.lock_count:
-                nodes[node] = None
+            if node in nodes:
                 nodes.move_to_end(node)
+            elif node not in locks:
+                nodes[node] = None
+                self.num_pages += node.num_pages
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        """A node was cut in two and is now ``lower``: the upper part has its locks, or comes in as just used."""
+        if lower in self._nodes:
+            self._nodes[upper] = None  # its pages are counted already
+        elif num_locks := self._locks.get(lower, 0):
+            self._locks[upper] = num_locks
 
     def lock(self, path_up: Iterable[RadixNode]) -> None:
         """Count one more holder on every node of a path."""
+        nodes, locks = self._nodes, self._locks
         for node in path_up:
-            if not node.lock_count:
-                del self._nodes[node]
+            num_locks = locks.get(node, 0)
+            if not num_locks and node in nodes:
+                del nodes[node]
                 self.num_pages -= node.num_pages
-            node.lock_count += 1
+            locks[node] = num_locks + 1
 
     def unlock(self, path_up: Iterable[RadixNode]) -> None:
-        """Count one holder less on every node of a path; what nobody holds any more becomes the most recently used."""
+        """Count one holder less on every node of a path. What nobody holds any more becomes the most recently used."""
+        locks = self._locks
         for node in path_up:
-            node.lock_count -= 1
-            if not node.lock_count:
+            num_locks = locks[node] - 1
+            if num_locks:
+                locks[node] = num_locks
+            else:
+                del locks[node]
                 self._nodes[node] = None
                 self.num_pages += node.num_pages
 
@@ -336,22 +341,33 @@ class EvictionOrder:
         return node
 
     def put_oldest(self, node: RadixNode) -> None:
-        """Take in what is left of the node that ``pop_oldest`` returned."""
-        self.add(node)
+        """Take in what is left of the node that ``pop_oldest`` returned, as the next one to go."""
+        self._nodes[node] = None
         self._nodes.move_to_end(node, last=False)
+        self.num_pages += node.num_pages
+
+    def discard(self, node: RadixNode) -> None:
+        """Take a node out of the order, if it is there."""
+        if node in self._nodes:
+            del self._nodes[node]
+            self.num_pages -= node.num_pages
 
     def clear(self) -> None:
-        """Forget every node."""
+        """Forget every node; none may be locked."""
         self._nodes.clear()
         self.num_pages = 0
 
-    def check(self, nodes: Iterable[RadixNode]) -> None:
-        """Check the order against all nodes of the tree.
+    def check(self, evictable: Iterable[RadixNode]) -> None:
+        """Check the order and the locks.
+
+        Args:
+            evictable: the nodes that the tier could evict if nobody held them.
 
         Raises:
             CacheIntegrityError: with the count or the node that does not fit.
         """
-        unlocked = {node for node in nodes if not node.lock_count}
+        on_tier = set(evictable)
+        unlocked = {node for node in on_tier if node not in self._locks}
         if unlocked != self._nodes.keys():
             raise CacheIntegrityError(f"{len(unlocked)} unlocked nodes, {len(self._nodes)} in the eviction order")
         num_pages = sum(node.num_pages for node in unlocked)
@@ -359,6 +375,18 @@ class EvictionOrder:
             raise CacheIntegrityError(f"unlocked nodes hold {num_pages} pages, {self.num_pages} are counted evictable")
         seen: set[RadixNode] = set()
         for node in self._nodes:
-            if not seen.issuperset(node.children.values()):
+            if not seen.issuperset(on_tier.intersection(node.children.values())):
                 raise CacheIntegrityError(f"{node} stands before a child of its own in the eviction order")
             seen.add(node)
+        for node in self._locks:
+            self._check_locks_above(node)
+
+    def _check_locks_above(self, node: RadixNode) -> None:
+        parent = node.parent
+        if parent is None:
+            raise CacheIntegrityError(f"{node} is locked, but not in the tree")
+        if parent.parent is None:
+            return  # the root needs no locks
+        locked_below = sum(self.num_locks(child) for child in parent.children.values())
+        if self.num_locks(parent) < locked_below:
+            raise CacheIntegrityError(f"{parent}: {self.num_locks(parent)} locks, its children {locked_below}")

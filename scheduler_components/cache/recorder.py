@@ -8,14 +8,15 @@ from scheduler_components.cache.block_hash import DIGEST_BYTES, block_hashes_of,
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
-__all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder"]
+__all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder", "on_device_alone"]
 
 MAX_EVENT_TOKENS = 65_536
 """Tokens in one BlockStored (and hashes in one BlockRemoved); longer runs take several. At most 5 bytes a token on the
 wire keeps one event far below the 4 MiB that readers take."""
 
 
-def _on_device(_: RadixNode) -> tuple[str | None, ...]:
+def on_device_alone(_: RadixNode) -> tuple[str | None, ...]:
+    """Return the media of a node in a cache without lower tiers: the device."""
     return (None,)
 
 
@@ -70,7 +71,7 @@ class EventRecorder:
         self,
         tree: RadixTree,
         max_pending_blocks: int,
-        media_of: Callable[[RadixNode], tuple[str | None, ...]] = _on_device,
+        media_of: Callable[[RadixNode], tuple[str | None, ...]] = on_device_alone,
     ) -> None:
         self._tree = tree
         self._media_of = media_of

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_names
+from scheduler_components.events import Tier
 from scheduler_components.hicache.agreement import (
+    AgreedValues,
     InProcessSync,
-    Outcome,
     Proposal,
     RankSets,
     SyncDomain,
@@ -20,7 +21,6 @@ from scheduler_components.hicache.cache import HiRadixCache, TierStepper
 from scheduler_components.hicache.controller import HiCachePolicy
 from scheduler_components.hicache.memory_storage import MemoryPageStore
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
-from scheduler_components.hicache.tiers import Tier
 
 if TYPE_CHECKING:
     from scheduler_components.hicache.file_storage import FilePageStore, open_file_page_store
@@ -32,13 +32,10 @@ if TYPE_CHECKING:
     )
     from scheduler_components.hicache.thread_page_mover import ThreadPageMover, open_thread_page_mover
     from scheduler_components.hicache.thread_storage import open_deadline_page_store
-    from scheduler_components.hicache.torch_sync import (
-        get_attn_cp_rank_and_size,
-        open_torch_sync_domains,
-        rank_sets_of_groups,
-    )
+    from scheduler_components.hicache.torch_sync import open_torch_sync_domains
 
 __all__ = [
+    "AgreedValues",
     "CheckedPageStore",
     "FilePageStore",
     "HiCachePolicy",
@@ -49,7 +46,6 @@ __all__ = [
     "MemoryPageStore",
     "MooncakeAddress",
     "MooncakePageStore",
-    "Outcome",
     "PageShape",
     "Placement",
     "Proposal",
@@ -62,14 +58,12 @@ __all__ = [
     "TierStepper",
     "domain_of",
     "elementwise_min",
-    "get_attn_cp_rank_and_size",
     "groups_in_order",
     "open_deadline_page_store",
     "open_file_page_store",
     "open_mooncake_page_store",
     "open_thread_page_mover",
     "open_torch_sync_domains",
-    "rank_sets_of_groups",
     "world_rank_sets",
 ]
 
@@ -81,8 +75,6 @@ __getattr__ = lazy_names(
         "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
         "scheduler_components.hicache.thread_page_mover": "ThreadPageMover open_thread_page_mover",
         "scheduler_components.hicache.thread_storage": "open_deadline_page_store",
-        "scheduler_components.hicache.torch_sync": (
-            "get_attn_cp_rank_and_size open_torch_sync_domains rank_sets_of_groups"
-        ),
+        "scheduler_components.hicache.torch_sync": "open_torch_sync_domains",
     },
 )

@@ -1,12 +1,35 @@
-"""Proposals: everything that ranks must agree on at one point, packed into one int64 vector for one MIN reduction.
+"""How the ranks of a replica agree: proposals, the domain of ranks that agree, and what they agreed.
 
-One operator is enough: MAX(v) is ``~MIN(~v)`` (``~`` reverses the order of int64 and cannot overflow), "all agree" is
-the MIN of 0 and 1, "any agrees" their MAX, and values are equal when their MIN is their MAX.
+**What must be agreed.** Every rank holds its own slice of the same pages and runs the same scheduler on the same
+requests. The scheduler's decisions follow from which pages are usable, so all ranks must know the same pages on the
+same tiers. Their calls are the same; their I/O is not. A copy may end earlier here, a store may fail there, a host page
+may be missing on one rank. So what I/O tells is each rank's own and decides nothing: it goes into a proposal, and only
+what all ranks agreed is carried out.
 
-A proposal's first block has a fixed length and begins with a header that every rank must share: operation and slots (as
-a digest), step, and call number. So ranks that come with different questions find out in the very collective that
-they share, at no cost, and only then may the rest of a long proposal follow: gloo ends a process whose peers come with
-a vector of another length (measured, torch 2.13).
+**One unconditional packed MIN per step.** Everything that is asked at one point is packed into one int64 vector, and
+the ranks take its minimum, once per step, whether or not anything is under way. A collective behind a condition that
+one rank sees and another does not would let ranks wait for each other for ever, and two collectives could meet each
+other's. What a rank cannot do is a no, or a 0 for a MIN; never an absence. One operator is enough: MAX(v) is
+``~MIN(~v)`` (``~`` reverses the order of int64 and cannot overflow), "all agree" is the MIN of 0 and 1, "any agrees"
+their MAX, and values are equal when their MIN is their MAX. MIN over the attention-CP group and then over the
+attention-TP group is MIN over the whole grid of them.
+
+**Reserve, vote, commit.** Pages are taken on all ranks or on none. Each rank reserves (a reserved page is written to,
+and never read), says in its next proposal whether it could and how far its I/O has come, and when the agreed values
+say that all could, each commits; otherwise each gives its reservation back. Between reserve and commit no request sees
+the pages, so a rank that fails in between takes nothing away.
+
+**The digest.** Each proposal carries a digest of which page is on which tier as an ``equal`` slot. Ranks that have
+parted find out at the very next step, before a request is served from pages that another rank does not have.
+
+**The header.** The first block of a proposal has a fixed length and begins with operation and slots (as a digest), step
+and call number. So ranks that come with different questions find out in the very collective that they share, at no
+cost. Only then may the rest of a long proposal follow: gloo ends a process whose peers come with a vector of another
+length (measured, torch 2.13).
+
+The invariant: after agreement n every rank has the same agreed values n, and by induction the same tree, the same
+operations under way and the same next proposal's slots. ``tests/hicache/test_replica.py`` lets ranks use their own
+values instead of the agreed ones, slot by slot, and sees them part.
 """
 
 from __future__ import annotations
@@ -25,15 +48,15 @@ from scheduler_components.values import MAX_OPERATION_BYTES, SyncCall, places_of
 
 __all__ = [
     "BLOCK_INTS",
+    "AgreedValues",
+    "InProcessSync",
     "Proposal",
-    "Outcome",
-    "elementwise_min",
-    "SyncDomain",
     "RankSets",
+    "SyncDomain",
     "domain_of",
+    "elementwise_min",
     "groups_in_order",
     "world_rank_sets",
-    "InProcessSync",
 ]
 
 BLOCK_INTS = 256
@@ -49,24 +72,24 @@ def elementwise_min(vectors: Sequence[Sequence[int]]) -> list[int]:
     return [min(column) for column in zip(*vectors, strict=True)]
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What all ranks agreed on: the same value on each of them.
+class AgreedValues(msgspec.Struct, frozen=True):
+    """What all ranks agreed on: the same values on each of them.
 
     Attributes:
         numbers: results of ``min`` and ``max`` slots by name.
-        verdicts: results of ``all``, ``any`` and ``equal`` slots by name.
+        flags: results of ``all``, ``any`` and ``equal`` slots by name.
     """
 
     numbers: dict[str, int]
-    verdicts: dict[str, bool]
+    flags: dict[str, bool]
 
 
 class Proposal:
-    """What one rank brings to one agreement. Every rank fills the same slots, in the same order.
+    """What one rank brings to one agreement: named slots. Every rank fills the same ones, in the same order.
 
     Args:
         operation: what the agreement is for, at most 64 bytes; shown in every error.
-        step: the caller's step; ranks at different steps part here.
+        step: the caller's step; ranks at different steps get a ``SyncDivergenceError``.
 
     Raises:
         ValueError: the name is too long, a slot is named twice, or a value is not an int64.
@@ -123,10 +146,10 @@ class Proposal:
         """Say whether all ranks came with the same operation, slots, step and call number."""
         return all(reduced[at] == ~reduced[at + 1] for at in range(0, _HEADER_INTS, 2))
 
-    def open(self, reduced: Sequence[int]) -> Outcome:
+    def open(self, reduced: Sequence[int]) -> AgreedValues:
         """Read the reduced vector; ask ``header_agrees`` first."""
         numbers: dict[str, int] = {}
-        verdicts: dict[str, bool] = {}
+        flags: dict[str, bool] = {}
         at = _HEADER_INTS
         for name, kind in self._kinds.items():
             least = reduced[at]
@@ -136,13 +159,13 @@ class Proposal:
             elif kind == "max":
                 numbers[name] = ~least
             elif kind == "all":
-                verdicts[name] = bool(least)
+                flags[name] = bool(least)
             elif kind == "any":
-                verdicts[name] = bool(~least)
+                flags[name] = bool(~least)
             else:
-                verdicts[name] = least == ~reduced[at]
+                flags[name] = least == ~reduced[at]
                 at += 1
-        return Outcome(numbers, verdicts)
+        return AgreedValues(numbers, flags)
 
     def _add(self, kind: str, name: str, value: int) -> None:
         if name in self._kinds:
@@ -158,25 +181,20 @@ class Proposal:
         return int.from_bytes(digest, "big", signed=True)
 
 
-# SyncDomain: the agreement of all attention-CP x attention-TP ranks of a replica.
-#
-# Every rank makes the same calls in the same order, always: no rank-local condition stands in front of a collective.
-# What a rank cannot do is a vote of no, or a 0 for a MIN; never an absence.
-
-
 @dataclass(slots=True, kw_only=True)
 class SyncDomain:
-    """One rank's end of the agreement of a replica; used by one thread, with groups of its own.
+    """One rank's end of the agreement of all attention-CP x attention-TP ranks of a replica.
 
-    The checker is part of every agreement (see ``Proposal``), so it is never off: ranks that come with another
-    operation, other slots, another step or another count raise ``SyncDivergenceError`` on all of them, naming what each
-    one asked. After any error the domain is broken and raises the same again: ranks that failed once are not in step.
+    Used by one thread, with groups of its own. Every rank makes the same calls in the same order, always. That is
+    checked in every agreement: when ranks come with another operation, other slots, another step or another count, all
+    of them raise ``SyncDivergenceError``, which names what each one asked. After any error the domain is broken and
+    raises the same again, because ranks that failed once are not in step.
 
     Attributes:
         rank: this process's global rank.
         groups: reduced over in order, each with more than one rank; none for a replica of one rank.
         num_calls: agreements so far.
-        num_collectives: reductions so far, over all groups: ``len(groups)`` an agreement while proposals fit one block.
+        num_collectives: reductions so far: ``len(groups)`` per agreement while proposals fit one block.
     """
 
     rank: int = 0
@@ -185,7 +203,7 @@ class SyncDomain:
     num_collectives: int = field(default=0, init=False)
     _failure: SyncTimeoutError | SyncDivergenceError | SyncClosedError | None = field(default=None, init=False)
 
-    def agree(self, proposal: Proposal) -> Outcome:
+    def agree(self, proposal: Proposal) -> AgreedValues:
         """Bring this rank's proposal and return what all ranks agreed on.
 
         Raises:
@@ -216,30 +234,6 @@ class SyncDomain:
         proposal.min("value", value)
         return self.agree(proposal).numbers["value"]
 
-    def max(self, operation: str, value: int, *, step: int) -> int:
-        """Return the largest value of all ranks."""
-        proposal = Proposal(operation, step=step)
-        proposal.max("value", value)
-        return self.agree(proposal).numbers["value"]
-
-    def vote_all(self, operation: str, agrees: bool, *, step: int) -> bool:
-        """Return whether every rank agrees."""
-        proposal = Proposal(operation, step=step)
-        proposal.all("vote", agrees)
-        return self.agree(proposal).verdicts["vote"]
-
-    def vote_any(self, operation: str, agrees: bool, *, step: int) -> bool:
-        """Return whether at least one rank agrees."""
-        proposal = Proposal(operation, step=step)
-        proposal.any("vote", agrees)
-        return self.agree(proposal).verdicts["vote"]
-
-    def equal(self, operation: str, value: int, *, step: int) -> bool:
-        """Return whether all ranks have the same value."""
-        proposal = Proposal(operation, step=step)
-        proposal.equal("value", value)
-        return self.agree(proposal).verdicts["value"]
-
     def barrier(self, operation: str, *, step: int) -> None:
         """Return when all ranks have come."""
         self.agree(Proposal(operation, step=step))
@@ -263,9 +257,6 @@ class SyncDomain:
         return SyncDivergenceError(call.number, places_of(SyncCall.many_from_ints(records)))
 
 
-# Which ranks agree with which: attention-CP, then attention-TP, or TP where an engine has neither.
-
-
 def _as_ranks(ranks: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if ranks is None else tuple(ranks)
 
@@ -273,6 +264,8 @@ def _as_ranks(ranks: Iterable[int] | None) -> tuple[int, ...] | None:
 @attrs.frozen(kw_only=True)
 class RankSets:
     """The groups that one rank is in, as global ranks; None for a group that the engine does not have.
+
+    Ranks agree over attention-CP, then attention-TP, or over TP where an engine has neither.
 
     A group of one and a missing group differ: an engine whose attention groups have one rank each (DP attention)
     agrees with nobody, and must not fall back to a TP group that spans other replicas.
@@ -299,10 +292,7 @@ class RankSets:
 
     @property
     def hops(self) -> tuple[tuple[int, ...], ...]:
-        """Groups to reduce over, in order: those of one rank are skipped, equal sets are taken once.
-
-        MIN over the attention-CP group and then over the attention-TP group is MIN over the whole grid of them.
-        """
+        """Groups to reduce over, in order: those of one rank are skipped, equal sets are taken once."""
         given = [ranks for ranks in (self.attn_cp, self.attn_tp) if ranks is not None]
         if not given and self.tp is not None:
             given = [self.tp]
@@ -364,15 +354,11 @@ def groups_in_order(world: Sequence[RankSets]) -> tuple[tuple[int, ...], ...]:
     return tuple(ordered)
 
 
-# InProcessSync: the agreement of N simulated ranks inside one thread.
-
-
 class InProcessSync:
-    """Agreement of N ranks inside one thread, for state machines that give out proposals and take outcomes.
+    """Agreement of N ranks inside one thread, for state machines that give out proposals and take agreed values.
 
-    The caller collects every rank's proposal of the step and hands each rank its outcome: deterministic, no waiting.
-    Hops
-    are data, so a simulation may leave some out and show what comes of that.
+    The caller collects every rank's proposal of the step and hands each rank its agreed values: deterministic, no
+    waiting. Hops are data, so a simulation may leave some out and show what comes of that.
 
     Args:
         hops: rank -> its groups in order, as ``RankSets.hops`` gives them.
@@ -398,8 +384,8 @@ class InProcessSync:
         self._num_calls = 0
         self.num_collectives = 0
 
-    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, Outcome]:
-        """Reduce all ranks' proposals and return each rank's outcome.
+    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
+        """Reduce all ranks' proposals and return each rank's agreed values.
 
         Raises:
             SyncTimeoutError: a rank has no proposal: it is the missing one.
@@ -430,7 +416,7 @@ class InProcessSync:
             if at >= len(groups):
                 reduced[rank] = vectors[rank]
                 continue
-            # Proposals of different lengths part in the header, which stands in the part that they share.
+            # Proposals of different lengths differ in the header, which is in the part that they share.
             shared = min(len(vectors[peer]) for peer in groups[at])
             result = elementwise_min([vectors[peer][:shared] for peer in groups[at]])
             if not Proposal.header_agrees(result):

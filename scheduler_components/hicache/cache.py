@@ -1,9 +1,11 @@
-"""HiRadixCache: a radix cache whose pages outlive the device: evicted to the host, kept in storage, brought back."""
+"""HiRadixCache: a radix cache whose pages outlive the device: evicted to the host, kept in storage, brought back.
+
+``TierStepper`` takes it through a scheduler's step: one agreement of all ranks, and what follows from it.
+"""
 
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,19 +18,16 @@ from scheduler_components.cache import (
     pack_tokens,
 )
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
-from scheduler_components.events import KVCacheEvent
-from scheduler_components.hicache.agreement import Outcome, Proposal, SyncDomain
+from scheduler_components.events import KVCacheEvent, Tier
+from scheduler_components.hicache.agreement import AgreedValues, Proposal, SyncDomain
 from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy, PrefetchLanes
-from scheduler_components.hicache.tiers import Tier, TierTree, tiers_of
+from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import Preparations, TierTransfers
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.ports import NO_PAGE_HOOK, HostPages, PageHook, PageMover
 from scheduler_components.values import TierStats
 
-__all__ = [
-    "HiRadixCache",
-    "TierStepper",
-]
+__all__ = ["HiRadixCache", "TierStepper"]
 
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so that counts that differ give digests that differ
 
@@ -37,12 +36,12 @@ class HiRadixCache:
     """What ``RadixCache`` is to a scheduler, over three tiers. A ``KvEventSource`` and a ``PoolSource``. Pure.
 
     To requests only what is on the device is a match; ``preparations`` brings the rest there. Ranks that make the same
-    calls and settle the same outcomes hold the same pages on every tier, whatever their I/O does. Once a step:
-    ``handle`` each I/O event, bring ``proposal``, ``settle`` the outcome, carry out ``take_instructions``;
+    calls and settle the same agreed values hold the same pages on every tier, whatever their I/O does. Once per step:
+    ``handle`` each I/O event, bring ``proposal``, ``settle`` what was agreed, carry out ``take_instructions``;
     ``TierStepper`` does so.
 
     Args:
-        page_size: tokens a page.
+        page_size: tokens per page.
         capacity_tokens: size of the device's KV pool; rounded down to whole pages.
         host: this rank's host pages.
         num_host_pages: pages that every rank of the replica has on its host.
@@ -57,7 +56,7 @@ class HiRadixCache:
         ConfigError: a size is below one page.
     """
 
-    __slots__ = ("_controller", "_tiers", "_transfers", "_page_hook", "capacity_tokens", "page_size", "preparations")
+    __slots__ = ("_controller", "_device", "_tiers", "_transfers", "preparations")
 
     def __init__(
         self,
@@ -70,138 +69,93 @@ class HiRadixCache:
         record: bool = False,
         page_hook: PageHook = NO_PAGE_HOOK,
     ) -> None:
-        if page_size < 1:
-            raise ConfigError("page_size", page_size, "is not a size", "give an integer of at least 1")
-        if capacity_tokens < page_size:
-            hint = f"give at least page_size={page_size}"
-            raise ConfigError("capacity_tokens", capacity_tokens, "does not hold one page", hint)
         if num_host_pages < 1:
             raise ConfigError("num_host_pages", num_host_pages, "is no host tier", "give at least 1, or use RadixCache")
         policy = policy if policy is not None else HiCachePolicy()
-        self.page_size = page_size
-        self.capacity_tokens = capacity_tokens // page_size * page_size
-        self._page_hook = page_hook
         self._tiers = TierTree(
             page_size=page_size,
-            num_device_pages=capacity_tokens // page_size,
+            capacity_tokens=capacity_tokens,
             host=host,
             num_host_pages=num_host_pages,
             record=record,
+            page_hook=page_hook,
         )
+        self._device = self._tiers.device
         self._controller = HiCacheController(host=host, prefetches=PrefetchLanes(policy=policy, host=host))
-        self._transfers = TierTransfers.over(self._tiers, self._controller, policy, page_hook)
+        self._transfers = TierTransfers.over(self._tiers, self._controller, policy)
         self.preparations = Preparations(transfers=self._transfers, policy=policy)
 
-    # --- what RadixCache has ---
+    # --- what RadixCache has, of the device ---
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._device.page_size
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Size of the device's KV pool, in whole pages."""
+        return self._device.capacity_tokens
 
     @property
     def free_tokens(self) -> int:
         """Tokens that can be allocated without evicting."""
-        return self._tiers.device.num_free * self.page_size
+        return self._device.free_tokens
 
     @property
     def evictable_tokens(self) -> int:
         """Tokens on the device that neither a request nor an operation has locked."""
-        return self._tiers.device_order.num_pages * self.page_size
+        return self._device.evictable_tokens
 
     @property
     def used_tokens(self) -> int:
         """Device tokens that requests and operations hold: neither free nor evictable."""
-        return self._tiers.num_device_pages_held * self.page_size
+        return self._device.used_tokens
 
     @property
     def num_event_collapses(self) -> int:
         """How often nobody took the events for so long that the backlog was replaced by the present content."""
-        return self._tiers.recorder.num_collapses
+        return self._device.num_event_collapses
 
     def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> PrefixMatch:
-        """Find the longest prefix on the device; mark it, and what follows on the host, as the most recently used.
+        """Find the longest prefix on the device. Mark it, and what follows on the host, as the most recently used.
 
         Raises:
             ConfigError: a token id does not fit u32, or the namespace cannot be encoded.
         """
-        tiers = self._tiers
-        path = tiers.path_to(pack_tokens(token_ids), (namespace or PLAIN_NAMESPACE).seed())
-        return self._match(path[: tiers.num_on_device(path)])
+        path = self._tiers.path_to(pack_tokens(token_ids), (namespace or PLAIN_NAMESPACE).seed())
+        return self._device.match_of(path[: self._tiers.num_on_device(path)])
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
     ) -> PrefixMatch:
-        """Cache a computed prefix and take over its pages; as ``RadixCache.insert``.
+        """Cache a computed prefix and take over its pages: as ``RadixCache.insert``, with its errors.
 
         Where the host has a page that the device has not, the caller's page becomes the device's.
-
-        Raises:
-            ConfigError: ``pages`` is not one a whole page, a token id does not fit u32, or the namespace cannot be
-                encoded.
-            CacheIntegrityError: a page that the tree would take over or free is not held by a request.
-                After any error nothing has changed.
         """
-        namespace = namespace or PLAIN_NAMESPACE
-        packed = pack_tokens(token_ids)
-        if len(pages) != len(token_ids) // self.page_size:
-            hint = f"give {len(token_ids) // self.page_size} for {len(token_ids)} tokens"
-            raise ConfigError("pages", len(pages), f"is not one page for each {self.page_size} tokens", hint)
-        tiers = self._tiers
-        descent = tiers.tree.find(packed, namespace.seed())
-        cached = [page for node in descent.path for page in node.pages][: descent.num_pages]
-        duplicates = [page for page, own in zip(pages, cached, strict=False) if page != own]
-        tiers.device.expect_held([*duplicates, *pages[len(cached) :]])
-
-        path = tiers.cut_at(descent)
-        tiers.device.free(duplicates)
-        place = len(cached)
-        for node in path[tiers.num_on_device(path) :]:
-            self._place(node, pages[place : place + node.num_pages])
-            place += node.num_pages
-        if place < len(pages):
-            page_bytes = tiers.tree.page_bytes
-            tail, fresh = packed[place * page_bytes : len(pages) * page_bytes], array("I", pages[place:])
-            leaf = tiers.append_on_device(path[-1] if path else tiers.tree.root, tail, fresh, namespace)
-            self._page_hook.computed(bytes(leaf.digests), fresh)
-            path.append(leaf)
-        tiers.touch(path)
+        path = self._device.insert_path(token_ids, pages, namespace or PLAIN_NAMESPACE)
         self._transfers.writes.after_insert(path)
-        return self._match(path)
+        return self._device.match_of(path)
 
     def lock(self, node: RadixNode) -> None:
         """Keep the prefix that ends in ``node`` on the device, once more; CacheIntegrityError where it is not there."""
-        path = self._tiers.tree.path_of(node)
-        if path and not node.pages:
-            raise CacheIntegrityError(f"{node} is not on the device: evicted before it was locked?")
-        self._tiers.device_order.lock(path)
+        self._device.lock(node)
 
     def unlock(self, node: RadixNode) -> None:
-        """Give back one ``lock`` of ``node``.
-
-        Raises:
-            CacheIntegrityError: the node is not locked; nothing has changed.
-        """
-        path = self._tiers.tree.path_of(node)
-        if path and not node.lock_count:
-            raise CacheIntegrityError(f"{node} is not locked: unlocked twice?")
-        self._tiers.device_order.unlock(path)
+        """Give back one ``lock`` of ``node``; CacheIntegrityError, and nothing has changed, where it is not locked."""
+        self._device.unlock(node)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Hand out device pages to a request, evicting the least recently used ones as needed.
-
-        Raises:
-            ConfigError: ``num_pages`` is negative.
-            OutOfPagesError: free and evictable pages together are fewer; nothing was evicted.
-        """
-        return self._tiers.allocate(num_pages)
+        """Hand out device pages to a request: as ``RadixCache.allocate``, with its errors."""
+        return self._device.allocate(num_pages)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Take back pages that ``allocate`` gave and ``insert`` did not take over.
-
-        Raises:
-            CacheIntegrityError: a page is free already, is cached, or is named twice; nothing has changed.
-        """
-        self._tiers.device.free(pages)
+        """Take back pages that ``allocate`` gave and ``insert`` did not take over: as ``RadixCache.free``."""
+        self._device.free(pages)
 
     def evict(self, num_pages: int) -> int:
         """Free the least recently used unlocked device pages; returns how many. The host keeps what it has."""
-        return self._tiers.evict_from_device(num_pages)
+        return self._device.evict(num_pages)
 
     def clear(self) -> None:
         """Forget every prefix, on device and host. Storage keeps its pages: keys name their content.
@@ -209,19 +163,18 @@ class HiRadixCache:
         Raises:
             CacheIntegrityError: a request still locks a prefix, or pages are on their way; nothing has changed.
         """
-        locked = self._tiers.device.num_cached - self._tiers.device_order.num_pages
-        if locked or self.num_operations:
-            raise CacheIntegrityError(f"{locked} cached pages are locked, {self.num_operations} operations under way")
+        if self.num_operations:
+            raise CacheIntegrityError(f"{self.num_operations} operations are under way: step on, then clear")
         self._tiers.clear()
 
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events of all tiers since the last call, in order, and forget them."""
-        return self._tiers.recorder.take()
+        return self._device.take_events()
 
     def block_hashes(self, tier: Tier = Tier.DEVICE) -> Iterator[int]:
         """The hash of every page on one tier, parents before children. Walks the tree: for checks, not for steps."""
-        for node in self._tiers.nodes():
-            if tier in tiers_of(node):
+        for node in self._tiers.tree.walk():
+            if tier in self._tiers.membership.tiers_of(node):
                 yield from block_hashes_of(node.digests)
 
     def check_integrity(self) -> None:
@@ -245,7 +198,7 @@ class HiRadixCache:
         """What is on which tier, what is free, what is under way, as one unsigned 64-bit number; equal on all ranks."""
         tiers = self._tiers
         digest = tiers.membership.digest
-        for count in (tiers.device.num_free, tiers.num_host_pages_used, self.num_operations):
+        for count in (tiers.device.pool.num_free, tiers.host.num_pages_used, self.num_operations):
             digest = (digest * _SPREAD + count) % 2**64
         return digest
 
@@ -267,15 +220,15 @@ class HiRadixCache:
         self._controller.fill(proposal, has_storage=has_storage, load_room_pages=load_room_pages, now_s=now_s)
         return proposal
 
-    def settle(self, step: int, outcome: Outcome, *, now_s: float) -> None:
+    def settle(self, step: int, agreed: AgreedValues, *, now_s: float) -> None:
         """Carry out what all ranks agreed.
 
         Raises:
             TierDivergenceError: they do not hold the same pages; nothing is carried out.
         """
-        if not outcome.verdicts["state"]:
+        if not agreed.flags["state"]:
             raise TierDivergenceError(step, self.state_digest)
-        self._transfers.carry_out(self._controller.settle(outcome), now_s)
+        self._transfers.carry_out(self._controller.settle(agreed), now_s)
 
     def take_instructions(self) -> list[Instruction]:
         """Return what is to be moved, in order."""
@@ -295,21 +248,10 @@ class HiRadixCache:
         held = ", ".join(f"{count} {tier.name.lower()}" for tier, count in self._tiers.membership.num_pages.items())
         return f"<HiRadixCache page_size={self.page_size}, pages: {held}; {self.num_operations} operations under way>"
 
-    def _place(self, node: RadixNode, pages: Sequence[int]) -> None:
-        self._page_hook.computed(bytes(node.digests), pages)
-        self._tiers.put_on_device(node, array("I", pages))
-
-    def _match(self, path: list[RadixNode]) -> PrefixMatch:
-        pages = tuple(page for node in path for page in node.pages)
-        return PrefixMatch(len(pages) * self.page_size, pages, path[-1] if path else self._tiers.tree.root)
-
-
-# TierStepper: a hierarchical cache's part of a scheduler's step: one agreement, and what follows from it.
-
 
 @dataclass(slots=True, kw_only=True)
 class TierStepper:
-    """Lets a cache, this rank's I/O and the other ranks meet once a step. All on the scheduler's thread.
+    """Lets a cache, this rank's I/O and the other ranks meet once per step. All on the scheduler's thread.
 
     Attributes:
         cache: decides.

@@ -1,7 +1,8 @@
 """HiCacheController: everything that ranks must agree on about moving pages. Pure: events in, instructions out.
 
-One agreement a step holds it all. The cache above begins operations, the same ones on every rank; what I/O tells is
-each rank's own and goes nowhere but into the proposal; what the outcome says is decided, the same on every rank.
+One agreement per step holds it all (see ``agreement.py``). The cache above begins operations, the same ones on every
+rank. ``handle`` takes in what this rank's I/O tells, ``fill`` brings it to the agreement, and ``settle`` turns the
+agreed values into decisions, the same on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import attrs
 
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache.agreement import Outcome, Proposal
+from scheduler_components.hicache.agreement import AgreedValues, Proposal
 from scheduler_components.page_operations import (
     BackupDone,
     BackupSettled,
@@ -44,18 +45,7 @@ from scheduler_components.page_operations import (
 )
 from scheduler_components.ports import HostPages
 
-__all__ = [
-    "HiCachePolicy",
-    "PrefetchStop",
-    "WritePolicy",
-    "AckQueue",
-    "NUM_LANES",
-    "PrefetchLanes",
-    "Agreed",
-    "HiCacheController",
-]
-
-# What a hierarchical cache is told: when it writes, and when it stops to prefetch.
+__all__ = ["NUM_LANES", "AckQueue", "HiCacheController", "HiCachePolicy", "PrefetchLanes", "SharedFacts"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_back"]
 PrefetchStop: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
@@ -86,7 +76,7 @@ def _check_seconds(_: object, attribute: attrs.Attribute[float], value: float) -
 
 @attrs.frozen(kw_only=True)
 class HiCachePolicy:
-    """Policies and thresholds; the same on every rank of a replica.
+    """When a hierarchical cache writes, and when it stops prefetching; the same on every rank of a replica.
 
     Attributes:
         write: copy pages to the host as soon as they are cached (``write_through``), or when they near eviction from
@@ -118,13 +108,13 @@ class HiCachePolicy:
         return self.prefetch_timeout_s + self.prefetch_timeout_s_per_page * num_pages
 
 
-# AckQueue: operations whose ends all ranks acknowledge in one order, however the ranks' I/O is ordered.
-
 Operation = TypeVar("Operation")
 
 
 class AckQueue(Generic[Operation]):
-    """Operations in the order in which they began. Two numbers a rank agree on any number of them.
+    """Operations in the order in which they began, whatever the order in which they end on each rank.
+
+    Two numbers per rank are enough to agree on any number of operations.
 
     ``done`` counts operations that have ended here, from the oldest on without a hole; ``good`` those that ended well.
     With the MIN of each over all ranks, the first ``good`` operations have ended well on every rank. When ``done`` is
@@ -180,16 +170,8 @@ class AckQueue(Generic[Operation]):
         return number, operation
 
 
-# Prefetches from storage: a fixed number at a time, so that what ranks agree on in a step never grows.
-#
-#     waiting -> QUERYING -> RESERVING -> VOTING -> READING -> STOPPING -> settled
-#
-# Each step on this way is one agreement, but for reserving, which follows the query at once. A rank that has nothing
-# (a
-# miss, a failed store, no host page left) says so as a 0 or a no; it never stays away.
-
 NUM_LANES = 8
-"""Prefetches at a time; more wait their turn. Six slots a lane and the rest fit the proposal's first block."""
+"""Prefetches at a time; more wait. Six slots per lane and the rest fit the proposal's first block."""
 
 
 class _Phase(enum.Enum):
@@ -201,8 +183,8 @@ class _Phase(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class _LocalFacts:
-    """What this rank alone knows of a prefetch: brought to the agreement, never acted upon."""
+class LocalFacts:
+    """What this rank alone knows of a prefetch: brought to the agreement, never acted on."""
 
     has_answered: bool = False
     hit_pages: int = 0
@@ -222,12 +204,17 @@ class _Prefetch:
     num_pages: int = 0  # to read, as agreed
     is_stopped: bool = False
     is_cancelled: bool = False
-    facts: _LocalFacts = field(default_factory=_LocalFacts)
+    facts: LocalFacts = field(default_factory=LocalFacts)
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefetchLanes:
-    """The prefetches of one rank.
+    """The prefetches of one rank: a fixed number at a time, so that what ranks agree on in a step never grows.
+
+    ``waiting -> QUERYING -> RESERVING -> VOTING -> READING -> STOPPING -> settled``
+
+    Each arrow is one agreement, except the one to VOTING: reserving follows the query at once. A rank that has nothing
+    (a miss, a failed store, no host page left) says so as a 0 or a no.
 
     Attributes:
         policy: thresholds and time limits.
@@ -279,23 +266,16 @@ class PrefetchLanes:
         except OutOfPagesError:
             prefetch.facts.host_pages = None
 
-    def handle(self, event: StorageAnswered | PagesLanded | ReadEnded) -> None:
-        """Take in what this rank's I/O tells.
+    def facts_of(self, event: StorageAnswered | PagesLanded | ReadEnded) -> LocalFacts:
+        """Return what this rank knows of an event's prefetch, to add to it.
 
         Raises:
-            CacheIntegrityError: the operation has settled already.
+            CacheIntegrityError: the prefetch has settled already.
         """
         prefetch = self._by_number.get(event.op)
         if prefetch is None:
             raise CacheIntegrityError(f"{event} of a prefetch that is not under way")
-        facts = prefetch.facts
-        if isinstance(event, StorageAnswered):
-            facts.has_answered = True
-            facts.hit_pages = event.num_pages
-        elif isinstance(event, PagesLanded):
-            facts.landed_pages = event.num_pages
-        else:
-            facts.has_ended = True
+        return prefetch.facts
 
     def fill(self, proposal: Proposal, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
@@ -308,7 +288,7 @@ class PrefetchLanes:
             proposal.all(f"prefetch {lane} ended", facts.has_ended)
             proposal.any(f"prefetch {lane} timed out", prefetch is not None and self._is_late(prefetch, now_s))
 
-    def settle(self, outcome: Outcome) -> tuple[list[Decision], list[Instruction]]:
+    def settle(self, agreed: AgreedValues) -> tuple[list[Decision], list[Instruction]]:
         """Move every lane on by what all ranks agreed."""
         decisions: list[Decision] = []
         instructions: list[Instruction] = []
@@ -316,12 +296,12 @@ class PrefetchLanes:
             if prefetch is None:
                 continue
             if prefetch.phase is _Phase.QUERYING:
-                decision = self._after_query(prefetch, lane, outcome)
+                decision = self._after_query(prefetch, lane, agreed)
             elif prefetch.phase is _Phase.VOTING:
-                decision = self._after_vote(prefetch, lane, outcome, instructions)
+                decision = self._after_vote(prefetch, lane, agreed, instructions)
             else:
                 assert prefetch.phase is not _Phase.RESERVING, "a PrefetchHit was not answered with reserve()"
-                decision = self._after_reading(prefetch, lane, outcome, instructions)
+                decision = self._after_reading(prefetch, lane, agreed, instructions)
             if decision is not None:
                 decisions.append(decision)
             if isinstance(decision, PrefetchSettled):
@@ -329,20 +309,20 @@ class PrefetchLanes:
                 del self._by_number[prefetch.number]
         return decisions, instructions + self._fill_lanes()
 
-    def _after_query(self, prefetch: _Prefetch, lane: int, outcome: Outcome) -> Decision | None:
-        if not outcome.verdicts[f"prefetch {lane} answered"]:
+    def _after_query(self, prefetch: _Prefetch, lane: int, agreed: AgreedValues) -> Decision | None:
+        if not agreed.flags[f"prefetch {lane} answered"]:
             return None
-        num_pages = outcome.numbers[f"prefetch {lane} hit"]
+        num_pages = agreed.numbers[f"prefetch {lane} hit"]
         if prefetch.is_cancelled or num_pages < self.policy.prefetch_threshold_pages:
             return PrefetchSettled(prefetch.number, ())
         prefetch.phase = _Phase.RESERVING
         return PrefetchHit(prefetch.number, num_pages)
 
     def _after_vote(
-        self, prefetch: _Prefetch, lane: int, outcome: Outcome, instructions: list[Instruction]
+        self, prefetch: _Prefetch, lane: int, agreed: AgreedValues, instructions: list[Instruction]
     ) -> Decision | None:
         facts = prefetch.facts
-        is_agreed = outcome.verdicts[f"prefetch {lane} reserved"]
+        is_agreed = agreed.flags[f"prefetch {lane} reserved"]
         if is_agreed and prefetch.num_pages and not prefetch.is_cancelled:
             assert facts.host_pages is not None
             prefetch.phase = _Phase.READING
@@ -354,17 +334,17 @@ class PrefetchLanes:
         return PrefetchSettled(prefetch.number, ())
 
     def _after_reading(
-        self, prefetch: _Prefetch, lane: int, outcome: Outcome, instructions: list[Instruction]
+        self, prefetch: _Prefetch, lane: int, agreed: AgreedValues, instructions: list[Instruction]
     ) -> Decision | None:
-        if outcome.verdicts[f"prefetch {lane} ended"]:
+        if agreed.flags[f"prefetch {lane} ended"]:
             facts = prefetch.facts
             assert facts.host_pages is not None
-            num_landed = outcome.numbers[f"prefetch {lane} landed"]
+            num_landed = agreed.numbers[f"prefetch {lane} landed"]
             kept, left = facts.host_pages[:num_landed], facts.host_pages[num_landed:]
             self.host.commit(kept)
             self.host.abort(left)
             return PrefetchSettled(prefetch.number, kept)
-        if outcome.verdicts[f"prefetch {lane} timed out"]:
+        if agreed.flags[f"prefetch {lane} timed out"]:
             prefetch.is_stopped = True
         if prefetch.is_stopped and prefetch.phase is _Phase.READING:
             prefetch.phase = _Phase.STOPPING
@@ -386,7 +366,7 @@ class PrefetchLanes:
         return instructions
 
 
-_NOTHING = _LocalFacts()
+_NOTHING = LocalFacts()
 
 
 class _Outbox:
@@ -411,7 +391,7 @@ class _Outbox:
 
 
 @dataclass(slots=True)
-class Agreed:
+class SharedFacts:
     """What the last agreement said of the present, for decisions until the next one.
 
     Attributes:
@@ -430,12 +410,12 @@ class HiCacheController:
     Attributes:
         host: where host pages are reserved, committed and aborted.
         prefetches: reads from storage.
-        agreed: read it, do not write it.
+        shared: what the last agreement said; read it, do not write it.
     """
 
     host: HostPages
     prefetches: PrefetchLanes
-    agreed: Agreed = field(default_factory=Agreed, init=False)
+    shared: SharedFacts = field(default_factory=SharedFacts, init=False)
     _writes: AckQueue[tuple[int, ...] | None] = field(default_factory=AckQueue, init=False)
     _loads: AckQueue[None] = field(default_factory=AckQueue, init=False)
     _backups: AckQueue[None] = field(default_factory=AckQueue, init=False)
@@ -483,15 +463,25 @@ class HiCacheController:
         return number
 
     def handle(self, event: IoEvent) -> None:
-        """Take in what this rank's I/O tells. Nothing is decided by it."""
-        if isinstance(event, WriteDone):
-            self._writes.acknowledge(event.op, event.is_good)
-        elif isinstance(event, LoadDone):
-            self._loads.acknowledge(event.op, event.is_good)
-        elif isinstance(event, BackupDone):
-            self._backups.acknowledge(event.op, event.is_good)
-        else:
-            self.prefetches.handle(event)
+        """Take in what this rank's I/O tells. Nothing is decided by it.
+
+        Raises:
+            CacheIntegrityError: the operation has ended before, or has settled already.
+        """
+        match event:
+            case WriteDone():
+                self._writes.acknowledge(event.op, event.is_good)
+            case LoadDone():
+                self._loads.acknowledge(event.op, event.is_good)
+            case BackupDone():
+                self._backups.acknowledge(event.op, event.is_good)
+            case StorageAnswered():
+                facts = self.prefetches.facts_of(event)
+                facts.has_answered, facts.hit_pages = True, event.num_pages
+            case PagesLanded():
+                self.prefetches.facts_of(event).landed_pages = event.num_pages
+            case ReadEnded():
+                self.prefetches.facts_of(event).has_ended = True
 
     def fill(self, proposal: Proposal, *, has_storage: bool, load_room_pages: int, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
@@ -502,12 +492,12 @@ class HiCacheController:
             proposal.min(f"{name} good", queue.good())
         self.prefetches.fill(proposal, now_s)
 
-    def settle(self, outcome: Outcome) -> list[Decision]:
+    def settle(self, agreed: AgreedValues) -> list[Decision]:
         """Decide by what all ranks agreed. The caller carries the decisions out in this order."""
-        numbers = outcome.numbers
-        had_storage = self.agreed.has_storage
-        self.agreed.has_storage = outcome.verdicts["storage"]
-        self.agreed.load_room_pages = numbers["load room"]
+        numbers = agreed.numbers
+        had_storage = self.shared.has_storage
+        self.shared.has_storage = agreed.flags["storage"]
+        self.shared.load_room_pages = numbers["load room"]
         decisions: list[Decision] = []
         for number, host_pages, is_good in self._writes.pop(numbers["writes done"], numbers["writes good"]):
             decisions.append(self._settle_write(number, host_pages, is_good))
@@ -515,16 +505,16 @@ class HiCacheController:
             decisions.append(LoadSettled(number, is_good))
         for number, _, is_good in self._backups.pop(numbers["backups done"], numbers["backups good"]):
             decisions.append(BackupSettled(number, is_good))
-        if had_storage and not self.agreed.has_storage:
+        if had_storage and not self.shared.has_storage:
             self.prefetches.cancel_all()
             decisions.append(StorageLost())
-        prefetched, instructions = self.prefetches.settle(outcome)
+        prefetched, instructions = self.prefetches.settle(agreed)
         self._outbox.put(*instructions)
         return decisions + prefetched
 
     def take_instructions(self) -> list[Instruction]:
         """Return what is to be done since the last call, in order."""
-        if not self.agreed.has_storage and not self._backups and not self.prefetches:
+        if not self.shared.has_storage and not self._backups and not self.prefetches:
             self._outbox.put(StorageUnused())
         return self._outbox.take()
 

@@ -7,10 +7,9 @@ answers with another key's page is found out too. It is no signature: whoever ma
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
-from itertools import product
 from struct import Struct
 from typing import Literal, TypeAlias, TypeVar
 
@@ -296,8 +295,7 @@ class KeySpace:
                 'give "sharded"',
             )
         object.__setattr__(self, "namespace", self._make_namespace())
-        ranks = (getattr(self.parallel, f"{axis}_rank") for axis in AXES)
-        object.__setattr__(self, "suffix", self._suffix_of(tuple(ranks)))
+        object.__setattr__(self, "suffix", self._make_suffix())
 
     @property
     def writes(self) -> bool:
@@ -318,21 +316,9 @@ class KeySpace:
         Raises:
             ValueError: the digest has fewer than 16 bytes.
         """
-        return f"{self._page(page_digest)}{self.suffix}"
-
-    def read_quorum(self, page_digest: bytes) -> tuple[str, ...]:
-        """Return the keys of all slices of a page: the replica can use it only if every one of them is there.
-
-        Each rank asks for its own; the MIN over all ranks is the agreement. One rank that can see the store may ask for
-        all of them instead.
-        """
-        page = self._page(page_digest)
-        return tuple(f"{page}{suffix}" for suffix in self._all_suffixes())
-
-    def _page(self, page_digest: bytes) -> str:
         if len(page_digest) < _MIN_DIGEST_BYTES:
             raise ValueError(f"a page digest of {len(page_digest)} bytes; give at least {_MIN_DIGEST_BYTES}")
-        return f"{self.namespace}/{page_digest.hex()}"
+        return f"{self.namespace}/{page_digest.hex()}{self.suffix}"
 
     def _make_namespace(self) -> str:
         fields = (self.model, self.dtype, str(self.page_size), self.layout)
@@ -341,14 +327,10 @@ class KeySpace:
         readable = _NOT_PLAIN.sub("-", self.model.rpartition("/")[2])[:40]
         return f"{readable}-{sha256(identity.encode()).hexdigest()[:32]}"
 
-    def _suffix_of(self, ranks: tuple[int, ...]) -> str:
+    def _make_suffix(self) -> str:
         parts = []
-        for axis, rank in zip(AXES, ranks, strict=True):
-            size = getattr(self.parallel, f"{axis}_size")
+        for axis in AXES:
+            rank, size = getattr(self.parallel, f"{axis}_rank"), getattr(self.parallel, f"{axis}_size")
             if getattr(self.placement, axis) == "sharded" and size > 1:
                 parts.append(f".{axis}{rank}of{size}")
         return "".join(parts)
-
-    def _all_suffixes(self) -> Iterator[str]:
-        sizes = (getattr(self.parallel, f"{axis}_size") for axis in AXES)
-        return iter(dict.fromkeys(self._suffix_of(ranks) for ranks in product(*map(range, sizes))))

@@ -19,32 +19,7 @@ from scheduler_components.errors import ConfigError, StartError, SyncDivergenceE
 from scheduler_components.hicache.agreement import RankSets, SyncDomain, domain_of, groups_in_order
 from scheduler_components.values import RECORD_INTS, SyncCall, places_of
 
-__all__ = [
-    "RollCall",
-    "TorchSyncGroup",
-    "get_attn_cp_rank_and_size",
-    "open_torch_sync_domains",
-    "rank_sets_of_groups",
-]
-
-
-def get_attn_cp_rank_and_size(attn_cp_group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return this process's attention-CP rank and the group's size: ``(0, 1)`` without context parallelism."""
-    if attn_cp_group is None:
-        return 0, 1
-    return dist.get_rank(attn_cp_group), dist.get_world_size(attn_cp_group)
-
-
-def rank_sets_of_groups(
-    *,
-    attn_cp_group: dist.ProcessGroup | None = None,
-    attn_tp_group: dist.ProcessGroup | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-) -> RankSets:
-    """Return this rank's sets as an engine's own process groups have them; compare with ``world_rank_sets``."""
-    groups = (attn_cp_group, attn_tp_group, tp_group)
-    attn_cp, attn_tp, tp = (None if group is None else dist.get_process_group_ranks(group) for group in groups)
-    return RankSets(rank=dist.get_rank(), attn_cp=attn_cp, attn_tp=attn_tp, tp=tp)
+__all__ = ["RollCall", "TorchSyncGroup", "open_torch_sync_domains"]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,13 @@
-"""DeviceLoads: pages on their way from the host back to the device."""
+"""Pages on their way between tiers, from the tree's side.
+
+``HostWrites`` copies to the host and to storage, ``DeviceLoads`` copies back to the device, ``StorageReads`` prefetches
+from storage. Each begins operations, the same ones on every rank, and puts their result in the tree when all ranks
+agree that they have ended. ``TierTransfers`` gives each decision to whom it concerns; ``Preparations`` is what a
+scheduler asks for a request that waits.
+
+An operation is remembered as the node that ends it and its number of pages, because requests may split the nodes in
+between at any time. What an operation copies is locked until it settles.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +17,24 @@ from dataclasses import dataclass, field
 
 from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace, RadixNode, pack_tokens, page_digests
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
+from scheduler_components.events import Tier
 from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy
-from scheduler_components.hicache.tiers import Tier, TierTree, shares_of
+from scheduler_components.hicache.tiers import TierTree, shares_of
 from scheduler_components.page_operations import (
     BackupSettled,
     Decision,
     LoadSettled,
     PrefetchHit,
     PrefetchSettled,
+    StorageLost,
     WriteSettled,
 )
-from scheduler_components.ports import PageHook
 from scheduler_components.values import TierStats
 
-__all__ = [
-    "DeviceLoads",
-    "Load",
-    "HostWrites",
-    "Prefetch",
-    "StorageReads",
-    "TierTransfers",
-    "Preparations",
-]
+__all__ = ["DeviceLoads", "HostWrites", "Preparations", "StorageReads", "TierTransfers"]
+
+
+_BACKUP_SHARE = 4  # a slow storage may lock one host page in four; what is beyond that is not backed up
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +57,6 @@ class DeviceLoads:
         controller: makes the operations and settles them.
         policy: what is worth a load.
         stats: counts what comes of it.
-        page_hook: is told which device pages were loaded.
         room_pages: pages that may be loaded until the next agreement.
     """
 
@@ -60,7 +64,6 @@ class DeviceLoads:
     controller: HiCacheController
     policy: HiCachePolicy
     stats: TierStats
-    page_hook: PageHook
     room_pages: int = field(default=0, init=False)
     _under_way: dict[int, Load] = field(default_factory=dict, init=False)
 
@@ -83,17 +86,17 @@ class DeviceLoads:
         on_host = tiers.cut_run(on_host, num_pages)
         tiers.touch(on_device + on_host)
         device_end = on_device[-1] if on_device else tiers.tree.root
-        tiers.device_order.lock(tiers.tree.path_of(device_end))
-        tiers.host_order.lock(tiers.tree.path_of(on_host[-1]))
+        tiers.device.lock(device_end)
+        tiers.host.lock(tiers.tree.path_of(on_host[-1]))
         try:
-            device_pages = tiers.allocate(num_pages)
+            device_pages = tiers.device.allocate(num_pages)
         except OutOfPagesError:
-            tiers.host_order.unlock(tiers.tree.path_of(on_host[-1]))
-            tiers.device_order.unlock(tiers.tree.path_of(device_end))
+            tiers.host.unlock(tiers.tree.path_of(on_host[-1]))
+            tiers.device.unlock(device_end)
             return None
         self.room_pages -= num_pages
         load = Load(device_end=device_end, end=on_host[-1], device_pages=device_pages)
-        host_pages = [page for node in on_host for page in node.host_pages]
+        host_pages = [page for node in on_host for page in tiers.membership.host_pages[node]]
         self._under_way[self.controller.load(host_pages, device_pages)] = load
         return load
 
@@ -108,29 +111,20 @@ class DeviceLoads:
                 if node.pages:  # a request has computed it in the meantime
                     tiers.device.free(pages)
                 else:
-                    self.page_hook.loaded(bytes(node.digests), pages)
-                    tiers.put_on_device(node, array("I", pages))
+                    tiers.put_on_device(node, pages)
             self.stats.pages_loaded += num_pages
         else:
             load.has_failed = True
             tiers.device.free(load.device_pages)
             self.stats.pages_not_loaded += num_pages
-        tiers.host_order.unlock(path_up)
-        tiers.device_order.unlock(tiers.tree.path_of(load.device_end))
+        tiers.host.unlock(path_up)
+        tiers.device.unlock(load.device_end)
         tiers.touch(path_up[::-1])
-
-
-# HostWrites: pages on their way from the device to the host, and from the host to storage.
-
-_BACKUP_SHARE = 4  # a slow storage may lock one page in so many of the host; what is beyond that is not backed up
 
 
 @dataclass(slots=True, kw_only=True)
 class HostWrites:
-    """Copies that make eviction harmless. What is being copied is locked until it settles.
-
-    An operation is remembered as the node that ends it and its number of pages: requests may split the nodes in
-    between at any time.
+    """Copies that make eviction harmless: from the device to the host, and from the host to storage.
 
     Attributes:
         tiers: the tree.
@@ -164,9 +158,9 @@ class HostWrites:
     def write_path(self, path: Iterable[RadixNode]) -> None:
         """Copy what of a path on the device is not on the host, parents first; back up what is on the host."""
         for node in path:
-            if node.host_pages:
+            if self.tiers.is_on_host(node):
                 self._back_up(node)
-            elif not node.is_writing and not self._begin_write(node):
+            elif node not in self.tiers.writing and not self._begin_write(node):
                 return
 
     def clean_ahead(self) -> None:
@@ -175,15 +169,15 @@ class HostWrites:
         Only after an insertion: a copy that fails is not tried again and again while nothing happens.
         """
         tiers, wanted = self.tiers, self.policy.clean_ahead_pages
-        if not self._has_news or tiers.device.num_free >= wanted:
+        if not self._has_news or tiers.device.pool.num_free >= wanted:
             return
         self._has_news = False
         oldest: list[RadixNode] = []
-        for node in tiers.device_order:
+        for node in tiers.device.order:
             if wanted <= 0:
                 break
             wanted -= node.num_pages
-            if not node.host_pages:
+            if not tiers.is_on_host(node):
                 oldest.append(node)
         for node in oldest:
             self.write_path(reversed(tiers.tree.path_of(node)))
@@ -191,12 +185,12 @@ class HostWrites:
     def _begin_write(self, node: RadixNode) -> bool:
         tiers, parent = self.tiers, node.parent
         assert parent is not None
-        if not (tiers.is_on_host(parent) or parent.is_writing) or not tiers.make_host_room(node.num_pages):
+        if not (tiers.is_on_host(parent) or parent in tiers.writing) or not tiers.make_host_room(node.num_pages):
             self.stats.pages_not_written += node.num_pages
             return False
-        tiers.num_host_pages_used += node.num_pages
-        tiers.device_order.lock(tiers.tree.path_of(node))
-        node.is_writing = True
+        tiers.host.num_pages_used += node.num_pages
+        tiers.device.lock(node)
+        tiers.writing.add(node)
         self._writes[self.controller.write(node.pages)] = (node, node.num_pages)
         return True
 
@@ -205,8 +199,7 @@ class HostWrites:
         tiers, host_pages = self.tiers, settled.host_pages
         end, num_pages = self._writes.pop(settled.op)
         run = tiers.run_up_from(end, num_pages)
-        for node in run:
-            node.is_writing = False
+        tiers.writing.difference_update(run)
         parent = run[0].parent
         assert parent is not None
         if host_pages and tiers.is_on_host(parent):
@@ -216,25 +209,25 @@ class HostWrites:
             self.stats.pages_written += num_pages
         else:
             # Either no rank has committed pages, or all have; then they go back on all.
-            tiers.release_host(host_pages)
-            tiers.num_host_pages_used -= num_pages - len(host_pages)
+            tiers.host.release(host_pages)
+            tiers.host.num_pages_used -= num_pages - len(host_pages)
             self.stats.pages_not_written += num_pages
-        tiers.device_order.unlock(tiers.tree.path_of(end))
+        tiers.device.unlock(end)
 
     def _back_up(self, node: RadixNode) -> None:
         """Write a node on the host to storage, unless its parent is not there and not on the way."""
         tiers, parent = self.tiers, node.parent
         assert parent is not None
-        if not self.controller.agreed.has_storage or node.is_stored or node.is_backing_up:
+        if not self.controller.shared.has_storage or tiers.is_stored(node) or node in tiers.backing_up:
             return
-        if not (tiers.is_stored(parent) or parent.is_backing_up):
+        if not (tiers.is_stored(parent) or parent in tiers.backing_up):
             return
-        if self.num_pages_backing_up + node.num_pages > tiers.num_host_pages // _BACKUP_SHARE:
+        if self.num_pages_backing_up + node.num_pages > tiers.host.num_pages // _BACKUP_SHARE:
             self.stats.pages_not_backed_up += node.num_pages
             return
-        tiers.host_order.lock(tiers.tree.path_of(node))
-        node.is_backing_up = True
-        number = self.controller.back_up(bytes(node.digests), node.host_pages)
+        tiers.host.lock(tiers.tree.path_of(node))
+        tiers.backing_up.add(node)
+        number = self.controller.back_up(bytes(node.digests), tiers.membership.host_pages[node])
         self._backups[number] = (node, node.num_pages)
         self.num_pages_backing_up += node.num_pages
 
@@ -246,19 +239,15 @@ class HostWrites:
         run = tiers.run_up_from(end, num_pages)
         parent = run[0].parent
         assert parent is not None
-        is_stored = settled.is_good and self.controller.agreed.has_storage and tiers.is_stored(parent)
-        for node in run:
-            node.is_backing_up = False
-            if is_stored:
-                tiers.membership.place_in_storage(node)
+        is_stored = settled.is_good and self.controller.shared.has_storage and tiers.is_stored(parent)
+        tiers.backing_up.difference_update(run)
         if is_stored:
+            for node in run:
+                tiers.membership.place_in_storage(node)
             self.stats.pages_backed_up += num_pages
         else:
             self.stats.pages_not_backed_up += num_pages
-        tiers.host_order.unlock(tiers.tree.path_of(end))
-
-
-# StorageReads: pages on their way from storage to the host, and into the tree.
+        tiers.host.unlock(tiers.tree.path_of(end))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,7 +265,7 @@ class Prefetch:
 
 @dataclass(slots=True, kw_only=True)
 class StorageReads:
-    """Prefetches for requests that wait.
+    """Prefetches from storage to the host, for requests that wait.
 
     Attributes:
         tiers: the tree.
@@ -304,7 +293,7 @@ class StorageReads:
             path: what of it the tree holds, as ``TierTree.path_to`` gives it.
         """
         num_pages = len(packed) // self.tiers.tree.page_bytes - sum(node.num_pages for node in path)
-        return self.controller.agreed.has_storage and num_pages >= self.policy.prefetch_threshold_pages
+        return self.controller.shared.has_storage and num_pages >= self.policy.prefetch_threshold_pages
 
     def begin(self, packed: bytes, namespace: PrefixNamespace, path: list[RadixNode]) -> Prefetch:
         """Read from storage what follows a path."""
@@ -312,9 +301,9 @@ class StorageReads:
         end = path[-1] if path else tree.root
         prior = self.tiers.last_digest(end, namespace.seed())
         number = self.controller.prefetch(page_digests(packed[first_page * tree.page_bytes :], tree.page_size, prior))
-        anchor = end if end.host_pages else None
+        anchor = end if end in self.tiers.membership.host_pages else None
         if anchor is not None:
-            self.tiers.host_order.lock(tree.path_of(anchor))
+            self.tiers.host.lock(tree.path_of(anchor))
         prefetch = Prefetch(number=number, packed=packed, namespace=namespace, first_page=first_page, anchor=anchor)
         self._under_way[number] = prefetch
         self.stats.prefetches += 1
@@ -331,14 +320,13 @@ class StorageReads:
     def reserve(self, hit: PrefetchHit, now_s: float) -> None:
         """Take room for what storage holds: at most half of what the host can free, so that prefetches never fill it.
 
-        A share of what is there would be no rule if it depended on the rank; the ledger does not.
+        The ledger is the same on every rank, so all ranks take the same number.
         """
-        tiers, prefetch = self.tiers, self._under_way[hit.op]
-        free = tiers.num_host_pages - tiers.num_host_pages_used
-        num_pages = min(hit.num_pages, (free + tiers.host_order.num_pages) // 2)
-        if num_pages < self.policy.prefetch_threshold_pages or not tiers.make_host_room(num_pages):
+        host, prefetch = self.tiers.host, self._under_way[hit.op]
+        num_pages = min(hit.num_pages, (host.num_pages_free + host.order.num_pages) // 2)
+        if num_pages < self.policy.prefetch_threshold_pages or not self.tiers.make_host_room(num_pages):
             num_pages = 0
-        tiers.num_host_pages_used += num_pages
+        host.num_pages_used += num_pages
         prefetch.num_reserved = num_pages
         self.controller.prefetches.reserve(prefetch.number, num_pages, now_s)
 
@@ -346,22 +334,22 @@ class StorageReads:
         """Put what landed on every rank in the tree, below what is there by now."""
         tiers, tree, host_pages = self.tiers, self.tiers.tree, settled.host_pages
         prefetch = self._under_way.pop(settled.op)
-        tiers.num_host_pages_used -= prefetch.num_reserved - len(host_pages)
+        tiers.host.num_pages_used -= prefetch.num_reserved - len(host_pages)
         if prefetch.anchor is not None:
-            tiers.host_order.unlock(tree.path_of(prefetch.anchor))
+            tiers.host.unlock(tree.path_of(prefetch.anchor))
         stop = (prefetch.first_page + len(host_pages)) * tree.page_bytes
         descent = tree.find(prefetch.packed[:stop], prefetch.namespace.seed())
-        path = tiers.cut_at(descent)
+        path = tiers.device.cut(descent)
         num_known = descent.num_pages - prefetch.first_page  # pages that a request has computed in the meantime
         parent = path[-1] if path else tree.root
         if num_known < 0 or not tiers.is_on_host(parent):
             num_known = len(host_pages)  # nowhere to hang them
-        tiers.release_host(host_pages[:num_known])
+        tiers.host.release(host_pages[:num_known])
         kept = host_pages[num_known:]
         if kept:
             packed = prefetch.packed[descent.num_pages * tree.page_bytes : stop]
             leaf = tiers.append_on_host(parent, packed, array("I", kept), prefetch.namespace)
-            if self.controller.agreed.has_storage and tiers.is_stored(parent):
+            if self.controller.shared.has_storage and tiers.is_stored(parent):
                 tiers.membership.place_in_storage(leaf)
             path.append(leaf)
         tiers.touch(path)
@@ -371,12 +359,9 @@ class StorageReads:
         self.stats.prefetches_revoked += not kept
 
 
-# TierTransfers: pages on their way between tiers, from the tree's side. Carries out what all ranks agreed.
-
-
 @dataclass(slots=True, kw_only=True)
 class TierTransfers:
-    """All ways between the tiers of one rank's tree.
+    """All ways between the tiers of one rank's tree. Carries out what all ranks agreed.
 
     Attributes:
         tiers: the tree.
@@ -393,16 +378,14 @@ class TierTransfers:
     stats: TierStats = field(default_factory=TierStats)
 
     @classmethod
-    def over(
-        cls, tiers: TierTree, controller: HiCacheController, policy: HiCachePolicy, page_hook: PageHook
-    ) -> TierTransfers:
+    def over(cls, tiers: TierTree, controller: HiCacheController, policy: HiCachePolicy) -> TierTransfers:
         """Put the ways together."""
         stats = TierStats()
         return cls(
             tiers=tiers,
             controller=controller,
             writes=HostWrites(tiers=tiers, controller=controller, policy=policy, stats=stats),
-            loads=DeviceLoads(tiers=tiers, controller=controller, policy=policy, stats=stats, page_hook=page_hook),
+            loads=DeviceLoads(tiers=tiers, controller=controller, policy=policy, stats=stats),
             reads=StorageReads(tiers=tiers, controller=controller, policy=policy, stats=stats),
             stats=stats,
         )
@@ -410,19 +393,20 @@ class TierTransfers:
     def carry_out(self, decisions: list[Decision], now_s: float) -> None:
         """Do to the tree what all ranks have decided, in order; then what follows from it by policy."""
         for decision in decisions:
-            if isinstance(decision, WriteSettled):
-                self.writes.settle_write(decision)
-            elif isinstance(decision, BackupSettled):
-                self.writes.settle_backup(decision)
-            elif isinstance(decision, LoadSettled):
-                self.loads.settle(decision)
-            elif isinstance(decision, PrefetchHit):
-                self.reads.reserve(decision, now_s)
-            elif isinstance(decision, PrefetchSettled):
-                self.reads.settle(decision)
-            else:
-                self._forget_storage()
-        self.loads.room_pages = self.controller.agreed.load_room_pages
+            match decision:
+                case WriteSettled():
+                    self.writes.settle_write(decision)
+                case BackupSettled():
+                    self.writes.settle_backup(decision)
+                case LoadSettled():
+                    self.loads.settle(decision)
+                case PrefetchHit():
+                    self.reads.reserve(decision, now_s)
+                case PrefetchSettled():
+                    self.reads.settle(decision)
+                case StorageLost():
+                    self._forget_storage()
+        self.loads.room_pages = self.controller.shared.load_room_pages
         self.writes.clean_ahead()
 
     def check(self) -> None:
@@ -433,18 +417,16 @@ class TierTransfers:
         """
         in_tree = self.tiers.membership.num_pages[Tier.HOST]
         in_flight = self.writes.num_pages_reserved + self.reads.num_pages_reserved
-        used = self.tiers.num_host_pages_used
-        if in_tree + in_flight != used or used > self.tiers.num_host_pages:
+        host = self.tiers.host
+        if in_tree + in_flight != host.num_pages_used or host.num_pages_used > host.num_pages:
             raise CacheIntegrityError(
-                f"{in_tree} host pages in the tree + {in_flight} in flight, {used} of {self.tiers.num_host_pages} used"
+                f"{in_tree} host pages in the tree + {in_flight} in flight, but the ledger says that "
+                f"{host.num_pages_used} of {host.num_pages} are used"
             )
 
     def _forget_storage(self) -> None:
-        for node in reversed(list(self.tiers.nodes())):  # children first, so that stored stays closed upwards
+        for node in reversed(list(self.tiers.tree.walk())):  # children first, so that stored stays closed upwards
             self.tiers.membership.forget_storage(node)
-
-
-# Preparations: what is moved closer for a request before it runs. Storage to host first, then host to device.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -459,7 +441,9 @@ class _Preparation:
 
 @dataclass(slots=True, kw_only=True)
 class Preparations:
-    """The requests that wait, and what is under way for them. Calls and their order decide everything.
+    """What is moved closer for requests that wait: from storage to the host first, then from the host to the device.
+
+    Calls and their order decide everything.
 
     Attributes:
         transfers: moves the pages.
@@ -487,7 +471,7 @@ class Preparations:
 
         Args:
             rid, token_ids, namespace: as ``expect`` was told; a request that it was not told of only waits for loads.
-            is_next: it is this request's turn; under ``best_effort`` its prefetch stops with what has landed.
+            is_next: this request is the next to run; under ``best_effort`` its prefetch stops with what has landed.
         """
         preparation = self._by_rid.setdefault(rid, _Preparation())
         prefetch, load = preparation.prefetch, preparation.load
@@ -521,7 +505,7 @@ class Preparations:
         self.forget(rid)
 
     def _begin_load(self, preparation: _Preparation, token_ids: Sequence[int], namespace: PrefixNamespace) -> bool:
-        """Begin to load what of the prompt is on the host alone, or wait for room to; False when nothing is to do."""
+        """Begin to load what part of the prompt is on the host alone, or wait for room; False when nothing is to do."""
         tiers, loads = self.transfers.tiers, self.transfers.loads
         path = tiers.path_to(pack_tokens(token_ids), namespace.seed())
         num_pages = sum(node.num_pages for node in path[tiers.num_on_device(path) :])
@@ -536,7 +520,7 @@ class Preparations:
         load = loads.begin(path, num_left)
         if load is None:
             # Who holds the device's pages will give them back, and without them the request could not run either.
-            preparation.has_given_up = not tiers.num_device_pages_held
+            preparation.has_given_up = not tiers.device.used_tokens
             return not preparation.has_given_up
         preparation.load = load
         preparation.num_loaded_pages += len(load.device_pages)

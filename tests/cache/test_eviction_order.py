@@ -19,8 +19,8 @@ def parent_and_child() -> tuple[RadixNode, RadixNode]:
 def test_a_path_is_evicted_from_its_end() -> None:
     parent, child = parent_and_child()
     order = EvictionOrder()
-    order.add(parent)
-    order.add(child)
+    order.touch([parent])
+    order.touch([child])
     order.touch([child, parent])
     order.check([parent, child])
     assert order.num_pages == 3
@@ -31,8 +31,8 @@ def test_a_path_is_evicted_from_its_end() -> None:
 def test_a_parent_before_its_child_is_told() -> None:
     parent, child = parent_and_child()
     order = EvictionOrder()
-    order.add(parent)
-    order.add(child)
+    order.touch([parent])
+    order.touch([child])
     with pytest.raises(CacheIntegrityError, match="stands before a child"):
         order.check([parent, child])
 
@@ -40,7 +40,7 @@ def test_a_parent_before_its_child_is_told() -> None:
 def test_a_missing_node_is_told() -> None:
     parent, child = parent_and_child()
     order = EvictionOrder()
-    order.add(child)
+    order.touch([child])
     with pytest.raises(CacheIntegrityError, match="2 unlocked nodes, 1 in the eviction order"):
         order.check([parent, child])
 
@@ -48,8 +48,8 @@ def test_a_missing_node_is_told() -> None:
 def test_a_wrong_count_of_pages_is_told() -> None:
     parent, child = parent_and_child()
     order = EvictionOrder()
-    order.add(child)
-    order.add(parent)
+    order.touch([child])
+    order.touch([parent])
     parent.num_pages += 1
     with pytest.raises(CacheIntegrityError, match="hold 4 pages, 3 are counted evictable"):
         order.check([parent, child])
@@ -58,8 +58,8 @@ def test_a_wrong_count_of_pages_is_told() -> None:
 def test_locks_are_counted_along_the_path() -> None:
     parent, child = parent_and_child()
     order = EvictionOrder()
-    order.add(child)
-    order.add(parent)
+    order.touch([child])
+    order.touch([parent])
     order.lock([child, parent])
     order.lock([parent])
     assert order.num_pages == 0
@@ -68,3 +68,41 @@ def test_locks_are_counted_along_the_path() -> None:
     order.unlock([parent])
     assert (list(order), order.num_pages) == ([child, parent], 3)
     order.check([parent, child])
+
+
+def test_a_parent_with_fewer_locks_than_its_children_is_told() -> None:
+    parent, child = parent_and_child()
+    order = EvictionOrder()
+    order.lock([child])
+    order.touch([parent])
+    with pytest.raises(CacheIntegrityError, match="stands before a child"):
+        order.check([parent, child])
+    order.lock([parent])
+    order.lock([child])
+    with pytest.raises(CacheIntegrityError, match="1 locks, its children 2"):
+        order.check([parent, child])
+
+
+def test_a_split_keeps_locks_or_place_and_the_count_of_pages() -> None:
+    tree = RadixTree(1, hashed=False)
+    run = tree.append(tree.root, pack_tokens([1, 2, 3]), array("I", [0, 1, 2]), PLAIN_NAMESPACE)
+    order = EvictionOrder()
+    order.touch([run])
+    upper = tree.split(run, 1)
+    order.split(upper, run)
+    order.check([run, upper])
+    assert (list(order), order.num_pages) == ([run, upper], 3)
+    order.lock([run, upper])
+    middle = tree.split(run, 1)
+    order.split(middle, run)
+    assert [order.num_locks(node) for node in (upper, middle, run)] == [1, 1, 1]
+    order.check([run, middle, upper])
+
+
+def test_a_locked_node_that_left_the_tree_is_told() -> None:
+    parent, child = parent_and_child()
+    order = EvictionOrder()
+    order.lock([child, parent])
+    child.parent = None
+    with pytest.raises(CacheIntegrityError, match="locked, but not in the tree"):
+        order.check([parent, child])

@@ -17,8 +17,7 @@ from scheduler_components import (
     OutOfPagesError,
     PoolSource,
 )
-from scheduler_components.cache import PrefixMatch, RadixCache
-from scheduler_components.cache.radix_cache import PrefixNamespace
+from scheduler_components.cache import PrefixMatch, PrefixNamespace, RadixCache, RadixNode
 
 
 def make_cache(num_pages: int = 8, page_size: int = 2) -> RadixCache:
@@ -262,14 +261,14 @@ def test_the_repr_is_a_summary_of_the_pool() -> None:
     assert repr(cache) == "<RadixCache page_size=2, 8 pages: 4 free, 2 evictable, 1 locked, 1 held by requests>"
 
 
-DAMAGES: dict[str, tuple[Callable[[PrefixMatch], object], str]] = {
-    "a lock from nowhere": (lambda match: setattr(match.node, "lock_count", 1), "in the eviction order"),
-    "a lost page": (lambda match: match.node.pages.pop(), "1 page indices, 2 pages"),
-    "a changed token": (lambda match: match.node.tokens.__setitem__(8, 9), "digests do not follow"),
-    "a changed first token": (lambda match: match.node.tokens.__setitem__(0, 9), "key is not its first page"),
-    "a wrong count": (lambda match: setattr(match.node, "num_pages", 3), "16 token bytes, 3 pages of 8"),
-    "a lost parent": (lambda match: setattr(match.node, "parent", None), "parent does not have it"),
-    "a foreign page": (lambda match: match.node.pages.__setitem__(0, 5), "page 5 is free, not cached"),
+DAMAGES: dict[str, tuple[Callable[[RadixCache, RadixNode], object], str]] = {
+    "a node that the order has lost": (lambda cache, node: cache.order.discard(node), "in the eviction order"),
+    "a lost page": (lambda _, node: node.pages.pop(), "1 page indices, 2 pages"),
+    "a changed token": (lambda _, node: node.tokens.__setitem__(8, 9), "digests do not follow"),
+    "a changed first token": (lambda _, node: node.tokens.__setitem__(0, 9), "key is not its first page"),
+    "a wrong count": (lambda _, node: setattr(node, "num_pages", 3), "16 token bytes, 3 pages of 8"),
+    "a lost parent": (lambda _, node: setattr(node, "parent", None), "parent does not have it"),
+    "a foreign page": (lambda _, node: node.pages.__setitem__(0, 5), "page 5 is free, not cached"),
 }
 
 
@@ -277,7 +276,6 @@ DAMAGES: dict[str, tuple[Callable[[PrefixMatch], object], str]] = {
 def test_a_damaged_tree_is_told(name: str) -> None:
     damage, message = DAMAGES[name]
     cache = make_cache()
-    match = store(cache, [1, 1, 2, 2])
-    damage(match)
+    damage(cache, store(cache, [1, 1, 2, 2]).node)
     with pytest.raises(CacheIntegrityError, match=message):
         cache.check_integrity()

@@ -1,4 +1,4 @@
-"""No two shards share a key; every key that is read has exactly one writer in its replica; the quorum is all shards."""
+"""No two shards share a key; every key that is read has exactly one writer in its replica."""
 
 from __future__ import annotations
 
@@ -65,11 +65,9 @@ def test_a_key_is_a_slice_and_has_one_writer_a_replica(
         keys[slice_of(parallel, placement)].add(key)
         writers[parallel.attn_dp_rank, key] += space.writes
         read.add((parallel.attn_dp_rank, key))
-        assert key in space.read_quorum(PAGE)
     assert all(len(held) == 1 for held in slices.values())
     assert all(len(named) == 1 for named in keys.values())
     assert {replica_key: writers[replica_key] for replica_key in read} == dict.fromkeys(read, 1)
-    assert sorted(slices) == sorted(key_space(engine(pp, dp, cp, tp)[0], placement).read_quorum(PAGE))
 
 
 @settings(deadline=None, max_examples=150)

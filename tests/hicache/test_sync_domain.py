@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState, SyncClosedError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache import InProcessSync, Proposal, SyncDomain, world_rank_sets
+from scheduler_components.hicache import AgreedValues, InProcessSync, Proposal, SyncDomain, world_rank_sets
 from scheduler_components.testing import ThreadSyncHub
 
 Hops = dict[int, tuple[tuple[int, ...], ...]]
@@ -35,29 +35,34 @@ def on_threads(hops: Hops, work: Callable[[SyncDomain], object], *, timeout_s: f
         return list(threads.map(run, sorted(hops)))
 
 
-def ask(domain: SyncDomain) -> tuple[object, ...]:
+def ask(domain: SyncDomain) -> AgreedValues:
     mine = domain.rank
     domain.barrier("start", step=0)
-    return (
-        domain.min("landed", mine + 5, step=1),
-        domain.max("wanted", mine, step=1),
-        domain.vote_all("allocated", mine != 1, step=2),
-        domain.vote_any("aborted", mine == 1, step=2),
-        domain.equal("tree digest", 7, step=3),
-        domain.equal("host digest", mine, step=3),
-    )
+    assert domain.min("landed", mine + 5, step=1) == 5
+    proposal = Proposal("step", step=2)
+    proposal.max("wanted", mine)
+    proposal.all("allocated", mine != 1)
+    proposal.any("aborted", mine == 1)
+    proposal.equal("tree digest", 7)
+    proposal.equal("host digest", mine)
+    return domain.agree(proposal)
+
+
+def expected(wanted: int, *flags: bool) -> AgreedValues:
+    names = ("allocated", "aborted", "tree digest", "host digest")
+    return AgreedValues({"wanted": wanted}, dict(zip(names, flags, strict=True)))
 
 
 def test_one_rank_agrees_with_itself_without_a_collective() -> None:
     domain = SyncDomain()
-    assert ask(domain) == (5, 0, True, False, True, True)
-    assert (domain.num_calls, domain.num_collectives) == (7, 0)
+    assert ask(domain) == expected(0, True, False, True, True)
+    assert (domain.num_calls, domain.num_collectives) == (3, 0)
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(2, 2), (2, 1), (1, 2), (3, 2)])
 def test_threads_of_a_grid_all_get_the_answers_of_the_whole_grid(cp: int, tp: int) -> None:
     last = cp * tp - 1
-    assert on_threads(grid(cp, tp), ask) == [(5, last, False, True, True, False)] * (last + 1)
+    assert on_threads(grid(cp, tp), ask) == [expected(last, False, True, True, False)] * (last + 1)
 
 
 @settings(deadline=None, max_examples=60)
@@ -71,9 +76,9 @@ def test_simulated_ranks_get_the_answers_of_the_whole_grid(cp: int, tp: int, dat
             proposals[rank] = Proposal("step", step=step)
             proposals[rank].min("acks", value)
             proposals[rank].equal("digest", value)
-        for outcome in sync.agree(proposals).values():
-            assert outcome.numbers == {"acks": min(values)}
-            assert outcome.verdicts == {"digest": len(set(values)) == 1}
+        for agreed in sync.agree(proposals).values():
+            assert agreed.numbers == {"acks": min(values)}
+            assert agreed.flags == {"digest": len(set(values)) == 1}
     assert sync.num_collectives == 3 * ((cp > 1) + (tp > 1))
 
 
@@ -82,8 +87,8 @@ def test_agreement_over_tp_only_leaves_cp_ranks_apart() -> None:
     proposals = {rank: Proposal("step", step=0) for rank in range(4)}
     for rank, proposal in proposals.items():
         proposal.min("landed", rank)
-    outcomes = InProcessSync(tp_only).agree(proposals)
-    assert [outcomes[rank].numbers["landed"] for rank in range(4)] == [0, 0, 2, 2]
+    agreed = InProcessSync(tp_only).agree(proposals)
+    assert [agreed[rank].numbers["landed"] for rank in range(4)] == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("num_slots", [1, 250, 251, 5000])
@@ -92,8 +97,8 @@ def test_collectives_do_not_grow_with_the_slots_beyond_one_more_a_hop(num_slots:
         proposal = Proposal("step", step=0)
         for slot in range(num_slots):
             proposal.min(f"operation {slot}", domain.rank + slot)
-        outcome = domain.agree(proposal)
-        assert list(outcome.numbers.values()) == list(range(num_slots))
+        agreed = domain.agree(proposal)
+        assert list(agreed.numbers.values()) == list(range(num_slots))
         return domain.num_collectives
 
     assert set(on_threads(grid(2, 2), work)) == {2 if num_slots <= 250 else 4}

@@ -32,7 +32,7 @@ def test_outcome_is_the_reduction_of_all_ranks_values(data: st.DataObject, kinds
     reduced = elementwise_min([proposal.pack(0) for proposal in proposals])
     assert Proposal.header_agrees(reduced)
     for proposal in proposals:
-        outcome = proposal.open(reduced)
+        agreed = proposal.open(reduced)
         for at, (kind, column) in enumerate(zip(kinds, columns, strict=True)):
             odd = [value % 2 == 1 for value in column]
             expected = {
@@ -42,7 +42,7 @@ def test_outcome_is_the_reduction_of_all_ranks_values(data: st.DataObject, kinds
                 "any": any(odd),
                 "equal": len(set(column)) == 1,
             }[kind]
-            found = outcome.numbers if kind in ("min", "max") else outcome.verdicts
+            found = agreed.numbers if kind in ("min", "max") else agreed.flags
             assert found[f"slot {at}"] == expected
 
 

@@ -7,11 +7,12 @@ import random
 import pytest
 
 from scheduler_components import CacheIntegrityError, ConfigError
-from scheduler_components.hicache import HiCachePolicy, InProcessSync, Outcome, Proposal
-from scheduler_components.hicache.controller import NUM_LANES, PrefetchLanes
+from scheduler_components.hicache import AgreedValues, HiCachePolicy, InProcessSync, Proposal
+from scheduler_components.hicache.controller import NUM_LANES, HiCacheController, PrefetchLanes
 from scheduler_components.page_operations import (
     Decision,
     Instruction,
+    IoEvent,
     PagesLanded,
     PrefetchHit,
     PrefetchSettled,
@@ -33,12 +34,19 @@ class TwoRanks:
         hosts = [SimulatedHostPages(count, rng=random.Random(0), failure=0.0) for count in host_pages]
         self.pools = [host.pool for host in hosts]
         self.lanes = [PrefetchLanes(policy=policy, host=host) for host in hosts]
+        self.controllers = [
+            HiCacheController(host=host, prefetches=lanes) for host, lanes in zip(hosts, self.lanes, strict=True)
+        ]
         self.now_s = [0.0, 0.0]
         self._sync = InProcessSync({0: [(0, 1)], 1: [(0, 1)]})
         self._step = 0
 
     def begin(self, number: int = 1) -> list[list[Instruction]]:
         return [lanes.begin(number, DIGESTS) for lanes in self.lanes]
+
+    def handle(self, event: IoEvent) -> None:
+        for controller in self.controllers:
+            controller.handle(event)
 
     def agree(self, without: str = "no slot has this name") -> list[tuple[list[Decision], list[Instruction]]]:
         """One agreement; slots that end in ``without`` are each rank's own."""
@@ -47,22 +55,21 @@ class TwoRanks:
         for rank, lanes in enumerate(self.lanes):
             proposals[rank] = Proposal("step", step=self._step)
             lanes.fill(proposals[rank], self.now_s[rank])
-        outcomes = self._sync.agree(proposals)
+        agreed_values = self._sync.agree(proposals)
         settled = []
         for rank, lanes in enumerate(self.lanes):
             own = proposals[rank].open(proposals[rank].pack(0))
-            verdicts = {
-                name: own.verdicts[name] if name.endswith(without) else verdict
-                for name, verdict in outcomes[rank].verdicts.items()
+            flags = {
+                name: own.flags[name] if name.endswith(without) else flag
+                for name, flag in agreed_values[rank].flags.items()
             }
-            settled.append(lanes.settle(Outcome(outcomes[rank].numbers, verdicts)))
+            settled.append(lanes.settle(AgreedValues(agreed_values[rank].numbers, flags)))
         return settled
 
     def reading(self) -> None:
         """Bring a prefetch of four pages to where both ranks read."""
         self.begin()
-        for lanes in self.lanes:
-            lanes.handle(StorageAnswered(1, 4))
+        self.handle(StorageAnswered(1, 4))
         assert self.agree() == [([PrefetchHit(1, 4)], [])] * 2
         for lanes, now_s in zip(self.lanes, self.now_s, strict=True):
             lanes.reserve(1, 4, now_s)
@@ -86,11 +93,11 @@ def test_one_ranks_clock_stops_all_ranks(without: str, told: list[bool]) -> None
 def test_what_landed_on_every_rank_is_kept_and_the_rest_given_back() -> None:
     ranks = TwoRanks(HiCachePolicy())
     ranks.reading()
-    for lanes, landed in zip(ranks.lanes, (4, 2), strict=True):
-        lanes.handle(PagesLanded(1, landed))
-    ranks.lanes[0].handle(ReadEnded(1))
+    for controller, landed in zip(ranks.controllers, (4, 2), strict=True):
+        controller.handle(PagesLanded(1, landed))
+    ranks.controllers[0].handle(ReadEnded(1))
     assert ranks.agree() == [([], [])] * 2
-    ranks.lanes[1].handle(ReadEnded(1))
+    ranks.controllers[1].handle(ReadEnded(1))
     for decisions, _ in ranks.agree():
         [settled] = decisions
         assert isinstance(settled, PrefetchSettled)
@@ -101,9 +108,9 @@ def test_what_landed_on_every_rank_is_kept_and_the_rest_given_back() -> None:
 def test_a_miss_on_one_rank_is_a_miss() -> None:
     ranks = TwoRanks(HiCachePolicy())
     ranks.begin()
-    ranks.lanes[0].handle(StorageAnswered(1, 6))
+    ranks.controllers[0].handle(StorageAnswered(1, 6))
     assert ranks.agree() == [([], [])] * 2
-    ranks.lanes[1].handle(StorageAnswered(1, 0))
+    ranks.controllers[1].handle(StorageAnswered(1, 0))
     assert ranks.agree() == [([PrefetchSettled(1, ())], [])] * 2
     assert [len(lanes) for lanes in ranks.lanes] == [0, 0]
 
@@ -111,8 +118,7 @@ def test_a_miss_on_one_rank_is_a_miss() -> None:
 def test_a_rank_without_host_pages_votes_no_for_all() -> None:
     ranks = TwoRanks(HiCachePolicy(), host_pages=(10, 3))
     ranks.begin()
-    for lanes in ranks.lanes:
-        lanes.handle(StorageAnswered(1, 4))
+    ranks.handle(StorageAnswered(1, 4))
     ranks.agree()
     for lanes in ranks.lanes:
         lanes.reserve(1, 4, 0.0)
@@ -128,8 +134,7 @@ def test_a_cancelled_prefetch_ends_and_gives_all_back(when: str) -> None:
         ranks.reading()
     else:
         ranks.begin()
-        for lanes in ranks.lanes:
-            lanes.handle(StorageAnswered(1, 4))
+        ranks.handle(StorageAnswered(1, 4))
     if when == "voting":
         ranks.agree()
         for lanes in ranks.lanes:
@@ -139,8 +144,7 @@ def test_a_cancelled_prefetch_ends_and_gives_all_back(when: str) -> None:
     if when == "reading":
         assert ranks.agree() == [([], [StopReading(1)])] * 2
         assert ranks.agree() == [([], [])] * 2  # told once
-        for lanes in ranks.lanes:
-            lanes.handle(ReadEnded(1))
+        ranks.handle(ReadEnded(1))
     assert ranks.agree() == [([PrefetchSettled(1, ())], [])] * 2
     assert [pool.num_free for pool in ranks.pools] == [10, 10]
 
@@ -152,8 +156,7 @@ def test_prefetches_beyond_the_lanes_wait_their_turn() -> None:
         instructions == [QueryStorage(number + 1, DIGESTS)] for number, [instructions, _] in enumerate(started[:-1])
     )
     assert started[-1] == [[], []]
-    for lanes in ranks.lanes:
-        lanes.handle(StorageAnswered(3, 0))
+    ranks.handle(StorageAnswered(3, 0))
     for _, instructions in ranks.agree():
         assert instructions == [QueryStorage(NUM_LANES + 1, DIGESTS)]
 
@@ -161,7 +164,7 @@ def test_prefetches_beyond_the_lanes_wait_their_turn() -> None:
 def test_news_of_a_prefetch_that_is_over_is_told() -> None:
     ranks = TwoRanks(HiCachePolicy())
     with pytest.raises(CacheIntegrityError, match="not under way"):
-        ranks.lanes[0].handle(ReadEnded(7))
+        ranks.controllers[0].handle(ReadEnded(7))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,7 @@ from scheduler_components.hicache import (
     Proposal,
     RankSets,
     SyncDomain,
-    get_attn_cp_rank_and_size,
     open_torch_sync_domains,
-    rank_sets_of_groups,
     world_rank_sets,
 )
 
@@ -52,9 +50,9 @@ def agree(world: World, timeout_s: float) -> object:
             proposal.any("aborted", domain.rank == 1)
             proposal.equal("tree", step)
             proposal.equal("host", domain.rank)
-            outcome = domain.agree(proposal)
+            agreed = domain.agree(proposal)
         domain.barrier("end", step=20)
-        return [*outcome.numbers.values(), *outcome.verdicts.values(), domain.num_collectives]
+        return [*agreed.numbers.values(), *agreed.flags.values(), domain.num_collectives]
 
     with opened(world, ["scheduler", "prefetch"], timeout_s) as domains, ThreadPoolExecutor(2) as threads:
         return list(threads.map(steps, domains))
@@ -92,13 +90,6 @@ def part_for_good(world: World, timeout_s: float) -> object:
         return domains[dist.get_rank() == ODD_RANK].min("landed", 1, step=3)
 
 
-def own_groups(world: World, timeout_s: float) -> object:
-    """Rank sets read from an engine's own process groups: here CP alone."""
-    group = dist.new_group(list(range(len(world))), backend="gloo", timeout=timedelta(seconds=timeout_s))
-    found = [get_attn_cp_rank_and_size(group), get_attn_cp_rank_and_size(None)]
-    return [*found, rank_sets_of_groups(attn_cp_group=group).hops, rank_sets_of_groups(tp_group=group).hops]
-
-
 SCENARIOS: dict[str, Callable[[World, float], object]] = {
     "agree": agree,
     "long": long_proposal,
@@ -106,7 +97,6 @@ SCENARIOS: dict[str, Callable[[World, float], object]] = {
     "killed": partial(lose_a_rank, how=signal.SIGKILL),
     "stopped": partial(lose_a_rank, how=signal.SIGSTOP),
     "part": part_for_good,
-    "own groups": own_groups,
 }
 
 

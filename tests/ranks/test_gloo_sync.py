@@ -63,7 +63,7 @@ def tp2_cp2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def cp2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    with ranks(tmp_path_factory.mktemp("cp2"), ["own groups", "agree"], size=2, cp_size=2) as processes:
+    with ranks(tmp_path_factory.mktemp("cp2"), ["agree"], size=2, cp_size=2) as processes:
         return [answer_of(process) for process in processes]
 
 
@@ -86,10 +86,6 @@ def test_different_questions_are_named_on_every_rank_and_end_no_process(tp2_cp2:
     for found in tp2_cp2:
         assert found["diverge"]["parted"] == 1
         assert found["diverge"]["places"] == {str(rank): "'prefetch' at step 5, call 1" for rank in range(4)}
-
-
-def test_rank_and_size_come_from_the_process_groups(cp2: list[dict[str, Any]]) -> None:
-    assert [found["own groups"] for found in cp2] == [[[rank, 2], [0, 1], [[0, 1]], [[0, 1]]] for rank in range(2)]
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

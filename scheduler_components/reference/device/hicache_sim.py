@@ -16,10 +16,10 @@ import attrs
 from scheduler_components import CacheIntegrityError, ConfigError, OutOfPagesError, ParallelState
 from scheduler_components.cache import DIGEST_BYTES, PagePool, RadixNode
 from scheduler_components.hicache import (
+    AgreedValues,
     HiCachePolicy,
     HiRadixCache,
     InProcessSync,
-    Outcome,
     Proposal,
     Tier,
     world_rank_sets,
@@ -433,9 +433,9 @@ class SimulationConfig:
 
 
 class Agreement(Protocol):
-    """Gives each rank the outcome of all ranks' proposals. ``InProcessSync`` is one; a test may have one that lies."""
+    """Gives each rank the agreed values of a step. ``InProcessSync`` is one; a test may have one that lies."""
 
-    def agree(self, proposals: Mapping[int, Proposal]) -> Mapping[int, Outcome]: ...
+    def agree(self, proposals: Mapping[int, Proposal]) -> Mapping[int, AgreedValues]: ...
 
 
 def agreement_of(config: SimulationConfig) -> InProcessSync:
@@ -497,9 +497,9 @@ class SimulatedReplica:
         """Let every rank take one step."""
         self.num_steps += 1
         proposals = {number: self._proposal(rank) for number, rank in self.ranks.items()}
-        outcomes = self._agreement.agree(proposals)
+        agreed = self._agreement.agree(proposals)
         for number, rank in self.ranks.items():
-            rank.cache.settle(self.num_steps, outcomes[number], now_s=self._now_s(rank))
+            rank.cache.settle(self.num_steps, agreed[number], now_s=self._now_s(rank))
             rank.mover.submit(rank.cache.take_instructions())
             rank.scheduler.step(commands)
             # What expect() and insert() began goes out now, not a step later.

@@ -28,7 +28,7 @@ from scheduler_components import (
     SyncTimeoutError,
     TierDivergenceError,
 )
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Outcome, Proposal, Tier
+from scheduler_components.hicache import AgreedValues, HiCachePolicy, HiRadixCache, Proposal, Tier
 from scheduler_components.reference.device import (
     FaultRates,
     SimulatedReplica,
@@ -127,16 +127,16 @@ class LocalSlots:
         self._agreement = agreement_of(config)
         self._pattern = pattern
 
-    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, Outcome]:
+    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
         agreed = self._agreement.agree(proposals)
         return {
             rank: self._with_own(agreed[rank], proposal.open(proposal.pack(0))) for rank, proposal in proposals.items()
         }
 
-    def _with_own(self, agreed: Outcome, own: Outcome) -> Outcome:
-        return Outcome(
+    def _with_own(self, agreed: AgreedValues, own: AgreedValues) -> AgreedValues:
+        return AgreedValues(
             {name: (own if fnmatch(name, self._pattern) else agreed).numbers[name] for name in agreed.numbers},
-            {name: (own if fnmatch(name, self._pattern) else agreed).verdicts[name] for name in agreed.verdicts},
+            {name: (own if fnmatch(name, self._pattern) else agreed).flags[name] for name in agreed.flags},
         )
 
 
