@@ -31,7 +31,9 @@ FLOORS = (
     ("observability.kv_stream",),
     ("observability",),
     ("observability.testing", "observability.grafana"),
-    ("reference",),
+    ("reference", "reference.device"),
+    ("reference.engine",),
+    ("reference.cli",),
 )
 """From the ground: a room may import rooms of lower floors, and its own. Names are below ``scheduler_components``."""
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

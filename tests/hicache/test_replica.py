@@ -30,13 +30,13 @@ from scheduler_components import (
 )
 from scheduler_components.hicache import AgreedValues, HiCachePolicy, HiRadixCache, Proposal, Tier
 from scheduler_components.reference.device import (
+    Commands,
     FaultRates,
     SimulatedReplica,
     SimulatedWorkload,
     SimulationConfig,
     agreement_of,
 )
-from scheduler_components.reference.device.hicache_sim import Commands
 
 POLICIES = st.builds(
     HiCachePolicy,

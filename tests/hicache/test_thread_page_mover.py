@@ -36,7 +36,7 @@ from scheduler_components.hicache import (
     open_thread_page_mover,
 )
 from scheduler_components.page_operations import CopyToHost
-from scheduler_components.reference.device import SimulatedKv
+from scheduler_components.reference.engine import SimulatedKv
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=64)
 PAGE_SIZE = 4

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from scheduler_components import BlockStored, KVEventBatch, KvEventSink, LoadSnapshot, ParallelState
-from scheduler_components.reference.device import Request, SamplingLimits, SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import Scheduler, SchedulerConfig
+from scheduler_components.reference.device import SimulatedDevice
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
 from scheduler_components.testing import ConformanceError, parts
 from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.strategies import workloads
@@ -21,10 +21,10 @@ class Reference:
     """The reference scheduler on a device that takes no time, with a pool that is sometimes full."""
 
     def __init__(self, sink: KvEventSink) -> None:
-        device = SimulatedDevice(SimulatedModel(), clock=lambda: 0.0, sleep=lambda _: None)
+        device = SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None)
         config = SchedulerConfig(page_size=4, kv_tokens=parts.MIN_POOL_TOKENS, max_running_requests=3)
         self.sink, self.numbers = sink, count()
-        self.scheduler = Scheduler(config, ParallelState.trivial(), device, event_sink=sink)
+        self.scheduler = Scheduler.compose(config, ParallelState.trivial(), device, sinks=SchedulerSinks(events=sink))
 
     @property
     def has_work(self) -> bool:

@@ -1,4 +1,4 @@
-"""The command line ``scheduler-components``."""
+"""The command line ``scheduler-components``; ``main`` is its entry point."""
 
 from __future__ import annotations
 
@@ -7,18 +7,53 @@ from typing import TYPE_CHECKING
 from scheduler_components._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from scheduler_components.reference.cli.commands import app
-    from scheduler_components.reference.cli.main import main
+    from scheduler_components.reference.cli.commands import app, run_command
+    from scheduler_components.reference.cli.driver import Tally, percentile
+    from scheduler_components.reference.cli.engine_commands import EngineOptions
+    from scheduler_components.reference.cli.hicache_sim_command import draw_divergence, report_of
+    from scheduler_components.reference.cli.run_report import (
+        Evidence,
+        PortProbe,
+        RunReport,
+        StreamEvidence,
+        judge,
+        probe_ports,
+        speaks_zmq,
+    )
+    from scheduler_components.reference.cli.screen import RateWindow, make_rows, plain_line, progress_text, render_table
 
 __all__ = [
+    "EngineOptions",
+    "Evidence",
+    "PortProbe",
+    "RateWindow",
+    "RunReport",
+    "StreamEvidence",
+    "Tally",
     "app",
-    "main",
+    "draw_divergence",
+    "judge",
+    "make_rows",
+    "percentile",
+    "plain_line",
+    "probe_ports",
+    "progress_text",
+    "render_table",
+    "report_of",
+    "run_command",
+    "speaks_zmq",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "scheduler_components.reference.cli.commands": "app",
-        "scheduler_components.reference.cli.main": "main",
+        "scheduler_components.reference.cli.commands": "app run_command",
+        "scheduler_components.reference.cli.driver": "Tally percentile",
+        "scheduler_components.reference.cli.engine_commands": "EngineOptions",
+        "scheduler_components.reference.cli.hicache_sim_command": "draw_divergence report_of",
+        "scheduler_components.reference.cli.run_report": (
+            "Evidence PortProbe RunReport StreamEvidence judge probe_ports speaks_zmq"
+        ),
+        "scheduler_components.reference.cli.screen": "RateWindow make_rows plain_line progress_text render_table",
     },
 )

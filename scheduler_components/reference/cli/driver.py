@@ -15,13 +15,13 @@ import httpx
 import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import SamplingLimits, TraceRequest, prompt_tokens
-from scheduler_components.reference.device.workload import Chat
+from scheduler_components.reference.device import Chat, TraceRequest, prompt_tokens
 from scheduler_components.reference.engine import (
     Front,
     GenerateRequest,
     RequestFailedError,
     RequestRefusedError,
+    SamplingLimits,
     TooBusyError,
 )
 

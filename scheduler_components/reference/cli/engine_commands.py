@@ -22,12 +22,13 @@ from scheduler_components.reference.cli.session import SessionConfig, run_sessio
 from scheduler_components.reference.device import WorkloadConfig
 from scheduler_components.reference.engine import (
     DEFAULT_HOST,
+    MOONCAKE_MASTER,
+    MOONCAKE_METADATA,
     EngineConfig,
     HiCacheConfig,
     SchedulerConfig,
     default_kv_events,
 )
-from scheduler_components.reference.engine.config import MOONCAKE_MASTER, MOONCAKE_METADATA
 
 __all__ = [
     "HiCacheOption",

@@ -1,4 +1,4 @@
-"""The verdict: what must be true of the event streams after a run, from evidence alone.
+"""The report of a run: what must be true of the event streams after it, checked from evidence alone.
 
 Pure. It compares what was gathered from outside (listening ports, the observer's view) with what the ranks say of
 themselves (their caches), and names the differences.
@@ -15,14 +15,14 @@ import attrs
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.cli.driver import Tally
-from scheduler_components.reference.engine.messages import CacheDump, unpack_hashes
+from scheduler_components.reference.engine import CacheDump, unpack_hashes
 
 __all__ = [
     "Check",
     "Evidence",
     "PortProbe",
+    "RunReport",
     "StreamEvidence",
-    "Verdict",
     "judge",
     "probe_ports",
     "speaks_zmq",
@@ -50,7 +50,7 @@ class StreamEvidence:
 
 @attrs.frozen(kw_only=True)
 class PortProbe:
-    """Who listens where a stream could be: one port a rank, from the advertised base on.
+    """Who listens where a stream could be: one port per rank, from the advertised base on.
 
     Attributes:
         probed: ports that were dialled.
@@ -65,13 +65,13 @@ class PortProbe:
 
 @attrs.frozen(kw_only=True)
 class Evidence:
-    """All that a verdict rests on.
+    """All that a report rests on.
 
     Attributes:
         dp_size, ranks_per_replica: the topology.
         owners: tp_ranks that say that they opened a stream.
         probe: None where the streams are not on tcp ports of this machine.
-        streams: one entry a stream; empty when nothing could be followed, and ``no_streams_reason`` says why.
+        streams: one entry per stream; empty when nothing could be followed, and ``no_streams_reason`` says why.
         dumps: tp_rank to its cache.
         tally: the workload's outcomes.
     """
@@ -105,7 +105,7 @@ class Check:
 
 
 @attrs.frozen
-class Verdict:
+class RunReport:
     """All checks of a run."""
 
     checks: tuple[Check, ...]
@@ -115,14 +115,14 @@ class Verdict:
         return all(check.passed for check in self.checks)
 
 
-def judge(evidence: Evidence) -> Verdict:
-    """Check everything that the evidence allows. Without streams to follow only ranks and requests are judged."""
+def judge(evidence: Evidence) -> RunReport:
+    """Check everything that the evidence allows. Without streams to follow, only ranks and requests are checked."""
     checks = [_check_requests(evidence), _check_replicas(evidence)]
     if evidence.no_streams_reason:
         checks.append(Check("streams", True, f"not checked: {evidence.no_streams_reason}"))
     else:
         checks += [_check_stream_count(evidence), _check_gaps(evidence), _check_views(evidence)]
-    return Verdict(tuple(checks))
+    return RunReport(tuple(checks))
 
 
 def _check_requests(evidence: Evidence) -> Check:
@@ -154,7 +154,7 @@ def _held(dump: CacheDump) -> tuple[Set[int], Set[int], Set[int]]:
 
 
 def _check_stream_count(evidence: Evidence) -> Check:
-    """Exactly one stream a replica, by what ranks say and by what answers on the ports."""
+    """Exactly one stream per replica, by what ranks say and by what answers on the ports."""
     problems = []
     if evidence.owners != frozenset(evidence.leaders):
         problems.append(f"streams were opened by ranks {sorted(evidence.owners)}, expected {evidence.leaders}")
@@ -207,14 +207,12 @@ def _check_views(evidence: Evidence) -> Check:
     return Check("view equals cache", passed, "; ".join(facts))
 
 
-# Asks from outside which ports have a ZMQ socket behind them.
-
 _GREETING_S = 2.0
 _SIGNATURE_BYTES = 10  # of ZMTP 3: 0xff, eight bytes of padding, 0x7f
 
 
 async def probe_ports(addresses: Iterable[StreamAddress], world_size: int) -> PortProbe | None:
-    """Dial one port a rank, from the first stream's on; None when a stream is not on tcp.
+    """Dial one port per rank, from the first stream's on; None when a stream is not on tcp.
 
     An engine that let every rank publish, which is the mistake to be found, would answer on all of them. Ports
     that are advertised for replay or load are left out.

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live table on a terminal, plain lines in a log, then summary and verdict."""
+"""What a person sees of a run: a live table on a terminal, plain lines in a log, then summary and report."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import attrs
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from observability import ReportBoard
 from observability.kv_stream import StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats, TierStats
 from scheduler_components.reference.cli.driver import Tally, percentile
-from scheduler_components.reference.cli.run_report import Verdict
+from scheduler_components.reference.cli.run_report import RunReport
 
 __all__ = [
+    "NoStreams",
     "tier_facts",
     "RateWindow",
     "Row",
@@ -29,8 +32,6 @@ __all__ = [
     "RunView",
     "Screen",
 ]
-
-# What a hierarchical cache came to, in words.
 
 
 def tier_facts(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
@@ -58,8 +59,6 @@ def tier_facts(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
     )
 
 
-# The live table: one row a data-parallel rank, from what the ranks report and what the observer sees.
-
 _NO_LOAD = LoadSnapshot()
 _HEADINGS = (
     "dp rank",
@@ -78,7 +77,7 @@ _HEADINGS = (
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """One data-parallel rank at one moment. Events and batches a second are those that the observer applied."""
+    """One data-parallel rank at one moment. Events and batches per second are those that the observer applied."""
 
     dp_rank: int
     load: LoadSnapshot
@@ -96,7 +95,7 @@ class RateWindow:
     _seen: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
 
     def rate(self, name: str, rank: int, value: int, now_s: float) -> float:
-        """Growth a second of a rank's counter since it was last asked for; 0 at first."""
+        """Growth per second of a rank's counter since it was last asked for; 0 at first."""
         before_s, before = self._seen.get((name, rank), (now_s, value))
         self._seen[name, rank] = (now_s, value)
         return (value - before) / (now_s - before_s) if now_s > before_s else 0.0
@@ -176,20 +175,35 @@ _TABLE_EVERY_S = 0.5
 _LINE_EVERY_S = 2.0
 
 
+class StreamStatsSource(Protocol):
+    """Counts of streams that are followed; an ``AsyncSubscriber`` is one."""
+
+    def stats(self) -> Mapping[int, StreamStats]:
+        """Each stream's state and counters, by rank."""
+        ...
+
+
+class NoStreams:
+    """The counts of an engine that publishes no stream."""
+
+    def stats(self) -> Mapping[int, StreamStats]:
+        return {}
+
+
 @dataclass(slots=True, kw_only=True)
 class RunView:
     """What the table is made of; read late, so it always shows the present.
 
     Attributes:
         tally: of the workload.
-        reports: newest statistics by data-parallel rank.
-        streams: what the observer sees, by rank.
+        board: where the ranks' newest statistics are read.
+        streams: what the observer sees.
         clock: monotonic seconds.
     """
 
     tally: Tally
-    reports: Mapping[int, SchedulerStats]
-    streams: Callable[[], Mapping[int, StreamStats]]
+    board: ReportBoard
+    streams: StreamStatsSource
     clock: Callable[[], float] = time.monotonic
     _start_s: float = field(init=False)
     _rates: RateWindow = field(default_factory=RateWindow)
@@ -205,7 +219,7 @@ class RunView:
         return progress_text(self.tally, self.elapsed_s)
 
     def rows(self) -> list[Row]:
-        return make_rows(self.reports, self.streams(), rates=self._rates, now_s=self.clock())
+        return make_rows(self.board.read(), self.streams.stats(), rates=self._rates, now_s=self.clock())
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -267,18 +281,18 @@ class Screen:
         for name, facts in tier_facts(tiers):
             self.say(f"  {name:<18} {facts}")
 
-    def show_verdict(self, verdict: Verdict) -> None:
-        """Each check with its facts, then the verdict."""
-        self.say("\nVerdict")
-        for check in verdict.checks:
+    def show_report(self, report: RunReport) -> None:
+        """Each check with its facts, then whether all passed."""
+        self.say("\nReport")
+        for check in report.checks:
             self.say(f"  {check.name:<18} {'ok  ' if check.passed else 'FAIL'}  {check.facts}")
-        self.say("PASSED" if verdict.passed else "FAILED")
+        self.say("PASSED" if report.passed else "FAILED")
 
 
 def _summary(view: RunView) -> Iterator[tuple[str, str]]:
     tally, tokens, elapsed_s = view.tally, view.tally.tokens, max(view.elapsed_s, 1e-9)
     refused, failed = tally.refused, tally.failed
-    totals = [report.totals for report in view.reports.values()]
+    totals = [report.totals for report in view.board.read().values()]
     retractions = sum(total.num_retractions_total for total in totals)
     evicted_tokens = sum(total.evicted_tokens_total for total in totals)
     median_ms, p95_ms = (1000 * percentile(tally.first_token_s, share) for share in (0.5, 0.95))

@@ -1,21 +1,29 @@
-"""One run of the engine from start to verdict: what ``serve`` and ``demo`` have in common."""
+"""One run of the engine from start to report: what ``serve`` and ``demo`` have in common."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import attrs
 from prometheus_client import CollectorRegistry
 
-from observability import OutputCollector, PrometheusSink, StreamCollector
-from observability.kv_stream import NoStreamsError
+from observability import (
+    AsyncSubscriber,
+    OutputCollector,
+    PrometheusBoard,
+    StreamCollector,
+    discover,
+    open_async_subscriber,
+)
+from observability.kv_stream import NoStreamsError, Tier
+from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.cli.driver import ChatDriver, Tally, TraceDriver
-from scheduler_components.reference.cli.observer import Observer, open_observer
-from scheduler_components.reference.cli.run_report import Evidence, Verdict, judge, probe_ports
-from scheduler_components.reference.cli.screen import RunView, Screen
+from scheduler_components.reference.cli.run_report import Evidence, RunReport, StreamEvidence, judge, probe_ports
+from scheduler_components.reference.cli.screen import NoStreams, RunView, Screen
 from scheduler_components.reference.device import WorkloadConfig, generate_chats, open_trace
 from scheduler_components.reference.engine import (
     DEFAULT_HOST,
@@ -31,8 +39,6 @@ __all__ = [
     "SessionConfig",
     "run_session",
 ]
-
-# What one run of the engine is to do.
 
 
 @attrs.frozen(kw_only=True)
@@ -68,7 +74,7 @@ _SETTLE_S = 30.0  # a healthy stream is read to its end in well under a second; 
 
 
 async def run_session(config: SessionConfig, screen: Screen) -> bool:
-    """Start the engine, play or replay what is asked for, judge, stop. False when the verdict is bad.
+    """Start the engine, play or replay what is asked for, check the run, stop. False when a check failed.
 
     Raises:
         ConfigError: the trace cannot be read.
@@ -76,18 +82,16 @@ async def run_session(config: SessionConfig, screen: Screen) -> bool:
         EngineFailedError: a rank ended while the engine ran.
     """
     if config.trace is not None:
-        open_trace(config.trace)  # a wrong path is told before eight processes start
+        open_trace(config.trace)  # a wrong path is refused before eight processes start
     engine_config = config.engine
     screen.say(
         f"starting {engine_config.world_size} scheduler processes: dp {engine_config.dp_size} x"
         f" attention-CP {engine_config.attn_cp_size} x attention-TP {engine_config.attn_tp_size}"
     )
     registry = CollectorRegistry()
-    metrics = PrometheusSink(registry, model_name=engine_config.model_name)
-    async with open_engine(
-        engine_config, metrics=metrics, affinity_tokens=config.affinity_tokens, show=screen.complain
-    ) as engine:
-        OutputCollector(registry, engine.front.board, model_name=engine_config.model_name)
+    async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.complain) as engine:
+        PrometheusBoard(registry, board=engine.stats, model_name=engine_config.model_name)
+        OutputCollector(registry, engine, model_name=engine_config.model_name)
         async with open_http_server(make_app(engine, registry), host=config.host, port=config.port) as url:
             screen.say(f"ready at {url}; see /server_info, /v1/loads and /metrics")
             try:
@@ -99,9 +103,9 @@ async def run_session(config: SessionConfig, screen: Screen) -> bool:
 async def _use(config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: Screen) -> bool:
     passed = True
     if config.has_work:
-        verdict = await engine.run(_run_workload(config, engine, url, registry, screen))
-        screen.show_verdict(verdict)
-        passed = verdict.passed
+        report = await engine.run(_run_workload(config, engine, url, registry, screen))
+        screen.show_report(report)
+        passed = report.passed
     if config.keep_serving or not config.has_work:
         screen.say(f"serving at {url}; Ctrl-C stops")
         await engine.run(_serve(config.duration_s))
@@ -117,35 +121,47 @@ async def _serve(duration_s: float | None) -> None:
 
 async def _run_workload(
     config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: Screen
-) -> Verdict:
+) -> RunReport:
     tally = Tally()
-    async with _observing(url, registry) as (observer, no_streams_reason):
-        view = RunView(
-            tally=tally,
-            reports=engine.front.board.stats,
-            streams=observer.stats if observer is not None else dict,
-        )
+    async with _observing(url, registry) as observed:
+        view = RunView(tally=tally, board=engine.stats, streams=observed.subscriber or NoStreams())
         async with screen.showing(view):
             await _drive(config, engine, url, tally, screen)
             await engine.wait_until_idle()
         screen.show_summary(view)
-        evidence = await _gather_evidence(engine, observer, no_streams_reason, tally)
+        evidence = await _gather_evidence(engine, observed, tally)
         tiers = [dump.tiers for leader in evidence.leaders if (dump := evidence.dumps[leader]).tiers is not None]
         screen.show_tiers(tiers)
         return judge(evidence)
 
 
+@attrs.frozen(kw_only=True)
+class _Observed:
+    """The engine's streams as anybody finds them who knows its URL; without a subscriber, why there are none."""
+
+    addresses: tuple[StreamAddress, ...] = ()
+    subscriber: AsyncSubscriber | None = None
+    no_streams_reason: str = ""
+
+
 @asynccontextmanager
-async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[tuple[Observer | None, str]]:
-    """An observer of the engine, its recovery on ``/metrics``; or None and why there is nothing to observe."""
-    async with AsyncExitStack() as opened:
+async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[_Observed]:
+    """Follow the engine's streams as a router would, and show the recovery on ``/metrics``, until the block is left.
+
+    Raises:
+        StartError, DecodeError: the engine cannot be reached, or what it advertises cannot be dialled.
+    """
+    try:
+        addresses = await asyncio.to_thread(discover, url)
+    except NoStreamsError as error:
+        yield _Observed(no_streams_reason=error.reason)
+        return
+    async with open_async_subscriber(addresses) as subscriber:
+        collector = StreamCollector(registry, subscriber)
         try:
-            observer = await opened.enter_async_context(open_observer(url))
-        except NoStreamsError as error:
-            yield None, error.reason
-        else:
-            opened.callback(StreamCollector(registry, observer).close)
-            yield observer, ""
+            yield _Observed(addresses=addresses, subscriber=subscriber)
+        finally:
+            collector.close()
 
 
 async def _drive(config: SessionConfig, engine: Engine, url: str, tally: Tally, screen: Screen) -> None:
@@ -162,18 +178,40 @@ async def _drive(config: SessionConfig, engine: Engine, url: str, tally: Tally, 
         await ChatDriver(url=url, speed=speed, tally=tally).run(generate_chats(config.workload))
 
 
-async def _gather_evidence(engine: Engine, observer: Observer | None, no_streams_reason: str, tally: Tally) -> Evidence:
-    config, ready = engine.config, engine.front.board.ready
+async def _gather_evidence(engine: Engine, observed: _Observed, tally: Tally) -> Evidence:
+    config, ready, subscriber = engine.config, engine.front.board.ready, observed.subscriber
     dumps = await engine.dump_caches()
-    leaders = {replica: config.leader_of(replica) for replica in range(config.dp_size)}
-    last_sequences = {replica: dumps[leader].last_sequence for replica, leader in leaders.items()}
+    last_sequences = {replica: dumps[config.leader_of(replica)].last_sequence for replica in range(config.dp_size)}
     return Evidence(
         dp_size=config.dp_size,
         ranks_per_replica=config.ranks_per_replica,
         owners=frozenset(rank for rank, endpoint in ready.items() if endpoint is not None),
-        probe=await probe_ports(observer.addresses, config.world_size) if observer is not None else None,
-        streams=await observer.settle(last_sequences, timeout_s=_SETTLE_S) if observer is not None else [],
+        probe=await probe_ports(observed.addresses, config.world_size) if observed.addresses else None,
+        streams=await _follow_to_the_end(subscriber, last_sequences) if subscriber is not None else [],
         dumps=dumps,
         tally=tally,
-        no_streams_reason=no_streams_reason,
+        no_streams_reason=observed.no_streams_reason,
     )
+
+
+async def _follow_to_the_end(subscriber: AsyncSubscriber, last_sequences: Mapping[int, int]) -> list[StreamEvidence]:
+    """Follow every stream up to its last batch, and say what was seen by then, whether or not it got there.
+
+    Args:
+        subscriber: follows the streams.
+        last_sequences: rank of the stream to the number of the last batch that was published on it.
+    """
+    deadline_s = time.monotonic() + _SETTLE_S
+    for rank, sequence in last_sequences.items():
+        await subscriber.wait_until(rank, sequence, max(0.0, deadline_s - time.monotonic()))
+    stats = subscriber.stats()
+    return [
+        StreamEvidence(
+            stats=stats[rank],
+            published_sequence=sequence,
+            blocks=frozenset(subscriber.blocks(rank)),
+            host_blocks=frozenset(subscriber.blocks(rank, Tier.HOST)),
+            stored_blocks=frozenset(subscriber.blocks(rank, Tier.STORAGE)),
+        )
+        for rank, sequence in last_sequences.items()
+    ]

@@ -1,33 +1,100 @@
-"""The device: what computes a batch. A port, and a simulated one with a stated cost model."""
+"""The device: computes one batch at a time. Its port, its batch, and a simulated one with a stated cost.
+
+The device stands below the engine: of a request it reads what ``DeviceRequest`` says, and knows no scheduler.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 from zlib import crc32
 
 import attrs
+import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device.request import ScheduledBatch
 
 __all__ = [
     "CostModel",
     "Device",
+    "DeviceRequest",
+    "ScheduledBatch",
+    "ScheduledWork",
     "SimulatedDevice",
     "SimulatedModel",
 ]
 
 
+class DeviceRequest(Protocol):
+    """What a device reads of a request."""
+
+    @property
+    def rid(self) -> str:
+        """Unique among the requests in flight."""
+        ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The prompt, then what was generated; u32."""
+        ...
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """KV pages of the positions from 0 on, as many as the batch needs."""
+        ...
+
+
+RequestT_co = TypeVar("RequestT_co", bound=DeviceRequest, covariant=True)
+"""The scheduler's own class of requests, which comes back to it with each result."""
+
+
+class ScheduledWork(msgspec.Struct, Generic[RequestT_co], frozen=True):
+    """Positions ``start`` to ``end`` of one request, to go through the device in this step.
+
+    Attributes:
+        request: whose tokens they are; ``request.pages`` covers ``end`` positions.
+        start, end: half-open range of positions in ``request.token_ids``.
+        is_prefill: False for the one new position of a decode.
+    """
+
+    request: RequestT_co
+    start: int
+    end: int
+    is_prefill: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
+    """What one forward pass computes: decodes and prefill chunks, mixed, in order of arrival.
+
+    Attributes:
+        works: at most one entry per request.
+        num_prefill_tokens, num_decode_tokens: positions computed, by kind.
+        num_context_tokens: positions whose KV is read: the sum of all ``end``.
+        num_admitted, num_retracted: requests that got and lost their pages while the batch was made.
+    """
+
+    works: tuple[ScheduledWork[RequestT_co], ...] = ()
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_context_tokens: int = 0
+    num_admitted: int = 0
+    num_retracted: int = 0
+
+
 class Device(Protocol):
     """Computes one batch at a time.
 
-    Launch and wait are apart so that the scheduler's thread can do other work (encode and send its events) while
-    the device computes.
+    Launch and wait are two calls, so that the scheduler's thread can encode and send its events while the device
+    computes.
     """
 
-    def launch(self, batch: ScheduledBatch) -> None:
+    def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         """Start computing ``batch``; returns at once."""
         ...
 
@@ -53,9 +120,9 @@ class CostModel:
 
     Attributes:
         base_ms: reading 16 GB of weights once, whatever the batch: 5 ms.
-        prefill_us_per_token: 16 GFLOP a token: 40 us.
+        prefill_us_per_token: 16 GFLOP per token: 40 us.
         decode_us_per_request: sampling and launch overhead of one more sequence: 20 us.
-        context_us_per_1k_tokens: reading 131 KB of KV for each position attended to: 40 us a thousand.
+        context_us_per_1k_tokens: reading 131 KB of KV for each position attended to: 40 us per thousand.
     """
 
     base_ms: float = attrs.field(default=5.0, validator=_not_negative)
@@ -63,7 +130,7 @@ class CostModel:
     decode_us_per_request: float = attrs.field(default=20.0, validator=_not_negative)
     context_us_per_1k_tokens: float = attrs.field(default=40.0, validator=_not_negative)
 
-    def batch_s(self, batch: ScheduledBatch) -> float:
+    def batch_s(self, batch: ScheduledBatch[DeviceRequest]) -> float:
         """Seconds for ``batch`` at speed 1."""
         return (
             self.base_ms * 1e-3
@@ -75,11 +142,11 @@ class CostModel:
 
 @attrs.frozen(kw_only=True)
 class SimulatedModel:
-    """Which tokens come out: a hash of seed, request id and position, so all ranks agree and a test can foretell.
+    """Which tokens come out: a hash of seed, request id and position, so all ranks and a test find the same.
 
     Attributes:
         vocab_size: ids are below it.
-        seed: another seed, another text.
+        seed: another seed gives another text.
         eos_token_id: emitted now and then when given, otherwise never on purpose.
         mean_output_tokens: mean distance between end-of-sequence tokens.
     """
@@ -103,44 +170,39 @@ class SimulatedModel:
         return draw // self.mean_output_tokens % self.vocab_size
 
 
+@dataclass(slots=True, kw_only=True)
 class SimulatedDevice:
     """Takes the time of ``CostModel`` and answers with the tokens of ``SimulatedModel``.
 
-    Args:
+    Attributes:
         model: the tokens.
         cost: the time.
         speed: divides the time; 2.0 is a device twice as fast.
         clock, sleep: monotonic seconds and how to let them pass.
+
+    Raises:
+        ConfigError: ``speed`` is not a finite number above 0.
     """
 
-    __slots__ = ("_batch", "_clock", "_cost", "_deadline_s", "_model", "_sleep", "_speed")
+    model: SimulatedModel = field(default_factory=SimulatedModel)
+    cost: CostModel = field(default_factory=CostModel)
+    speed: float = 1.0
+    clock: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
+    _batch: ScheduledBatch[DeviceRequest] = field(default_factory=ScheduledBatch, init=False)
+    _deadline_s: float = field(default=0.0, init=False)
 
-    def __init__(
-        self,
-        model: SimulatedModel | None = None,
-        cost: CostModel | None = None,
-        *,
-        speed: float = 1.0,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        if not 0.0 < speed < float("inf"):
-            raise ConfigError("speed", speed, "is not a speed", "give a finite number above 0")
-        self._model = model if model is not None else SimulatedModel()
-        self._cost = cost if cost is not None else CostModel()
-        self._speed = speed
-        self._clock = clock
-        self._sleep = sleep
-        self._batch = ScheduledBatch()
-        self._deadline_s = 0.0
+    def __post_init__(self) -> None:
+        if not 0.0 < self.speed < float("inf"):
+            raise ConfigError("speed", self.speed, "is not a speed", "give a finite number above 0")
 
-    def launch(self, batch: ScheduledBatch) -> None:
+    def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         self._batch = batch
-        self._deadline_s = self._clock() + self._cost.batch_s(batch) / self._speed
+        self._deadline_s = self.clock() + self.cost.batch_s(batch) / self.speed
 
     def wait(self) -> tuple[int, ...]:
-        left_s = self._deadline_s - self._clock()
+        left_s = self._deadline_s - self.clock()
         if left_s > 0:
-            self._sleep(left_s)
-        next_token = self._model.next_token
+            self.sleep(left_s)
+        next_token = self.model.next_token
         return tuple(next_token(work.request.rid, work.end) for work in self._batch.works)

@@ -52,8 +52,8 @@ __all__ = [
     "SimulatedScheduler",
     "SimulatedWorkload",
     "Agreement",
-    "Run",
-    "Scope",
+    "AgreementScope",
+    "SimulationRun",
     "SimulatedRank",
     "SimulatedReplica",
     "SimulationConfig",
@@ -399,7 +399,7 @@ class SimulatedScheduler:
                 return
 
 
-Scope: TypeAlias = Literal["tp", "cp x tp"]
+AgreementScope: TypeAlias = Literal["tp", "cp x tp"]
 
 
 def _check_size(_: object, attribute: attrs.Attribute[int], value: int) -> None:
@@ -424,7 +424,7 @@ class SimulationConfig:
 
     attn_cp_size: int = attrs.field(default=2, validator=_check_size)
     attn_tp_size: int = attrs.field(default=2, validator=_check_size)
-    scope: Scope = "cp x tp"
+    scope: AgreementScope = "cp x tp"
     policy: HiCachePolicy = attrs.field(factory=lambda: HiCachePolicy(prefetch_threshold_pages=2, clean_ahead_pages=16))
     rates: FaultRates = attrs.field(factory=FaultRates)
     page_size: int = attrs.field(default=2, validator=_check_size)
@@ -555,7 +555,7 @@ def make_rank(config: SimulationConfig, rank: int, storage: SimulatedStorage, se
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class SimulationRun:
     """What came of one seed.
 
     Attributes:
@@ -571,13 +571,15 @@ class Run:
     num_served: int = 0
 
 
-def run_simulation(config: SimulationConfig, *, seeds: Sequence[int], num_steps: int, sample_steps: int) -> list[Run]:
+def run_simulation(
+    config: SimulationConfig, *, seeds: Sequence[int], num_steps: int, sample_steps: int
+) -> list[SimulationRun]:
     """Run each seed for ``num_steps`` steps."""
     return [_run(config, seed, num_steps, sample_steps) for seed in seeds]
 
 
-def _run(config: SimulationConfig, seed: int, num_steps: int, sample_steps: int) -> Run:
-    replica, run = SimulatedReplica(config, seed=seed), Run(seed=seed)
+def _run(config: SimulationConfig, seed: int, num_steps: int, sample_steps: int) -> SimulationRun:
+    replica, run = SimulatedReplica(config, seed=seed), SimulationRun(seed=seed)
     workload = SimulatedWorkload(seed=seed, page_size=config.page_size)
     for step, commands in enumerate(workload.steps(num_steps), start=1):
         replica.step(commands)

@@ -7,13 +7,28 @@ from typing import TYPE_CHECKING
 from scheduler_components._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from scheduler_components.reference.engine.cache_tiers import HostTiers
+    from scheduler_components.reference.engine.batcher import (
+        Batcher,
+        NewTokenRatio,
+        RequestPages,
+        check_request_fits,
+        expected_pages,
+        pages_for,
+        pages_to_come,
+        prefill_chunk,
+        retraction_victim,
+    )
+    from scheduler_components.reference.engine.cache_tiers import CacheTiers, DeviceTier
     from scheduler_components.reference.engine.config import (
         DEFAULT_HOST,
+        MOONCAKE_MASTER,
+        MOONCAKE_METADATA,
         EngineConfig,
+        EnginePaths,
         HiCacheConfig,
         RankConfig,
-        SocketPaths,
+        SchedulerConfig,
+        StorageKind,
         default_kv_events,
     )
     from scheduler_components.reference.engine.engine import Engine, open_engine
@@ -22,11 +37,13 @@ if TYPE_CHECKING:
         Front,
         GenerateRequest,
         LoadDispatcher,
+        OpenRequest,
         ReplicaLoad,
         RequestFailedError,
         RequestRefusedError,
         TooBusyError,
     )
+    from scheduler_components.reference.engine.host_tiers import HostTiers, SimulatedKv
     from scheduler_components.reference.engine.http import (
         MAX_BODY_BYTES,
         BadBodyError,
@@ -36,60 +53,155 @@ if TYPE_CHECKING:
         open_http_server,
         parse_body,
     )
-    from scheduler_components.reference.engine.policy import NewTokenRatio, SchedulerConfig, check_request_fits
-    from scheduler_components.reference.engine.scheduler import Scheduler
+    from scheduler_components.reference.engine.messages import (
+        FRONT,
+        AbortRequest,
+        CacheDump,
+        Command,
+        DumpCache,
+        LoadReport,
+        OutputSocket,
+        RankReady,
+        Report,
+        RequestRefused,
+        StepInput,
+        SubmitRequest,
+        decode_command,
+        decode_outputs,
+        decode_report,
+        decode_step,
+        encode,
+        encode_outputs,
+        pack_hashes,
+        pack_tokens,
+        unpack_hashes,
+        unpack_tokens,
+    )
+    from scheduler_components.reference.engine.rank_loop import (
+        Follower,
+        FrontLoadSink,
+        Leader,
+        ReportSocket,
+        StepExecutor,
+        StopSignal,
+    )
+    from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState, SamplingLimits
+    from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks, StepResult
     from scheduler_components.reference.engine.zmq_sync import StopRequested, open_zmq_sync_domain
 
 __all__ = [
+    "AbortRequest",
     "BadBodyError",
+    "Batcher",
+    "CacheDump",
+    "CacheTiers",
+    "Clocks",
+    "Command",
+    "DeviceTier",
+    "DumpCache",
     "Engine",
     "EngineConfig",
     "EngineFailedError",
+    "EnginePaths",
     "EngineStatus",
+    "Follower",
     "Front",
+    "FrontLoadSink",
     "GenerateEndpoint",
     "GenerateRequest",
     "HiCacheConfig",
     "HostTiers",
+    "Leader",
     "LoadDispatcher",
+    "LoadReport",
     "NewTokenRatio",
+    "OpenRequest",
+    "OutputSocket",
     "RankConfig",
+    "RankReady",
     "ReplicaLoad",
+    "Report",
+    "ReportSocket",
+    "Request",
     "RequestFailedError",
+    "RequestPages",
+    "RequestQueues",
+    "RequestRefused",
     "RequestRefusedError",
+    "RequestState",
+    "SamplingLimits",
     "Scheduler",
     "SchedulerConfig",
-    "SocketPaths",
+    "SchedulerSinks",
+    "SimulatedKv",
+    "StepExecutor",
+    "StepInput",
+    "StepResult",
     "StopRequested",
+    "StopSignal",
+    "StorageKind",
+    "SubmitRequest",
     "TooBusyError",
     "DEFAULT_HOST",
+    "FRONT",
     "MAX_BODY_BYTES",
+    "MOONCAKE_MASTER",
+    "MOONCAKE_METADATA",
     "check_request_fits",
+    "decode_command",
+    "decode_outputs",
+    "decode_report",
+    "decode_step",
     "default_kv_events",
+    "encode",
+    "encode_outputs",
+    "expected_pages",
     "make_app",
     "open_engine",
     "open_http_server",
     "open_zmq_sync_domain",
+    "pack_hashes",
+    "pack_tokens",
+    "pages_for",
+    "pages_to_come",
     "parse_body",
+    "prefill_chunk",
+    "retraction_victim",
+    "unpack_hashes",
+    "unpack_tokens",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        "scheduler_components.reference.engine.batcher": (
+            "Batcher NewTokenRatio RequestPages check_request_fits expected_pages pages_for pages_to_come "
+            "prefill_chunk retraction_victim"
+        ),
+        "scheduler_components.reference.engine.cache_tiers": "CacheTiers DeviceTier",
         "scheduler_components.reference.engine.config": (
-            "DEFAULT_HOST EngineConfig HiCacheConfig RankConfig SocketPaths default_kv_events"
+            "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA EngineConfig EnginePaths HiCacheConfig RankConfig "
+            "SchedulerConfig StorageKind default_kv_events"
         ),
         "scheduler_components.reference.engine.engine": "Engine open_engine",
         "scheduler_components.reference.engine.front": (
-            "EngineFailedError Front GenerateRequest LoadDispatcher ReplicaLoad RequestFailedError "
+            "EngineFailedError Front GenerateRequest LoadDispatcher OpenRequest ReplicaLoad RequestFailedError "
             "RequestRefusedError TooBusyError"
         ),
+        "scheduler_components.reference.engine.host_tiers": "HostTiers SimulatedKv",
         "scheduler_components.reference.engine.http": (
             "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint make_app open_http_server parse_body"
         ),
-        "scheduler_components.reference.engine.policy": ("NewTokenRatio SchedulerConfig check_request_fits"),
-        "scheduler_components.reference.engine.scheduler": "Scheduler",
-        "scheduler_components.reference.engine.cache_tiers": "HostTiers",
+        "scheduler_components.reference.engine.messages": (
+            "FRONT AbortRequest CacheDump Command DumpCache LoadReport OutputSocket RankReady Report RequestRefused "
+            "StepInput SubmitRequest decode_command decode_outputs decode_report decode_step encode "
+            "encode_outputs pack_hashes pack_tokens unpack_hashes unpack_tokens"
+        ),
+        "scheduler_components.reference.engine.rank_loop": (
+            "Follower FrontLoadSink Leader ReportSocket StepExecutor StopSignal"
+        ),
+        "scheduler_components.reference.engine.request": "Request RequestQueues RequestState SamplingLimits",
+        "scheduler_components.reference.engine.scheduler": "Clocks Scheduler SchedulerSinks StepResult",
         "scheduler_components.reference.engine.zmq_sync": "StopRequested open_zmq_sync_domain",
     },
 )

@@ -1,101 +1,132 @@
-"""Batcher: which positions of which requests the device computes next."""
+"""Batcher: which positions of which requests the device computes next, and on which pages.
+
+Continuous batching: every step makes a new batch from whatever is running and waiting at that moment.
+The rules, in the order in which a step applies them:
+
+1. First come, first served. A request that cannot be admitted blocks those behind it: nothing overtakes, so
+   nothing starves.
+2. Every running request moves on by one decode token or one chunk of its prefill.
+3. Where the pool is full, the latest arrival is retracted until the earlier ones fit. The oldest request is
+   therefore never retracted, so each step makes progress, whatever the pool's size.
+4. A request is admitted while the step has prefill budget, a slot is free, and the pool can hold its whole input
+   and a share (the new-token ratio) of the output that it may still produce, beside what the running ones may
+   still take.
+
+The decisions depend on the sequence of calls alone, never on a clock or a rank, so that all ranks of a replica make the
+same batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from scheduler_components import FinishReason
-from scheduler_components.load import TokenCountedQueue
-from scheduler_components.reference.device import Request, RequestState, ScheduledBatch, ScheduledWork
+from scheduler_components import ConfigError
+from scheduler_components.reference.device import ScheduledBatch, ScheduledWork
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
-from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
-from scheduler_components.reference.engine.policy import (
-    NewTokenRatio,
-    SchedulerConfig,
-    expected_pages,
-    pages_for,
-    pages_to_come,
-    prefill_chunk,
-    retraction_victim,
-)
+from scheduler_components.reference.engine.cache_tiers import CacheTiers, PrefixCache
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.request import Request, RequestQueues
 
 __all__ = [
-    "RequestQueues",
-    "RequestPages",
     "Batcher",
+    "NewTokenRatio",
+    "RequestPages",
+    "check_request_fits",
+    "expected_pages",
+    "pages_for",
+    "pages_to_come",
+    "prefill_chunk",
+    "retraction_victim",
 ]
 
-# The requests of one scheduler: waiting, running, and by id.
+
+_LOOK_AHEAD = 3  # requests behind the next one whose pages are brought closer already
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold ``num_tokens`` positions."""
+    return -(-num_tokens // page_size)
+
+
+def check_request_fits(config: SchedulerConfig, num_input_tokens: int, max_new_tokens: int) -> None:
+    """Refuse a request that the whole pool could not hold; any other one fits once it is alone.
+
+    Pure, so that a front process can refuse before it dispatches.
+
+    Raises:
+        ConfigError: with the arithmetic, and the most that may be asked for.
+    """
+    num_positions = num_input_tokens + max_new_tokens - 1  # the last token needs no KV of its own
+    if num_positions <= config.kv_tokens:
+        return
+    room = config.kv_tokens - num_input_tokens + 1
+    if room >= 1:
+        hint = f"ask for at most {room} new tokens with this prompt"
+    else:
+        hint = f"send at most {config.kv_tokens} tokens"
+    raise ConfigError(
+        "input_ids",
+        f"{num_input_tokens} tokens",
+        f"with max_new_tokens={max_new_tokens} may take {num_positions} KV tokens and the pool has {config.kv_tokens}",
+        hint,
+    )
+
+
+def prefill_chunk(num_tokens_left: int, *, chunk_tokens: int, budget_tokens: int) -> int:
+    """Tokens of one prefill that go into this step."""
+    return min(num_tokens_left, chunk_tokens, budget_tokens)
+
+
+def expected_pages(request: Request, *, page_size: int, new_token_ratio: float) -> int:
+    """Pages that a request is expected to hold in the end, at ``new_token_ratio`` of its possible output.
+
+    Never more than ``check_request_fits`` has allowed, so a request that is alone is always admitted.
+    """
+    num_output_positions = int(new_token_ratio * (request.num_output_tokens_left - 1))
+    return pages_for(request.num_input_tokens + num_output_positions, page_size)
+
+
+def pages_to_come(requests: Iterable[Request], *, page_size: int, new_token_ratio: float) -> int:
+    """Pages that running requests are expected to take beyond those that they hold."""
+    return sum(
+        max(0, expected_pages(request, page_size=page_size, new_token_ratio=new_token_ratio) - len(request.pages))
+        for request in requests
+    )
+
+
+def retraction_victim(running: Sequence[Request]) -> Request:
+    """The running request that gives its pages to the others: the latest arrival.
+
+    It goes back to the front of the queue, and as all that wait there arrived even later, order of arrival is kept.
+    """
+    return max(running, key=lambda request: request.arrival)
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestQueues:
-    """Every request in flight stands in exactly one of ``waiting`` and ``running``; a ``QueueSource`` for load reports.
+class NewTokenRatio:
+    """The share of possible output that admission reserves: decays while all goes well, jumps back at a retraction.
 
-    Both are kept in order of arrival, and all that run arrived before all that wait: requests are admitted from
-    the front, and the latest of the running ones is the first to be retracted.
-
-    Attributes:
-        max_running_requests: slots of ``running``.
-        waiting: requests without pages.
-        running: requests with pages, in prefill or decode.
+    Counts steps and no time, so all ranks of a replica agree on it.
     """
 
-    max_running_requests: int
-    waiting: TokenCountedQueue[Request] = field(default_factory=TokenCountedQueue)
-    running: list[Request] = field(default_factory=list)
-    _by_rid: dict[str, Request] = field(default_factory=dict, repr=False)
-    _num_arrivals: int = 0
+    initial: float
+    minimum: float
+    value: float
+    decay_steps: int = 600
 
-    def __len__(self) -> int:
-        return len(self._by_rid)
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> NewTokenRatio:
+        ratio = config.new_token_ratio
+        return cls(initial=ratio, minimum=config.min_new_token_ratio, value=ratio)
 
-    def __iter__(self) -> Iterator[Request]:
-        yield from self.running
-        yield from self.waiting
-
-    @property
-    def num_chunked_tokens_left(self) -> int:
-        """Tokens that admitted prefills have still to compute."""
-        return sum(request.num_prefill_tokens_left for request in self.running)
-
-    def find(self, rid: str) -> Request | None:
-        """Return the request in flight with this id, or None."""
-        return self._by_rid.get(rid)
-
-    def enter(self, request: Request) -> None:
-        """Put a new request at the end of the waiting ones and number its arrival."""
-        self._by_rid[request.rid] = request
-        request.arrival = self._num_arrivals
-        self._num_arrivals += 1
-        self.waiting.append(request)
-
-    def admit(self, request: Request) -> None:
-        """Move a request from waiting to running."""
-        self.waiting.remove(request)
-        self.running.append(request)
-        request.state = RequestState.RUNNING
-
-    def put_back(self, request: Request) -> None:
-        """Move a request from running to the front of the waiting ones."""
-        self.running.remove(request)
-        request.state = RequestState.WAITING
-        self.waiting.appendleft(request)
-
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """Take a request out, wherever it stands."""
-        if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
+    def after_step(self, *, retracted: bool) -> None:
+        """Learn from one step."""
+        if retracted:
+            self.value = self.initial
         else:
-            self.running.remove(request)
-        del self._by_rid[request.rid]
-        request.state = RequestState.FINISHED
-        request.finish_reason = reason
-
-
-# KV pages between the cache and the requests: who holds which page, and until when.
+            self.value = max(self.minimum, self.value - (self.initial - self.minimum) / self.decay_steps)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,22 +208,16 @@ class RequestPages:
         request.num_shared_pages = request.num_computed_tokens = request.prefill_end = 0
 
 
-_LOOK_AHEAD = 3  # requests behind the next one whose pages are brought closer already
-
-
 @dataclass(slots=True, kw_only=True)
 class Batcher:
-    """Continuous batching: a new batch every step, from whatever is running and waiting at that moment.
-
-    Applies the rules at the top of ``policy.py``. Its decisions depend on the sequence of calls alone, never on a
-    clock or a rank, so that all ranks of a replica make the same batch.
+    """Makes the batches by the rules at the top of this file.
 
     Attributes:
         config: budgets.
         queues: requests move between waiting and running here.
         pages: where their pages come from.
         book: admissions and retractions are counted and timed here; nothing is decided by it.
-        tiers: what of a waiting request's prefix is brought closer there.
+        tiers: bring the prefixes of waiting requests closer.
         new_token_ratio: share of possible output that an admission reserves now.
     """
 
@@ -200,15 +225,15 @@ class Batcher:
     queues: RequestQueues
     pages: RequestPages
     book: RequestBook
-    tiers: CacheTiers = NO_TIERS
+    tiers: CacheTiers
     new_token_ratio: NewTokenRatio = field(init=False)
 
     def __post_init__(self) -> None:
         self.new_token_ratio = NewTokenRatio.of(self.config)
 
-    def next_batch(self) -> ScheduledBatch:
+    def next_batch(self) -> ScheduledBatch[Request]:
         """Make the next batch and take the pages for it; empty when there is nothing to compute."""
-        works: list[ScheduledWork] = []
+        works: list[ScheduledWork[Request]] = []
         num_retracted = self._continue_running(works)
         # Nobody comes in where somebody had to go: the first in the queue is now the one that gave way.
         num_admitted = 0 if num_retracted else self._admit_waiting(works)
@@ -223,7 +248,7 @@ class Batcher:
             num_retracted=num_retracted,
         )
 
-    def _continue_running(self, works: list[ScheduledWork]) -> int:
+    def _continue_running(self, works: list[ScheduledWork[Request]]) -> int:
         """Move every running request on, earliest first; return how many later ones were retracted for that.
 
         The earliest always finds room: alone, it fits (``check_request_fits``), and all others can be retracted.
@@ -259,7 +284,7 @@ class Batcher:
         self.queues.put_back(request)
         self.book.retracted(request)
 
-    def _admit_waiting(self, works: list[ScheduledWork]) -> int:
+    def _admit_waiting(self, works: list[ScheduledWork[Request]]) -> int:
         """Let waiting requests in, first come first served, until one does not fit; return how many came in."""
         config, queues = self.config, self.queues
         if not queues.waiting:
@@ -285,7 +310,7 @@ class Batcher:
 
     def _is_ready(self, request: Request, *, is_next: bool) -> bool:
         """Say whether no pages are on their way that a request should wait for; it begins to bring them closer."""
-        return self.tiers.is_ready(request.rid, request.token_ids[:-1], is_next=is_next)
+        return self.tiers.contents.preparations.is_ready(request.rid, request.token_ids[:-1], is_next=is_next)
 
     def _try_admit(self, request: Request, reserved_pages: int) -> bool:
         """Hold the cached prefix of a request and start it, unless the pool cannot promise the pages it lacks."""
@@ -302,9 +327,9 @@ class Batcher:
         request.prefill_end = request.num_input_tokens
         self.queues.admit(request)
         if request.num_retractions:
-            self.tiers.forget(request.rid)
+            self.tiers.contents.preparations.forget(request.rid)
         else:
-            self.tiers.admitted(
+            self.tiers.contents.preparations.book_admission(
                 request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
             )
             request.num_cached_prompt_tokens = request.num_cached_tokens
@@ -312,10 +337,10 @@ class Batcher:
         return True
 
 
-def _work(request: Request, num_tokens: int) -> ScheduledWork:
+def _work(request: Request, num_tokens: int) -> ScheduledWork[Request]:
     start = request.num_computed_tokens
     return ScheduledWork(request, start, start + num_tokens, request.num_prefill_tokens_left > 0)
 
 
-def _num_prefill_tokens(works: list[ScheduledWork]) -> int:
+def _num_prefill_tokens(works: list[ScheduledWork[Request]]) -> int:
     return sum(work.num_tokens for work in works if work.is_prefill)

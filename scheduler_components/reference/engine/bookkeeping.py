@@ -1,13 +1,15 @@
-"""What a scheduler has done since it started."""
+"""What the requests of a scheduler go through, counted and timed. Nothing is decided by it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from scheduler_components import FinishReason, LatencyTotals, SchedulerTotals, TierStats
+from scheduler_components import FinishReason, LatencyTotals, SchedulerTotals, TierStats, WorkTotals
 from scheduler_components.metrics import RateMeter, RequestLatencies, RequestTimeStats
-from scheduler_components.reference.device import Request
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.request import Request
 
 __all__ = [
     "RunningTotals",
@@ -24,7 +26,7 @@ class RunningTotals:
         num_aborted_requests: of them, ended by ``abort``.
         num_retractions: times a request lost its pages.
         prompt_tokens, cached_tokens: prompts at their first admission, and what of them the cache covered. A
-            prefill after a retraction does not count again: its own pages, found again, would pass for a hit.
+            prefill after a retraction does not count again: its own pages, found again, would look like a hit.
         generation_tokens: tokens given to requests.
         evicted_tokens: cached tokens that made room.
     """
@@ -52,24 +54,29 @@ class RunningTotals:
         )
 
 
-# RequestBook: what the requests of a scheduler live through, counted and timed. Nothing is decided by it.
-
-
 @dataclass(slots=True, kw_only=True)
 class RequestBook:
-    """Told of every turn in a request's life; a ``ResultObserver`` and a ``TotalsSource``.
+    """Told of every change in a request's life; a ``ResultObserver`` and a ``TotalsSource``.
 
     Attributes:
+        tiers: count their own work.
+        clock: monotonic seconds, for rates and the times of requests.
         counters: what only grows.
+        work: what load reports say of work done, and of requests taken in from dispatchers.
         rates: throughput and hit rate over the recent window.
         latencies: histograms of times.
-        tiers: count their own work.
     """
 
-    counters: RunningTotals
-    rates: RateMeter
-    latencies: RequestLatencies
     tiers: CacheTiers
+    clock: Callable[[], float] = time.monotonic
+    counters: RunningTotals = field(default_factory=RunningTotals)
+    work: WorkTotals = field(default_factory=WorkTotals)
+    rates: RateMeter = field(init=False)
+    latencies: RequestLatencies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rates = RateMeter(clock=self.clock)
+        self.latencies = RequestLatencies(clock=self.clock)
 
     def queued(self, request: Request) -> None:
         """A new request waits."""
@@ -77,7 +84,7 @@ class RequestBook:
         self.counters.num_requests += 1
 
     def admitted(self, request: Request) -> None:
-        """A request runs. After a retraction its prompt does not count again: its own pages would pass for a hit."""
+        """A request runs. After a retraction its prompt does not count again: its own pages would look like a hit."""
         self.latencies.admitted(_times(request))
         if not request.num_retractions:
             self.counters.prompt_tokens += request.num_prompt_tokens
@@ -85,9 +92,14 @@ class RequestBook:
             self.rates.observe_prefill(request.num_prompt_tokens, request.num_cached_tokens)
 
     def retracted(self, request: Request) -> None:
-        """A request had to give its pages away and waits again."""
+        """A request lost its pages to others and waits again."""
         self.latencies.retracted(_times(request))
         self.counters.num_retractions += 1
+
+    def prefilled(self, num_tokens: int, *, begun_s: float) -> None:
+        """A batch that began at ``begun_s`` has computed tokens of prompts."""
+        if num_tokens:
+            self.work.prefilled(num_tokens, self.clock() - begun_s)
 
     def generated(self, request: Request, num_tokens: int) -> None:
         """A step gave a request tokens."""
@@ -103,7 +115,7 @@ class RequestBook:
 
     def totals(self) -> SchedulerTotals:
         """Return the counters and histograms of this moment."""
-        return self.counters.totals(self.latencies.totals(), self.tiers.stats())
+        return self.counters.totals(self.latencies.totals(), self.tiers.contents.stats())
 
 
 def _times(request: Request) -> RequestTimeStats:

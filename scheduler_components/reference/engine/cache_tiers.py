@@ -1,47 +1,39 @@
-"""What the scheduler asks of tiers behind its prefix cache; and the answers of a cache that has none."""
+"""The scheduler's prefix cache and the tiers behind it: what the scheduler asks of them, and a cache that has none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from scheduler_components import TierStats
 from scheduler_components.cache import RadixCache
-from scheduler_components.hicache import HiRadixCache, TierStepper
-
-if TYPE_CHECKING:
-    from scheduler_components.hicache import ThreadPageMover
+from scheduler_components.hicache import HiRadixCache
 
 __all__ = [
-    "NO_TIERS",
     "CacheTiers",
-    "HostTiers",
+    "DeviceTier",
     "PrefixCache",
+    "PrefixPreparations",
+    "TierContents",
 ]
 
 PrefixCache: TypeAlias = RadixCache | HiRadixCache
-"""Both do the same for a request; one of them keeps what it evicts."""
-
-_WAIT_S = 0.001
+"""Both do the same for a request; a ``HiRadixCache`` keeps what the device evicts."""
 
 
-class CacheTiers(Protocol):
-    """Brings pages closer before a request runs."""
-
-    def step(self) -> None:
-        """Agree with the other ranks; once in every step of the scheduler."""
-        ...
+class PrefixPreparations(Protocol):
+    """Brings the pages of waiting requests closer; ``HiRadixCache.preparations`` does."""
 
     def expect(self, rid: str, token_ids: Sequence[int]) -> None:
         """A request has come."""
         ...
 
     def is_ready(self, rid: str, token_ids: Sequence[int], *, is_next: bool) -> bool:
-        """Say whether a waiting request need not wait for pages."""
+        """Say whether a waiting request need not wait for pages, and begin to bring them closer."""
         ...
 
-    def admitted(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
+    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
         """A request begins to run for the first time."""
         ...
 
@@ -49,22 +41,49 @@ class CacheTiers(Protocol):
         """A request is gone, or runs again after a retraction."""
         ...
 
-    def wait(self) -> None:
-        """Let a moment pass, when there is nothing to compute."""
+
+class TierContents(Protocol):
+    """What is on which tier and on its way between them, the same on every rank; a ``HiRadixCache`` is one."""
+
+    @property
+    def preparations(self) -> PrefixPreparations:
+        """Told of each request."""
+        ...
+
+    @property
+    def num_operations(self) -> int:
+        """Transfers under way."""
+        ...
+
+    @property
+    def state_digest(self) -> int:
+        """What is on which tier, as one unsigned 64-bit number."""
         ...
 
     def stats(self) -> TierStats | None:
         """Return the counters of this moment; None where there are no tiers."""
         ...
 
+
+class CacheTiers(Protocol):
+    """A prefix cache and what is behind it, stepped with the scheduler."""
+
     @property
-    def num_operations(self) -> int:
-        """Transfers under way; the same on every rank."""
+    def cache(self) -> PrefixCache:
+        """Gives and takes the pages of running requests."""
         ...
 
     @property
-    def state_digest(self) -> int:
-        """What is on which tier as one signed 64-bit number; the same on every rank."""
+    def contents(self) -> TierContents:
+        """What is behind the cache."""
+        ...
+
+    def step(self) -> None:
+        """Agree with the other ranks; once in every step of the scheduler."""
+        ...
+
+    def wait(self) -> None:
+        """Let a moment pass, when there is nothing to compute."""
         ...
 
     def close(self) -> None:
@@ -72,14 +91,8 @@ class CacheTiers(Protocol):
         ...
 
 
-class _NoTiers:
-    """The device is all there is."""
-
-    num_operations = 0
-    state_digest = 0
-
-    def step(self) -> None:
-        pass
+class _NoPreparations:
+    """All that is cached is on the device already."""
 
     def expect(self, rid: str, token_ids: Sequence[int]) -> None:
         pass
@@ -87,65 +100,42 @@ class _NoTiers:
     def is_ready(self, rid: str, token_ids: Sequence[int], *, is_next: bool) -> bool:  # noqa: ARG002
         return True
 
-    def admitted(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
+    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
         pass
 
     def forget(self, rid: str) -> None:
         pass
 
-    def wait(self) -> None:
-        pass
+
+class _NoContents:
+    """The device is all there is."""
+
+    preparations: PrefixPreparations = _NoPreparations()
+    num_operations = 0
+    state_digest = 0
 
     def stats(self) -> TierStats | None:
         return None
 
-    def close(self) -> None:
-        pass
 
-
-NO_TIERS: CacheTiers = _NoTiers()
+_NO_CONTENTS: TierContents = _NoContents()
 
 
 @dataclass(slots=True, kw_only=True)
-class HostTiers:
-    """``CacheTiers`` of a ``HiRadixCache``.
+class DeviceTier:
+    """``CacheTiers`` of a cache with nothing behind it."""
 
-    Attributes:
-        stepper: steps the cache.
-        mover: the stepper's, which this one waits for.
-    """
-
-    stepper: TierStepper
-    mover: ThreadPageMover
+    cache: RadixCache
 
     @property
-    def num_operations(self) -> int:
-        return self.stepper.cache.num_operations
-
-    @property
-    def state_digest(self) -> int:
-        return self.stepper.cache.state_digest - 2**63
+    def contents(self) -> TierContents:
+        return _NO_CONTENTS
 
     def step(self) -> None:
-        self.stepper.step()
-
-    def expect(self, rid: str, token_ids: Sequence[int]) -> None:
-        self.stepper.cache.preparations.expect(rid, token_ids)
-
-    def is_ready(self, rid: str, token_ids: Sequence[int], *, is_next: bool) -> bool:
-        return self.stepper.cache.preparations.is_ready(rid, token_ids, is_next=is_next)
-
-    def admitted(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
-        self.stepper.cache.preparations.book_admission(rid, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
-
-    def forget(self, rid: str) -> None:
-        self.stepper.cache.preparations.forget(rid)
+        pass
 
     def wait(self) -> None:
-        self.mover.wait(_WAIT_S)
-
-    def stats(self) -> TierStats:
-        return self.stepper.cache.stats()
+        pass
 
     def close(self) -> None:
-        self.stepper.close()
+        pass

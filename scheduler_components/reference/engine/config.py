@@ -1,4 +1,7 @@
-"""What the engine is told of its hierarchical cache: plain values, checked once, sent to every rank."""
+"""What an engine is made of: topology, sizes of the scheduler, simulated device, event stream, cache tiers.
+
+The values are start-up facts: checked once in the process that a person talks to, sent to every rank as JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,22 @@ import msgspec
 
 from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
 from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
-from scheduler_components.reference.engine.policy import SchedulerConfig
 
 __all__ = [
+    "DEFAULT_HOST",
     "MOONCAKE_MASTER",
     "MOONCAKE_METADATA",
-    "HiCacheConfig",
-    "StorageKind",
-    "DEFAULT_HOST",
     "EngineConfig",
+    "HiCacheConfig",
     "RankConfig",
-    "SocketPaths",
+    "EnginePaths",
+    "SchedulerConfig",
+    "StorageKind",
     "default_kv_events",
 ]
+
+DEFAULT_HOST = "127.0.0.1"
+"""Token ids are in clear on the event stream, so nothing listens beyond loopback unless a person says so."""
 
 MOONCAKE_MASTER = "127.0.0.1:50051"
 MOONCAKE_METADATA = "http://127.0.0.1:8080/metadata"
@@ -33,18 +39,76 @@ MOONCAKE_METADATA = "http://127.0.0.1:8080/metadata"
 _SEGMENT_BYTES = 64 << 20  # of each rank, given to the cluster
 _BUFFER_BYTES = 16 << 20
 
+_SEARCHED_PORTS = (20_000, 32_000)  # below the ports that systems give to outgoing connections
+_SEARCHES = 64
+
 StorageKind: TypeAlias = Literal["none", "file", "mooncake"]
 _STORAGE_KINDS = ("none", "file", "mooncake")
 
 
+def _check_size(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(attribute.name, value, "is not a size", "give an integer of at least 1")
+
+
+def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(attribute.name, value, "is not a share", "give a number from 0 to 1")
+
+
 def _check_kind(_: object, attribute: attrs.Attribute[str], value: str) -> None:
     if value not in _STORAGE_KINDS:
-        raise ConfigError(attribute.name, value, "is no storage", f"give one of {', '.join(_STORAGE_KINDS)}")
+        raise ConfigError(attribute.name, value, "is not a storage", f"give one of {', '.join(_STORAGE_KINDS)}")
 
 
-def _check_size(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    if value < 1:
-        raise ConfigError(attribute.name, value, "is not a size", "give an integer of at least 1")
+@attrs.frozen(kw_only=True)
+class SchedulerConfig:
+    """Sizes of one scheduler; frozen, checked at construction.
+
+    Attributes:
+        page_size: tokens per KV page; 16 as in vLLM: small enough to share prefixes, large enough to hash cheaply.
+        kv_tokens: capacity of the KV pool in tokens, a multiple of ``page_size``.
+        max_running_requests: request slots of a batch.
+        max_prefill_tokens: prefill budget of a step over all requests. Decodes come on top: they are few.
+        chunk_tokens: the most that one request prefills in a step, so that a long prompt does not hold up the
+            decodes that share its batch.
+        new_token_ratio: share of a request's possible output that admission reserves at first. 0.7 as in SGLang:
+            few requests use all of ``max_new_tokens``.
+        min_new_token_ratio: what that share decays to over 600 steps without a retraction.
+        eos_token_id: the model's end-of-sequence token; None for a model that has none.
+        kv_metrics_every_steps: cadence of ``KvMetrics`` to the serving process. Events go out every step.
+
+    Raises:
+        ConfigError: naming the size that cannot work.
+    """
+
+    page_size: int = attrs.field(default=16, validator=_check_size)
+    kv_tokens: int = attrs.field(default=65_536, validator=_check_size)
+    max_running_requests: int = attrs.field(default=64, validator=_check_size)
+    max_prefill_tokens: int = attrs.field(default=4096, validator=_check_size)
+    chunk_tokens: int = attrs.field(default=2048, validator=_check_size)
+    new_token_ratio: float = attrs.field(default=0.7, validator=_check_ratio)
+    min_new_token_ratio: float = attrs.field(default=0.1, validator=_check_ratio)
+    eos_token_id: int | None = None
+    kv_metrics_every_steps: int = attrs.field(default=8, validator=_check_size)
+
+    def __attrs_post_init__(self) -> None:
+        whole_tokens = self.kv_tokens // self.page_size * self.page_size
+        if whole_tokens != self.kv_tokens:
+            hint = f"give {max(whole_tokens, self.page_size)}"
+            raise ConfigError("kv_tokens", self.kv_tokens, f"is not a multiple of page_size={self.page_size}", hint)
+        if self.min_new_token_ratio > self.new_token_ratio:
+            raise ConfigError(
+                "min_new_token_ratio",
+                self.min_new_token_ratio,
+                f"is above new_token_ratio={self.new_token_ratio}",
+                f"give at most {self.new_token_ratio}",
+            )
+
+    @property
+    def kv_pages(self) -> int:
+        """Pages of the pool."""
+        return self.kv_tokens // self.page_size
 
 
 @attrs.frozen(kw_only=True)
@@ -88,17 +152,6 @@ class HiCacheConfig:
         )
 
 
-# What an engine is made of: its topology, its scheduler's sizes, its simulated device and its event stream.
-#
-# The values are start-up facts: checked once in the process that a person talks to, sent to every rank as JSON.
-
-DEFAULT_HOST = "127.0.0.1"
-"""Token ids are in clear on the event stream, so nothing listens beyond loopback unless a person says so."""
-
-_SEARCHED_PORTS = (20_000, 32_000)  # below the ports that systems give to outgoing connections
-_SEARCHES = 64
-
-
 def _check_speed(_: EngineConfig, attribute: attrs.Attribute[float], value: float) -> None:
     if not 0 < value < float("inf"):
         raise ConfigError(attribute.name, value, "is not a speed", "give a finite number above 0")
@@ -110,7 +163,7 @@ class EngineConfig:
 
     Attributes:
         dp_size: replicas: independent KV caches under DP attention.
-        attn_cp_size, attn_tp_size: ranks a replica, along attention context and tensor parallelism.
+        attn_cp_size, attn_tp_size: ranks per replica, along attention context and tensor parallelism.
         scheduler: sizes of each replica's scheduler.
         speed: divides the simulated device's time.
         seed: of the simulated model's tokens.
@@ -153,14 +206,18 @@ class EngineConfig:
 
 
 @attrs.frozen
-class SocketPaths:
-    """The engine's private ipc sockets, all in one directory that only its user can enter."""
+class EnginePaths:
+    """What the engine keeps in one directory that only its user can enter: ipc sockets, and the ranks' statistics.
+
+    Attributes:
+        directory: also the board: each rank that reports metrics writes its page there, and the front reads them.
+    """
 
     directory: str
 
     @property
     def reports(self) -> str:
-        """Every rank to the front; the front binds."""
+        """Every rank to the front, load reports among it; the front binds."""
         return self._address("reports")
 
     @property
@@ -195,15 +252,15 @@ class RankConfig:
 
     engine: EngineConfig
     tp_rank: int
-    sockets: SocketPaths
+    paths: EnginePaths
 
     def to_json(self) -> bytes:
-        """One line."""
+        """The configuration as one line of JSON."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, text: bytes) -> RankConfig:
-        """Raises DecodeError for text that is no configuration of a rank."""
+        """Inverse of ``to_json``. Raises DecodeError for text that is not the configuration of a rank."""
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -213,7 +270,7 @@ class RankConfig:
 def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
     """Configuration of an event stream with replay and load gauge on free ports of ``host``.
 
-    One port a rank is kept for events, though only ``dp_size`` of them are used: whoever probes the others learns
+    One port per rank is kept for events, though only ``dp_size`` of them are used: whoever probes the others learns
     that no other rank publishes.
 
     Raises:

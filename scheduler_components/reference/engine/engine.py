@@ -1,4 +1,9 @@
-"""The engine: a private directory of sockets, the scheduler processes, and the front, from birth to close."""
+"""The engine: a private directory, the scheduler processes, and the front, from start to close.
+
+The engine starts the scheduler processes, watches them, and stops them: none outlives the process that started it. A
+rank reads its configuration from standard input, which then stays open: its end is the order to stop, and comes by
+itself when the parent dies, however it dies. Ranks are in sessions of their own, so a Ctrl-C reaches the parent alone.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,19 @@ import asyncio
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import zmq
 import zmq.asyncio
 
-from scheduler_components import KvMetrics, MetricsSink, StartError
-from scheduler_components.metrics import ZmqKvMetricsReceiver, open_zmq_kv_metrics_receiver
-from scheduler_components.reference.engine.config import EngineConfig, RankConfig, SocketPaths
+from observability import RankLabels
+from scheduler_components import KvMetrics, OutputStats, StartError
+from scheduler_components.metrics import ShmMetricsBoard, ZmqKvMetricsReceiver, open_zmq_kv_metrics_receiver
+from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, RankConfig
 from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, CacheDump, decode_outputs, decode_report
 
@@ -28,16 +35,14 @@ __all__ = [
     "open_engine",
 ]
 
-# Starts the scheduler processes, watches them, and stops them: none outlives the process that started it.
-#
-# A rank reads its configuration from standard input, which then stays open: its end is the order to stop, and comes
-# by
-# itself when the parent dies, however it dies. Ranks are in sessions of their own, so a Ctrl-C reaches the parent
-# alone.
-
 _RANK_MODULE = "scheduler_components.reference.engine.rank_process"
 _LONGEST_LINE_BYTES = 2**20  # of standard error; a traceback's longest line is far below
 _STOP_GRACE_S = 5.0  # a rank drains its event stream before it goes
+_START_DEADLINE_S = 60.0  # eight interpreters that start at once on two busy cores
+_ANSWER_DEADLINE_S = 30.0
+_KV_METRICS_EVERY_S = 0.25
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -95,10 +100,10 @@ class RankProcess:
 async def open_ranks(
     configs: Sequence[RankConfig], *, show: Callable[[str], None]
 ) -> AsyncIterator[tuple[list[RankProcess], asyncio.Future[RankExit]]]:
-    """Start one process a configuration; on leaving, all of them have ended.
+    """Start one process per configuration; on leaving, all of them have ended.
 
     Args:
-        configs: one a rank.
+        configs: one per rank.
         show: takes each line that a rank writes to standard error.
 
     Yields:
@@ -151,13 +156,6 @@ async def _stop(ranks: Sequence[RankProcess], watchers: Sequence[asyncio.Task[Ra
     await asyncio.gather(*watchers)
 
 
-_START_DEADLINE_S = 60.0  # eight interpreters that start at once on two busy cores
-_ANSWER_DEADLINE_S = 30.0
-_KV_METRICS_EVERY_S = 0.25
-
-T = TypeVar("T")
-
-
 @dataclass(slots=True, kw_only=True)
 class Engine:
     """A running engine. Made by ``open_engine``.
@@ -166,14 +164,24 @@ class Engine:
         config: what it was made of.
         front: takes requests.
         ranks: the scheduler processes.
+        stats: each replica's newest statistics; read when somebody asks for them.
         kv_metrics: newest ``KvMetrics`` of each data-parallel rank.
     """
 
     config: EngineConfig
     front: Front
     ranks: list[RankProcess]
+    stats: ShmMetricsBoard
     kv_metrics: dict[int, KvMetrics] = field(default_factory=dict)
-    _num_dumps: int = 0
+    _num_dumps: int = field(default=0, init=False)
+
+    def output_stats(self) -> Mapping[RankLabels, OutputStats]:
+        """Counters of outputs by the labels of the rank that sent them, for whoever exports them."""
+        config = self.config
+        return {
+            config.parallel(config.leader_of(replica)).metric_labels: counters
+            for replica, counters in self.front.board.outputs.items()
+        }
 
     async def run(self, work: Awaitable[T]) -> T:
         """Await ``work`` for as long as the engine lives.
@@ -227,13 +235,12 @@ class Engine:
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig, *, metrics: MetricsSink, affinity_tokens: int = 0, show: Callable[[str], None]
+    config: EngineConfig, *, affinity_tokens: int = 0, show: Callable[[str], None]
 ) -> AsyncIterator[Engine]:
     """Start an engine and wait until all ranks are ready; on leaving, its processes, sockets and files are gone.
 
     Args:
         config: what to start.
-        metrics: takes each replica's statistics.
         affinity_tokens: see ``LoadDispatcher``.
         show: takes lines that ranks write to standard error.
 
@@ -244,25 +251,25 @@ async def open_engine(
     async with AsyncExitStack() as opened:
         directory = tempfile.mkdtemp(prefix="scheduler-components-")
         opened.callback(shutil.rmtree, directory)
-        sockets = SocketPaths(directory)
+        paths = EnginePaths(directory)
         incoming, outgoing = zmq.asyncio.Context(), zmq.Context[zmq.Socket[bytes]]()
         opened.callback(incoming.destroy, linger=0)
         opened.callback(outgoing.destroy, linger=0)
         # Reports are bounded by open requests: ranks must never wait for the front with them.
-        reports = _bind_pull(incoming, sockets.reports, high_water_mark=0)
-        outputs = _bind_pull(incoming, sockets.outputs, high_water_mark=MAX_QUEUED_BATCHES)
-        receiver = open_zmq_kv_metrics_receiver(sockets.kv_metrics)
+        reports = _bind_pull(incoming, paths.reports, high_water_mark=0)
+        outputs = _bind_pull(incoming, paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
+        receiver = open_zmq_kv_metrics_receiver(paths.kv_metrics)
         opened.callback(receiver.close)
         front = Front(
-            leaders=[_connect_leader(outgoing, sockets, replica) for replica in range(config.dp_size)],
+            leaders=[_connect_leader(outgoing, paths, replica) for replica in range(config.dp_size)],
             dispatcher=LoadDispatcher(
                 replicas=[ReplicaLoad() for _ in range(config.dp_size)], affinity_tokens=affinity_tokens
             ),
-            metrics=metrics,
         )
-        rank_configs = [RankConfig(config, tp_rank, sockets) for tp_rank in range(config.world_size)]
+        rank_configs = [RankConfig(config, tp_rank, paths) for tp_rank in range(config.world_size)]
         ranks, first_exit = await opened.enter_async_context(open_ranks(rank_configs, show=show))
-        engine = Engine(config=config, front=front, ranks=ranks)
+        stats = ShmMetricsBoard(directory=Path(directory), num_ranks=config.dp_size)
+        engine = Engine(config=config, front=front, ranks=ranks, stats=stats)
         first_exit.add_done_callback(lambda exited: _note_failure(front, exited))
         await opened.enter_async_context(_running(_listen(reports, front), front))
         await opened.enter_async_context(_running(_take_outputs(outputs, front), front))
@@ -333,8 +340,8 @@ def _bind_pull(context: zmq.asyncio.Context, address: str, *, high_water_mark: i
     return socket
 
 
-def _connect_leader(context: zmq.Context[zmq.Socket[bytes]], sockets: SocketPaths, replica: int) -> zmq.Socket[bytes]:
+def _connect_leader(context: zmq.Context[zmq.Socket[bytes]], paths: EnginePaths, replica: int) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
     socket.sndhwm = 0  # bounded by open requests: the front must never wait for a rank
-    socket.connect(sockets.commands(replica))
+    socket.connect(paths.commands(replica))
     return socket

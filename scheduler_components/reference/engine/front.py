@@ -1,13 +1,15 @@
 """The front: takes requests, gives each to a replica by load, and hands its tokens back as they come.
 
-One asyncio loop owns everything here. Requests of the HTTP routes and of a replayed trace go the same way.
+One asyncio loop owns everything here. Requests of the HTTP routes and of a replayed trace go the same way. A replica's
+load is what it last reported (running and waiting tokens) plus what was sent to it and no report counts yet, which its
+``DispatchLedger`` knows.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
@@ -16,33 +18,30 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from observability import RankLabels
 from scheduler_components import (
     ComponentError,
     ConfigError,
     FinishReason,
     LoadSnapshot,
-    MetricsSink,
     OutputBatch,
     OutputDelta,
     OutputStats,
-    SchedulerStats,
 )
 from scheduler_components.load import DispatchLedger
-from scheduler_components.reference.device import SamplingLimits
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
     CacheDump,
     Command,
     DumpCache,
+    LoadReport,
     RankReady,
     Report,
     RequestRefused,
-    StatsReport,
     SubmitRequest,
     encode,
 )
+from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
     "LoadDispatcher",
@@ -56,11 +55,6 @@ __all__ = [
     "RequestRefusedError",
     "TooBusyError",
 ]
-
-# Which data-parallel replica gets the next request: pure, no sockets, no clock.
-#
-# A replica's load is what it last reported (running and waiting tokens) plus what was sent to it and no report counts
-# yet, which its ``DispatchLedger`` knows.
 
 _KEPT_CONVERSATIONS = 65_536
 
@@ -111,8 +105,8 @@ class ReplicaLoad:
 class LoadDispatcher:
     """Least total tokens first; a conversation stays where its prefix is cached while that costs little.
 
-    Args:
-        replicas: one entry a replica.
+    Attributes:
+        replicas: one entry per replica.
         affinity_tokens: a conversation's next turn goes to the replica of its last one unless that replica has this
             many tokens more than the least loaded. 0 dispatches by load alone. Affinity matters because a prefix is
             cached on one replica only: without it, a second turn misses with probability (replicas - 1) / replicas.
@@ -188,8 +182,7 @@ class RankBoard:
 
     Attributes:
         ready: tp_rank to the address of its event stream; None for a rank without one.
-        stats: replica to its newest statistics.
-        outputs: labels of a rank to its newest counters of outputs.
+        outputs: replica to the newest counters of its outputs.
         dumps: tp_rank to its newest cache dump.
         changed: set at every report; whoever waits for something clears it first.
         failure: why the engine cannot go on; None while it can.
@@ -197,16 +190,11 @@ class RankBoard:
     """
 
     ready: dict[int, str | None] = field(default_factory=dict)
-    stats: dict[int, SchedulerStats] = field(default_factory=dict)
-    outputs: dict[RankLabels, OutputStats] = field(default_factory=dict)
+    outputs: dict[int, OutputStats] = field(default_factory=dict)
     dumps: dict[int, CacheDump] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     failure: EngineFailedError | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def output_stats(self) -> Mapping[RankLabels, OutputStats]:
-        """Counters of outputs by a rank's labels, for whoever exports them."""
-        return self.outputs
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that can only become true by a report."""
@@ -220,16 +208,14 @@ class Front:
     """Requests in, tokens out.
 
     Attributes:
-        leaders: one PUSH socket a replica.
+        leaders: one PUSH socket per replica.
         dispatcher: chooses the replica.
-        metrics: takes every report of statistics.
         max_open_requests: beyond it, ``TooBusyError``: open requests are what the engine's memory grows with.
         board: what was heard from the ranks.
     """
 
     leaders: Sequence[zmq.Socket[bytes]]
     dispatcher: LoadDispatcher
-    metrics: MetricsSink
     max_open_requests: int = 4096
     board: RankBoard = field(default_factory=RankBoard)
     _open: dict[str, OpenRequest] = field(default_factory=dict, repr=False)
@@ -269,7 +255,7 @@ class Front:
         return opened
 
     def close_request(self, request: OpenRequest) -> None:
-        """Abort a request unless its end has been heard. Its id stays in use until then: late news keep their owner."""
+        """Abort a request unless its end has been heard. Until then its id stays in use, for late news."""
         if self._open.get(request.rid) is request:
             self._send(request.replica, AbortRequest(request.rid))
 
@@ -281,11 +267,9 @@ class Front:
 
     def receive(self, report: Report) -> None:
         """Take in what else a rank says."""
-        if isinstance(report, StatsReport):
-            self.dispatcher.replicas[report.replica].reported(report.stats.load)
-            self.board.stats[report.replica] = report.stats
-            self.board.outputs[report.stats.labels] = report.outputs
-            self.metrics.record(report.stats)
+        if isinstance(report, LoadReport):
+            self.dispatcher.replicas[report.load.dp_rank].reported(report.load)
+            self.board.outputs[report.load.dp_rank] = report.outputs
         elif isinstance(report, RequestRefused):
             self._pass_on(report.rid, RequestRefusedError(report.reason), ended=True)
         elif isinstance(report, CacheDump):
@@ -367,5 +351,5 @@ def _news_in(delta: OutputDelta) -> OutputDelta | RequestFailedError:
         return RequestFailedError(f"request {delta.rid!r} could not be computed; the engine's log says why")
     num_lost = delta.num_output_tokens - delta.start - len(delta.output.token_ids)
     if num_lost:
-        return RequestFailedError(f"{num_lost} tokens of request {delta.rid!r} were dropped, for too many were waiting")
+        return RequestFailedError(f"{num_lost} tokens of request {delta.rid!r} were dropped: too many were waiting")
     return delta

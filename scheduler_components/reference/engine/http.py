@@ -34,7 +34,6 @@ from scheduler_components import (
     __version__,
     merge_kv_events,
 )
-from scheduler_components.reference.device import SamplingLimits
 from scheduler_components.reference.engine.engine import Engine
 from scheduler_components.reference.engine.front import (
     Front,
@@ -44,6 +43,7 @@ from scheduler_components.reference.engine.front import (
     RequestRefusedError,
 )
 from scheduler_components.reference.engine.messages import pack_tokens
+from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
     "MAX_BODY_BYTES",
@@ -276,7 +276,7 @@ class EngineStatus:
         return {"model_path": name, "served_model_name": name, "is_generation": True, "skip_tokenizer_init": True}
 
     def load_snapshots(self) -> Sequence[LoadSnapshot]:
-        return [stats.load for stats in self.engine.front.board.stats.values()]
+        return [stats.load for _, stats in sorted(self.engine.stats.read().items())]
 
 
 def make_app(engine: Engine, registry: CollectorRegistry) -> Starlette:

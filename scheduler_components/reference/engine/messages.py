@@ -1,8 +1,12 @@
 """What the engine's processes say to each other: msgpack arrays over ZMQ PUSH/PULL on private ipc sockets.
 
 Front to the leader of a replica: ``Command``. Leader to its followers: ``StepInput``, one before each step.
-Every rank to the front: ``Report``; outputs have a way of their own (``outputs.py``). Token ids of prompts travel
-packed, four bytes each, little-endian.
+Every rank to the front: ``Report``, and outputs on a socket of their own. Token ids of prompts travel packed, four
+bytes each, little-endian.
+
+Statistics are no message: each rank writes them to its page of the engine's board (``open_shm_metrics_sink``), and the
+front reads the board when somebody looks. ``LoadReport`` is what the front must be woken for, since it dispatches by it
+and waits for the end of all work by it; and it carries the tickets, which a board of metrics leaves out.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from scheduler_components import DecodeError, OutputBatch, OutputStats, SchedulerStats, TierStats
-from scheduler_components.reference.device import SamplingLimits
+from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
+from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
     "FRONT",
@@ -28,7 +32,7 @@ __all__ = [
     "RankReady",
     "Report",
     "RequestRefused",
-    "StatsReport",
+    "LoadReport",
     "StepInput",
     "SubmitRequest",
     "decode_command",
@@ -90,17 +94,16 @@ class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
 
 
 class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The scheduler cannot ever serve this request; ``reason`` is for its author."""
+    """The scheduler can never serve this request; ``reason`` is for its author."""
 
     rid: str
     reason: str
 
 
-class StatsReport(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """A replica's statistics; the watermarks of its load say which ``SubmitRequest`` it counts."""
+class LoadReport(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """How loaded a replica is; the watermarks say which ``SubmitRequest`` it counts. ``outputs`` are its streamer's."""
 
-    replica: int
-    stats: SchedulerStats
+    load: LoadSnapshot
     outputs: OutputStats = OutputStats()
 
 
@@ -122,7 +125,7 @@ class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     tiers: TierStats | None = None
 
 
-Report = RankReady | RequestRefused | StatsReport | CacheDump
+Report = RankReady | RequestRefused | LoadReport | CacheDump
 
 T = TypeVar("T")
 
@@ -138,17 +141,17 @@ def encode(message: Command | StepInput | Report) -> bytes:
 
 
 def decode_command(frame: bytes) -> Command:
-    """Raises DecodeError for a frame that is no command."""
+    """Raises DecodeError for a frame that is not a command."""
     return _decode(_commands, frame)
 
 
 def decode_step(frame: bytes) -> StepInput:
-    """Raises DecodeError for a frame that is no step input."""
+    """Raises DecodeError for a frame that is not a step input."""
     return _decode(_steps, frame)
 
 
 def decode_report(frame: bytes) -> Report:
-    """Raises DecodeError for a frame that is no report."""
+    """Raises DecodeError for a frame that is not a report."""
     return _decode(_reports, frame)
 
 
@@ -194,30 +197,28 @@ def _little_endian(values: array[int]) -> array[int]:
     return values
 
 
-# The way of outputs from a replica's leader to the front: msgpack over a short PUSH/PULL queue of its own.
-#
-# Short on both sides: while the front is behind, tokens gather in the leader's ``OutputStreamer``, one delta a
-# request
-# and not one a step, and the front has less to catch up with.
-
 MAX_QUEUED_BATCHES = 64
-"""On each side of the socket; some hundred steps with their outputs."""
+"""Outputs on each side of their socket; some hundred steps.
+
+The queue is short: while the front is behind, tokens gather in the leader's ``OutputStreamer``, one delta per request
+and not one per step, and the front has less to catch up with.
+"""
 
 encode_outputs = msgspec.msgpack.Encoder().encode
 _decode_outputs = msgspec.msgpack.Decoder(OutputBatch).decode
 
 
 def decode_outputs(frame: bytes) -> OutputBatch:
-    """Raises DecodeError for a frame that is no batch of outputs."""
+    """Raises DecodeError for a frame that is not a batch of outputs."""
     try:
         return _decode_outputs(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"no outputs of this engine: {error}") from error
+        raise DecodeError(f"not outputs of this engine: {error}") from error
 
 
 @dataclass(slots=True, kw_only=True)
 class OutputSocket:
-    """An ``OutputSink`` over a connected PUSH socket with a high-water mark."""
+    """An ``OutputSink`` over a connected PUSH socket with a high-water mark: sending never waits."""
 
     socket: zmq.Socket[bytes]
 

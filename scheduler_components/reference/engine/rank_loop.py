@@ -2,13 +2,12 @@
 
 Lockstep: every decision of a scheduler follows from its sequence of steps and commands. The leader sends each step's
 commands, and the digest of its state, to its followers before it takes the step itself; a follower whose state differs
-stops the engine, for from there on its KV cache would be another one.
+stops the engine: from there on its KV cache would be another one.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,24 +16,22 @@ import zmq
 from scheduler_components import (
     ConfigError,
     LoadPublisher,
+    LoadSnapshot,
     LockstepError,
-    OutputStats,
     OutputStatsSource,
     ParallelState,
-    SchedulerStats,
 )
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import Tier
-from scheduler_components.reference.device import Request
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
     CacheDump,
     Command,
     DumpCache,
+    LoadReport,
     Report,
     RequestRefused,
-    StatsReport,
     StepInput,
     SubmitRequest,
     decode_command,
@@ -43,21 +40,21 @@ from scheduler_components.reference.engine.messages import (
     pack_hashes,
     unpack_tokens,
 )
+from scheduler_components.reference.engine.request import Request
 from scheduler_components.reference.engine.scheduler import Scheduler
 
 __all__ = [
-    "NO_OUTPUT_STATS",
     "Follower",
+    "FrontLoadSink",
     "Leader",
     "ReportSocket",
     "StepExecutor",
     "StopSignal",
 ]
 
-_STATS_EVERY_S = 0.05
 _IDLE_MS = 250  # a fraction of the load gauge's heartbeat: a sample is never much older than that
 _BACKLOG_MS = 20  # until outputs are offered again that the front did not take
-_COMMANDS_A_STEP = 256
+_COMMANDS_PER_STEP = 256
 _DUMP_PATIENCE_STEPS = 10_000
 _SEND_RETRY_MS = 100
 
@@ -82,51 +79,38 @@ class StopSignal:
         return all(ready != self._descriptor for ready, _ in poller.poll(timeout_ms))
 
 
-class _NoOutputStats:
-    """The counters of a rank that has no scheduler yet."""
-
-    def stats(self) -> OutputStats:
-        return OutputStats()
-
-
-NO_OUTPUT_STATS: OutputStatsSource = _NoOutputStats()
-
-
 @dataclass(slots=True, kw_only=True)
 class ReportSocket:
-    """The way to the front. As a ``MetricsSink`` it sends at most one report of statistics each 50 ms.
-
-    Attributes:
-        replica: whose statistics they are.
-        outputs: whose counters go with them. Set it when there is a scheduler, which is made with this sink.
-    """
+    """The way to the front: a connected PUSH socket without a high-water mark, so that sending never waits."""
 
     socket: zmq.Socket[bytes]
-    replica: int
-    clock: Callable[[], float] = time.monotonic
-    outputs: OutputStatsSource = NO_OUTPUT_STATS
-    _held: SchedulerStats | None = field(default=None, init=False)
-    _sent_s: float = field(default=float("-inf"), init=False)
 
     def send(self, report: Report) -> None:
         self.socket.send(encode(report))
 
-    def record(self, stats: SchedulerStats) -> None:
-        self._held = stats
-        if self.clock() - self._sent_s >= _STATS_EVERY_S:
-            self.flush()
 
-    def flush(self) -> None:
-        """Send the latest statistics, if they have not gone out yet: before a wait of unknown length."""
-        if self._held is not None:
-            self.send(StatsReport(self.replica, self._held, self.outputs.stats()))
-            self._held = None
-            self._sent_s = self.clock()
+@dataclass(slots=True, kw_only=True)
+class FrontLoadSink:
+    """A ``LoadSink`` over a ``ReportSocket``, for the ``LoadPublisher`` that says when a report is worth sending.
+
+    Attributes:
+        reports: the way to the front.
+        outputs: whose counters go with each report.
+    """
+
+    reports: ReportSocket
+    outputs: OutputStatsSource
+
+    def send(self, load: LoadSnapshot) -> None:
+        self.reports.send(LoadReport(load, self.outputs.stats()))
+
+    def close(self) -> None:
+        """The socket belongs to the process, which reports after this too."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepExecutor:
-    """One rank's part of a step, the same on every rank of a replica; only the leader answers for it."""
+    """One rank's part of a step, the same on every rank of a replica; only the leader speaks for the replica."""
 
     parallel: ParallelState
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
@@ -144,9 +128,9 @@ class StepExecutor:
         self._answer_dumps(step.step)
 
     def _answer_dumps(self, step: int) -> None:
-        """Dump the cache at a step at which no page is on its way, so that what is told of it is the last word."""
+        """Dump the cache at a step at which no page is on its way, so that what is told of it is final."""
         for dump_id, last_step in list(self._dumps_due.items()):
-            if not self.scheduler.tiers.num_operations or step >= last_step:
+            if not self.scheduler.tiers.contents.num_operations or step >= last_step:
                 del self._dumps_due[dump_id]
                 self.reports.send(self._dump(dump_id, step))
 
@@ -157,11 +141,11 @@ class StepExecutor:
             self.scheduler.abort(command.rid)
 
     def _submit(self, command: SubmitRequest) -> None:
-        self.scheduler.work.took_in(FRONT, command.ticket)
+        self.scheduler.book.work.took_in(FRONT, command.ticket)
         tokens = unpack_tokens(command.input_ids)
         try:
             self.scheduler.submit(Request(command.rid, tokens, command.limits, stream_interval=command.stream_interval))
-        except ConfigError as error:  # the request's author is to blame, on every rank alike
+        except ConfigError as error:  # the fault of the request's author, on every rank alike
             if self.parallel.leads_replica:
                 self.reports.send(RequestRefused(command.rid, str(error)))
 
@@ -182,19 +166,27 @@ class StepExecutor:
             dump,
             host_hashes=pack_hashes(scheduler.cache.block_hashes(Tier.HOST)),
             stored_hashes=pack_hashes(scheduler.cache.block_hashes(Tier.STORAGE)),
-            tiers=scheduler.tiers.stats(),
+            tiers=scheduler.tiers.contents.stats(),
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class Leader:
-    """Takes the front's commands, tells the followers, steps while there is work, and sleeps when there is none."""
+    """Takes the front's commands, tells the followers, steps while there is work, and sleeps when there is none.
+
+    Attributes:
+        executor: takes the steps.
+        commands: from the front.
+        followers: one socket per follower.
+        stop: the order to stop.
+        load_publishers: of the load gauge that the operator asked for, and of the front's.
+    """
 
     executor: StepExecutor
     commands: zmq.Socket[bytes]
     followers: Sequence[zmq.Socket[bytes]]
     stop: StopSignal
-    load_publisher: LoadPublisher
+    load_publishers: Sequence[LoadPublisher]
 
     def run(self) -> None:
         """Returns when the order to stop comes."""
@@ -213,16 +205,20 @@ class Leader:
             if not self._tell_followers(encode(step_input)):
                 return
             self.executor.execute(step_input)
-            self.load_publisher.publish_load()
+            for publisher in self.load_publishers:
+                publisher.publish_load()
 
     def _tell_what_is_left(self) -> None:
-        """Before a wait: what was held back, by a throttle or because the front was behind, goes out."""
+        """Before a wait: what was held back, by a throttle or because the front was behind, goes out.
+
+        Statistics are written before the front is told of the load: a front that hears that this replica is idle
+        finds the statistics of its last step on the board.
+        """
         scheduler = self.executor.scheduler
-        self.load_publisher.flush()
         scheduler.output.flush()
-        if not scheduler.output.has_backlog:  # a front that is behind has no use for more statistics either
-            scheduler.metrics.emit()
-            self.executor.reports.flush()
+        scheduler.metrics.emit()
+        for publisher in self.load_publishers:
+            publisher.flush()
 
     def _patience_ms(self) -> int:
         """How long to wait for a command."""
@@ -233,7 +229,7 @@ class Leader:
 
     def _take_commands(self) -> tuple[Command, ...]:
         commands: list[Command] = []
-        while len(commands) < _COMMANDS_A_STEP:
+        while len(commands) < _COMMANDS_PER_STEP:
             try:
                 commands.append(decode_command(self.commands.recv(zmq.DONTWAIT)))
             except zmq.Again:
@@ -255,7 +251,7 @@ class Leader:
 
 @dataclass(slots=True, kw_only=True)
 class Follower:
-    """Takes the steps that its leader takes, and checks that it stands where the leader stands."""
+    """Takes the steps that its leader takes, and checks that its state is the leader's."""
 
     executor: StepExecutor
     steps: zmq.Socket[bytes]

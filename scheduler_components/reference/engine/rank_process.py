@@ -1,6 +1,6 @@
 """A scheduler process: ``python -m scheduler_components.reference.engine.rank_process``, configured on standard input.
 
-Started by the launcher. Exits 0 when its standard input ends, 1 with one line on standard error when it cannot go on.
+Started by the engine. Exits 0 when its standard input ends, 1 with one line on standard error when it cannot go on.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import logging
 import os
 import sys
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import zmq
 
 from scheduler_components import (
-    NO_KV_METRICS,
     ComponentError,
     EventPublisher,
     LoadPublisher,
@@ -21,13 +21,20 @@ from scheduler_components import (
     open_load_publisher,
 )
 from scheduler_components.kv_events import ZmqEventPublisher, open_event_publisher
-from scheduler_components.metrics import open_zmq_kv_metrics_sink
+from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metrics_sink
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
+from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import RankConfig
 from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, OutputSocket, RankReady
-from scheduler_components.reference.engine.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.rank_loop import (
+    Follower,
+    FrontLoadSink,
+    Leader,
+    ReportSocket,
+    StepExecutor,
+    StopSignal,
+)
+from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.reference.engine.zmq_sync import StopRequested
 
 __all__ = [
@@ -47,13 +54,13 @@ def main() -> int:
     try:
         run_rank(RankConfig.from_json(_read_line(_STDIN)), StopSignal(_STDIN))
     except ComponentError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  the launcher reads it
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  the engine reads it
         return 1
     return 0
 
 
 def run_rank(config: RankConfig, stop: StopSignal) -> None:
-    """Open this rank's sockets, say that it is ready, and run its loop until ``stop``.
+    """Open this rank's parts, say that it is ready, and run its loop until ``stop``.
 
     Raises:
         ConfigError, StartError: the rank cannot start.
@@ -63,79 +70,56 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
     with ExitStack() as opened:
         context: _Context = zmq.Context()
         opened.callback(context.destroy, linger=0)
-        reports = ReportSocket(socket=_connect_push(context, config.sockets.reports), replica=parallel.kv_stream_index)
-        event_sink = open_event_publisher(config.engine.kv_events, parallel=parallel)
-        opened.callback(event_sink.shutdown)
+        reports = ReportSocket(socket=_connect_push(context, config.paths.reports))
+        events = open_event_publisher(config.engine.kv_events, parallel=parallel)
+        opened.callback(events.shutdown)
         opened.enter_context(suppress(StopRequested))
-        cache, tiers = _open_cache(config, parallel, context, stop)
-        opened.callback(tiers.close)
-        scheduler = _make_scheduler(config, parallel, context, event_sink, reports, cache, tiers)
+        tiers = _open_tiers(config, parallel, context, stop)
+        if tiers is not None:
+            opened.callback(tiers.close)
+        metrics = open_shm_metrics_sink(Path(config.paths.directory), parallel)
+        opened.callback(metrics.close)
+        sinks = SchedulerSinks(events=events, metrics=metrics)
+        if parallel.leads_replica:
+            outputs = _connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
+            sinks.outputs = OutputSocket(socket=outputs)
+            sinks.kv_metrics = open_zmq_kv_metrics_sink(config.paths.kv_metrics)
+        device = SimulatedDevice(model=SimulatedModel(seed=config.engine.seed), speed=config.engine.speed)
+        scheduler = Scheduler.compose(config.engine.scheduler, parallel, device, tiers=tiers, sinks=sinks)
         opened.callback(scheduler.close)
-        reports.outputs = scheduler.output
-        load_publisher = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
-        opened.callback(load_publisher.close)
         executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
-        loop = _open_loop(config, context, executor, stop, load_publisher)
-        reports.send(RankReady(config.tp_rank, _stream_endpoint(event_sink)))
+        gauge = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
+        opened.callback(gauge.close)
+        loop = _open_loop(config, context, executor, stop, gauge)
+        reports.send(RankReady(config.tp_rank, _stream_endpoint(events)))
         loop.run()
 
 
-def _open_cache(
-    config: RankConfig, parallel: ParallelState, context: _Context, stop: StopSignal
-) -> tuple[PrefixCache | None, CacheTiers]:
-    """Open what is behind the device; None where the scheduler's own cache will do."""
+def _open_tiers(config: RankConfig, parallel: ParallelState, context: _Context, stop: StopSignal) -> CacheTiers | None:
+    """Open what is behind the device; None where the scheduler's own cache is enough."""
     if config.engine.hicache is None:
-        return None, NO_TIERS
+        return None
     # Imported here: the memory of a host tier needs numpy, which an engine without one need not have.
-    from scheduler_components.reference.engine.hicache_rank import open_host_tiers
+    from scheduler_components.reference.engine.host_tiers import open_host_tiers
 
     return open_host_tiers(config, config.engine.hicache, parallel, context=context, wait_for=stop.wait)
 
 
-def _make_scheduler(
-    config: RankConfig,
-    parallel: ParallelState,
-    context: _Context,
-    event_sink: EventPublisher,
-    reports: ReportSocket,
-    cache: PrefixCache | None,
-    tiers: CacheTiers,
-) -> Scheduler:
-    engine, outputs = config.engine, None
-    if parallel.leads_replica:
-        outputs = OutputSocket(
-            socket=_connect_push(context, config.sockets.outputs, high_water_mark=MAX_QUEUED_BATCHES)
-        )
-    kv_metrics = open_zmq_kv_metrics_sink(config.sockets.kv_metrics) if parallel.reports_metrics else NO_KV_METRICS
-    return Scheduler(
-        engine.scheduler,
-        parallel,
-        SimulatedDevice(SimulatedModel(seed=engine.seed), speed=engine.speed),
-        cache=cache,
-        tiers=tiers,
-        event_sink=event_sink,
-        output_sink=outputs,
-        metrics_sink=reports,
-        kv_metrics_sink=kv_metrics,
-    )
-
-
 def _open_loop(
-    config: RankConfig, context: _Context, executor: StepExecutor, stop: StopSignal, load_publisher: LoadPublisher
+    config: RankConfig, context: _Context, executor: StepExecutor, stop: StopSignal, gauge: LoadPublisher
 ) -> Leader | Follower:
-    parallel, sockets = executor.parallel, config.sockets
+    parallel, scheduler, paths = executor.parallel, executor.scheduler, config.paths
     if not parallel.leads_replica:
-        return Follower(executor=executor, steps=_bind_pull(context, sockets.steps(parallel.tp_rank)), stop=stop)
+        return Follower(executor=executor, steps=_bind_pull(context, paths.steps(parallel.tp_rank)), stop=stop)
     first_follower = parallel.tp_rank + 1
     followers = range(first_follower, parallel.tp_rank + config.engine.ranks_per_replica)
+    front = FrontLoadSink(reports=executor.reports, outputs=scheduler.output)
     return Leader(
         executor=executor,
-        commands=_bind_pull(context, sockets.commands(parallel.kv_stream_index)),
-        followers=[
-            _connect_push(context, sockets.steps(tp_rank), high_water_mark=_STEPS_AHEAD) for tp_rank in followers
-        ],
+        commands=_bind_pull(context, paths.commands(parallel.kv_stream_index)),
+        followers=[_connect_push(context, paths.steps(tp_rank), high_water_mark=_STEPS_AHEAD) for tp_rank in followers],
         stop=stop,
-        load_publisher=load_publisher,
+        load_publishers=(gauge, LoadPublisher(parallel=parallel, load=scheduler.load, sink=front)),
     )
 
 

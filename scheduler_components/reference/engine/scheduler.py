@@ -19,7 +19,10 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from zlib import crc32
+
+import msgspec
 
 from scheduler_components import (
     NO_KV_METRICS,
@@ -28,38 +31,33 @@ from scheduler_components import (
     KvEventSink,
     KvMetricsSink,
     LoadInquirer,
+    LoadSource,
     LoadWithTotals,
     MetricsEmitter,
     MetricsSink,
     NullEventPublisher,
+    NullMetricsSink,
     OutputBatch,
     OutputSink,
     OutputStreamer,
     ParallelState,
     SchedulerKvEventsPublisher,
-    SchedulerStats,
-    SchedulerTotals,
     WorkResult,
-    WorkTotals,
 )
 from scheduler_components.cache import RadixCache
-from scheduler_components.metrics import RateMeter, RequestLatencies
-from scheduler_components.reference.device import Device, Request, RequestState, ScheduledBatch, StepResult
-from scheduler_components.reference.engine.batcher import Batcher, RequestPages, RequestQueues
-from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
-from scheduler_components.reference.engine.cache_tiers import NO_TIERS, CacheTiers, PrefixCache
-from scheduler_components.reference.engine.policy import SchedulerConfig, check_request_fits
+from scheduler_components.reference.device import Device, ScheduledBatch
+from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits
+from scheduler_components.reference.engine.bookkeeping import RequestBook
+from scheduler_components.reference.engine.cache_tiers import CacheTiers, DeviceTier, PrefixCache
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState
 
 __all__ = [
+    "Clocks",
     "Scheduler",
+    "SchedulerSinks",
+    "StepResult",
 ]
-
-
-class _NoMetrics:
-    """The sink of a scheduler whose metrics nobody reads."""
-
-    def record(self, stats: SchedulerStats) -> None:
-        pass
 
 
 class _NoOutputs:
@@ -75,94 +73,204 @@ class _NoOutputs:
         pass
 
 
-class Scheduler:
-    """Serves requests in steps. Not thread-safe: one thread calls everything.
-
-    Args:
-        config: sizes.
-        parallel: this process's rank; the owner of the KV stream records events, the others only decide alike.
-        device: computes batches.
-        cache: the prefix cache over the KV pool; by default a ``RadixCache`` of ``config``'s sizes.
-        tiers: what is behind it; nothing by default. ``close`` closes it.
-        event_sink: where KV events go; made by ``open_event_publisher``. ``close`` shuts it down.
-        output_sink: where the tokens of requests go; nowhere by default. ``close`` closes it.
-        metrics_sink: where each step's statistics go.
-        kv_metrics_sink: where slots and blocks go, for the serving process. ``close`` closes it.
-        wall_clock: seconds since the epoch, for time stamps.
-        monotonic_clock: seconds from any origin, for rates and the times of requests.
+@dataclass(slots=True, kw_only=True)
+class SchedulerSinks:
+    """What a scheduler writes to, each of which may be nowhere. ``Scheduler.close`` closes them.
 
     Attributes:
-        cache, queues, load, work, output, kv_events, metrics: the parts that others may read, or call between two
-            steps: ``work.took_in()`` for a request that was dispatched with a ticket, and ``load.get_loads()``,
-            ``output.flush()``, ``kv_events.idle()`` and ``metrics.emit()`` while there is no work.
-        num_steps: steps done.
-        state_digest: 32 bits over every decision and result so far. Equal on all ranks of a replica after the
-            same calls; a rank that parts from the others differs from then on.
+        events: KV events; made by ``open_event_publisher``.
+        outputs: the tokens of requests.
+        metrics: each step's statistics; its owner closes it.
+        kv_metrics: slots and blocks, for the serving process.
     """
 
-    def __init__(  # noqa: SCH010 the engine's one place of composition takes each replaceable part by name
-        self,
+    events: KvEventSink = field(default_factory=NullEventPublisher)
+    outputs: OutputSink = field(default_factory=_NoOutputs)
+    metrics: MetricsSink = field(default_factory=NullMetricsSink)
+    kv_metrics: KvMetricsSink = NO_KV_METRICS
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Clocks:
+    """Where time comes from.
+
+    Attributes:
+        wall: seconds since the epoch, for time stamps.
+        monotonic: seconds from any origin, for rates and the times of requests.
+    """
+
+    wall: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """What one ``Scheduler.step`` did.
+
+    Attributes:
+        step: number of the step, from 1.
+        num_news: requests that got tokens or ended; the tokens themselves go to the scheduler's output sink.
+        num_prefill_tokens, num_decode_tokens: positions computed, by kind.
+        num_admitted, num_retracted: requests that got and lost their pages.
+        digest: ``Scheduler.state_digest`` after the step.
+    """
+
+    step: int
+    num_news: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_admitted: int
+    num_retracted: int
+    digest: int
+
+
+@dataclass(slots=True, kw_only=True)
+class DecisionDigest:
+    """32 bits over every decision and result so far: ranks that were called alike have the same, others never again.
+
+    Attributes:
+        value: the digest.
+        num_steps: steps that are in it.
+    """
+
+    value: int = 0
+    num_steps: int = 0
+
+    def add(self, *facts: int) -> None:
+        """Fold signed 64-bit numbers in."""
+        self.value = crc32(array("q", facts).tobytes(), self.value)
+
+    def add_step(self, batch: ScheduledBatch[Request], num_news: int, tiers: CacheTiers) -> None:
+        """Fold a step's decisions and results in: who, where, on which page, and what came out."""
+        self.num_steps += 1
+        facts = [self.num_steps, batch.num_admitted, batch.num_retracted]
+        for work in batch.works:
+            request = work.request
+            facts += (request.arrival, work.start, work.end, request.token_ids[-1])
+            facts.append(request.pages[-1] if request.pages else -1)
+        cache = tiers.cache
+        facts += (num_news, cache.used_tokens, cache.free_tokens, cache.evictable_tokens)
+        self.add(*facts, tiers.contents.state_digest - 2**63)
+
+
+@dataclass(slots=True, kw_only=True)
+class Scheduler:
+    """Serves requests in steps. Made by ``Scheduler.compose``. Not thread-safe: one thread calls everything.
+
+    Attributes:
+        device: computes batches.
+        batcher: makes them; has the queues, the pages, the tiers of the cache, and the book of what happened.
+        results: gives each result to its request.
+        output: sends the tokens of requests.
+        kv_events: tells what the cache stored and removed.
+        metrics: each step's statistics.
+
+    Others may call ``load.get_loads()``, ``output.flush()``, ``kv_events.idle()`` and ``metrics.emit()`` between two
+    steps and while there is no work, and ``book.work.took_in()`` for a request that was dispatched with a ticket.
+    """
+
+    device: Device
+    batcher: Batcher
+    results: BatchResultProcessor[Request]
+    output: OutputStreamer
+    kv_events: SchedulerKvEventsPublisher
+    metrics: MetricsEmitter
+    _decisions: DecisionDigest = field(default_factory=DecisionDigest, init=False)
+
+    @classmethod
+    def compose(
+        cls,
         config: SchedulerConfig,
         parallel: ParallelState,
         device: Device,
         *,
-        cache: PrefixCache | None = None,
-        tiers: CacheTiers = NO_TIERS,
-        event_sink: KvEventSink | None = None,
-        output_sink: OutputSink | None = None,
-        metrics_sink: MetricsSink | None = None,
-        kv_metrics_sink: KvMetricsSink = NO_KV_METRICS,
-        wall_clock: Callable[[], float] = time.time,
-        monotonic_clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config = config
-        self.device = device
-        self.cache: PrefixCache = cache if cache is not None else _device_cache(config, parallel)
-        self.tiers = tiers
-        self.queues = queues = RequestQueues(max_running_requests=config.max_running_requests)
-        counters, rates = RunningTotals(), RateMeter(clock=monotonic_clock)
-        self.book = book = RequestBook(
-            counters=counters, rates=rates, latencies=RequestLatencies(clock=monotonic_clock), tiers=tiers
+        tiers: CacheTiers | None = None,
+        sinks: SchedulerSinks | None = None,
+        clocks: Clocks | None = None,
+    ) -> Scheduler:
+        """Wire one.
+
+        Args:
+            config: sizes.
+            parallel: this process's rank; the owner of the KV stream records events, the others only decide alike.
+            device: computes batches.
+            tiers: the prefix cache and what is behind it; by default a ``RadixCache`` of ``config``'s sizes alone.
+            sinks: where everything goes; by default nowhere.
+            clocks: where time comes from.
+        """
+        sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
+        tiers = tiers or DeviceTier(cache=_device_cache(config, parallel))
+        queues = RequestQueues(max_running_requests=config.max_running_requests)
+        book = RequestBook(tiers=tiers, clock=clocks.monotonic)
+        pages = RequestPages(cache=tiers.cache, totals=book.counters)
+        load = LoadWithTotals(
+            load=LoadInquirer(parallel=parallel, queues=queues, pool=tiers.cache, rates=book.rates, clock=clocks.wall),
+            work=book.work,
         )
-        self.pages = pages = RequestPages(cache=self.cache, totals=counters)
-        self.batcher = Batcher(config=config, queues=queues, pages=pages, book=book, tiers=tiers)
-        self.output = OutputStreamer(sink=output_sink if output_sink is not None else _NoOutputs())
-        self.results = BatchResultProcessor(
-            kv=pages,
-            requests=queues,
-            output=self.output,
-            observer=book,
-            eos_token_ids=frozenset() if config.eos_token_id is None else frozenset({config.eos_token_id}),
-        )
-        self.work = WorkTotals()
-        self.load = LoadWithTotals(
-            load=LoadInquirer(parallel=parallel, queues=queues, pool=self.cache, rates=rates, clock=wall_clock),
-            work=self.work,
-        )
-        self.kv_events = SchedulerKvEventsPublisher(
+        kv_events = SchedulerKvEventsPublisher(
             parallel=parallel,
-            source=self.cache,
-            sink=event_sink if event_sink is not None else NullEventPublisher(),
-            load=self.load,
-            metrics_sink=kv_metrics_sink,
-            clock=wall_clock,
+            source=tiers.cache,
+            sink=sinks.events,
+            load=load,
+            metrics_sink=sinks.kv_metrics,
+            clock=clocks.wall,
         )
-        self.metrics = MetricsEmitter(
-            parallel=parallel,
-            load=self.load,
-            sink=metrics_sink if metrics_sink is not None else _NoMetrics(),
-            totals=book,
-            publisher=self.kv_events,
+        output = OutputStreamer(sink=sinks.outputs)
+        return cls(
+            device=device,
+            batcher=Batcher(config=config, queues=queues, pages=pages, book=book, tiers=tiers),
+            results=BatchResultProcessor(
+                kv=pages,
+                requests=queues,
+                output=output,
+                observer=book,
+                eos_token_ids=frozenset() if config.eos_token_id is None else frozenset({config.eos_token_id}),
+            ),
+            output=output,
+            kv_events=kv_events,
+            metrics=MetricsEmitter(parallel=parallel, load=load, sink=sinks.metrics, totals=book, publisher=kv_events),
         )
-        self.num_steps = 0
-        self.state_digest = 0
-        self._clock = monotonic_clock
-        self._untold_rids: set[str] = set()
+
+    @property
+    def queues(self) -> RequestQueues:
+        """Requests in flight."""
+        return self.batcher.queues
+
+    @property
+    def book(self) -> RequestBook:
+        """What the requests have gone through."""
+        return self.batcher.book
+
+    @property
+    def tiers(self) -> CacheTiers:
+        """The cache and what is behind it."""
+        return self.batcher.tiers
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache over the KV pool."""
+        return self.batcher.tiers.cache
+
+    @property
+    def load(self) -> LoadSource:
+        """How loaded this replica is, with the totals of ``book.work``."""
+        return self.metrics.load
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done."""
+        return self._decisions.num_steps
+
+    @property
+    def state_digest(self) -> int:
+        """32 bits over every decision and result so far. Equal on all ranks of a replica after the same calls; a rank
+        that decides otherwise differs from then on.
+        """
+        return self._decisions.value
 
     @property
     def has_work(self) -> bool:
         """True while a step has something to do: requests in flight, aborts to tell of, pages on their way."""
-        return bool(self.queues or self.results.has_news or self.tiers.num_operations)
+        return bool(self.queues or self.results.has_news or self.tiers.contents.num_operations)
 
     def submit(self, request: Request) -> None:
         """Queue a request. A refusal changes nothing.
@@ -171,36 +279,35 @@ class Scheduler:
             ConfigError: the whole pool could not hold it, its id is in flight (or its abort is still to be told),
                 or it has been served before.
         """
-        check_request_fits(self.config, request.num_input_tokens, request.limits.max_new_tokens)
-        if self.queues.find(request.rid) is not None or request.rid in self._untold_rids:
+        check_request_fits(self.batcher.config, request.num_input_tokens, request.limits.max_new_tokens)
+        if self.queues.is_taken(request.rid):
             raise ConfigError("rid", request.rid, "is already in flight", "give each request an id of its own")
         if request.state is not RequestState.WAITING or request.num_output_tokens:
             raise ConfigError("rid", request.rid, "has been served before", "make a new Request")
-        self.tiers.expect(request.rid, request.token_ids[:-1])
-        request.num_cached_tokens = self.pages.look_up(request)
+        self.tiers.contents.preparations.expect(request.rid, request.token_ids[:-1])
+        request.num_cached_tokens = self.batcher.pages.look_up(request)
         self.queues.enter(request)
         self.book.queued(request)
-        self._chain(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
+        self._decisions.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
 
     def abort(self, rid: str) -> bool:
         """End a request now, wherever it stands; the next step tells of it. False when it is not in flight."""
         request = self.queues.find(rid)
         if request is None:
             return False
-        self.tiers.forget(rid)
+        self.tiers.contents.preparations.forget(rid)
         self.results.abort(request)
-        self._untold_rids.add(rid)
-        self._chain(request.arrival, self.cache.used_tokens)
+        self._decisions.add(request.arrival, self.cache.used_tokens)
         return True
 
     def step(self) -> StepResult:
         """Compute one batch, book it, and say what happened.
 
         What the device raises ends the requests of the batch with ``FinishReason.ERROR``, and nothing else. A rank
-        that is alone with it parts from the others, which they notice before the next step.
+        that is alone with it differs from the others from then on, which they notice before the next step.
 
         Raises:
-            SyncTimeoutError, SyncDivergenceError, TierDivergenceError: the ranks' tiers no longer go together.
+            SyncTimeoutError, SyncDivergenceError, TierDivergenceError: the ranks' tiers are no longer the same.
         """
         self.tiers.step()
         batch = self.batcher.next_batch()
@@ -209,13 +316,9 @@ class Scheduler:
         else:
             self.tiers.wait()
             news = self.results.process()
-        self._untold_rids.clear()
-        self.num_steps += 1
-        self._chain_step(batch, len(news))
-        self.kv_events.publish_kv_events()
-        self.metrics.emit()
-        if self.num_steps % self.config.kv_metrics_every_steps == 0 or not self.has_work:
-            self.kv_events.emit_kv_metrics()
+        self.queues.all_told()
+        self._decisions.add_step(batch, len(news), self.tiers)
+        self._report()
         return StepResult(
             step=self.num_steps,
             num_news=len(news),
@@ -226,9 +329,9 @@ class Scheduler:
             digest=self.state_digest,
         )
 
-    def _compute(self, batch: ScheduledBatch) -> list[Request]:
+    def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
         """Let the device compute a batch, and book it; returns the requests with news."""
-        begun_s = self._clock()
+        begun_s = self.book.clock()
         try:
             self.device.launch(batch)
             self.kv_events.idle()
@@ -237,12 +340,18 @@ class Scheduler:
                 raise ValueError(f"the device gave {len(next_tokens)} tokens for {len(batch.works)} works")
         except Exception as error:  # noqa: BLE001 - counted and logged there, and told to each request's client
             return self.results.fail([work.request for work in batch.works], error)
-        if batch.num_prefill_tokens:
-            self.work.prefilled(batch.num_prefill_tokens, self._clock() - begun_s)
+        self.book.prefilled(batch.num_prefill_tokens, begun_s=begun_s)
         return self.results.process(
             WorkResult(work.request, work.start, work.end, (token,), work.is_prefill)
             for work, token in zip(batch.works, next_tokens, strict=True)
         )
+
+    def _report(self) -> None:
+        """Tell what the step did: events and statistics every step, slots and blocks now and then."""
+        self.kv_events.publish_kv_events()
+        self.metrics.emit()
+        if self.num_steps % self.batcher.config.kv_metrics_every_steps == 0 or not self.has_work:
+            self.kv_events.emit_kv_metrics()
 
     def drain(self) -> Iterator[StepResult]:
         """Step until there is nothing left to do."""
@@ -251,16 +360,12 @@ class Scheduler:
 
     def flush_cache(self) -> bool:
         """Forget every cached prefix and say so on the stream; False, and nothing done, with work in flight."""
-        if self.queues or self.tiers.num_operations:
+        if self.queues or self.tiers.contents.num_operations:
             return False
         self.cache.clear()
-        self._chain(self.cache.used_tokens, self.cache.free_tokens)
+        self._decisions.add(self.cache.used_tokens, self.cache.free_tokens)
         self.kv_events.publish_kv_events()
         return True
-
-    def totals(self) -> SchedulerTotals:
-        """Return the running totals."""
-        return self.book.totals()
 
     def close(self) -> None:
         """Send the last events and outputs, and close the sinks. Requests in flight are served no further.
@@ -270,20 +375,6 @@ class Scheduler:
         self.kv_events.shutdown()
         self.output.close()
         self.tiers.close()
-
-    def _chain_step(self, batch: ScheduledBatch, num_news: int) -> None:
-        """Fold a step's decisions and results into the digest: who, where, on which page, and what came out."""
-        facts = [self.num_steps, batch.num_admitted, batch.num_retracted]
-        for work in batch.works:
-            request = work.request
-            facts += (request.arrival, work.start, work.end, request.token_ids[-1])
-            facts.append(request.pages[-1] if request.pages else -1)
-        cache = self.cache
-        facts += (num_news, cache.used_tokens, cache.free_tokens, cache.evictable_tokens, self.tiers.state_digest)
-        self._chain(*facts)
-
-    def _chain(self, *facts: int) -> None:
-        self.state_digest = crc32(array("q", facts).tobytes(), self.state_digest)
 
 
 def _device_cache(config: SchedulerConfig, parallel: ParallelState) -> RadixCache:

@@ -19,21 +19,23 @@ import pytest
 
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.load import open_zmq_load_reader
-from scheduler_components.reference.device import SamplingLimits
 from scheduler_components.reference.engine import (
+    FRONT,
     Engine,
     EngineConfig,
     EngineFailedError,
+    EnginePaths,
     EngineStatus,
     GenerateRequest,
     RankConfig,
     RequestRefusedError,
+    SamplingLimits,
     SchedulerConfig,
-    SocketPaths,
     default_kv_events,
     open_engine,
+    pack_tokens,
+    unpack_hashes,
 )
-from scheduler_components.reference.engine.messages import FRONT, pack_tokens, unpack_hashes
 
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
@@ -49,17 +51,12 @@ def private_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert list(Path(directory).iterdir()) == []
 
 
-class Metrics:
-    def record(self, stats: object) -> None:
-        pass
-
-
 def run_engine(
     scenario: Callable[[Engine], Awaitable[None]], config: EngineConfig = SMALL, complaints: list[str] | None = None
 ) -> None:
     async def whole() -> None:
         show = (complaints if complaints is not None else []).append
-        async with open_engine(config, metrics=Metrics(), show=show) as engine:
+        async with open_engine(config, show=show) as engine:
             await scenario(engine)
         assert all(rank.process.returncode is not None for rank in engine.ranks)
 
@@ -88,7 +85,7 @@ def test_it_serves_and_all_ranks_of_a_replica_agree(private_tmp: Path) -> None:
             assert dumps[leader].block_hashes == dumps[leader + 1].block_hashes
             assert dumps[leader].digest == dumps[leader + 1].digest
             assert dumps[leader].step == dumps[leader + 1].step
-        assert all(stats.load.num_running_reqs == 0 for stats in engine.front.board.stats.values())
+        assert all(stats.load.num_running_reqs == 0 for stats in engine.stats.read().values())
 
     run_engine(scenario)
 
@@ -122,13 +119,14 @@ def test_the_advertised_load_gauge_of_each_replica_counts_what_was_dispatched(pr
             await engine.wait_until_idle()
             sent = {rank: load.last_ticket for rank, load in enumerate(engine.front.dispatcher.replicas)}
             assert sum(sent.values()) == 4
-            while True:  # two heartbeats at most
-                samples = reader.read(0.1).samples
+            told: dict[int, tuple[int, int, int]] = {}
+            while told != {rank: (ticket, 0, 1024) for rank, ticket in sent.items()}:  # two heartbeats at most
+                loads = {rank: sample.stat for rank, sample in reader.read(0.1).samples.items()}
                 await asyncio.sleep(0)  # the deadline of the test is heard here
-                if {rank: dict(each.stat.dispatched_watermarks)[FRONT] for rank, each in samples.items()} == sent:
-                    break
-            assert all(each.stat.max_total_num_tokens == 1024 for each in samples.values())
-            assert all(each.stat.num_running_reqs == 0 for each in samples.values())
+                told = {
+                    rank: (dict(load.dispatched_watermarks)[FRONT], load.num_running_reqs, load.max_total_num_tokens)
+                    for rank, load in loads.items()
+                }
 
     run_engine(scenario, attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)))
 
@@ -147,7 +145,7 @@ def test_a_client_that_leaves_frees_what_its_request_held(private_tmp: Path) -> 
         async with engine.front.open_request(wanted(range(40), max_new_tokens=900)) as news:
             await anext(news)
         await engine.wait_until_idle()
-        assert all(stats.load.num_used_tokens == 0 for stats in engine.front.board.stats.values())
+        assert all(stats.load.num_used_tokens == 0 for stats in engine.stats.read().values())
 
     run_engine(scenario)
 
@@ -200,7 +198,7 @@ def test_a_rank_loads_nothing_that_only_the_front_needs() -> None:
 
 
 def test_a_configuration_reaches_a_rank_whole() -> None:
-    config = RankConfig(attrs.evolve(SMALL, kv_events="{}"), 3, SocketPaths("/tmp/x"))
+    config = RankConfig(attrs.evolve(SMALL, kv_events="{}"), 3, EnginePaths("/tmp/x"))
     assert RankConfig.from_json(config.to_json()) == config
     with pytest.raises(DecodeError):
         RankConfig.from_json(b"{}")

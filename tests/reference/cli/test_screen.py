@@ -10,8 +10,15 @@ from rich.console import Console
 
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats
-from scheduler_components.reference.cli.driver import Tally, percentile
-from scheduler_components.reference.cli.screen import RateWindow, make_rows, plain_line, progress_text, render_table
+from scheduler_components.reference.cli import (
+    RateWindow,
+    Tally,
+    make_rows,
+    percentile,
+    plain_line,
+    progress_text,
+    render_table,
+)
 
 
 def report(**load: float) -> SchedulerStats:

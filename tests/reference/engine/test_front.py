@@ -15,27 +15,24 @@ from scheduler_components import (
     OutputBatch,
     OutputDelta,
     OutputStats,
-    SchedulerStats,
     TokenOutput,
 )
-from scheduler_components.reference.device import SamplingLimits
 from scheduler_components.reference.engine import (
+    FRONT,
+    AbortRequest,
+    Command,
     EngineFailedError,
     Front,
     GenerateRequest,
     LoadDispatcher,
+    LoadReport,
     ReplicaLoad,
     RequestFailedError,
-    RequestRefusedError,
-    TooBusyError,
-)
-from scheduler_components.reference.engine.messages import (
-    FRONT,
-    AbortRequest,
-    Command,
     RequestRefused,
-    StatsReport,
+    RequestRefusedError,
+    SamplingLimits,
     SubmitRequest,
+    TooBusyError,
     decode_command,
     pack_tokens,
 )
@@ -51,18 +48,10 @@ class Leader:
         self.commands.append(decode_command(frame))
 
 
-class Metrics:
-    def __init__(self) -> None:
-        self.reports: list[SchedulerStats] = []
-
-    def record(self, stats: SchedulerStats) -> None:
-        self.reports.append(stats)
-
-
-def make_front(num_replicas: int = 1, **settings: Any) -> tuple[Front, list[Leader], Metrics]:
-    leaders, metrics = [Leader() for _ in range(num_replicas)], Metrics()
+def make_front(num_replicas: int = 1, **settings: Any) -> tuple[Front, list[Leader]]:
+    leaders = [Leader() for _ in range(num_replicas)]
     dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in leaders])
-    return Front(leaders=leaders, dispatcher=dispatcher, metrics=metrics, **settings), leaders, metrics  # type: ignore[arg-type]
+    return Front(leaders=leaders, dispatcher=dispatcher, **settings), leaders  # type: ignore[arg-type]
 
 
 def wanted(rid: str | None = None, num_tokens: int = 3) -> GenerateRequest:
@@ -73,9 +62,8 @@ def output(rid: str, token: int, reason: FinishReason | None = None) -> OutputDe
     return OutputDelta(rid, 0, 1, reason, TokenOutput((token,), 3))
 
 
-def stats(sequence: int, *, seen: int = 0, running: int = 0) -> SchedulerStats:
-    load = LoadSnapshot(sequence=sequence, num_running_reqs=running, dispatched_watermarks=((FRONT, seen),))
-    return SchedulerStats(labels=(("dp_rank", "0"),), load=load)
+def load(sequence: int, *, seen: int = 0, running: int = 0) -> LoadSnapshot:
+    return LoadSnapshot(sequence=sequence, num_running_reqs=running, dispatched_watermarks=((FRONT, seen),))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -84,7 +72,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def test_a_request_is_submitted_once_and_gets_its_own_news_in_order() -> None:
     async def scenario() -> None:
-        front, (leader,), _ = make_front()
+        front, (leader,) = make_front()
         async with front.open_request(wanted("a")) as first, front.open_request(wanted("b")) as second:
             front.take_outputs(OutputBatch(0, (output("a", 1), output("b", 2))))
             front.take_outputs(OutputBatch(0, (output("a", 3, FinishReason.LENGTH),)))
@@ -100,7 +88,7 @@ def test_a_request_is_submitted_once_and_gets_its_own_news_in_order() -> None:
 
 def test_a_client_that_leaves_early_aborts_its_request() -> None:
     async def scenario() -> None:
-        front, (leader,), _ = make_front()
+        front, (leader,) = make_front()
         async with front.open_request(wanted("a")):
             pass
         assert leader.commands[-1] == AbortRequest("a")
@@ -114,7 +102,7 @@ def test_a_client_that_leaves_early_aborts_its_request() -> None:
 
 def test_a_client_that_leaves_after_the_end_aborts_nothing() -> None:
     async def scenario() -> None:
-        front, (leader,), _ = make_front()
+        front, (leader,) = make_front()
         async with front.open_request(wanted("a")):
             front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
         assert len(leader.commands) == 1
@@ -124,7 +112,7 @@ def test_a_client_that_leaves_after_the_end_aborts_nothing() -> None:
 
 def test_requests_without_an_id_get_different_ones() -> None:
     async def scenario() -> None:
-        front, _, _ = make_front()
+        front, _ = make_front()
         async with front.open_request(wanted()) as first, front.open_request(wanted()) as second:
             assert first.rid != second.rid
 
@@ -133,7 +121,7 @@ def test_requests_without_an_id_get_different_ones() -> None:
 
 def test_a_chosen_id_never_collides_with_one_that_a_client_gave() -> None:
     async def scenario() -> None:
-        front, _, _ = make_front()
+        front, _ = make_front()
         async with front.open_request(wanted("request-0")), front.open_request(wanted()) as second:
             assert second.rid != "request-0"
 
@@ -144,7 +132,7 @@ def test_an_id_stays_in_use_until_the_end_of_its_request_was_heard() -> None:
     """Otherwise the late abort of the first owner would end the second one's request."""
 
     async def scenario() -> None:
-        front, (leader,), _ = make_front()
+        front, (leader,) = make_front()
         async with front.open_request(wanted("a")):
             pass
         with pytest.raises(ConfigError, match="open request"):
@@ -160,7 +148,7 @@ def test_an_id_stays_in_use_until_the_end_of_its_request_was_heard() -> None:
 
 def test_requests_beyond_the_limit_are_turned_away() -> None:
     async def scenario() -> None:
-        front, _, _ = make_front(max_open_requests=1)
+        front, _ = make_front(max_open_requests=1)
         async with front.open_request(wanted()):
             with pytest.raises(TooBusyError):
                 front.open_request(wanted())
@@ -170,7 +158,7 @@ def test_requests_beyond_the_limit_are_turned_away() -> None:
 
 def test_a_refusal_reaches_its_author_and_is_not_aborted() -> None:
     async def scenario() -> None:
-        front, (leader,), _ = make_front()
+        front, (leader,) = make_front()
         with pytest.raises(RequestRefusedError, match="too long"):
             async with front.open_request(wanted("a")) as news:
                 front.receive(RequestRefused("a", "too long"))
@@ -189,7 +177,7 @@ def test_a_refusal_reaches_its_author_and_is_not_aborted() -> None:
 )
 def test_a_request_without_its_whole_answer_says_so(delta: OutputDelta, complaint: str) -> None:
     async def scenario() -> None:
-        front, (leader,), _ = make_front()
+        front, (leader,) = make_front()
         with pytest.raises(RequestFailedError, match=complaint):
             async with front.open_request(wanted("a")) as news:
                 front.take_outputs(OutputBatch(0, (delta,)))
@@ -202,7 +190,7 @@ def test_a_request_without_its_whole_answer_says_so(delta: OutputDelta, complain
 
 def test_a_failed_engine_tells_everybody() -> None:
     async def scenario() -> None:
-        front, _, _ = make_front()
+        front, _ = make_front()
         async with front.open_request(wanted("a")) as news:
             front.fail(EngineFailedError("rank 3 died"))
             with pytest.raises(EngineFailedError, match="rank 3"):
@@ -215,7 +203,7 @@ def test_a_failed_engine_tells_everybody() -> None:
 
 def test_requests_go_to_the_replica_with_the_least_load() -> None:
     async def scenario() -> None:
-        front, leaders, _ = make_front(2)
+        front, leaders = make_front(2)
         async with front.open_request(wanted(num_tokens=100)), front.open_request(wanted(num_tokens=10)):
             async with front.open_request(wanted(num_tokens=10)) as third:
                 assert third.replica == 1
@@ -226,40 +214,39 @@ def test_requests_go_to_the_replica_with_the_least_load() -> None:
 
 def test_idle_means_that_every_replica_said_so_after_its_last_request() -> None:
     async def scenario() -> None:
-        front, _, metrics = make_front()
+        front, _ = make_front()
         assert front.is_idle
         async with front.open_request(wanted("a")):
-            front.receive(StatsReport(0, stats(1)))
+            front.receive(LoadReport(load(1)))
             assert not front.is_idle
             front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
-        front.receive(StatsReport(0, stats(2)))
+        front.receive(LoadReport(load(2)))
         assert not front.is_idle  # the replica had not seen the request yet
-        front.receive(StatsReport(0, stats(3, seen=1, running=1)))
+        front.receive(LoadReport(load(3, seen=1, running=1)))
         assert not front.is_idle
-        front.receive(StatsReport(0, stats(4, seen=1)))
+        front.receive(LoadReport(load(4, seen=1)))
         assert front.is_idle
-        assert len(metrics.reports) == 4
 
     run(scenario())
 
 
-def test_the_board_keeps_each_ranks_newest_outputs() -> None:
+def test_the_board_keeps_each_replicas_newest_outputs() -> None:
     async def scenario() -> None:
-        front, _, _ = make_front()
+        front, _ = make_front()
         for num_batches in (1, 2):
-            front.receive(StatsReport(0, stats(num_batches), OutputStats(batches_sent=num_batches)))
-        assert front.board.output_stats() == {(("dp_rank", "0"),): OutputStats(batches_sent=2)}
+            front.receive(LoadReport(load(num_batches), OutputStats(batches_sent=num_batches)))
+        assert front.board.outputs == {0: OutputStats(batches_sent=2)}
 
     run(scenario())
 
 
 def test_a_waiter_is_woken_by_the_report_that_it_waits_for() -> None:
     async def scenario() -> None:
-        front, _, _ = make_front()
-        waiting = asyncio.create_task(front.board.wait_until(lambda: 0 in front.board.stats))
+        front, _ = make_front()
+        waiting = asyncio.create_task(front.board.wait_until(lambda: 0 in front.board.outputs))
         await asyncio.sleep(0)
         assert not waiting.done()
-        front.receive(StatsReport(0, stats(1)))
+        front.receive(LoadReport(load(1)))
         await waiting
 
     run(scenario())

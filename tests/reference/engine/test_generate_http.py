@@ -15,20 +15,18 @@ from hypothesis import strategies as st
 from scheduler_components import FinishReason, OutputBatch, OutputDelta, TokenOutput
 from scheduler_components.reference.engine import (
     MAX_BODY_BYTES,
+    AbortRequest,
     BadBodyError,
+    Command,
     EngineFailedError,
     Front,
     GenerateEndpoint,
     LoadDispatcher,
     ReplicaLoad,
-    parse_body,
-)
-from scheduler_components.reference.engine.messages import (
-    AbortRequest,
-    Command,
     RequestRefused,
     SubmitRequest,
     decode_command,
+    parse_body,
     unpack_tokens,
 )
 
@@ -65,14 +63,9 @@ class Leader:
         pass
 
 
-class Metrics:
-    def record(self, stats: object) -> None:
-        pass
-
-
 def make_front() -> tuple[Front, Leader]:
     leader = Leader()
-    front = Front(leaders=[leader], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]), metrics=Metrics())  # type: ignore[arg-type, list-item]
+    front = Front(leaders=[leader], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[arg-type, list-item]
     leader.front = front
     return front, leader
 

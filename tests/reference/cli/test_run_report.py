@@ -1,4 +1,4 @@
-"""The verdict: it passes for evidence of a sound run and fails, saying where, for every way to be unsound."""
+"""The report of a run: it passes for evidence of a sound run and fails, saying where, for every way to be unsound."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observability.kv_stream import StreamState, StreamStats
-from scheduler_components.reference.cli.driver import Tally
-from scheduler_components.reference.cli.run_report import Evidence, PortProbe, StreamEvidence, Verdict, judge
-from scheduler_components.reference.engine.messages import CacheDump, pack_hashes
+from scheduler_components.reference.cli import Evidence, PortProbe, RunReport, StreamEvidence, Tally, judge
+from scheduler_components.reference.engine import CacheDump, pack_hashes
 
 HELD = {0: frozenset({1, -2, 3}), 1: frozenset({4})}
 
@@ -59,21 +58,21 @@ def evidence(**changes: Any) -> Evidence:
     return attrs.evolve(sound, **changes)
 
 
-def failures(verdict: Verdict) -> dict[str, str]:
-    return {check.name: check.facts for check in verdict.checks if not check.passed}
+def failures(report: RunReport) -> dict[str, str]:
+    return {check.name: check.facts for check in report.checks if not check.passed}
 
 
 def test_a_sound_run_passes_every_check() -> None:
-    verdict = judge(evidence())
-    assert verdict.passed
-    assert [check.name for check in verdict.checks] == [
+    report = judge(evidence())
+    assert report.passed
+    assert [check.name for check in report.checks] == [
         "requests",
         "replicas agree",
         "streams",
         "no gap",
         "view equals cache",
     ]
-    assert "exactly 2 streams for 4 ranks" in verdict.checks[2].facts
+    assert "exactly 2 streams for 4 ranks" in report.checks[2].facts
 
 
 @given(st.frozensets(st.integers(-5, 5)), st.frozensets(st.integers(-5, 5)))
@@ -144,6 +143,6 @@ def test_a_refused_request_is_counted_and_passes() -> None:
 
 
 def test_without_streams_the_rest_is_still_judged() -> None:
-    verdict = judge(evidence(streams=[], probe=None, owners=frozenset(), no_streams_reason="publisher is null"))
-    assert verdict.passed
-    assert "publisher is null" in verdict.checks[-1].facts
+    report = judge(evidence(streams=[], probe=None, owners=frozenset(), no_streams_reason="publisher is null"))
+    assert report.passed
+    assert "publisher is null" in report.checks[-1].facts

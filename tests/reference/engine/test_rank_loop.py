@@ -13,25 +13,33 @@ import zmq
 from scheduler_components import (
     FinishReason,
     LoadPublisher,
-    LoadSnapshot,
     LockstepError,
     OutputDelta,
     ParallelState,
     SchedulerStats,
 )
-from scheduler_components.reference.device import SamplingLimits, ScheduledBatch
-from scheduler_components.reference.engine import Scheduler, SchedulerConfig
-from scheduler_components.reference.engine.messages import (
+from scheduler_components.reference.device import ScheduledBatch
+from scheduler_components.reference.engine import (
     FRONT,
     AbortRequest,
     CacheDump,
     Command,
     DumpCache,
+    Follower,
+    FrontLoadSink,
+    Leader,
+    LoadReport,
     OutputSocket,
     Report,
+    ReportSocket,
     RequestRefused,
-    StatsReport,
+    SamplingLimits,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerSinks,
+    StepExecutor,
     StepInput,
+    StopSignal,
     SubmitRequest,
     decode_outputs,
     decode_report,
@@ -39,17 +47,9 @@ from scheduler_components.reference.engine.messages import (
     pack_tokens,
     unpack_hashes,
 )
-from scheduler_components.reference.engine.rank_loop import Follower, Leader, ReportSocket, StepExecutor, StopSignal
 from scheduler_components.testing import ListSink
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class OrderToStop:
@@ -84,6 +84,13 @@ class Device:
         if self.num_batches == self._last:
             self._order.give()
         return tuple(work.end for work in self.batch.works)
+
+
+class LastStats:
+    """A ``MetricsSink`` that keeps the newest statistics."""
+
+    def record(self, stats: SchedulerStats) -> None:
+        self.newest = stats
 
 
 class Wires:
@@ -129,20 +136,19 @@ class Rank:
         push, self._reports = wires.pair()
         outputs, self.outputs = wires.pair(output_room)
         parallel = ParallelState.from_tp_rank(tp_rank, tp_size=2)
-        reports = ReportSocket(socket=push, replica=0)
-        device = Device(self.order, last_batch)
-        scheduler = Scheduler(
-            CONFIG,
-            parallel,
-            device,
-            output_sink=OutputSocket(socket=outputs) if parallel.leads_replica else None,
-            metrics_sink=reports,
-        )
-        reports.outputs = scheduler.output
+        reports = ReportSocket(socket=push)
+        self.stats = LastStats()
+        sinks = SchedulerSinks(metrics=self.stats)
+        if parallel.leads_replica:
+            sinks.outputs = OutputSocket(socket=outputs)
+        scheduler = Scheduler.compose(CONFIG, parallel, Device(self.order, last_batch), sinks=sinks)
         self.executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
         self.stop = StopSignal(self.order.reader)
         self.load = ListSink()
-        self.load_publisher = LoadPublisher(parallel=parallel, load=scheduler.load, sink=self.load)
+        front = FrontLoadSink(reports=reports, outputs=scheduler.output)
+        self.load_publishers = [
+            LoadPublisher(parallel=parallel, load=scheduler.load, sink=sink) for sink in (self.load, front)
+        ]
 
     def deltas(self) -> list[OutputDelta]:
         """Outputs that have arrived."""
@@ -173,7 +179,7 @@ def lead(wires: Wires, rank: Rank, commands: list[Command], followers: list[zmq.
         commands=pull,
         followers=followers,
         stop=rank.stop,
-        load_publisher=rank.load_publisher,
+        load_publishers=rank.load_publishers,
     ).run()
 
 
@@ -188,7 +194,7 @@ def test_leader_and_follower_take_the_same_steps_and_only_the_leader_answers(wir
     for rid in ("a", "b"):
         assert [token for delta in outputs if delta.rid == rid for token in delta.output.token_ids] == [10, 11, 12]
     assert follower.deltas() == []
-    assert follower.reports(StatsReport) == []
+    assert follower.reports(LoadReport) == []
 
 
 def test_a_follower_whose_state_differs_is_caught_before_it_steps(wires: Wires) -> None:
@@ -232,7 +238,7 @@ def test_every_rank_dumps_the_cache_as_it_is_after_the_step(wires: Wires, tp_ran
 def test_an_idle_leader_has_reported_that_it_is_idle(wires: Wires) -> None:
     rank = Rank(wires, 0, last_batch=3)
     lead(wires, rank, [submit("a", ticket=7)], [])
-    newest = [rank.reports(StatsReport)[-1].stats.load, rank.load.sent[-1]]
+    newest = [rank.reports(LoadReport)[-1].load, rank.load.sent[-1]]
     assert [load.num_running_reqs for load in newest] == [0, 0]
     assert [load.dispatched_watermarks for load in newest] == [((FRONT, 7),)] * 2
 
@@ -240,7 +246,7 @@ def test_an_idle_leader_has_reported_that_it_is_idle(wires: Wires) -> None:
 def test_a_report_has_the_counters_of_outputs_of_its_moment(wires: Wires) -> None:
     rank = Rank(wires, 0, last_batch=3)
     lead(wires, rank, [submit("a")], [])
-    outputs = rank.reports(StatsReport)[-1].outputs
+    outputs = rank.reports(LoadReport)[-1].outputs
     assert outputs == rank.executor.scheduler.output.stats()
     assert outputs.tokens_sent == 3
 
@@ -268,22 +274,18 @@ def test_a_leader_waits_for_a_follower_that_is_far_behind_and_still_hears_the_st
     assert rank.executor.scheduler.num_steps == 2
 
 
-def test_statistics_are_throttled_and_the_last_ones_are_never_lost(wires: Wires) -> None:
-    push, pull = wires.pair()
-    clock = Clock()
-    reports = ReportSocket(socket=push, replica=1, clock=clock)
+def test_the_front_hears_that_a_replica_is_idle_when_its_last_statistics_are_written(wires: Wires) -> None:
+    """Whoever waits for the end of all work reads the statistics then."""
+    rank = Rank(wires, 0, last_batch=3)
+    lead(wires, rank, [submit("a")], [])
+    assert rank.reports(LoadReport)[-1].load.num_running_reqs == 0
+    assert rank.stats.newest.load.num_running_reqs == 0
+    assert rank.stats.newest.totals.generation_tokens_total == 3
 
-    def sequences() -> list[int]:
-        found = []
-        while pull.poll(0):
-            report = decode_report(pull.recv())
-            assert isinstance(report, StatsReport)
-            found.append(report.stats.load.sequence)
-        return found
 
-    for sequence, clock.now_s in enumerate([0.0, 0.01, 0.02, 0.06, 0.07], start=1):
-        reports.record(SchedulerStats(labels=(), load=LoadSnapshot(sequence=sequence)))
-    assert sequences() == [1, 4]
-    reports.flush()
-    reports.flush()
-    assert sequences() == [5]
+def test_load_reports_of_a_busy_replica_are_throttled(wires: Wires) -> None:
+    rank = Rank(wires, 0, last_batch=200)
+    lead(wires, rank, [submit("a", max_new_tokens=200)], [])
+    pacer = rank.load_publishers[1].pacer
+    assert len(rank.reports(LoadReport)) == pacer.sent
+    assert pacer.sent + pacer.throttled + pacer.repeated >= 200

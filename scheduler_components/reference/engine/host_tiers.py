@@ -1,13 +1,20 @@
-"""Opens one rank's hierarchical cache: memory, threads, storage, and the sockets over which ranks agree."""
+"""Tiers behind the device, of one rank: simulated device memory, a host tier, storage, and the agreement of all ranks.
+
+Imported by a rank that has them: the memory needs numpy, which an engine without a host tier need not have.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import zmq
 
-from scheduler_components import PageStore, ParallelState
+from scheduler_components import CacheIntegrityError, PageStore, ParallelState
+from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.hicache import (
     HiRadixCache,
     HostPool,
@@ -16,29 +23,89 @@ from scheduler_components.hicache import (
     Placement,
     SimulatedDeviceMemory,
     SyncDomain,
+    ThreadPageMover,
     TierStepper,
     open_thread_page_mover,
     world_rank_sets,
 )
-from scheduler_components.reference.device import SimulatedKv
-from scheduler_components.reference.engine.cache_tiers import HostTiers
 from scheduler_components.reference.engine.config import HiCacheConfig, RankConfig
 from scheduler_components.reference.engine.zmq_sync import WaitFor, open_zmq_sync_domain
 
 __all__ = [
+    "HostTiers",
+    "SimulatedKv",
     "open_host_tiers",
 ]
 
 _SHAPE = PageShape(num_layers=2, layer_page_bytes=64)  # small: its content is checked, not computed with
 _AGREEMENT_TIMEOUT_S = 60.0  # eight interpreters that start at once on two busy cores
 _STORAGE_DEADLINE_S = 2.0
+_WAIT_S = 0.001
 
 _Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 
+@dataclass(slots=True, kw_only=True)
+class SimulatedKv:
+    """A ``PageHook``. A page's bytes are its digest, repeated, plus the number of the slice that this rank has.
+
+    So a page of other tokens, another rank's slice and a torn page all differ from what they should be.
+
+    Attributes:
+        device: the memory, with pages of a multiple of ``DIGEST_BYTES`` in each layer.
+        slice_index: which slice of every page this rank holds.
+    """
+
+    device: SimulatedDeviceMemory
+    slice_index: int
+
+    def computed(self, digests: bytes, pages: Sequence[int]) -> None:
+        self.device.layers[:, list(pages)] = self._content(digests)
+
+    def loaded(self, digests: bytes, pages: Sequence[int]) -> None:
+        found = self.device.layers[:, list(pages)]
+        if not np.array_equal(found, np.broadcast_to(self._content(digests), found.shape)):
+            raise CacheIntegrityError(f"device pages {pages[0]} to {pages[-1]} came back with other bytes")
+
+    def _content(self, digests: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        """Bytes of shape ``(1, num_pages, layer_page_bytes)``, the same in every layer."""
+        rows = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES) + np.uint8(self.slice_index)
+        return np.tile(rows, self.device.shape.layer_page_bytes // DIGEST_BYTES)[np.newaxis]
+
+
+@dataclass(slots=True, kw_only=True)
+class HostTiers:
+    """``CacheTiers`` of a ``HiRadixCache``.
+
+    Attributes:
+        stepper: steps the cache.
+        mover: the stepper's, which this one waits for.
+    """
+
+    stepper: TierStepper
+    mover: ThreadPageMover
+
+    @property
+    def cache(self) -> HiRadixCache:
+        return self.stepper.cache
+
+    @property
+    def contents(self) -> HiRadixCache:
+        return self.stepper.cache
+
+    def step(self) -> None:
+        self.stepper.step()
+
+    def wait(self) -> None:
+        self.mover.wait(_WAIT_S)
+
+    def close(self) -> None:
+        self.stepper.close()
+
+
 def open_host_tiers(
     config: RankConfig, hicache: HiCacheConfig, parallel: ParallelState, *, context: _Context, wait_for: WaitFor
-) -> tuple[HiRadixCache, HostTiers]:
+) -> HostTiers:
     """Open everything; all ranks of a replica do so, and wait for each other here.
 
     Raises:
@@ -68,7 +135,7 @@ def open_host_tiers(
             page_hook=SimulatedKv(device=device, slice_index=parallel.attn_tp_rank),
         )
         opened.pop_all()
-    return cache, HostTiers(stepper=TierStepper(cache=cache, domain=domain, mover=mover), mover=mover)
+    return HostTiers(stepper=TierStepper(cache=cache, domain=domain, mover=mover), mover=mover)
 
 
 def _keys(config: RankConfig, parallel: ParallelState) -> KeySpace:
@@ -100,7 +167,7 @@ def _open_domain(config: RankConfig, parallel: ParallelState, context: _Context,
         context,
         rank=parallel.tp_rank,
         hops=world_rank_sets(parallel)[parallel.tp_rank].hops,
-        address_of=config.sockets.sync,
+        address_of=config.paths.sync,
         wait_for=wait_for,
         timeout_s=_AGREEMENT_TIMEOUT_S,
     )

@@ -13,19 +13,19 @@ from scheduler_components import (
     OutputBatch,
     OutputDelta,
     OutputStats,
-    SchedulerStats,
     TokenOutput,
 )
-from scheduler_components.reference.device import SamplingLimits
-from scheduler_components.reference.engine.messages import (
+from scheduler_components.reference.engine import (
+    FRONT,
     AbortRequest,
     CacheDump,
     Command,
     DumpCache,
+    LoadReport,
     RankReady,
     Report,
     RequestRefused,
-    StatsReport,
+    SamplingLimits,
     StepInput,
     SubmitRequest,
     decode_command,
@@ -69,9 +69,8 @@ reports = st.one_of(
     st.builds(RankReady, counts, st.none() | st.text()),
     st.builds(RequestRefused, rids, st.text()),
     st.builds(
-        StatsReport,
-        counts,
-        st.builds(SchedulerStats, st.just((("dp_rank", "1"),)), st.builds(LoadSnapshot, sequence=counts)),
+        LoadReport,
+        st.builds(LoadSnapshot, sequence=counts, dispatched_watermarks=st.just(((FRONT, 7),))),
         st.builds(OutputStats, batches_sent=counts, tokens_dropped=counts),
     ),
     st.builds(

@@ -56,7 +56,7 @@ def wait_for_url(process: subprocess.Popen[str]) -> str:
     raise AssertionError("it never said where it serves")
 
 
-def test_the_demo_passes_its_own_verdict() -> None:
+def test_the_demo_passes_its_own_checks() -> None:
     with started("demo", *TWO_BY_TWO, "--requests", "40", "--speed", "4", "--seed", "3") as process:
         code, out, err = finish(process)
     assert (code, err) == (0, "")
@@ -75,7 +75,7 @@ def test_context_parallel_ranks_publish_no_stream_of_their_own() -> None:
     assert "exactly 1 streams for 4 ranks; 1 of 4 candidate ports answer" in out
 
 
-def test_a_stream_too_many_fails_the_verdict() -> None:
+def test_a_stream_too_many_fails_the_run() -> None:
     """A stranger publishes on the port after the last stream, as a rank without its gate would."""
     engine = EngineConfig(dp_size=2, attn_cp_size=1, attn_tp_size=2)
     config = default_kv_events(engine)
@@ -90,7 +90,7 @@ def test_a_stream_too_many_fails_the_verdict() -> None:
     assert out.endswith("FAILED\n")
 
 
-def test_a_workload_of_which_nothing_finishes_fails_the_verdict() -> None:
+def test_a_workload_of_which_nothing_finishes_fails_the_run() -> None:
     with started("demo", *TWO_BY_TWO, "--requests", "4", "--speed", "8", "--kv-tokens", "64") as process:
         code, out, _ = finish(process)
     assert code == 1

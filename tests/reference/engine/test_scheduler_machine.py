@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components import BlockRemoved, EventBatch, FinishReason, ParallelState
-from scheduler_components.reference.device import (
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import (
     Request,
     RequestState,
     SamplingLimits,
-    SimulatedDevice,
-    SimulatedModel,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerSinks,
     StepResult,
+    pages_for,
 )
-from scheduler_components.reference.engine import Scheduler, SchedulerConfig
-from scheduler_components.reference.engine.policy import pages_for
 from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
 
 EOS = 3
@@ -85,12 +86,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.view = StreamView(page_size)
         self.outputs = ListOutputSink()
-        self.scheduler = Scheduler(
+        self.scheduler = Scheduler.compose(
             self.config,
             ParallelState.trivial(),
-            SimulatedDevice(MODEL, clock=lambda: 0.0, sleep=lambda _: None),
-            event_sink=self.view,
-            output_sink=self.outputs,
+            SimulatedDevice(model=MODEL, clock=lambda: 0.0, sleep=lambda _: None),
+            sinks=SchedulerSinks(events=self.view, outputs=self.outputs),
         )
         self.requests: dict[str, Request] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.cache.used_tokens == 0
         load = scheduler.load.get_loads()
         assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_tokens) == (0, 0, 0)
-        totals = scheduler.totals()
+        totals = scheduler.book.totals()
         if self.config.min_new_token_ratio == 1.0:  # all output reserved: nobody is ever in another's way
             assert totals.num_retractions_total == 0
         assert totals.num_requests_total == len(self.requests)

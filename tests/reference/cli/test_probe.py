@@ -9,7 +9,7 @@ import zmq
 
 from observability.kv_stream import bare_address
 from scheduler_components.kv_events import StreamAddress
-from scheduler_components.reference.cli.run_report import probe_ports, speaks_zmq
+from scheduler_components.reference.cli import probe_ports, speaks_zmq
 
 HOST = "127.0.0.1"
 

@@ -15,8 +15,16 @@ from scheduler_components import (
     ParallelState,
     SchedulerStats,
 )
-from scheduler_components.reference.device import Request, SamplingLimits, ScheduledBatch, SimulatedModel, StepResult
-from scheduler_components.reference.engine import Scheduler, SchedulerConfig
+from scheduler_components.reference.device import ScheduledBatch, SimulatedModel
+from scheduler_components.reference.engine import (
+    Clocks,
+    Request,
+    SamplingLimits,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerSinks,
+    StepResult,
+)
 from scheduler_components.testing import ListOutputSink
 
 MODEL = SimulatedModel()
@@ -92,16 +100,12 @@ class Bench:
         self.publisher = ListPublisher(self.journal)
         self.sink = ListSink()
         self.outputs = ListOutputSink()
-        self.scheduler = Scheduler(
+        self.scheduler = Scheduler.compose(
             SchedulerConfig(**{"page_size": 4, "kv_tokens": 64, **sizes}),
             parallel if parallel is not None else ParallelState.trivial(),
             self.device,
-            event_sink=self.publisher,
-            output_sink=self.outputs,
-            metrics_sink=self.sink,
-            kv_metrics_sink=self.sink,
-            wall_clock=lambda: 1_700_000_000.0,
-            monotonic_clock=lambda: 0.0,
+            sinks=SchedulerSinks(events=self.publisher, outputs=self.outputs, metrics=self.sink, kv_metrics=self.sink),
+            clocks=Clocks(wall=lambda: 1_700_000_000.0, monotonic=lambda: 0.0),
         )
 
     def submit(self, rid: str, prompt: list[int] | range, max_new: int = 1) -> Request:

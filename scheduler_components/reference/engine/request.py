@@ -1,24 +1,24 @@
-"""One request: its tokens, its limits, and the KV pages it holds while it runs."""
+"""Requests: what one holds while it runs, and the queues in which those of one scheduler stand."""
 
 from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
 from scheduler_components import ConfigError, FinishReason, TokenOutput
 from scheduler_components.cache import RadixNode
+from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import RequestTimeStats
 
 __all__ = [
     "Request",
+    "RequestQueues",
     "RequestState",
     "SamplingLimits",
-    "ScheduledBatch",
-    "ScheduledWork",
-    "StepResult",
 ]
 
 MAX_TOKEN_ID = 2**32 - 1
@@ -58,8 +58,8 @@ class Request:
     """A request and what it holds. Only the scheduler that it was submitted to changes it.
 
     KV is computed one position behind the tokens: the last token of ``token_ids`` has no KV until it has gone
-    through the device, and that pass gives the token after it. So every running request is in the same plight,
-    "compute positions ``num_computed_tokens`` to ``len(token_ids)``": many of them in prefill, one in decode.
+    through the device, and that pass gives the token after it. So there is one rule for every running request:
+    compute positions ``num_computed_tokens`` to ``len(token_ids)``, which are many in prefill and one in decode.
 
     Attributes:
         rid: unique among the requests in flight.
@@ -70,7 +70,7 @@ class Request:
         arrival: number given by the scheduler at submission; every order between requests comes from it.
         state, finish_reason: the reason is None until the state is FINISHED.
         pages: KV pages of positions 0 to ``num_computed_tokens`` and of what this step computes; the first
-            ``num_shared_pages`` belong to the cache's tree and are locked through ``node``, the others are ours.
+            ``num_shared_pages`` belong to the cache's tree and are locked through ``node``, the others to the request.
         num_computed_tokens: positions whose KV stands in ``pages``.
         prefill_end: ``len(token_ids)`` when the request was last admitted: computing up to here is prefill.
         num_cached_tokens: of ``token_ids``, how many the cache covered when last asked.
@@ -79,7 +79,7 @@ class Request:
         times: kept by the scheduler from submission on; no decision looks at them.
 
     Raises:
-        ConfigError: no input tokens, a token id that is not u32, or an id that is empty or no valid text.
+        ConfigError: no input tokens, a token id that is not u32, or an id that is empty or not valid text.
     """
 
     __slots__ = (
@@ -178,7 +178,7 @@ def _checked_rid(rid: str) -> str:
     try:
         rid.encode()
     except UnicodeEncodeError:
-        raise ConfigError("rid", rid, "is no valid text", "give an id without lone surrogates") from None
+        raise ConfigError("rid", rid, "is not valid text", "give an id without lone surrogates") from None
     if not rid:
         raise ConfigError("rid", rid, "is empty", "give each request an id of its own")
     return rid
@@ -191,68 +191,87 @@ def _as_token_array(input_ids: Iterable[int]) -> array[int]:
         tokens = array("I", ids)
     except (OverflowError, TypeError) as error:
         raise ConfigError(
-            "input_ids", type(input_ids).__name__, f"holds what is no token id ({error})", f"give 0 to {MAX_TOKEN_ID}"
+            "input_ids",
+            type(input_ids).__name__,
+            f"holds something that is not a token id ({error})",
+            f"give 0 to {MAX_TOKEN_ID}",
         ) from None
     if not tokens:
         raise ConfigError("input_ids", "0 tokens", "is empty", "give at least one token")
     return tokens
 
 
-# Values that pass between the scheduler, its device and its callers in one step.
+@dataclass(slots=True, kw_only=True)
+class RequestQueues:
+    """Every request in flight stands in exactly one of ``waiting`` and ``running``; a ``QueueSource`` for load reports.
 
-
-class ScheduledWork(msgspec.Struct, frozen=True):
-    """Positions ``start`` to ``end`` of one request, to go through the device in this step.
+    Both are kept in order of arrival, and all that run arrived before all that wait: requests are admitted from
+    the front, and the latest of the running ones is the first to be retracted.
 
     Attributes:
-        request: whose tokens they are; ``request.pages`` covers ``end`` positions.
-        start, end: half-open range of positions in ``request.token_ids``.
-        is_prefill: False for the one new position of a decode.
+        max_running_requests: slots of ``running``.
+        waiting: requests without pages.
+        running: requests with pages, in prefill or decode.
     """
 
-    request: Request
-    start: int
-    end: int
-    is_prefill: bool
+    max_running_requests: int
+    waiting: TokenCountedQueue[Request] = field(default_factory=TokenCountedQueue)
+    running: list[Request] = field(default_factory=list)
+    _by_rid: dict[str, Request] = field(default_factory=dict, init=False, repr=False)
+    _untold_rids: set[str] = field(default_factory=set, init=False, repr=False)
+    _num_arrivals: int = field(default=0, init=False)
+
+    def __len__(self) -> int:
+        return len(self._by_rid)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.running
+        yield from self.waiting
 
     @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
+    def num_chunked_tokens_left(self) -> int:
+        """Tokens that admitted prefills have still to compute."""
+        return sum(request.num_prefill_tokens_left for request in self.running)
 
+    def find(self, rid: str) -> Request | None:
+        """Return the request in flight with this id, or None."""
+        return self._by_rid.get(rid)
 
-class ScheduledBatch(msgspec.Struct, frozen=True):
-    """What one forward pass computes: decodes and prefill chunks, mixed, in order of arrival.
+    def is_taken(self, rid: str) -> bool:
+        """Say whether a new request must not have this id: one is in flight, or its abort is still to be told."""
+        return rid in self._by_rid or rid in self._untold_rids
 
-    Attributes:
-        works: at most one entry a request.
-        num_prefill_tokens, num_decode_tokens: positions computed, by kind.
-        num_context_tokens: positions whose KV is read: the sum of all ``end``.
-        num_admitted, num_retracted: requests that began and lost their residence while the batch was made.
-    """
+    def all_told(self) -> None:
+        """Every abort has been told: the ids of aborted requests may come again."""
+        self._untold_rids.clear()
 
-    works: tuple[ScheduledWork, ...] = ()
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_context_tokens: int = 0
-    num_admitted: int = 0
-    num_retracted: int = 0
+    def enter(self, request: Request) -> None:
+        """Put a new request at the end of the waiting ones and number its arrival."""
+        self._by_rid[request.rid] = request
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self.waiting.append(request)
 
+    def admit(self, request: Request) -> None:
+        """Move a request from waiting to running."""
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.state = RequestState.RUNNING
 
-class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """What one ``Scheduler.step`` did.
+    def put_back(self, request: Request) -> None:
+        """Move a request from running to the front of the waiting ones."""
+        self.running.remove(request)
+        request.state = RequestState.WAITING
+        self.waiting.appendleft(request)
 
-    Attributes:
-        step: number of the step, from 1.
-        num_news: requests that got tokens or ended; the tokens themselves go to the scheduler's output sink.
-        num_prefill_tokens, num_decode_tokens: positions computed, by kind.
-        num_admitted, num_retracted: requests that began and lost their residence.
-        digest: ``Scheduler.state_digest`` after the step.
-    """
-
-    step: int
-    num_news: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_admitted: int
-    num_retracted: int
-    digest: int
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Take a request out, wherever it stands."""
+        if request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+        del self._by_rid[request.rid]
+        if reason is FinishReason.ABORT:
+            self._untold_rids.add(request.rid)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason

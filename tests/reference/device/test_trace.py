@@ -18,7 +18,7 @@ from scheduler_components.reference.device import (
     prompt_tokens,
     spread_arrivals,
 )
-from scheduler_components.reference.engine.messages import unpack_tokens
+from scheduler_components.reference.engine import unpack_tokens
 
 
 def line(

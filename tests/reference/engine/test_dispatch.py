@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import LoadSnapshot
-from scheduler_components.reference.engine import LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.messages import FRONT
+from scheduler_components.reference.engine import FRONT, LoadDispatcher, ReplicaLoad
 
 
 def make_dispatcher(num_replicas: int, affinity_tokens: int = 0) -> LoadDispatcher:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from scheduler_components import ConfigError
 from scheduler_components.reference.device import (
     CostModel,
-    Request,
     ScheduledBatch,
     ScheduledWork,
     SimulatedDevice,
     SimulatedModel,
 )
+from scheduler_components.reference.engine import Request
 
 checked = settings(deadline=None)
 
@@ -90,7 +90,7 @@ def test_a_token_depends_on_seed_request_and_position_alone(works: list[tuple[st
 
     def tokens(batch_works: list[tuple[str, int]]) -> list[int]:
         time = FakeTime()
-        device = SimulatedDevice(model, clock=time.clock, sleep=time.sleep)
+        device = SimulatedDevice(model=model, clock=time.clock, sleep=time.sleep)
         device.launch(a_batch(batch_works))
         return list(device.wait())
 

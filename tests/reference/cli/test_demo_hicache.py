@@ -20,7 +20,7 @@ DEADLINE_S = 90
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """What a demo over file storage says; it must pass its verdict."""
+    """What a demo over file storage says; it must pass its checks."""
     command = [*COMMAND, *SMALL, "--hicache-storage", "file", "--hicache-storage-path", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

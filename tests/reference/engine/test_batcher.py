@@ -7,9 +7,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import Request, SamplingLimits
-from scheduler_components.reference.engine import NewTokenRatio, SchedulerConfig, check_request_fits
-from scheduler_components.reference.engine.policy import (
+from scheduler_components.reference.engine import (
+    NewTokenRatio,
+    Request,
+    SamplingLimits,
+    SchedulerConfig,
+    check_request_fits,
     expected_pages,
     pages_for,
     pages_to_come,

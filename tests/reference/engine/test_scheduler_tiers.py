@@ -20,8 +20,15 @@ from scheduler_components.hicache import (
     TierStepper,
     open_thread_page_mover,
 )
-from scheduler_components.reference.device import Request, SamplingLimits, SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import HostTiers, Scheduler, SchedulerConfig
+from scheduler_components.reference.device import SimulatedDevice
+from scheduler_components.reference.engine import (
+    HostTiers,
+    Request,
+    SamplingLimits,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerSinks,
+)
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=64)
 SHAPE = PageShape(num_layers=1, layer_page_bytes=8)
@@ -48,20 +55,19 @@ def tiers() -> Iterator[HostTiers]:
 def test_each_step_reports_where_prompts_were_found(tiers: HostTiers) -> None:
     """Three prompts of 40 tokens over a device of 64: when the first comes again, the host alone has all of it."""
     sink = LastStats()
-    scheduler = Scheduler(
+    scheduler = Scheduler.compose(
         CONFIG,
         ParallelState.trivial(),
-        SimulatedDevice(SimulatedModel(), speed=1e9),
-        cache=tiers.stepper.cache,
+        SimulatedDevice(speed=1e9),
         tiers=tiers,
-        metrics_sink=sink,
+        sinks=SchedulerSinks(metrics=sink),
     )
     for rid, first in (("a", 0), ("b", 100), ("c", 200), ("a again", 0)):
         scheduler.submit(Request(rid, range(first, first + 41), SamplingLimits(max_new_tokens=1)))
         for _ in scheduler.drain():
             pass
     told = sink.stats.totals.tiers
-    assert told == tiers.stats()
+    assert told == tiers.contents.stats()
     assert told is not None
     assert (told.prompt_tokens, told.device_hit_tokens + told.host_hit_tokens) == (4 * 41, 40)
     assert told.host_hit_tokens > 0

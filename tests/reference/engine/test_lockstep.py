@@ -13,8 +13,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import EventBatch, EventPublisher, ParallelState, SchedulerTotals
-from scheduler_components.reference.device import Request, SamplingLimits, SimulatedDevice, SimulatedModel, StepResult
-from scheduler_components.reference.engine import Scheduler, SchedulerConfig
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import (
+    Clocks,
+    Request,
+    SamplingLimits,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerSinks,
+    StepResult,
+)
 
 MODEL = SimulatedModel(vocab_size=4)
 
@@ -62,15 +70,14 @@ class Rank:
 
     def __post_init__(self) -> None:
         ticks = itertools.count(1000 * self.parallel.tp_rank, 0.01 * (1 + self.parallel.tp_rank))
-        self.scheduler = Scheduler(
+        self.scheduler = Scheduler.compose(
             SchedulerConfig(page_size=2, kv_tokens=2 * self.kv_pages + 8, max_prefill_tokens=12, chunk_tokens=5),
             self.parallel,
             SimulatedDevice(
-                MODEL, speed=1 + self.parallel.tp_rank, clock=lambda: float(next(ticks)), sleep=lambda _: None
+                model=MODEL, speed=1 + self.parallel.tp_rank, clock=lambda: float(next(ticks)), sleep=lambda _: None
             ),
-            event_sink=self.publisher,
-            wall_clock=lambda: float(next(ticks)),
-            monotonic_clock=lambda: float(next(ticks)),
+            sinks=SchedulerSinks(events=self.publisher),
+            clocks=Clocks(wall=lambda: float(next(ticks)), monotonic=lambda: float(next(ticks))),
         )
         self.num_submitted = 0
 
@@ -114,7 +121,7 @@ def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[
 
 def counters(rank: Rank) -> SchedulerTotals:
     """All totals but the times, which each rank takes by its own clock."""
-    return msgspec.structs.replace(rank.scheduler.totals(), latencies=None)
+    return msgspec.structs.replace(rank.scheduler.book.totals(), latencies=None)
 
 
 def digests(workload: list[list[Call]], kv_pages: int = 9) -> list[int]:

@@ -1,0 +1,120 @@
+"""The command ``hicache-sim``: why a hierarchical cache agrees over CP x TP, in words and in a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from scheduler_components import StartError
+from scheduler_components.reference.device import AgreementScope, SimulationConfig, SimulationRun, run_simulation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "draw_divergence",
+    "hicache_sim",
+    "report_of",
+]
+
+_NUM_SAMPLES = 100
+_COLOURS = ("#c2410c", "#1d4ed8")
+
+
+def hicache_sim(
+    attn_cp_size: Annotated[int, typer.Option(min=1, help="Ranks along attention context parallelism.")] = 2,
+    attn_tp_size: Annotated[int, typer.Option(min=1, help="Ranks along attention tensor parallelism.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = 20,
+    steps: Annotated[int, typer.Option(min=_NUM_SAMPLES, help="Steps per run.")] = 500,
+    picture: Annotated[Path | None, typer.Option(help="Write a picture of it (SVG).")] = None,
+) -> int:
+    """Show that ranks whose I/O differs part when they agree over TP alone, and never when over CP x TP.
+
+    Exit code 1 when ranks that agree over CP x TP part.
+    """
+    figure = _new_figure() if picture is not None else None  # refused before the simulation has cost a minute
+    runs: dict[AgreementScope, list[SimulationRun]] = {}
+    sample_steps = steps // _NUM_SAMPLES
+    for scope in get_args(AgreementScope):
+        config = SimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, scope=scope)
+        runs[scope] = run_simulation(config, seeds=range(seeds), num_steps=steps, sample_steps=sample_steps)
+        for line in report_of(scope, runs[scope], num_steps=steps):
+            typer.echo(line)
+    if picture is not None and figure is not None:
+        title = (
+            f"Pages that some ranks of a replica hold and others do not (CP {attn_cp_size} x TP {attn_tp_size} ranks)"
+        )
+        draw_divergence(figure, runs, sample_steps=sample_steps, title=title)
+        _write(figure, picture)
+        typer.echo(f"picture: {picture}")
+    return int(any(run.parted_at is not None for run in runs["cp x tp"]))
+
+
+def report_of(scope: AgreementScope, runs: Sequence[SimulationRun], *, num_steps: int) -> Iterator[str]:
+    """Lines that say what came of runs of one kind."""
+    parted = sorted(run.parted_at for run in runs if run.parted_at is not None)
+    served = sum(run.num_served for run in runs)
+    yield f"agreement over {scope.upper()}: {len(runs)} runs of {num_steps} steps, {served:,} requests served"
+    if not parted:
+        yield "  ranks never parted"
+        return
+    differing = sum(run.differing_pages[-1] for run in runs) / len(runs)
+    yield (
+        f"  ranks parted in {len(parted)} of {len(runs)} runs, after {parted[0]} to {parted[-1]} steps, "
+        f"{parted[len(parted) // 2]} at the median"
+    )
+    yield f"  at the end {differing:.1f} device pages per run were held by some ranks and not by others"
+    yield "  first step at which they differed, by seed: " + " ".join(
+        "never" if run.parted_at is None else str(run.parted_at) for run in runs
+    )
+
+
+def draw_divergence(
+    figure: Figure, runs: Mapping[AgreementScope, Sequence[SimulationRun]], *, sample_steps: int, title: str
+) -> None:
+    """Draw differing pages over steps on a matplotlib figure: one thin line per run, one thick line for their mean.
+
+    All lines begin at step 0, where all ranks are empty and equal.
+
+    Args:
+        figure: an empty one.
+        runs: of each kind; all with the same number of samples.
+        sample_steps: steps between two samples; the first is taken after that many.
+        title: above the picture.
+    """
+    axes = figure.subplots()
+    for colour, (scope, of_scope) in zip(_COLOURS, runs.items(), strict=True):
+        lines = [(0, *run.differing_pages) for run in of_scope]
+        steps = range(0, len(lines[0]) * sample_steps, sample_steps)
+        for line in lines:
+            axes.plot(steps, line, color=colour, linewidth=0.8, alpha=0.3)
+        mean = [sum(values) / len(values) for values in zip(*lines, strict=True)]
+        axes.plot(steps, mean, color=colour, linewidth=3, label=f"agreement over {scope.upper()}")
+    axes.set(xlabel="step", ylabel="differing pages on the device", xlim=(0, None), ylim=(0, None))
+    axes.set_title(title, loc="left", fontsize="medium", fontweight="bold")
+    axes.legend(frameon=False, loc="upper left")
+    axes.grid(axis="y", color="#e5e7eb")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _new_figure() -> Figure:
+    # Imported here: only who asks for a picture needs it.
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        hint = "pip install 'scheduler-components[plot]', or leave --picture out"
+        raise StartError("matplotlib", "is not installed", hint) from error
+    mpl.rcParams.update({"svg.hashsalt": "hicache-sim", "svg.fonttype": "none"})  # the same runs, the same file
+    return Figure(figsize=(8, 4), layout="constrained")
+
+
+def _write(figure: Figure, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise StartError(str(path), str(error), "give a file that can be written") from error

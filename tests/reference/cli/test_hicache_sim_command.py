@@ -1,0 +1,64 @@
+"""``hicache-sim`` shows what it says, and its picture shows the runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from scheduler_components import StartError
+from scheduler_components.reference.cli import app, draw_divergence
+from scheduler_components.reference.device import SimulationRun
+
+matplotlib_figure = pytest.importorskip("matplotlib.figure", reason="pip install scheduler-components[plot]")
+
+
+def test_ranks_part_over_tp_and_never_over_cp_x_tp(tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "picture.svg"
+    found = CliRunner().invoke(app, ["hicache-sim", "--seeds", "3", "--steps", "100", "--picture", str(picture)])
+    lines = found.stdout.splitlines()
+    assert found.exit_code == 0
+    assert lines[0].startswith("agreement over TP: 3 runs of 100 steps")
+    assert "ranks parted in 3 of 3 runs, after " in lines[1]
+    assert lines[-3].startswith("agreement over CP X TP: 3 runs of 100 steps")
+    assert lines[-2] == "  ranks never parted"
+    assert "CP 2 x TP 2 ranks" in picture.read_text()
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_the_picture_has_a_line_per_run_and_their_mean() -> None:
+    runs = {
+        "tp": [SimulationRun(seed=0, differing_pages=[0, 5]), SimulationRun(seed=1, differing_pages=[10, 3])],
+        "cp x tp": [SimulationRun(seed=0, differing_pages=[0, 0])],
+    }
+    figure = matplotlib_figure.Figure()
+    draw_divergence(figure, runs, sample_steps=10, title="a & b")
+    (axes,) = figure.axes
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
+    steps = [0, 10, 20]
+    assert lines == [
+        (steps, [0, 0, 5]),
+        (steps, [0, 10, 3]),
+        (steps, [0, 5, 4]),
+        (steps, [0, 0, 0]),
+        (steps, [0, 0, 0]),
+    ]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "agreement over TP",
+        "agreement over CP X TP",
+    ]
+
+
+def test_without_matplotlib_a_picture_is_refused_before_anything_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = CliRunner().invoke(app, ["hicache-sim", "--picture", str(tmp_path / "picture.svg")])
+    assert isinstance(found.exception, StartError)
+    assert str(found.exception) == (
+        "matplotlib: is not installed; pip install 'scheduler-components[plot]', or leave --picture out"
+    )
+    assert found.stdout == ""
