@@ -1,34 +1,43 @@
 """The KV-cache events: what a cache says about its blocks.
 
-One frozen family of values over tuples: once handed to a publisher, an event cannot change. The dialects
-(``array_dialect``, ``map_dialect``) lower it to the wire.
-Names and leading field order are those of ``sglang.srt.disaggregation.kv_events`` (SGLang 0.5.x), so that code
-written for that module finds them. ``extra_keys`` and ``group_idx`` follow in vLLM's order, then SGLang's
-``cache_salt`` and ``session_id``; an array reader that stops earlier skips them.
+The three structs here are the only declaration of the wire's fields: names, types, order and defaults. Everything
+else is made from them when it is imported: positions in arrays, names in maps, readers and writers (``codec``), and
+what folding reads (``stream``). A new field is one line at the end of a struct, and golden vectors.
+
+An event is frozen and holds tuples: once it is handed to a publisher, it cannot change. Names and order are those of
+``sglang.srt.disaggregation.kv_events`` (SGLang 0.5.x) for the first seven fields of ``BlockStored``, so that code
+written for that module works here. ``extra_keys`` and ``group_idx`` follow in vLLM's order, then SGLang's
+``cache_salt`` and ``session_id``. The order is fixed: released readers read arrays by position.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 __all__ = [
+    "BULK_FIELDS",
     "MEDIUM_GPU",
     "MEDIUM_OF",
+    "VLLM_NIL_FIELDS",
+    "WIRE_EVENTS",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
     "EventBatch",
     "KVCacheEvent",
     "KVEventBatch",
+    "Place",
     "Tier",
+    "WireEvent",
+    "place_of",
     "tier_of",
 ]
 
 MEDIUM_GPU = "GPU"
-"""The device tier. ``medium=None`` means the same to every consumer."""
+"""The device's medium. ``medium=None`` means the same to every consumer."""
 
 
 class Tier(IntEnum):
@@ -79,14 +88,14 @@ class BlockStored(KVCacheEvent, frozen=True):
     """Whole blocks of one prefix became usable on a medium.
 
     Attributes:
-        block_hashes: one signed 64-bit hash a block, parents first.
+        block_hashes: one signed 64-bit hash per block, parents first.
         parent_block_hash: hash of the block before the first one; None at the root of a prefix, never 0.
         token_ids: ``len(block_hashes) * block_size`` token ids, each below 2**32.
-        block_size: tokens a block.
+        block_size: tokens per block.
         lora_id: adapter number, None for the base model.
         medium: ``GPU`` (or None), ``CPU``, ``CPU_PINNED``, ``DISK``, ``EXTERNAL`` or ``STORAGE``.
         lora_name: adapter name (vLLM).
-        extra_keys: what else went into the hashes, one entry a block (vLLM: multimodal hashes, salts).
+        extra_keys: what else went into the hashes, one entry per block (vLLM: multimodal hashes, salts).
         group_idx: KV-cache group of a hybrid model (vLLM).
         cache_salt: isolates tenants that share a prefix (SGLang).
         session_id: the session that the blocks belong to (SGLang).
@@ -127,6 +136,19 @@ class AllBlocksCleared(KVCacheEvent, frozen=True):
     """Every block of this rank is gone, on every medium."""
 
 
+WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+"""The events that go on the wire. A reader reports any other event of a peer as an error."""
+
+WIRE_EVENTS: tuple[type[WireEvent], ...] = (BlockStored, BlockRemoved, AllBlocksCleared)
+
+VLLM_NIL_FIELDS = frozenset({"medium", "lora_name"})
+"""vLLM's typed decoder asks for these in every event that has them: its flavour of the map dialect writes them as nil
+where the other maps leave them out."""
+
+BULK_FIELDS = frozenset({"token_ids", "extra_keys"})
+"""Most of an event's bytes, and nothing that decides which blocks stand: folding does not read them."""
+
+
 class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Events of one scheduler step.
 
@@ -147,3 +169,14 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class KVEventBatch(EventBatch, frozen=True):
     """A batch of KV-cache events; on the wire always the three elements ``[ts, events, rank]``."""
+
+
+Place: TypeAlias = tuple[str, int | None]
+"""A medium and a KV-cache group. The same hash in two places is two blocks."""
+
+_DEVICE: Place = (MEDIUM_GPU, None)
+
+
+def place_of(medium: str | None, group_idx: int | None = None) -> Place:
+    """Return the place that an event speaks of; a medium of None is the device's."""
+    return _DEVICE if medium is None and group_idx is None else (medium or MEDIUM_GPU, group_idx)

@@ -6,18 +6,15 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, fields
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import MEDIUM_GPU, Tier, tier_of
+from scheduler_components.kv_events import Place, Tier, place_of, tier_of
 
 __all__ = ["BlockView", "ViewCounters"]
 
 
-_Place = tuple[str | None, int | None]
-"""A medium and a KV-cache group."""
-
-_PlaceKey = str | None | _Place
+_PlaceKey = str | None | tuple[str | None, int | None]
 """What an event says of its place: its medium alone where it names no group, for a tuple takes longer to look up."""
 
-_OpenPlace = tuple[set[int], dict[_Place, set[int]], dict[int, int]]
+_OpenPlace = tuple[set[int], dict[Place, set[int]], dict[int, int]]
 """The hashes in one place, all places of its tier, and the tier's map of hash to holders."""
 
 
@@ -51,7 +48,7 @@ class _RankBlocks:
     """
 
     bit: int
-    held: tuple[dict[_Place, set[int]], ...] = field(default_factory=lambda: tuple({} for _ in Tier))
+    held: tuple[dict[Place, set[int]], ...] = field(default_factory=lambda: tuple({} for _ in Tier))
     opened: dict[_PlaceKey, _OpenPlace] = field(default_factory=dict)
     counters: ViewCounters = field(default_factory=ViewCounters)
 
@@ -109,7 +106,7 @@ class BlockView:
             blocks.counters.unknown_media += 1
             return None
         places = blocks.held[tier]
-        place = (None if event.medium == MEDIUM_GPU else event.medium, event.group_idx)
+        place = place_of(event.medium, event.group_idx)
         if place not in places:
             if isinstance(event, BlockRemoved):
                 blocks.counters.unknown_removals += len(event.block_hashes)

@@ -17,8 +17,19 @@ from scheduler_components.events import (
     EventBatch,
     KVCacheEvent,
     KVEventBatch,
+    Place,
+    Tier,
+    place_of,
+    tier_of,
 )
-from scheduler_components.kv_events.codec import DIALECTS, MAX_PAYLOAD_BYTES, BatchDecoder, BatchEncoder, DecodedBatch
+from scheduler_components.kv_events.codec import (
+    DIALECTS,
+    MAX_PAYLOAD_BYTES,
+    BatchDecoder,
+    BatchEncoder,
+    DecodedBatch,
+    first_unfilled,
+)
 from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint, PortPlan, StreamAddress
 from scheduler_components.kv_events.replay import (
     END_SEQ,
@@ -75,11 +86,13 @@ __all__ = [
     "Kind",
     "Meta",
     "NullEventPublisher",
+    "Place",
     "PortPlan",
     "StreamAddress",
     "ReplayCursors",
     "Request",
     "StreamAccess",
+    "Tier",
     "Verb",
     "ZmqEventPublisher",
     "CHAIN_BYTES",
@@ -95,11 +108,14 @@ __all__ = [
     "chain_after",
     "chain_at_start",
     "collapse",
+    "first_unfilled",
     "lock_ipc_path",
     "open_event_publisher",
+    "place_of",
     "plain_request",
     "read_key_pair",
     "read_public_key",
+    "tier_of",
     "write_key_pair",
 ]
 

@@ -1,43 +1,40 @@
-"""Batches to bytes and back, in both dialects. Sources: SGLang 0.5.23 and vLLM 0.33, as measured (ARCHITECTURE.md).
+"""Batches to bytes and back, in every dialect. Sources: SGLang 0.5.23 and vLLM 0.33, as measured (ARCHITECTURE.md).
 
-Writing takes a batch whole; when one event cannot be encoded, it alone is refused. Reading takes the common case
-(our array family) in one typed decode, and everything else event by event, so that one bad or unknown event
-costs itself and never its batch.
+A payload is msgpack ``[ts, [event, ...], rank]``. An event is an array (``["BlockStored", hashes, parent, ...]``,
+trailing None left out) or a map (``{"type": "BlockStored", "block_hashes": ..., ...}``, None left out). The ``vllm``
+flavour of the map writes the nil fields that vLLM's typed decoder asks for.
+
+The fields come from the structs in ``events``; writers and readers of both dialects are made from them here, once.
+
+Writing takes a batch whole. When an event cannot be encoded, it alone is refused. Reading takes the common case in
+one typed decode, and everything else event by event, so that a bad or unknown event costs itself and never its batch.
+Reading is more forgiving than writing: hashes may be unsigned or bytes, unknown fields and positions are skipped.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Annotated, Any
+from functools import partial, reduce
+from operator import or_
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from scheduler_components.errors import ConfigError, DecodeError
 from scheduler_components.events import (
+    VLLM_NIL_FIELDS,
+    WIRE_EVENTS,
     AllBlocksCleared,
     BlockRemoved,
-    BlockSize,
     BlockStored,
     EventBatch,
     KVCacheEvent,
-    TokenId,
+    WireEvent,
 )
 
 __all__ = [
-    "STORED_POSITIONS",
-    "array_event_fields",
-    "lower_to_arrays",
-    "map_event_fields",
-    "lower_to_maps",
-    "WireEvent",
-    "check_event",
-    "read_event",
-    "signed_hash",
-    "read_map_batch",
-    "halves",
     "DIALECTS",
     "ENCODE_ERRORS",
     "MAX_PAYLOAD_BYTES",
@@ -45,400 +42,13 @@ __all__ = [
     "BatchEncoder",
     "DecodedBatch",
     "RefusedEvent",
+    "blocks_between",
+    "first_unfilled",
+    "halves",
+    "lower_to_arrays",
+    "read_event",
 ]
 
-# The array dialect: ``["BlockStored", hashes, parent, token_ids, block_size, lora_id, medium?, lora_name?, ...]``.
-#
-# Trailing None are trimmed. Reading is more forgiving than writing: hashes may be unsigned or bytes, positions that
-# are not known yet are skipped, and SGLang's short-lived ``BlockStoredWithMetadata`` (an array whose position 7 is a
-# map) is taken.
-
-STORED_POSITIONS = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "cache_salt",
-    "session_id",
-)
-"""Positions after the tag. The first seven are fixed by released peers; the rest were only ever appended."""
-
-_REMOVED_POSITIONS = ("block_hashes", "medium", "group_idx")
-_METADATA_POSITION = 6
-_decode = msgspec.msgpack.Decoder().decode
-
-
-def lower_to_arrays(events: Iterable[KVCacheEvent]) -> list[tuple[Any, ...]]:
-    """Write events as the arrays that go on the wire: all in one loop, which is half of what encoding small ones costs.
-
-    Raises:
-        TypeError: one is none of the three events; an unknown tag would cost some readers the whole batch.
-        ValueError: tokens that do not fill the blocks, which readers drop.
-    """
-    lowered: list[tuple[Any, ...]] = []
-    for event in events:
-        if isinstance(event, BlockStored):
-            hashes, tokens, size = event.block_hashes, event.token_ids, event.block_size
-            if len(tokens) != len(hashes) * size:
-                raise ValueError("tokens do not fill the blocks")
-            fixed = ("BlockStored", hashes, event.parent_block_hash, tokens, size, event.lora_id)
-            # Looks at fields cost less than a tuple of them and its comparison, and most events have no option.
-            if (
-                event.medium is None
-                and event.lora_name is None
-                and event.extra_keys is None
-                and event.group_idx is None
-                and event.cache_salt is None
-                and event.session_id is None
-            ):
-                lowered.append(fixed)
-            else:
-                lowered.append(fixed + _options_of(event))
-        elif isinstance(event, BlockRemoved):
-            lowered.append(("BlockRemoved", event.block_hashes, *_trimmed((event.medium, event.group_idx))))
-        elif isinstance(event, AllBlocksCleared):
-            lowered.append(("AllBlocksCleared",))
-        else:
-            raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
-    return lowered
-
-
-def _options_of(event: BlockStored) -> tuple[Any, ...]:
-    return _trimmed(
-        (event.medium, event.lora_name, event.extra_keys, event.group_idx, event.cache_salt, event.session_id)
-    )
-
-
-def _trimmed(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    while options and options[-1] is None:
-        options = options[:-1]
-    return options
-
-
-def array_event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
-    """Read one array event into (tag, field values by name); unknown trailing positions are skipped.
-
-    Raises:
-        DecodeError: not an array that starts with a text tag.
-    """
-    try:
-        items = _decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"event is not msgpack: {error}") from error
-    if not isinstance(items, list) or not items or not isinstance(items[0], str):
-        raise DecodeError("event is not an array that starts with a tag")
-    tag, values = items[0], items[1:]
-    if tag == "BlockStoredWithMetadata":
-        fields = dict(zip(STORED_POSITIONS, values[:_METADATA_POSITION], strict=False))
-        metadata = values[_METADATA_POSITION] if len(values) > _METADATA_POSITION else None
-        return "BlockStored", fields | (metadata if isinstance(metadata, dict) else {})
-    positions = _REMOVED_POSITIONS if tag == "BlockRemoved" else STORED_POSITIONS
-    return tag, dict(zip(positions, values, strict=False))
-
-
-# The map dialect: ``{"type": "BlockStored", "block_hashes": ..., ...}`` of SGLang >= 0.5.2x and vLLM >= 0.2x.
-#
-# Fields that are None are left out. vLLM's own typed decoder asks for ``medium`` and ``lora_name`` in every stored
-# event and ``medium`` in every removed one; the ``vllm`` flavour writes them as nil.
-
-
-class _Map(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag_field="type"):
-    """What goes on the wire: fields with a default are left out where they are None."""
-
-
-class _Stored(_Map, frozen=True, tag="BlockStored"):
-    block_hashes: Any
-    parent_block_hash: Any
-    token_ids: Any
-    block_size: Any
-    lora_id: Any
-    medium: Any = None
-    lora_name: Any = None
-    extra_keys: Any = None
-    group_idx: Any = None
-    cache_salt: Any = None
-    session_id: Any = None
-
-
-class _StoredForVllm(_Map, frozen=True, tag="BlockStored"):
-    block_hashes: Any
-    parent_block_hash: Any
-    token_ids: Any
-    block_size: Any
-    lora_id: Any
-    medium: Any
-    lora_name: Any
-    extra_keys: Any = None
-    group_idx: Any = None
-    cache_salt: Any = None
-    session_id: Any = None
-
-
-class _Removed(_Map, frozen=True, tag="BlockRemoved"):
-    block_hashes: Any
-    medium: Any = None
-    group_idx: Any = None
-
-
-class _RemovedForVllm(_Map, frozen=True, tag="BlockRemoved"):
-    block_hashes: Any
-    medium: Any
-    group_idx: Any = None
-
-
-class _Cleared(_Map, frozen=True, tag="AllBlocksCleared"):
-    pass
-
-
-def lower_to_maps(events: Iterable[KVCacheEvent], *, vllm: bool) -> list[msgspec.Struct]:
-    """Write events as what msgspec encodes to the maps that go on the wire.
-
-    Raises:
-        TypeError: one is none of the three events; an unknown tag would cost some readers the whole batch.
-        ValueError: tokens that do not fill the blocks, which readers drop.
-    """
-    return [_lower(event, vllm=vllm) for event in events]
-
-
-def _lower(event: KVCacheEvent, *, vllm: bool) -> msgspec.Struct:
-    if isinstance(event, BlockStored):
-        if len(event.token_ids) != len(event.block_hashes) * event.block_size:
-            raise ValueError("tokens do not fill the blocks")
-        return (_StoredForVllm if vllm else _Stored)(*msgspec.structs.astuple(event))
-    if isinstance(event, BlockRemoved):
-        return (_RemovedForVllm if vllm else _Removed)(*msgspec.structs.astuple(event))
-    if isinstance(event, AllBlocksCleared):
-        return _Cleared()
-    raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
-
-
-def map_event_fields(raw: bytes | msgspec.Raw) -> tuple[str, dict[str, Any]]:
-    """Read one map event into (tag, field values by name).
-
-    Raises:
-        DecodeError: not a map with a text ``type``.
-    """
-    try:
-        fields = _decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"event is not msgpack: {error}") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
-        raise DecodeError('event is not a map with a "type"')
-    return fields.pop("type"), fields
-
-
-# Reading one event of either dialect, forgiving what peers are known to vary.
-
-WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
-"""What a reader knows; a peer's other events are errors, each of its own."""
-
-_INT64_LIMIT = 1 << 63
-_UINT64 = 1 << 64
-
-
-def check_event(event: KVCacheEvent) -> None:
-    """Refuse an event whose tokens do not fill its blocks; ranges of single fields are part of their types.
-
-    Raises:
-        DecodeError: with the numbers that do not agree.
-    """
-    if isinstance(event, BlockStored) and len(event.token_ids) != len(event.block_hashes) * event.block_size:
-        raise DecodeError(
-            f"{len(event.token_ids)} tokens do not fill {len(event.block_hashes)} blocks of {event.block_size}"
-        )
-
-
-_EVENT_TYPES: dict[str, Any] = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved}
-
-
-def read_event(raw: bytes) -> WireEvent:
-    """Read one event.
-
-    Raises:
-        DecodeError: not one of the three, or a field of it is wrong.
-    """
-    is_map = raw[0] & 0xF0 == 0x80 or raw[0] in (0xDE, 0xDF)
-    tag, fields = map_event_fields(raw) if is_map else array_event_fields(raw)
-    if tag == "AllBlocksCleared":
-        return AllBlocksCleared()
-    if tag not in _EVENT_TYPES:
-        raise DecodeError(f"unknown event {tag!r:.60}")
-    hashes = fields.get("block_hashes")
-    if not isinstance(hashes, list):
-        raise DecodeError("block_hashes is not an array")
-    fields["block_hashes"] = [signed_hash(value) for value in hashes]
-    if fields.get("parent_block_hash") is not None:
-        fields["parent_block_hash"] = signed_hash(fields["parent_block_hash"])
-    if tag == "BlockStored":
-        fields.setdefault("parent_block_hash", None)
-        fields.setdefault("lora_id", None)
-    event = _convert(_EVENT_TYPES[tag], fields)
-    check_event(event)
-    return event
-
-
-def _convert(kind: Any, fields: dict[str, Any]) -> BlockStored | BlockRemoved:
-    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
-    for name in _FORGIVEN:
-        if name in known and not isinstance(known[name], str | int | list | None):
-            del known[name]
-    try:
-        values = msgspec.convert(known, _FIELD_TYPES[kind])
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise DecodeError(str(error)) from error
-    event: BlockStored | BlockRemoved = kind(**{name: getattr(values, name) for name in kind.__struct_fields__})
-    return event
-
-
-def _map_twin(kind: Any) -> Any:
-    """The same fields as ``kind``, read by name: msgspec reads an array-like struct from arrays only."""
-    fields = []
-    for field in msgspec.structs.fields(kind):
-        fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
-    return msgspec.defstruct(f"{kind.__name__}Fields", fields, frozen=True)
-
-
-_FIELD_TYPES = {kind: _map_twin(kind) for kind in _EVENT_TYPES.values()}
-_FORGIVEN = ("medium", "lora_name", "extra_keys", "group_idx", "cache_salt", "session_id")
-
-
-def signed_hash(value: object) -> int:
-    """Fold a peer's block hash to a signed 64-bit integer.
-
-    Unsigned integers (vLLM) wrap; bytes (newer vLLM) give their last 8, big-endian, as the smg gateway folds them.
-
-    Raises:
-        DecodeError: neither an integer of 64 bits nor bytes.
-    """
-    if isinstance(value, bytes) and value:
-        return int.from_bytes(value[-8:], "big", signed=len(value) >= 8)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value - _UINT64 if value >= _INT64_LIMIT else value
-    raise DecodeError(f"a hash is {type(value).__name__}, not an integer")
-
-
-# Reading a whole batch of the map dialect in one typed decode: what today's SGLang and vLLM send.
-#
-# msgspec reads maps into structs of their own, since ``BlockStored`` and its like are read from arrays. What does not
-# fit at once is an error here, and the caller reads the batch event by event.
-
-_PeersHash = int | bytes
-
-
-class _ReadMap(msgspec.Struct, frozen=True, gc=False, tag_field="type"):
-    """Fields that are not known are skipped."""
-
-
-class _ReadStored(_ReadMap, frozen=True, tag="BlockStored"):
-    block_hashes: tuple[_PeersHash, ...]
-    token_ids: tuple[TokenId, ...]
-    block_size: BlockSize
-    parent_block_hash: _PeersHash | None = None
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: tuple[tuple[str | int, ...] | None, ...] | None = None
-    group_idx: int | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
-
-
-class _ReadRemoved(_ReadMap, frozen=True, tag="BlockRemoved"):
-    block_hashes: tuple[_PeersHash, ...]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class _ReadCleared(_ReadMap, frozen=True, tag="AllBlocksCleared"):
-    pass
-
-
-class _MapBatch(msgspec.Struct, array_like=True, frozen=True):
-    ts: float
-    events: list[_ReadStored | _ReadRemoved | _ReadCleared]
-    attn_dp_rank: int | None = None
-
-
-_decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
-
-
-def read_map_batch(payload: bytes) -> tuple[float, tuple[WireEvent, ...], int | None]:
-    """Read ``[ts, events, rank]`` of maps; whether tokens fill their blocks is for the caller to check.
-
-    Raises:
-        msgspec.MsgspecError, UnicodeDecodeError, RecursionError, DecodeError: something is not as expected.
-    """
-    batch = _decode_maps(payload)
-    return batch.ts, tuple([_event(fields) for fields in batch.events]), batch.attn_dp_rank
-
-
-def _event(fields: _ReadStored | _ReadRemoved | _ReadCleared) -> WireEvent:
-    if type(fields) is _ReadStored:
-        parent = fields.parent_block_hash
-        return BlockStored(
-            _signed(fields.block_hashes),
-            None if parent is None else signed_hash(parent),
-            fields.token_ids,
-            fields.block_size,
-            fields.lora_id,
-            fields.medium,
-            fields.lora_name,
-            fields.extra_keys,
-            fields.group_idx,
-            fields.cache_salt,
-            fields.session_id,
-        )
-    if type(fields) is _ReadRemoved:
-        return BlockRemoved(_signed(fields.block_hashes), fields.medium, fields.group_idx)
-    return AllBlocksCleared()
-
-
-def _signed(hashes: tuple[_PeersHash, ...]) -> tuple[int, ...]:
-    """Signed 64-bit integers, whatever the peer sent. Whether all are so already is asked at once: most are."""
-    try:
-        are_signed = not hashes or max(hashes) < _INT64_LIMIT  # type: ignore[operator]
-    except TypeError:
-        are_signed = False  # bytes
-    return hashes if are_signed else tuple(map(signed_hash, hashes))  # type: ignore[return-value]
-
-
-# Cutting events in two, for batches that are too large for a reader.
-
-
-def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tuple[KVCacheEvent, ...]] | None:
-    """``events`` as two runs, to be applied one after the other; None for what is one block or less.
-
-    A single event is cut between its blocks, the second half below the first.
-    """
-    if len(events) > 1:
-        middle = len(events) // 2
-        return tuple(events[:middle]), tuple(events[middle:])
-    event = events[0]
-    if not isinstance(event, BlockStored | BlockRemoved) or len(event.block_hashes) < 2:
-        return None
-    hashes, middle = event.block_hashes, len(event.block_hashes) // 2
-    if isinstance(event, BlockRemoved):
-        return (replace(event, block_hashes=hashes[:middle]),), (replace(event, block_hashes=hashes[middle:]),)
-    tokens, cut, keys = event.token_ids, middle * event.block_size, event.extra_keys
-    first = replace(
-        event, block_hashes=hashes[:middle], token_ids=tokens[:cut], extra_keys=None if keys is None else keys[:middle]
-    )
-    second = replace(
-        event,
-        block_hashes=hashes[middle:],
-        parent_block_hash=hashes[middle - 1],
-        token_ids=tokens[cut:],
-        extra_keys=None if keys is None else keys[middle:],
-    )
-    return (first,), (second,)
-
-
-DIALECTS = ("array", "map", "vllm")
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 """The largest payload a reader takes: 8,192 tokens are 40 KB, so this is two orders above any honest batch."""
 
@@ -447,16 +57,146 @@ _MAX_EVENTS = MAX_PAYLOAD_BYTES // 18
 
 _MAX_BAD_EVENTS = 1_000
 """A batch with more of them is bad itself: reporting each would cost a reader a thousand times its bytes."""
+
 ENCODE_ERRORS = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 _NOT_SOUND = (DecodeError, *_DECODE_ERRORS)
 
+_INT64_LIMIT = 1 << 63
+_UINT64 = 1 << 64
 
-_LOWER: dict[str, Callable[[Iterable[KVCacheEvent]], list[Any]]] = {
+_BY_TAG: dict[str, type[WireEvent]] = {kind.__name__: kind for kind in WIRE_EVENTS}
+_REQUIRED = {kind: [field.name for field in msgspec.structs.fields(kind) if field.required] for kind in WIRE_EVENTS}
+_OPTIONS = {kind: kind.__struct_fields__[len(_REQUIRED[kind]) :] for kind in WIRE_EVENTS}
+
+
+# One check that tokens fill their blocks. Readers drop a stored event where they do not.
+
+
+def _compiled(name: str, source: str, scope: dict[str, Any]) -> Any:
+    """Compile the source of a function that was made from the fields."""
+    scope |= {kind.__name__: kind for kind in WIRE_EVENTS}
+    exec(source, scope)  # noqa: S102 - nothing in it comes from outside
+    return scope[name]
+
+
+_IS_UNFILLED = "len({0}token_ids) != len({0}block_hashes) * {0}block_size"
+"""As source: to call a function for every event would cost as much as half of the check's loop."""
+
+first_unfilled: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = _compiled(
+    "first_unfilled",
+    f"""
+def first_unfilled(events):
+    for event in events:
+        if isinstance(event, BlockStored) and {_IS_UNFILLED.format("event.")}:
+            return event
+    return None
+""",
+    {},
+)
+"""Return the first stored event whose tokens do not fill its blocks, or None."""
+
+
+# Writing events.
+
+
+def _wire_kind(event: KVCacheEvent) -> type[WireEvent]:
+    """The event's type, also for a class derived from it.
+
+    Raises:
+        TypeError: none of the three events; an unknown tag would cost some readers the whole batch.
+    """
+    for kind in WIRE_EVENTS:
+        if isinstance(event, kind):
+            return kind
+    raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
+
+
+def _unfilled() -> ValueError:
+    return ValueError("tokens do not fill the blocks")
+
+
+def _trimmed_array(event: KVCacheEvent) -> tuple[Any, ...]:
+    kind = _wire_kind(event)
+    if first_unfilled((event,)) is not None:
+        raise _unfilled()
+    values = [getattr(event, name) for name in kind.__struct_fields__]
+    while len(values) > len(_REQUIRED[kind]) and values[-1] is None:
+        del values[-1]
+    return (kind.__name__, *values)
+
+
+def _array_branch(kind: type[WireEvent]) -> str:
+    """The source of the array writer's branch for one event type."""
+    required, options = _REQUIRED[kind], _OPTIONS[kind]
+    array = f'"{kind.__name__}", ' + "".join(f"{name}, " for name in required)
+    lines = [f"if kind is {kind.__name__}:", *(f"    {name} = event.{name}" for name in required)]
+    if kind is BlockStored:
+        lines += [f"    if {_IS_UNFILLED.format('')}:", "        raise unfilled()"]
+    if options:
+        first, later = options[0], options[1:]
+        lines += [
+            "    if " + (" and ".join(f"event.{name} is None" for name in later) or "True") + ":",
+            f"        arrays.append(({array}) if event.{first} is None else ({array}event.{first}))",
+            "    else:",
+            "        arrays.append(trimmed(event))",
+        ]
+    else:
+        lines.append(f"    arrays.append(({array}))")
+    return "\n".join(f"        {line}" for line in [*lines, "    continue"])
+
+
+# A loop over all events is half of what encoding small ones costs, and attributes named in the source take a third of
+# the time of any way over a list of names (measured). So the source is made from the fields, as ``namedtuple`` does.
+# No option, and the first one alone (``medium``), are the common cases.
+lower_to_arrays: Callable[[Iterable[KVCacheEvent]], list[tuple[Any, ...]]] = _compiled(
+    "lower_to_arrays",
+    "def lower_to_arrays(events):\n    arrays = []\n    for event in events:\n        kind = type(event)\n"
+    + "\n".join(map(_array_branch, WIRE_EVENTS))
+    + "\n        arrays.append(trimmed(event))\n    return arrays\n",
+    {"trimmed": _trimmed_array, "unfilled": _unfilled},
+)
+"""Turn events into the arrays that go on the wire. TypeError for an unknown event, ValueError for unfilled blocks."""
+
+
+def _map_writer(kind: type[WireEvent], nil_fields: frozenset[str]) -> Any:
+    """A struct that msgspec encodes to the map: what has a default is left out where it is None."""
+    fields = [
+        (name, Any) if name in _REQUIRED[kind] or name in nil_fields else (name, Any, None)
+        for name in kind.__struct_fields__
+    ]
+    return msgspec.defstruct(
+        f"{kind.__name__}Map", fields, frozen=True, gc=False, omit_defaults=True, tag_field="type", tag=kind.__name__
+    )
+
+
+_MAP_WRITERS = {kind: _map_writer(kind, frozenset()) for kind in WIRE_EVENTS}
+_VLLM_MAP_WRITERS = {kind: _map_writer(kind, VLLM_NIL_FIELDS) for kind in WIRE_EVENTS}
+
+
+def _lower_to_maps(events: Sequence[KVCacheEvent], *, writers: dict[type[WireEvent], Any]) -> list[msgspec.Struct]:
+    if first_unfilled(events) is not None:
+        raise _unfilled()
+    lowered = []
+    for event in events:
+        writer = writers.get(type(event))  # type: ignore[arg-type]
+        if writer is not None:
+            lowered.append(writer(*astuple(event)))
+        else:
+            kind = _wire_kind(event)
+            lowered.append(writers[kind](*(getattr(event, name) for name in kind.__struct_fields__)))
+    return lowered
+
+
+_LOWER: dict[str, Callable[[Sequence[KVCacheEvent]], list[Any]]] = {
     "array": lower_to_arrays,
-    "map": partial(lower_to_maps, vllm=False),
-    "vllm": partial(lower_to_maps, vllm=True),
+    "map": partial(_lower_to_maps, writers=_MAP_WRITERS),
+    "vllm": partial(_lower_to_maps, writers=_VLLM_MAP_WRITERS),
 }
+DIALECTS = tuple(_LOWER)
+
+
+# Writing batches.
 
 
 class RefusedEvent(msgspec.Struct, frozen=True):
@@ -525,8 +265,175 @@ class BatchEncoder:
 
 
 def _sound_time(ts: object) -> float:
-    """``ts`` where it is a finite number, else 0: readers drop a batch whose time is none."""
+    """``ts`` where it is a finite number, else 0: readers drop a batch without a finite time."""
     return float(ts) if isinstance(ts, int | float) and abs(ts) < _INT64_LIMIT else 0.0
+
+
+def blocks_between(event: BlockStored, first: int, stop: int) -> BlockStored:
+    """Return the stored event of the blocks ``first`` to ``stop - 1`` of ``event``."""
+    hashes, size, keys = event.block_hashes, event.block_size, event.extra_keys
+    return replace(
+        event,
+        block_hashes=hashes[first:stop],
+        parent_block_hash=hashes[first - 1] if first else event.parent_block_hash,
+        token_ids=event.token_ids[first * size : stop * size],
+        extra_keys=None if keys is None else keys[first:stop],
+    )
+
+
+def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tuple[KVCacheEvent, ...]] | None:
+    """Cut ``events`` in two runs, to be applied one after the other; None for one block or less.
+
+    For batches that are too large for a reader. A single event is cut between its blocks.
+    """
+    if len(events) > 1:
+        middle = len(events) // 2
+        return tuple(events[:middle]), tuple(events[middle:])
+    event = events[0]
+    if not isinstance(event, BlockStored | BlockRemoved) or len(event.block_hashes) < 2:
+        return None
+    hashes, middle = event.block_hashes, len(event.block_hashes) // 2
+    if isinstance(event, BlockRemoved):
+        return (replace(event, block_hashes=hashes[:middle]),), (replace(event, block_hashes=hashes[middle:]),)
+    return (blocks_between(event, 0, middle),), (blocks_between(event, middle, len(hashes)),)
+
+
+# Reading events.
+
+_PEERS_HASH = int | bytes
+_PEERS_TYPES: dict[str, Any] = {
+    "block_hashes": tuple[_PEERS_HASH, ...],
+    "parent_block_hash": _PEERS_HASH | None,
+}
+"""Peers write hashes as signed or unsigned integers, or as bytes."""
+
+
+def _reader(kind: type[WireEvent]) -> Any:
+    """The fields of ``kind`` read by name, in the same order: msgspec reads an array-like struct from arrays only.
+
+    A field that may be None may be missing: peers leave it out.
+    """
+    hints = get_type_hints(kind, include_extras=True) | _PEERS_TYPES
+    fields: list[Any] = []
+    for name in kind.__struct_fields__:
+        may_be_none = type(None) in getattr(hints[name], "__args__", ())
+        fields.append((name, hints[name], None) if may_be_none else (name, hints[name]))
+    return msgspec.defstruct(
+        f"{kind.__name__}Read", fields, frozen=True, gc=False, kw_only=True, tag_field="type", tag=kind.__name__
+    )
+
+
+_READERS = {kind: _reader(kind) for kind in WIRE_EVENTS}
+_READ_STORED, _READ_REMOVED = _READERS[BlockStored], _READERS[BlockRemoved]
+
+
+def _event_of(read: Any) -> WireEvent:
+    """The event of what a reader read. Both events with blocks begin with their hashes."""
+    if type(read) is _READ_STORED:
+        values: tuple[Any, ...] = astuple(read)
+        hashes, parent = _signed(values[0]), values[1]
+        if parent is not None:
+            parent = _signed_hash(parent)
+        if hashes is values[0] and parent is values[1]:  # as a rule; nothing is copied then
+            return BlockStored(*values)
+        return BlockStored(hashes, parent, *values[2:])
+    if type(read) is _READ_REMOVED:
+        hashes, *others = astuple(read)
+        return BlockRemoved(_signed(hashes), *others)
+    return AllBlocksCleared()
+
+
+def _signed_hash(value: object) -> int:
+    """Fold a peer's block hash to a signed 64-bit integer.
+
+    Unsigned integers (vLLM) wrap; bytes (newer vLLM) give their last 8, big-endian, as the smg gateway folds them.
+
+    Raises:
+        DecodeError: neither an integer of 64 bits nor bytes.
+    """
+    if isinstance(value, bytes) and value:
+        return int.from_bytes(value[-8:], "big", signed=len(value) >= 8)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value - _UINT64 if value >= _INT64_LIMIT else value
+    raise DecodeError(f"a hash is {type(value).__name__}, not an integer")
+
+
+def _signed(hashes: Sequence[Any]) -> tuple[int, ...]:
+    """Signed 64-bit integers, whatever the peer sent. Whether all are so already is asked at once: most are."""
+    try:
+        are_signed = type(hashes) is tuple and (not hashes or max(hashes) < _INT64_LIMIT)
+    except TypeError:
+        are_signed = False  # bytes
+    return hashes if are_signed else tuple(map(_signed_hash, hashes))  # type: ignore[return-value]
+
+
+def read_event(raw: bytes) -> WireEvent:
+    """Read one event of either dialect, and forgive what peers are known to vary.
+
+    Raises:
+        DecodeError: not one of the three, or a field of it is wrong.
+    """
+    tag, fields = _event_fields(raw)
+    kind = _BY_TAG.get(tag)
+    if kind is None:
+        raise DecodeError(f"unknown event {tag!r:.60}")
+    if kind is AllBlocksCleared:
+        return AllBlocksCleared()
+    hashes = fields.get("block_hashes")
+    if not isinstance(hashes, list):
+        raise DecodeError("block_hashes is not an array")
+    fields["block_hashes"] = _signed(hashes)
+    if fields.get("parent_block_hash") is not None:
+        fields["parent_block_hash"] = _signed_hash(fields["parent_block_hash"])
+    try:
+        event = _event_of(msgspec.convert(_known_fields(kind, fields), _READERS[kind]))
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DecodeError(str(error)) from error
+    unfilled = first_unfilled((event,))
+    if unfilled is not None:
+        num_tokens, num_blocks = len(unfilled.token_ids), len(unfilled.block_hashes)
+        raise DecodeError(f"{num_tokens} tokens do not fill {num_blocks} blocks of {unfilled.block_size}")
+    return event
+
+
+def _known_fields(kind: type[WireEvent], fields: dict[str, Any]) -> dict[str, Any]:
+    """What the event has of the fields; an option of a type that no option has is taken as missing."""
+    known = {name: fields[name] for name in kind.__struct_fields__ if name in fields}
+    for name in _OPTIONS[kind]:
+        if not isinstance(known.get(name), str | int | list | None):
+            del known[name]
+    return known
+
+
+_decode_any = msgspec.msgpack.Decoder().decode
+_METADATA_TAG = "BlockStoredWithMetadata"
+_METADATA_INDEX = BlockStored.__struct_fields__.index("lora_name")
+"""SGLang wrote, for a short time, stored events with a map of further fields in this place."""
+
+
+def _event_fields(raw: bytes) -> tuple[str, dict[str, Any]]:
+    """Read one event into its tag and field values by name, which are not checked; unknown positions are skipped."""
+    try:
+        read = _decode_any(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"event is not msgpack: {error}") from error
+    if isinstance(read, dict):
+        tag = read.get("type")
+        if not isinstance(tag, str):
+            raise DecodeError('event is not a map with a "type"')
+        return tag, read
+    if not isinstance(read, list) or not read or not isinstance(read[0], str):
+        raise DecodeError("event is not an array that starts with a tag")
+    tag, values = read[0], read[1:]
+    if tag == _METADATA_TAG:
+        metadata = values[_METADATA_INDEX] if len(values) > _METADATA_INDEX else None
+        fields = dict(zip(BlockStored.__struct_fields__, values[:_METADATA_INDEX], strict=False))
+        return BlockStored.__name__, fields | (metadata if isinstance(metadata, dict) else {})
+    names = _BY_TAG[tag].__struct_fields__ if tag in _BY_TAG else ()
+    return tag, dict(zip(names, values, strict=False))
+
+
+# Reading batches.
 
 
 class DecodedBatch(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -547,27 +454,30 @@ class DecodedBatch(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     errors: tuple[DecodeError, ...] = ()
 
 
-class _RawBatch(msgspec.Struct, array_like=True, frozen=True):
-    ts: float
-    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_EVENTS)]
-    attn_dp_rank: int | None = None
+def _batch_reader(name: str, events: Any) -> Any:
+    fields: list[Any] = [("ts", float), ("events", events), ("attn_dp_rank", int | None, None)]
+    decoder: Any = msgspec.msgpack.Decoder(msgspec.defstruct(name, fields, array_like=True, frozen=True))
+    return decoder.decode
+
+
+_read_maps = _batch_reader("MapBatch", list[reduce(or_, _READERS.values())])  # type: ignore[misc]
+_read_raw = _batch_reader("RawBatch", Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_EVENTS)])
 
 
 class BatchDecoder:
-    """Decodes payloads of both dialects from peers that are not trusted.
+    """Decodes payloads of every dialect from peers that are not trusted.
 
     Args:
         max_payload_bytes: larger payloads are refused unread.
     """
 
-    __slots__ = ("_decode_arrays", "_decode_raw", "_decode_whole", "_max_payload_bytes")
+    __slots__ = ("_decode_arrays", "_decode_whole", "_max_payload_bytes")
 
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._max_payload_bytes = max_payload_bytes
         self._decode_arrays = msgspec.msgpack.Decoder(DecodedBatch).decode
         # A stream is of one dialect: which one, its first batch tells.
         self._decode_whole: Callable[[bytes], DecodedBatch] = self._decode_arrays
-        self._decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
 
     def decode(self, payload: bytes) -> DecodedBatch:
         """Decode one payload; bad events are reported in ``errors``, each alone.
@@ -582,12 +492,8 @@ class BatchDecoder:
             batch = self._decode_whole(payload)
         except _NOT_SOUND:
             return self._decode_otherwise(payload)
-        # The checks of _check_time and check_event, without their calls: whatever they refuse is read event by event.
-        if not math.isfinite(batch.ts):
+        if not math.isfinite(batch.ts) or first_unfilled(batch.events) is not None:
             return self._decode_by_event(payload)
-        for event in batch.events:
-            if type(event) is BlockStored and len(event.token_ids) != len(event.block_hashes) * event.block_size:
-                return self._decode_by_event(payload)
         return batch
 
     def _decode_otherwise(self, payload: bytes) -> DecodedBatch:
@@ -605,14 +511,18 @@ class BatchDecoder:
 
     @staticmethod
     def _decode_maps(payload: bytes) -> DecodedBatch:
-        return DecodedBatch(*read_map_batch(payload))
+        """Read a batch of maps in one typed decode: what today's SGLang and vLLM send."""
+        batch = _read_maps(payload)
+        return DecodedBatch(batch.ts, tuple([_event_of(read) for read in batch.events]), batch.attn_dp_rank)
 
-    def _decode_by_event(self, payload: bytes) -> DecodedBatch:
+    @staticmethod
+    def _decode_by_event(payload: bytes) -> DecodedBatch:
         try:
-            batch = self._decode_raw(payload)
+            batch = _read_raw(payload)
         except _DECODE_ERRORS as error:
             raise DecodeError(f"batch is not [ts, events, rank]: {error}") from error
-        _check_time(batch.ts)
+        if not math.isfinite(batch.ts):
+            raise DecodeError(f"batch time {batch.ts} is not finite")
         events: list[WireEvent] = []
         errors: list[DecodeError] = []
         for raw in batch.events:
@@ -623,8 +533,3 @@ class BatchDecoder:
                 if len(errors) > _MAX_BAD_EVENTS:
                     raise DecodeError(f"more than {_MAX_BAD_EVENTS} bad events, such as: {error.reason}") from None
         return DecodedBatch(batch.ts, tuple(events), batch.attn_dp_rank, tuple(errors))
-
-
-def _check_time(ts: float) -> None:
-    if not math.isfinite(ts):
-        raise DecodeError(f"batch time {ts} is not finite")

@@ -1,66 +1,105 @@
-"""Which blocks a stream has left standing: what its events amount to, folded.
-
-Folding is compaction: whoever applies the folded state ends where whoever applied every event ends. A stored event
-is kept as one run of blocks for as long as any of them stands, with whatever it was made from (its bytes, or the
-event), so that folding costs a dictionary update a run and no copy of its tokens.
-"""
+"""The stream of one publisher: block state, folding, numbers, digest, window and base. Pure: no socket, no clock."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from hashlib import blake2b
 from itertools import repeat
-from typing import Any, Generic, TypeVar
+from operator import or_
+from typing import Any, Generic, TypeVar, get_type_hints
 from zlib import crc32
 
 import msgspec
 
 from scheduler_components.errors import DecodeError
 from scheduler_components.events import (
+    BULK_FIELDS,
+    MEDIUM_GPU,
+    WIRE_EVENTS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
     KVCacheEvent,
     KVEventBatch,
+    Place,
+    WireEvent,
+    place_of,
 )
-from scheduler_components.kv_events.codec import BatchEncoder, read_event
+from scheduler_components.kv_events.codec import BatchEncoder, blocks_between, read_event
 
 __all__ = [
+    "CHAIN_BYTES",
+    "EPOCH_BYTES",
     "BlockState",
+    "EventStream",
     "Run",
     "Segment",
-    "Tier",
-    "tier_of",
+    "chain_after",
+    "chain_at_start",
     "collapse",
     "fold_payload",
     "segment_event",
-    "CHAIN_BYTES",
-    "EPOCH_BYTES",
-    "EventStream",
-    "chain_after",
-    "chain_at_start",
 ]
 
+# The theory of the stream.
+#
+# A stream is one publisher's life of one KV cache's events: a sequence of batches. A reader that applies all of them
+# in order knows which blocks the cache holds. The publisher must be able to bring any reader there at any time: one
+# that starts late, one that lost messages, one that missed a restart. It must do so within bounded memory, and within
+# microseconds per batch, since it works on the scheduler's thread.
+#
+# Numbers. Batch n is sent with the sequence number n. Numbers go up by one, without a gap. A batch is encoded before
+# it takes its number, so a batch that cannot be encoded takes none. A reader that sees a gap has lost something.
+#
+# Epoch. Each life of a publisher has 16 random bytes. Numbers of two lives cannot be compared; a reader that sees
+# another epoch starts over.
+#
+# Digest. chain(epoch) = BLAKE2b-64(epoch); chain after batch n = BLAKE2b-64(chain, n, CRC-32(payload)). Two sides with
+# the same epoch, number and digest have read the same bytes. So a reader that asks for what follows number n can prove
+# that what it has is a prefix of this stream and not of a similar one. The digest finds accidents, not attackers.
+#
+# Window and base. The last batches are kept as they were sent: the window, bounded in batches and in bytes. What
+# leaves the window is folded into the base: the set of blocks that stand after all batches before the window.
+#
+# Invariant: base + window = the state of the whole stream. That is, for every reader R:
+#
+#     R applies AllBlocksCleared, then the base, then the window   ==>   R is where a reader of all batches is.
+#
+# Folding is therefore the only way out of the window; nothing is dropped.
+#
+# Fold rules, by event. A block is a hash in a place (medium, KV-cache group); None and GPU are one medium.
+#
+#     BlockStored        its blocks stand, and belong to this event (its run), also those that stood before
+#     BlockRemoved       its blocks in that place stand no more; blocks that do not stand are no error
+#     AllBlocksCleared   nothing stands
+#     anything else      nothing: readers drop it too
+#
+# A run keeps the bytes of its event for as long as one of its blocks stands. So folding costs one dictionary update
+# per run, token ids are not copied or even parsed, and a whole run goes out again as it came. A run of which a part
+# stands is cut into segments when it is sent.
+#
+# Order of the base: parents first. Runs are written in the order of storing. A block that was stored again belongs to
+# a younger run than its children; that run is written before them. (Only a hostile history has cycles; they end.)
+#
+# Pins. A base that is being sent must not change, so a replay of it pins it: nothing is folded and the window grows.
+# When the window has grown to twice its bounds, the publisher cuts the replays that pin it; these readers ask again.
+#
+# Folding is bounded per drain, so that a window that has grown is folded over many steps and not in one.
+
 T = TypeVar("T")
-Tier = tuple[str, int | None]
-"""A medium (None and GPU are the same one) and a KV-cache group."""
 
 
-_DEVICE: Tier = ("GPU", None)
-
-
-def tier_of(medium: str | None, group_idx: int | None = None) -> Tier:
-    """The tier that an event speaks of."""
-    return _DEVICE if medium is None and group_idx is None else (medium or "GPU", group_idx)
+# Which blocks stand.
 
 
 class Run(msgspec.Struct, Generic[T], gc=False):
     """The blocks of one stored event, in order, each the parent of the next.
 
     Attributes:
-        tier: where they were stored.
+        place: the medium and KV-cache group they were stored in.
         block_hashes: all of them, standing or not.
         parent: hash of the block before the first, None at a root.
         source: what the run was made from.
@@ -68,7 +107,7 @@ class Run(msgspec.Struct, Generic[T], gc=False):
         num_standing: how many have been neither removed nor stored again since.
     """
 
-    tier: Tier
+    place: Place
     block_hashes: Sequence[int]
     parent: int | None
     source: T
@@ -93,26 +132,26 @@ class Segment(msgspec.Struct, Generic[T], frozen=True, gc=False):
 
 
 class BlockState(Generic[T]):
-    """The standing blocks by tier and hash. A block belongs to the run that stored it last."""
+    """The standing blocks by place and hash. A block belongs to the run that stored it last."""
 
-    __slots__ = ("_num_stored", "_runs", "_tiers")
+    __slots__ = ("_num_stored", "_places", "_runs")
 
     def __init__(self) -> None:
-        self._tiers: dict[Tier, dict[int, Run[T]]] = {}
+        self._places: dict[Place, dict[int, Run[T]]] = {}
         self._runs: dict[int, Run[T]] = {}
         self._num_stored = 0
 
     def __len__(self) -> int:
-        """Standing blocks, over all tiers."""
-        return sum(map(len, self._tiers.values()))
+        """Standing blocks, over all places."""
+        return sum(map(len, self._places.values()))
 
-    def store(self, tier: Tier, block_hashes: Sequence[int], parent: int | None, source: T) -> None:
+    def store(self, place: Place, block_hashes: Sequence[int], parent: int | None, source: T) -> None:
         """Fold a stored event."""
-        owners = self._tiers.get(tier)
+        owners = self._places.get(place)
         if owners is None:
-            owners = self._tiers[tier] = {}
+            owners = self._places[place] = {}
         serial = self._num_stored = self._num_stored + 1
-        run = Run(tier, block_hashes, parent, source, serial)
+        run = Run(place, block_hashes, parent, source, serial)
         if len(block_hashes) == 1:  # most events of a decoding step; what follows costs twice as much
             block_hash = block_hashes[0]
             if block_hash in owners:
@@ -128,9 +167,9 @@ class BlockState(Generic[T]):
         if run.num_standing:
             self._runs[serial] = run
 
-    def remove(self, tier: Tier, block_hashes: Sequence[int]) -> None:
+    def remove(self, place: Place, block_hashes: Sequence[int]) -> None:
         """Fold a removed event; blocks that do not stand are nothing to remove."""
-        self._discard(self._tiers.get(tier, {}), block_hashes)
+        self._discard(self._places.get(place, {}), block_hashes)
 
     def _discard(self, owners: dict[int, Run[T]], block_hashes: Sequence[int]) -> None:
         for block_hash in block_hashes:
@@ -142,21 +181,17 @@ class BlockState(Generic[T]):
 
     def clear(self) -> None:
         """Fold a cleared event."""
-        self._tiers.clear()
+        self._places.clear()
         self._runs.clear()
 
-    def hashes(self, tier: Tier) -> set[int]:
-        """Hashes standing in one tier."""
-        return set(self._tiers.get(tier, ()))
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return tuple(self._tiers)
+    def hashes(self, place: Place) -> set[int]:
+        """Hashes standing in one place."""
+        return set(self._places.get(place, ()))
 
     def segments(self) -> Iterator[Segment[T]]:
         """Yield what stands, each block once, a block's parent before it; the state must not change meanwhile.
 
-        Runs come in the order in which they were stored, so that only what is taken out of turn has to be remembered.
+        Runs come in the order in which they were stored, so that only what comes out of order has to be remembered.
         """
         ahead: dict[int, set[int]] = {}
         for run in self._runs.values():
@@ -165,7 +200,7 @@ class BlockState(Generic[T]):
             ahead.pop(run.serial, None)
 
     def _standing(self, run: Run[T]) -> Iterator[Segment[T]]:
-        owners = self._tiers[run.tier]
+        owners = self._places[run.place]
         if run.num_standing == len(run.block_hashes):
             yield Segment(run, 0, len(run.block_hashes))
             return
@@ -183,7 +218,7 @@ class BlockState(Generic[T]):
     def _with_ancestors(self, segment: Segment[T], serial: int, ahead: dict[int, set[int]]) -> Iterator[Segment[T]]:
         """A block that was stored again stands in a younger run than its children: that run comes first.
 
-        ``ahead`` has the segments yielded of the run ``serial``, whose turn it is, and of later ones.
+        ``ahead`` has the segments yielded of the run ``serial``, which is being yielded, and of later ones.
         """
         chain: list[Segment[T]] = []
         wanted: Segment[T] | None = segment
@@ -193,11 +228,11 @@ class BlockState(Generic[T]):
                 break
             firsts.add(wanted.first)
             chain.append(wanted)
-            wanted = self._segment_of(wanted.run.tier, wanted.parent)
+            wanted = self._segment_of(wanted.run.place, wanted.parent)
         yield from reversed(chain)
 
-    def _segment_of(self, tier: Tier, block_hash: int | None) -> Segment[T] | None:
-        run = self._tiers[tier].get(block_hash) if block_hash is not None else None
+    def _segment_of(self, place: Place, block_hash: int | None) -> Segment[T] | None:
+        run = self._places[place].get(block_hash) if block_hash is not None else None
         if run is None:
             return None
         return next(each for each in self._standing(run) if block_hash in run.block_hashes[each.first : each.stop])
@@ -205,70 +240,67 @@ class BlockState(Generic[T]):
 
 # Folding events into a block state, and writing a block state as events again.
 #
-# Two users: the stream folds payloads that leave its window, keeping each stored event's bytes; the publisher
-# collapses batches that wait too long into the one batch that they amount to.
+# There are two users. The stream folds payloads that leave its window and keeps each stored event's bytes. The
+# publisher collapses batches that wait too long into one batch.
 
 
-class _StoredHead(msgspec.Struct, frozen=True, gc=False):
-    """What folding needs of a stored event. Token ids, the bulk of it, are skipped and not made into integers."""
-
-    block_hashes: tuple[int, ...]
-    parent_block_hash: int | None
-    token_ids: msgspec.Raw
-    block_size: int
-    lora_id: int | None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: msgspec.Raw | None = None
-    group_idx: int | None = None
-
-    def fold_into(self, state: BlockState[bytes], raw: bytes) -> None:
-        state.store(tier_of(self.medium, self.group_idx), self.block_hashes, self.parent_block_hash, raw)
+def _fold_stored(event: Any, state: BlockState[bytes], raw: bytes) -> None:
+    place = place_of(event.medium, event.group_idx)
+    state.store(place, event.block_hashes, event.parent_block_hash, raw)
 
 
-class _RemovedHead(msgspec.Struct, frozen=True, gc=False):
-    block_hashes: tuple[int, ...]
-    medium: str | None = None
-    group_idx: int | None = None
-
-    def fold_into(self, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG002 - nothing of it is kept
-        state.remove(tier_of(self.medium, self.group_idx), self.block_hashes)
+def _fold_removed(event: Any, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG001 - nothing of it is kept
+    state.remove(place_of(event.medium, event.group_idx), event.block_hashes)
 
 
-class _ClearedHead(msgspec.Struct, frozen=True, gc=False):
-    def fold_into(self, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG002 - nothing of it is kept
-        state.clear()
+def _fold_cleared(event: Any, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG001 - as above
+    state.clear()
 
 
-class _ArrayStored(_StoredHead, frozen=True, array_like=True, tag="BlockStored"):
-    pass
+_FOLD: dict[type[WireEvent], Callable[[Any, BlockState[bytes], bytes], None]] = {
+    BlockStored: _fold_stored,
+    BlockRemoved: _fold_removed,
+    AllBlocksCleared: _fold_cleared,
+}
 
 
-class _ArrayRemoved(_RemovedHead, frozen=True, array_like=True, tag="BlockRemoved"):
-    pass
+def _head(kind: type[WireEvent], **dialect: Any) -> Any:
+    """What folding reads of an event: all fields but the bulk, which is skipped and not made into objects.
+
+    Ranges of numbers are not checked, as the encoder does not check them; the wrong type of a field is.
+    """
+    hints = get_type_hints(kind)
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(kind):
+        read_as = hints[field.name]
+        if field.name in BULK_FIELDS:
+            read_as = msgspec.Raw if field.required else msgspec.Raw | None
+        fields.append((field.name, read_as) if field.required else (field.name, read_as, field.default))
+    return msgspec.defstruct(
+        f"{kind.__name__}Head",
+        fields,
+        namespace={"fold_into": _FOLD[kind]},
+        frozen=True,
+        gc=False,
+        tag=kind.__name__,
+        **dialect,
+    )
 
 
-class _ArrayCleared(_ClearedHead, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    pass
+_Heads = tuple[msgspec.Raw, Sequence[Any], msgspec.Raw]
+"""A batch of which the events' heads are read; time and rank are not."""
 
 
-class _MapStored(_StoredHead, frozen=True, tag_field="type", tag="BlockStored"):
-    pass
+def _heads_reader(**dialect: Any) -> Callable[[bytes], _Heads]:
+    any_head: Any = reduce(or_, [_head(kind, **dialect) for kind in WIRE_EVENTS])
+    decoder: Any = msgspec.msgpack.Decoder(tuple[msgspec.Raw, list[any_head], msgspec.Raw])
+    decode: Callable[[bytes], _Heads] = decoder.decode
+    return decode
 
 
-class _MapRemoved(_RemovedHead, frozen=True, tag_field="type", tag="BlockRemoved"):
-    pass
-
-
-class _MapCleared(_ClearedHead, frozen=True, tag_field="type", tag="AllBlocksCleared"):
-    pass
-
-
-_Raw = msgspec.Raw
-_Head = _StoredHead | _RemovedHead | _ClearedHead
-_events = msgspec.msgpack.Decoder(tuple[_Raw, list[_Raw], _Raw]).decode
-_array_heads = msgspec.msgpack.Decoder(tuple[_Raw, list[_ArrayStored | _ArrayRemoved | _ArrayCleared], _Raw]).decode
-_map_heads = msgspec.msgpack.Decoder(tuple[_Raw, list[_MapStored | _MapRemoved | _MapCleared], _Raw]).decode
+_read_array_heads = _heads_reader(array_like=True)
+_read_map_heads = _heads_reader(tag_field="type")
+_read_events = msgspec.msgpack.Decoder(tuple[msgspec.Raw, list[msgspec.Raw], msgspec.Raw]).decode
 _ARRAY_FIRST_BYTES = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}
 _HEADER_BYTES = 11
 """An array of three, eight bytes of time behind their tag, and the length of a list of up to fifteen events."""
@@ -277,19 +309,19 @@ _ANY_RANK = b"\x00"
 
 
 def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
-    """Fold one batch that a ``BatchEncoder`` wrote, in either dialect; a stored run keeps its event's bytes."""
+    """Fold one batch that a ``BatchEncoder`` wrote, in any dialect; a stored run keeps its event's bytes."""
     try:
         if payload[_HEADER_BYTES - 1] == _LIST_OF_ONE:
             # Its bytes, which may be all of a large payload, are found without reading through them again.
-            _, heads, rank = _heads_decoder(payload[_HEADER_BYTES])(payload)
+            _, heads, rank = _heads_reader_for(payload[_HEADER_BYTES])(payload)
             heads[0].fold_into(state, payload[_HEADER_BYTES : len(payload) - len(bytes(rank))])
             return
-        events = [bytes(event) for event in _events(payload)[1]]
+        events = [bytes(event) for event in _read_events(payload)[1]]
         if events:
-            for head, event in zip(_heads_decoder(events[0][0])(payload)[1], events, strict=True):
+            for head, event in zip(_heads_reader_for(events[0][0])(payload)[1], events, strict=True):
                 head.fold_into(state, event)
     except msgspec.ValidationError:
-        events = [bytes(event) for event in _events(payload)[1]]
+        events = [bytes(event) for event in _read_events(payload)[1]]
         if len(events) == 1:
             _fold_odd_event(state, events[0])
             return
@@ -297,8 +329,8 @@ def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
             fold_payload(state, payload[: _HEADER_BYTES - 1] + bytes([_LIST_OF_ONE]) + event + _ANY_RANK)
 
 
-def _heads_decoder(first_byte: int) -> Callable[[bytes], tuple[_Raw, Sequence[_Head], _Raw]]:
-    return _array_heads if first_byte in _ARRAY_FIRST_BYTES else _map_heads
+def _heads_reader_for(first_byte: int) -> Callable[[bytes], _Heads]:
+    return _read_array_heads if first_byte in _ARRAY_FIRST_BYTES else _read_map_heads
 
 
 def _fold_odd_event(state: BlockState[bytes], raw: bytes) -> None:
@@ -307,54 +339,40 @@ def _fold_odd_event(state: BlockState[bytes], raw: bytes) -> None:
         event = read_event(raw)
     except DecodeError:
         return
-    if isinstance(event, BlockStored):
-        state.store(tier_of(event.medium, event.group_idx), event.block_hashes, event.parent_block_hash, raw)
-    elif isinstance(event, BlockRemoved):
-        state.remove(tier_of(event.medium, event.group_idx), event.block_hashes)
-    else:
-        state.clear()
+    _FOLD[type(event)](event, state, raw)
 
 
 def segment_event(segment: Segment[bytes]) -> BlockStored:
-    """The stored event of a segment that is only a part of its run."""
+    """Return the stored event of a segment of a run that was made from an event's bytes."""
     event = read_event(segment.run.source)
     assert isinstance(event, BlockStored)
     return _part(event, segment)
 
 
 def _part(event: BlockStored, segment: Segment[Any]) -> BlockStored:
-    if segment.is_whole:
-        return event
-    first, stop, size = segment.first, segment.stop, event.block_size
-    return msgspec.structs.replace(
-        event,
-        block_hashes=event.block_hashes[first:stop],
-        parent_block_hash=segment.parent,
-        token_ids=event.token_ids[first * size : stop * size],
-        extra_keys=None if event.extra_keys is None else event.extra_keys[first:stop],
-    )
+    return event if segment.is_whole else blocks_between(event, segment.first, segment.stop)
 
 
 def collapse(batches: Iterable[EventBatch]) -> KVEventBatch | None:
-    """The one batch that ``batches`` amount to: cleared, then removed, then stored, parents first.
+    """Return the one batch with the effect of ``batches``: cleared, then removed, then stored, parents first.
 
     Nothing is lost by it, so no consumer has to start over. Of a block that was stored and removed among them only
     the removal is left, 9 bytes on the wire, and a later clear takes that too. None when there were no batches.
     Events that are none of the three are kept, to be refused by name when they are encoded.
     """
     state: BlockState[BlockStored] = BlockState()
-    removed: dict[Tier, dict[int, None]] = {}
+    removed: dict[Place, dict[int, None]] = {}
     others: list[KVCacheEvent] = []
     cleared, last = False, None
     for last in batches:
         for event in last.events:
             if isinstance(event, BlockStored):
-                tier = tier_of(event.medium, event.group_idx)
-                state.store(tier, event.block_hashes, event.parent_block_hash, event)
+                place = place_of(event.medium, event.group_idx)
+                state.store(place, event.block_hashes, event.parent_block_hash, event)
             elif isinstance(event, BlockRemoved):
-                tier = tier_of(event.medium, event.group_idx)
-                state.remove(tier, event.block_hashes)
-                removed.setdefault(tier, {}).update(dict.fromkeys(event.block_hashes))
+                place = place_of(event.medium, event.group_idx)
+                state.remove(place, event.block_hashes)
+                removed.setdefault(place, {}).update(dict.fromkeys(event.block_hashes))
             elif isinstance(event, AllBlocksCleared):
                 state.clear()
                 removed.clear()
@@ -368,26 +386,22 @@ def collapse(batches: Iterable[EventBatch]) -> KVEventBatch | None:
     return KVEventBatch(ts=last.ts, events=tuple(events), attn_dp_rank=last.attn_dp_rank)
 
 
-def _removals(removed: dict[Tier, dict[int, None]]) -> Iterator[BlockRemoved]:
+def _removals(removed: dict[Place, dict[int, None]]) -> Iterator[BlockRemoved]:
     for (medium, group_idx), hashes in removed.items():
         if hashes:
-            yield BlockRemoved(tuple(hashes), None if medium == "GPU" else medium, group_idx)
+            yield BlockRemoved(tuple(hashes), None if medium == MEDIUM_GPU else medium, group_idx)
 
 
-# The pure core of a stream: numbers, digest, the window of recent batches, and the base that older ones fold into.
-#
-# State = base + window, always servable: a batch that leaves the window is folded into the base, never lost. Every
-# life of a publisher has an epoch of 16 random bytes, and after every batch a chained digest of 8 bytes over all
-# (sequence, payload) so far, so that loss, restart and splice are seen by whoever compares.
+# The stream itself.
 
 EPOCH_BYTES = 16
 CHAIN_BYTES = 8
 
-_FOLDS_A_TURN = 8
-"""Batches folded in one turn, besides as many as came in it: more would show in the scheduler's step."""
+_FOLDS_PER_DRAIN = 8
+"""Batches folded in one drain, besides as many as came in it: more would show in the scheduler's step."""
 
 _CHUNK_BYTES = 256 * 1024
-"""Size at which a chunk of the base is full: large enough to amortise a send, small enough for one turn."""
+"""Size at which a chunk of the base is full: large enough to amortise a send, small enough for one drain."""
 
 
 def chain_at_start(epoch: bytes) -> bytes:
@@ -404,7 +418,7 @@ def chain_after(chain: bytes, sequence: int, payload: bytes) -> bytes:
     return blake2b(chain + (sequence << 32 | crc32(payload)).to_bytes(12, "big"), digest_size=CHAIN_BYTES).digest()
 
 
-_SEGMENTS_A_STEP = 500
+_SEGMENTS_PER_STEP = 500
 """Segments planned between two looks at anything else: about half a millisecond."""
 
 
@@ -479,8 +493,8 @@ class EventStream:
         return sequence
 
     def fold_some(self) -> None:
-        """Fold a bounded number of batches that the window has no room for; call it once a turn, sent or not."""
-        most = self._num_unfolded + _FOLDS_A_TURN
+        """Fold a bounded number of batches that the window has no room for; call it once per drain, sent or not."""
+        most = self._num_unfolded + _FOLDS_PER_DRAIN
         self._num_unfolded = 0
         while most and self.is_behind and not self.pins:
             payload = self._window.popleft()
@@ -522,10 +536,10 @@ class EventStream:
         return sequence - self.first
 
     def plan_base(self, *, max_chunks: int | None = None) -> Iterator[list[list[Segment[bytes]]] | None]:
-        """Cut the base into chunks of a size to send; yields None while it is still at it, the chunks at last.
+        """Cut the base into chunks of a size to send; yields None while it goes on, and at last the chunks.
 
-        The base must not change from the first step until the last chunk is encoded: ``pins`` is the caller's to
-        hold. There is at least one chunk and at most ``max_chunks``, the last then as large as it must be.
+        The base must not change from the first step until the last chunk is encoded: the caller
+        holds ``pins``. There is at least one chunk and at most ``max_chunks``, the last then as large as it must be.
         """
         chunks: list[list[Segment[bytes]]] = [[]]
         size = 0
@@ -536,7 +550,7 @@ class EventStream:
                 size = 0
             chunks[-1].append(segment)
             size += length
-            if number % _SEGMENTS_A_STEP == 0:
+            if number % _SEGMENTS_PER_STEP == 0:
                 yield None
         yield chunks
 

@@ -16,12 +16,12 @@ import msgspec
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVCacheEvent
 from scheduler_components.cache import PrefixNamespace, block_hashes_of, pack_tokens, page_digests
+from scheduler_components.kv_events import Place, first_unfilled, place_of, tier_of
 
 __all__ = [
     "RULES",
     "Block",
     "EventLedger",
-    "Medium",
     "Rule",
     "Violation",
     "Weight",
@@ -169,12 +169,6 @@ _TABLE = (
 RULES = {rule.name: rule for rule in _TABLE}
 """By name, in the order of a report."""
 
-
-KNOWN_MEDIA = (None, "GPU", "CPU", "CPU_PINNED", "DISK", "EXTERNAL", "STORAGE")
-
-Medium = tuple[str, int | None]
-"""A medium (None is GPU) and a KV-cache group."""
-
 _Identity = tuple[object, ...]
 
 
@@ -209,10 +203,10 @@ class EventLedger:
         self.block_size = block_size
         self.is_complete = is_complete
         self.num_chained = self.num_off_chain = 0
-        self._standing: dict[Medium, dict[int, Block]] = {}
+        self._standing: dict[Place, dict[int, Block]] = {}
         self._contents: dict[int, Block] = {}
         self._digests: dict[int, bytes] = {}
-        self._children: dict[Medium, Counter[int]] = {}
+        self._children: dict[Place, Counter[int]] = {}
 
     def apply(self, event: KVCacheEvent) -> list[Violation]:
         """Apply one event; returns the rules that it breaks. What can be understood of it is applied."""
@@ -233,11 +227,11 @@ class EventLedger:
 
     def hashes(self, medium: str | None = None, group_idx: int | None = None) -> set[int]:
         """Hashes that stand on one medium; None is the device."""
-        return set(self._standing.get((medium or "GPU", group_idx), ()))
+        return set(self._standing.get(place_of(medium, group_idx), ()))
 
-    def blocks(self) -> dict[tuple[Medium, int], Block]:
-        """Every standing block by medium and hash."""
-        return {(medium, each): block for medium, held in self._standing.items() for each, block in held.items()}
+    def blocks(self) -> dict[tuple[Place, int], Block]:
+        """Every standing block by place and hash."""
+        return {(place, each): block for place, held in self._standing.items() for each, block in held.items()}
 
     def prefix(self, block_hash: int) -> tuple[int, ...]:
         """All tokens from the root to the end of a block.
@@ -263,7 +257,7 @@ class EventLedger:
         size = self.block_size = self.block_size or event.block_size
         if event.block_size != size:
             yield Violation("block-size", f"a block of {event.block_size} tokens where {size} are the size")
-        if event.block_size < 1 or len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        if event.block_size < 1 or first_unfilled((event,)) is not None:
             told = f"{len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {event.block_size}"
             yield Violation("event", told)
             return
@@ -272,7 +266,7 @@ class EventLedger:
         except ConfigError as error:
             yield Violation("event", str(error))
             return
-        if event.medium not in KNOWN_MEDIA:
+        if tier_of(event.medium) is None:
             yield Violation("medium", f"medium {event.medium!r:.40}")
         parent = event.parent_block_hash
         if parent is not None and not self._stands(parent):
@@ -285,8 +279,8 @@ class EventLedger:
         yield from self._store_blocks(event)
 
     def _store_blocks(self, event: BlockStored) -> Iterator[Violation]:
-        medium = (event.medium or "GPU", event.group_idx)
-        held, children = self._standing.setdefault(medium, {}), self._children.setdefault(medium, Counter())
+        place = place_of(event.medium, event.group_idx)
+        held, children = self._standing.setdefault(place, {}), self._children.setdefault(place, Counter())
         parent, size = event.parent_block_hash, event.block_size
         for index, block_hash in enumerate(event.block_hashes):
             extra = event.extra_keys[index] if event.extra_keys and index < len(event.extra_keys) else None
@@ -296,7 +290,7 @@ class EventLedger:
             if known != block:
                 yield Violation("one-content", f"hash {block_hash} stood for {_told(known)}, now for {_told(block)}")
             if block_hash in held:
-                yield Violation("stored-once", f"block {block_hash} stands on {medium[0]} already")
+                yield Violation("stored-once", f"block {block_hash} stands on {place[0]} already")
             elif parent is not None:
                 children[parent] += 1
             held[block_hash] = block
@@ -321,17 +315,17 @@ class EventLedger:
         self.num_off_chain += block_hashes_of(digest) != (block_hash,)
 
     def _remove(self, event: BlockRemoved) -> Iterator[Violation]:
-        if event.medium not in KNOWN_MEDIA:
+        if tier_of(event.medium) is None:
             yield Violation("medium", f"medium {event.medium!r:.40}")
-        medium = (event.medium or "GPU", event.group_idx)
-        held, children = self._standing.get(medium, {}), self._children.get(medium, Counter())
+        place = place_of(event.medium, event.group_idx)
+        held, children = self._standing.get(place, {}), self._children.get(place, Counter())
         removed = []
         for block_hash in event.block_hashes:
             block = held.pop(block_hash, None)
             if block is None:
                 if self.is_complete:
                     yield Violation(
-                        "removed-stands", f"block {block_hash} was removed from {medium[0]}, where it is not"
+                        "removed-stands", f"block {block_hash} was removed from {place[0]}, where it is not"
                     )
                 continue
             removed.append(block_hash)
@@ -339,9 +333,7 @@ class EventLedger:
                 children[block.parent] -= 1
         for block_hash in removed:  # judged after the whole event: within one, order means nothing
             if children[block_hash] > 0:
-                yield Violation(
-                    "children-first", f"block {block_hash} was removed from {medium[0]} before its children"
-                )
+                yield Violation("children-first", f"block {block_hash} was removed from {place[0]} before its children")
 
     def _stands(self, block_hash: int) -> bool:
         return any(block_hash in held for held in self._standing.values())

@@ -7,12 +7,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import DIALECTS, BatchDecoder, BatchEncoder, BlockState, EventStream, collapse
+from scheduler_components.kv_events import (
+    DIALECTS,
+    BatchDecoder,
+    BatchEncoder,
+    BlockState,
+    EventStream,
+    Place,
+    collapse,
+)
 from scheduler_components.kv_events.stream import fold_payload, segment_event
 from scheduler_components.testing import EventLedger
 from scheduler_components.testing.strategies import hostile_histories
-
-Medium = tuple[str, int | None]
 
 
 def ledger_after(*histories: list[KVEventBatch]) -> EventLedger:
@@ -24,7 +30,7 @@ def ledger_after(*histories: list[KVEventBatch]) -> EventLedger:
     return ledger
 
 
-def applied(events: tuple[KVCacheEvent, ...], *before: list[KVEventBatch]) -> dict[tuple[Medium, int], object]:
+def applied(events: tuple[KVCacheEvent, ...], *before: list[KVEventBatch]) -> dict[tuple[Place, int], object]:
     return ledger_after(*before, [KVEventBatch(0.0, events)]).blocks()
 
 
@@ -76,24 +82,24 @@ def test_parents_come_before_children(history: list[KVEventBatch]) -> None:
     parents = {key: block.parent for key, block in standing.items()}
     seen: set[tuple[object, int]] = set()
     for segment in state.segments():
-        tier = segment.run.tier
+        place = segment.run.place
         first = segment.run.block_hashes[segment.first]
         above = segment.parent
-        if above is not None and (tier, above) in standing and not _in_cycle(parents, tier, first):
-            assert (tier, above) in seen
-        blocks = {(tier, each) for each in segment.run.block_hashes[segment.first : segment.stop]}
+        if above is not None and (place, above) in standing and not _in_cycle(parents, place, first):
+            assert (place, above) in seen
+        blocks = {(place, each) for each in segment.run.block_hashes[segment.first : segment.stop]}
         assert not blocks & seen
         seen |= blocks
     assert seen == standing.keys()
 
 
-def _in_cycle(parents: dict[tuple[Medium, int], int | None], tier: Medium, block_hash: int) -> bool:
+def _in_cycle(parents: dict[tuple[Place, int], int | None], place: Place, block_hash: int) -> bool:
     """Only a hostile history has one: no order puts its parents first."""
     visited: set[int] = set()
     above: int | None = block_hash
     while above is not None and above not in visited:
         visited.add(above)
-        above = parents.get((tier, above))
+        above = parents.get((place, above))
     return above is not None
 
 
