@@ -112,6 +112,84 @@ def test_the_metrics_table_is_the_catalogue() -> None:
     assert render_markdown().strip() in (ROOT / "docs" / "metrics.md").read_text()
 
 
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+SOURCES = [path for wing in WINGS for path in sorted((ROOT / wing).rglob("*.py"))]
+SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", ARCHITECTURE, flags=re.MULTILINE | re.DOTALL))
+"""What stands between backticks in ARCHITECTURE.md, outside of its pictures."""
+PICTURES = re.findall(r"^```text\n(.*?)^```$", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+
+
+def places(path: str) -> list[Path]:
+    """Where a path of ARCHITECTURE.md may lead: from the repository, or from a wing."""
+    candidates = [ROOT / path, *(ROOT / wing / path for wing in WINGS)]
+    return [place for place in candidates if place.exists()]
+
+
+def test_every_path_that_the_architecture_names_exists() -> None:
+    paths = [span for span in SPANS if re.fullmatch(r"[\w./-]+(/|\.(py|md|json))", span) and not span.startswith("/")]
+    assert len(paths) > 100
+    assert [path for path in paths if not places(path)] == []
+
+
+NAMES_OF_OTHERS = {"prometheus_client", "event_publishers"}
+"""A package that is not ours, and what follows the kit's name in the group of an entry point."""
+
+
+def bound_names(path: Path) -> Iterator[str]:
+    """Every name that a file gives to something: modules, classes, functions, parameters, fields, constants."""
+    yield from path.relative_to(ROOT).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def test_every_name_that_the_architecture_names_exists() -> None:
+    """Names with capitals, underscores, dots or parentheses; in its pictures, those with capitals inside."""
+    known = {bound for path in SOURCES for bound in bound_names(path)}
+    known |= {
+        found for path in (ROOT / "tests").rglob("test_*.py") for found in re.findall(r"\btest_\w+", path.read_text())
+    }
+    known |= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    known |= NAMES_OF_OTHERS
+    chains = [found[1] for span in SPANS if (found := re.fullmatch(r"([A-Za-z_][\w.]*\w)(?:\(\w*\))?", span))]
+    spoken = [chain for chain in chains if re.search(r"[A-Z_.]", chain) and not chain.endswith((".py", ".md", ".json"))]
+    spoken += [found for picture in PICTURES for found in re.findall(r"\b[A-Z]\w*[a-z][A-Z]\w*\b", picture)]
+    assert len(spoken) > 100
+    unknown = {chain for chain in spoken if not set(chain.split(".")) <= known}
+    assert {chain for chain in unknown if not chain.endswith("_")} == set()  # what ends so is a prefix of files
+
+
+def test_the_picture_of_the_floors_is_the_list_that_imports_are_held_to() -> None:
+    for node in ast.parse((ROOT / "tests" / "test_layers.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "FLOORS":
+            floors = [list(rooms) for rooms in ast.literal_eval(node.value)]
+    section = ARCHITECTURE.partition("\n## Floors\n")[2]
+    picture = re.search(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert picture
+    assert [line.partition("#")[0].split() for line in reversed(picture[1].splitlines())] == floors
+
+
+def test_every_file_of_the_product_has_a_row_in_the_code_map() -> None:
+    code_map = ARCHITECTURE.partition("\n## Code map\n")[2].partition("\n## ")[0]
+    _, *wings = re.split(r"^### `(\w+)/`.*$", code_map, flags=re.MULTILINE)
+    rows = dict(zip(wings[::2], wings[1::2], strict=True))
+    assert tuple(rows) == WINGS
+    for wing, text in rows.items():
+        named = [
+            path for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for path in re.findall(r"`(.*?)`", cell)
+        ]
+        files = {name(path).partition("/")[2] for path in SOURCES if path.is_relative_to(ROOT / wing)}
+        of_rows = [
+            {file for file in files if file == row or (row.endswith("/") and file.startswith(row))} for row in named
+        ]
+        assert [row for row, covered in zip(named, of_rows, strict=True) if not covered] == []
+        assert {file for file in files.difference(*of_rows) if not file.endswith("__init__.py")} == set()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as ``make docs`` does: a broken link, anchor or reference fails."""
