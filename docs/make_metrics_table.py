@@ -1,18 +1,24 @@
-"""Writes the table of ``docs/metrics.md`` from the catalogue: ``python docs/make_metrics_table.py``."""
+"""Writes the tables of ``docs/metrics.md`` and ``docs/stream-metrics.md`` from the catalogue:
+``python docs/make_metrics_table.py``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from observability import render_markdown
+from observability import render_markdown, render_stream_markdown
 
-PAGE = Path(__file__).with_name("metrics.md")
+DOCS = Path(__file__).parent
+
+
+def replace_from(first: str, page: Path, tables: str) -> None:
+    """Replace what begins with ``first``, and leave what is above it."""
+    above, _, _ = page.read_text().partition(first)
+    page.write_text(above + tables)
 
 
 def main() -> None:
-    """Replace the table, and leave what stands above it."""
-    above, _, _ = PAGE.read_text().partition("| Metric |")
-    PAGE.write_text(above + render_markdown())
+    replace_from("## Load\n", DOCS / "metrics.md", render_markdown())
+    replace_from("| Metric |", DOCS / "stream-metrics.md", render_stream_markdown())
 
 
 if __name__ == "__main__":

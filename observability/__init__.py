@@ -2,7 +2,8 @@
 doctor.
 
 Everything is imported when it is first asked for: Prometheus, starlette, httpx and pyzmq are needed only by what uses
-them.
+them. ``observability.kv_stream`` has the parts of the subscriber, ``observability.testing`` the test kit,
+``observability.grafana`` the dashboard.
 """
 
 from __future__ import annotations
@@ -17,111 +18,119 @@ if TYPE_CHECKING:
         EVERY_METRIC,
         HISTOGRAMS,
         OUTPUT_METRICS,
-        PAGES_UNREAD,
-        RANKS_REFUSED,
+        SECTIONS,
         SGLANG_PREFIX,
         STREAM_CATALOG,
         STREAM_STATE,
         Metric,
+        Section,
         render_markdown,
         render_stream_markdown,
     )
-    from observability.conformance import ConformanceReport, RuleResult, examine_conformance
-    from observability.doctor import DoctorOptions, Finding, Severity, diagnose_stream, examine, exit_code
-    from observability.http_app import error_response, status_routes
+    from observability.conformance import ConformanceReport, RuleResult, StreamReport, examine_conformance
+    from observability.doctor import CheckResult, DoctorOptions, Severity, diagnose_stream, examine, exit_code
+    from observability.http_app import StatusSource, error_response, status_routes
     from observability.kv_stream import (
         AsyncSubscriber,
-        BlockView,
         StreamListener,
         StreamState,
         StreamStats,
         Subscriber,
+        bare_address,
         discover,
         open_async_subscriber,
         open_subscriber,
     )
-    from observability.log_sink import LogSink, describe_stats
+    from observability.log_sink import LogSink
     from observability.prometheus_page import render_metrics
-    from observability.prometheus_reports import (
+    from observability.prometheus_schedulers import (
         OutputCollector,
         PrometheusBoard,
         PrometheusSink,
         RankLabels,
         RankOutputs,
+        RankOutputsSource,
         ReportBoard,
     )
-    from observability.prometheus_streams import StreamCollector
-    from observability.watch import LinePrinter, WatchOptions, addresses_of, watch_streams
+    from observability.prometheus_streams import StreamCollector, StreamStatsSource
+    from observability.watch import LinePrinter, WatchOptions, watch_streams
 
 __all__ = [
-    "AsyncSubscriber",
-    "BlockView",
-    "ConformanceReport",
-    "DoctorOptions",
-    "Finding",
-    "LinePrinter",
-    "LogSink",
-    "Metric",
-    "OutputCollector",
-    "PrometheusBoard",
+    # metrics out of a scheduler
     "PrometheusSink",
+    "PrometheusBoard",
+    "ReportBoard",
+    "OutputCollector",
     "RankLabels",
     "RankOutputs",
-    "ReportBoard",
-    "RuleResult",
-    "Severity",
-    "StreamCollector",
+    "RankOutputsSource",
+    "render_metrics",
+    "LogSink",
+    # HTTP answers
+    "StatusSource",
+    "status_routes",
+    "error_response",
+    # following streams
+    "discover",
+    "bare_address",
+    "open_subscriber",
+    "Subscriber",
+    "open_async_subscriber",
+    "AsyncSubscriber",
     "StreamListener",
     "StreamState",
     "StreamStats",
-    "Subscriber",
+    "StreamCollector",
+    "StreamStatsSource",
+    # looking at a worker
+    "watch_streams",
     "WatchOptions",
+    "LinePrinter",
+    "examine",
+    "DoctorOptions",
+    "CheckResult",
+    "Severity",
+    "exit_code",
+    "diagnose_stream",
+    "examine_conformance",
+    "ConformanceReport",
+    "StreamReport",
+    "RuleResult",
+    # the catalogue
+    "Metric",
+    "Section",
+    "SECTIONS",
     "CATALOG",
-    "EVERY_METRIC",
     "HISTOGRAMS",
     "OUTPUT_METRICS",
-    "PAGES_UNREAD",
-    "RANKS_REFUSED",
-    "SGLANG_PREFIX",
+    "EVERY_METRIC",
     "STREAM_CATALOG",
     "STREAM_STATE",
-    "addresses_of",
-    "describe_stats",
-    "diagnose_stream",
-    "discover",
-    "error_response",
-    "examine",
-    "examine_conformance",
-    "exit_code",
-    "open_async_subscriber",
-    "open_subscriber",
+    "SGLANG_PREFIX",
     "render_markdown",
-    "render_metrics",
     "render_stream_markdown",
-    "status_routes",
-    "watch_streams",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "observability.catalog": (
-            "CATALOG EVERY_METRIC HISTOGRAMS OUTPUT_METRICS PAGES_UNREAD RANKS_REFUSED SGLANG_PREFIX "
-            "STREAM_CATALOG STREAM_STATE Metric render_markdown render_stream_markdown"
+            "CATALOG EVERY_METRIC HISTOGRAMS OUTPUT_METRICS SECTIONS SGLANG_PREFIX STREAM_CATALOG STREAM_STATE "
+            "Metric Section render_markdown render_stream_markdown"
         ),
-        "observability.conformance": "ConformanceReport RuleResult examine_conformance",
-        "observability.doctor": "DoctorOptions Finding Severity diagnose_stream examine exit_code",
-        "observability.http_app": "error_response status_routes",
-        "observability.log_sink": "LogSink describe_stats",
-        "observability.prometheus_page": "render_metrics",
-        "observability.prometheus_reports": (
-            "OutputCollector PrometheusBoard PrometheusSink RankLabels RankOutputs ReportBoard"
-        ),
-        "observability.prometheus_streams": "StreamCollector",
-        "observability.watch": "LinePrinter WatchOptions addresses_of watch_streams",
+        "observability.conformance": "ConformanceReport RuleResult StreamReport examine_conformance",
+        "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream examine exit_code",
+        "observability.http_app": "StatusSource error_response status_routes",
         "observability.kv_stream": (
-            "AsyncSubscriber BlockView StreamListener StreamState StreamStats Subscriber discover "
+            "AsyncSubscriber StreamListener StreamState StreamStats Subscriber bare_address discover "
             "open_async_subscriber open_subscriber"
         ),
+        "observability.log_sink": "LogSink",
+        "observability.prometheus_page": "render_metrics",
+        "observability.prometheus_schedulers": (
+            "OutputCollector PrometheusBoard PrometheusSink RankLabels RankOutputs RankOutputsSource ReportBoard"
+        ),
+        "observability.prometheus_streams": "StreamCollector StreamStatsSource",
+        "observability.watch": "LinePrinter WatchOptions watch_streams",
     },
 )

@@ -1,8 +1,14 @@
-"""One row of the metric catalogue, and where its value stands in a step's statistics."""
+"""The one table of metrics: what each is called, what it means, and where its value stands.
+
+A collector exposes what is in ``SECTIONS`` and nothing else; the documentation and the dashboard are written from it.
+To add a metric, add a field to the value that the section reads, and a row here.
+
+Names are SGLang's where SGLang (0.5.23) has the fact, and follow its habits where it has not, so that dashboards and
+routers written for SGLang read them. ``vllm_names`` are what vLLM (0.33.0) calls the same fact.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 import attrs
@@ -11,25 +17,27 @@ from scheduler_components import HistogramSnapshot, SchedulerStats
 
 __all__ = [
     "Metric",
-    "counter",
-    "gauge",
-    "histogram",
-    "HICACHE_METRICS",
-    "OUTPUT_METRICS",
+    "Section",
+    "SECTIONS",
     "CATALOG",
-    "EVERY_METRIC",
     "HISTOGRAMS",
+    "OUTPUT_METRICS",
     "LOAD_AGE",
-    "PAGES_UNREAD",
     "RANKS_REFUSED",
+    "PAGES_UNREAD",
+    "EVERY_METRIC",
+    "STREAM_STATE",
+    "STREAM_CATALOG",
     "SGLANG_PREFIX",
     "VLLM_PREFIX",
-    "render_markdown",
-    "STREAM_CATALOG",
     "STREAM_PREFIX",
-    "STREAM_STATE",
+    "render_markdown",
     "render_stream_markdown",
 ]
+
+SGLANG_PREFIX = "sglang:"
+VLLM_PREFIX = "vllm:"
+STREAM_PREFIX = "kv_stream_"
 
 
 @attrs.frozen(kw_only=True)
@@ -42,9 +50,10 @@ class Metric:
             histogram is counters of values in buckets.
         unit: of the value, in words.
         help: one sentence for a person.
-        path: where ``SchedulerStats`` holds the value, for example ``load.num_running_reqs``; empty for the few
-            that a sink knows by itself.
+        path: the field that has the value, for example ``load.num_running_reqs``; empty where the collector itself
+            knows it.
         vllm_names: vLLM's names of the same fact, without prefix.
+        is_per_rank: labelled with a rank's labels; else counted by the process that is scraped, over all ranks.
     """
 
     name: str
@@ -53,6 +62,7 @@ class Metric:
     help: str
     path: str
     vllm_names: tuple[str, ...] = ()
+    is_per_rank: bool = True
 
     def read(self, stats: SchedulerStats) -> float | None:
         """Return the value in ``stats``; None where the engine has no such part (no LoRA, no disaggregation)."""
@@ -75,6 +85,25 @@ class Metric:
         return value
 
 
+ReadFrom = Literal["step", "outputs", "collector", "stream"]
+
+
+@attrs.frozen
+class Section:
+    """The metrics of one subject.
+
+    Attributes:
+        title: its heading in the documentation.
+        read_from: the value that the paths are fields of: ``step`` is ``SchedulerStats``, ``outputs`` is
+            ``OutputStats``, ``stream`` is ``StreamStats``; ``collector`` is what a collector itself knows.
+        metrics: in the order of the documentation.
+    """
+
+    title: str
+    read_from: ReadFrom
+    metrics: tuple[Metric, ...]
+
+
 def gauge(name: str, unit: str, path: str, help: str, *vllm_names: str) -> Metric:
     """Make the row of a gauge."""
     return Metric(name=name, kind="gauge", unit=unit, help=help, path=path, vllm_names=vllm_names)
@@ -90,387 +119,330 @@ def histogram(name: str, path: str, help: str, *vllm_names: str) -> Metric:
     return Metric(name=name, kind="histogram", unit="seconds", help=help, path=path, vllm_names=vllm_names)
 
 
-# The rows of the metric catalogue about the hierarchical cache: where prompts were found, what moved between tiers.
-#
-# SGLang's metrics of its hierarchical cache count tokens; these count pages, under names of their own. ``page_size``
-# makes one of the other.
+LOAD_AGE = gauge("load_age_seconds", "seconds", "", "Age of the load snapshot that the gauges are from.")
+"""Known at the time of a scrape: a rank that has stopped reporting shows as a growing age."""
 
-
-def _row(name: str, unit: str, field: str, help: str) -> Metric:
-    return counter(f"hicache_{name}_total", unit, f"totals.tiers.{field}", help)
-
-
-HICACHE_METRICS: tuple[Metric, ...] = (
-    _row("prompt_tokens", "tokens", "prompt_tokens", "Input tokens of requests at their first admission."),
-    _row("device_hit_tokens", "tokens", "device_hit_tokens", "The part of them that was cached on the device."),
-    _row(
-        "host_hit_tokens", "tokens", "host_hit_tokens", "The part of them that was on the host, and loaded from there."
-    ),
-    _row(
-        "storage_hit_tokens",
-        "tokens",
-        "storage_hit_tokens",
-        "The part of them that was in storage, and read from there.",
-    ),
-    _row("pages_written", "pages", "pages_written", "Pages copied to the host."),
-    _row("pages_not_written", "pages", "pages_not_written", "Copies to the host given up: no room, or a failure."),
-    _row("pages_loaded", "pages", "pages_loaded", "Pages copied back to the device."),
-    _row("pages_not_loaded", "pages", "pages_not_loaded", "Copies back given up after a failure on some rank."),
-    _row("pages_backed_up", "pages", "pages_backed_up", "Pages written to storage."),
-    _row(
-        "pages_not_backed_up",
-        "pages",
-        "pages_not_backed_up",
-        "Writes to storage given up: too many under way, or a failure.",
-    ),
-    _row("pages_prefetched", "pages", "pages_prefetched", "Pages read from storage and put in the cache."),
-    _row("pages_revoked", "pages", "pages_revoked", "Pages found in storage and then not put in the cache."),
-    _row("prefetches", "prefetches", "prefetches", "Reads from storage begun."),
-    _row("prefetches_revoked", "prefetches", "prefetches_revoked", "The part of them that ended without a page."),
-    _row("pages_dropped", "pages", "pages_dropped", "Pages evicted from the device without a copy on the host."),
+RANKS_REFUSED = attrs.evolve(
+    counter("metrics_reports_refused_total", "reports", "", "Reports of ranks beyond the sink's limit."),
+    is_per_rank=False,
 )
-"""One row for each field of ``TierStats``; without a hierarchical cache none of them is exported."""
+"""What a sink did not store: reports of new ranks after the last that it has room for."""
 
-
-# The rows of the metric catalogue about outputs: what was sent to the receiver, what waits for it, what it never got.
-#
-# Paths are fields of ``OutputStats``. Each metric is labelled with ``ParallelState.metric_labels``, as a step's are.
-
-OUTPUT_METRICS: tuple[Metric, ...] = (
-    counter("output_batches_sent_total", "messages", "batches_sent", "Messages of outputs that the receiver took."),
-    counter("output_deltas_sent_total", "deltas", "deltas_sent", "News of single requests in them."),
-    counter("output_tokens_sent_total", "tokens", "tokens_sent", "Generated tokens in them."),
+PAGES_UNREAD = attrs.evolve(
     counter(
-        "output_steps_delayed_total",
-        "steps",
-        "steps_delayed",
-        "Steps whose outputs had to wait, because the receiver was behind.",
+        "metrics_pages_unread_total",
+        "reads",
+        "",
+        "Reads of a rank's page of metrics that found no whole report: none is written yet, or the page was refused.",
     ),
-    gauge("output_requests_waiting", "requests", "requests_waiting", "Requests in flight whose outputs wait."),
-    gauge("output_ends_held", "requests", "ends_held", "Requests that are over and whose last outputs wait."),
-    gauge("output_bytes_held", "bytes", "bytes_held", "Bytes that these outputs take."),
-    counter(
-        "output_ends_dropped_total",
-        "requests",
-        "ends_dropped",
-        "Requests whose end the receiver was never told: more were over than may be held.",
-    ),
-    counter("output_tokens_dropped_total", "tokens", "tokens_dropped", "Generated tokens that it was never told."),
+    is_per_rank=False,
 )
-"""One row for each field of ``OutputStats``, apart from a step's report: a scrape reads them, no step does."""
+"""What a ``PrometheusBoard`` counts: the ranks of these reads show their last values, or nothing."""
 
-
-# The one table of metrics: what each is called, what it means, and where in a step's statistics it stands.
-#
-# Names are SGLang's where SGLang (0.5.23) has the fact, and follow its habits where it has not, so that dashboards
-# and
-# routers written for SGLang read them. ``vllm_names`` are what vLLM (0.33.0) calls the same fact. A sink exports what
-# stands here and nothing else; ``output_catalog`` has what is read from streamers beside it.
-
-SGLANG_PREFIX = "sglang:"
-VLLM_PREFIX = "vllm:"
-
-
-_LOAD = (
-    gauge("num_running_reqs", "requests", "load.num_running_reqs", "Running requests.", "num_requests_running"),
-    gauge("num_queue_reqs", "requests", "load.num_waiting_reqs", "Waiting requests.", "num_requests_waiting"),
-    gauge("token_usage", "share", "load.token_usage", "KV tokens in use / capacity, 0 to 1.", "kv_cache_usage_perc"),
-    gauge("gen_throughput", "tokens/s", "load.gen_throughput", "Generated tokens a second, recently."),
-    gauge("cache_hit_rate", "share", "load.cache_hit_rate", "Cached / input tokens, recently, 0 to 1."),
-    gauge("utilization", "share", "load.utilization", "The fuller of request slots and KV tokens, 0 to 1."),
-    gauge("num_used_tokens", "tokens", "load.num_used_tokens", "KV tokens that running requests hold."),
-    gauge("num_pending_tokens", "tokens", "load.num_pending_tokens", "Input tokens that wait for prefill."),
-    gauge(
-        "num_waiting_uncached_tokens",
-        "tokens",
-        "load.num_waiting_uncached_tokens",
-        "Input tokens that wait for prefill and that no cached prefix covers.",
-    ),
-    gauge("num_total_tokens", "tokens", "load.num_total_tokens", "KV tokens in use plus pending tokens."),
-    gauge("max_total_num_tokens", "tokens", "load.max_total_num_tokens", "Capacity of the KV pool."),
-    gauge("page_size", "tokens", "load.page_size", "Tokens a page of the KV pool."),
-    gauge("max_running_requests", "requests", "load.max_running_requests", "Request slots."),
-    gauge("load_sequence", "reports", "load.sequence", "Number of the load snapshot that the gauges are from."),
+# fmt: off
+SECTIONS: tuple[Section, ...] = (
+    Section("Load", "step", (
+        gauge("num_running_reqs", "requests", "load.num_running_reqs",
+            "Running requests.", "num_requests_running"),
+        gauge("num_queue_reqs", "requests", "load.num_waiting_reqs",
+            "Waiting requests.", "num_requests_waiting"),
+        gauge("token_usage", "share", "load.token_usage",
+            "KV tokens in use / capacity, 0 to 1.", "kv_cache_usage_perc"),
+        gauge("gen_throughput", "tokens/s", "load.gen_throughput",
+            "Generated tokens per second, recently."),
+        gauge("cache_hit_rate", "share", "load.cache_hit_rate",
+            "Cached / input tokens, recently, 0 to 1."),
+        gauge("utilization", "share", "load.utilization",
+            "The fuller of request slots and KV tokens, 0 to 1."),
+        gauge("num_used_tokens", "tokens", "load.num_used_tokens",
+            "KV tokens that running requests hold."),
+        gauge("num_pending_tokens", "tokens", "load.num_pending_tokens",
+            "Input tokens that wait for prefill."),
+        gauge("num_waiting_uncached_tokens", "tokens", "load.num_waiting_uncached_tokens",
+            "Input tokens that wait for prefill and are in no cached prefix."),
+        gauge("num_total_tokens", "tokens", "load.num_total_tokens",
+            "KV tokens in use plus pending tokens."),
+        gauge("max_total_num_tokens", "tokens", "load.max_total_num_tokens",
+            "Capacity of the KV pool."),
+        gauge("page_size", "tokens", "load.page_size",
+            "Tokens per page of the KV pool."),
+        gauge("max_running_requests", "requests", "load.max_running_requests",
+            "Request slots."),
+        gauge("load_sequence", "reports", "load.sequence",
+            "Number of the load snapshot that the gauges are from."),
+    )),
+    Section("Requests that are held back", "step", (
+        gauge("num_grammar_queue_reqs", "requests", "load.queues.grammar",
+            "Requests that wait for their grammar."),
+        gauge("num_paused_reqs", "requests", "load.queues.paused",
+            "Paused requests."),
+        gauge("num_retracted_reqs", "requests", "load.queues.retracted",
+            "Retracted requests that wait to run again."),
+    )),
+    Section("Prefill and decode instances", "step", (
+        gauge("num_prefill_bootstrap_queue_reqs", "requests", "load.disaggregation.prefill_bootstrap_queue_reqs",
+            "Prefill instance: requests that wait for their decode peer."),
+        gauge("num_prefill_inflight_queue_reqs", "requests", "load.disaggregation.prefill_inflight_queue_reqs",
+            "Prefill instance: requests whose KV is being sent."),
+        gauge("num_decode_prealloc_queue_reqs", "requests", "load.disaggregation.decode_prealloc_queue_reqs",
+            "Decode instance: requests that wait for pages."),
+        gauge("num_decode_transfer_queue_reqs", "requests", "load.disaggregation.decode_transfer_queue_reqs",
+            "Decode instance: requests whose KV is being received."),
+        gauge("num_decode_retracted_queue_reqs", "requests", "load.disaggregation.decode_retracted_queue_reqs",
+            "Decode instance: retracted requests."),
+        gauge("kv_transfer_speed_gb_s", "GB/s", "load.disaggregation.kv_transfer_speed_gb_s",
+            "Speed of KV transfers."),
+        gauge("kv_transfer_latency_ms", "ms", "load.disaggregation.kv_transfer_latency_ms",
+            "Latency of KV transfers."),
+    )),
+    Section("LoRA, speculation, memory", "step", (
+        gauge("lora_pool_slots_used", "slots", "load.lora.slots_used",
+            "LoRA adapter slots in use."),
+        gauge("lora_pool_slots_total", "slots", "load.lora.slots_total",
+            "LoRA adapter slots."),
+        gauge("lora_pool_utilization", "share", "load.lora.utilization",
+            "LoRA adapter slots in use / all, 0 to 1."),
+        gauge("spec_accept_length", "tokens", "load.speculative.accept_length",
+            "Accepted tokens per verification step."),
+        gauge("spec_accept_rate", "share", "load.speculative.accept_rate",
+            "Accepted / drafted tokens, 0 to 1."),
+        gauge("weight_memory_usage_gb", "GB", "load.memory.weight_gb",
+            "Device memory of the weights."),
+        gauge("kv_cache_memory_usage_gb", "GB", "load.memory.kv_cache_gb",
+            "Device memory of the KV pool."),
+        gauge("graph_memory_usage_gb", "GB", "load.memory.graph_gb",
+            "Device memory of captured graphs."),
+    )),
+    Section("Totals", "step", (
+        counter("num_requests_total", "requests", "totals.num_requests_total",
+            "Requests accepted."),
+        counter("num_aborted_requests_total", "requests", "totals.num_aborted_requests_total",
+            "Requests aborted."),
+        counter("num_retracted_requests_total", "retractions", "totals.num_retractions_total",
+            "Retractions of running requests because the KV pool was full.", "num_preemptions_total"),
+        counter("prompt_tokens_total", "tokens", "totals.prompt_tokens_total",
+            "Input tokens of requests that were prefilled.", "prompt_tokens_total", "prefix_cache_queries_total"),
+        counter("cached_tokens_total", "tokens", "totals.cached_tokens_total",
+            "The part of the input tokens that was in a cached prefix.", "prefix_cache_hits_total"),
+        counter("generation_tokens_total", "tokens", "totals.generation_tokens_total",
+            "Generated tokens.", "generation_tokens_total"),
+        counter("evicted_tokens_total", "tokens", "totals.evicted_tokens_total",
+            "Cached tokens evicted for others."),
+        counter("prefill_uncached_tokens_total", "tokens", "load.total_prefill_uncached_tokens",
+            "Tokens that prefill has computed, as load reports count them."),
+        counter("prefill_busy_us_total", "microseconds", "load.total_prefill_busy_us",
+            "Time of the steps that computed these tokens."),
+    )),
+    # SGLang counts tokens here. These count pages, under names of their own; page_size makes one of the other.
+    Section("Hierarchical cache", "step", (
+        counter("hicache_prompt_tokens_total", "tokens", "totals.tiers.prompt_tokens",
+            "Input tokens of requests at their first admission."),
+        counter("hicache_device_hit_tokens_total", "tokens", "totals.tiers.device_hit_tokens",
+            "The part of the input tokens that was cached on the device."),
+        counter("hicache_host_hit_tokens_total", "tokens", "totals.tiers.host_hit_tokens",
+            "The part of the input tokens that was on the host, and was loaded from there."),
+        counter("hicache_storage_hit_tokens_total", "tokens", "totals.tiers.storage_hit_tokens",
+            "The part of the input tokens that was in storage, and was read from there."),
+        counter("hicache_pages_written_total", "pages", "totals.tiers.pages_written",
+            "Pages copied to the host."),
+        counter("hicache_pages_not_written_total", "pages", "totals.tiers.pages_not_written",
+            "Copies to the host given up: no room, or a failure."),
+        counter("hicache_pages_loaded_total", "pages", "totals.tiers.pages_loaded",
+            "Pages copied back to the device."),
+        counter("hicache_pages_not_loaded_total", "pages", "totals.tiers.pages_not_loaded",
+            "Copies back given up after a failure on some rank."),
+        counter("hicache_pages_backed_up_total", "pages", "totals.tiers.pages_backed_up",
+            "Pages written to storage."),
+        counter("hicache_pages_not_backed_up_total", "pages", "totals.tiers.pages_not_backed_up",
+            "Writes to storage given up: too many under way, or a failure."),
+        counter("hicache_pages_prefetched_total", "pages", "totals.tiers.pages_prefetched",
+            "Pages read from storage and put in the cache."),
+        counter("hicache_pages_revoked_total", "pages", "totals.tiers.pages_revoked",
+            "Pages found in storage and then not put in the cache."),
+        counter("hicache_prefetches_total", "prefetches", "totals.tiers.prefetches",
+            "Reads from storage that were begun."),
+        counter("hicache_prefetches_revoked_total", "prefetches", "totals.tiers.prefetches_revoked",
+            "Reads from storage that brought no page."),
+        counter("hicache_pages_dropped_total", "pages", "totals.tiers.pages_dropped",
+            "Pages evicted from the device without a copy on the host."),
+    )),
+    Section("KV events", "step", (
+        counter("kv_events_batches_sent_total", "batches", "publisher.batches_sent",
+            "KV-event batches sent."),
+        counter("kv_events_sent_total", "events", "publisher.events_sent",
+            "KV events sent."),
+        counter("kv_events_bytes_sent_total", "bytes", "publisher.bytes_sent",
+            "Bytes of KV-event batches sent."),
+        counter("kv_events_refused_total", "events", "publisher.events_refused",
+            "KV events that could not be encoded."),
+        counter("kv_events_batches_dropped_total", "batches", "publisher.batches_dropped",
+            "KV-event batches accepted and not sent: an overflow, a shutdown or a failing publisher."),
+        counter("kv_events_batches_collapsed_total", "batches", "publisher.batches_collapsed",
+            "KV-event batches merged into one because too many were pending; no state is lost by it."),
+        counter("kv_events_replays_served_total", "replays", "publisher.replays_served",
+            "Replay answers that were sent to their end."),
+        counter("kv_events_batches_replayed_total", "batches", "publisher.batches_replayed",
+            "Batches sent in replay answers."),
+        counter("kv_events_replays_refused_total", "replays", "publisher.replays_refused",
+            "Replay requests refused."),
+        counter("kv_events_replays_truncated_total", "replays", "publisher.replays_truncated",
+            "Replay answers cut before their end: the client left or was too slow, or the publisher closed."),
+        counter("kv_events_subscribers_seen_total", "connections", "publisher.subscribers_seen",
+            "Connections of subscribers to the live stream."),
+        counter("kv_events_peers_refused_total", "connections", "publisher.peers_refused",
+            "Connections refused: no or wrong keys, or no ZeroMQ peer."),
+        gauge("kv_events_replays_open", "replays", "publisher.replays_open",
+            "Replay answers being sent."),
+        gauge("kv_events_batches_buffered", "batches", "publisher.batches_buffered",
+            "Batches kept for replay."),
+        gauge("kv_events_bytes_buffered", "bytes", "publisher.bytes_buffered",
+            "Bytes kept for replay."),
+        gauge("kv_events_batches_pending", "batches", "publisher.batches_pending",
+            "Batches accepted and not yet sent."),
+        gauge("kv_events_blocks_in_base", "blocks", "publisher.blocks_in_base",
+            "Blocks that batches before the replay window have stored and none has removed."),
+        gauge("kv_events_lag_seconds", "seconds", "publisher.lag_s",
+            "Age of the oldest batch not yet sent."),
+        gauge("kv_events_last_sequence", "sequence", "publisher.last_sequence",
+            "Number of the last batch sent, or -1."),
+        gauge("kv_events_open_bind_without_auth", "flag", "publisher.open_bind_without_auth",
+            "1 when the stream listens beyond loopback without authentication."),
+    )),
+    Section("Latencies", "step", (
+        histogram("time_to_first_token_seconds", "totals.latencies.time_to_first_token",
+            "From the first queueing to the first token.", "time_to_first_token_seconds"),
+        histogram("inter_token_latency_seconds", "totals.latencies.inter_token",
+            "Between tokens; tokens that come together share their interval.", "inter_token_latency_seconds"),
+        histogram("e2e_request_latency_seconds", "totals.latencies.e2e",
+            "From the first queueing to the end of a request.", "e2e_request_latency_seconds"),
+        histogram("queue_time_seconds", "totals.latencies.queue",
+            "In the queue before the first prefill.", "request_queue_time_seconds"),
+        histogram("prefill_time_seconds", "totals.latencies.prefill",
+            "In prefill, over all prefills of a request.", "request_prefill_time_seconds"),
+        histogram("decode_time_seconds", "totals.latencies.decode",
+            "In decode, over all decodes of a request.", "request_decode_time_seconds"),
+    )),
+    Section("Outputs", "outputs", (
+        counter("output_batches_sent_total", "messages", "batches_sent",
+            "Messages of outputs that the receiver took."),
+        counter("output_deltas_sent_total", "deltas", "deltas_sent",
+            "Updates of single requests in these messages."),
+        counter("output_tokens_sent_total", "tokens", "tokens_sent",
+            "Generated tokens in these messages."),
+        counter("output_steps_delayed_total", "steps", "steps_delayed",
+            "Steps whose outputs had to wait because the receiver was behind."),
+        gauge("output_requests_waiting", "requests", "requests_waiting",
+            "Requests in flight whose outputs wait."),
+        gauge("output_ends_held", "requests", "ends_held",
+            "Finished requests whose last outputs wait."),
+        gauge("output_bytes_held", "bytes", "bytes_held",
+            "Bytes of the outputs that wait."),
+        counter("output_ends_dropped_total", "requests", "ends_dropped",
+            "Ends of requests that were dropped, because more waited than may be held."),
+        counter("output_tokens_dropped_total", "tokens", "tokens_dropped",
+            "Generated tokens that were dropped with these ends."),
+    )),
+    Section("Reports", "collector", (LOAD_AGE, RANKS_REFUSED, PAGES_UNREAD)),
+    Section("Followed streams", "stream", (
+        gauge("kv_stream_state", "flag", "state",
+            "1 for the state that the stream is in (label state), 0 for the others."),
+        gauge("kv_stream_is_extended", "flag", "is_extended",
+            "1 when the publisher's digest proves the view."),
+        gauge("kv_stream_last_sequence", "sequence", "last_seq",
+            "Number of the last batch that the view has."),
+        gauge("kv_stream_blocks_held", "blocks", "blocks_held",
+            "Blocks in the view, over all tiers."),
+        gauge("kv_stream_lag_seconds", "seconds", "lag_s",
+            "Receive time minus the time stamp of the last live batch."),
+        counter("kv_stream_batches_total", "batches", "batches",
+            "Batches and chunks of snapshots applied."),
+        counter("kv_stream_events_total", "events", "events",
+            "Events in these batches."),
+        counter("kv_stream_blocks_stored_total", "blocks", "blocks_stored",
+            "Blocks stored by these events."),
+        counter("kv_stream_blocks_removed_total", "blocks", "blocks_removed",
+            "Blocks removed by these events."),
+        counter("kv_stream_gaps_total", "gaps", "gaps",
+            "Times that a live batch did not follow on the one before."),
+        counter("kv_stream_batches_recovered_total", "batches", "recovered",
+            "Batches that came by replay."),
+        counter("kv_stream_losses_total", "losses", "losses",
+            "Times that the stream became partial."),
+        counter("kv_stream_restarts_total", "restarts", "restarts",
+            "Times that the publisher turned out to be another."),
+        counter("kv_stream_verified_total", "proofs", "verified",
+            "Times that the publisher's digest agreed."),
+        counter("kv_stream_splices_total", "splices", "splices",
+            "Times that the publisher's digest did not agree; the view was built anew."),
+        counter("kv_stream_snapshots_total", "snapshots", "snapshots",
+            "Snapshots that replaced a view."),
+        counter("kv_stream_duplicates_total", "batches", "duplicates",
+            "Batches at or below the last applied number."),
+        counter("kv_stream_replays_asked_total", "questions", "replays_asked",
+            "Questions to the replay channel."),
+        counter("kv_stream_replays_unanswered_total", "questions", "replays_unanswered",
+            "Questions whose answer did not come to its end in time."),
+        counter("kv_stream_replays_cut_total", "questions", "replays_cut",
+            "Extended answers that could not be used to their end."),
+        counter("kv_stream_disconnects_total", "connections", "disconnects",
+            "Times that the live connection was lost."),
+        counter("kv_stream_decode_errors_total", "errors", "decode_errors",
+            "Batches or single events that could not be read."),
+        counter("kv_stream_bad_frames_total", "messages", "bad_frames",
+            "Messages that are not frames of this wire."),
+        counter("kv_stream_rank_mismatches_total", "batches", "rank_mismatches",
+            "Batches that name another rank."),
+        counter("kv_stream_unknown_removals_total", "blocks", "unknown_removals",
+            "Removed blocks that were not held."),
+        counter("kv_stream_unknown_media_total", "events", "unknown_media",
+            "Events that name an unknown medium."),
+    )),
 )
+# fmt: on
+"""Every metric. Rows of two lines: name, unit and path; then help and vLLM's names."""
 
-_SPECIAL_QUEUES = (
-    gauge("num_grammar_queue_reqs", "requests", "load.queues.grammar", "Requests that wait for their grammar."),
-    gauge("num_paused_reqs", "requests", "load.queues.paused", "Paused requests."),
-    gauge("num_retracted_reqs", "requests", "load.queues.retracted", "Retracted requests that wait to run again."),
-)
 
-_DISAGGREGATION = (
-    gauge(
-        "num_prefill_bootstrap_queue_reqs",
-        "requests",
-        "load.disaggregation.prefill_bootstrap_queue_reqs",
-        "Prefill instance: requests that wait for their decode peer.",
-    ),
-    gauge(
-        "num_prefill_inflight_queue_reqs",
-        "requests",
-        "load.disaggregation.prefill_inflight_queue_reqs",
-        "Prefill instance: requests whose KV is being sent.",
-    ),
-    gauge(
-        "num_decode_prealloc_queue_reqs",
-        "requests",
-        "load.disaggregation.decode_prealloc_queue_reqs",
-        "Decode instance: requests that wait for pages.",
-    ),
-    gauge(
-        "num_decode_transfer_queue_reqs",
-        "requests",
-        "load.disaggregation.decode_transfer_queue_reqs",
-        "Decode instance: requests whose KV is being received.",
-    ),
-    gauge(
-        "num_decode_retracted_queue_reqs",
-        "requests",
-        "load.disaggregation.decode_retracted_queue_reqs",
-        "Decode instance: retracted requests.",
-    ),
-    gauge("kv_transfer_speed_gb_s", "GB/s", "load.disaggregation.kv_transfer_speed_gb_s", "Speed of KV transfers."),
-    gauge("kv_transfer_latency_ms", "ms", "load.disaggregation.kv_transfer_latency_ms", "Latency of KV transfers."),
-)
+def _read_from(source: ReadFrom) -> tuple[Metric, ...]:
+    return tuple(metric for section in SECTIONS if section.read_from == source for metric in section.metrics)
 
-_ENGINE_PARTS = (
-    gauge("lora_pool_slots_used", "slots", "load.lora.slots_used", "LoRA adapter slots in use."),
-    gauge("lora_pool_slots_total", "slots", "load.lora.slots_total", "LoRA adapter slots."),
-    gauge("lora_pool_utilization", "share", "load.lora.utilization", "LoRA adapter slots in use / all, 0 to 1."),
-    gauge("spec_accept_length", "tokens", "load.speculative.accept_length", "Accepted tokens a verification step."),
-    gauge("spec_accept_rate", "share", "load.speculative.accept_rate", "Accepted / drafted tokens, 0 to 1."),
-    gauge("weight_memory_usage_gb", "GB", "load.memory.weight_gb", "Device memory of the weights."),
-    gauge("kv_cache_memory_usage_gb", "GB", "load.memory.kv_cache_gb", "Device memory of the KV pool."),
-    gauge("graph_memory_usage_gb", "GB", "load.memory.graph_gb", "Device memory of captured graphs."),
-)
 
-_TOTALS = (
-    counter("num_requests_total", "requests", "totals.num_requests_total", "Requests accepted."),
-    counter("num_aborted_requests_total", "requests", "totals.num_aborted_requests_total", "Requests aborted."),
-    counter(
-        "num_retracted_requests_total",
-        "retractions",
-        "totals.num_retractions_total",
-        "Retractions of running requests because the KV pool was full.",
-        "num_preemptions_total",
-    ),
-    counter(
-        "prompt_tokens_total",
-        "tokens",
-        "totals.prompt_tokens_total",
-        "Input tokens of requests that were prefilled.",
-        "prompt_tokens_total",
-        "prefix_cache_queries_total",
-    ),
-    counter(
-        "cached_tokens_total",
-        "tokens",
-        "totals.cached_tokens_total",
-        "The part of them that a cached prefix covered.",
-        "prefix_cache_hits_total",
-    ),
-    counter(
-        "generation_tokens_total",
-        "tokens",
-        "totals.generation_tokens_total",
-        "Generated tokens.",
-        "generation_tokens_total",
-    ),
-    counter("evicted_tokens_total", "tokens", "totals.evicted_tokens_total", "Cached tokens evicted for others."),
-    counter(
-        "prefill_uncached_tokens_total",
-        "tokens",
-        "load.total_prefill_uncached_tokens",
-        "Tokens that prefill has computed, as load reports count them.",
-    ),
-    counter(
-        "prefill_busy_us_total", "microseconds", "load.total_prefill_busy_us", "Time of the steps that computed them."
-    ),
-)
+CATALOG = tuple(metric for metric in _read_from("step") if metric.kind != "histogram")
+"""Read from a step's ``SchedulerStats``. Each is labelled with ``ParallelState.metric_labels``."""
 
-_PUBLISHER = (
-    counter("kv_events_batches_sent_total", "batches", "publisher.batches_sent", "KV-event batches sent."),
-    counter("kv_events_sent_total", "events", "publisher.events_sent", "KV events sent."),
-    counter("kv_events_bytes_sent_total", "bytes", "publisher.bytes_sent", "Bytes of KV-event batches sent."),
-    counter("kv_events_refused_total", "events", "publisher.events_refused", "KV events that could not be encoded."),
-    counter(
-        "kv_events_batches_dropped_total",
-        "batches",
-        "publisher.batches_dropped",
-        "KV-event batches accepted and not sent: an overflow, a shutdown or a failing publisher.",
-    ),
-    counter(
-        "kv_events_batches_collapsed_total",
-        "batches",
-        "publisher.batches_collapsed",
-        "KV-event batches merged into one because too many were pending; nothing is lost by it.",
-    ),
-    counter("kv_events_replays_served_total", "replays", "publisher.replays_served", "Replay answers finished."),
-    counter("kv_events_batches_replayed_total", "batches", "publisher.batches_replayed", "Batches in them."),
-    counter("kv_events_replays_refused_total", "replays", "publisher.replays_refused", "Replay requests refused."),
-    counter(
-        "kv_events_replays_truncated_total",
-        "replays",
-        "publisher.replays_truncated",
-        "Replay answers cut before their end: the client left or was too slow, or the publisher closed.",
-    ),
-    counter(
-        "kv_events_subscribers_seen_total",
-        "connections",
-        "publisher.subscribers_seen",
-        "Connections of subscribers to the live stream.",
-    ),
-    counter(
-        "kv_events_peers_refused_total",
-        "connections",
-        "publisher.peers_refused",
-        "Connections refused: no or wrong keys, or no ZeroMQ peer.",
-    ),
-    gauge("kv_events_replays_open", "replays", "publisher.replays_open", "Replay answers being sent."),
-    gauge("kv_events_batches_buffered", "batches", "publisher.batches_buffered", "Batches kept for replay."),
-    gauge("kv_events_bytes_buffered", "bytes", "publisher.bytes_buffered", "Bytes kept for replay."),
-    gauge("kv_events_batches_pending", "batches", "publisher.batches_pending", "Batches accepted and not yet sent."),
-    gauge("kv_events_blocks_in_base", "blocks", "publisher.blocks_in_base", "Standing blocks of older batches."),
-    gauge("kv_events_lag_seconds", "seconds", "publisher.lag_s", "Age of the oldest batch not yet sent."),
-    gauge("kv_events_last_sequence", "sequence", "publisher.last_sequence", "Number of the last batch sent, or -1."),
-    gauge(
-        "kv_events_open_bind_without_auth",
-        "flag",
-        "publisher.open_bind_without_auth",
-        "1 when the stream listens beyond loopback without authentication.",
-    ),
-)
-
-CATALOG: tuple[Metric, ...] = (
-    *_LOAD,
-    *_SPECIAL_QUEUES,
-    *_DISAGGREGATION,
-    *_ENGINE_PARTS,
-    *_TOTALS,
-    *HICACHE_METRICS,
-    *_PUBLISHER,
-)
-"""Every metric that is read from a step's ``SchedulerStats``. Each is labelled with ``ParallelState.metric_labels``."""
-
-HISTOGRAMS: tuple[Metric, ...] = (
-    histogram(
-        "time_to_first_token_seconds",
-        "totals.latencies.time_to_first_token",
-        "From the first queueing to the first token.",
-        "time_to_first_token_seconds",
-    ),
-    histogram(
-        "inter_token_latency_seconds",
-        "totals.latencies.inter_token",
-        "Between tokens; tokens that come together share their interval.",
-        "inter_token_latency_seconds",
-    ),
-    histogram(
-        "e2e_request_latency_seconds",
-        "totals.latencies.e2e",
-        "From the first queueing to the end of a request.",
-        "e2e_request_latency_seconds",
-    ),
-    histogram(
-        "queue_time_seconds",
-        "totals.latencies.queue",
-        "In the queue before the first prefill.",
-        "request_queue_time_seconds",
-    ),
-    histogram(
-        "prefill_time_seconds",
-        "totals.latencies.prefill",
-        "In prefill, over all prefills of a request.",
-        "request_prefill_time_seconds",
-    ),
-    histogram(
-        "decode_time_seconds",
-        "totals.latencies.decode",
-        "In decode, over all decodes of a request.",
-        "request_decode_time_seconds",
-    ),
-)
+HISTOGRAMS = tuple(metric for metric in _read_from("step") if metric.kind == "histogram")
 """Times of requests, where the engine keeps them; labelled as ``CATALOG`` is, and by the bucket's bound."""
 
-LOAD_AGE = gauge("load_age_seconds", "seconds", "", "Age of the load snapshot that the gauges are from.")
-"""What a sink knows at the time of a scrape: a rank that has stopped reporting shows as a growing age."""
+OUTPUT_METRICS = _read_from("outputs")
+"""Read from ``OutputStats`` at a scrape, so that no step pays for them; labelled as ``CATALOG`` is."""
 
-RANKS_REFUSED = counter("metrics_reports_refused_total", "reports", "", "Reports of ranks beyond the sink's limit.")
-"""What a sink did not store, because ranks it did not know came after the last it has room for."""
+EVERY_METRIC = (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, *_read_from("collector"))
+"""What a scheduler's processes expose and the dashboard may draw: all but the metrics of followed streams."""
 
+STREAM_STATE = _read_from("stream")[0]
+"""The state of a followed stream: one flag per state."""
 
-PAGES_UNREAD = counter(
-    "metrics_pages_unread_total",
-    "reads",
-    "",
-    "Reads of a rank's page of metrics that found no whole report: none is written yet, or the page was refused.",
-)
-"""What a ``PrometheusBoard`` knows beside: the ranks behind these reads show their last values, or nothing."""
-
-EVERY_METRIC: tuple[Metric, ...] = (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, LOAD_AGE, RANKS_REFUSED, PAGES_UNREAD)
-"""What the documentation lists and the dashboard may draw; streams that are followed have a catalogue of their own."""
+STREAM_CATALOG = _read_from("stream")[1:]
+"""Read from ``StreamStats``. Each is labelled with the ``rank``, as ``STREAM_STATE`` is."""
 
 
-def render_markdown(metrics: Iterable[Metric] = EVERY_METRIC) -> str:
-    """Return the catalogue as a Markdown table, for the documentation."""
-    lines = ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
-    for metric in metrics:
-        vllm_names = ", ".join(f"`{VLLM_PREFIX}{name}`" for name in metric.vllm_names)
-        lines.append(
-            f"| `{SGLANG_PREFIX}{metric.name}` | {metric.kind} | {metric.unit} | {metric.help} | {vllm_names} |"
-        )
-    return "\n".join(lines) + "\n"
+def render_markdown() -> str:
+    """Return the catalogue of schedulers as Markdown for the documentation: one heading and one table per section."""
+    lines: list[str] = []
+    for section in SECTIONS:
+        if section.read_from != "stream":
+            lines += ["", f"## {section.title}", ""]
+            lines += ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
+            lines += map(_row, section.metrics)
+    return "\n".join(lines[1:]) + "\n"
 
 
-# The table of metrics about followed streams: what whoever follows a worker's events exports of its own recovery.
-#
-# Paths are fields of ``StreamStats``. Each metric is labelled with the stream's ``rank``.
-
-STREAM_PREFIX = "kv_stream_"
-
-
-def _metric(kind: Literal["gauge", "counter"], name: str, unit: str, path: str, help: str) -> Metric:
-    return Metric(name=f"{STREAM_PREFIX}{name}", kind=kind, unit=unit, help=help, path=path)
-
-
-STREAM_STATE = _metric(
-    "gauge", "state", "flag", "state", "1 for the state that the stream is in (label state), 0 for the others."
-)
-
-STREAM_CATALOG = (
-    _metric("gauge", "is_extended", "flag", "is_extended", "1 when the publisher's digest proves the view."),
-    _metric("gauge", "last_sequence", "sequence", "last_seq", "Number of the last batch that the view has."),
-    _metric("gauge", "blocks_held", "blocks", "blocks_held", "Blocks in the view, over all tiers."),
-    _metric("gauge", "lag_seconds", "seconds", "lag_s", "Receive time minus the time stamp of the last live batch."),
-    _metric("counter", "batches_total", "batches", "batches", "Batches and chunks of snapshots applied."),
-    _metric("counter", "events_total", "events", "events", "Events in them."),
-    _metric("counter", "blocks_stored_total", "blocks", "blocks_stored", "Blocks stored by them."),
-    _metric("counter", "blocks_removed_total", "blocks", "blocks_removed", "Blocks removed by them."),
-    _metric("counter", "gaps_total", "gaps", "gaps", "Times that a live batch did not follow on the one before."),
-    _metric("counter", "batches_recovered_total", "batches", "recovered", "Batches that came by replay."),
-    _metric("counter", "losses_total", "losses", "losses", "Times that the stream became partial."),
-    _metric("counter", "restarts_total", "restarts", "restarts", "Times that the publisher turned out to be another."),
-    _metric("counter", "verified_total", "proofs", "verified", "Times that the publisher's digest agreed."),
-    _metric("counter", "splices_total", "splices", "splices", "Times that it did not, and all began anew."),
-    _metric("counter", "snapshots_total", "snapshots", "snapshots", "Views that were swapped in whole."),
-    _metric("counter", "duplicates_total", "batches", "duplicates", "Batches at or below the last applied number."),
-    _metric("counter", "replays_asked_total", "questions", "replays_asked", "Questions to the replay channel."),
-    _metric(
-        "counter", "replays_unanswered_total", "questions", "replays_unanswered", "The part without an end in time."
-    ),
-    _metric("counter", "replays_cut_total", "questions", "replays_cut", "Extended answers that led no further."),
-    _metric("counter", "disconnects_total", "connections", "disconnects", "Times that the live connection was lost."),
-    _metric("counter", "decode_errors_total", "errors", "decode_errors", "Batches or single events not readable."),
-    _metric("counter", "bad_frames_total", "messages", "bad_frames", "Messages that are not frames of this wire."),
-    _metric("counter", "rank_mismatches_total", "batches", "rank_mismatches", "Batches that name another rank."),
-    _metric("counter", "unknown_removals_total", "blocks", "unknown_removals", "Removed blocks that were not held."),
-    _metric("counter", "unknown_media_total", "events", "unknown_media", "Events that name an unknown medium."),
-)
+def _row(metric: Metric) -> str:
+    vllm_names = ", ".join(f"`{VLLM_PREFIX}{name}`" for name in metric.vllm_names)
+    return f"| `{SGLANG_PREFIX}{metric.name}` | {metric.kind} | {metric.unit} | {metric.help} | {vllm_names} |"
 
 
 def render_stream_markdown() -> str:
-    """Return the table as Markdown, for the documentation."""
+    """Return the table of followed streams as Markdown, for the documentation."""
     lines = ["| Metric | Kind | Unit | Meaning |", "| --- | --- | --- | --- |"]
     for metric in (STREAM_STATE, *STREAM_CATALOG):
         lines.append(f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.help} |")

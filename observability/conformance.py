@@ -1,4 +1,8 @@
-"""The judgement of an engine as a person reads it, and as JSON."""
+"""Examines the streams of a live engine against the rules of the wire: a report for a person, and as JSON.
+
+``examine_conformance`` listens to any engine that speaks this wire, by its URL or by one endpoint. The rules and the
+judge are ``scheduler_components.testing``'s; the report is made here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,6 @@ __all__ = [
     "ConformanceReport",
     "RuleResult",
     "StreamReport",
-    "report_stream",
     "examine_conformance",
 ]
 
@@ -31,9 +34,9 @@ class RuleResult(msgspec.Struct, frozen=True):
     """One rule on one stream.
 
     Attributes:
-        rule, weight, holds, hint: of ``wire_rules``.
+        rule, weight, holds, hint: as in ``RULES``.
         status: ``kept``, ``broken``, or ``not judged``: nothing came that could have broken it.
-        count: how often it was broken; seen: the first few times, in words.
+        count: how often it was broken; seen: the first few cases, in words.
     """
 
     rule: str
@@ -61,7 +64,7 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         target: as the person gave it.
         conforms: no rule of weight ``error`` is broken anywhere.
         engine: the rules of the engine as a whole.
-        streams: one report a stream.
+        streams: one report per stream.
     """
 
     target: str
@@ -90,15 +93,17 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     def lines(self) -> Iterator[str]:
-        """The report for a terminal: per stream what was seen, what is broken with its hint, and the counts."""
-        yield from _told(self.engine)
+        """The report for a terminal: per stream what was seen, what is broken with its hint, and counts."""
+        yield from _broken_rules(self.engine)
         for stream in self.streams:
             yield f"stream {stream.rank}  {printable(stream.endpoint)}"
             yield from (f"  {line}" for line in _facts(stream.facts))
-            yield from (f"  {line}" for line in _told(stream.rules))
+            yield from (f"  {line}" for line in _broken_rules(stream.rules))
             kept = sum(each.status == "kept" for each in stream.rules)
             unjudged = ", ".join(each.rule for each in stream.rules if each.status == "not judged")
-            yield f"  {kept} rules kept" + (f"; not judged, for nothing came to judge: {unjudged}" if unjudged else "")
+            yield f"  {kept} rules kept" + (
+                f"; not judged, because nothing came to judge: {unjudged}" if unjudged else ""
+            )
         yield f"{printable(self.target)}: " + ("conforms" if self.conforms else "does NOT conform")
 
 
@@ -118,7 +123,7 @@ def _results(violations: tuple[Violation, ...], judged: frozenset[str]) -> Itera
         yield RuleResult(name, status, rule.weight, rule.holds, rule.hint, len(times), tuple(times[:_MAX_SEEN]))
 
 
-def _told(results: Iterable[RuleResult]) -> Iterator[str]:
+def _broken_rules(results: Iterable[RuleResult]) -> Iterator[str]:
     for result in results:
         if result.status != "broken":
             continue
@@ -145,7 +150,7 @@ def _facts(facts: stream_judge.StreamFacts) -> Iterator[str]:
         yield "the stream's beginning is gone: what refers to it (orphans, unknown removals) could not be judged"
 
 
-# Judges the streams of a live engine, by its URL or one endpoint: any engine that speaks this wire.
+# --- the examination ---
 
 _CONNECT_S = 2.0
 
@@ -159,7 +164,7 @@ def examine_conformance(
     block_size: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ConformanceReport:
-    """Judge an engine by what its streams really send.
+    """Examine an engine by what its streams really send.
 
     Args:
         target: a worker's URL, whose ``/server_info`` describes the streams, or one PUB endpoint.

@@ -1,6 +1,7 @@
-"""Dials what a worker advertises and says what is wrong with it, and what would hint it.
+"""Examines a worker by its URL: dials what it advertises, and says what is wrong and how to correct it.
 
-Looks in the order in which things depend on each other, and stops where nothing further can be seen.
+``examine`` looks in the order in which things depend on each other (description, pages, ports, load gauges, streams,
+topics) and stops where nothing further can be seen. Each thing looked at gives a ``CheckResult``.
 """
 
 from __future__ import annotations
@@ -36,21 +37,29 @@ from scheduler_components.kv_events import ClientKeys, DecodedBatch, Endpoint, S
 from scheduler_components.load import LoadSample, open_zmq_load_reader
 
 __all__ = [
-    "Finding",
-    "Severity",
-    "exit_code",
-    "diagnose_load_gauges",
-    "BatchInspector",
-    "diagnose_stream",
+    "CheckResult",
     "DoctorOptions",
+    "Severity",
+    "diagnose_stream",
     "examine",
+    "exit_code",
 ]
 
-# What an examination finds: how bad, what, and what mends it.
+_GAUGE = "num_running_reqs"
+"""What gateways look for in ``/metrics``, after the prefix ``sglang:`` or ``sglang_``."""
+
+_ACCEPT_OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+"""What a Prometheus 2.x asks for."""
+
+_MAX_SIZES = 8
+"""Block sizes remembered per rank: enough to show that they differ."""
+
+_MAX_LAG_S = 60.0
+"""More than this is not the network's: a clock is wrong, or something holds batches back."""
 
 
 class Severity(StrEnum):
-    """OK is as it should be; WARNING works but will hurt; ERROR does not work."""
+    """OK: as it should be. WARNING: it works, and will cause trouble. ERROR: it does not work."""
 
     OK = "ok"
     WARNING = "warning"
@@ -58,8 +67,8 @@ class Severity(StrEnum):
 
 
 @attrs.frozen
-class Finding:
-    """One thing that was looked at; ``hint`` is empty when nothing has to be done."""
+class CheckResult:
+    """One thing that was looked at; ``hint`` says how to correct it, and is empty when nothing has to be done."""
 
     severity: Severity
     what: str
@@ -70,198 +79,21 @@ class Finding:
         return f"{line}\n        -> {printable(self.hint)}" if self.hint else line
 
 
-def exit_code(findings: Iterable[Finding]) -> int:
+def _ok(what: str, hint: str = "") -> CheckResult:
+    return CheckResult(Severity.OK, what, hint)
+
+
+def _warning(what: str, hint: str = "") -> CheckResult:
+    return CheckResult(Severity.WARNING, what, hint)
+
+
+def _error(what: str, hint: str) -> CheckResult:
+    return CheckResult(Severity.ERROR, what, hint)
+
+
+def exit_code(report: Iterable[CheckResult]) -> int:
     """1 when anything does not work, else 0: warnings alone do not fail."""
-    return int(any(finding.severity is Severity.ERROR for finding in findings))
-
-
-# What is right and wrong with a worker's load gauges.
-
-
-def diagnose_load_gauges(
-    gauges: Mapping[int, Endpoint], *, listen_s: float, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Finding]:
-    """Listen until every rank's gauge has said something, or time is up: a sound one does so once a second.
-
-    Args:
-        gauges: rank to address; those that cannot be connected to left out.
-        listen_s: seconds to wait for all of them.
-        clock: monotonic seconds.
-    """
-    if not gauges:
-        return
-    with closing(open_zmq_load_reader(map(str, gauges.values()))) as reader:
-        deadline_s = clock() + listen_s
-        while not gauges.keys() <= reader.view.samples.keys() and (left_s := deadline_s - clock()) > 0:
-            reader.read(left_s)
-        samples, num_bad = reader.view.samples, reader.bad
-    for rank, endpoint in gauges.items():
-        yield _judge(f"rank {rank}: load gauge {endpoint}", samples.get(rank), listen_s)
-    if num_bad:
-        hint = "check that the load port is not that of another stream"
-        yield Finding(Severity.WARNING, f"{num_bad} messages of the load gauges are no LoadStat", hint)
-
-
-def _judge(name: str, sample: LoadSample | None, listen_s: float) -> Finding:
-    if sample is None:
-        hint = "check that this rank's scheduler reports its load each second, and that no keys are asked for"
-        return Finding(Severity.WARNING, f"{name} says nothing in {listen_s:g} s", hint)
-    stat = sample.stat
-    return Finding(
-        Severity.OK,
-        f"{name}: {stat.num_running_reqs} running, {stat.num_waiting_reqs} waiting,"
-        f" {stat.num_tokens} of {stat.max_total_num_tokens} tokens",
-    )
-
-
-# What is wrong with one followed stream, judged from what its subscriber saw.
-
-_MAX_SIZES = 8
-"""Block sizes remembered a rank: enough to show that they differ."""
-
-_MAX_HONEST_LAG_S = 60.0
-
-
-class BatchInspector(NullListener):
-    """A ``StreamListener`` that notes which block sizes each rank really sends."""
-
-    def __init__(self) -> None:
-        self.block_sizes: dict[int, set[int]] = defaultdict(set)
-
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002 - port
-        """Note the sizes of a batch."""
-        sizes = self.block_sizes[rank]
-        if len(sizes) < _MAX_SIZES:
-            sizes.update(event.block_size for event in batch.events if isinstance(event, BlockStored))
-
-
-def diagnose_stream(address: StreamAddress, stats: StreamStats, block_sizes: set[int]) -> list[Finding]:
-    """Judge one stream whose ports are open.
-
-    Args:
-        address: as advertised; stats: after some seconds of following it; block_sizes: those of its events.
-    """
-    findings = [*_judge_extension(address, stats), _judge_state(address, stats)]
-    name = f"rank {address.rank}"
-    if stats.replays_unanswered:
-        findings.append(
-            Finding(
-                Severity.ERROR,
-                f"{name}: the replay channel {address.replay} gave no end marker in time",
-                "check that the port is the publisher's replay ROUTER, and that it is not overloaded; consumers such "
-                "as Dynamo stay deaf without the marker",
-            )
-        )
-    if address.block_size is not None and block_sizes - {address.block_size}:
-        sizes = ", ".join(map(str, sorted(block_sizes)))
-        findings.append(
-            Finding(
-                Severity.ERROR,
-                f"{name}: events have blocks of {sizes} tokens, {address.block_size} are advertised",
-                "advertise the size that the cache uses: routers hash prompts by it and will match nothing",
-            )
-        )
-    findings += _judge_content(name, stats)
-    return findings
-
-
-def _judge_extension(address: StreamAddress, stats: StreamStats) -> list[Finding]:
-    name = f"rank {address.rank}"
-    if stats.is_extended:
-        return [Finding(Severity.OK, f"{name}: the publisher's digest proves the view ({stats.verified} times so far)")]
-    if address.replay is None or not stats.replays_asked or stats.replays_unanswered:
-        return []
-    return [
-        Finding(
-            Severity.OK,
-            f"{name}: the publisher has no digest (SGLang's and vLLM's have none): followed by numbers and payloads",
-        )
-    ]
-
-
-def _judge_state(address: StreamAddress, stats: StreamStats) -> Finding:
-    name = f"rank {address.rank}"
-    if stats.state is StreamState.LIVE and (stats.last_seq >= 0 or not stats.is_extended):
-        held = f"{name}: live at batch {stats.last_seq}, {stats.blocks_held} blocks held"
-        return Finding(Severity.OK, held)
-    if stats.state in (StreamState.LIVE, StreamState.SYNCING) and not stats.replays_unanswered:
-        return Finding(
-            Severity.OK,
-            f"{name}: connected, and nothing was published yet",
-            "send the worker a request and look again to see events",
-        )
-    if stats.state is StreamState.PARTIAL and address.replay is None:
-        return Finding(
-            Severity.WARNING,
-            f"{name}: no replay channel is advertised, so whoever joins late or misses a batch stays partial",
-            "give the publisher a replay_endpoint",
-        )
-    if stats.state is StreamState.PARTIAL and not stats.replays_unanswered and not stats.decode_errors:
-        return Finding(
-            Severity.WARNING,
-            f"{name}: history before the replay window is gone, so whoever joins late stays partial",
-            "raise buffer_steps, or flush the cache once the readers are there",
-        )
-    if stats.state in (StreamState.CONNECTING, StreamState.DEAD):
-        return Finding(
-            Severity.ERROR,
-            f"{name}: {address.events} takes connections and is no ZeroMQ publisher that can be read",
-            "check that the port is the event publisher's, and give key files if the stream asks for keys",
-        )
-    return Finding(Severity.WARNING, f"{name}: still {stats.state} at batch {stats.last_seq}", "look again")
-
-
-def _judge_content(name: str, stats: StreamStats) -> list[Finding]:
-    findings = []
-    if stats.decode_errors or stats.bad_frames:
-        findings.append(
-            Finding(
-                Severity.ERROR,
-                f"{name}: {stats.decode_errors} batches or events and {stats.bad_frames} messages are unreadable"
-                f" ({stats.last_error or 'not the frames of this wire'})",
-                "check that publisher and readers speak the same version of the event schema",
-            )
-        )
-    if stats.rank_mismatches:
-        findings.append(
-            Finding(
-                Severity.ERROR,
-                f"{name}: {stats.rank_mismatches} batches name another rank",
-                "check the publishers' endpoint offsets: two ranks share or swap their ports",
-            )
-        )
-    if stats.gaps and stats.losses:
-        findings.append(
-            Finding(
-                Severity.WARNING,
-                f"{name}: {stats.gaps} gaps, and not all of what was missed could be had",
-                "raise the publisher's hwm and buffer_steps",
-            )
-        )
-    if stats.unknown_media:
-        findings.append(
-            Finding(
-                Severity.WARNING,
-                f"{name}: {stats.unknown_media} events name a medium that routers do not know",
-                "publish GPU, CPU, CPU_PINNED, DISK, EXTERNAL or STORAGE",
-            )
-        )
-    if stats.lag_s is not None and abs(stats.lag_s) > _MAX_HONEST_LAG_S:
-        findings.append(
-            Finding(
-                Severity.WARNING,
-                f"{name}: the last batch is stamped {stats.lag_s:.0f} s ago",
-                "check the two machines' clocks, or what holds the publisher's batches back",
-            )
-        )
-    return findings
-
-
-_GAUGE = "num_running_reqs"
-"""What gateways look for in ``/metrics``, after the prefix ``sglang:`` or ``sglang_``."""
-
-_ACCEPT_OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
-"""What a Prometheus 2.x asks for."""
+    return int(any(result.severity is Severity.ERROR for result in report))
 
 
 @attrs.frozen(kw_only=True)
@@ -269,8 +101,8 @@ class DoctorOptions:
     """How long to wait, in seconds.
 
     ``timeout_s`` is for one answer: a page, a connection, a replay. ``listen_s`` is how long the streams are followed
-    at most; it ends earlier when every stream has shown itself. ``keys`` are for publishers that let in none but
-    clients with keys.
+    at most; it ends earlier when every stream has sent something. ``keys`` are for publishers that ask clients for
+    keys.
     """
 
     timeout_s: float = 2.0
@@ -280,114 +112,113 @@ class DoctorOptions:
 
 def examine(
     url: str, options: DoctorOptions | None = None, *, clock: Callable[[], float] = time.monotonic
-) -> list[Finding]:
-    """Examine a worker by its URL; ``exit_code`` of the findings says whether it works.
+) -> list[CheckResult]:
+    """Examine a worker by its URL; ``exit_code`` of the report says whether it works.
 
     Raises:
-        ConfigError: ``url`` is not a worker's URL. What is wrong with the worker is found, never raised.
+        ConfigError: ``url`` is not a worker's URL. What is wrong with the worker is reported, never raised.
     """
     worker = worker_url(url)
     wait = options or DoctorOptions()
     try:
         info = fetch_json(worker, "/server_info", timeout_s=wait.timeout_s)
     except StartError as error:
-        return [Finding(Severity.ERROR, f"{error.resource} {error.problem}", error.hint)]
+        return [_error(f"{error.resource} {error.problem}", error.hint)]
     except DecodeError as error:
-        return [Finding(Severity.ERROR, error.reason, "check that this is the worker's own URL")]
-    findings = [Finding(Severity.OK, f"{worker}/server_info is readable")]
+        return [_error(error.reason, "check that this is the worker's own URL")]
+    report = [_ok(f"{worker}/server_info is readable")]
     try:
         addresses = addresses_in(info, worker)
     except NoStreamsError as error:
-        findings.append(
-            Finding(Severity.ERROR, str(error), 'start the worker with --kv-events-config and "publisher": "zmq"')
-        )
-        return [*findings, *_look_at_pages(worker, None, wait)]
+        report.append(_error(str(error), 'start the worker with --kv-events-config and "publisher": "zmq"'))
+        return [*report, *_check_pages(worker, None, wait)]
     except DecodeError as error:
-        findings.append(Finding(Severity.ERROR, error.reason, "hint the worker's description of its streams"))
-        return [*findings, *_look_at_pages(worker, None, wait)]
+        report.append(_error(error.reason, "correct the worker's description of its streams"))
+        return [*report, *_check_pages(worker, None, wait)]
     if info.get("kv_events_warning"):
-        findings.append(Finding(Severity.WARNING, f"the worker warns: {info['kv_events_warning']}"))
-    findings += _look_at_pages(worker, len(addresses), wait)
-    findings += _look_at_hosts(worker, addresses)
-    dialled = list(_dial(addresses, wait))
-    findings += [finding for _, _, finding in dialled]
-    open_ports = {(rank, channel) for rank, channel, finding in dialled if finding.severity is Severity.OK}
+        report.append(_warning(f"the worker warns: {info['kv_events_warning']}"))
+    report += _check_pages(worker, len(addresses), wait)
+    report += _check_hosts(worker, addresses)
+    ports = list(_check_ports(addresses, wait))
+    report += [result for _, _, result in ports]
+    open_ports = {(rank, channel) for rank, channel, result in ports if result.severity is Severity.OK}
     reachable = [address for address in addresses if (address.rank, "events") in open_ports]
     gauges = {each.rank: each.load for each in addresses if each.load and (each.rank, "load") in open_ports}
-    findings += diagnose_load_gauges(gauges, listen_s=wait.timeout_s, clock=clock)
-    return [*findings, *_follow(reachable, wait, clock)]
+    report += _check_load_gauges(gauges, wait, clock)
+    return [*report, *_check_streams(reachable, wait, clock)]
 
 
-def _look_at_pages(worker: httpx.URL, num_streams: int | None, wait: DoctorOptions) -> Iterator[Finding]:
-    """The pages by which gateways register and weigh a worker. None of them is needed for the streams."""
+# --- pages, hosts, ports ---
+
+
+def _check_pages(worker: httpx.URL, num_streams: int | None, wait: DoctorOptions) -> Iterator[CheckResult]:
+    """The pages by which gateways register and weigh a worker. The streams need none of them."""
     hint = "routers that poll it will not register this worker, or will not see its load"
     try:
         fetch_page(worker, "/health", timeout_s=wait.timeout_s)
-        yield Finding(Severity.OK, "/health answers 200")
+        yield _ok("/health answers 200")
     except (StartError, DecodeError) as error:
-        yield Finding(Severity.WARNING, f"/health: {error}", hint)
+        yield _warning(f"/health: {error}", hint)
     try:
-        yield _judge_loads(fetch_json(worker, "/v1/loads", timeout_s=wait.timeout_s), num_streams)
+        yield _check_loads(fetch_json(worker, "/v1/loads", timeout_s=wait.timeout_s), num_streams)
     except (StartError, DecodeError) as error:
-        yield Finding(Severity.WARNING, f"/v1/loads: {error}", hint)
+        yield _warning(f"/v1/loads: {error}", hint)
     try:
         page = fetch_page(worker, "/metrics", timeout_s=wait.timeout_s)
-        yield _judge_metrics(page, fetch_page(worker, "/metrics", timeout_s=wait.timeout_s, accept=_ACCEPT_OPENMETRICS))
+        scraped = fetch_page(worker, "/metrics", timeout_s=wait.timeout_s, accept=_ACCEPT_OPENMETRICS)
+        yield _check_metrics(page, scraped)
     except (StartError, DecodeError) as error:
-        yield Finding(Severity.WARNING, f"/metrics: {error}", hint)
+        yield _warning(f"/metrics: {error}", hint)
 
 
-def _judge_metrics(page: bytes, scraped: bytes) -> Finding:
-    """Judge the page as a person or gateway gets it, and as a Prometheus does."""
+def _check_metrics(page: bytes, scraped: bytes) -> CheckResult:
+    """Check the page as a person or gateway gets it, and as a Prometheus does."""
     names, stored = _gauge_names(page), _gauge_names(scraped)
     if not re.search(rb"^[^#\s]", page, re.MULTILINE):
         hint = "switch the worker's metrics on, and look in its log for ranks that do not report"
-        return Finding(Severity.WARNING, "/metrics is empty", hint)
+        return _warning("/metrics is empty", hint)
     if not names:
-        return Finding(Severity.WARNING, f"/metrics has no {_GAUGE}", "switch the worker's metrics on")
+        return _warning(f"/metrics has no {_GAUGE}", "switch the worker's metrics on")
     if names != stored:
-        return Finding(
-            Severity.WARNING,
+        return _warning(
             f"/metrics has {names} as text, and {stored or f'no {_GAUGE}'} in the form that Prometheus asks for",
             "dashboards and alerts find nothing: prometheus-client 0.23 and later escapes the colon; serve the page by "
             "observability.render_metrics, or draw the dashboard with the prefix that is stored",
         )
-    return Finding(Severity.OK, f"/metrics is readable, and a Prometheus stores {names}")
+    return _ok(f"/metrics is readable, and a Prometheus stores {names}")
 
 
 def _gauge_names(page: bytes) -> str:
-    """The names under which samples of the gauge stand on a page. TYPE lines do not count: nobody can ask for them."""
+    """The names of the gauge's samples on a page. TYPE lines do not count: nobody can query them."""
     found = re.findall(rb"^([\w:]*%s)[{ ]" % _GAUGE.encode(), page, re.MULTILINE)
     return ", ".join(sorted({name.decode() for name in found}))
 
 
-def _judge_loads(report: object, num_streams: int | None) -> Finding:
-    loads = report.get("loads") if isinstance(report, dict) else None
+def _check_loads(page: object, num_streams: int | None) -> CheckResult:
+    loads = page.get("loads") if isinstance(page, dict) else None
     if not isinstance(loads, list):
-        return Finding(Severity.WARNING, "/v1/loads has no list of loads", "check the worker's version")
+        return _warning("/v1/loads has no list of loads", "check the worker's version")
     if num_streams is not None and len(loads) != num_streams:
-        return Finding(
-            Severity.WARNING,
+        return _warning(
             f"/v1/loads has {len(loads)} ranks and {num_streams} streams are advertised",
-            "check that each data-parallel rank reports its load, and once",
+            "check that each data-parallel rank reports its load, and only once",
         )
-    return Finding(Severity.OK, f"/v1/loads has {len(loads)} ranks")
+    return _ok(f"/v1/loads has {len(loads)} ranks")
 
 
-def _look_at_hosts(worker: httpx.URL, addresses: Iterable[StreamAddress]) -> Iterator[Finding]:
+def _check_hosts(worker: httpx.URL, addresses: Iterable[StreamAddress]) -> Iterator[CheckResult]:
     """A loopback address is the reader's own machine, not the worker's."""
     here = Endpoint(transport="tcp", host=worker.host, port=1).is_loopback
     hosts = {address.events.host for address in addresses if address.events.is_loopback and not here}
     for host in sorted(hosts):
-        yield Finding(
-            Severity.ERROR,
+        yield _error(
             f"streams are advertised at {host}, which only the worker's own machine can reach",
             "publish on a wildcard or on an address that readers can reach",
         )
 
 
-def _dial(addresses: Iterable[StreamAddress], wait: DoctorOptions) -> Iterator[tuple[int, str, Finding]]:
-    """Connect to every advertised port: (rank, channel, what came of it)."""
+def _check_ports(addresses: Iterable[StreamAddress], wait: DoctorOptions) -> Iterator[tuple[int, str, CheckResult]]:
+    """Connect to every advertised port: (rank, channel, result)."""
     for address in addresses:
         channels = {"events": address.events, "replay": address.replay, "load": address.load}
         for channel, endpoint in channels.items():
@@ -396,11 +227,11 @@ def _dial(addresses: Iterable[StreamAddress], wait: DoctorOptions) -> Iterator[t
             name = f"rank {address.rank}: {channel} port {endpoint}"
             problem = _connect(endpoint, wait.timeout_s)
             if not problem:
-                yield address.rank, channel, Finding(Severity.OK, f"{name} is open")
+                yield address.rank, channel, _ok(f"{name} is open")
                 continue
             severity = Severity.WARNING if channel == "load" else Severity.ERROR
-            hint = "check that this rank's publisher runs, that it binds, and that no firewall stands between"
-            yield address.rank, channel, Finding(severity, f"{name}: {problem}", hint)
+            hint = "check that this rank's publisher runs, that it binds, and that no firewall is between"
+            yield address.rank, channel, CheckResult(severity, f"{name}: {problem}", hint)
 
 
 def _connect(endpoint: Endpoint, timeout_s: float) -> str:
@@ -412,24 +243,78 @@ def _connect(endpoint: Endpoint, timeout_s: float) -> str:
     return ""
 
 
-def _follow(addresses: list[StreamAddress], wait: DoctorOptions, clock: Callable[[], float]) -> Iterator[Finding]:
-    """Follow the streams until each has shown itself, then judge them."""
+# --- load gauges ---
+
+
+def _check_load_gauges(
+    gauges: Mapping[int, Endpoint], wait: DoctorOptions, clock: Callable[[], float]
+) -> Iterator[CheckResult]:
+    """Listen until every rank's gauge has sent something, or time is up: a sound one sends once per second."""
+    if not gauges:
+        return
+    with closing(open_zmq_load_reader(map(str, gauges.values()))) as reader:
+        deadline_s = clock() + wait.timeout_s
+        while not gauges.keys() <= reader.view.samples.keys() and (left_s := deadline_s - clock()) > 0:
+            reader.read(left_s)
+        samples, num_bad = reader.view.samples, reader.bad
+    for rank, endpoint in gauges.items():
+        yield _check_sample(f"rank {rank}: load gauge {endpoint}", samples.get(rank), wait.timeout_s)
+    if num_bad:
+        yield _warning(
+            f"{num_bad} messages of the load gauges are no LoadStat",
+            "check that the load port is not that of another stream",
+        )
+
+
+def _check_sample(name: str, sample: LoadSample | None, listen_s: float) -> CheckResult:
+    if sample is None:
+        return _warning(
+            f"{name} sends nothing in {listen_s:g} s",
+            "check that this rank's scheduler reports its load each second, and that the gauge needs no keys",
+        )
+    stat = sample.stat
+    return _ok(
+        f"{name}: {stat.num_running_reqs} running, {stat.num_waiting_reqs} waiting,"
+        f" {stat.num_tokens} of {stat.max_total_num_tokens} tokens"
+    )
+
+
+# --- streams ---
+
+
+class _BlockSizes(NullListener):
+    """Notes which block sizes each rank really sends."""
+
+    def __init__(self) -> None:
+        self.of_rank: dict[int, set[int]] = defaultdict(set)
+
+    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002 - port
+        """Note the sizes of a batch."""
+        sizes = self.of_rank[rank]
+        if len(sizes) < _MAX_SIZES:
+            sizes.update(event.block_size for event in batch.events if isinstance(event, BlockStored))
+
+
+def _check_streams(
+    addresses: list[StreamAddress], wait: DoctorOptions, clock: Callable[[], float]
+) -> Iterator[CheckResult]:
+    """Follow the streams until each has sent something, then diagnose them."""
     if not addresses:
         return
-    inspector = BatchInspector()
+    block_sizes = _BlockSizes()
     policy = FollowPolicy(answer_timeout_s=wait.timeout_s, probe_interval_s=wait.timeout_s, dead_after_s=wait.listen_s)
-    with open_subscriber(addresses, policy=policy, listener=inspector, keys=wait.keys) as subscriber:
+    with open_subscriber(addresses, policy=policy, listener=block_sizes, keys=wait.keys) as subscriber:
         deadline_s = clock() + wait.listen_s
-        while not _all_shown(subscriber) and (left_s := deadline_s - clock()) > 0:
+        while not _all_seen(subscriber) and (left_s := deadline_s - clock()) > 0:
             subscriber.poll(left_s)
         stats = subscriber.stats()
     for address in addresses:
-        yield from diagnose_stream(address, stats[address.rank], inspector.block_sizes[address.rank])
-    unheard = [address for address in addresses if address.topic and stats[address.rank].lag_s is None]
-    yield from _look_at_topics(unheard, wait)
+        yield from diagnose_stream(address, stats[address.rank], block_sizes.of_rank[address.rank])
+    silent = [address for address in addresses if address.topic and stats[address.rank].lag_s is None]
+    yield from _check_topics(silent, wait)
 
 
-def _all_shown(subscriber: Subscriber) -> bool:
+def _all_seen(subscriber: Subscriber) -> bool:
     """Each stream sent something live, or its replay brought all of its history."""
     return all(
         stats.lag_s is not None or (stats.recovered and stats.state is StreamState.LIVE)
@@ -437,8 +322,102 @@ def _all_shown(subscriber: Subscriber) -> bool:
     )
 
 
-def _look_at_topics(addresses: list[StreamAddress], wait: DoctorOptions) -> Iterator[Finding]:
-    """A stream that is silent under its topic may be talking under another; replays carry no topic."""
+def diagnose_stream(address: StreamAddress, stats: StreamStats, block_sizes: set[int]) -> list[CheckResult]:
+    """Say what is right and wrong with one stream whose ports are open.
+
+    Args:
+        address: as advertised; stats: after some seconds of following it; block_sizes: those of its events.
+    """
+    report = [*_check_extension(address, stats), _check_state(address, stats)]
+    name = f"rank {address.rank}"
+    if stats.replays_unanswered:
+        report.append(
+            _error(
+                f"{name}: the replay channel {address.replay} gave no end marker in time",
+                "check that the port is the publisher's replay ROUTER, and that it is not overloaded; consumers such "
+                "as Dynamo stay deaf without the marker",
+            )
+        )
+    if address.block_size is not None and block_sizes - {address.block_size}:
+        sizes = ", ".join(map(str, sorted(block_sizes)))
+        report.append(
+            _error(
+                f"{name}: events have blocks of {sizes} tokens, {address.block_size} are advertised",
+                "advertise the size that the cache uses: routers hash prompts by it and will match nothing",
+            )
+        )
+    return [*report, *_check_content(name, stats)]
+
+
+def _check_extension(address: StreamAddress, stats: StreamStats) -> list[CheckResult]:
+    name = f"rank {address.rank}"
+    if stats.is_extended:
+        return [_ok(f"{name}: the publisher's digest proves the view ({stats.verified} times so far)")]
+    if address.replay is None or not stats.replays_asked or stats.replays_unanswered:
+        return []
+    return [
+        _ok(f"{name}: the publisher has no digest (SGLang's and vLLM's have none): followed by numbers and payloads")
+    ]
+
+
+def _check_state(address: StreamAddress, stats: StreamStats) -> CheckResult:
+    name = f"rank {address.rank}"
+    if stats.state is StreamState.LIVE and (stats.last_seq >= 0 or not stats.is_extended):
+        return _ok(f"{name}: live at batch {stats.last_seq}, {stats.blocks_held} blocks held")
+    if stats.state in (StreamState.LIVE, StreamState.SYNCING) and not stats.replays_unanswered:
+        return _ok(
+            f"{name}: connected, and nothing was published yet",
+            "send the worker a request and look again to see events",
+        )
+    if stats.state is StreamState.PARTIAL and address.replay is None:
+        return _warning(
+            f"{name}: no replay channel is advertised, so a reader that joins late or misses a batch stays partial",
+            "give the publisher a replay_endpoint",
+        )
+    if stats.state is StreamState.PARTIAL and not stats.replays_unanswered and not stats.decode_errors:
+        return _warning(
+            f"{name}: history before the replay window is gone, so a reader that joins late stays partial",
+            "raise buffer_steps, or flush the cache once the readers are there",
+        )
+    if stats.state in (StreamState.CONNECTING, StreamState.DEAD):
+        return _error(
+            f"{name}: {address.events} accepts connections, but is no ZeroMQ publisher that can be read",
+            "check that the port is the event publisher's, and give key files if the stream asks for keys",
+        )
+    return _warning(f"{name}: still {stats.state} at batch {stats.last_seq}", "look again")
+
+
+def _check_content(name: str, stats: StreamStats) -> Iterator[CheckResult]:
+    if stats.decode_errors or stats.bad_frames:
+        yield _error(
+            f"{name}: {stats.decode_errors} batches or events and {stats.bad_frames} messages are unreadable"
+            f" ({stats.last_error or 'not the frames of this wire'})",
+            "check that publisher and readers use the same version of the event schema",
+        )
+    if stats.rank_mismatches:
+        yield _error(
+            f"{name}: {stats.rank_mismatches} batches name another rank",
+            "check the publishers' endpoint offsets: two ranks share or swap their ports",
+        )
+    if stats.gaps and stats.losses:
+        yield _warning(
+            f"{name}: {stats.gaps} gaps, and not all of what was missed could be had",
+            "raise the publisher's hwm and buffer_steps",
+        )
+    if stats.unknown_media:
+        yield _warning(
+            f"{name}: {stats.unknown_media} events name a medium that routers do not know",
+            "publish GPU, CPU, CPU_PINNED, DISK, EXTERNAL or STORAGE",
+        )
+    if stats.lag_s is not None and abs(stats.lag_s) > _MAX_LAG_S:
+        yield _warning(
+            f"{name}: the last batch is stamped {stats.lag_s:.0f} s ago",
+            "check the two machines' clocks, or what holds the publisher's batches back",
+        )
+
+
+def _check_topics(addresses: list[StreamAddress], wait: DoctorOptions) -> Iterator[CheckResult]:
+    """A stream that is silent under its topic may publish under another; replays carry no topic."""
     if not addresses:
         return
     heard = listen_for_topics(addresses, listen_s=wait.timeout_s, keys=wait.keys)
@@ -446,8 +425,7 @@ def _look_at_topics(addresses: list[StreamAddress], wait: DoctorOptions) -> Iter
         others = [topic for topic in heard[address.rank] if not topic.startswith(address.topic.encode())]
         if others:
             names = ", ".join(repr(topic.decode(errors="replace")) for topic in sorted(others))
-            yield Finding(
-                Severity.ERROR,
+            yield _error(
                 f"rank {address.rank}: it publishes under {names}, and the topic {address.topic!r} is advertised",
                 "advertise the topic that the publisher was given",
             )

@@ -1,6 +1,9 @@
-"""The status half of an engine's HTTP face: what routers, dashboards and people ask.
+"""The HTTP routes that say how an engine is: what routers, dashboards and people ask.
 
-Paths and answers are SGLang's (0.5.x), so that gateways which register and poll an SGLang worker take this one.
+Paths and answers are SGLang's (0.5.x), so that gateways that register and poll an SGLang worker can use this one.
+``/v1/loads`` has the shape and names of SGLang's, with the ``aggregate`` and ``dp_rank_count`` that its earlier
+releases sent and gateways still read. The kit adds ``sequence``, ``timestamp`` and ``age_s`` to every rank's load, so
+that a dispatcher can tell an old report from a new one.
 """
 
 from __future__ import annotations
@@ -22,23 +25,18 @@ from observability.prometheus_page import render_metrics
 from scheduler_components import ConfigError, LoadSnapshot, __version__
 
 __all__ = [
-    "SECTIONS",
-    "build_load_report",
-    "parse_include",
-    "select_ranks",
     "StatusSource",
     "error_response",
     "status_routes",
 ]
 
-# What ``/v1/loads`` says: load snapshots as JSON values.
-#
-# Shape and names are SGLang's (0.5.x ``/v1/loads``), with the ``aggregate`` and ``dp_rank_count`` that its earlier
-# releases sent and gateways still read. The kit adds ``sequence``, ``timestamp`` and ``age_s`` to every rank's load,
-# so
-# that a dispatcher can tell an old report from a new one.
+logger = logging.getLogger(__name__)
 
-SECTIONS = {
+_Endpoint = Callable[[Request], Awaitable[Response]]
+
+# --- what /v1/loads answers ---
+
+_SECTIONS = {
     "memory": "memory",
     "spec": "speculative",
     "lora": "lora",
@@ -47,10 +45,10 @@ SECTIONS = {
 }
 """Word of ``include`` to the key of the section; the core fields are always sent."""
 
-_VALID = ", ".join(("core", *SECTIONS, "all"))
+_VALID = ", ".join(("core", *_SECTIONS, "all"))
 
 
-def parse_include(texts: Iterable[str]) -> frozenset[str]:
+def _parse_include(texts: Iterable[str]) -> frozenset[str]:
     """Read the ``include`` parameters: words split by commas, in any number of parameters; none means all.
 
     Raises:
@@ -58,14 +56,14 @@ def parse_include(texts: Iterable[str]) -> frozenset[str]:
     """
     words = [word.strip() for text in texts for word in text.split(",") if word.strip()]
     for word in words:
-        if word not in SECTIONS and word not in ("core", "all"):
+        if word not in _SECTIONS and word not in ("core", "all"):
             raise ConfigError("include", word, "is not a section", f"choose from {_VALID}")
     if not words or "all" in words:
-        return frozenset(SECTIONS)
+        return frozenset(_SECTIONS)
     return frozenset(words) - {"core"}
 
 
-def select_ranks(loads: Sequence[LoadSnapshot], dp_rank: str | None) -> list[LoadSnapshot]:
+def _select_ranks(loads: Sequence[LoadSnapshot], dp_rank: str | None) -> list[LoadSnapshot]:
     """Return the loads in the order of their ranks: all, or that of the one rank which a client wrote.
 
     Raises:
@@ -83,14 +81,14 @@ def select_ranks(loads: Sequence[LoadSnapshot], dp_rank: str | None) -> list[Loa
     return selected
 
 
-def build_load_report(
+def _build_load_report(
     loads: Sequence[LoadSnapshot], include: frozenset[str], *, now: float, version: str
 ) -> dict[str, Any]:
-    """Return the answer for ``loads``, one a DP rank, as values that JSON knows.
+    """Return the answer for ``loads``, one per DP rank, as values that JSON knows.
 
     Args:
         loads: newest snapshot of each rank.
-        include: from ``parse_include``.
+        include: from ``_parse_include``.
         now: wall-clock seconds since the epoch.
         version: of the engine.
     """
@@ -122,7 +120,7 @@ def _one_load(load: LoadSnapshot, include: frozenset[str], now: float) -> dict[s
         "cache_hit_rate": round(load.cache_hit_rate, 4),
         "utilization": round(load.utilization, 4),
     }
-    for word, key in SECTIONS.items():
+    for word, key in _SECTIONS.items():
         section = getattr(load, key)
         if word in include and section is not None:
             report[key] = msgspec.to_builtins(section)
@@ -146,13 +144,11 @@ def _aggregate(loads: Sequence[LoadSnapshot]) -> dict[str, Any]:
     }
 
 
-logger = logging.getLogger(__name__)
-
-_Endpoint = Callable[[Request], Awaitable[Response]]
+# --- the routes ---
 
 
 class StatusSource(Protocol):
-    """Whoever knows how the engine is: usually the front process. Asked on the event loop, so it answers at once."""
+    """Knows how the engine is: usually the front process. Asked on the event loop, so it must answer at once."""
 
     def is_healthy(self) -> bool:
         """True while requests can be served."""
@@ -184,8 +180,8 @@ def status_routes(
     """Return the routes of the status answers, to mount in an application.
 
     ``/health``, ``/server_info`` (``/get_server_info``), ``/model_info`` (``/get_model_info``), ``/v1/models``,
-    ``/v1/loads`` and ``/metrics``; all answer GET and HEAD. A client's mistake gets 400 with one sentence, an error of
-    ``source`` gets 500 without its details, which go to the log.
+    ``/v1/loads`` and ``/metrics``; all answer GET and HEAD. A client's mistake gets 400 with one sentence. An error of
+    ``source`` gets 500; its details go to the log.
 
     Args:
         source: who answers.
@@ -232,7 +228,7 @@ def status_routes(
 
 
 def _guarded(endpoint: _Endpoint) -> _Endpoint:
-    """Turn an error of the source into 500 without a traceback; the log gets it whole."""
+    """Answer an error of the source with 500 and without its details; the log gets the traceback."""
 
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:
@@ -260,7 +256,7 @@ def _load_report(snapshots: Sequence[LoadSnapshot], request: Request, now: float
     query = request.query_params
     wanted = query.get("format", "json")
     if wanted != "json":
-        raise ConfigError("format", wanted, "is not spoken here", "take json, or read /metrics")
-    include = parse_include(query.getlist("include"))
-    selected = select_ranks(snapshots, query.get("dp_rank"))
-    return build_load_report(selected, include, now=now, version=__version__)
+        raise ConfigError("format", wanted, "is not supported", "use json, or read /metrics")
+    include = _parse_include(query.getlist("include"))
+    selected = _select_ranks(snapshots, query.get("dp_rank"))
+    return _build_load_report(selected, include, now=now, version=__version__)

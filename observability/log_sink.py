@@ -1,4 +1,4 @@
-"""Metrics for a person who reads the log: one line a rank and interval."""
+"""Metrics for a person who reads the log: one line per rank and interval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from scheduler_components import SchedulerStats
 
-__all__ = ["LogSink", "describe_stats"]
+__all__ = ["LogSink"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class LogSink:
     Attributes:
         logger: where the lines go, at level INFO.
         interval_s: seconds between two lines of one rank; 0 logs every report.
-        clock: seconds from any origin; a clock that jumps back logs at once and goes on from there.
+        clock: seconds from any origin. When it jumps back, the next report is logged at once.
     """
 
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("observability.stats"))
@@ -34,11 +34,11 @@ class LogSink:
         if logged_at is not None and 0 <= now - logged_at < self.interval_s:
             return
         self._logged_at[stats.labels] = now
-        self.logger.info("%s", describe_stats(stats))
+        self.logger.info("%s", _line_of(stats))
 
 
-def describe_stats(stats: SchedulerStats) -> str:
-    """Return one line: queues, KV pool, rates, events, and losses only where there are any."""
+def _line_of(stats: SchedulerStats) -> str:
+    """Return one line: queues, KV pool, rates, events, and losses if there are any."""
     load, publisher = stats.load, stats.publisher
     parts = [
         f"{load.num_running_reqs} running",

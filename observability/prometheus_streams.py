@@ -1,4 +1,4 @@
-"""The recovery of followed streams for Prometheus: read from the subscriber when somebody scrapes."""
+"""The metrics of followed streams for Prometheus: read from the subscriber when somebody scrapes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from prometheus_client.registry import Collector
 
 from observability.catalog import STREAM_CATALOG, STREAM_PREFIX, STREAM_STATE
 from observability.kv_stream import StreamState, StreamStats
-from observability.prometheus_reports import new_family, register, unregister
+from observability.prometheus_schedulers import new_family, register, unregister
 
 __all__ = ["StreamCollector", "StreamStatsSource"]
 
 
 class StreamStatsSource(Protocol):
-    """Whoever follows streams: a ``Subscriber``, an ``AsyncSubscriber``."""
+    """Follows streams: a ``Subscriber``, an ``AsyncSubscriber``."""
 
     def stats(self) -> Mapping[int, StreamStats]:
         """Each stream's state and counters, by rank; called on the scraping thread."""

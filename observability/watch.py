@@ -1,4 +1,4 @@
-"""Live events of any engine that speaks this wire, one line an event."""
+"""Prints the live events of any engine that speaks this wire, one line per event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from observability.kv_stream import StreamState, bare_address, discover, open_su
 from scheduler_components import BlockRemoved, BlockStored, ConfigError, DecodeError, KVCacheEvent
 from scheduler_components.kv_events import ClientKeys, DecodedBatch, StreamAddress
 
-__all__ = ["WatchOptions", "addresses_of", "LinePrinter", "watch_streams"]
+__all__ = ["LinePrinter", "WatchOptions", "watch_streams"]
 
 _POLL_S = 0.1
 _UINT64_MASK = (1 << 64) - 1
@@ -24,11 +24,11 @@ class WatchOptions:
     """What to show, and when to stop.
 
     Attributes:
-        as_json: one JSON object a line instead of text. Token ids are prompts in clear, so neither form shows them.
+        as_json: one JSON object per line instead of text. Token ids are readable prompts, so neither form shows them.
         history: also replay what was published before, and what was missed.
-        replay_endpoint, topic: of a bare endpoint; a worker's URL tells its own.
-        keys: for publishers that let in none but clients with keys.
-        max_events: stop after this many events; duration_s: stop after so long. None goes on.
+        replay_endpoint, topic: of a bare endpoint; a worker advertises its own.
+        keys: for publishers that ask clients for keys.
+        max_events: stop after this many events; duration_s: stop after this many seconds. None does not stop.
     """
 
     as_json: bool = False
@@ -40,13 +40,8 @@ class WatchOptions:
     duration_s: float | None = None
 
 
-def addresses_of(target: str, options: WatchOptions) -> tuple[StreamAddress, ...]:
-    """Read ``target``: the URL of a worker, or the endpoint of one stream.
-
-    Raises:
-        ConfigError: neither of them, or an endpoint that cannot be dialled.
-        StartError, NoStreamsError, DecodeError: as ``discover``.
-    """
+def _addresses_of(target: str, options: WatchOptions) -> tuple[StreamAddress, ...]:
+    """Read ``target``: the URL of a worker, or the endpoint of one stream."""
     scheme, separator, _ = target.partition("://")
     if not separator or scheme not in ("http", "https", "tcp", "ipc"):
         raise ConfigError(
@@ -77,12 +72,13 @@ def watch_streams(
         should_stop: asked ten times a second.
 
     Raises:
-        ConfigError, StartError, NoStreamsError, DecodeError: as ``addresses_of``.
+        ConfigError: neither of them, or an endpoint that cannot be dialled.
+        StartError, NoStreamsError, DecodeError: as ``discover``.
     """
     wanted = options or WatchOptions()
     printer = LinePrinter(out, as_json=wanted.as_json, max_events=wanted.max_events)
     stop_at_s = clock() + wanted.duration_s if wanted.duration_s is not None else None
-    with open_subscriber(addresses_of(target, wanted), listener=printer, keys=wanted.keys) as subscriber:
+    with open_subscriber(_addresses_of(target, wanted), listener=printer, keys=wanted.keys) as subscriber:
         while not printer.is_done and not should_stop() and (stop_at_s is None or clock() < stop_at_s):
             subscriber.poll(_POLL_S)
     return printer.num_events
@@ -122,34 +118,34 @@ class LinePrinter:
                 _event_text(seq, event) + (" replayed" if replayed else ""),
             )
         for error in batch.errors:
-            self._problem("error", rank, f"#{seq} one event is unreadable: {error.reason}", seq=seq)
+            self._write_note("error", rank, f"#{seq} one event is unreadable: {error.reason}", seq=seq)
 
     def batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
         """Write that a whole batch was lost."""
-        self._problem("error", rank, f"#{seq} is unreadable: {error.reason}", seq=seq)
+        self._write_note("error", rank, f"#{seq} is unreadable: {error.reason}", seq=seq)
 
     def gap_seen(self, rank: int, expected: int, seq: int) -> None:
         """Write which batches did not come."""
-        self._problem("gap", rank, f"batches {expected} to {seq - 1} did not come", expected=expected, seq=seq)
+        self._write_note("gap", rank, f"batches {expected} to {seq - 1} did not come", expected=expected, seq=seq)
 
     def view_cleared(self, rank: int, reason: str) -> None:
-        """Write why what was known is not known any more."""
-        self._problem("reset", rank, reason)
+        """Write why the blocks that were known are forgotten."""
+        self._write_note("reset", rank, reason)
 
     def snapshot_begun(self, rank: int) -> None:
-        """Write that the events that follow are the whole state, and not what happened."""
-        self._problem("snapshot", rank, "a snapshot of all blocks begins")
+        """Write that the events that follow are the whole state, not news."""
+        self._write_note("snapshot", rank, "a snapshot of all blocks begins")
 
     def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
-        """Write what came of it."""
-        text = "the snapshot replaces what was known" if was_used else "the snapshot was cut and is forgotten"
-        self._problem("snapshot_end", rank, text, was_used=was_used)
+        """Write whether the snapshot was used."""
+        text = "the snapshot replaces what was known" if was_used else "the snapshot was cut, and is forgotten"
+        self._write_note("snapshot_end", rank, text, was_used=was_used)
 
     def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
         """Write the new state."""
-        self._problem("state", rank, f"is {new}", state=str(new), was=str(old))
+        self._write_note("state", rank, f"is {new}", state=str(new), was=str(old))
 
-    def _problem(self, kind: str, rank: int, text: str, **facts: object) -> None:
+    def _write_note(self, kind: str, rank: int, text: str, **facts: object) -> None:
         self._write(kind, rank, {**facts, "text": text}, f"-- {text}")
 
     def _write(self, kind: str, rank: int, facts: dict[str, Any], text: str) -> None:

@@ -1,4 +1,4 @@
-"""Which topics a publisher really uses: a subscriber to everything, for a moment."""
+"""Which topics a publisher really uses: subscribes to all of them for a short time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Grafana dashboard of the catalogue: ``python -m observability.grafana.dashboard`` writes ``dashboard.json``.
 
-What is drawn stands in ``rows``; unit, help and query of each metric follow from the catalogue.
+``ROWS`` says which metrics are drawn where; unit, help and query of each metric follow from the catalogue.
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from observability import EVERY_METRIC, PAGES_UNREAD, RANKS_REFUSED, SGLANG_PREFIX, Metric
+from observability import EVERY_METRIC, SGLANG_PREFIX, Metric
 
 __all__ = [
-    "ROWS",
-    "Panel",
-    "Row",
     "DASHBOARD_FILE",
     "render_dashboard",
 ]
-
-# What the dashboard shows, in which order: rows of panels, which name metrics of the catalogue and nothing else.
 
 
 @attrs.frozen
@@ -51,7 +46,7 @@ ROWS = (
             Panel("Waiting requests", ("num_queue_reqs",)),
             Panel("KV tokens in use", ("token_usage",)),
             Panel("Prefix cache hit rate", ("cache_hit_rate",)),
-            Panel("Generated tokens a second", ("gen_throughput",)),
+            Panel("Generated tokens per second", ("gen_throughput",)),
             Panel("Age of the load report", ("load_age_seconds",)),
         ),
         is_open=True,
@@ -74,14 +69,14 @@ ROWS = (
             Panel("Tokens waiting for prefill", ("num_pending_tokens", "num_waiting_uncached_tokens")),
             Panel("KV pool", ("num_used_tokens", "num_total_tokens", "max_total_num_tokens")),
             Panel("Fuller of slots and tokens", ("utilization",)),
-            Panel("Requests a second", ("num_requests_total", "num_aborted_requests_total")),
-            Panel("Prompt tokens a second", ("prompt_tokens_total", "cached_tokens_total")),
-            Panel("Tokens a second", ("generation_tokens_total", "prefill_uncached_tokens_total")),
-            Panel("Retractions a second", ("num_retracted_requests_total",)),
-            Panel("Evicted tokens a second", ("evicted_tokens_total",)),
+            Panel("Requests per second", ("num_requests_total", "num_aborted_requests_total")),
+            Panel("Prompt tokens per second", ("prompt_tokens_total", "cached_tokens_total")),
+            Panel("Tokens per second", ("generation_tokens_total", "prefill_uncached_tokens_total")),
+            Panel("Retractions per second", ("num_retracted_requests_total",)),
+            Panel("Evicted tokens per second", ("evicted_tokens_total",)),
             Panel("Held back requests", ("num_grammar_queue_reqs", "num_paused_reqs", "num_retracted_reqs")),
             Panel(
-                "Metric reports refused, and pages unread, a second",
+                "Metric reports refused, and pages unread, per second",
                 ("metrics_reports_refused_total", "metrics_pages_unread_total"),
             ),
         ),
@@ -90,7 +85,7 @@ ROWS = (
         "Hierarchical cache",
         (
             Panel(
-                "Prompt tokens a second, and where they were found",
+                "Prompt tokens per second, and where they were found",
                 (
                     "hicache_prompt_tokens_total",
                     "hicache_device_hit_tokens_total",
@@ -99,38 +94,41 @@ ROWS = (
                 ),
                 16,
             ),
-            Panel("Pages lost by eviction a second", ("hicache_pages_dropped_total",)),
-            Panel("Pages to the host a second", ("hicache_pages_written_total", "hicache_pages_not_written_total")),
-            Panel("Pages to the device a second", ("hicache_pages_loaded_total", "hicache_pages_not_loaded_total")),
-            Panel("Pages to storage a second", ("hicache_pages_backed_up_total", "hicache_pages_not_backed_up_total")),
-            Panel("Pages from storage a second", ("hicache_pages_prefetched_total", "hicache_pages_revoked_total")),
-            Panel("Prefetches a second", ("hicache_prefetches_total", "hicache_prefetches_revoked_total")),
+            Panel("Pages lost by eviction per second", ("hicache_pages_dropped_total",)),
+            Panel("Pages to the host per second", ("hicache_pages_written_total", "hicache_pages_not_written_total")),
+            Panel("Pages to the device per second", ("hicache_pages_loaded_total", "hicache_pages_not_loaded_total")),
+            Panel(
+                "Pages to storage per second", ("hicache_pages_backed_up_total", "hicache_pages_not_backed_up_total")
+            ),
+            Panel("Pages from storage per second", ("hicache_pages_prefetched_total", "hicache_pages_revoked_total")),
+            Panel("Prefetches per second", ("hicache_prefetches_total", "hicache_prefetches_revoked_total")),
         ),
     ),
     Row(
         "KV events",
         (
-            Panel("Batches and events a second", ("kv_events_batches_sent_total", "kv_events_sent_total")),
-            Panel("Bytes a second", ("kv_events_bytes_sent_total",)),
+            Panel("Batches and events per second", ("kv_events_batches_sent_total", "kv_events_sent_total")),
+            Panel("Bytes per second", ("kv_events_bytes_sent_total",)),
             Panel("Lag", ("kv_events_lag_seconds",)),
             Panel(
-                "Batches lost, events refused, a second", ("kv_events_batches_dropped_total", "kv_events_refused_total")
+                "Batches lost, events refused, per second",
+                ("kv_events_batches_dropped_total", "kv_events_refused_total"),
             ),
             Panel(
-                "Batches pending, and collapsed a second",
+                "Batches pending, and collapsed per second",
                 ("kv_events_batches_pending", "kv_events_batches_collapsed_total"),
             ),
             Panel("Last sequence", ("kv_events_last_sequence",)),
-            Panel("Replays a second", ("kv_events_replays_served_total", "kv_events_batches_replayed_total")),
+            Panel("Replays per second", ("kv_events_replays_served_total", "kv_events_batches_replayed_total")),
             Panel(
-                "Replays cut or refused a second",
+                "Replays cut or refused per second",
                 ("kv_events_replays_truncated_total", "kv_events_replays_refused_total"),
             ),
             Panel("Open replays", ("kv_events_replays_open",)),
             Panel("Batches kept, and blocks in the base", ("kv_events_batches_buffered", "kv_events_blocks_in_base")),
             Panel("Bytes kept for replay", ("kv_events_bytes_buffered",)),
             Panel(
-                "Connections and refusals a second",
+                "Connections and refusals per second",
                 ("kv_events_subscribers_seen_total", "kv_events_peers_refused_total"),
             ),
             Panel("Open to the network without keys", ("kv_events_open_bind_without_auth",)),
@@ -139,12 +137,12 @@ ROWS = (
     Row(
         "Outputs",
         (
-            Panel("Tokens sent a second", ("output_tokens_sent_total",)),
-            Panel("Messages and news sent a second", ("output_batches_sent_total", "output_deltas_sent_total")),
-            Panel("Steps delayed a second", ("output_steps_delayed_total",)),
+            Panel("Tokens sent per second", ("output_tokens_sent_total",)),
+            Panel("Messages and updates sent per second", ("output_batches_sent_total", "output_deltas_sent_total")),
+            Panel("Steps delayed per second", ("output_steps_delayed_total",)),
             Panel("Requests that wait for the receiver", ("output_requests_waiting", "output_ends_held")),
             Panel("Bytes held for the receiver", ("output_bytes_held",)),
-            Panel("Ends and tokens dropped a second", ("output_ends_dropped_total", "output_tokens_dropped_total")),
+            Panel("Ends and tokens dropped per second", ("output_ends_dropped_total", "output_tokens_dropped_total")),
         ),
     ),
     Row(
@@ -162,7 +160,7 @@ ROWS = (
             Panel("KV transfer speed", ("kv_transfer_speed_gb_s",), 4),
             Panel("KV transfer latency", ("kv_transfer_latency_ms",), 4),
             Panel("LoRA slots", ("lora_pool_slots_used", "lora_pool_slots_total")),
-            Panel("Speculation: accepted a step", ("spec_accept_length",), 4),
+            Panel("Speculation: accepted per step", ("spec_accept_length",), 4),
             Panel("Speculation: accepted share", ("spec_accept_rate",), 4),
             Panel("Device memory", ("weight_memory_usage_gb", "kv_cache_memory_usage_gb", "graph_memory_usage_gb")),
         ),
@@ -175,9 +173,6 @@ DASHBOARD_FILE = Path(__file__).with_name("dashboard.json")
 Json: TypeAlias = dict[str, Any]
 
 _METRICS = {metric.name: metric for metric in EVERY_METRIC}
-
-_OF_NO_RANK = (RANKS_REFUSED, PAGES_UNREAD)
-"""Counted by the process that is scraped, over all ranks: without the labels of one."""
 
 _SCHEMA_VERSION = 39
 """Grafana 11's. Older dashboards are migrated when they are loaded, so newer Grafanas take it too."""
@@ -309,7 +304,7 @@ def _targets(metric: Metric, prefix: str, *, is_alone: bool) -> Iterator[Json]:
     legend = "{{instance}} dp{{dp_rank}}" if is_alone else f"{metric.name} {{{{instance}}}} dp{{{{dp_rank}}}}"
     if metric.kind == "gauge":
         yield _target(f"{series}{chosen}", legend)
-    elif metric in _OF_NO_RANK:
+    elif not metric.is_per_rank:
         legend = legend.removesuffix(" dp{{dp_rank}}")
         yield _target(f'rate({series}{{instance=~"$instance"}}[$__rate_interval])', legend)
     elif metric.kind == "counter":

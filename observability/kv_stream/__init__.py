@@ -1,4 +1,8 @@
-"""Following KV-event streams: discovery, cursors, subscribers and the view of who holds which block."""
+"""Following KV-event streams: discovery, subscribers, and the view of who holds which block.
+
+Most users need ``discover`` or ``bare_address``, ``open_subscriber`` or ``open_async_subscriber``, and the
+``Subscriber``'s queries. The cores (view, cursors, follower) have no sockets: use them under a transport of your own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from observability.kv_stream.follower import (
     BatchEffect,
     FollowPolicy,
     NullListener,
+    ReplayChannel,
     StreamFollower,
     StreamListener,
     StreamPosition,
@@ -28,7 +33,7 @@ from observability.kv_stream.instructions import (
     SwapInStaged,
     token_of,
 )
-from observability.kv_stream.view import BlockView
+from observability.kv_stream.view import BlockView, ViewCounters
 from scheduler_components._lazy import lazy_names
 from scheduler_components.events import Tier, tier_of
 
@@ -47,45 +52,52 @@ if TYPE_CHECKING:
     from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 
 __all__ = [
-    "Apply",
-    "ApplyStaged",
-    "AskReplay",
-    "AsyncSubscriber",
-    "BatchApplier",
-    "BatchEffect",
-    "BeginStaging",
-    "BlockView",
-    "Clear",
-    "DigestCursor",
-    "DropStaging",
-    "FollowPolicy",
-    "Instruction",
-    "NoStreamsError",
-    "NullListener",
-    "PlainCursor",
-    "Position",
-    "RetryLater",
-    "StreamCursor",
-    "StreamFollower",
-    "StreamListener",
-    "StreamPosition",
-    "StreamState",
-    "StreamStats",
-    "Subscriber",
-    "SwapInStaged",
-    "Tier",
-    "NO_EPOCH",
-    "addresses_in",
-    "bare_address",
+    # where a worker's streams are
     "discover",
+    "bare_address",
+    "NoStreamsError",
+    "addresses_in",
+    "worker_url",
     "fetch_json",
     "fetch_page",
-    "open_async_subscriber",
-    "open_subscriber",
     "printable",
+    # following them
+    "open_subscriber",
+    "Subscriber",
+    "open_async_subscriber",
+    "AsyncSubscriber",
+    "FollowPolicy",
+    "StreamListener",
+    "NullListener",
+    "StreamState",
+    "StreamPosition",
+    "StreamStats",
+    # who holds which block
+    "BlockView",
+    "ViewCounters",
+    "Tier",
     "tier_of",
+    # the cores of a subscriber, for a transport of your own
+    "StreamFollower",
+    "ReplayChannel",
+    "BatchApplier",
+    "BatchEffect",
+    "StreamCursor",
+    "DigestCursor",
+    "PlainCursor",
+    "Position",
+    "NO_EPOCH",
+    # what a cursor says
+    "Instruction",
+    "AskReplay",
     "token_of",
-    "worker_url",
+    "Apply",
+    "BeginStaging",
+    "ApplyStaged",
+    "SwapInStaged",
+    "DropStaging",
+    "Clear",
+    "RetryLater",
 ]
 
 __getattr__ = lazy_names(

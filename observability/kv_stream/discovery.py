@@ -7,31 +7,20 @@ from typing import Annotated, Any
 import httpx
 import msgspec
 
+from observability.kv_stream.follower import MAX_STREAMS
 from scheduler_components import ComponentError, ConfigError, DecodeError, StartError
 from scheduler_components.kv_events import Endpoint, StreamAddress
 
 __all__ = [
-    "printable",
-    "MAX_STREAMS",
     "NoStreamsError",
     "addresses_in",
     "bare_address",
     "discover",
     "fetch_json",
     "fetch_page",
+    "printable",
     "worker_url",
 ]
-
-# Text that came over the network, made safe to print.
-
-
-def printable(text: str) -> str:
-    """Put ``?`` for each line break and control character: a peer must neither steer the terminal nor fake a line."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
-
-
-MAX_STREAMS = 1_024
-"""Of one worker or one subscriber. A stream costs three file descriptors; no engine is near this."""
 
 _MAX_REPLY_BYTES = 4 * 1024 * 1024
 """SGLang's ``/server_info`` with all its flags and internal states is some 20 KB."""
@@ -42,7 +31,7 @@ _StreamCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)]
 
 
 class NoStreamsError(ComponentError):
-    """The worker answers and says that it publishes no KV events that could be followed.
+    """The worker answers, and says that it publishes no KV events that could be followed.
 
     Args:
         url: the worker.
@@ -70,6 +59,14 @@ class _Descriptor(msgspec.Struct, frozen=True):
     load_endpoint_host: str | None = None
 
 
+def printable(text: str) -> str:
+    """Put ``?`` for each line break and control character of a text that came over the network.
+
+    A peer must neither control the terminal nor write a line that looks like ours.
+    """
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
 def worker_url(text: str) -> httpx.URL:
     """Parse the URL of a worker.
 
@@ -94,12 +91,12 @@ def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/
 
     Raises:
         StartError: nothing answers, or not with 200.
-        DecodeError: the page is larger than any honest one.
+        DecodeError: the page is larger than 4 MiB.
     """
     page = url.copy_with(path=url.path.rstrip("/") + path)
     body = bytearray()
     try:
-        # A worker is asked directly: its own address is no business of the proxy that the environment may name.
+        # A worker is asked directly: a proxy that the environment may name does not know its address.
         with httpx.stream("GET", page, headers={"accept": accept}, timeout=timeout_s, trust_env=False) as reply:
             if reply.status_code != httpx.codes.OK:
                 raise StartError(str(page), f"answers {reply.status_code}", "check that this is the worker's own URL")
@@ -118,7 +115,7 @@ def fetch_json(url: httpx.URL, path: str, *, timeout_s: float) -> Any:
 
     Raises:
         StartError: nothing answers, or not with 200.
-        DecodeError: the page is not JSON, or is larger than any honest one.
+        DecodeError: the page is not JSON, or is larger than 4 MiB.
     """
     body = fetch_page(url, path, timeout_s=timeout_s)
     try:
@@ -128,7 +125,7 @@ def fetch_json(url: httpx.URL, path: str, *, timeout_s: float) -> Any:
 
 
 def discover(url: str, *, timeout_s: float = 5.0) -> tuple[StreamAddress, ...]:
-    """Ask a worker for its streams, one address a rank.
+    """Ask a worker for its streams: one address per rank.
 
     Raises:
         ConfigError: ``url`` is not a worker's URL.
@@ -141,7 +138,7 @@ def discover(url: str, *, timeout_s: float = 5.0) -> tuple[StreamAddress, ...]:
 
 
 def addresses_in(server_info: object, worker: httpx.URL) -> tuple[StreamAddress, ...]:
-    """Read ``/server_info``: one address a rank, with the worker's own host where a wildcard is advertised.
+    """Read ``/server_info``: one address per rank, with the worker's own host where a wildcard is advertised.
 
     Raises:
         NoStreamsError, DecodeError: as ``discover``.
@@ -181,7 +178,7 @@ def _dialled(host: str, port_base: int, rank: int, worker_host: str) -> Endpoint
 
 
 def bare_address(events: str, *, replay: str | None = None, topic: str = "", rank: int = 0) -> StreamAddress:
-    """Follow one stream whose endpoints a person gives; nothing is offset.
+    """The address of one stream whose endpoints a person gives; no offset is added.
 
     Raises:
         ConfigError: an endpoint that cannot be dialled: malformed, a wildcard, or port 0.

@@ -23,7 +23,7 @@ class ViewCounters:
     """What one rank's events did to the view; each only ever grows.
 
     ``duplicate_stores`` and ``unknown_removals`` are harmless: the view is a set. ``unknown_media`` counts events
-    that name a medium that nobody knows; they change nothing.
+    whose medium the field does not know; they change nothing.
     """
 
     stored_blocks: int = 0
@@ -41,10 +41,10 @@ class ViewCounters:
 
 @dataclass(slots=True)
 class _RankBlocks:
-    """What one rank holds: its bit in the masks, and for each tier one set of hashes a place.
+    """What one rank holds: its bit in the masks, and for each tier one set of hashes per place.
 
-    Two places of one tier, media or KV-cache groups, hold a block each on its own: removed from one, it is still in
-    the other. ``opened`` spares each event the way to its place; it is emptied whenever ``held`` loses places.
+    A tier may have several places (media, KV-cache groups). A block that is removed from one is still in the others.
+    ``opened`` saves each event the search for its place; it is emptied whenever ``held`` loses places.
     """
 
     bit: int
@@ -62,9 +62,9 @@ class BlockView:
     """The blocks of many ranks, by hash.
 
     Each tier keeps one map of hash to a bit mask of ranks, which answers "who holds this?" with one lookup, and one
-    set a rank, which makes a clear cost what that rank holds. Hashes are signed 64-bit integers, as decoded events
-    carry them. A rank is any integer that its caller uses for one stream; streams of several workers need distinct
-    ones. Blocks are keyed by hash, medium and KV-cache group: storing twice is storing once.
+    set per rank, so that a clear costs what that rank holds. Hashes are signed 64-bit integers, as decoded events
+    have them. A rank is any integer that its caller uses for one stream; streams of several workers need distinct
+    ones. Blocks are keyed by hash, medium and KV-cache group: to store a block twice is to store it once.
 
     Not locked: one thread applies; a reader in another thread takes its owner's lock.
     """
@@ -214,7 +214,7 @@ class BlockView:
         return known.counters if known else ViewCounters()
 
 
-# One block an event is common, so both loops make no call that they can spare.
+# Events of one block are common, so neither loop makes a call that it can avoid.
 
 
 def _store(blocks: _RankBlocks, place: _OpenPlace, hashes: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
-"""Following streams from an asyncio program, as routers are: a thread polls, the event loop is told what changed.
+"""Following streams from an asyncio program, such as a router: a thread polls, the event loop is told what changed.
 
-The thread keeps decoding off the loop, so that a snapshot of many blocks delays no request.
+The thread decodes, not the loop, so that a snapshot of many blocks delays no request.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _POLL_S = 0.05
 class AsyncSubscriber:
     """Made by ``open_async_subscriber``; used on its event loop. Queries answer at once.
 
-    ``async for position in subscriber`` gives each stream's position when it has changed. Changes that nobody took
-    meanwhile are merged, so a slow reader is given the newest and nothing piles up; what it missed is in the view.
+    ``async for position in subscriber`` gives each stream's position when it has changed. Changes that nobody has
+    taken are merged: a slow reader gets the newest, and nothing piles up. What it missed is in the view.
     """
 
     def __init__(self, subscriber: Subscriber, loop: asyncio.AbstractEventLoop) -> None:
@@ -131,7 +131,7 @@ class AsyncSubscriber:
         self._wake()
 
     def _wake(self) -> None:
-        """Wake everybody who waits; who waits from now on waits for something newer."""
+        """Wake everybody who waits; whoever waits from now on waits for something newer."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 

@@ -1,4 +1,11 @@
-"""Following all streams of a worker: one object, polled by one thread, read by any."""
+"""Following all streams of a worker over ZeroMQ: one object, polled by one thread, read by any.
+
+A ``Subscriber`` owns one ``ZmqStream`` per rank. Each has a SUB for live batches with its monitor, a
+``ZmqReplayChannel`` with one DEALER per replay question, and a ``StreamFollower``, which decides what a frame means.
+
+A SUB lives for one connection. When that is lost, what is left in the socket is read, and a new SUB is opened.
+libzmq's own reconnecting would mix the batches of two lives of a publisher in one queue.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +20,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from observability.kv_stream.cursor import StreamCursor
-from observability.kv_stream.discovery import MAX_STREAMS
 from observability.kv_stream.follower import (
+    MAX_STREAMS,
     BatchApplier,
     FollowPolicy,
     NullListener,
@@ -36,27 +43,16 @@ from scheduler_components.kv_events import (
     apply_client_keys,
 )
 
-__all__ = [
-    "Dial",
-    "ZmqReplayChannel",
-    "ZmqStream",
-    "Subscriber",
-    "open_subscriber",
-]
-
-# The sockets of one followed stream: a SUB with its monitor, and a DEALER for each replay question.
-#
-# A SUB lives for one connection: when that is lost, what is left in the socket is read, and a new one is opened, so
-# that batches of two lives of a publisher never mix in one queue. libzmq's own reconnecting would mix them.
+__all__ = ["Subscriber", "open_subscriber"]
 
 Socket = zmq.Socket[bytes]
 
 _END_SEQ = -1
 _RECEIVE_HWM = 10_000
-"""Batches that wait in the socket during a replay; some seconds of a busy scheduler."""
+"""Batches that may wait in the socket during a replay: some seconds of a busy scheduler."""
 
-_BITE = 256
-"""Messages read from one socket before the other streams have their turn."""
+_SLICE = 256
+"""Messages read from one socket before the other streams are looked at."""
 
 _HEARTBEAT_MS = 5_000
 """A peer that is stopped or cut off is noticed after two of these; a closed one at once."""
@@ -64,7 +60,7 @@ _HEARTBEAT_MS = 5_000
 _FIRST_REOPEN_S = 0.05
 _LAST_REOPEN_S = 2.0
 _NEVER_MS = 3_600_000
-"""Before libzmq would reconnect a SUB by itself. -1 stands for never, and also forgets what waits in the socket."""
+"""Before libzmq would reconnect a SUB by itself. -1 stands for never, but it also drops what waits in the socket."""
 
 _FAILED = (
     zmq.EVENT_DISCONNECTED
@@ -77,8 +73,8 @@ _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
 
 
 @attrs.frozen
-class Dial:
-    """How a subscriber dials: in its own context, with its keys where the publishers ask for some."""
+class Dialer:
+    """Opens a subscriber's sockets: in its own context, with its keys where the publishers ask for some."""
 
     context: zmq.Context[Socket]
     keys: ClientKeys | None = None
@@ -109,10 +105,10 @@ class ZmqReplayChannel:
     Reads both answer framings: the last two frames are sequence and payload in either.
     """
 
-    __slots__ = ("_ask", "_dial", "_endpoint", "socket")
+    __slots__ = ("_ask", "_dialer", "_endpoint", "socket")
 
-    def __init__(self, dial: Dial, endpoint: Endpoint | None) -> None:
-        self._dial = dial
+    def __init__(self, dialer: Dialer, endpoint: Endpoint | None) -> None:
+        self._dialer = dialer
         self._endpoint = endpoint
         self._ask = 0
         self.socket: Socket | None = None
@@ -123,7 +119,7 @@ class ZmqReplayChannel:
         if self._endpoint is None:
             return
         self._ask = question.ask
-        self.socket = self._dial.open(zmq.DEALER, self._endpoint)
+        self.socket = self._dialer.open(zmq.DEALER, self._endpoint)
         self.socket.connect(str(self._endpoint))
         self.socket.send_multipart((b"", question.request.encode()))
 
@@ -147,14 +143,14 @@ class ZmqStream:
     """One stream's sockets and follower. Opened, used and closed on one thread.
 
     Args:
-        dial: how the subscriber dials.
+        dialer: opens the sockets.
         address: where the stream is.
-        follower: what it tells; its channel is ``channel``.
+        follower: is told what comes; its channel is ``channel``.
         channel: the replay side.
     """
 
     __slots__ = (
-        "_dial",
+        "_dialer",
         "_is_connected",
         "_monitor",
         "_reopen_at_s",
@@ -169,7 +165,7 @@ class ZmqStream:
 
     def __init__(
         self,
-        dial: Dial,
+        dialer: Dialer,
         address: StreamAddress,
         follower: StreamFollower,
         channel: ZmqReplayChannel,
@@ -179,7 +175,7 @@ class ZmqStream:
         self.channel = channel
         self.bad_frames = 0
         self.disconnects = 0
-        self._dial = dial
+        self._dialer = dialer
         self._is_connected = False
         self._sub: Socket | None = None
         self._monitor: Socket | None = None
@@ -187,10 +183,10 @@ class ZmqStream:
         self._reopen_pause_s = _FIRST_REOPEN_S
 
     def open(self) -> None:
-        """Dial the live channel. Returns at once; the connection comes when it comes."""
+        """Dialer the live channel. Returns at once; the connection comes when it comes."""
         endpoint = self.address.events
         self._reopen_at_s = math.inf
-        self._sub = self._dial.open(zmq.SUB, endpoint)
+        self._sub = self._dialer.open(zmq.SUB, endpoint)
         self._sub.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self._sub.setsockopt_string(zmq.SUBSCRIBE, self.address.topic)
         self._monitor = self._sub.get_monitor_socket(_WATCHED)
@@ -213,7 +209,7 @@ class ZmqStream:
 
     @property
     def next_deadline_s(self) -> float:
-        """When ``take_turn`` must be called at the latest."""
+        """When ``drain`` must be called at the latest."""
         return min(self.follower.next_deadline_s, self._reopen_at_s)
 
     def sockets(self) -> list[Socket]:
@@ -223,19 +219,19 @@ class ZmqStream:
             sockets.append(self._sub)
         return sockets
 
-    def take_turn(self, now_s: float) -> None:
-        """Read what has come, up to a bite from each socket, and do what is due."""
+    def drain(self, now_s: float) -> None:
+        """Read what has come, up to a slice from each socket, and do what is due."""
         if now_s >= self._reopen_at_s:
             self.open()
         lost = self._read_monitor(now_s)
         self._read_answers(now_s)
-        self._read_live(now_s, limit=_RECEIVE_HWM if lost else _BITE)
+        self._read_live(now_s, limit=_RECEIVE_HWM if lost else _SLICE)
         if lost:
-            self._lose(now_s)
+            self._reopen_later(now_s)
         self.follower.tick(now_s)
 
     def _read_monitor(self, now_s: float) -> bool:
-        """Take the connection's events; True when it was lost or did not come about."""
+        """Read the connection's events; True when it was lost or could not be made."""
         while self._monitor is not None:
             try:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
@@ -247,7 +243,7 @@ class ZmqStream:
             self.follower.connected(now_s)
         return False
 
-    def _lose(self, now_s: float) -> None:
+    def _reopen_later(self, now_s: float) -> None:
         self._close_live()
         if self._is_connected:
             self._is_connected = False
@@ -257,7 +253,7 @@ class ZmqStream:
         self._reopen_pause_s = min(_LAST_REOPEN_S, 2 * self._reopen_pause_s)
 
     def _read_answers(self, now_s: float) -> None:
-        for _ in range(_BITE):
+        for _ in range(_SLICE):
             message = self.channel.read()
             if message is None:
                 return
@@ -294,7 +290,7 @@ _SPARE_SOCKETS = 64
 
 
 class Subscriber:
-    """Follows streams and keeps their view; made by ``open_subscriber``.
+    """Follows streams and keeps one view of them; made by ``open_subscriber``.
 
     ``poll`` and ``wait_until`` belong to one thread, which also closes. Queries and ``stats`` may be called from any
     thread: each takes a lock that ``poll`` holds only while it applies what has come.
@@ -338,7 +334,7 @@ class Subscriber:
         now_s = self._clock()
         for stream in streams:
             with self._lock:
-                stream.take_turn(now_s)
+                stream.drain(now_s)
         return bool(ready)
 
     def wait_until(self, rank: int, seq: int, timeout_s: float) -> bool:
@@ -430,15 +426,15 @@ def open_subscriber(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> Subscriber:
-    """Dial all streams and return their subscriber; use it in a ``with`` block, or close it.
+    """Dialer all streams and return their subscriber; use it in a ``with`` block, or close it.
 
-    Nothing is waited for here: a publisher that is not there yet is dialled until it is.
+    This waits for nothing: a publisher that is not there yet is dialled until it is.
 
     Args:
         addresses: from ``discover``, or ``bare_address``.
         policy: how long to wait for what.
         listener: is told of every batch and change of state.
-        keys: for publishers that let in none but clients with keys (CURVE).
+        keys: for publishers that ask clients for keys (CURVE).
         clock: monotonic seconds, for deadlines; wall_clock: seconds since the epoch, for the lag.
 
     Raises:
@@ -449,30 +445,30 @@ def open_subscriber(
         raise ConfigError("addresses", len(wanted), "is not a number of streams", f"give 1 to {MAX_STREAMS} addresses")
     ranks = [address.rank for address in wanted]
     if len(set(ranks)) != len(ranks):
-        raise ConfigError("addresses", ranks, "name a rank twice", "give each stream a rank of its own")
+        raise ConfigError("addresses", ranks, "name a rank twice", "give each stream its own rank")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _SPARE_SOCKETS + _SOCKETS_PER_STREAM * len(wanted))
-    dial = Dial(context, keys)
+    dialer = Dialer(context, keys)
     view = BlockView()
     streams: dict[int, ZmqStream] = {}
     subscriber = Subscriber(streams, view, context, clock)
     try:
         for address in wanted:
-            channel = ZmqReplayChannel(dial, address.replay)
+            channel = ZmqReplayChannel(dialer, address.replay)
             follower = StreamFollower(
                 cursor=StreamCursor(has_replay=address.replay is not None),
                 applier=BatchApplier(
                     rank=address.rank,
                     view=view,
                     decoder=BatchDecoder(),
-                    listener=listener or NullListener(),
+                    listener=NullListener() if listener is None else listener,
                     wall_clock=wall_clock,
                 ),
                 channel=channel,
-                policy=policy or FollowPolicy(),
+                policy=FollowPolicy() if policy is None else policy,
             )
             follower.begin(clock())
-            streams[address.rank] = ZmqStream(dial, address, follower, channel)
+            streams[address.rank] = ZmqStream(dialer, address, follower, channel)
             streams[address.rank].open()
     except BaseException:
         subscriber.close()

@@ -1,6 +1,7 @@
-"""What every metrics sink must do: run each of ``METRICS_SINK_CHECKS`` on a sink of your own.
+"""What every metrics sink must do. Run each of ``METRICS_SINK_CHECKS`` on a sink of your own.
 
-A check takes a function that opens an empty sink with a reader of what it exposes, under the catalogue's names.
+A check takes a function that opens an empty sink, and a reader of what the sink exposes under the catalogue's names. It
+raises ``ConformanceError`` with what was done, what was expected and what came.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def check_every_value_comes_out(open_sink: OpenMetricsSink) -> None:
 
 
 def check_the_newest_report_wins(open_sink: OpenMetricsSink) -> None:
-    """What is read is the last step's state, not the first one's nor a sum."""
+    """What is read is the state of the last step: not that of the first, and not a sum."""
     trace, sink, reader = _begin("A rank's newest report replaces the one before", open_sink)
     for scale in (1, 2, 3):
         _record(trace, sink, stats := stats_of(scale=scale))
@@ -78,7 +79,7 @@ def check_ranks_are_kept_apart(open_sink: OpenMetricsSink) -> None:
 
 
 def check_a_restarted_rank_is_no_error(open_sink: OpenMetricsSink) -> None:
-    """Totals that begin at 0 again must not raise: a negative increment once took an engine down."""
+    """Totals that begin at 0 again must not raise. In a Prometheus counter, a negative increment does."""
     trace, sink, reader = _begin("Totals that fall do not raise", open_sink)
     _record(trace, sink, stats_of(scale=5))
     _record(trace, sink, stats := stats_of(scale=1))
@@ -87,14 +88,14 @@ def check_a_restarted_rank_is_no_error(open_sink: OpenMetricsSink) -> None:
 
 
 def check_no_report_raises(open_sink: OpenMetricsSink) -> None:
-    """Empty, huge and senseless numbers: a metric never raises into the scheduler's step."""
+    """Empty, huge and impossible numbers: a metric never raises into the scheduler's step."""
     trace, sink, _ = _begin("No report raises", open_sink)
     stats = stats_of()
-    senseless = msgspec.structs.replace(
+    impossible = msgspec.structs.replace(
         stats.load, num_running_reqs=-1, token_usage=float("nan"), gen_throughput=float("inf"), num_used_tokens=1 << 80
     )
     _record(trace, sink, SchedulerStats(labels=stats.labels, load=LoadSnapshot()))
-    _record(trace, sink, msgspec.structs.replace(stats, load=senseless))
+    _record(trace, sink, msgspec.structs.replace(stats, load=impossible))
     _record(trace, sink, SchedulerStats(labels=(), load=LoadSnapshot()))
 
 

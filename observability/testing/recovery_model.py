@@ -1,6 +1,11 @@
-"""A publisher's cores without sockets, clock or thread, and the truth about what it published.
+"""The recovery of streams as a model: one publisher, several subscribers, and a network with every fault.
 
-The truth is a naive fold, kept beside the stream for every number of every life.
+All are the kit's real cores (stream, replay cursors, follower, view), without sockets, clock or threads. The publisher
+keeps the truth beside its stream: what it held after every batch of every life. After every step, no subscriber may say
+``LIVE`` of a view that differs from the truth; once faults stop, every view must become the truth in ``HEAL_S``.
+
+``FaultyWorld(...).run(steps)`` carries out steps by name, so that Hypothesis can shrink them and a person can read
+them. Use it to break a core on purpose and see that it is caught, or to try a cursor of your own.
 """
 
 from __future__ import annotations
@@ -33,16 +38,7 @@ from scheduler_components.kv_events import (
     plain_request,
 )
 
-__all__ = [
-    "Frame",
-    "ModelPublisher",
-    "State",
-    "POLICY",
-    "Connection",
-    "ModelSubscriber",
-    "FaultyWorld",
-    "Trace",
-]
+__all__ = ["HEAL_S", "FaultyWorld", "ModelPublisher", "ModelSubscriber", "Steps"]
 
 MAX_PENDING = 2
 """Batches that may wait; more collapse into one."""
@@ -117,7 +113,7 @@ class ModelPublisher:
         return sequence, payload
 
     def fold(self) -> None:
-        """What a publisher does in each of its turns, whether it sends or answers."""
+        """What a publisher does each time it sends or answers."""
         self.stream.fold_some()
         if self.stream.is_held_up:
             self.cursors.cut_pinned()
@@ -135,14 +131,14 @@ def _tier_of(event: BlockStored | BlockRemoved) -> Tier:
     return Tier.DEVICE if event.medium is None else Tier.HOST
 
 
-# A subscriber's cores at the end of a faulty network, without sockets, clock or thread.
+# --- a subscriber at the other end ---
 
 POLICY = FollowPolicy(answer_timeout_s=1.0, retry_min_s=0.1, retry_max_s=0.5, probe_interval_s=2.0, dead_after_s=5.0)
 
 
 @dataclass
 class Connection:
-    """A live connection: the life at its other end when it came about, and the frames under way, each of a life."""
+    """A live connection: the publisher's life when it was made, and the frames under way, each with its life."""
 
     life: int
     frames: deque[tuple[int, int, bytes]] = field(default_factory=deque)
@@ -151,7 +147,7 @@ class Connection:
 
 
 class ModelSubscriber:
-    """A follower, its view, its live connection and the one question that it has under way."""
+    """A follower, its view, its live connection and the one question that is open."""
 
     def __init__(self, publisher: ModelPublisher, name: str, *, has_extension: bool, cursor: StreamCursor) -> None:
         self.publisher, self.name, self.has_extension = publisher, name, has_extension
@@ -181,7 +177,7 @@ class ModelSubscriber:
         self.question = question
 
     def drop(self) -> None:
-        """The connection of a question ends with it; what it still brings is late."""
+        """A question's connection ends with it; a message that is still under way comes late."""
         if self.question is not None and self.client in self.publisher.cursors.clients:
             message = self.publisher.cursors.message(self.client)
             if message is not None:
@@ -283,8 +279,8 @@ class ModelSubscriber:
     def check(self) -> None:
         """LIVE is not said of a wrong view.
 
-        Unless a frame of another life came on its connection, behind a proxy: then for no longer than to the next
-        proof. A publisher without the extension gives no proof: its proxies must hang up.
+        One exception: a frame of another life came on the same connection, behind a proxy. Then LIVE may be wrong
+        until the next proof. A publisher without the extension gives no proof, so its proxies must hang up.
         """
         is_extended = self.follower.cursor.is_extended
         if self.state is not StreamState.LIVE or self.connection is None:
@@ -297,15 +293,13 @@ class ModelSubscriber:
         assert self.blocks == self.publisher.states[life, last], f"{self.name} is live at {last} and wrong"
 
 
-# One publisher, several subscribers and a network that loses, repeats, reorders, cuts and delays.
-#
-# Everything that happens is a step by name, so that Hypothesis can shrink a trace and a person can read it.
+# --- the network between them ---
 
 HEAL_S = 2 * POLICY.probe_interval_s + POLICY.answer_timeout_s + POLICY.retry_max_s
-"""Two probe intervals plus the sync, with a question that was lost and the pause after it before."""
+"""How long recovery may take: two probe intervals plus the sync, after one lost question and the pause that follows."""
 
-Trace: TypeAlias = list[tuple[Any, ...]]
-"""Steps: a method's name and its arguments."""
+Steps: TypeAlias = list[tuple[Any, ...]]
+"""Each a method's name and its arguments."""
 
 
 class FaultyWorld:
@@ -330,18 +324,18 @@ class FaultyWorld:
             for number in range(num_extended + num_plain)
         ]
 
-    def tell(self, trace: Trace) -> None:
-        """All subscribers join, the trace happens, and then everything is as it should be."""
+    def run(self, steps: Steps) -> None:
+        """All subscribers join, the steps happen, the faults stop, and every view becomes what was published."""
         self.play([("store", 0, 3, False), ("send",)])
         for who in range(len(self.subscribers)):
             self.play([("connect", who), *[("serve", who, 9, "none")] * 2])
-        self.play(trace)
+        self.play(steps)
         self.heal()
         self.check_converged()
 
-    def play(self, trace: Trace) -> None:
+    def play(self, steps: Steps) -> None:
         """Carry out each step, and check after it."""
-        for name, *arguments in trace:
+        for name, *arguments in steps:
             getattr(self, name)(*arguments)
             for each in self.subscribers:
                 each.check()
@@ -422,7 +416,7 @@ class FaultyWorld:
             self.wait(1)
 
     def check_converged(self) -> None:
-        """Every view is what was published, and says so."""
+        """Every view is what was published, and its state says so."""
         publisher = self.publisher
         for each in self.subscribers:
             assert each.blocks == publisher.held, f"{each.name} has not converged: {each.follower.cursor!r}"

@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 
-from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, Metric, render_markdown
+from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, OUTPUT_METRICS, Metric, render_markdown
 from scheduler_components import (
     DisaggregationLoad,
     LatencyTotals,
@@ -116,7 +116,13 @@ def test_the_names_of_latencies_are_those_of_the_peers() -> None:
     assert names["queue_time_seconds"] == ("request_queue_time_seconds",)
 
 
-def test_the_table_for_the_documentation_has_a_row_a_metric() -> None:
+def test_the_tables_for_the_documentation_have_one_row_per_metric() -> None:
     lines = render_markdown().splitlines()
-    assert len(lines) == 2 + len(EVERY_METRIC)
+    named = [match[1] for line in lines if (match := re.match(r"\| `sglang:(\w+)` \|", line))]
+    assert sorted(named) == sorted(metric.name for metric in EVERY_METRIC)
     assert "| `sglang:num_running_reqs` | gauge | requests | Running requests. | `vllm:num_requests_running` |" in lines
+
+
+def test_only_what_a_collector_itself_knows_has_no_path() -> None:
+    assert all(bool(metric.path) == (metric in (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS)) for metric in EVERY_METRIC)
+    assert all(metric.is_per_rank for metric in EVERY_METRIC if metric.path)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from observability import DoctorOptions, Finding, Severity, diagnose_stream, examine, exit_code
+from observability import CheckResult, DoctorOptions, Severity, diagnose_stream, examine, exit_code
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import BlockStored, ConfigError, KVEventBatch, LoadSnapshot
 from scheduler_components.kv_events import Endpoint, StreamAddress, ZmqEventPublisher
@@ -62,12 +62,12 @@ def described(publisher: ZmqEventPublisher, **change: object) -> dict[str, tuple
     return PAGES | {"/server_info": (200, json.dumps({"kv_events": kv_events | change}).encode())}
 
 
-def troubles(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.severity is not Severity.OK]
+def troubles(report: list[CheckResult]) -> list[CheckResult]:
+    return [result for result in report if result.severity is not Severity.OK]
 
 
-def the_trouble(findings: list[Finding]) -> Finding:
-    (trouble,) = troubles(findings)
+def the_trouble(report: list[CheckResult]) -> CheckResult:
+    (trouble,) = troubles(report)
     assert trouble.hint
     assert str(trouble).count("\n") == 1
     return trouble
@@ -82,10 +82,10 @@ def closed_port() -> Iterator[int]:
 
 
 def test_a_sound_worker_has_nothing_wrong(serve: Serve, stack: ExitStack) -> None:
-    findings = examine(serve(described(open_publisher(stack))), QUICK)
-    assert not troubles(findings)
-    assert exit_code(findings) == 0
-    assert any("live at batch 0, 1 blocks held" in finding.what for finding in findings)
+    report = examine(serve(described(open_publisher(stack))), QUICK)
+    assert not troubles(report)
+    assert exit_code(report) == 0
+    assert any("live at batch 0, 1 blocks held" in result.what for result in report)
 
 
 def test_nobody_at_the_url(closed_port: int) -> None:
@@ -101,9 +101,9 @@ def test_another_server_at_the_url(serve: Serve) -> None:
 
 def test_no_streams_repeats_the_workers_reason(serve: Serve) -> None:
     body = json.dumps({"kv_events": None, "kv_events_error": "endpoint has no port"}).encode()
-    findings = examine(serve(PAGES | {"/server_info": (200, body)}), QUICK)
-    assert "endpoint has no port" in the_trouble(findings).what
-    assert exit_code(findings) == 1
+    report = examine(serve(PAGES | {"/server_info": (200, body)}), QUICK)
+    assert "endpoint has no port" in the_trouble(report).what
+    assert exit_code(report) == 1
 
 
 def test_a_malformed_descriptor_names_its_field(serve: Serve) -> None:
@@ -114,17 +114,17 @@ def test_a_malformed_descriptor_names_its_field(serve: Serve) -> None:
 def test_a_warning_of_the_worker_is_repeated(serve: Serve, stack: ExitStack) -> None:
     pages = described(open_publisher(stack))
     info = json.loads(pages["/server_info"][1]) | {"kv_events_warning": "the publisher connects"}
-    findings = examine(serve(pages | {"/server_info": (200, json.dumps(info).encode())}), QUICK)
-    (trouble,) = troubles(findings)
-    assert trouble == Finding(Severity.WARNING, "the worker warns: the publisher connects")
+    report = examine(serve(pages | {"/server_info": (200, json.dumps(info).encode())}), QUICK)
+    (trouble,) = troubles(report)
+    assert trouble == CheckResult(Severity.WARNING, "the worker warns: the publisher connects")
 
 
 def test_a_closed_port_is_named(serve: Serve, stack: ExitStack, closed_port: int) -> None:
     publisher = open_publisher(stack)
     trouble = the_trouble(examine(serve(described(publisher, endpoint_port_base=closed_port)), QUICK))
     assert trouble.what == f"rank 0: events port tcp://127.0.0.1:{closed_port}: Connection refused"
-    findings = examine(serve(described(publisher, replay_endpoint_port_base=closed_port)), QUICK)
-    assert any("replay port" in finding.what and finding.severity is Severity.ERROR for finding in troubles(findings))
+    report = examine(serve(described(publisher, replay_endpoint_port_base=closed_port)), QUICK)
+    assert any("replay port" in result.what and result.severity is Severity.ERROR for result in troubles(report))
     trouble = the_trouble(examine(serve(described(publisher, load_endpoint_port_base=closed_port)), QUICK))
     assert (trouble.severity, "load port" in trouble.what) == (Severity.WARNING, True)
 
@@ -150,16 +150,16 @@ class Gauge:
 
 def test_what_a_load_gauge_says_is_repeated(serve: Serve, stack: ExitStack) -> None:
     gauge = Gauge(stack, [LoadSnapshot(num_running_reqs=3, num_used_tokens=40, max_total_num_tokens=64)])
-    findings = examine(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
-    assert not troubles(findings)
-    assert any("3 running, 0 waiting, 40 of 64 tokens" in finding.what for finding in findings)
+    report = examine(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
+    assert not troubles(report)
+    assert any("3 running, 0 waiting, 40 of 64 tokens" in result.what for result in report)
 
 
 def test_a_load_gauge_that_is_silent_is_a_warning(serve: Serve, stack: ExitStack) -> None:
     gauge = Gauge(stack, [])
-    findings = examine(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
-    assert "says nothing in 0.5 s" in the_trouble(findings).what
-    assert exit_code(findings) == 0
+    report = examine(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
+    assert "sends nothing in 0.5 s" in the_trouble(report).what
+    assert exit_code(report) == 0
 
 
 def test_what_is_no_load_on_a_load_port_is_a_warning(serve: Serve, stack: ExitStack) -> None:
@@ -174,9 +174,9 @@ def test_what_is_no_load_on_a_load_port_is_a_warning(serve: Serve, stack: ExitSt
 
     thread = threading.Thread(target=answer_the_subscriber)
     thread.start()
-    findings = examine(serve(described(open_publisher(stack), load_endpoint_port_base=bound)), QUICK)
+    report = examine(serve(described(open_publisher(stack), load_endpoint_port_base=bound)), QUICK)
     thread.join()
-    assert [finding.what.split(":")[0] for finding in troubles(findings)] == [
+    assert [result.what.split(":")[0] for result in troubles(report)] == [
         "rank 0",
         "1 messages of the load gauges are no LoadStat",
     ]
@@ -184,7 +184,7 @@ def test_what_is_no_load_on_a_load_port_is_a_warning(serve: Serve, stack: ExitSt
 
 def test_every_rank_is_dialled(serve: Serve, stack: ExitStack, closed_port: int) -> None:
     pages = described(open_publisher(stack), endpoint_port_base=closed_port - 1, dp_size=2)
-    refused = [finding.what for finding in troubles(examine(serve(pages), QUICK))]
+    refused = [result.what for result in troubles(examine(serve(pages), QUICK))]
     assert any(what.startswith(f"rank 1: events port tcp://127.0.0.1:{closed_port}") for what in refused)
     assert any("/v1/loads has 1 ranks and 2 streams" in what for what in refused)
 
@@ -200,9 +200,9 @@ def test_a_replay_channel_that_never_ends(serve: Serve, stack: ExitStack) -> Non
     router = stack.enter_context(context.socket(zmq.ROUTER))
     router.bind("tcp://127.0.0.1:*")
     silent = port(router.getsockopt_string(zmq.LAST_ENDPOINT))
-    findings = examine(serve(described(open_publisher(stack), replay_endpoint_port_base=silent)), QUICK)
-    assert any("no end marker" in finding.what for finding in troubles(findings))
-    assert exit_code(findings) == 1
+    report = examine(serve(described(open_publisher(stack), replay_endpoint_port_base=silent)), QUICK)
+    assert any("no end marker" in result.what for result in troubles(report))
+    assert exit_code(report) == 1
 
 
 def test_another_block_size_than_advertised(serve: Serve, stack: ExitStack) -> None:
@@ -226,29 +226,29 @@ def test_another_topic_than_advertised(serve: Serve, stack: ExitStack) -> None:
     thread = threading.Thread(target=publish_on)
     thread.start()
     try:
-        findings = examine(serve(described(publisher, topic="events")), QUICK)
+        report = examine(serve(described(publisher, topic="events")), QUICK)
     finally:
         examined.set()
         thread.join()
-    assert "'kv-of-old'" in the_trouble(findings).what
+    assert "'kv-of-old'" in the_trouble(report).what
 
 
 def test_no_replay_is_a_warning(serve: Serve, stack: ExitStack) -> None:
     publisher = open_publisher(stack, replay_endpoint=None)
-    findings = examine(serve(described(publisher)), QUICK)
-    assert "no replay channel" in the_trouble(findings).what
-    assert exit_code(findings) == 0
+    report = examine(serve(described(publisher)), QUICK)
+    assert "no replay channel" in the_trouble(report).what
+    assert exit_code(report) == 0
 
 
 def test_pages_that_are_missing_are_warnings(serve: Serve, stack: ExitStack) -> None:
     pages = described(open_publisher(stack))
-    findings = examine(serve({"/server_info": pages["/server_info"], "/metrics": (200, b"up 1\n")}), QUICK)
-    assert [finding.what.split(":")[0].split()[0] for finding in troubles(findings)] == [
+    report = examine(serve({"/server_info": pages["/server_info"], "/metrics": (200, b"up 1\n")}), QUICK)
+    assert [result.what.split(":")[0].split()[0] for result in troubles(report)] == [
         "/health",
         "/v1/loads",
         "/metrics",
     ]
-    assert exit_code(findings) == 0
+    assert exit_code(report) == 0
 
 
 @pytest.mark.parametrize(
@@ -304,5 +304,5 @@ ADDRESS = StreamAddress(
 )
 def test_what_a_stream_shows_is_judged(facts: dict[str, object], severity: Severity, words: str) -> None:
     stats = StreamStats(rank=0, endpoint="tcp://127.0.0.1:5557", **facts)
-    findings = diagnose_stream(ADDRESS, stats, {16})
-    assert (findings[-1].severity, words in findings[-1].what) == (severity, True)
+    report = diagnose_stream(ADDRESS, stats, {16})
+    assert (report[-1].severity, words in report[-1].what) == (severity, True)

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from observability import EVERY_METRIC, OutputCollector, PrometheusBoard, RankOutputs
-from observability.grafana.dashboard import DASHBOARD_FILE, render_dashboard
+from observability.grafana import DASHBOARD_FILE, render_dashboard
 from scheduler_components import (
     DisaggregationLoad,
     LoadSnapshot,

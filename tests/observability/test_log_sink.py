@@ -1,12 +1,13 @@
-"""One line a rank and interval, that a person can read, and losses are said aloud."""
+"""One line per rank and interval, that a person can read; losses are in capitals."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 
-from observability import LogSink, describe_stats
+from observability import LogSink
 from scheduler_components import LoadSnapshot, ParallelState, PublisherStats, SchedulerStats
 
 LOGGER = logging.getLogger("test_log_sink")
@@ -30,19 +31,31 @@ def make_stats(dp_rank: int = 0, publisher: PublisherStats | None = None) -> Sch
     )
 
 
-def test_the_line_says_what_a_person_asks() -> None:
-    assert describe_stats(make_stats(1)) == (
+@pytest.fixture
+def line_of(caplog: pytest.LogCaptureFixture) -> Callable[[SchedulerStats], str]:
+    """The line that a sink logs of a report."""
+
+    def log(stats: SchedulerStats) -> str:
+        with caplog.at_level(logging.INFO, logger=LOGGER.name):
+            LogSink(logger=LOGGER).record(stats)
+        return caplog.records[-1].message
+
+    return log
+
+
+def test_the_line_says_what_a_person_asks(line_of: Callable[[SchedulerStats], str]) -> None:
+    assert line_of(make_stats(1)) == (
         "dp1: 12 running, 3 waiting (4,500 tokens), KV 8,192/65,536 tokens (12.5%), hit rate 40.0%, "
         "1,234.5 tokens/s, 7 events in 2 batches"
     )
 
 
-def test_losses_are_said_aloud() -> None:
-    line = describe_stats(make_stats(publisher=PublisherStats(batches_dropped=3, events_refused=1)))
+def test_losses_are_in_capitals(line_of: Callable[[SchedulerStats], str]) -> None:
+    line = line_of(make_stats(publisher=PublisherStats(batches_dropped=3, events_refused=1)))
     assert line.endswith("3 BATCHES DROPPED, 1 EVENTS REFUSED")
 
 
-def test_each_rank_logs_once_an_interval(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_rank_logs_once_per_interval(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     sink = LogSink(logger=LOGGER, interval_s=10.0, clock=lambda: now[0])
     with caplog.at_level(logging.INFO, logger=LOGGER.name):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from observability import PrometheusBoard, PrometheusSink
-from observability.testing import metrics_sink_checks as checks
+from observability.testing import METRICS_SINK_CHECKS, OpenMetricsSink
 from scheduler_components import (
     ConfigError,
     DisaggregationLoad,
@@ -159,8 +159,8 @@ class Scrape:
         return self.registry.get_sample_value(f"sglang:{metric}", dict(labels))
 
 
-@pytest.mark.parametrize("check", checks.METRICS_SINK_CHECKS)
-def test_the_checks_of_every_sink_pass(check: Callable[[checks.OpenMetricsSink], None]) -> None:
+@pytest.mark.parametrize("check", METRICS_SINK_CHECKS)
+def test_the_checks_of_every_sink_pass(check: Callable[[OpenMetricsSink], None]) -> None:
     registry = CollectorRegistry()
     with across_processes(registry, lambda: 0.0) as sinks:
         check(lambda: (sinks, Scrape(registry)))

@@ -1,16 +1,18 @@
-"""Watching prints one line an event, and a line for whatever is wrong; never a prompt, never a control character."""
+"""Watching prints one line per event, and a line for whatever is wrong; never a prompt, never a control character."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability import LinePrinter, WatchOptions, addresses_of, watch_streams
+from observability import LinePrinter, WatchOptions, watch_streams
 from observability.kv_stream import StreamState
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, ZmqEventPublisher
@@ -30,7 +32,7 @@ def lines_of(out: io.StringIO) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_prints_one_line_an_event() -> None:
+def test_prints_one_line_per_event() -> None:
     out = io.StringIO()
     printer = LinePrinter(out)
     printer.batch_applied(1, 17, DecodedBatch(5.0, (STORED, REMOVED, AllBlocksCleared()), 1), replayed=False)
@@ -58,7 +60,7 @@ def test_prints_what_is_wrong() -> None:
         "is partial",
         "a snapshot of all blocks begins",
         "the snapshot replaces what was known",
-        "the snapshot was cut and is forgotten",
+        "the snapshot was cut, and is forgotten",
         "#9 is unreadable: truncated",
         "#10 one event is unreadable: no hashes",
     ]
@@ -111,21 +113,29 @@ def test_stops_after_so_many_events(publisher: ZmqEventPublisher) -> None:
     assert [(event["seq"], event["replayed"]) for event in events] == [(seq, True) for seq in range(4)]
 
 
-def test_shows_only_live_events_without_history(publisher: ZmqEventPublisher) -> None:
-    publisher.publish(KVEventBatch(ts=1.0, events=(BlockStored((99,), None, (1,), 1, None),)))
-    out = io.StringIO()
-    asked = 0
+@pytest.fixture
+def publish_more(publisher: ZmqEventPublisher) -> Callable[[], bool]:
+    """Publishes one removal each time that watching asks whether to stop, and stops it in the end."""
+    asked = itertools.count()
 
-    def publish_more() -> bool:
-        nonlocal asked
-        asked += 1
+    def publish() -> bool:
         publisher.publish(KVEventBatch(ts=1.0, events=(REMOVED,)))
-        return asked > 500
+        return next(asked) > 500
 
-    watch_streams(publisher.endpoint, out, WatchOptions(topic="kv", max_events=2), should_stop=publish_more)
+    return publish
+
+
+def check_only_live_removals(out: io.StringIO) -> None:
     events = [line for line in lines_of(out) if "#" in line]
     assert len(events) == 2
     assert all("removed" in line and "replayed" not in line for line in events)
+
+
+def test_shows_only_live_events_without_history(publisher: ZmqEventPublisher, publish_more: Callable[[], bool]) -> None:
+    publisher.publish(KVEventBatch(ts=1.0, events=(BlockStored((99,), None, (1,), 1, None),)))
+    out = io.StringIO()
+    watch_streams(publisher.endpoint, out, WatchOptions(topic="kv", max_events=2), should_stop=publish_more)
+    check_only_live_removals(out)
 
 
 def test_stops_when_told_or_when_time_is_up(publisher: ZmqEventPublisher) -> None:
@@ -136,16 +146,46 @@ def test_stops_when_told_or_when_time_is_up(publisher: ZmqEventPublisher) -> Non
     )
 
 
-def test_a_url_is_discovered(serve: Callable[[dict[str, tuple[int, bytes]]], str]) -> None:
-    described = {"endpoint_host": "*", "endpoint_port_base": 5557, "replay_endpoint_port_base": 5657, "topic": "kv"}
-    url = serve({"/server_info": (200, json.dumps({"kv_events": described}).encode())})
-    (address,) = addresses_of(url, WatchOptions())
-    assert (str(address.events), address.replay, address.topic) == ("tcp://127.0.0.1:5557", None, "kv")
-    (address,) = addresses_of(url, WatchOptions(history=True, topic="other"))
-    assert (str(address.replay), address.topic) == ("tcp://127.0.0.1:5657", "other")
+@pytest.fixture
+def worker(serve: Callable[[dict[str, tuple[int, bytes]]], str], publisher: ZmqEventPublisher) -> Callable[[str], str]:
+    """The URL of a worker that advertises the publisher's ports, and the topic that is given."""
+
+    def describe(topic: str) -> str:
+        described = {
+            "endpoint_host": "*",
+            "endpoint_port_base": urlsplit(publisher.endpoint).port,
+            "replay_endpoint_port_base": urlsplit(publisher.replay_endpoint).port,
+            "topic": topic,
+        }
+        return serve({"/server_info": (200, json.dumps({"kv_events": described}).encode())})
+
+    return describe
+
+
+def test_a_url_is_discovered(
+    publisher: ZmqEventPublisher, publish_more: Callable[[], bool], worker: Callable[[str], str]
+) -> None:
+    publisher.publish(KVEventBatch(ts=1.0, events=(BlockStored((99,), None, (1,), 1, None),)))
+    out = io.StringIO()
+    watch_streams(worker("kv"), out, WatchOptions(max_events=2), should_stop=publish_more)
+    check_only_live_removals(out)
+
+
+def test_the_history_and_another_topic_of_a_url_can_be_asked_for(
+    publisher: ZmqEventPublisher, publish_more: Callable[[], bool], worker: Callable[[str], str]
+) -> None:
+    publisher.publish(KVEventBatch(ts=1.0, events=(BlockStored((99,), None, (1,), 1, None),)))
+    out = io.StringIO()
+    options = WatchOptions(history=True, topic="kv", as_json=True)
+    watch_streams(
+        worker("other"), out, options, should_stop=lambda: publish_more() or '"replayed":false' in out.getvalue()
+    )
+    events = [line for line in map(json.loads, lines_of(out)) if "seq" in line and "replayed" in line]
+    assert (events[0]["kind"], events[0]["replayed"]) == ("stored", True)
+    assert any(not event["replayed"] for event in events), "nothing live came under the topic that was asked for"
 
 
 @pytest.mark.parametrize("target", ["", "localhost:5557", "udp://host:5557", "tcp://*:5557", "http://"])
 def test_a_target_that_is_none_is_refused(target: str) -> None:
     with pytest.raises(ConfigError):
-        addresses_of(target, WatchOptions())
+        watch_streams(target, io.StringIO())

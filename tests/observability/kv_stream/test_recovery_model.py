@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from observability.kv_stream import NO_EPOCH, Apply, BlockView, DigestCursor, Instruction, PlainCursor, Position, Tier
-from observability.testing.recovery_model import FaultyWorld, Trace
+from observability.testing import FaultyWorld, Steps
 from scheduler_components.kv_events import EventStream, Meta, ReplayCursors
 from scheduler_components.kv_events import stream as event_stream
 
@@ -59,8 +59,8 @@ OVERTAKEN_AT_THE_END = [
 @example(trace=SILENT_AFTER_RESTART, window=1, seq_base="zero")
 @example(trace=OVERTAKEN_AT_THE_END, window=3, seq_base="zero")
 @settings(max_examples=10 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
-def test_never_live_while_wrong_and_converges(trace: Trace, window: int, seq_base: str) -> None:
-    FaultyWorld(window=window, seq_base=seq_base).tell(trace)
+def test_never_live_while_wrong_and_converges(trace: Steps, window: int, seq_base: str) -> None:
+    FaultyWorld(window=window, seq_base=seq_base).run(trace)
 
 
 # --- mutants ---
@@ -69,7 +69,7 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: list[Any] = []
 
 
-def mutant(mutate: Mutate, trace: Trace | None = None) -> Mutate:
+def mutant(mutate: Mutate, trace: Steps | None = None) -> Mutate:
     MUTANTS.append(pytest.param(mutate, trace, id=mutate.__name__))
     return mutate
 
@@ -262,9 +262,9 @@ def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("mutate", "trace"), MUTANTS)
-def test_a_broken_core_is_caught(mutate: Mutate, trace: Trace | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_core_is_caught(mutate: Mutate, trace: Steps | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if trace is not None:
-        FaultyWorld(window=2).tell(trace)
+        FaultyWorld(window=2).run(trace)
     mutate(monkeypatch)
 
     @given(trace=TRACES, window=WINDOWS, seq_base=SEQ_BASES)
@@ -272,8 +272,8 @@ def test_a_broken_core_is_caught(mutate: Mutate, trace: Trace | None, monkeypatc
         max_examples=1_500, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
     )  # fmt: skip
-    def holds(trace: Trace, window: int, seq_base: str) -> None:
-        FaultyWorld(window=window, seq_base=seq_base).tell(trace)
+    def holds(trace: Steps, window: int, seq_base: str) -> None:
+        FaultyWorld(window=window, seq_base=seq_base).run(trace)
 
     with pytest.raises((AssertionError, LookupError)):
-        holds() if trace is None else FaultyWorld(window=2).tell(trace)
+        holds() if trace is None else FaultyWorld(window=2).run(trace)

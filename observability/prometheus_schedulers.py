@@ -1,4 +1,11 @@
-"""What all collectors have in common: names that Prometheus takes, families, and the registry that asks them."""
+"""The catalogue's metrics of schedulers for Prometheus: samples are built when somebody scrapes.
+
+- ``PrometheusSink``: reports of schedulers in this process, given to it step by step.
+- ``PrometheusBoard``: reports of schedulers in processes of their own, read from a board.
+- ``OutputCollector``: the counters of outputs, read from their streamers.
+
+The first two build the same families (``ReportFamilies``). The functions above them are what every collector needs.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +42,26 @@ from scheduler_components import (
 )
 
 __all__ = [
-    "check_prefix",
-    "model_label",
-    "new_family",
-    "register",
-    "unregister",
-    "ReportFamilies",
-    "PrometheusSink",
-    "PrometheusBoard",
-    "ReportBoard",
     "OutputCollector",
+    "PrometheusBoard",
+    "PrometheusSink",
     "RankLabels",
     "RankOutputs",
     "RankOutputsSource",
+    "ReportBoard",
+    "new_family",
+    "register",
+    "unregister",
 ]
 
 _PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
 
 
 def check_prefix(prefix: str) -> None:
-    """Refuse a prefix that no metric's name can begin with; the empty one is none.
+    """Refuse a prefix that no metric's name can begin with. The empty prefix is allowed.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: no metric's name can begin with it.
     """
     if not _PREFIX.fullmatch(prefix):
         raise ConfigError("prefix", prefix, "cannot begin a metric's name", 'write letters, digits, "_" and ":"')
@@ -97,14 +101,14 @@ def unregister(registry: CollectorRegistry, collector: Collector) -> None:
         return
 
 
-# From reports to what Prometheus reads: the catalogue's metrics as families of samples, one sample a rank.
+# --- reports of steps ---
 
 _Report = tuple[dict[str, str], SchedulerStats]
 """A report with its labels, ``model_name`` among them."""
 
 
 class ReportFamilies:
-    """Builds the families of all metrics of the catalogue from the newest report of each rank.
+    """Builds the families of all metrics of a step from the newest report of each rank: one sample per rank.
 
     Args:
         own_counters: metrics that the collector itself counts, of all ranks together.
@@ -177,11 +181,11 @@ def _names(metric: Metric, prefix: str, vllm_names: bool) -> tuple[str, ...]:
     names = [prefix + metric.name]
     if vllm_names:
         names.extend(VLLM_PREFIX + name for name in metric.vllm_names)
-    return tuple(dict.fromkeys(names))  # with the prefix "vllm:" some would stand there twice
+    return tuple(dict.fromkeys(names))  # with the prefix "vllm:" some would come twice
 
 
 def _add_histogram(family: MetricFamily, labels: dict[str, str], histogram: HistogramSnapshot) -> None:
-    """Add one rank's buckets, each counting what those below it count too, then count and sum."""
+    """Add one rank's buckets, each with the counts of those below it, then count and sum."""
     below = 0
     for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
         below += count
@@ -191,16 +195,12 @@ def _add_histogram(family: MetricFamily, labels: dict[str, str], histogram: Hist
     family.add_sample(f"{family.name}_sum", labels, histogram.total)
 
 
-# Metrics for Prometheus: one dict store a step, samples built when somebody scrapes.
-
-
 class PrometheusSink(Collector):
     """A ``MetricsSink`` on an injected registry, and the collector that the registry asks at a scrape.
 
-    ``record`` keeps the newest report of each rank, and that is all it does on the scheduler's thread; a scrape on
+    On the scheduler's thread, ``record`` keeps the newest report of each rank and does nothing else. A scrape on
     another thread sees each rank's report whole. A rank that stops reporting keeps its last values, and
-    ``load_age_seconds`` says how old they are. For schedulers in processes of their own there is
-    ``PrometheusBoard``.
+    ``load_age_seconds`` says how old they are. For schedulers in processes of their own, use ``PrometheusBoard``.
 
     Args:
         registry: who exposes the metrics; never the global one by default.
@@ -234,7 +234,7 @@ class PrometheusSink(Collector):
         register(registry, self, prefix)
 
     def record(self, stats: SchedulerStats) -> None:
-        """Keep the newest report of a rank, told apart by its labels."""
+        """Keep the newest report of a rank; its labels say which rank it is."""
         latest = self._latest
         if len(latest) >= self._max_ranks and stats.labels not in latest:
             self._refused += 1
@@ -258,9 +258,6 @@ class PrometheusSink(Collector):
         return f"<PrometheusSink: {len(self._latest)} ranks, {self._refused} reports refused>"
 
 
-# Metrics of schedulers in other processes for Prometheus: read where they wrote them, when somebody scrapes.
-
-
 class ReportBoard(Protocol):
     """Where the newest report of each rank can be read; ``ShmMetricsBoard`` is one. Scrapes may ask at once."""
 
@@ -277,10 +274,9 @@ class ReportBoard(Protocol):
 class PrometheusBoard(Collector):
     """The collector of the process that serves ``/metrics`` for schedulers in processes of their own.
 
-    It exposes what a ``PrometheusSink`` would that was given each rank's last report, under the same names and
-    labels. A rank that stopped, or whose page cannot be read, keeps its last values, and ``load_age_seconds`` says
-    how old they are; one of which nothing was ever read is not there. Beside these, ``metrics_pages_unread_total``
-    counts such reads.
+    It exposes what a ``PrometheusSink`` with each rank's last report would expose, under the same names and labels. A
+    rank that stopped, or whose page cannot be read, keeps its last values, and ``load_age_seconds`` says how old they
+    are. A rank of which nothing was ever read is not exposed. ``metrics_pages_unread_total`` counts reads that failed.
 
     Args:
         registry: who exposes the metrics; never the global one by default.
@@ -318,7 +314,7 @@ class PrometheusBoard(Collector):
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all ranks, read from the board now."""
-        # One report a label set, as in a sink: a name and labels that stand there twice would spoil the whole scrape.
+        # One report per label set, as in a sink: Prometheus refuses a scrape in which name and labels come twice.
         by_labels = {stats.labels: stats for stats in self._board.read().values()}
         # A board has room for every rank that it was made for, so none is ever refused.
         return self._families.collect(by_labels.values(), {RANKS_REFUSED: 0, PAGES_UNREAD: self._board.unread})
@@ -331,14 +327,14 @@ class PrometheusBoard(Collector):
         return f"<PrometheusBoard: {self._board!r}>"
 
 
-# The counters of outputs for Prometheus: read from streamers when somebody scrapes, so that no step pays for it.
+# --- outputs: read from streamers, so that no step pays for them ---
 
 RankLabels: TypeAlias = tuple[tuple[str, str], ...]
 """``ParallelState.metric_labels`` of a rank."""
 
 
 class RankOutputsSource(Protocol):
-    """Whoever knows the counters of one or more ranks; ``RankOutputs`` knows those of a rank in this process."""
+    """Has the counters of one or more ranks; ``RankOutputs`` has those of a rank in this process."""
 
     def output_stats(self) -> Mapping[RankLabels, OutputStats]:
         """Each reporting rank's newest counters, by its labels; called on the scraping thread."""
@@ -347,7 +343,7 @@ class RankOutputsSource(Protocol):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RankOutputs:
-    """One rank's own streamer as a source; it is empty on a rank that does not report (``reports_metrics``).
+    """One rank's own streamer as a source; empty on a rank that does not report (``reports_metrics``).
 
     Attributes:
         parallel: decides whether this rank reports, and gives the labels.
@@ -370,7 +366,7 @@ class OutputCollector(Collector):
     Args:
         registry: who exposes the metrics; usually the ``PrometheusSink``'s.
         source: whose outputs they are.
-        prefix: of every name; the ``PrometheusSink``'s, for one dashboard draws both.
+        prefix: of every name; use the ``PrometheusSink``'s, for one dashboard draws both.
         model_name: value of the ``model_name`` label; without one there is no such label.
 
     Raises:
