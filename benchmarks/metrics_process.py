@@ -21,7 +21,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from benchmarks.measure import measure_in_turns
 from observability import PrometheusBoard
 from scheduler_components import LatencyTotals, LoadSnapshot, ParallelState, SchedulerStats, SchedulerTotals, TierStats
-from scheduler_components.metrics import RequestLatencies, ShmMetricsBoard, open_shm_metrics_sink
+from scheduler_components.metrics import RequestLatencies, open_shm_metrics_board, open_shm_metrics_sink
 
 NUM_GAUGES = 64
 """What SGLang 0.5.23 sets one by one at a step's end."""
@@ -64,7 +64,7 @@ def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
     found = measure_in_turns(records, turns=spec.turns, number=spec.num_records)
     found |= measure_in_turns({"gauges": set_gauges}, turns=spec.turns, number=spec.num_gauge_rounds)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    PrometheusBoard(ours, board=ShmMetricsBoard(directory=directory, num_ranks=1))
+    PrometheusBoard(ours, board=open_shm_metrics_board(directory, 1))
     MultiProcessCollector(theirs)  # type: ignore[no-untyped-call]
     sink.record(plain)
     scrapes: dict[str, Callable[[], object]] = {

@@ -259,7 +259,7 @@ class PrometheusSink(Collector):
 
 
 class ReportBoard(Protocol):
-    """Where the newest report of each rank can be read; ``ShmMetricsBoard`` is one. Scrapes may ask at once."""
+    """Where the newest report of each rank can be read: ``open_shm_metrics_board``. Scrapes may ask at once."""
 
     def read(self) -> Mapping[int, SchedulerStats]:
         """Return rank -> newest report. Never raises."""

@@ -40,14 +40,16 @@ from scheduler_components.events import (
     KVCacheEvent,
     KVEventBatch,
 )
-from scheduler_components.kv_events_publisher import NO_KV_METRICS, SchedulerKvEventsPublisher, kv_metrics_from
+from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher, kv_metrics_from
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.load_inquirer import LoadInquirer, LoadWithTotals, WorkTotals
-from scheduler_components.load_publisher import NO_LOAD_SINK, GaugePacer, LoadPublisher, open_load_publisher
+from scheduler_components.load_publisher import GaugePacer, LoadPublisher, open_load_publisher
 from scheduler_components.metrics_emitter import MetricsEmitter
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
+    NO_KV_METRICS,
+    NO_LOAD_SINK,
     NO_PAGE_HOOK,
     BookedRequest,
     EventPublisher,
@@ -88,6 +90,7 @@ from scheduler_components.values import (
     HistogramSnapshot,
     KvMetrics,
     LatencyTotals,
+    LoadParts,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
@@ -135,6 +138,7 @@ __all__ = [
     "KvResidence",
     "LatencyTotals",
     "LoadInquirer",
+    "LoadParts",
     "LoadPartsSource",
     "LoadPublisher",
     "LoadSink",

@@ -11,6 +11,7 @@ import msgspec
 
 from scheduler_components.errors import FailureLog
 from scheduler_components.ports import (
+    NO_OBSERVER,
     BookedRequest,
     KvResidence,
     OutputStream,
@@ -22,7 +23,6 @@ from scheduler_components.values import FinishReason
 
 __all__ = [
     "finish_reason_after",
-    "NO_OBSERVER",
     "BatchResultProcessor",
     "WorkResult",
 ]
@@ -74,19 +74,6 @@ class WorkResult(msgspec.Struct, Generic[R], frozen=True):
     token_ids: tuple[int, ...] = ()
     is_prefill: bool = False
     error: str = ""
-
-
-class _NoObserver:
-    """The observer of a scheduler that counts nothing."""
-
-    def generated(self, request: object, num_tokens: int) -> None:
-        pass
-
-    def ended(self, request: object, reason: FinishReason) -> None:
-        pass
-
-
-NO_OBSERVER: ResultObserver[object] = _NoObserver()
 
 
 @dataclass(slots=True, kw_only=True)

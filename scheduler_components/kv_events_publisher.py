@@ -13,13 +13,13 @@ import msgspec
 from scheduler_components.errors import FailureLog
 from scheduler_components.events import KVEventBatch
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import KvEventSink, KvEventSource, KvMetricsSink, LoadSource
+from scheduler_components.ports import NO_KV_METRICS, NO_LOAD, KvEventSink, KvEventSource, KvMetricsSink, LoadSource
 from scheduler_components.values import KvMetrics, LoadSnapshot, PublisherStats
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events import KVEventsConfig
 
-__all__ = ["NO_KV_METRICS", "NO_LOAD", "SchedulerKvEventsPublisher", "kv_metrics_from"]
+__all__ = ["SchedulerKvEventsPublisher", "kv_metrics_from"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,27 +29,6 @@ _WAITING = "sending KV events while the device works"
 _COUNTING = "reading the event publisher's counters"
 _METRICS = "emitting KV metrics"
 _CLOSING = "closing the KV event publisher"
-
-
-class _NoLoad:
-    """The load of a scheduler that does not say it."""
-
-    def get_loads(self) -> LoadSnapshot:
-        return LoadSnapshot()
-
-
-class _NoKvMetrics:
-    """The metrics sink of a scheduler without a serving process."""
-
-    def send(self, metrics: KvMetrics) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-NO_LOAD: LoadSource = _NoLoad()
-NO_KV_METRICS: KvMetricsSink = _NoKvMetrics()
 
 
 def kv_metrics_from(load: LoadSnapshot) -> KvMetrics:
@@ -167,7 +146,7 @@ class SchedulerKvEventsPublisher:
 
     def emit_kv_metrics(self) -> None:
         """Send this rank's slots and blocks to the serving process; ranks that do not report send nothing."""
-        if self.metrics_sink is NO_KV_METRICS or not self.parallel.reports_metrics:
+        if not self.metrics_sink.wants_metrics or not self.parallel.reports_metrics:
             return
         try:
             self.metrics_sink.send(kv_metrics_from(self.load.get_loads()))

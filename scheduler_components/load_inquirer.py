@@ -12,6 +12,8 @@ import msgspec
 from scheduler_components.load import TokenCountedQueue, count_request, is_dispatcher_name
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
+    NO_PARTS,
+    NO_RATES,
     LoadPartsSource,
     LoadSource,
     PoolSource,
@@ -22,44 +24,7 @@ from scheduler_components.ports import (
 )
 from scheduler_components.values import LoadSnapshot
 
-__all__ = [
-    "NO_PARTS",
-    "NO_RATES",
-    "LoadInquirer",
-    "MAX_DISPATCHERS",
-    "LoadWithTotals",
-    "WorkTotals",
-]
-
-
-class _NoRates:
-    """The rates of a scheduler that keeps none."""
-
-    gen_throughput = 0.0
-    cache_hit_rate = 0.0
-
-
-class _NoParts:
-    """The optional parts of an engine that has none of them."""
-
-    def queue_load(self) -> None:
-        return None
-
-    def disaggregation_load(self) -> None:
-        return None
-
-    def lora_load(self) -> None:
-        return None
-
-    def speculative_load(self) -> None:
-        return None
-
-    def memory_load(self) -> None:
-        return None
-
-
-NO_RATES: RateSource = _NoRates()
-NO_PARTS: LoadPartsSource = _NoParts()
+__all__ = ["MAX_DISPATCHERS", "LoadInquirer", "LoadWithTotals", "WorkTotals"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,17 +67,14 @@ class LoadInquirer:
         chunked_tokens = queues.num_chunked_tokens_left
         pending_tokens += chunked_tokens
         uncached_tokens += chunked_tokens
-        special_queues = disaggregation = lora = speculative = memory = None
-        if self.parts is not NO_PARTS:
-            parts = self.parts
-            special_queues, disaggregation = parts.queue_load(), parts.disaggregation_load()
-            lora, speculative, memory = parts.lora_load(), parts.speculative_load(), parts.memory_load()
-            if disaggregation is not None:
-                num_waiting += disaggregation.waiting_reqs
-                pending_tokens += disaggregation.pending_tokens
-                uncached_tokens += disaggregation.pending_tokens
-                if disaggregation.mode == "decode":
-                    uncached_tokens = 0
+        parts = self.parts.load_parts()
+        disaggregation = parts.disaggregation
+        if disaggregation is not None:
+            num_waiting += disaggregation.waiting_reqs
+            pending_tokens += disaggregation.pending_tokens
+            uncached_tokens += disaggregation.pending_tokens
+            if disaggregation.mode == "decode":
+                uncached_tokens = 0
         used_tokens, capacity_tokens = pool.used_tokens, pool.capacity_tokens
         token_usage = used_tokens / capacity_tokens if capacity_tokens > 0 else 0.0
         slot_usage = num_running / max_running if max_running > 0 else 0.0
@@ -134,11 +96,11 @@ class LoadInquirer:
             rates.gen_throughput,
             rates.cache_hit_rate,
             token_usage if token_usage > slot_usage else slot_usage,  # max() costs a tenth of all
-            special_queues,
+            parts.queues,
             disaggregation,
-            lora,
-            speculative,
-            memory,
+            parts.lora,
+            parts.speculative,
+            parts.memory,
         )
 
 

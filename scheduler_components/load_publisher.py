@@ -12,19 +12,13 @@ from typing import TYPE_CHECKING
 from scheduler_components.errors import ConfigError, FailureLog
 from scheduler_components.load import HEARTBEAT_S
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadSink, LoadSource
+from scheduler_components.ports import NO_LOAD_SINK, LoadSink, LoadSource
 from scheduler_components.values import LoadSnapshot
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events import KVEventsConfig
 
-__all__ = [
-    "MIN_INTERVAL_S",
-    "GaugePacer",
-    "NO_LOAD_SINK",
-    "LoadPublisher",
-    "open_load_publisher",
-]
+__all__ = ["MIN_INTERVAL_S", "GaugePacer", "LoadPublisher", "open_load_publisher"]
 
 MIN_INTERVAL_S = 0.05
 """20 samples a second follow a queue closely enough to balance it, and cost a reader of 100 ranks 2,000 messages."""
@@ -107,19 +101,6 @@ _PUBLISHING = "publishing the load"
 _CLOSING = "closing the load publisher"
 
 
-class _NoLoadSink:
-    """The sink of a rank that owns no stream, and of an engine whose load nobody asked for."""
-
-    def send(self, load: LoadSnapshot) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-NO_LOAD_SINK: LoadSink = _NoLoadSink()
-
-
 @dataclass(slots=True, kw_only=True)
 class LoadPublisher:
     """Offers the load to a sink every step, and hands it on when it is news or the last report grows old.
@@ -148,7 +129,7 @@ class LoadPublisher:
 
         While the throttle holds, this costs one look at the clock.
         """
-        if self.sink is NO_LOAD_SINK or not self.parallel.owns_kv_stream:
+        if not self.sink.wants_load or not self.parallel.owns_kv_stream:
             return
         now = self.clock()
         if self.pacer.is_due(now):
@@ -156,7 +137,7 @@ class LoadPublisher:
 
     def flush(self) -> None:
         """Report what the throttle may have held back. Call it before a wait of unknown length."""
-        if self.sink is not NO_LOAD_SINK and self.parallel.owns_kv_stream:
+        if self.sink.wants_load and self.parallel.owns_kv_stream:
             self._offer(self.clock())
 
     def _offer(self, now: float) -> None:

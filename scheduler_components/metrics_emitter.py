@@ -7,30 +7,19 @@ from dataclasses import dataclass, field
 
 from scheduler_components.errors import FailureLog
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadSource, MetricsSink, PublisherStatsSource, TotalsSource
-from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.ports import (
+    NO_PUBLISHER_STATS,
+    NO_TOTALS,
+    LoadSource,
+    MetricsSink,
+    PublisherStatsSource,
+    TotalsSource,
+)
+from scheduler_components.values import SchedulerStats
 
-__all__ = ["NO_PUBLISHER_STATS", "NO_TOTALS", "MetricsEmitter"]
+__all__ = ["MetricsEmitter"]
 
 logger = logging.getLogger(__name__)
-
-
-class _NoTotals:
-    """The totals of a scheduler that keeps none."""
-
-    def totals(self) -> SchedulerTotals:
-        return SchedulerTotals()
-
-
-class _NoPublisherStats:
-    """The counters of a scheduler without a publisher."""
-
-    def stats(self) -> PublisherStats:
-        return PublisherStats()
-
-
-NO_TOTALS: TotalsSource = _NoTotals()
-NO_PUBLISHER_STATS: PublisherStatsSource = _NoPublisherStats()
 
 
 @dataclass(slots=True, kw_only=True)

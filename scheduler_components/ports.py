@@ -1,9 +1,11 @@
 """The ports of the kit: the small interfaces between a scheduler and its components. Read this page first.
 
-Sources are read, sinks are written; each has at most five members, and a component asks for the smallest that
-will do. Sources are read late: a scheduler that rebinds ``self.running`` needs no lambda. Any object that has the
-members fits; nothing here is ever inherited from. What results and outputs ask of requests: ``request_ports``;
-what a hierarchical cache asks of a rank's memory and I/O: ``tier_ports``.
+Sources are read, sinks are written. Each port has at most five members, and a component asks for the smallest that
+will do. Any object that has the members fits: nothing here is ever inherited from. Sources are read late, so a
+scheduler that rebinds ``self.running`` needs no lambda. Beside a port stands its null object, where a component can
+do without: no caller writes ``if enabled``, and none asks whether a collaborator is the null object.
+
+Each docstring says who has the members and who uses them.
 """
 
 from __future__ import annotations
@@ -15,18 +17,14 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 from scheduler_components.events import EventBatch, KVCacheEvent
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.values import (
-    DisaggregationLoad,
     KvMetrics,
+    LoadParts,
     LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
     OutputBatch,
     OutputStats,
     PublisherStats,
-    QueueLoad,
     SchedulerStats,
     SchedulerTotals,
-    SpeculativeLoad,
     TokenOutput,
 )
 
@@ -34,55 +32,246 @@ if TYPE_CHECKING:
     from scheduler_components.values import FinishReason, SyncCall
 
 __all__ = [
-    "KvEventSink",
     "KvEventSource",
-    "KvMetricsSink",
-    "LoadPartsSource",
-    "LoadSink",
-    "LoadSource",
-    "MetricsSink",
-    "PageBytes",
-    "PageStore",
-    "PoolSource",
-    "PublisherStatsSource",
-    "QueueSource",
     "QueuedRequest",
+    "QueueSource",
+    "PoolSource",
     "RateSource",
-    "SyncGroup",
-    "TotalsSource",
+    "NO_RATES",
+    "LoadPartsSource",
+    "NO_PARTS",
+    "LoadSource",
+    "NO_LOAD",
     "WorkSource",
+    "TotalsSource",
+    "NO_TOTALS",
+    "PublisherStatsSource",
+    "NO_PUBLISHER_STATS",
+    "OutputStatsSource",
+    "KvEventSink",
     "EventPublisher",
     "NullEventPublisher",
-    "BookedRequest",
-    "KvResidence",
+    "KvMetricsSink",
+    "NO_KV_METRICS",
+    "LoadSink",
+    "NO_LOAD_SINK",
+    "MetricsSink",
+    "NullMetricsSink",
     "OutputSink",
-    "OutputStatsSource",
-    "OutputStream",
-    "RequestRegister",
-    "ResultObserver",
-    "StopRules",
-    "StreamedRequest",
+    "PageBytes",
+    "PageStore",
     "HostPages",
     "PageMover",
     "PageHook",
-    "NullMetricsSink",
     "NO_PAGE_HOOK",
+    "SyncGroup",
+    "StopRules",
+    "BookedRequest",
+    "StreamedRequest",
+    "KvResidence",
+    "RequestRegister",
+    "ResultObserver",
+    "NO_OBSERVER",
+    "OutputStream",
 ]
 
-PageBytes: TypeAlias = bytes | bytearray | memoryview
-"""The content of one page, as contiguous bytes."""
+# Sources: what a scheduler and its cache say of themselves.
 
 
 class KvEventSource(Protocol):
-    """A cache that records what happens to its blocks."""
+    """A cache that records what happens to its blocks: ``RadixCache``. Read by ``SchedulerKvEventsPublisher``."""
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Return the events since the last call, in order, and forget them."""
         ...
 
 
+class QueuedRequest(Protocol):
+    """A waiting request, as the counting of load sees it: the scheduler's own class. Read by ``LoadInquirer``."""
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens to prefill when nothing is cached: prompt plus what was generated before a retraction."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """The part of them that a cached prefix is known to cover; 0 when not yet matched."""
+        ...
+
+
+class QueueSource(Protocol):
+    """The request queues: the scheduler itself. Read by ``LoadInquirer``."""
+
+    @property
+    def running(self) -> Sized:
+        """Requests in the running batch."""
+        ...
+
+    @property
+    def waiting(self) -> Sequence[QueuedRequest]:
+        """Requests that wait for prefill: a list, or a ``TokenCountedQueue`` for O(1) counts."""
+        ...
+
+    @property
+    def max_running_requests(self) -> int:
+        """Request slots."""
+        ...
+
+    @property
+    def num_chunked_tokens_left(self) -> int:
+        """Tokens that a chunked prefill has still to compute; 0 without one."""
+        ...
+
+
+class PoolSource(Protocol):
+    """The KV token pool: ``RadixCache`` or the scheduler's own. Read by ``LoadInquirer``."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        ...
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that the whole pool holds."""
+        ...
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that running requests hold: neither free nor evictable."""
+        ...
+
+
+class RateSource(Protocol):
+    """Recent rates: ``metrics.RateMeter``, or the scheduler itself. Read by ``LoadInquirer``."""
+
+    @property
+    def gen_throughput(self) -> float:
+        """Generated tokens per second."""
+        ...
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Cached / input tokens, 0 to 1."""
+        ...
+
+
+class _NoRates:
+    gen_throughput = 0.0
+    cache_hit_rate = 0.0
+
+
+NO_RATES: RateSource = _NoRates()
+"""The rates of a scheduler that keeps none."""
+
+
+class LoadPartsSource(Protocol):
+    """An engine with special queues, LoRA slots, drafts or disaggregation. Read by ``LoadInquirer``."""
+
+    def load_parts(self) -> LoadParts:
+        """Return the parts of a load snapshot that not every engine has; None for those that this one has not."""
+        ...
+
+
+class _NoParts:
+    def load_parts(self) -> LoadParts:
+        return _NONE_OF_THE_PARTS
+
+
+_NONE_OF_THE_PARTS = LoadParts()
+
+
+NO_PARTS: LoadPartsSource = _NoParts()
+"""The parts of an engine that has none of them."""
+
+
+class LoadSource(Protocol):
+    """Says how loaded this replica is: ``LoadInquirer``, ``LoadWithTotals``.
+
+    Read by ``LoadPublisher``, ``MetricsEmitter`` and ``SchedulerKvEventsPublisher``.
+    """
+
+    def get_loads(self) -> LoadSnapshot:
+        """Return the load of this moment."""
+        ...
+
+
+class _NoLoad:
+    def get_loads(self) -> LoadSnapshot:
+        return LoadSnapshot()
+
+
+NO_LOAD: LoadSource = _NoLoad()
+"""The load of a scheduler that does not say it."""
+
+
+class WorkSource(Protocol):
+    """What a scheduler has taken in and computed since it started: ``WorkTotals``. Read by ``LoadWithTotals``."""
+
+    @property
+    def dispatched_watermarks(self) -> tuple[tuple[str, int], ...]:
+        """(dispatcher, highest ticket taken in) pairs."""
+        ...
+
+    @property
+    def total_prefill_uncached_tokens(self) -> int:
+        """Tokens that prefill has computed."""
+        ...
+
+    @property
+    def total_prefill_busy_us(self) -> int:
+        """Microseconds of the steps that computed them."""
+        ...
+
+
+class TotalsSource(Protocol):
+    """Running totals: the scheduler itself. Read by ``MetricsEmitter``."""
+
+    def totals(self) -> SchedulerTotals:
+        """Return the totals of this moment; none ever falls."""
+        ...
+
+
+class _NoTotals:
+    def totals(self) -> SchedulerTotals:
+        return SchedulerTotals()
+
+
+NO_TOTALS: TotalsSource = _NoTotals()
+"""The totals of a scheduler that keeps none."""
+
+
+class PublisherStatsSource(Protocol):
+    """A publisher that counts what it does: ``SchedulerKvEventsPublisher``. Read by ``MetricsEmitter``."""
+
+    def stats(self) -> PublisherStats:
+        """Return the counters of this moment."""
+        ...
+
+
+class _NoPublisherStats:
+    def stats(self) -> PublisherStats:
+        return PublisherStats()
+
+
+NO_PUBLISHER_STATS: PublisherStatsSource = _NoPublisherStats()
+"""The counters of a scheduler without a publisher."""
+
+
+class OutputStatsSource(Protocol):
+    """A streamer of outputs that counts what it does: ``OutputStreamer``. Read by ``PrometheusOutputs``, per scrape."""
+
+    def stats(self) -> OutputStats:
+        """Return the counters of this moment."""
+        ...
+
+
+# Sinks: where events, load, metrics and outputs go.
+
+
 class KvEventSink(Protocol):
-    """Where batches of events go. The null publisher is one; so is the ZMQ publisher."""
+    """Where batches of events go: ``ZmqEventPublisher``. Called by ``SchedulerKvEventsPublisher``."""
 
     def publish(self, events: EventBatch) -> None:
         """Accept one batch, in order; never blocks on the network."""
@@ -99,208 +288,6 @@ class KvEventSink(Protocol):
     def shutdown(self) -> None:
         """Send what is pending within a deadline and let go of sockets and threads; safe to call twice."""
         ...
-
-
-class PublisherStatsSource(Protocol):
-    """A publisher that counts what it does."""
-
-    def stats(self) -> PublisherStats: ...
-
-
-class KvMetricsSink(Protocol):
-    """Where KvMetrics go: the serving process, usually."""
-
-    def send(self, metrics: KvMetrics) -> None:
-        """Hand on one report; drops it, counted, when nobody takes it. Never blocks, never raises."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class QueuedRequest(Protocol):
-    """What load counting must know of a waiting request."""
-
-    @property
-    def num_input_tokens(self) -> int:
-        """Tokens to prefill when nothing is cached: prompt plus what was generated before a retraction."""
-        ...
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """The part of them that a cached prefix is known to cover; 0 when not yet matched."""
-        ...
-
-
-class QueueSource(Protocol):
-    """The request queues of a scheduler."""
-
-    @property
-    def running(self) -> Sized:
-        """Requests in the running batch."""
-        ...
-
-    @property
-    def waiting(self) -> Sequence[QueuedRequest]:
-        """Requests that wait for prefill: a list, or a ``TokenCountedQueue`` for O(1) counts."""
-        ...
-
-    @property
-    def max_running_requests(self) -> int: ...
-
-    @property
-    def num_chunked_tokens_left(self) -> int:
-        """Tokens that the prefill now cut in chunks has still to compute; 0 without one."""
-        ...
-
-
-class PoolSource(Protocol):
-    """The KV token pool."""
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def capacity_tokens(self) -> int: ...
-
-    @property
-    def used_tokens(self) -> int:
-        """Tokens that running requests hold: neither free nor evictable."""
-        ...
-
-
-class RateSource(Protocol):
-    """Recent rates of a scheduler, kept by ``metrics.rolling.RateMeter`` or by the scheduler itself."""
-
-    @property
-    def gen_throughput(self) -> float:
-        """Generated tokens a second."""
-        ...
-
-    @property
-    def cache_hit_rate(self) -> float:
-        """Cached / input tokens, 0 to 1."""
-        ...
-
-
-class LoadPartsSource(Protocol):
-    """Optional parts of a load snapshot; each None where the engine has no such thing."""
-
-    def queue_load(self) -> QueueLoad | None: ...
-
-    def disaggregation_load(self) -> DisaggregationLoad | None: ...
-
-    def lora_load(self) -> LoraLoad | None: ...
-
-    def speculative_load(self) -> SpeculativeLoad | None: ...
-
-    def memory_load(self) -> MemoryLoad | None: ...
-
-
-class LoadSource(Protocol):
-    """Whoever can say how loaded this replica is. ``LoadInquirer`` is one."""
-
-    def get_loads(self) -> LoadSnapshot: ...
-
-
-class WorkSource(Protocol):
-    """What a scheduler has taken in and worked off since it started; ``load.work_totals.WorkTotals`` is one."""
-
-    @property
-    def dispatched_watermarks(self) -> tuple[tuple[str, int], ...]:
-        """(dispatcher, highest ticket taken in) pairs."""
-        ...
-
-    @property
-    def total_prefill_uncached_tokens(self) -> int: ...
-
-    @property
-    def total_prefill_busy_us(self) -> int: ...
-
-
-class LoadSink(Protocol):
-    """Where load reports go: dispatchers on the network, or processes of this machine."""
-
-    def send(self, load: LoadSnapshot) -> None:
-        """Hand on one report, which makes all before it worthless. Never blocks."""
-        ...
-
-    def close(self) -> None:
-        """Let go of sockets and memory; safe to call twice."""
-        ...
-
-
-class TotalsSource(Protocol):
-    """A scheduler that keeps running totals."""
-
-    def totals(self) -> SchedulerTotals: ...
-
-
-class MetricsSink(Protocol):
-    """Where a step's statistics go. Must be cheap: it is called on the scheduler's thread."""
-
-    def record(self, stats: SchedulerStats) -> None: ...
-
-
-class SyncGroup(Protocol):
-    """Ranks that agree with each other. Every member makes the same calls, in the same order, always."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the members, this rank included."""
-        ...
-
-    def all_reduce_min(self, values: Sequence[int], call: SyncCall) -> list[int]:
-        """Return the element-wise minimum of all members' int64 vectors, which have one length.
-
-        Raises:
-            SyncTimeoutError: a member did not come in time.
-            SyncDivergenceError: all came, with different calls.
-        """
-        ...
-
-    def all_gather(self, values: Sequence[int], call: SyncCall) -> list[int]:
-        """Return all members' int64 vectors, which have one length, one after the other in rank order.
-
-        Raises:
-            SyncTimeoutError: a member did not come in time.
-            SyncDivergenceError: all came, with different calls.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of sockets; safe to call twice."""
-        ...
-
-
-class PageStore(Protocol):
-    """The storage tier: pages under keys. Used by one thread at a time.
-
-    A key names its content, so a page never changes: a store that holds the key already may keep what it has. Every
-    method may raise ``StorageError``; ``hicache.storage.CheckedPageStore`` turns that into misses and counters.
-    """
-
-    def batch_exists(self, keys: Sequence[str]) -> int:
-        """Return how many of ``keys`` are held, counted from the first to the first one that is not."""
-        ...
-
-    def batch_get(self, keys: Sequence[str]) -> Sequence[PageBytes | None]:
-        """Return one page per key, None where it is not held."""
-        ...
-
-    def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> Sequence[bool]:
-        """Store pages of at least one byte; return for each whether its key is held now."""
-        ...
-
-    def delete(self, keys: Sequence[str]) -> int:
-        """Remove what can be removed of ``keys`` now; return how many were."""
-        ...
-
-    def close(self) -> None:
-        """Let go of files, sockets and memory; what is stored stays where the store outlives the process."""
-        ...
-
-
-# The publisher's interface, and the publisher of ranks that own no stream.
 
 
 class EventPublisher(ABC):
@@ -339,120 +326,97 @@ class NullEventPublisher(EventPublisher):
         """Nothing is held."""
 
 
-# Ports around requests: what the parts that book results and stream outputs ask of a scheduler's own.
-#
-# They stand beside ``ports``, which is about caches, load and metrics. A request is one object to all of them; each
-# part sees the few members that it needs.
+class KvMetricsSink(Protocol):
+    """Where KvMetrics go, usually the serving process: ``ZmqKvMetricsSink``.
 
-
-class StopRules(Protocol):
-    """When a request ends."""
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def stop_token_ids(self) -> Container[int]: ...
-
-    @property
-    def ignore_eos(self) -> bool: ...
-
-
-class BookedRequest(Protocol):
-    """A request as the booking of results sees it.
-
-    KV is computed one position behind the tokens: the last token has none until it has gone through the device.
+    Called by ``SchedulerKvEventsPublisher``.
     """
 
-    num_computed_tokens: int
-    """Positions whose KV stands in the request's pages; written by the booking."""
+    @property
+    def wants_metrics(self) -> bool:
+        """False where nobody receives: nothing is counted and sent then."""
+        ...
+
+    def send(self, metrics: KvMetrics) -> None:
+        """Hand on one report; drops it, counted, when nobody takes it. Never blocks, never raises."""
+        ...
+
+    def close(self) -> None:
+        """Let go of sockets; safe to call twice."""
+        ...
+
+
+class _NoKvMetrics:
+    wants_metrics = False
+
+    def send(self, metrics: KvMetrics) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+NO_KV_METRICS: KvMetricsSink = _NoKvMetrics()
+"""The KvMetrics sink of a scheduler without a serving process."""
+
+
+class LoadSink(Protocol):
+    """Where load reports go. Called by ``LoadPublisher``.
+
+    To dispatchers on the network: ``ZmqLoadSink``; to processes of this machine: ``ShmLoadSink``.
+    """
 
     @property
-    def token_ids(self) -> MutableSequence[int]:
-        """The prompt, then what was generated."""
+    def wants_load(self) -> bool:
+        """False where nobody receives: the load is not even read then."""
         ...
 
-    @property
-    def num_prompt_tokens(self) -> int: ...
+    def send(self, load: LoadSnapshot) -> None:
+        """Hand on one report, which replaces all before it. Never blocks; what it raises is counted."""
+        ...
 
-    @property
-    def limits(self) -> StopRules: ...
-
-    @property
-    def finish_reason(self) -> str | None:
-        """None until ``RequestRegister.finish`` was called with it."""
+    def close(self) -> None:
+        """Let go of sockets and memory; safe to call twice."""
         ...
 
 
-class StreamedRequest(Protocol):
-    """A request as its output stream sees it. A retraction takes nothing of its output back."""
+class _NoLoadSink:
+    wants_load = False
 
-    @property
-    def rid(self) -> str:
-        """Unique among the requests whose end has not been streamed."""
-        ...
+    def send(self, load: LoadSnapshot) -> None:
+        pass
 
-    @property
-    def finish_reason(self) -> str | None: ...
-
-    @property
-    def stream_interval(self) -> int:
-        """Tokens between two messages of this request; 0 for all at its end."""
-        ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
-
-    def output_since(self, start: int) -> TokenOutput:
-        """Return the output from its token ``start`` on, with what belongs to these tokens."""
-        ...
+    def close(self) -> None:
+        pass
 
 
-Booked_contra = TypeVar("Booked_contra", bound=BookedRequest, contravariant=True)
-Streamed_contra = TypeVar("Streamed_contra", bound=StreamedRequest, contravariant=True)
-Request_contra = TypeVar("Request_contra", contravariant=True)
+NO_LOAD_SINK: LoadSink = _NoLoadSink()
+"""The load sink of a rank that owns no stream, and of an engine whose load nobody asked for."""
 
 
-class KvResidence(Protocol[Request_contra]):
-    """Who gives KV pages to requests and takes them back."""
+class MetricsSink(Protocol):
+    """Where a step's statistics go. Called by ``MetricsEmitter``.
 
-    def share(self, request: Request_contra) -> None:
-        """Put the pages that are full, up to ``num_computed_tokens``, into the prefix cache."""
-        ...
+    To Prometheus: ``PrometheusSink``; to a log: ``LogSink``; to the serving process: ``ShmMetricsSink``.
+    """
 
-    def release(self, request: Request_contra) -> None:
-        """Take all pages back; what is computed may stay in the prefix cache."""
+    def record(self, stats: SchedulerStats) -> None:
+        """Take one step's statistics. Must be cheap: it is called on the scheduler's thread."""
         ...
 
 
-class RequestRegister(Protocol[Request_contra]):
-    """Who knows which requests wait and run."""
+class NullMetricsSink:
+    """The metrics sink of a rank that reports no metrics."""
 
-    def finish(self, request: Request_contra, reason: FinishReason) -> None:
-        """Take a request out, wherever it stands, free its slot, and set its ``finish_reason``."""
-        ...
+    def record(self, stats: SchedulerStats) -> None:
+        """Forget them."""
 
-
-class ResultObserver(Protocol[Request_contra]):
-    """Who counts what requests get: totals, rates, latencies. Cannot change anything."""
-
-    def generated(self, request: Request_contra, num_tokens: int) -> None:
-        """A step gave the request ``num_tokens`` tokens, more than one where drafts were accepted."""
-        ...
-
-    def ended(self, request: Request_contra, reason: FinishReason) -> None: ...
-
-
-class OutputStream(Protocol[Request_contra]):
-    """Who tells clients; ``OutputStreamer`` is one."""
-
-    def stream(self, requests: Iterable[Request_contra]) -> None:
-        """Tell the news of these requests, each end once. Never blocks, never raises."""
-        ...
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class OutputSink(Protocol):
-    """The way to the receiver of outputs, usually the process that turns tokens into text."""
+    """The way to whoever turns tokens into text: the engine's own socket or queue. Called by ``OutputStreamer``."""
 
     def is_ready(self) -> bool:
         """Say whether the receiver takes a message now. Asked before a message is made; never blocks."""
@@ -467,17 +431,43 @@ class OutputSink(Protocol):
         ...
 
 
-class OutputStatsSource(Protocol):
-    """A streamer of outputs that counts what it does; ``OutputStreamer`` is one."""
-
-    def stats(self) -> OutputStats: ...
+# Stores: where pages of KV are, and what moves them.
 
 
-# What a hierarchical cache asks of one rank: its host pages, and whoever moves pages between the tiers.
+PageBytes: TypeAlias = bytes | bytearray | memoryview
+"""The content of one page, as contiguous bytes."""
+
+
+class PageStore(Protocol):
+    """The storage tier, pages under keys: the stores of ``hicache``. Called by one thread at a time.
+
+    A key names its content, so a page never changes: a store that holds the key already may keep what it has. Every
+    method may raise ``StorageError``; ``hicache.CheckedPageStore`` turns that into misses and counters.
+    """
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        """Return how many of ``keys`` are held, counted from the first to the first one that is not."""
+        ...
+
+    def batch_get(self, keys: Sequence[str]) -> Sequence[PageBytes | None]:
+        """Return one page per key, None where it is not held."""
+        ...
+
+    def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> Sequence[bool]:
+        """Store pages of at least one byte; return for each whether its key is held now."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Remove what can be removed of ``keys`` now; return how many were."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files, sockets and memory; what is stored stays where the store outlives the process."""
+        ...
 
 
 class HostPages(Protocol):
-    """The pages of the host tier; ``hicache.host_pool.HostPool`` with memory behind them."""
+    """The pages of the host tier: ``hicache.HostPool``. Called by ``HiRadixCache``."""
 
     def reserve(self, num_pages: int) -> list[int]:
         """Take free pages, to write to.
@@ -509,7 +499,10 @@ class HostPages(Protocol):
 
 
 class PageMover(Protocol):
-    """Moves pages between device, host and storage, as the hierarchical cache tells it to, without blocking."""
+    """Moves pages between device, host and storage, without blocking: ``hicache.ThreadPageMover``.
+
+    Called by ``HiRadixCache``.
+    """
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         """Begin these, in order."""
@@ -539,7 +532,10 @@ class PageMover(Protocol):
 
 
 class PageHook(Protocol):
-    """Knows what pages ought to contain: a simulated device that makes their bytes, a test that checks them."""
+    """Sees pages that were computed and loaded: a simulated device that makes their bytes, a test that checks them.
+
+    Called by ``HiRadixCache``.
+    """
 
     def computed(self, digests: bytes, pages: Sequence[int]) -> None:
         """The device has computed these pages; their whole digests stand one after the other."""
@@ -549,25 +545,12 @@ class PageHook(Protocol):
         """These device pages were copied from the host, and requests may use them from now on.
 
         Raises:
-            CacheIntegrityError: a page is another one's, or changed on its way.
+            CacheIntegrityError: a page holds another's bytes, or changed on its way.
         """
         ...
 
 
-class NullMetricsSink:
-    """The sink of a rank that reports no metrics."""
-
-    def record(self, stats: SchedulerStats) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-# NO_PAGE_HOOK: the page hook of an engine that does not look into its pages.
-
-
-class _NoWitness:
+class _NoPageHook:
     def computed(self, digests: bytes, pages: Sequence[int]) -> None:
         pass
 
@@ -575,4 +558,167 @@ class _NoWitness:
         pass
 
 
-NO_PAGE_HOOK: PageHook = _NoWitness()
+NO_PAGE_HOOK: PageHook = _NoPageHook()
+"""The page hook of an engine that does not look into its pages."""
+
+
+# Agreement between ranks.
+
+
+class SyncGroup(Protocol):
+    """Ranks that agree with each other: ``hicache.TorchSyncGroup``. Called by ``hicache.SyncDomain``.
+
+    Every member makes the same calls, in the same order, always.
+    """
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the members, this rank included."""
+        ...
+
+    def all_reduce_min(self, values: Sequence[int], call: SyncCall) -> list[int]:
+        """Return the element-wise minimum of all members' int64 vectors, which have one length.
+
+        Raises:
+            SyncTimeoutError: a member did not come in time.
+            SyncDivergenceError: all came, with different calls.
+        """
+        ...
+
+    def all_gather(self, values: Sequence[int], call: SyncCall) -> list[int]:
+        """Return all members' int64 vectors, which have one length, one after the other in rank order.
+
+        Raises:
+            SyncTimeoutError: a member did not come in time.
+            SyncDivergenceError: all came, with different calls.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of sockets; safe to call twice."""
+        ...
+
+
+# Requests: what the parts that book results and stream outputs ask of a scheduler's own class. A request is one object
+# to all of them; each part sees the few members that it needs.
+
+
+class StopRules(Protocol):
+    """When a request ends: its sampling parameters. Read by ``finish_reason_after``."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def stop_token_ids(self) -> Container[int]: ...
+
+    @property
+    def ignore_eos(self) -> bool: ...
+
+
+class BookedRequest(Protocol):
+    """A request as ``BatchResultProcessor`` sees it: the scheduler's own class.
+
+    KV is computed one position behind the tokens: the last token has none until it has gone through the device.
+    """
+
+    num_computed_tokens: int
+    """Positions whose KV stands in the request's pages; written by the booking."""
+
+    @property
+    def token_ids(self) -> MutableSequence[int]:
+        """The prompt, then what was generated."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def limits(self) -> StopRules: ...
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None until ``RequestRegister.finish`` was called with it."""
+        ...
+
+
+class StreamedRequest(Protocol):
+    """A request as ``OutputStreamer`` sees it: the scheduler's own class.
+
+    A retraction takes none of its output back.
+    """
+
+    @property
+    def rid(self) -> str:
+        """Unique among the requests whose end has not been streamed."""
+        ...
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+    @property
+    def stream_interval(self) -> int:
+        """Tokens between two messages of this request; 0 for all at its end."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    def output_since(self, start: int) -> TokenOutput:
+        """Return the output from its token ``start`` on, with what belongs to these tokens."""
+        ...
+
+
+Request_contra = TypeVar("Request_contra", contravariant=True)
+
+
+class KvResidence(Protocol[Request_contra]):
+    """Gives KV pages to requests and takes them back: the scheduler's cache. Called by ``BatchResultProcessor``."""
+
+    def share(self, request: Request_contra) -> None:
+        """Put the pages that are full, up to ``num_computed_tokens``, into the prefix cache."""
+        ...
+
+    def release(self, request: Request_contra) -> None:
+        """Take all pages back; what is computed may stay in the prefix cache."""
+        ...
+
+
+class RequestRegister(Protocol[Request_contra]):
+    """Knows which requests wait and run: the scheduler itself. Called by ``BatchResultProcessor``."""
+
+    def finish(self, request: Request_contra, reason: FinishReason) -> None:
+        """Take a request out, wherever it stands, free its slot, and set its ``finish_reason``."""
+        ...
+
+
+class ResultObserver(Protocol[Request_contra]):
+    """Counts what requests get (totals, rates, latencies) and changes nothing. Called by ``BatchResultProcessor``."""
+
+    def generated(self, request: Request_contra, num_tokens: int) -> None:
+        """A step gave the request ``num_tokens`` tokens, more than one where drafts were accepted."""
+        ...
+
+    def ended(self, request: Request_contra, reason: FinishReason) -> None:
+        """A request is over; its ``finish_reason`` is set."""
+        ...
+
+
+class _NoObserver:
+    def generated(self, request: object, num_tokens: int) -> None:
+        pass
+
+    def ended(self, request: object, reason: FinishReason) -> None:
+        pass
+
+
+NO_OBSERVER: ResultObserver[object] = _NoObserver()
+"""The observer of a scheduler that counts nothing."""
+
+
+class OutputStream(Protocol[Request_contra]):
+    """Sends news to clients: ``OutputStreamer``. Called by ``BatchResultProcessor``."""
+
+    def stream(self, requests: Iterable[Request_contra]) -> None:
+        """Send the news of these requests, each end once. Never blocks, never raises."""
+        ...

@@ -10,6 +10,7 @@ import msgspec
 __all__ = [
     "FinishReason",
     "DisaggregationLoad",
+    "LoadParts",
     "LoadSnapshot",
     "LoraLoad",
     "MemoryLoad",
@@ -97,6 +98,16 @@ class MemoryLoad(msgspec.Struct, frozen=True, gc=False):
     kv_cache_gb: float
     graph_gb: float
     token_capacity: int
+
+
+class LoadParts(msgspec.Struct, frozen=True, gc=False):
+    """The parts of a load snapshot that not every engine has; None for those that this one has not."""
+
+    queues: QueueLoad | None = None
+    disaggregation: DisaggregationLoad | None = None
+    lora: LoraLoad | None = None
+    speculative: SpeculativeLoad | None = None
+    memory: MemoryLoad | None = None
 
 
 class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import (
-    NO_KV_METRICS,
     AllBlocksCleared,
     BlockRemoved,
     ConfigError,
@@ -160,6 +159,24 @@ def test_kv_metrics_are_slots_and_blocks() -> None:
     assert kv_metrics_from(LoadSnapshot(page_size=0)) == KvMetrics()
 
 
+def test_a_sink_that_wants_no_kv_metrics_costs_no_look_at_the_load() -> None:
+    class Unasked:
+        def get_loads(self) -> LoadSnapshot:
+            raise AssertionError("nobody wants it")
+
+    metrics_sink = ListSink()
+    metrics_sink.wants_metrics = False
+    publisher = SchedulerKvEventsPublisher(
+        parallel=ParallelState(),
+        source=ScriptedEvents(),
+        sink=ListEventSink(),
+        load=Unasked(),
+        metrics_sink=metrics_sink,
+    )
+    publisher.emit_kv_metrics()
+    assert (metrics_sink.sent, publisher.failures.total) == ([], 0)
+
+
 def test_kv_metrics_of_a_broken_load_do_not_raise() -> None:
     class BrokenLoad:
         def get_loads(self) -> LoadSnapshot:
@@ -185,7 +202,7 @@ def test_open_without_config_is_silent_and_opens_nothing() -> None:
     publisher.emit_kv_metrics()
     publisher.shutdown()
     assert isinstance(publisher.sink, NullEventPublisher)
-    assert publisher.metrics_sink is NO_KV_METRICS
+    assert not publisher.metrics_sink.wants_metrics
     assert publisher.failures.total == 0
 
 

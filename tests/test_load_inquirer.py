@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler_components import (
     DisaggregationLoad,
     LoadInquirer,
+    LoadParts,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
@@ -33,26 +34,10 @@ class Rates:
 class Parts:
     """A ``LoadPartsSource``."""
 
-    queues: QueueLoad | None = None
-    disaggregation: DisaggregationLoad | None = None
-    lora: LoraLoad | None = None
-    speculative: SpeculativeLoad | None = None
-    memory: MemoryLoad | None = None
+    parts: LoadParts
 
-    def queue_load(self) -> QueueLoad | None:
-        return self.queues
-
-    def disaggregation_load(self) -> DisaggregationLoad | None:
-        return self.disaggregation
-
-    def lora_load(self) -> LoraLoad | None:
-        return self.lora
-
-    def speculative_load(self) -> SpeculativeLoad | None:
-        return self.speculative
-
-    def memory_load(self) -> MemoryLoad | None:
-        return self.memory
+    def load_parts(self) -> LoadParts:
+        return self.parts
 
 
 def make_inquirer(**given_parts: Any) -> LoadInquirer:
@@ -61,7 +46,7 @@ def make_inquirer(**given_parts: Any) -> LoadInquirer:
 
 
 def test_every_fact_stands_in_its_own_field() -> None:
-    parts = Parts(
+    parts = LoadParts(
         queues=QueueLoad(grammar=2),
         disaggregation=DisaggregationLoad(mode="prefill", waiting_reqs=5, pending_tokens=1000),
         lora=LoraLoad(slots_used=1, slots_total=4, utilization=0.25),
@@ -74,7 +59,7 @@ def test_every_fact_stands_in_its_own_field() -> None:
             running=[1, 2, 3, 4], waiting=[FakeRequest(100, 30), FakeRequest(200)], num_chunked_tokens_left=7
         ),
         rates=Rates(),
-        parts=parts,
+        parts=Parts(parts),
     )
     assert inquirer.get_loads() == LoadSnapshot(
         sequence=1,
@@ -146,8 +131,8 @@ def test_gauges_fall_to_zero_when_everything_is_aborted() -> None:
 
 
 def test_a_decode_instance_waits_for_no_uncached_tokens() -> None:
-    parts = Parts(disaggregation=DisaggregationLoad(mode="decode", waiting_reqs=2))
-    load = make_inquirer(queues=FakeQueues(waiting=[FakeRequest()]), parts=parts).get_loads()
+    parts = LoadParts(disaggregation=DisaggregationLoad(mode="decode", waiting_reqs=2))
+    load = make_inquirer(queues=FakeQueues(waiting=[FakeRequest()]), parts=Parts(parts)).get_loads()
     assert (load.num_waiting_reqs, load.num_pending_tokens, load.num_waiting_uncached_tokens) == (3, 100, 0)
 
 

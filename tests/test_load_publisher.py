@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import (
-    NO_LOAD_SINK,
     ConfigError,
     GaugePacer,
     LoadPublisher,
@@ -37,6 +36,7 @@ class Sink:
     sent: list[int] = field(default_factory=list)
     broken: bool = False
     closes: int = 0
+    wants_load: bool = True
 
     def send(self, load: LoadSnapshot) -> None:
         if self.broken:
@@ -129,8 +129,18 @@ def test_without_a_load_endpoint_nothing_is_opened_or_read(config: str | None) -
     publisher = open_load_publisher(config, parallel=ParallelState(), load=load)
     publisher.publish_load()
     publisher.close()
-    assert publisher.sink is NO_LOAD_SINK
     assert load.reads == 0
+
+
+def test_a_sink_that_wants_no_load_costs_no_look_at_it() -> None:
+    publisher, load, sink, _ = make()
+    sink.wants_load = False
+    publisher.publish_load()
+    publisher.flush()
+    assert (load.reads, sink.sent) == (0, [])
+    sink.wants_load = True
+    publisher.publish_load()
+    assert (load.reads, sink.sent) == (1, [0])
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ from scheduler_components.load.gauge import (
     load_stat_from,
 )
 from scheduler_components.load.queue import DispatchLedger, TokenCountedQueue, count_request, is_dispatcher_name
+from scheduler_components.shm_board import ShmBoard
 
 if TYPE_CHECKING:
-    from scheduler_components.load.shm_load_board import ShmLoadBoard, open_shm_load_sink
+    from scheduler_components.load.shm_load_board import open_shm_load_board, open_shm_load_sink
     from scheduler_components.load.zmq_gauge import (
         ZmqLoadReader,
         ZmqLoadSink,
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ShmBoard",
     "DispatchLedger",
     "LoadSample",
     "LoadStat",
     "LoadView",
-    "ShmLoadBoard",
     "TokenCountedQueue",
     "ZmqLoadReader",
     "ZmqLoadSink",
@@ -46,6 +47,7 @@ __all__ = [
     "encode_load_stat",
     "is_dispatcher_name",
     "load_stat_from",
+    "open_shm_load_board",
     "open_shm_load_sink",
     "open_zmq_load_reader",
     "open_zmq_load_sink",
@@ -54,7 +56,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "scheduler_components.load.shm_load_board": "ShmLoadBoard open_shm_load_sink",
+        "scheduler_components.load.shm_load_board": "open_shm_load_board open_shm_load_sink",
         "scheduler_components.load.zmq_gauge": (
             "ZmqLoadReader ZmqLoadSink check_load_endpoint open_zmq_load_reader open_zmq_load_sink"
         ),

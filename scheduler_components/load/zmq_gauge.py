@@ -60,6 +60,7 @@ class ZmqLoadSink:
     """
 
     __slots__ = ("_life", "_pid", "_release", "_socket", "endpoint", "sent")
+    wants_load = True
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, life: int, release: Callable[[], None]) -> None:
         self._socket = socket
@@ -250,7 +251,8 @@ class ZmqLoadReader:
         took = False
         for frames in messages:
             try:
-                took |= self.view.take(_stat_in(frames), self._clock())
+                # The time of the look, not of this line: a process may be stopped between the two.
+                took |= self.view.take(_stat_in(frames), self._looked_s)
             except DecodeError:
                 self.bad += 1
         return took

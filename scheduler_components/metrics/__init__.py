@@ -14,9 +14,14 @@ from scheduler_components.metrics.timing import (
     RequestTimeStats,
     RollingSums,
 )
+from scheduler_components.shm_board import ShmBoard
 
 if TYPE_CHECKING:
-    from scheduler_components.metrics.shm_metrics_board import ShmMetricsBoard, ShmMetricsSink, open_shm_metrics_sink
+    from scheduler_components.metrics.shm_metrics_board import (
+        ShmMetricsSink,
+        open_shm_metrics_board,
+        open_shm_metrics_sink,
+    )
     from scheduler_components.metrics.zmq_kv_metrics import (
         ZmqKvMetricsReceiver,
         ZmqKvMetricsSink,
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ShmBoard",
     "Histogram",
     "LatencyHistograms",
     "RateMeter",
@@ -35,12 +41,12 @@ __all__ = [
     "RequestPhase",
     "RequestTimeStats",
     "RollingSums",
-    "ShmMetricsBoard",
     "ShmMetricsSink",
     "ZmqKvMetricsReceiver",
     "ZmqKvMetricsSink",
     "decode_kv_metrics",
     "encode_kv_metrics",
+    "open_shm_metrics_board",
     "open_shm_metrics_sink",
     "open_zmq_kv_metrics_receiver",
     "open_zmq_kv_metrics_sink",
@@ -50,7 +56,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "scheduler_components.metrics.shm_metrics_board": ("ShmMetricsBoard ShmMetricsSink open_shm_metrics_sink"),
+        "scheduler_components.metrics.shm_metrics_board": "ShmMetricsSink open_shm_metrics_board open_shm_metrics_sink",
         "scheduler_components.metrics.zmq_kv_metrics": (
             "ZmqKvMetricsReceiver ZmqKvMetricsSink decode_kv_metrics encode_kv_metrics "
             "open_zmq_kv_metrics_receiver open_zmq_kv_metrics_sink parse_kv_metrics_endpoint"

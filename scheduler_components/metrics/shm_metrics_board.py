@@ -1,39 +1,32 @@
 """Metrics in shared memory: a scheduler writes its newest report, the serving process of its machine reads it.
 
-A board is a directory, best on a memory file system such as ``/dev/shm``, with one file a rank. Who makes the
-directory removes it; a rank that ends leaves its last report, which its age shows to be old.
-
 All that the metric catalogue reads crosses: labels, load with its optional parts, totals, histograms with their
 bounds, counters of tiers and of the publisher. ``load.dispatched_watermarks`` does not: tickets mean something to
 their dispatchers alone, who read them from a load gauge or a load board. Nor does ``KvMetrics``, which is made of the
 load and has a sink of its own.
+
+A report is one msgpack array of rows, one row per value struct, without names. Rows of numbers are quicker to make
+than a ``struct`` of the same numbers, and a part that an engine does not have takes one byte. Numbers are written as
+they are, in up to 64 bits.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-import threading
-from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
 from typing import SupportsFloat, TypeAlias
 
+import attrs
 import msgspec
 from msgspec.structs import astuple
 
 from scheduler_components.errors import DecodeError, FailureLog
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullMetricsSink
-from scheduler_components.shm_board import (
-    DoubleBuffer,
-    ReadAt,
-    ShmPageFile,
-    ShmPageReader,
-    open_shm_page_file,
-    read_newest,
-)
+from scheduler_components.shm_board import ReportCodec, ShmBoard, ShmPage, open_shm_page
 from scheduler_components.values import (
     DisaggregationLoad,
     HistogramSnapshot,
@@ -51,21 +44,13 @@ from scheduler_components.values import (
 
 __all__ = [
     "LAYOUT_ID",
+    "METRICS_CODEC",
     "ReportEncoder",
-    "decode_report",
-    "PAGE_BYTES",
-    "MetricsPage",
-    "look_at_metrics_page",
-    "ShmMetricsBoard",
     "ShmMetricsSink",
+    "decode_report",
+    "open_shm_metrics_board",
     "open_shm_metrics_sink",
 ]
-
-# A step's ``SchedulerStats`` as bytes and back: msgpack rows, one a value struct, without names. Pure.
-#
-# Rows of numbers are quicker to make than a ``struct`` of the same numbers, and a part that an engine has not takes
-# one
-# byte. Numbers are written as they are, in up to 64 bits.
 
 _STRUCTS = (
     LoadSnapshot, QueueLoad, DisaggregationLoad, LoraLoad, SpeculativeLoad, MemoryLoad, SchedulerTotals, TierStats,
@@ -212,67 +197,15 @@ def _latencies_of(rows: _HistogramRows) -> LatencyTotals:
     return LatencyTotals(*(HistogramSnapshot(row.bounds, row.counts, row.total) for row in rows))
 
 
-# One rank's page of a metrics board: a head that names the layout, and a ``DoubleBuffer`` of reports. Pure.
-#
-# Layout: magic 8, layout id 8, then the two buffers.
-
-_MAGIC = b"SCMETRIC"
-_HEAD = _MAGIC + LAYOUT_ID
-_BUFFER_BYTES = 16 * 1024
-
-PAGE_BYTES = len(_HEAD) + 2 * _BUFFER_BYTES
-"""A report with every part and all six histograms has some 3 KB; the rest is room for bounds of one's own."""
-
-
-class MetricsPage:
-    """The writer's end of a page, of which there is one.
-
-    Args:
-        memory: ``PAGE_BYTES`` bytes. The caller keeps it mapped for as long as the page is used.
-
-    Attributes:
-        reports: where encoded reports are written, once the page is claimed.
-    """
-
-    __slots__ = ("_memory", "reports")
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self.reports = DoubleBuffer(memory, start=len(_HEAD), buffer_bytes=_BUFFER_BYTES)
-
-    def claim(self) -> int:
-        """Make the page one of this layout, for its new writer; returns the sequence of its last report, or 0.
-
-        What another layout, or another program, left there is wiped: it must not be read as reports.
-        """
-        if self._memory[: len(_HEAD)] != _HEAD:
-            self._memory[:PAGE_BYTES] = bytes(PAGE_BYTES)
-            self._memory[: len(_HEAD)] = _HEAD
-        return self.reports.last_sequence()
-
-
-def look_at_metrics_page(read_at: ReadAt, known_sequence: int = 0) -> tuple[int, bytes] | None:
-    """Return the newest whole report of a page and its sequence, as ``read_newest`` does, which says more.
-
-    Raises:
-        DecodeError: this is no page of reports, or one of another version's, or it is cut short.
-    """
-    head = read_at(len(_HEAD), 0)
-    if not any(head):
-        return None  # its writer is about to claim it
-    if head != _HEAD:
-        raise DecodeError(_what_is_wrong_with(head))
-    return read_newest(read_at, len(_HEAD), _BUFFER_BYTES, known_sequence)
-
-
-def _what_is_wrong_with(head: bytes) -> str:
-    if len(head) < len(_HEAD) or not head.startswith(_MAGIC):
-        return "not a page of metrics"
-    layout = head[len(_MAGIC) :].hex()
-    return (
-        f"its metrics have layout {layout}, this reader knows {LAYOUT_ID.hex()}; run both from one version of the kit"
-    )
-
+METRICS_CODEC: ReportCodec[SchedulerStats] = ReportCodec(
+    subject="metrics",
+    layout_id=LAYOUT_ID,
+    buffer_bytes=16 * 1024,  # a report with every part and all six histograms has some 3 KB; engines have own bounds
+    encode=ReportEncoder(()).encode,
+    decode=decode_report,
+    timestamp_of=attrgetter("load.timestamp"),
+)
+"""For readers; each writer has an encoder for its own labels."""
 
 logger = logging.getLogger(__name__)
 
@@ -280,25 +213,22 @@ _WRITING = "writing metrics to shared memory"
 
 
 class ShmMetricsSink:
-    """A ``MetricsSink`` that writes one rank's page. Made by ``open_shm_metrics_sink``.
-
-    A step costs one encoding, one checksum and one copy into memory: no lock, no system call, no wait. One thread
-    calls ``record``.
+    """A ``MetricsSink`` that writes one rank's page. Made by ``open_shm_metrics_sink``; one thread calls ``record``.
 
     Attributes:
-        sequence: of the last report written.
-        failures: reports that could not be written, counted and logged once an episode; the last one stands.
+        failures: reports that could not be written, counted and logged once per episode; the last one stands.
     """
 
-    __slots__ = ("_encoder", "_file", "_reports", "failures", "sequence")
+    __slots__ = ("_page", "failures")
 
-    def __init__(self, file: ShmPageFile, labels: tuple[tuple[str, str], ...]) -> None:
-        self._file = file
-        self._encoder = ReportEncoder(labels)
-        page = MetricsPage(file.memory)
-        self.sequence = page.claim()
-        self._reports = page.reports
+    def __init__(self, page: ShmPage[SchedulerStats]) -> None:
+        self._page = page
         self.failures = FailureLog(logger)
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last report written; goes on over restarts of the rank."""
+        return self._page.sequence
 
     def record(self, stats: SchedulerStats) -> None:
         """Write one report; readers see it, whole, at once. Never raises.
@@ -307,17 +237,16 @@ class ShmMetricsSink:
         more than 64 bits, or is larger than a page; so is every one after ``close``, and in a forked child.
         """
         try:
-            self._reports.write(self._encoder.encode(stats), self.sequence + 1)
+            self._page.write(stats)
         except Exception as error:  # noqa: BLE001 - a gauge never raises into the step; counted and logged
             self.failures.failed(_WRITING, error)
         else:
-            self.sequence += 1
             if self.failures.counts:  # even a call that finds nothing to do is a tenth of a step's cost
                 self.failures.succeeded(_WRITING)
 
     def close(self) -> None:
         """Let go of the page and of the right to write it; the last report stays. Safe to call twice."""
-        self._file.close()
+        self._page.close()
 
     def __repr__(self) -> str:
         return f"<ShmMetricsSink: {self.sequence} reports, {self.failures.total} failed>"
@@ -335,60 +264,17 @@ def open_shm_metrics_sink(directory: Path, parallel: ParallelState) -> ShmMetric
     """
     if not parallel.reports_metrics:
         return NullMetricsSink()
-    path = _page_path(directory, parallel.kv_stream_index)
-    return ShmMetricsSink(open_shm_page_file(path, PAGE_BYTES), parallel.metric_labels)
+    codec = attrs.evolve(METRICS_CODEC, encode=ReportEncoder(parallel.metric_labels).encode)
+    return ShmMetricsSink(open_shm_page(directory, parallel.kv_stream_index, codec))
 
 
-@dataclass(slots=True, kw_only=True)
-class ShmMetricsBoard:
-    """Reads the newest reports of all ranks of one engine; a rank that has not come yet is looked for again.
+def open_shm_metrics_board(directory: Path, num_ranks: int) -> ShmBoard[SchedulerStats]:
+    """Make a reader of the metrics of rank 0 to ``num_ranks - 1``; it opens their pages when it reads.
 
-    Each read opens, copies and closes the pages: so a page may be removed and made anew, and one that is cut short
-    under the reader is an error and not a fatal signal, as it would be in mapped memory. Threads may read at once;
-    they take turns.
+    Scrapes are rare, so the pages are closed again after each read: there is nothing to close in the end.
 
-    Attributes:
-        directory: the board.
-        num_ranks: pages to look for, rank 0 to ``num_ranks - 1``.
+    Args:
+        directory: the board; it may come later.
+        num_ranks: streams of the engine (``ParallelState.kv_stream_count``).
     """
-
-    directory: Path
-    num_ranks: int
-    _pages: ShmPageReader[SchedulerStats] = field(init=False, repr=False)
-    _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._pages = ShmPageReader(
-            subject="metrics",
-            path_of=partial(_page_path, self.directory),
-            look_at=look_at_metrics_page,
-            decode=_decode_entry,
-            logger=logger,
-        )
-
-    @property
-    def unread(self) -> int:
-        """Reads that found a page and no report in it: none is written yet, the writer was quicker each time, or the
-        page was refused. The rank's last good report, if there was one, was given instead.
-        """
-        return self._pages.unread
-
-    @property
-    def failures(self) -> FailureLog:
-        """Pages refused (of another layout, cut short, not a file, not a report), logged once an episode."""
-        return self._pages.failures
-
-    def read(self) -> dict[int, SchedulerStats]:
-        """Return rank -> newest report, of the ranks that have written one. Never raises."""
-        with self._turn:
-            self._pages.read(self.num_ranks)
-            self._pages.close()  # scrapes are rare, and a board that nobody scrapes any more holds no files
-            return self._pages.newest()
-
-
-def _decode_entry(_sequence: int, body: bytes) -> SchedulerStats:
-    return decode_report(body)
-
-
-def _page_path(directory: Path, rank: int) -> Path:
-    return directory / f"rank{rank}.metrics"
+    return ShmBoard(directory=directory, num_ranks=num_ranks, codec=METRICS_CODEC, keeps_files=False)

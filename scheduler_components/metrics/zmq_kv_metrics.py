@@ -84,6 +84,7 @@ class ZmqKvMetricsSink:
     """
 
     __slots__ = ("_context", "_socket", "dropped", "sent")
+    wants_metrics = True
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
         self._context = context

@@ -164,6 +164,8 @@ class ListEventSink(_Failing):
 class ListSink(_Failing, Generic[T]):
     """A ``MetricsSink``, ``KvMetricsSink`` or ``LoadSink``: keeps every value in ``sent``."""
 
+    wants_load = wants_metrics = True
+
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[T] = []

@@ -32,7 +32,7 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.metrics import RequestLatencies, ShmMetricsBoard, open_shm_metrics_sink
+from scheduler_components.metrics import RequestLatencies, open_shm_metrics_board, open_shm_metrics_sink
 
 NUM_RANKS = 8
 LABELS = [ParallelState.from_tp_rank(r, tp_size=8, attn_dp_size=8).metric_labels for r in range(NUM_RANKS)]
@@ -101,7 +101,7 @@ def across_processes(
     registry: CollectorRegistry, clock: Callable[[], float], **settings: object
 ) -> Iterator[RankSinks]:
     with TemporaryDirectory() as directory, ExitStack() as stack:
-        board = ShmMetricsBoard(directory=Path(directory), num_ranks=NUM_RANKS)
+        board = open_shm_metrics_board(Path(directory), NUM_RANKS)
         PrometheusBoard(registry, board=board, clock=clock, **settings)
         yield RankSinks(Path(directory), stack)
 
@@ -133,7 +133,7 @@ def test_pages_that_could_not_be_read_are_counted_beside_the_ranks(
     tmp_path: Path, prefix: str, model_name: str
 ) -> None:
     registry = CollectorRegistry()
-    board = ShmMetricsBoard(directory=tmp_path, num_ranks=2)
+    board = open_shm_metrics_board(tmp_path, 2)
     PrometheusBoard(registry, board=board, prefix=prefix, model_name=model_name)
 
     def unread() -> float | None:

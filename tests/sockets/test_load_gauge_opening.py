@@ -12,7 +12,6 @@ import pytest
 import zmq
 
 from scheduler_components import (
-    NO_LOAD_SINK,
     ConfigError,
     GaugePacer,
     LoadSnapshot,
@@ -48,7 +47,7 @@ def test_one_call_opens_each_ranks_gauge_at_its_port(free_ports: Callable[[int],
         )
         for parallel in worlds
     ]
-    assert [publisher.sink is NO_LOAD_SINK for publisher in publishers] == [False, True, False, True]
+    assert [publisher.sink.wants_load for publisher in publishers] == [True, False, True, False]
     reader = open_zmq_load_reader([f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 1}"])
 
     def all_heard() -> bool:

@@ -38,10 +38,10 @@ from scheduler_components.metrics import RateMeter
 
 if TYPE_CHECKING:
     from observability import ReportBoard
-    from scheduler_components import NullMetricsSink
+    from scheduler_components import NullMetricsSink, SchedulerStats
     from scheduler_components.kv_events import ZmqEventPublisher
     from scheduler_components.load import ZmqLoadSink
-    from scheduler_components.metrics import ShmMetricsBoard, ShmMetricsSink, ZmqKvMetricsSink
+    from scheduler_components.metrics import ShmBoard, ShmMetricsSink, ZmqKvMetricsSink
 
     def an_event_sink(events: ZmqEventPublisher) -> ports.KvEventSink:
         return events
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     def a_metrics_sink(metrics: ShmMetricsSink | NullMetricsSink) -> ports.MetricsSink:
         return metrics
 
-    def a_report_board(board: ShmMetricsBoard) -> ReportBoard:
+    def a_report_board(board: ShmBoard[SchedulerStats]) -> ReportBoard:
         return board
 
     def a_kv_metrics_sink(metrics: ZmqKvMetricsSink) -> ports.KvMetricsSink:

@@ -21,8 +21,13 @@ import zmq
 import zmq.asyncio
 
 from observability import RankLabels
-from scheduler_components import KvMetrics, OutputStats, StartError
-from scheduler_components.metrics import ShmMetricsBoard, ZmqKvMetricsReceiver, open_zmq_kv_metrics_receiver
+from scheduler_components import KvMetrics, OutputStats, SchedulerStats, StartError
+from scheduler_components.metrics import (
+    ShmBoard,
+    ZmqKvMetricsReceiver,
+    open_shm_metrics_board,
+    open_zmq_kv_metrics_receiver,
+)
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, RankConfig
 from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, CacheDump, decode_outputs, decode_report
@@ -171,7 +176,7 @@ class Engine:
     config: EngineConfig
     front: Front
     ranks: list[RankProcess]
-    stats: ShmMetricsBoard
+    stats: ShmBoard[SchedulerStats]
     kv_metrics: dict[int, KvMetrics] = field(default_factory=dict)
     _num_dumps: int = field(default=0, init=False)
 
@@ -268,7 +273,7 @@ async def open_engine(
         )
         rank_configs = [RankConfig(config, tp_rank, paths) for tp_rank in range(config.world_size)]
         ranks, first_exit = await opened.enter_async_context(open_ranks(rank_configs, show=show))
-        stats = ShmMetricsBoard(directory=Path(directory), num_ranks=config.dp_size)
+        stats = open_shm_metrics_board(Path(directory), config.dp_size)
         engine = Engine(config=config, front=front, ranks=ranks, stats=stats)
         first_exit.add_done_callback(lambda exited: _note_failure(front, exited))
         await opened.enter_async_context(_running(_listen(reports, front), front))

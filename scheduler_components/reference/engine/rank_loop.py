@@ -101,6 +101,10 @@ class FrontLoadSink:
     reports: ReportSocket
     outputs: OutputStatsSource
 
+    @property
+    def wants_load(self) -> bool:
+        return True
+
     def send(self, load: LoadSnapshot) -> None:
         self.reports.send(LoadReport(load, self.outputs.stats()))
 

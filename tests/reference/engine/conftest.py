@@ -76,6 +76,8 @@ class ListPublisher(EventPublisher):
 class ListSink:
     """Keeps statistics and KvMetrics."""
 
+    wants_metrics = True
+
     def __init__(self) -> None:
         self.stats: list[SchedulerStats] = []
         self.kv_metrics: list[KvMetrics] = []

@@ -48,7 +48,7 @@ def test_others_may_not_read_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "page").stat().st_mode & 0o077 == 0
 
 
-def test_one_writer_a_page(tmp_path: Path) -> None:
+def test_one_writer_per_page(tmp_path: Path) -> None:
     file = open_shm_page_file(tmp_path / "page", NUM_BYTES)
     with pytest.raises(StartError, match="another process writes"):
         open_shm_page_file(tmp_path / "page", NUM_BYTES)

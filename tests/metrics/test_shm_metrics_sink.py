@@ -1,0 +1,93 @@
+"""Metrics in shared memory: what cannot be written is counted and never raised; what is written crosses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scheduler_components import (
+    LoadSnapshot,
+    NullMetricsSink,
+    ParallelState,
+    PublisherStats,
+    SchedulerStats,
+    SchedulerTotals,
+)
+from scheduler_components.metrics import ShmMetricsSink, open_shm_metrics_board, open_shm_metrics_sink
+
+
+def rank_of(rank: int, size: int = 8) -> ParallelState:
+    return ParallelState(dp_rank=rank, dp_size=size)
+
+
+def open_sink(directory: Path, rank: int = 0) -> ShmMetricsSink:
+    sink = open_shm_metrics_sink(directory, rank_of(rank))
+    assert isinstance(sink, ShmMetricsSink)
+    return sink
+
+
+def report(number: int, rank: int = 0) -> SchedulerStats:
+    return SchedulerStats(rank_of(rank).metric_labels, LoadSnapshot(sequence=number, num_running_reqs=number))
+
+
+def test_a_rank_that_reports_nothing_takes_no_page(tmp_path: Path) -> None:
+    sinks = [
+        open_shm_metrics_sink(tmp_path, ParallelState.from_tp_rank(tp_rank, tp_size=4, attn_dp_size=2))
+        for tp_rank in range(4)
+    ]
+    assert [isinstance(sink, NullMetricsSink) for sink in sinks] == [False, True, False, True]
+    for sink in sinks:
+        sink.record(report(1))
+        sink.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.metrics", "rank1.metrics"]
+
+
+def test_a_report_that_cannot_be_written_is_counted_and_leaves_the_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink, board = open_sink(tmp_path), open_shm_metrics_board(tmp_path, 1)
+    sink.record(report(1))
+    too_large = SchedulerTotals(num_requests_total=1 << 70)
+    sink.record(SchedulerStats(report(1).labels, LoadSnapshot(), too_large))
+    sink.record(report(2, rank=1))
+    assert (sink.failures.total, sink.sequence, len(caplog.records)) == (2, 1, 1)
+    assert board.read() == {0: report(1)}
+    sink.record(report(3))
+    assert board.read() == {0: report(3)}
+    sink.close()
+    sink.record(report(4))
+    assert sink.failures.total == 3
+    assert board.read() == {0: report(3)}
+
+
+def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from scheduler_components import LoadSnapshot, ParallelState, SchedulerStats
+from scheduler_components.metrics import open_shm_metrics_sink
+
+parallel = ParallelState()
+sink = open_shm_metrics_sink(Path(sys.argv[1]), parallel)
+stats = SchedulerStats(parallel.metric_labels, LoadSnapshot())
+child = os.fork()
+if child == 0:
+    sink.record(stats)
+    os._exit(sink.failures.total)
+failures = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+before = sink.sequence
+sink.record(stats)
+sys.exit(0 if (failures, before, sink.sequence, sink.failures.total) == (1, 0, 1, 0) else 1)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60, stderr=subprocess.DEVNULL)
+
+
+def test_what_the_publisher_counts_crosses(tmp_path: Path) -> None:
+    sink = open_sink(tmp_path)
+    stats = SchedulerStats(report(1).labels, LoadSnapshot(), publisher=PublisherStats(peers_refused=3))
+    sink.record(stats)
+    assert open_shm_metrics_board(tmp_path, 1).read() == {0: stats}
+    sink.close()

@@ -1,0 +1,214 @@
+"""Pages that somebody damaged, or another version wrote: each costs itself, and never its reader."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from scheduler_components.shm_board import BoardPage, ReportCodec, ShmBoard, open_shm_page
+
+Codec = ReportCodec[Any]
+MakeReport = Callable[[int], Any]
+Damage = Callable[[Path, Codec], None]
+
+
+def cut_short(page: Path, _: Codec) -> None:
+    os.truncate(page, 100)
+
+
+def cut_within_the_head(page: Path, _: Codec) -> None:
+    os.truncate(page, 10)
+
+
+def cut_in_the_middle(page: Path, codec: Codec) -> None:
+    os.truncate(page, codec.page_bytes // 2)
+
+
+def empty(page: Path, _: Codec) -> None:
+    os.truncate(page, 0)
+
+
+def overwrite(page: Path, codec: Codec) -> None:
+    page.write_bytes(b"\xff" * codec.page_bytes)
+
+
+def wipe_the_head(page: Path, _: Codec) -> None:
+    page.write_bytes(bytes(16) + page.read_bytes()[16:])
+
+
+def write_something_else(page: Path, codec: Codec) -> None:
+    memory = bytearray(codec.page_bytes)
+    foreign = BoardPage(memoryview(memory), attrs.evolve(codec, encode=bytes))
+    foreign.claim()
+    foreign.write(b"\xc1", 9)
+    page.write_bytes(memory)
+
+
+def put_another_version(page: Path, _: Codec) -> None:
+    page.write_bytes(page.read_bytes()[:8] + bytes(8) + page.read_bytes()[16:])
+
+
+def link_elsewhere(page: Path, _: Codec) -> None:
+    page.unlink()
+    page.symlink_to("/etc/passwd")
+
+
+def put_a_pipe(page: Path, _: Codec) -> None:
+    page.unlink()
+    os.mkfifo(page)
+
+
+def put_a_directory(page: Path, _: Codec) -> None:
+    page.unlink()
+    page.mkdir()
+
+
+DAMAGES: list[Damage] = [
+    cut_short, cut_within_the_head, cut_in_the_middle, overwrite, wipe_the_head, write_something_else,
+    put_another_version,
+]  # fmt: skip
+REPLACEMENTS: list[Damage] = [link_elsewhere, put_a_pipe, put_a_directory]
+keeps_files = pytest.mark.parametrize("keeps_files", [True, False], ids=["kept", "closed"])
+
+
+def test_a_page_that_is_cut_short_under_a_reader_does_not_end_it(tmp_path: Path) -> None:
+    """In mapped memory it would, with SIGBUS; so the reader is a process of its own."""
+    script = """
+import os, sys
+from pathlib import Path
+from scheduler_components import LoadSnapshot, ParallelState
+from scheduler_components.load import open_shm_load_board, open_shm_load_sink
+
+directory = Path(sys.argv[1])
+sink = open_shm_load_sink(directory, ParallelState())
+sink.send(LoadSnapshot(num_running_reqs=4))
+board = open_shm_load_board(directory, 1)
+before = board.read()
+os.truncate(directory / "rank0.load", 0)
+print(len(before), board.read() == before, board.unread)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], check=False, stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "1 True 1\n")
+
+
+@keeps_files
+@pytest.mark.parametrize("damage", [*DAMAGES, *REPLACEMENTS])
+def test_a_damaged_page_costs_itself_and_the_last_good_report_stays(
+    tmp_path: Path,
+    codec: Codec,
+    report: MakeReport,
+    damage: Damage,
+    keeps_files: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pages = [open_shm_page(tmp_path, rank, codec) for rank in range(2)]
+    board = ShmBoard(directory=tmp_path, num_ranks=2, codec=codec, keeps_files=keeps_files)
+    for page in pages:
+        page.write(report(1))
+    assert board.read() == {0: report(1), 1: report(1)}
+    pages[0].close()
+    damage(codec.path(tmp_path, 0), codec)
+    for number in (2, 3):
+        pages[1].write(report(number))
+        assert board.read() == {0: report(1), 1: report(number)}
+    assert board.unread == 2
+    assert len(caplog.records) == bool(board.failures.total)
+    pages[1].close()
+    board.close()
+
+
+@keeps_files
+@pytest.mark.parametrize("damage", [*DAMAGES, empty])
+def test_a_damaged_page_is_read_again_when_its_next_writer_has_it(
+    tmp_path: Path, codec: Codec, report: MakeReport, damage: Damage, keeps_files: bool
+) -> None:
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files=keeps_files)
+    page = open_shm_page(tmp_path, 0, codec)
+    for number in range(1, 6):
+        page.write(report(number))
+    assert board.read() == {0: report(5)}
+    page.close()
+    damage(codec.path(tmp_path, 0), codec)
+    board.read()
+    page = open_shm_page(tmp_path, 0, codec)
+    page.write(report(70))
+    assert board.read() == {0: report(70)}
+    page.close()
+    board.close()
+
+
+def test_a_page_of_another_version_says_what_to_do(
+    tmp_path: Path, codec: Codec, report: MakeReport, caplog: pytest.LogCaptureFixture
+) -> None:
+    page = open_shm_page(tmp_path, 0, codec)
+    page.write(report(1))
+    page.close()
+    put_another_version(codec.path(tmp_path, 0), codec)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
+    assert board.read() == {}
+    assert "from one version of the kit" in caplog.text
+    page = open_shm_page(tmp_path, 0, codec)
+    assert page.sequence == 0
+    page.close()
+    board.close()
+
+
+@keeps_files
+def test_a_page_that_is_removed_and_made_anew_is_found_at_once(
+    tmp_path: Path, codec: Codec, report: MakeReport, keeps_files: bool
+) -> None:
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files=keeps_files)
+    for last in (5, 2):
+        page = open_shm_page(tmp_path, 0, codec)
+        for number in range(1, last + 1):
+            page.write(report(number))
+        page.close()
+        assert board.read() == {0: report(last)}
+        codec.path(tmp_path, 0).unlink()
+    assert board.read() == {0: report(2)}
+    assert (board.unread, board.failures.total) == (0, 0)
+    board.close()
+
+
+@keeps_files
+def test_the_newer_half_being_written_does_not_show_the_report_before_the_last(
+    tmp_path: Path, codec: Codec, report: MakeReport, keeps_files: bool
+) -> None:
+    """A reader copies one half, then the other; a writer may come between, and be within the second.
+
+    A counter that goes back by one step is, to Prometheus, a restarted rank.
+    """
+    page = open_shm_page(tmp_path, 0, codec)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files=keeps_files)
+    for number in range(1, 7):
+        page.write(report(number))
+    assert board.read() == {0: report(6)}
+    damaged = bytearray(codec.path(tmp_path, 0).read_bytes())
+    damaged[16 + 30] ^= 0xFF
+    codec.path(tmp_path, 0).write_bytes(damaged)
+    assert board.read() == {0: report(6)}
+    assert board.unread == 1
+    page.close()
+    board.close()
+
+
+def test_a_file_that_never_was_a_page_is_no_rank(tmp_path: Path, codec: Codec) -> None:
+    codec.path(tmp_path, 0).write_bytes(b"short")
+    codec.path(tmp_path, 1).write_bytes(b"\x7f" * codec.page_bytes)
+    codec.path(tmp_path, 2).symlink_to(codec.path(tmp_path, 0))
+    codec.path(tmp_path, 3).touch()  # its writer is about to fill it
+    codec.path(tmp_path, 4).write_bytes(bytes(codec.page_bytes))  # its writer is about to claim it
+    board = ShmBoard(directory=tmp_path, num_ranks=5, codec=codec)
+    assert board.read() == {}
+    assert (board.unread, board.failures.total) == (4, 3)
+    board.close()
+    board.close()
