@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         MooncakePageStore,
         open_mooncake_page_store,
     )
-    from scheduler_components.hicache.thread_page_mover import ThreadPageMover, open_thread_page_mover
+    from scheduler_components.hicache.thread_page_mover import ThreadPageMover
     from scheduler_components.hicache.thread_storage import open_deadline_page_store
     from scheduler_components.hicache.torch_sync import open_torch_sync_domains
 
@@ -62,7 +62,6 @@ __all__ = [
     "open_deadline_page_store",
     "open_file_page_store",
     "open_mooncake_page_store",
-    "open_thread_page_mover",
     "open_torch_sync_domains",
     "world_rank_sets",
 ]
@@ -73,7 +72,7 @@ __getattr__ = lazy_names(
         "scheduler_components.hicache.file_storage": "FilePageStore open_file_page_store",
         "scheduler_components.hicache.memory": "HostPool PageShape SimulatedDeviceMemory",
         "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
-        "scheduler_components.hicache.thread_page_mover": "ThreadPageMover open_thread_page_mover",
+        "scheduler_components.hicache.thread_page_mover": "ThreadPageMover",
         "scheduler_components.hicache.thread_storage": "open_deadline_page_store",
         "scheduler_components.hicache.torch_sync": "open_torch_sync_domains",
     },

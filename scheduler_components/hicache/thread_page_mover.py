@@ -1,15 +1,20 @@
 """ThreadPageMover: moves real pages on three threads: copies, reads from storage, writes to storage.
 
-The scheduler's thread gives instructions and takes events; no agreement is ever made on another thread, so there is
-nothing between ranks that threads could interleave.
+The scheduler's thread gives instructions and takes events. No agreement is ever made on another thread, so threads
+cannot interleave anything between ranks.
+
+Each thread is an executor of one worker, which does its work in order. What waits for a worker is bounded by what the
+cache above begins: copies by the host's pages and ``max_load_pages``, reads by the lanes of prefetches. Every piece of
+work ends by itself, because stores are behind a deadline; so the interpreter may wait for the workers when it ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread
 
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import StorageError
@@ -29,71 +34,44 @@ from scheduler_components.page_operations import (
     ReadStorage,
     StopReading,
     StorageAnswered,
+    StorageUnused,
     WriteDone,
     WriteToStorage,
 )
 from scheduler_components.ports import PageStore
 
-__all__ = ["ThreadPageMover", "open_thread_page_mover"]
+__all__ = ["ThreadPageMover"]
 
-_PAGES_A_TURN = 32  # pages asked of storage at once: how much a stop may come too late
-_JOIN_S = 10.0
-
-Work = Callable[[], None]
+_SLICE_PAGES = 32  # pages asked of storage at once: how much a stop may come too late
+_CLOSE_S = 10.0
 
 
 @dataclass(slots=True)
 class _Backend:
-    """An attached store: one counting front for each thread that uses it."""
+    """An attached store: one ``CheckedPageStore`` per thread that uses it, since each counts for one thread."""
 
     shared: DeadlinePageStore
     for_reads: CheckedPageStore
     for_writes: CheckedPageStore
 
 
-class _Worker:
-    """A thread that does one piece of work after the other."""
-
-    def __init__(self, name: str, crashed: Callable[[Exception], None]) -> None:
-        self._work: SimpleQueue[Work | None] = SimpleQueue()
-        self._crashed = crashed
-        self._thread = Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def give(self, work: Work) -> None:
-        self._work.put(work)
-
-    def close(self) -> None:
-        self._work.put(None)
-        self._thread.join(_JOIN_S)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - raised again on the scheduler's thread
-                self._crashed(error)
-
-
 class _Io:
-    """Threads, the way of events back to the scheduler's thread, and what is under way."""
+    """The workers, the way of events back to the scheduler's thread, and what is under way."""
 
     def __init__(self) -> None:
-        self._events: SimpleQueue[IoEvent | Exception] = SimpleQueue()
-        self._early: list[IoEvent | Exception] = []  # taken off the queue by a wait
+        self._events: SimpleQueue[IoEvent | BaseException] = SimpleQueue()
+        self._early: list[IoEvent | BaseException] = []  # taken off the queue by a wait
         self._is_closed = False
         self.copies, self.reads, self.writes = (
-            _Worker(f"pages-{name}", self._events.put) for name in ("copy", "read", "write")
+            ThreadPoolExecutor(1, thread_name_prefix=f"pages-{name}") for name in ("copy", "read", "write")
         )
-        self.loading: dict[int, int] = {}
+        self.loading: dict[int, int] = {}  # operation -> pages
         self.reading: set[int] = set()
         self.stopped: set[int] = set()
 
-    def start(self) -> None:
-        for worker in (self.copies, self.reads, self.writes):
-            worker.start()
+    def begin(self, worker: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        """Let a worker do a piece of work; what it raises, ``take`` raises on the scheduler's thread."""
+        worker.submit(work).add_done_callback(self._note_error)
 
     def put(self, event: IoEvent) -> None:
         self._events.put(event)
@@ -104,7 +82,7 @@ class _Io:
             taken.append(self._events.get())
         events: list[IoEvent] = []
         for event in taken:
-            if isinstance(event, Exception):
+            if isinstance(event, BaseException):
                 raise event
             events.append(event)
         return events
@@ -117,18 +95,32 @@ class _Io:
                 return
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self.stopped |= self.reading
-            for worker in (self.copies, self.reads, self.writes):
-                worker.close()
+        """End reads with their present slice, let everything else that was begun end, and end the workers."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.stopped |= self.reading
+        workers = (self.copies, self.reads, self.writes)
+        ends = [worker.submit(_nothing) for worker in workers]
+        wait(ends, timeout=_CLOSE_S)
+        for worker, end in zip(workers, ends, strict=True):
+            worker.shutdown(wait=end.done(), cancel_futures=True)
+
+    def _note_error(self, done: Future[None]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            self._events.put(error)
+
+
+def _nothing() -> None:
+    """The last piece of work of a worker: when it is done, so is all before it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ThreadPageMover:
-    """A ``PageMover`` over a host pool, a simulated device and any page store. Made by ``open_thread_page_mover``.
+    """A ``PageMover`` over a host pool, a simulated device and any page store.
 
-    All methods are for one thread, the scheduler's.
+    All methods are for one thread, the scheduler's. The workers start with the first instructions; ``close`` ends them.
 
     Attributes:
         host: the rank's host pool; the cache above commits and releases, this writes and reads.
@@ -152,10 +144,6 @@ class ThreadPageMover:
     @property
     def load_room_pages(self) -> int:
         return max(0, self.max_load_pages - sum(self._io.loading.values()))
-
-    def start(self) -> None:
-        """Start the threads."""
-        self._io.start()
 
     def attach(self, store: PageStore, *, deadline_s: float) -> None:
         """Use ``store`` from the agreement on at which every rank of the replica has one.
@@ -214,23 +202,25 @@ class ThreadPageMover:
 
     def _begin(self, instruction: Instruction) -> None:
         io = self._io
-        if isinstance(instruction, CopyToHost):
-            io.copies.give(lambda: self._copy_to_host(instruction))
-        elif isinstance(instruction, CopyToDevice):
-            io.loading[instruction.op] = len(instruction.device_pages)
-            io.copies.give(lambda: self._copy_to_device(instruction))
-        elif isinstance(instruction, WriteToStorage):
-            io.writes.give(lambda: self._write(instruction))
-        elif isinstance(instruction, QueryStorage):
-            io.reads.give(lambda: self._query(instruction))
-        elif isinstance(instruction, ReadStorage):
-            io.reading.add(instruction.op)
-            io.reads.give(lambda: self._read(instruction))
-        elif isinstance(instruction, StopReading):
-            if instruction.op in io.reading:
-                io.stopped.add(instruction.op)
-        elif self._is_detaching:
-            self._close_store()
+        match instruction:
+            case CopyToHost():
+                io.begin(io.copies, partial(self._copy_to_host, instruction))
+            case CopyToDevice():
+                io.loading[instruction.op] = len(instruction.device_pages)
+                io.begin(io.copies, partial(self._copy_to_device, instruction))
+            case WriteToStorage():
+                io.begin(io.writes, partial(self._write, instruction))
+            case QueryStorage():
+                io.begin(io.reads, partial(self._query, instruction))
+            case ReadStorage():
+                io.reading.add(instruction.op)
+                io.begin(io.reads, partial(self._read, instruction))
+            case StopReading():
+                if instruction.op in io.reading:
+                    io.stopped.add(instruction.op)
+            case StorageUnused():
+                if self._is_detaching:
+                    self._close_store()
 
     def _close_store(self) -> None:
         if self._backend is not None:
@@ -252,10 +242,10 @@ class ThreadPageMover:
         if self.keys.writes:  # the one rank that writes this slice answers for it; the others have nothing to do
             keys = self._keys(write.digests)
             num_held = backend.for_writes.batch_exists(keys) if backend is not None else 0
-            for at in range(num_held, len(keys), _PAGES_A_TURN):
-                turn = slice(at, at + _PAGES_A_TURN)
-                pages = [self.host.read(page) for page in write.host_pages[turn]]
-                is_good = is_good and backend is not None and all(backend.for_writes.batch_set(keys[turn], pages))
+            for at in range(num_held, len(keys), _SLICE_PAGES):
+                part = slice(at, at + _SLICE_PAGES)
+                pages = [self.host.read(page) for page in write.host_pages[part]]
+                is_good = is_good and backend is not None and all(backend.for_writes.batch_set(keys[part], pages))
         self._io.put(BackupDone(write.op, is_good))
 
     def _query(self, query: QueryStorage) -> None:
@@ -266,9 +256,9 @@ class ThreadPageMover:
     def _read(self, read: ReadStorage) -> None:
         backend, keys, num_landed = self._backend, self._keys(read.digests), 0
         while backend is not None and num_landed < len(keys) and read.op not in self._io.stopped:
-            turn = slice(num_landed, num_landed + _PAGES_A_TURN)
-            contents = backend.for_reads.batch_get(keys[turn])
-            for page, content in zip(read.host_pages[turn], contents, strict=True):
+            part = slice(num_landed, num_landed + _SLICE_PAGES)
+            contents = backend.for_reads.batch_get(keys[part])
+            for page, content in zip(read.host_pages[part], contents, strict=True):
                 if content is None:
                     backend = None  # a hole ends the prefix
                     break
@@ -279,12 +269,3 @@ class ThreadPageMover:
 
     def _keys(self, digests: bytes) -> list[str]:
         return [self.keys.key(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES)]
-
-
-def open_thread_page_mover(
-    host: HostPool, device: SimulatedDeviceMemory, keys: KeySpace, *, max_load_pages: int = 4096
-) -> ThreadPageMover:
-    """Start the threads of a mover without storage; ``close`` ends them."""
-    mover = ThreadPageMover(host=host, device=device, keys=keys, max_load_pages=max_load_pages)
-    mover.start()
-    return mover

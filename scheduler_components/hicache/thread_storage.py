@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
-from typing import Any, Generic, TypeVar
+from threading import Thread
+from typing import Any, TypeVar
 
 from scheduler_components.errors import StorageError, StorageStallError
 from scheduler_components.ports import PageBytes, PageStore
@@ -16,47 +16,23 @@ __all__ = ["DeadlinePageStore", "open_deadline_page_store"]
 Answer = TypeVar("Answer")
 
 
-@dataclass(slots=True, eq=False)
-class _Job(Generic[Answer]):
-    """One operation: run at most once, by the worker, unless its caller has given up before."""
-
-    operation: str
-    work: Callable[[], Answer]
-    lock: Lock = field(default_factory=Lock)
-    done: Event = field(default_factory=Event)
-    given_up: bool = False
-    answer: Answer | None = None
-    error: Exception | None = None
-
-    def run(self) -> None:
-        with self.lock:
-            wanted = not self.given_up
-        try:
-            if wanted:
-                self.answer = self.work()
-        except Exception as error:  # noqa: BLE001 - raised again on the caller's thread
-            self.error = error
-        self.done.set()
-
-    def give_up(self) -> None:
-        with self.lock:
-            self.given_up = True
-
-
 class DeadlinePageStore:
-    """A page store behind one worker thread; any number of threads may use it, their operations run in turn.
+    """A page store behind one worker thread. Any number of threads may use it; operations run one after the other.
 
     An operation that passes the deadline raises ``StorageStallError`` and its late answer is dropped. Until the worker
-    is free again, further operations raise the same at once, so nothing piles up behind it. The worker is a daemon: a
-    store that never returns does not keep the process from ending. Make it with ``open_deadline_page_store``.
+    is free again, further operations raise the same at once, so nothing piles up behind it. Make it with
+    ``open_deadline_page_store``.
     """
+
+    # The worker is a daemon thread and not an executor's: the interpreter waits for those when it ends, and a store
+    # that never returns must not keep the process from ending.
 
     def __init__(self, store: PageStore, deadline_s: float) -> None:
         self._store = store
         self._deadline_s = deadline_s
-        self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._worker = Thread(target=self._work, name="page-store", daemon=True)
-        self._stalled: _Job[Any] | None = None
+        self._stalled: tuple[str, Future[Any]] | None = None
         self._is_closed = False
 
     def start(self) -> None:
@@ -89,14 +65,13 @@ class DeadlinePageStore:
         if self._is_closed:
             return
         self._is_closed = True
-        closing = _Job("close", self._store.close)
-        self._jobs.put(closing)
+        closing = self._put(self._store.close)
         self._jobs.put(None)
-        if not closing.done.wait(self._deadline_s):
+        wait((closing,), timeout=self._deadline_s)
+        if not closing.done():
             raise StorageStallError("deadline", "close", f"still at work after {self._deadline_s:g} s")
         self.join()
-        if closing.error is not None:
-            raise closing.error
+        closing.result()
 
     def join(self) -> None:
         """Wait, without a bound, for the worker to end; call ``close`` first."""
@@ -105,26 +80,33 @@ class DeadlinePageStore:
     def _ask(self, operation: str, work: Callable[[], Answer]) -> Answer:
         if self._is_closed:
             raise StorageError("deadline", operation, "the store is closed")
-        stalled = self._stalled
-        if stalled is not None and not stalled.done.is_set():
-            raise StorageStallError("deadline", operation, f"still at an earlier {stalled.operation}")
-        job = _Job(operation, work)
-        self._jobs.put(job)
-        if not job.done.wait(self._deadline_s):
-            job.give_up()
-            self._stalled = job
-            raise StorageStallError("deadline", operation, f"no answer within {self._deadline_s:g} s")
-        if job.error is not None:
-            raise job.error
-        return job.answer  # type: ignore[return-value]  # set before done, whenever there is no error
+        if self._stalled is not None and not self._stalled[1].done():
+            raise StorageStallError("deadline", operation, f"still at an earlier {self._stalled[0]}")
+        job = self._put(work)
+        wait((job,), timeout=self._deadline_s)
+        if job.done():
+            return job.result()
+        if not job.cancel():  # the worker is at it; a job that waits for another one is only taken back
+            self._stalled = operation, job
+        raise StorageStallError("deadline", operation, f"no answer within {self._deadline_s:g} s")
+
+    def _put(self, work: Callable[[], Answer]) -> Future[Answer]:
+        job: Future[Answer] = Future()
+        self._jobs.put((job, work))
+        return job
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
+        while (entry := self._jobs.get()) is not None:
+            job, work = entry
+            if job.set_running_or_notify_cancel():
+                try:
+                    job.set_result(work())
+                except Exception as error:  # noqa: BLE001 - raised again on the caller's thread
+                    job.set_exception(error)
 
 
 def open_deadline_page_store(store: PageStore, *, deadline_s: float) -> DeadlinePageStore:
-    """Give a store a thread of its own, and its callers a longest wait of ``deadline_s`` an operation."""
+    """Give a store a thread of its own, and its callers a longest wait of ``deadline_s`` per operation."""
     opened = DeadlinePageStore(store, deadline_s)
     opened.start()
     return opened

@@ -33,7 +33,6 @@ from scheduler_components.hicache import (
     Tier,
     TierStepper,
     open_file_page_store,
-    open_thread_page_mover,
 )
 from scheduler_components.page_operations import CopyToHost
 from scheduler_components.reference.engine import SimulatedKv
@@ -92,7 +91,7 @@ def opened(num_host_pages: int = 64, prefetch: str = "wait_complete") -> Iterato
         parallel=ParallelState.from_tp_rank(0, tp_size=1),
     )
     host = HostPool(SHAPE, num_host_pages, verify=True)
-    mover = open_thread_page_mover(host, SimulatedDeviceMemory(SHAPE, 8), keys, max_load_pages=3)
+    mover = ThreadPageMover(host=host, device=SimulatedDeviceMemory(SHAPE, 8), keys=keys, max_load_pages=3)
     rank = Rank(mover, num_host_pages, HiCachePolicy(prefetch=prefetch, prefetch_threshold_pages=1))
     try:
         yield rank

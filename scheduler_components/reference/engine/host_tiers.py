@@ -25,7 +25,6 @@ from scheduler_components.hicache import (
     SyncDomain,
     ThreadPageMover,
     TierStepper,
-    open_thread_page_mover,
     world_rank_sets,
 )
 from scheduler_components.reference.engine.config import HiCacheConfig, RankConfig
@@ -118,7 +117,7 @@ def open_host_tiers(
     host = HostPool(_SHAPE, max(1, hicache.host_tokens // page_size))
     device = SimulatedDeviceMemory(_SHAPE, engine.scheduler.kv_pages)
     with ExitStack() as opened:
-        mover = open_thread_page_mover(host, device, _keys(config, parallel))
+        mover = ThreadPageMover(host=host, device=device, keys=_keys(config, parallel))
         opened.callback(mover.close)
         store = _open_store(hicache)
         if store is not None:

@@ -17,8 +17,8 @@ from scheduler_components.hicache import (
     Placement,
     SimulatedDeviceMemory,
     SyncDomain,
+    ThreadPageMover,
     TierStepper,
-    open_thread_page_mover,
 )
 from scheduler_components.reference.device import SimulatedDevice
 from scheduler_components.reference.engine import (
@@ -45,7 +45,7 @@ def tiers() -> Iterator[HostTiers]:
     parallel = ParallelState.trivial()
     host, device = HostPool(SHAPE, 64), SimulatedDeviceMemory(SHAPE, CONFIG.kv_pages)
     keys = KeySpace(model="m", dtype="d", page_size=4, layout="page_first", placement=Placement(), parallel=parallel)
-    mover = open_thread_page_mover(host, device, keys)
+    mover = ThreadPageMover(host=host, device=device, keys=keys)
     cache = HiRadixCache(page_size=4, capacity_tokens=64, host=host, num_host_pages=64)
     tiers = HostTiers(stepper=TierStepper(cache=cache, domain=SyncDomain(), mover=mover), mover=mover)
     yield tiers
