@@ -107,15 +107,17 @@ class GrowthProbe:
         first = number * PAGES_PER_PROMPT * PAGE_SIZE % (1 << 31)
         return array("I", range(first, first + PAGES_PER_PROMPT * PAGE_SIZE))
 
-    def costs_us(self, turns: int, prompts: int = 15) -> dict[str, list[float]]:
-        """Microseconds a page of each operation, one value a turn."""
+    def costs_us(
+        self, turns: int, prompts: int = 15, clock: Callable[[], float] = time.perf_counter
+    ) -> dict[str, list[float]]:
+        """Microseconds per page of each operation, one value per turn."""
         found: dict[str, list[float]] = {"match": [], "evict": [], "insert": []}
         for _ in range(turns):
             gc.collect()
             for operation, call in (("match", self._match), ("evict", self._evict), ("insert", self._insert)):
-                begun = time.perf_counter()
+                begun = clock()
                 call(prompts)
-                found[operation].append((time.perf_counter() - begun) * 1e6 / (prompts * PAGES_PER_PROMPT))
+                found[operation].append((clock() - begun) * 1e6 / (prompts * PAGES_PER_PROMPT))
         return found
 
     def _match(self, prompts: int) -> None:
