@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
-# Many tests wait for sockets and processes, so two cores are busy with three. TEST_WORKERS=0 TEST_ARGS=--pdb debugs.
+# Many tests wait for sockets and processes: three workers keep two cores busy. A file stays on one worker, so that what
+# a file builds once (wheel, site, groups of ranks) is built once. To debug: make test TEST_WORKERS=0 TEST_ARGS='--pdb'
 TEST_WORKERS ?= 3
 SOAK_SECONDS ?= 60
 DOCS_PORT ?= 8000
@@ -27,7 +28,7 @@ demo: $(VENV)/.engine
 	$(BIN)/scheduler-components demo --hicache $(DEMO_ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 bench: $(VENV)/.engine
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

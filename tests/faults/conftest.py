@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
 
@@ -195,6 +196,24 @@ def start_subscriber(stack: ExitStack) -> Callable[[str, str], ChildProcess]:
         subscriber = ChildProcess("subscriber_process.py", events, replay)
         stack.callback(subscriber.end)
         return subscriber
+
+    return start
+
+
+@pytest.fixture
+def dial(stack: ExitStack) -> Callable[..., zmq.Socket[bytes]]:
+    """Connect a bare SUB or DEALER socket: ``dial(kind, endpoint, hwm=1_000)``. It waits at most ``DEADLINE_S``."""
+
+    def start(kind: int, endpoint: str, *, hwm: int = 1_000) -> zmq.Socket[bytes]:
+        context = stack.enter_context(zmq.Context())
+        socket: zmq.Socket[bytes] = stack.enter_context(context.socket(kind))
+        socket.setsockopt(zmq.RCVTIMEO, int(1_000 * DEADLINE_S))
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, hwm)
+        if kind == zmq.SUB:
+            socket.subscribe(b"")
+        socket.connect(endpoint)
+        return socket
 
     return start
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -13,18 +12,6 @@ Start = Callable[..., Any]
 END = -1
 MiB = 1024 * 1024
 RECEIVE_MS = 40_000
-
-
-def dial(stack: ExitStack, kind: int, endpoint: str, *, hwm: int = 1_000) -> zmq.Socket[bytes]:
-    context = stack.enter_context(zmq.Context())
-    socket: zmq.Socket[bytes] = stack.enter_context(context.socket(kind))
-    socket.setsockopt(zmq.RCVTIMEO, RECEIVE_MS)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVHWM, hwm)
-    if kind == zmq.SUB:
-        socket.subscribe(b"")
-    socket.connect(endpoint)
-    return socket
 
 
 def number(message: list[bytes]) -> int:
@@ -38,10 +25,10 @@ def read_answer(client: zmq.Socket[bytes]) -> list[int]:
     return numbers
 
 
-def test_a_reader_that_pauses_gets_all_of_a_long_replay(start_publisher: Start, stack: ExitStack) -> None:
+def test_a_reader_that_pauses_gets_all_of_a_long_replay(start_publisher: Start, dial: Start) -> None:
     publisher = start_publisher(buffer_steps=20_000)
     publisher.ask("publish", 0, 10_000, 1_700)
-    client = dial(stack, zmq.DEALER, publisher.replay_endpoint, hwm=10)
+    client = dial(zmq.DEALER, publisher.replay_endpoint, hwm=10)
     client.send_multipart([b"", bytes(8)])
     first = number(client.recv_multipart())
     while publisher.ask("stats")["batches_replayed"] < 64:
@@ -51,10 +38,10 @@ def test_a_reader_that_pauses_gets_all_of_a_long_replay(start_publisher: Start, 
     assert [first, *read_answer(client)] == [*range(10_000), END]
 
 
-def test_live_goes_on_during_a_replay_storm(start_publisher: Start, stack: ExitStack) -> None:
+def test_live_goes_on_during_a_replay_storm(start_publisher: Start, dial: Start) -> None:
     publisher = start_publisher(buffer_steps=1_000_000)  # no answer is overtaken by the window
     publisher.ask("publish", 0, 2_000, 500)
-    live = dial(stack, zmq.SUB, publisher.endpoint, hwm=0)
+    live = dial(zmq.SUB, publisher.endpoint, hwm=0)
     while not live.poll(5):
         publisher.ask("publish", 0, 1, 10)
     answers: list[list[int]] = []
@@ -65,9 +52,7 @@ def test_live_goes_on_during_a_replay_storm(start_publisher: Start, stack: ExitS
             client.send_multipart([b"", bytes(8)])
             answers.append(read_answer(client))
 
-    threads = [
-        threading.Thread(target=storm, args=(dial(stack, zmq.DEALER, publisher.replay_endpoint),)) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=storm, args=(dial(zmq.DEALER, publisher.replay_endpoint),)) for _ in range(4)]
     for thread in threads:
         thread.start()
     while len(answers) < 20:
@@ -84,11 +69,11 @@ def test_live_goes_on_during_a_replay_storm(start_publisher: Start, stack: ExitS
         assert answer == [*range(answer[-2] + 1), END]
 
 
-def test_readers_that_never_read_cost_their_share(start_publisher: Start, stack: ExitStack) -> None:
+def test_readers_that_never_read_cost_their_share(start_publisher: Start, dial: Start) -> None:
     publisher = start_publisher()
     publisher.ask("publish", 0, 3_000, 10_000)
     before = publisher.ask("memory")
-    clients = [dial(stack, zmq.DEALER, publisher.replay_endpoint, hwm=1) for _ in range(30)]
+    clients = [dial(zmq.DEALER, publisher.replay_endpoint, hwm=1) for _ in range(30)]
     for client in clients:
         client.send_multipart([b"", bytes(8)])
     for client in clients:
@@ -102,9 +87,9 @@ def test_readers_that_never_read_cost_their_share(start_publisher: Start, stack:
     assert publisher.ask("memory") - before < 50 * MiB
 
 
-def test_subscribers_that_never_read_share_one_queue(start_publisher: Start, stack: ExitStack) -> None:
+def test_subscribers_that_never_read_share_one_queue(start_publisher: Start, dial: Start) -> None:
     publisher = start_publisher(hwm=1_000, replay_endpoint=None)
-    silent = [dial(stack, zmq.SUB, publisher.endpoint, hwm=1) for _ in range(30)]
+    silent = [dial(zmq.SUB, publisher.endpoint, hwm=1) for _ in range(30)]
     while publisher.ask("stats")["subscribers_seen"] < 30:
         publisher.ask("publish", 0, 1, 10)
     before = publisher.ask("memory")
@@ -115,11 +100,9 @@ def test_subscribers_that_never_read_share_one_queue(start_publisher: Start, sta
     assert len(silent) == 30
 
 
-def test_shutdown_with_a_long_backlog_loses_nothing_of_a_prompt_reader(
-    start_publisher: Start, stack: ExitStack
-) -> None:
+def test_shutdown_with_a_long_backlog_loses_nothing_of_a_prompt_reader(start_publisher: Start, dial: Start) -> None:
     publisher = start_publisher(hwm=200_000, replay_endpoint=None)
-    reader = dial(stack, zmq.SUB, publisher.endpoint, hwm=0)
+    reader = dial(zmq.SUB, publisher.endpoint, hwm=0)
     while not reader.poll(5):
         publisher.ask("publish", 0, 1, 10)
     publisher.begin("publish", 0, 100_000, 10)
@@ -134,9 +117,9 @@ def test_shutdown_with_a_long_backlog_loses_nothing_of_a_prompt_reader(
     assert len(numbers) >= 100_000
 
 
-def test_a_deadline_that_cuts_a_slow_reader_is_told(start_publisher: Start, stack: ExitStack) -> None:
+def test_a_deadline_that_cuts_a_slow_reader_is_told(start_publisher: Start, dial: Start) -> None:
     publisher = start_publisher(replay_endpoint=None)
-    slow = dial(stack, zmq.SUB, publisher.endpoint, hwm=1)
+    slow = dial(zmq.SUB, publisher.endpoint, hwm=1)
     while not slow.poll(5):
         publisher.ask("publish", 0, 1, 10)
     publisher.ask("publish", 0, 3_000, 10_000)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +78,9 @@ def wait_for_blocks(subscriber: Any, blocks: list[int]) -> None:
     raise AssertionError(f"{len(answer['blocks'])} blocks, {answer['state']}")
 
 
-def test_interpreter_exit_sends_the_tail(start_publisher: Start, stack: ExitStack) -> None:
+def test_interpreter_exit_sends_the_tail(start_publisher: Start, dial: Start) -> None:
     publisher = start_publisher()
-    context = stack.enter_context(zmq.Context())
-    subscriber = stack.enter_context(context.socket(zmq.SUB))
-    subscriber.setsockopt(zmq.RCVHWM, 0)
-    subscriber.setsockopt(zmq.RCVTIMEO, 20_000)
-    subscriber.subscribe(b"")
-    subscriber.connect(publisher.endpoint)
+    subscriber = dial(zmq.SUB, publisher.endpoint, hwm=0)
     while not subscriber.poll(5):
         publisher.ask("publish", 0, 1, 10)
     publisher.ask("publish", 1, 5_000, 100)
@@ -96,28 +90,20 @@ def test_interpreter_exit_sends_the_tail(start_publisher: Start, stack: ExitStac
         pass
 
 
-def test_interpreter_exit_does_not_wait_for_readers_that_never_read(start_publisher: Start, stack: ExitStack) -> None:
+def test_interpreter_exit_does_not_wait_for_readers_that_never_read(start_publisher: Start, dial: Start) -> None:
     publisher = start_publisher()
-    context = stack.enter_context(zmq.Context())
-    for kind, endpoint in ((zmq.SUB, publisher.endpoint), (zmq.DEALER, publisher.replay_endpoint)):
-        reader = stack.enter_context(context.socket(kind))
-        reader.setsockopt(zmq.RCVHWM, 1)
-        reader.setsockopt(zmq.LINGER, 0)
-        if kind == zmq.SUB:
-            reader.subscribe(b"")
-        reader.connect(endpoint)
-        if kind == zmq.DEALER:
-            reader.send_multipart([b"", bytes(8)])
-            assert reader.poll(20_000)
+    dial(zmq.SUB, publisher.endpoint, hwm=1)
+    reader = dial(zmq.DEALER, publisher.replay_endpoint, hwm=1)
+    reader.send_multipart([b"", bytes(8)])
+    assert reader.poll(20_000)
     publisher.ask("publish", 0, 3_000, 10_000)
     assert publisher.exit() == 0
 
 
 FORKING = """
 import os, sys
-from scheduler_components.errors import ForkedPublisherError
-from scheduler_components.events import AllBlocksCleared, KVEventBatch
-from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
+from scheduler_components import AllBlocksCleared, ForkedPublisherError, KVEventBatch
+from scheduler_components.kv_events import ZmqEventPublisher
 
 batch = KVEventBatch(1.0, (AllBlocksCleared(),))
 publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True, **eval(sys.argv[1]))

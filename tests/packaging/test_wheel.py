@@ -28,6 +28,18 @@ assert publisher.stats().batches_sent == 1
 assert not {"prometheus_client", "starlette", "typer", "hypothesis"} & set(sys.modules)
 """
 LINT = ("--isolated", "--require-plugins", "scheduler-components", "--select", "SCH")
+# Opens every name of every door; prints the modules that are not installed, which extras bring.
+DOORS = """
+import importlib, sys
+missing = set()
+for door in map(importlib.import_module, sys.argv[1:]):
+    for name in door.__all__:
+        try:
+            getattr(door, name)
+        except ModuleNotFoundError as error:
+            missing.add(error.name.partition(".")[0])
+print(*sorted(missing))
+"""
 DEMO = ("demo", "--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "2", "--requests", "4", "--speed", "4")
 
 pytestmark = pytest.mark.timeout(300)  # the package index may be slow
@@ -86,6 +98,19 @@ def test_the_sdist_has_what_a_reader_needs(built: tuple[Path, Path]) -> None:
     assert "mkdocs.yml" in names
     assert "tests/packaging/test_wheel.py" in names
     assert not [name for name in names if name.startswith("site/")], "the built documentation is not shipped"
+
+
+def test_every_door_opens_in_what_is_installed(clean: Path) -> None:
+    """Without extras: what is not there is a library of an extra, never a file of the packages."""
+    inits = [init for package in PACKAGES for init in (ROOT / package).rglob("__init__.py")]
+    doors = [".".join(init.parent.relative_to(ROOT).parts) for init in inits if "__all__" in init.read_text()]
+    kit = [
+        door
+        for door in doors
+        if not door.startswith(("scheduler_components.reference", "scheduler_components.component_lint"))
+    ]
+    missing = run(clean / "python", "-W", "error", "-c", DOORS, *kit, cwd=clean).split()
+    assert set(missing) <= {"httpx", "hypothesis", "numpy", "prometheus_client", "starlette", "torch"}
 
 
 def test_the_core_runs_without_extras_then_the_engine_with_its_own(built: tuple[Path, Path], clean: Path) -> None:
