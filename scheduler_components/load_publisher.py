@@ -13,6 +13,7 @@ from scheduler_components.errors import ConfigError, FailureLog
 from scheduler_components.load import HEARTBEAT_S
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NO_LOAD_SINK, LoadSink, LoadSource
+from scheduler_components.validators import check_number
 from scheduler_components.values import LoadSnapshot
 
 if TYPE_CHECKING:
@@ -46,10 +47,8 @@ class GaugePacer:
     )  # fmt: skip
 
     def __init__(self, *, min_interval_s: float = MIN_INTERVAL_S, heartbeat_s: float = HEARTBEAT_S) -> None:
-        if not 0 <= min_interval_s < math.inf:
-            raise ConfigError("min_interval_s", min_interval_s, "is not a time span", "give seconds, 0 or more")
-        if not 0 < heartbeat_s < math.inf:
-            raise ConfigError("heartbeat_s", heartbeat_s, "is not a time span", "give seconds above 0")
+        check_number("min_interval_s", min_interval_s, or_zero=True)
+        check_number("heartbeat_s", heartbeat_s)
         if heartbeat_s < min_interval_s:
             raise ConfigError(
                 "heartbeat_s", heartbeat_s, f"is shorter than min_interval_s={min_interval_s}", "give a longer one"

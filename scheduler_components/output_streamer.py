@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components.errors import ConfigError, FailureLog
+from scheduler_components.errors import FailureLog
 from scheduler_components.ports import OutputSink, StreamedRequest
+from scheduler_components.validators import check_integer
 from scheduler_components.values import OutputBatch, OutputDelta, OutputStats, TokenOutput
 
 __all__ = [
@@ -47,9 +48,8 @@ class HeldEnds:
     __slots__ = ("num_bytes", "ends_dropped", "tokens_dropped", "_bare", "_full", "_max_bytes", "_max_ends")
 
     def __init__(self, *, max_ends: int = 16_384, max_bytes: int = 64 * 1024 * 1024) -> None:
-        for name, value in (("max_ends", max_ends), ("max_bytes", max_bytes)):
-            if value < 1:
-                raise ConfigError(name, value, "leaves no room", "give at least 1")
+        check_integer("max_ends", max_ends)
+        check_integer("max_bytes", max_bytes)
         self._max_ends = max_ends
         self._max_bytes = max_bytes
         self.num_bytes = self.ends_dropped = self.tokens_dropped = 0

@@ -18,26 +18,13 @@ from typing import Any
 import attrs
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.validators import check_integer, is_integer
 
 __all__ = ["ParallelState"]
 
 
-def _require_size(field: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(field, value, "is not a size", "give an integer of at least 1")
-
-
-def _require_rank(field: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(field, value, "is not a rank", "give an integer of at least 0")
-
-
-def _check_size(_: ParallelState, attribute: attrs.Attribute[int], value: int) -> None:
-    _require_size(attribute.name, value)
-
-
-def _check_rank(_: ParallelState, attribute: attrs.Attribute[int], value: int) -> None:
-    _require_rank(attribute.name, value)
+_SIZE = is_integer("is not a size")
+_RANK = is_integer("is not a rank", at_least=0)
 
 
 def _quotient(tp_size: int, divisor_name: str, divisor: int) -> int:
@@ -61,24 +48,24 @@ class ParallelState:
         ConfigError: naming the rank or size that does not fit, and the value that would.
     """
 
-    tp_rank: int = attrs.field(default=0, validator=_check_rank)
-    tp_size: int = attrs.field(default=1, validator=_check_size)
-    pp_rank: int = attrs.field(default=0, validator=_check_rank)
-    pp_size: int = attrs.field(default=1, validator=_check_size)
-    dp_rank: int | None = attrs.field(default=None, validator=attrs.validators.optional(_check_rank))
-    dp_size: int = attrs.field(default=1, validator=_check_size)
-    attn_tp_rank: int = attrs.field(default=0, validator=_check_rank)
-    attn_tp_size: int = attrs.field(default=1, validator=_check_size)
-    attn_cp_rank: int = attrs.field(default=0, validator=_check_rank)
-    attn_cp_size: int = attrs.field(default=1, validator=_check_size)
-    attn_dp_rank: int = attrs.field(default=0, validator=_check_rank)
-    attn_dp_size: int = attrs.field(default=1, validator=_check_size)
-    moe_ep_rank: int = attrs.field(default=0, validator=_check_rank)
-    moe_ep_size: int = attrs.field(default=1, validator=_check_size)
-    moe_dp_rank: int = attrs.field(default=0, validator=_check_rank)
-    moe_dp_size: int = attrs.field(default=1, validator=_check_size)
-    dcp_size: int = attrs.field(default=1, validator=_check_size)
-    gpu_id: int = attrs.field(default=0, validator=_check_rank)
+    tp_rank: int = attrs.field(default=0, validator=_RANK)
+    tp_size: int = attrs.field(default=1, validator=_SIZE)
+    pp_rank: int = attrs.field(default=0, validator=_RANK)
+    pp_size: int = attrs.field(default=1, validator=_SIZE)
+    dp_rank: int | None = attrs.field(default=None, validator=attrs.validators.optional(_RANK))
+    dp_size: int = attrs.field(default=1, validator=_SIZE)
+    attn_tp_rank: int = attrs.field(default=0, validator=_RANK)
+    attn_tp_size: int = attrs.field(default=1, validator=_SIZE)
+    attn_cp_rank: int = attrs.field(default=0, validator=_RANK)
+    attn_cp_size: int = attrs.field(default=1, validator=_SIZE)
+    attn_dp_rank: int = attrs.field(default=0, validator=_RANK)
+    attn_dp_size: int = attrs.field(default=1, validator=_SIZE)
+    moe_ep_rank: int = attrs.field(default=0, validator=_RANK)
+    moe_ep_size: int = attrs.field(default=1, validator=_SIZE)
+    moe_dp_rank: int = attrs.field(default=0, validator=_RANK)
+    moe_dp_size: int = attrs.field(default=1, validator=_SIZE)
+    dcp_size: int = attrs.field(default=1, validator=_SIZE)
+    gpu_id: int = attrs.field(default=0, validator=_RANK)
 
     def __attrs_post_init__(self) -> None:
         self._check_ranks_below_sizes()
@@ -181,12 +168,12 @@ class ParallelState:
         Raises:
             ConfigError: a size or rank that is not one, or sizes that do not divide ``tp_size``.
         """
-        _require_rank("tp_rank", tp_rank)
-        _require_size("tp_size", tp_size)
-        _require_size("attn_dp_size", attn_dp_size)
-        _require_size("attn_cp_size", attn_cp_size)
-        _require_size("moe_ep_size", moe_ep_size)
-        _require_size("moe_dp_size", moe_dp_size)
+        check_integer("tp_rank", tp_rank, "is not a rank", at_least=0)
+        check_integer("tp_size", tp_size)
+        check_integer("attn_dp_size", attn_dp_size)
+        check_integer("attn_cp_size", attn_cp_size)
+        check_integer("moe_ep_size", moe_ep_size)
+        check_integer("moe_dp_size", moe_dp_size)
         attn_tp_size = _quotient(tp_size, "attn_dp_size * attn_cp_size", attn_dp_size * attn_cp_size)
         moe_tp_size = _quotient(tp_size, "moe_dp_size * moe_ep_size", moe_dp_size * moe_ep_size)
         group, attn_tp_rank = divmod(tp_rank, attn_tp_size)
@@ -224,7 +211,7 @@ class ParallelState:
         Raises:
             ConfigError: a variable is missing or no number, or the sizes do not divide the world.
         """
-        _require_size("pp_size", pp_size)
+        check_integer("pp_size", pp_size)
         values: dict[str, int] = {}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             text = environ.get(name)

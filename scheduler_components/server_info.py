@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events import Endpoint, EventPublisherFactory, KVEventsConfig, PortPlan
+from scheduler_components.validators import check_integer
 
 __all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info", "merge_kv_events"]
 
@@ -69,10 +70,8 @@ def merge_kv_events(
 def _describe(config: str | KVEventsConfig | None, block_size: int | None, dp_size: int) -> dict[str, object]:
     """Describe, or raise the ConfigError that says why there is nothing to describe."""
     settings = _published(config)
-    if type(block_size) is not int or block_size < 1:
-        raise ConfigError("page_size", block_size, "is not a number of tokens", "give an integer of at least 1")
-    if type(dp_size) is not int or dp_size < 1:
-        raise ConfigError("dp_size", dp_size, "is not a number of streams", "give an integer of at least 1")
+    check_integer("page_size", block_size, "is not a number of tokens")
+    check_integer("dp_size", dp_size, "is not a number of streams")
     EventPublisherFactory.find(settings.publisher)
     plan = settings.port_plan(dp_size)
     if not plan.events.port:

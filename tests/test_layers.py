@@ -18,7 +18,7 @@ SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observ
 
 FLOORS = (
     ("_version", "_lazy", "errors", "events", "fork_hook"),
-    ("file_lock",),
+    ("file_lock", "validators"),
     ("values", "page_operations"),
     ("parallel_state",),
     ("ports", "shm_board"),

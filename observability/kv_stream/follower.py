@@ -33,8 +33,9 @@ from observability.kv_stream.instructions import (
     SwapInStaged,
 )
 from observability.kv_stream.view import BlockView
-from scheduler_components import AllBlocksCleared, ConfigError, DecodeError
+from scheduler_components import AllBlocksCleared, DecodeError
 from scheduler_components.kv_events import BatchDecoder, DecodedBatch, Meta
+from scheduler_components.validators import is_number
 
 __all__ = [
     "MAX_STREAMS",
@@ -296,11 +297,6 @@ class BatchApplier:
 # --- against a clock ---
 
 
-def _check_positive(_: object, attribute: attrs.Attribute[float], value: float) -> None:
-    if not value > 0:
-        raise ConfigError(attribute.name, value, "is not a time", "give a number above 0")
-
-
 @attrs.frozen(kw_only=True)
 class FollowPolicy:
     """How long to wait for what, in seconds.
@@ -318,11 +314,11 @@ class FollowPolicy:
         ConfigError: a time that is not above 0.
     """
 
-    answer_timeout_s: float = attrs.field(default=5.0, validator=_check_positive)
-    retry_min_s: float = attrs.field(default=0.2, validator=_check_positive)
-    retry_max_s: float = attrs.field(default=2.0, validator=_check_positive)
-    probe_interval_s: float = attrs.field(default=2.0, validator=_check_positive)
-    dead_after_s: float = attrs.field(default=15.0, validator=_check_positive)
+    answer_timeout_s: float = attrs.field(default=5.0, validator=is_number())
+    retry_min_s: float = attrs.field(default=0.2, validator=is_number())
+    retry_max_s: float = attrs.field(default=2.0, validator=is_number())
+    probe_interval_s: float = attrs.field(default=2.0, validator=is_number())
+    dead_after_s: float = attrs.field(default=15.0, validator=is_number())
 
     def pause_s(self, failures: int, jitter: float) -> float:
         """Give the pause after ``failures`` in a row; ``jitter`` from 0 to 1 takes off up to half of it."""

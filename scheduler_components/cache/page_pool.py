@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components.validators import check_integer
 
 __all__ = ["PagePool"]
 
@@ -29,8 +30,7 @@ class PagePool:
     __slots__ = ("_free", "_num_cached", "_states", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ConfigError("num_pages", num_pages, "is not a size", "give an integer of at least 1")
+        check_integer("num_pages", num_pages)
         self.num_pages = num_pages
         self._free = array("I", range(num_pages - 1, -1, -1))
         self._states = bytearray(num_pages)

@@ -15,6 +15,7 @@ from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixN
 from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder, on_device_alone
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.events import KVCacheEvent
+from scheduler_components.validators import check_integer
 
 __all__ = ["LowerTiers", "PrefixMatch", "RadixCache"]
 
@@ -112,8 +113,7 @@ class RadixCache:
     recorder: EventRecorder | NullEventRecorder = field(init=False)
 
     def __post_init__(self, record: bool) -> None:
-        if self.page_size < 1:
-            raise ConfigError("page_size", self.page_size, "is not a size", "give an integer of at least 1")
+        check_integer("page_size", self.page_size)
         num_pages = self.capacity_tokens // self.page_size
         if num_pages < 1:
             hint = f"give at least page_size={self.page_size}"

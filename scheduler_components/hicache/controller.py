@@ -44,6 +44,7 @@ from scheduler_components.page_operations import (
     WriteToStorage,
 )
 from scheduler_components.ports import HostPages
+from scheduler_components.validators import is_integer, is_number
 
 __all__ = ["NUM_LANES", "AckQueue", "HiCacheController", "HiCachePolicy", "PrefetchLanes", "SharedFacts"]
 
@@ -62,16 +63,6 @@ def _check_stop(_: object, attribute: attrs.Attribute[str], value: str) -> None:
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(field, value, "is not a policy", f"give one of {', '.join(choices)}")
-
-
-def _check_count(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(attribute.name, value, "is not a count", "give an integer of at least 1")
-
-
-def _check_seconds(_: object, attribute: attrs.Attribute[float], value: float) -> None:
-    if not 0 <= value < float("inf"):
-        raise ConfigError(attribute.name, value, "is not a time", "give a finite number of at least 0")
 
 
 @attrs.frozen(kw_only=True)
@@ -94,12 +85,12 @@ class HiCachePolicy:
     """
 
     write: WritePolicy = attrs.field(default="write_through", validator=_check_write)
-    clean_ahead_pages: int = attrs.field(default=64, validator=_check_count)
+    clean_ahead_pages: int = attrs.field(default=64, validator=is_integer("is not a count"))
     prefetch: PrefetchStop = attrs.field(default="best_effort", validator=_check_stop)
-    prefetch_threshold_pages: int = attrs.field(default=4, validator=_check_count)
-    prefetch_timeout_s: float = attrs.field(default=1.0, validator=_check_seconds)
-    prefetch_timeout_s_per_page: float = attrs.field(default=0.001, validator=_check_seconds)
-    load_threshold_pages: int = attrs.field(default=1, validator=_check_count)
+    prefetch_threshold_pages: int = attrs.field(default=4, validator=is_integer("is not a count"))
+    prefetch_timeout_s: float = attrs.field(default=1.0, validator=is_number(or_zero=True))
+    prefetch_timeout_s_per_page: float = attrs.field(default=0.001, validator=is_number(or_zero=True))
+    load_threshold_pages: int = attrs.field(default=1, validator=is_integer("is not a count"))
 
     def reading_bound_s(self, num_pages: int) -> float:
         """Longest time that reading ``num_pages`` may take; infinite unless the policy is ``timeout``."""

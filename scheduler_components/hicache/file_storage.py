@@ -17,9 +17,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from scheduler_components.errors import ConfigError, StartError, StorageError
+from scheduler_components.errors import StartError, StorageError
 from scheduler_components.file_lock import FileLock, open_file_lock, take_file_lock
 from scheduler_components.ports import PageBytes
+from scheduler_components.validators import check_integer
 
 __all__ = [
     "PRIVATE_MODE",
@@ -272,8 +273,7 @@ def open_file_page_store(
         ConfigError: ``capacity_bytes`` is below 1.
         StartError: the directory cannot be made or written.
     """
-    if capacity_bytes < 1:
-        raise ConfigError("capacity_bytes", capacity_bytes, "holds no page", "give at least one page's bytes")
+    check_integer("capacity_bytes", capacity_bytes)
     try:
         opened = open_page_directory(Path(directory))
     except OSError as error:

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_components.cache import PagePool
-from scheduler_components.errors import CacheIntegrityError, ConfigError
+from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.ports import PageBytes
+from scheduler_components.validators import is_integer
 
 __all__ = [
     "HostMemory",
@@ -27,11 +28,6 @@ __all__ = [
 ]
 
 _Memory = npt.NDArray[np.uint8]
-
-
-def _check_size(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(attribute.name, value, "is not a size", "give an integer of at least 1")
 
 
 @attrs.frozen(kw_only=True)
@@ -46,8 +42,8 @@ class PageShape:
         ConfigError: a size is below 1.
     """
 
-    num_layers: int = attrs.field(validator=_check_size)
-    layer_page_bytes: int = attrs.field(validator=_check_size)
+    num_layers: int = attrs.field(validator=is_integer())
+    layer_page_bytes: int = attrs.field(validator=is_integer())
 
     @property
     def page_bytes(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from scheduler_components.errors import ConfigError
 from scheduler_components.ports import PageBytes
+from scheduler_components.validators import check_integer
 
 __all__ = ["MemoryPageStore"]
 
@@ -24,8 +24,7 @@ class MemoryPageStore:
     __slots__ = ("_pages", "_used_bytes", "capacity_bytes")
 
     def __init__(self, capacity_bytes: int) -> None:
-        if capacity_bytes < 1:
-            raise ConfigError("capacity_bytes", capacity_bytes, "holds no page", "give at least one page's bytes")
+        check_integer("capacity_bytes", capacity_bytes)
         self.capacity_bytes = capacity_bytes
         self._pages: OrderedDict[str, bytes] = OrderedDict()
         self._used_bytes = 0

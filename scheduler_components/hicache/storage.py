@@ -19,6 +19,7 @@ import msgspec
 from scheduler_components.errors import ConfigError, StorageStallError
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import PageBytes, PageStore
+from scheduler_components.validators import is_integer
 
 __all__ = [
     "FRAME_BYTES",
@@ -251,11 +252,6 @@ def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
         raise ConfigError(attribute.name, value, "is empty", "name what the pages hold")
 
 
-def _check_page_size(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(attribute.name, value, "is not a page size", "give an integer of at least 1, in tokens")
-
-
 @attrs.frozen(kw_only=True)
 class KeySpace:
     """The keys of one rank's pages.
@@ -279,7 +275,7 @@ class KeySpace:
 
     model: str = attrs.field(validator=_check_text)
     dtype: str = attrs.field(validator=_check_text)
-    page_size: int = attrs.field(validator=_check_page_size)
+    page_size: int = attrs.field(validator=is_integer("is not a page size"))
     layout: str = attrs.field(validator=_check_text)
     placement: Placement
     parallel: ParallelState

@@ -16,6 +16,7 @@ from typing import Literal
 import attrs
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.validators import check_integer
 
 __all__ = [
     "MAX_PORT",
@@ -285,10 +286,7 @@ class PortPlan:
     stream_count: int = 1
 
     def __attrs_post_init__(self) -> None:
-        if type(self.stream_count) is not int or self.stream_count < 1:
-            raise ConfigError(
-                "stream_count", self.stream_count, "is not a number of streams", "give an integer of at least 1"
-            )
+        check_integer("stream_count", self.stream_count, "is not a number of streams")
         ranges = self._ranges()
         for field, base in ranges:
             base.offset(self.stream_count - 1, field=field)

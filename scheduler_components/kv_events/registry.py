@@ -10,6 +10,7 @@ from scheduler_components.errors import ConfigError, PublisherNameTakenError
 from scheduler_components.kv_events.config import KVEventsConfig, suggest
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import EventPublisher, NullEventPublisher
+from scheduler_components.validators import check_integer
 
 __all__ = ["ENTRY_POINT_GROUP", "EventPublisherFactory", "PublisherConstructor", "open_event_publisher"]
 
@@ -86,8 +87,7 @@ class EventPublisherFactory:
         if not config:
             return NullEventPublisher(attn_dp_rank)
         settings = _read(config)
-        if type(attn_dp_rank) is not int or attn_dp_rank < 0:
-            raise ConfigError("attn_dp_rank", attn_dp_rank, "is not a rank", "give an integer of at least 0")
+        check_integer("attn_dp_rank", attn_dp_rank, "is not a rank", at_least=0)
         settings.port_plan(attn_dp_rank + 1)  # so many streams there are at least
         constructor = cls.find(settings.publisher)
         is_own = constructor in (_open_zmq_publisher, _open_null_publisher)

@@ -22,7 +22,7 @@ from collections import deque
 import msgspec
 import zmq
 
-from scheduler_components.errors import ConfigError, ForkedPublisherError, PublisherClosedError, StartError
+from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
 from scheduler_components.events import AllBlocksCleared, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.fork_hook import tell_of_forks
 from scheduler_components.kv_events.codec import ENCODE_ERRORS, MAX_PAYLOAD_BYTES, BatchEncoder, halves
@@ -34,6 +34,7 @@ from scheduler_components.kv_events.thread_backstop import Backstop, Look
 from scheduler_components.kv_events.zmq_auth import StreamAccess
 from scheduler_components.kv_events.zmq_sockets import Context, Socket, StreamSockets, open_stream_sockets
 from scheduler_components.ports import EventPublisher
+from scheduler_components.validators import check_integer
 from scheduler_components.values import PublisherStats
 
 __all__ = [
@@ -572,8 +573,7 @@ class ZmqEventPublisher(EventPublisher):
             secret_key_file=secret_key_file,
             client_keys_dir=client_keys_dir,
         )
-        if type(attn_dp_rank) is not int or attn_dp_rank < 0:
-            raise ConfigError("attn_dp_rank", attn_dp_rank, "is not a rank", "give an integer of at least 0")
+        check_integer("attn_dp_rank", attn_dp_rank, "is not a rank", at_least=0)
         self._turn = threading.Lock()
         self._pid = os.getpid()
         self._is_inherited = False

@@ -31,6 +31,7 @@ from scheduler_components.load.gauge import (
     encode_load_stat,
     load_stat_from,
 )
+from scheduler_components.validators import check_number
 from scheduler_components.values import LoadSnapshot
 
 __all__ = [
@@ -294,8 +295,7 @@ def open_zmq_load_reader(
     addresses = tuple(Endpoint.parse(text, field="load_endpoint") for text in endpoints)
     if not addresses:
         raise ConfigError("load_endpoint", "", "names no rank", "give the address of each rank's load gauge")
-    if not 0 < stall_s < math.inf:
-        raise ConfigError("stall_s", stall_s, "is not a time span", "give seconds above 0")
+    check_number("stall_s", stall_s)
     for address in addresses:
         if address.transport == "inproc":
             raise ConfigError("load_endpoint", str(address), "is of another context", "give a tcp or ipc address")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.validators import check_integer, check_number
 from scheduler_components.values import HistogramSnapshot, LatencyTotals
 
 __all__ = [
@@ -81,10 +82,8 @@ class RollingSums:
     __slots__ = ("_bucket_s", "_buckets", "_elapsed_s", "_index", "_last_now", "_window_start_s", "sums")
 
     def __init__(self, *, num_sums: int, window_s: float, num_buckets: int, now: float) -> None:
-        if not (0 < window_s < math.inf):
-            raise ConfigError("window_s", window_s, "is not a time span", "give seconds above 0")
-        if num_buckets < 1:
-            raise ConfigError("num_buckets", num_buckets, "leaves nowhere to count", "give at least 1")
+        check_number("window_s", window_s)
+        check_integer("num_buckets", num_buckets)
         self.sums = [0] * num_sums
         self._buckets = [[0] * num_sums for _ in range(num_buckets)]
         self._bucket_s = window_s / num_buckets

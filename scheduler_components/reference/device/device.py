@@ -15,6 +15,7 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError
+from scheduler_components.validators import check_number, is_number
 
 __all__ = [
     "CostModel",
@@ -106,11 +107,6 @@ class Device(Protocol):
         ...
 
 
-def _not_negative(_: CostModel, attribute: attrs.Attribute[float], value: float) -> None:
-    if not 0.0 <= value < float("inf"):
-        raise ConfigError(attribute.name, value, "is not a cost", "give a finite number of at least 0")
-
-
 @attrs.frozen(kw_only=True)
 class CostModel:
     """Seconds that a forward pass takes.
@@ -125,10 +121,10 @@ class CostModel:
         context_us_per_1k_tokens: reading 131 KB of KV for each position attended to: 40 us per thousand.
     """
 
-    base_ms: float = attrs.field(default=5.0, validator=_not_negative)
-    prefill_us_per_token: float = attrs.field(default=40.0, validator=_not_negative)
-    decode_us_per_request: float = attrs.field(default=20.0, validator=_not_negative)
-    context_us_per_1k_tokens: float = attrs.field(default=40.0, validator=_not_negative)
+    base_ms: float = attrs.field(default=5.0, validator=is_number("is not a cost", or_zero=True))
+    prefill_us_per_token: float = attrs.field(default=40.0, validator=is_number("is not a cost", or_zero=True))
+    decode_us_per_request: float = attrs.field(default=20.0, validator=is_number("is not a cost", or_zero=True))
+    context_us_per_1k_tokens: float = attrs.field(default=40.0, validator=is_number("is not a cost", or_zero=True))
 
     def batch_s(self, batch: ScheduledBatch[DeviceRequest]) -> float:
         """Seconds for ``batch`` at speed 1."""
@@ -193,8 +189,7 @@ class SimulatedDevice:
     _deadline_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.speed < float("inf"):
-            raise ConfigError("speed", self.speed, "is not a speed", "give a finite number above 0")
+        check_number("speed", self.speed, "is not a speed")
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         self._batch = batch

@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import attrs
 
-from scheduler_components import CacheIntegrityError, ConfigError, OutOfPagesError, ParallelState
+from scheduler_components import CacheIntegrityError, OutOfPagesError, ParallelState
 from scheduler_components.cache import DIGEST_BYTES, PagePool, RadixNode
 from scheduler_components.hicache import (
     AgreedValues,
@@ -41,6 +41,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
+from scheduler_components.validators import is_integer
 
 __all__ = [
     "FaultRates",
@@ -402,11 +403,6 @@ class SimulatedScheduler:
 AgreementScope: TypeAlias = Literal["tp", "cp x tp"]
 
 
-def _check_size(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    if value < 1:
-        raise ConfigError(attribute.name, value, "is not a size", "give an integer of at least 1")
-
-
 @attrs.frozen(kw_only=True)
 class SimulationConfig:
     """One simulated replica.
@@ -422,14 +418,14 @@ class SimulationConfig:
         ConfigError: a size below 1.
     """
 
-    attn_cp_size: int = attrs.field(default=2, validator=_check_size)
-    attn_tp_size: int = attrs.field(default=2, validator=_check_size)
+    attn_cp_size: int = attrs.field(default=2, validator=is_integer())
+    attn_tp_size: int = attrs.field(default=2, validator=is_integer())
     scope: AgreementScope = "cp x tp"
     policy: HiCachePolicy = attrs.field(factory=lambda: HiCachePolicy(prefetch_threshold_pages=2, clean_ahead_pages=16))
     rates: FaultRates = attrs.field(factory=FaultRates)
-    page_size: int = attrs.field(default=2, validator=_check_size)
-    device_pages: int = attrs.field(default=48, validator=_check_size)
-    host_pages: int = attrs.field(default=72, validator=_check_size)
+    page_size: int = attrs.field(default=2, validator=is_integer())
+    device_pages: int = attrs.field(default=48, validator=is_integer())
+    host_pages: int = attrs.field(default=72, validator=is_integer())
 
 
 class Agreement(Protocol):

@@ -33,6 +33,7 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError
+from scheduler_components.validators import is_integer, is_number
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -65,16 +66,6 @@ _KEPT_BLOCKS = 4096  # 8 MiB of tokens: the shared system prompts and the recent
 _TOKEN_MASK = int.from_bytes(b"\xff\x7f\x00\x00" * BLOCK_TOKENS, "little")  # token ids below 32,768 fit any vocabulary
 
 
-def _check_count(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    if value < 1:
-        raise ConfigError(attribute.name, value, "is not a count", "give an integer of at least 1")
-
-
-def _check_mean(_: object, attribute: attrs.Attribute[float], value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(attribute.name, value, "is not a positive number", "give a number above 0")
-
-
 @attrs.frozen(kw_only=True)
 class WorkloadConfig:
     """Sizes of the generated workload; the text at the top of this file says what each distribution is.
@@ -83,14 +74,14 @@ class WorkloadConfig:
         ConfigError: for a value that is not above 0, or a mean of less than one turn.
     """
 
-    num_requests: int = attrs.field(default=700, validator=_check_count)
+    num_requests: int = attrs.field(default=700, validator=is_integer("is not a count"))
     seed: int = 0
-    num_system_prompts: int = attrs.field(default=6, validator=_check_count)
-    chats_per_s: float = attrs.field(default=16.0, validator=_check_mean)
-    mean_turns: float = attrs.field(default=3.0, validator=_check_mean)
-    mean_message_tokens: float = attrs.field(default=60.0, validator=_check_mean)
-    mean_output_tokens: float = attrs.field(default=60.0, validator=_check_mean)
-    mean_think_s: float = attrs.field(default=1.0, validator=_check_mean)
+    num_system_prompts: int = attrs.field(default=6, validator=is_integer("is not a count"))
+    chats_per_s: float = attrs.field(default=16.0, validator=is_number("is not a positive number"))
+    mean_turns: float = attrs.field(default=3.0, validator=is_number("is not a positive number"))
+    mean_message_tokens: float = attrs.field(default=60.0, validator=is_number("is not a positive number"))
+    mean_output_tokens: float = attrs.field(default=60.0, validator=is_number("is not a positive number"))
+    mean_think_s: float = attrs.field(default=1.0, validator=is_number("is not a positive number"))
 
     def __attrs_post_init__(self) -> None:
         if self.mean_turns < 1:

@@ -15,6 +15,7 @@ import msgspec
 
 from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
 from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
+from scheduler_components.validators import is_integer, is_number
 
 __all__ = [
     "DEFAULT_HOST",
@@ -44,11 +45,6 @@ _SEARCHES = 64
 
 StorageKind: TypeAlias = Literal["none", "file", "mooncake"]
 _STORAGE_KINDS = ("none", "file", "mooncake")
-
-
-def _check_size(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(attribute.name, value, "is not a size", "give an integer of at least 1")
 
 
 def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: float) -> None:
@@ -82,15 +78,15 @@ class SchedulerConfig:
         ConfigError: naming the size that cannot work.
     """
 
-    page_size: int = attrs.field(default=16, validator=_check_size)
-    kv_tokens: int = attrs.field(default=65_536, validator=_check_size)
-    max_running_requests: int = attrs.field(default=64, validator=_check_size)
-    max_prefill_tokens: int = attrs.field(default=4096, validator=_check_size)
-    chunk_tokens: int = attrs.field(default=2048, validator=_check_size)
+    page_size: int = attrs.field(default=16, validator=is_integer())
+    kv_tokens: int = attrs.field(default=65_536, validator=is_integer())
+    max_running_requests: int = attrs.field(default=64, validator=is_integer())
+    max_prefill_tokens: int = attrs.field(default=4096, validator=is_integer())
+    chunk_tokens: int = attrs.field(default=2048, validator=is_integer())
     new_token_ratio: float = attrs.field(default=0.7, validator=_check_ratio)
     min_new_token_ratio: float = attrs.field(default=0.1, validator=_check_ratio)
     eos_token_id: int | None = None
-    kv_metrics_every_steps: int = attrs.field(default=8, validator=_check_size)
+    kv_metrics_every_steps: int = attrs.field(default=8, validator=is_integer())
 
     def __attrs_post_init__(self) -> None:
         whole_tokens = self.kv_tokens // self.page_size * self.page_size
@@ -127,10 +123,10 @@ class HiCacheConfig:
         ConfigError: naming the value that cannot work.
     """
 
-    host_tokens: int = attrs.field(validator=_check_size)
+    host_tokens: int = attrs.field(validator=is_integer())
     storage: StorageKind = attrs.field(default="none", validator=_check_kind)
     storage_path: str = ""
-    storage_bytes: int = attrs.field(default=1 << 30, validator=_check_size)
+    storage_bytes: int = attrs.field(default=1 << 30, validator=is_integer())
     mooncake_master: str = MOONCAKE_MASTER
     mooncake_metadata: str = MOONCAKE_METADATA
     policy: HiCachePolicy = attrs.field(factory=HiCachePolicy)
@@ -152,11 +148,6 @@ class HiCacheConfig:
         )
 
 
-def _check_speed(_: EngineConfig, attribute: attrs.Attribute[float], value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ConfigError(attribute.name, value, "is not a speed", "give a finite number above 0")
-
-
 @attrs.frozen(kw_only=True)
 class EngineConfig:
     """One engine.
@@ -175,11 +166,11 @@ class EngineConfig:
         ConfigError: naming the value that cannot work.
     """
 
-    dp_size: int = attrs.field(default=2, validator=_check_size)
-    attn_cp_size: int = attrs.field(default=2, validator=_check_size)
-    attn_tp_size: int = attrs.field(default=2, validator=_check_size)
+    dp_size: int = attrs.field(default=2, validator=is_integer())
+    attn_cp_size: int = attrs.field(default=2, validator=is_integer())
+    attn_tp_size: int = attrs.field(default=2, validator=is_integer())
     scheduler: SchedulerConfig = attrs.field(factory=SchedulerConfig)
-    speed: float = attrs.field(default=1.0, validator=_check_speed)
+    speed: float = attrs.field(default=1.0, validator=is_number("is not a speed"))
     seed: int = 0
     kv_events: str | None = None
     model_name: str = "simulated-8b"

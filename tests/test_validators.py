@@ -1,0 +1,69 @@
+"""A number that cannot work is refused with the name of its setting; whatever works passes."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components import ConfigError
+from scheduler_components.validators import check_integer, check_number, is_integer, is_number
+
+
+@attrs.frozen
+class Settings:
+    pages: int = attrs.field(default=1, validator=is_integer())
+    rank: int = attrs.field(default=0, validator=is_integer("is not a rank", at_least=0))
+    timeout_s: float = attrs.field(default=1, validator=is_number())
+    pause_s: float = attrs.field(default=0, validator=is_number(or_zero=True))
+
+
+@given(st.integers(-5, 5), st.integers(-5, 5))
+def test_integers_from_the_least_on_pass(value: int, least: int) -> None:
+    if value >= least:
+        check_integer("pages", value, at_least=least)
+    else:
+        with pytest.raises(ConfigError, match=f"pages={value}: is not a size; give an integer of at least {least}"):
+            check_integer("pages", value, at_least=least)
+
+
+@given(st.floats() | st.integers(-2, 2) | st.just(10**400))
+def test_finite_numbers_above_zero_pass(value: float) -> None:
+    if 0 < value < math.inf:
+        check_number("wait_s", value)
+        check_number("wait_s", value, or_zero=True)
+    else:
+        with pytest.raises(ConfigError, match=r"wait_s=.*: is not a time span; give a finite number above 0"):
+            check_number("wait_s", value)
+
+
+def test_zero_is_told_from_nothing() -> None:
+    check_number("pause_s", 0, or_zero=True)
+    check_number("pause_s", -0.0, or_zero=True)
+    with pytest.raises(ConfigError, match="give a finite number of at least 0"):
+        check_number("pause_s", -1e-9, or_zero=True)
+
+
+@pytest.mark.parametrize("value", [True, False, None, "3", 1.5, [1]])
+def test_what_is_no_integer_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError):
+        check_integer("pages", value)
+
+
+@pytest.mark.parametrize("value", [True, False, None, "3", [1], math.nan, math.inf])
+def test_what_is_no_number_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError):
+        check_number("wait_s", value)
+
+
+def test_fields_are_checked_by_their_own_names() -> None:
+    assert Settings(pages=3, rank=0, timeout_s=0.5, pause_s=0) == Settings(3, 0, 0.5, 0)
+    for wrong in ({"pages": 0}, {"rank": -1}, {"timeout_s": 0}, {"pause_s": -1}):
+        with pytest.raises(ConfigError) as error:
+            Settings(**wrong)
+        assert {error.value.field: error.value.value} == wrong
+    with pytest.raises(ConfigError, match="is not a rank"):
+        Settings(rank=-1)
