@@ -1,4 +1,4 @@
-"""No two shards share a key; every key that is read has exactly one writer in its replica."""
+"""Frames, checks and keys: the right page or a counted miss, from keys that one rank per slice writes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, ParallelState
-from scheduler_components.hicache import KeySpace, Placement
-from scheduler_components.hicache.storage import AXES
+from scheduler_components import ConfigError, ParallelState, StorageError, StorageStallError
+from scheduler_components.hicache import (
+    CheckedPageStore,
+    KeySpace,
+    MemoryPageStore,
+    Placement,
+)
+from scheduler_components.hicache.storage import AXES, FRAME_BYTES, seal_page, unseal_page
 
 PAGE = sha256(b"page").digest()
 HELD = st.sampled_from(["replicated", "sharded"])
@@ -129,3 +134,99 @@ def test_a_placement_that_cannot_be_is_refused() -> None:
 def test_a_short_digest_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 16"):
         key_space(ParallelState()).key(b"8 bytes.")
+
+
+PAGE_BYTES = 8
+KEYS = ["a", "b"]
+PAGES = {key: key.encode() * PAGE_BYTES for key in KEYS}
+
+
+class SayingStore:
+    """Answers everything with one object, or raises it."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def _say(self, *_: object) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    batch_exists = batch_get = batch_set = delete = close = _say
+
+
+SEALED = st.sampled_from([seal_page(key, page) for key, page in PAGES.items()])
+PARTS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 5)
+    | st.text(max_size=3)
+    | st.binary(max_size=FRAME_BYTES + PAGE_BYTES - 1)  # a whole frame would be a forgery, which no checksum finds
+    | SEALED
+    | st.builds(lambda sealed, at: sealed[:at], SEALED, st.integers(0, 30))
+    | st.builds(seal_page, st.sampled_from(KEYS), st.binary(max_size=12).filter(lambda page: len(page) != PAGE_BYTES))
+)
+ERRORS = st.sampled_from(
+    [StorageError("net", "op", "gone"), StorageStallError("net", "op", "slow"), OSError(5, "io"), KeyError("x")]
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(answer=PARTS | st.lists(PARTS, max_size=3) | st.tuples(PARTS, PARTS) | ERRORS)
+@example(answer=[seal_page("b", PAGES["b"]), seal_page("a", PAGES["a"])])  # swapped
+@example(answer=[seal_page("a", PAGES["a"])])  # half
+@example(answer=[seal_page("a", b"short"), None])
+@example(answer=3)
+def test_any_answer_is_the_right_page_or_a_counted_miss(answer: object) -> None:
+    store = CheckedPageStore(store=SayingStore(answer), page_bytes=PAGE_BYTES)
+    got = store.batch_get(KEYS)
+    assert len(got) == 2
+    for key, page in zip(KEYS, got, strict=True):
+        assert page is None or bytes(page) == PAGES[key]
+    stats = store.stats()
+    num_hit = sum(page is not None for page in got)
+    assert (stats.pages_hit, stats.pages_missed) == (num_hit, 2 - num_hit)
+    if num_hit == 0 and answer not in ([None, None], (None, None)):
+        assert stats.stalls + stats.failures + stats.bad_answers + stats.pages_corrupt > 0
+    assert 0 <= store.batch_exists(KEYS) <= 2
+    assert len(store.batch_set(KEYS, [PAGES[key] for key in KEYS])) == 2
+    assert 0 <= store.delete(KEYS) <= 2
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "counted", "problem"),
+    [
+        (StorageStallError("net", "batch_exists", "slow"), "stalls", "net batch_exists: slow"),
+        (OSError("broken"), "failures", "batch_exists: OSError: broken"),
+        (-1, "bad_answers", "batch_exists: -1 of 2 keys"),
+        ("many", "bad_answers", "batch_exists: 'many' of 2 keys"),
+    ],
+)
+def test_what_went_wrong_is_counted_and_said(answer: object, counted: str, problem: str) -> None:
+    store = CheckedPageStore(store=SayingStore(answer), page_bytes=PAGE_BYTES)
+    assert store.batch_exists(KEYS) == 0
+    assert getattr(store.stats(), counted) == 1
+    assert store.stats().last_problem == problem
+
+
+@settings(deadline=None, max_examples=200)
+@given(key=st.text(max_size=5), page=st.binary(max_size=40), data=st.data())
+def test_a_frame_opens_only_as_it_was_sealed(key: str, page: bytes, data: st.DataObject) -> None:
+    sealed = seal_page(key, page)
+    assert len(sealed) == FRAME_BYTES + len(page)
+    assert unseal_page(key, sealed) == page
+    assert unseal_page(key + "x", sealed) is None
+    cut = data.draw(st.integers(0, len(sealed) - 1))
+    assert unseal_page(key, sealed[:cut]) is None
+    bit = data.draw(st.integers(0, 8 * len(sealed) - 1))
+    changed = bytearray(sealed)
+    changed[bit // 8] ^= 1 << bit % 8
+    assert unseal_page(key, changed) is None
+
+
+@pytest.mark.parametrize(("keys", "pages"), [(["a"], []), (["a"], [b"short"])])
+def test_a_callers_mistake_is_raised(keys: list[str], pages: list[bytes]) -> None:
+    store = CheckedPageStore(store=MemoryPageStore(1000), page_bytes=PAGE_BYTES)
+    with pytest.raises(ValueError, match="one page of 8 bytes per key"):
+        store.batch_set(keys, pages)

@@ -1,0 +1,139 @@
+"""Behind a deadline a store gives its answer, its error or a stall in time, and nothing piles up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+
+from scheduler_components import StorageStallError
+from scheduler_components.hicache import CheckedPageStore, MemoryPageStore, open_deadline_page_store
+from scheduler_components.hicache.storage import unseal_page
+
+PAGE_BYTES = 8
+PAGES = {key: key.encode() * PAGE_BYTES for key in "ab"}
+
+
+class GatedStore:
+    """A memory store whose writes wait at a gate."""
+
+    def __init__(self) -> None:
+        self.pages = MemoryPageStore(1000)
+        self.entered, self.gate = Event(), Event()
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        return self.pages.batch_exists(keys)
+
+    def batch_get(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self.pages.batch_get(keys)
+
+    def batch_set(self, keys: Sequence[str], pages: Sequence[Any]) -> list[bool]:
+        self.entered.set()
+        assert self.gate.wait(60)
+        return self.pages.batch_set(keys, pages)
+
+    def delete(self, keys: Sequence[str]) -> int:
+        return self.pages.delete(keys)
+
+    def close(self) -> None:
+        """Keeps its pages, for the test to see."""
+
+
+def test_a_stalled_write_is_a_miss_at_once_and_lands_late_with_what_was_meant() -> None:
+    gated = GatedStore()
+    deadline = open_deadline_page_store(gated, deadline_s=0.05)
+    store = CheckedPageStore(store=deadline, page_bytes=PAGE_BYTES)
+    memory = bytearray(PAGES["a"])
+    assert store.batch_set(["a"], [memory]) == [False]
+    assert gated.entered.wait(60)
+    memory[:] = bytes(PAGE_BYTES)  # the host page has another owner by now
+    assert store.batch_exists(["a"]) == 0
+    assert store.stats().stalls == 2
+    assert store.stats().last_problem == "deadline batch_exists: still at an earlier batch_set"
+    with pytest.raises(StorageStallError, match="close: still at work"):
+        deadline.close()
+    gated.gate.set()
+    deadline.join()
+    assert unseal_page("a", gated.pages.batch_get(["a"])[0] or b"") == PAGES["a"]
+
+
+def test_a_store_that_recovers_is_used_again() -> None:
+    gated = GatedStore()
+    deadline = open_deadline_page_store(gated, deadline_s=0.05)
+    store = CheckedPageStore(store=deadline, page_bytes=PAGE_BYTES)
+    assert store.batch_set(["a"], [PAGES["a"]]) == [False]
+    gated.gate.set()
+    patient = Event()
+    for _ in range(6000):
+        if store.batch_set(["b"], [PAGES["b"]]) == [True]:
+            break
+        patient.wait(0.01)
+    assert store.batch_get(["b"]) == [PAGES["b"]]
+    store.close()
+
+
+class RaisingStore(GatedStore):
+    """Raises one error whatever it is asked."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        raise self._error
+
+    def close(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TimeoutError("x")])
+def test_an_error_of_the_store_reaches_its_caller(error: Exception) -> None:
+    """An error of the store's own, not a stall: also where the store itself ran into a time limit."""
+    deadline = open_deadline_page_store(RaisingStore(error), deadline_s=60)
+    with pytest.raises(type(error), match="x"):
+        deadline.batch_exists(["a"])
+    with pytest.raises(type(error), match="x"):
+        deadline.close()
+
+
+def test_a_write_that_waited_behind_a_stalled_one_is_never_done() -> None:
+    """Both callers get a stall in time; the store is at work on the first until the gate opens."""
+    gated = GatedStore()
+    deadline = open_deadline_page_store(gated, deadline_s=0.2)
+    with ThreadPoolExecutor(1) as callers:
+        first = callers.submit(deadline.batch_set, ["a"], [PAGES["a"]])
+        assert gated.entered.wait(60)
+        with pytest.raises(StorageStallError):
+            deadline.batch_set(["b"], [PAGES["b"]])
+        assert isinstance(first.exception(), StorageStallError)
+    with pytest.raises(StorageStallError, match="still at an earlier batch_set"):
+        deadline.batch_exists(["a"])
+    gated.gate.set()
+    deadline.close()
+    assert [gated.pages.batch_exists([key]) for key in "ab"] == [1, 0]
+
+
+NEVER = """
+from threading import Event
+from scheduler_components import StorageStallError
+from scheduler_components.hicache import open_deadline_page_store
+
+class Never:
+    def batch_exists(self, keys):
+        Event().wait()
+
+try:
+    open_deadline_page_store(Never(), deadline_s=0.05).batch_exists(["a"])
+except StorageStallError as error:
+    print(error)
+"""
+
+
+def test_a_store_that_never_returns_does_not_keep_the_process_from_ending() -> None:
+    ended = subprocess.run([sys.executable, "-c", NEVER], capture_output=True, text=True, timeout=60, check=True)
+    assert "no answer within 0.05 s" in ended.stdout

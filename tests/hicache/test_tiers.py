@@ -1,0 +1,123 @@
+"""The tree over three tiers: what evictions keep, what splits take along, and how its check finds what is wrong."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from scheduler_components import NO_PAGE_HOOK, CacheIntegrityError
+from scheduler_components.cache import PLAIN_NAMESPACE, RadixNode, pack_tokens
+from scheduler_components.events import Tier
+from scheduler_components.hicache.tiers import TierTree
+from scheduler_components.reference.device import SimulatedHostPages
+
+
+@pytest.fixture
+def tiers() -> TierTree:
+    """Eight device pages of one token, eight host pages."""
+    host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
+    return TierTree(page_size=1, capacity_tokens=8, host=host, num_host_pages=8, record=True, page_hook=NO_PAGE_HOOK)
+
+
+def compute(tiers: TierTree, tokens: list[int]) -> RadixNode:
+    cached = tiers.device.match_prefix(tokens).pages
+    return tiers.device.insert(tokens, [*cached, *tiers.device.allocate(len(tokens) - len(cached))]).node
+
+
+def copy_to_host(tiers: TierTree, node: RadixNode) -> None:
+    pages = tiers.host.pages.reserve(node.num_pages)
+    tiers.host.pages.commit(pages)
+    tiers.host.num_pages_used += node.num_pages
+    tiers.membership.place_on_host(node, array("I", pages))
+
+
+def test_what_only_the_device_has_is_dropped_and_what_the_host_has_stays(tiers: TierTree) -> None:
+    kept, dropped = compute(tiers, [1, 2, 3]), compute(tiers, [7, 8])
+    copy_to_host(tiers, kept)
+    tiers.check()
+    assert tiers.device.evict(5) == 5
+    tiers.check()
+    assert (tiers.num_dropped_pages, dropped.parent) == (2, None)
+    assert tiers.membership.tiers_of(kept) == (Tier.HOST,)
+    assert list(tiers.host.order) == [kept]
+
+
+def test_both_parts_of_a_split_are_where_the_run_was(tiers: TierTree) -> None:
+    run = compute(tiers, [1, 2, 3])
+    copy_to_host(tiers, run)
+    tiers.membership.place_in_storage(run)
+    tiers.writing.add(run)
+    tiers.backing_up.add(run)
+    host_pages, digest = tiers.membership.host_pages[run].tolist(), tiers.membership.digest
+    upper = tiers.device.split(run, 1)
+    assert [tiers.membership.host_pages[node].tolist() for node in (upper, run)] == [host_pages[:1], host_pages[1:]]
+    assert tiers.membership.tiers_of(upper) == tiers.membership.tiers_of(run) == tuple(Tier)
+    assert tiers.writing == tiers.backing_up == {upper, run}
+    assert tiers.membership.digest == digest
+    tiers.check()
+
+
+def test_a_full_host_evicts_its_oldest_leaf_and_no_more_than_is_needed(tiers: TierTree) -> None:
+    old, young = compute(tiers, [1, 2, 3, 4]), compute(tiers, [5, 6, 7, 8])
+    for node in (old, young):
+        copy_to_host(tiers, node)
+    assert not tiers.make_host_room(1), "all that the host has is on the device too"
+    tiers.device.evict(8)
+    assert tiers.make_host_room(1)
+    tiers.check()
+    assert (tiers.host.num_pages_free, old.parent) == (1, None)
+    assert [node.num_pages for node in tiers.path_to(pack_tokens([1, 2, 3, 4]), b"")] == [3]
+    assert tiers.membership.tiers_of(young) == (Tier.HOST,)
+
+
+def test_host_pages_that_an_operation_holds_are_not_evicted(tiers: TierTree) -> None:
+    node = compute(tiers, [1, 2])
+    copy_to_host(tiers, node)
+    tiers.host.lock(tiers.tree.path_of(node))
+    tiers.device.evict(2)
+    assert not tiers.make_host_room(7)
+    tiers.host.unlock(tiers.tree.path_of(node))
+    tiers.check()
+    assert tiers.make_host_room(7)
+
+
+def orphan_on_host(tiers: TierTree) -> None:
+    parent = compute(tiers, [1, 2])
+    tiers.append_on_host(parent, pack_tokens([3]), array("I", reserved(tiers)), PLAIN_NAMESPACE)
+    tiers.touch(tiers.tree.path_of(parent)[::-1])
+
+
+def reserved(tiers: TierTree) -> list[int]:
+    pages = tiers.host.pages.reserve(1)
+    tiers.host.pages.commit(pages)
+    return pages
+
+
+def lose_host_page(tiers: TierTree) -> None:
+    node = compute(tiers, [1, 2])
+    copy_to_host(tiers, node)
+    tiers.host.pages.release([tiers.membership.host_pages[node].pop()])
+
+
+DAMAGES: dict[str, tuple[Callable[[TierTree], object], str]] = {
+    "a child on the host below a parent that is not": (orphan_on_host, "in the eviction order|its parent is not"),
+    "a stored node below one that is not": (
+        lambda tiers: tiers.membership.stored.add(compute(tiers, [9, 9, 1])),
+        "is stored, its parent is not",
+    ),
+    "a node that left the tree": (lambda tiers: tiers.writing.add(RadixNode()), "a node that is not in the tree"),
+    "a host page too few": (lose_host_page, "not committed|cached|one host page per page"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_told(tiers: TierTree, name: str) -> None:
+    damage, message = DAMAGES[name]
+    compute(tiers, [9, 9])
+    tiers.check()
+    damage(tiers)
+    with pytest.raises(CacheIntegrityError, match=message):
+        tiers.check()
