@@ -1,4 +1,4 @@
-"""A worker's HTTP side, as wrong as a test wants it to be."""
+"""What the tests of the reading wing share: a worker's HTTP side, as wrong as a test wants it, and a stack to close."""
 
 from __future__ import annotations
 
@@ -33,16 +33,22 @@ def serve_pages(pages: Pages) -> ThreadingHTTPServer:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Pages], str]]:
-    """Serve fixed pages by path, on a port that the system chooses; gives the URL."""
+def stack() -> Iterator[ExitStack]:
+    """What a test opens and hands over here is closed when it ends, the last first."""
     with ExitStack() as stack:
+        yield stack
 
-        def start(pages: Pages) -> str:
-            server = stack.enter_context(serve_pages(pages))
-            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(server.shutdown)
-            return f"http://127.0.0.1:{server.server_port}"
 
-        yield start
+@pytest.fixture
+def serve(stack: ExitStack) -> Callable[[Pages], str]:
+    """Serve fixed pages by path, on a port that the system chooses; gives the URL."""
+
+    def start(pages: Pages) -> str:
+        server = stack.enter_context(serve_pages(pages))
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(server.shutdown)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    return start

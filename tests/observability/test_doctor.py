@@ -29,12 +29,6 @@ PAGES = {
 }
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def open_publisher(stack: ExitStack, rank: int = 0, **options: object) -> ZmqEventPublisher:
     """A publisher of ``rank`` with one batch out; the batch names that rank."""
     defaults = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "topic": "kv", "bind": True}

@@ -170,6 +170,63 @@ def test_a_snapshot_with_a_hole_is_dropped(lost: str) -> None:
     assert (cursor.state, cursor.open_ask) == (StreamState.SYNCING, None)
 
 
+def asked_for(verb: Verb) -> StreamCursor:
+    """A cursor that holds three batches and has one question of this kind open."""
+    cursor = opened()
+    if verb is Verb.STATUS:
+        cursor.probe()
+    else:
+        cursor.live(4, b"future")
+    if verb is Verb.SNAPSHOT:
+        meta(cursor, Kind.BEGIN, at(NEW, 3))  # the publisher is spliced
+    return cursor
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind", "snap"),
+    [
+        (Verb.STATUS, Kind.BEGIN, False),
+        (Verb.STATUS, Kind.BEGIN, True),
+        (Verb.STATUS, Kind.END, False),
+        (Verb.SYNC, Kind.STATUS, False),
+        (Verb.SYNC, Kind.END, False),
+        (Verb.SNAPSHOT, Kind.STATUS, False),
+        (Verb.SNAPSHOT, Kind.BEGIN, False),
+        (Verb.SNAPSHOT, Kind.END, False),
+    ],
+)
+def test_an_answer_to_something_else_is_not_used(verb: Verb, kind: Kind, snap: bool) -> None:
+    cursor = asked_for(verb)
+    verified = cursor.counters.verified
+    assert meta(cursor, kind, at(OLD, 3), snap=snap) == (RetryLater(1),)
+    assert (cursor.open_ask, cursor.counters.verified, cursor.last_seq) == (None, verified, 2)
+
+
+@pytest.mark.parametrize(("kind", "snap"), [(Kind.BEGIN, False), (Kind.BEGIN, True), (Kind.STATUS, False)])
+@pytest.mark.parametrize("verb", [Verb.SYNC, Verb.SNAPSHOT])
+def test_batches_are_followed_by_the_end_alone(verb: Verb, kind: Kind, snap: bool) -> None:
+    cursor = asked_for(verb)
+    if verb is Verb.SNAPSHOT:
+        meta(cursor, Kind.BEGIN, at(OLD, 3), snap=True)
+    meta(cursor, Kind.BEGIN, at(OLD, 3))
+    dropped = (DropStaging(),) if verb is Verb.SNAPSHOT else ()
+    assert meta(cursor, kind, at(OLD, 3), snap=snap) == (*dropped, RetryLater(1))
+
+
+def test_a_chunk_or_batch_before_a_begin_is_not_used() -> None:
+    for verb in Verb:
+        cursor = asked_for(verb)
+        assert cursor.answered(cursor.open_ask or 0, 3, payload(3)) == (RetryLater(1),)
+
+
+def test_a_status_that_is_cut_is_asked_again_later_though_batches_have_come() -> None:
+    cursor = opened()
+    cursor.probe()
+    cursor.live(3, payload(3))
+    assert cursor.answer_ended(2) == (RetryLater(1),)
+    assert cursor.state is StreamState.LIVE
+
+
 def test_a_cut_answer_is_continued_where_it_was_applied() -> None:
     cursor = opened()
     cursor.live(5, b"future")
@@ -263,6 +320,24 @@ def test_a_publisher_that_was_taken_for_plain_is_asked_again() -> None:
     assert meta(cursor, Kind.STATUS, at(OLD, 3)) == (AskReplay(asked[-1].ask + 1, 0, Verb.SYNC, NO_EPOCH),)
     take_snapshot(cursor, at(OLD, 3))
     assert cursor.is_extended
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_probe_that_finds_no_extension_probes_plainly(is_silent: bool) -> None:
+    cursor = StreamCursor(has_replay=True)
+    cursor.connected()
+    cursor.answer_ended(1)
+    cursor.answered(2, 0, b"0")
+    cursor.answer_ended(2)
+    cursor.disconnected()  # the first probe of a connection asks for the extension
+    cursor.connected()
+    cursor.answered(3, 0, b"0")
+    cursor.answer_ended(3)
+    assert cursor.probe() == (AskReplay(4, 0, Verb.STATUS),)
+    assert (cursor.answer_missing(4) if is_silent else cursor.answer_ended(4)) == (AskReplay(5, 0),)
+    cursor.answered(5, 0, b"0")
+    cursor.answer_ended(5)
+    assert cursor.state is StreamState.LIVE
 
 
 def test_a_successor_without_the_extension_is_followed_plainly_and_begins_anew() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -15,12 +14,6 @@ from scheduler_components.kv_events import StreamAddress, ZmqEventPublisher
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(probe_interval_s=0.1)
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def open_publisher(stack: ExitStack, **options: object) -> ZmqEventPublisher:

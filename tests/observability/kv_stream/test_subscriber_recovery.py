@@ -6,7 +6,7 @@ Property: whatever is lost, cut or swapped on the way, the view becomes the publ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -121,12 +121,6 @@ def stored(*hashes: int) -> BlockStored:
 
 def is_dropped(frames: Frames) -> Frames | None:
     return None
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def test_a_dropped_last_clear_is_found_by_the_probe(stack: ExitStack) -> None:
