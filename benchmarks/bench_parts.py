@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from benchmarks.measure import Measurement, Scale, measure_in_turns
 from benchmarks.workloads import SHAPES
 from scheduler_components import BlockStored, KVEventBatch
-from scheduler_components.kv_events import BatchEncoder, BlockState, EventStream, ZmqEventPublisher, chain_after
+from scheduler_components.kv_events import (
+    BatchEncoder,
+    BlockState,
+    EventStream,
+    KVEventsConfig,
+    ZmqEventPublisher,
+    chain_after,
+)
 from scheduler_components.kv_events.codec import lower_to_arrays
 from scheduler_components.kv_events.stream import fold_payload
 
@@ -38,7 +45,11 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
     stream = EventStream(epoch=bytes(16), max_steps=number * (scale.turns + 1), max_bytes=_WINDOW_BYTES)
     state: BlockState[bytes] = BlockState()
     publisher = ZmqEventPublisher(
-        0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", number * (scale.turns + 1), bind=True, buffer_bytes=_WINDOW_BYTES
+        0,
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:0",
+        number * (scale.turns + 1),
+        config=KVEventsConfig(bind=True, buffer_bytes=_WINDOW_BYTES),
     )
     try:
         found = measure_in_turns(

@@ -11,7 +11,7 @@ import zmq
 from benchmarks.peers import load_peer
 from benchmarks.workloads import Shape
 from scheduler_components import BlockStored, KVEventBatch
-from scheduler_components.kv_events import ZmqEventPublisher
+from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
 __all__ = ["KIT", "KIT_WITHOUT_IDLE", "LIMIT", "OFF", "Subject", "open_subject"]
 
@@ -67,7 +67,9 @@ class KitSubject:
 
     def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
         self._shape = shape
-        self._publisher = ZmqEventPublisher(0, endpoint, replay_endpoint, buffer_steps, bind=True)
+        self._publisher = ZmqEventPublisher(
+            0, endpoint, replay_endpoint, buffer_steps, config=KVEventsConfig(bind=True)
+        )
         self.publish: Any = self._publisher.publish  # bare: no call of ours is timed
         self.idle: Any = self._publisher.idle
 

@@ -108,7 +108,7 @@ from scheduler_components.values import (
 )
 
 if TYPE_CHECKING:
-    from scheduler_components.server_info import describe_kv_events_publisher, kv_events_server_info, merge_kv_events
+    from scheduler_components.server_info import describe_kv_events_publisher, kv_events_server_info
 
 __all__ = [
     "AllBlocksCleared",
@@ -207,13 +207,12 @@ __all__ = [
     "finish_reason_after",
     "kv_events_server_info",
     "kv_metrics_from",
-    "merge_kv_events",
     "open_load_publisher",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "scheduler_components.server_info": ("describe_kv_events_publisher kv_events_server_info merge_kv_events"),
+        "scheduler_components.server_info": ("describe_kv_events_publisher kv_events_server_info"),
     },
 )

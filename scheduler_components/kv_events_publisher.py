@@ -23,7 +23,7 @@ __all__ = ["SchedulerKvEventsPublisher", "kv_metrics_from"]
 
 logger = logging.getLogger(__name__)
 
-_DRAINING = "draining KV events"
+_TAKING = "taking KV events from the cache"
 _PUBLISHING = "publishing KV events"
 _WAITING = "sending KV events while the device works"
 _COUNTING = "reading the event publisher's counters"
@@ -48,16 +48,16 @@ def kv_metrics_from(load: LoadSnapshot) -> KvMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerKvEventsPublisher:
-    """Drains a cache's events, stamps them with time and stream index, and hands them to the sink.
+    """Takes a cache's events, stamps them with time and stream index, and hands them to the sink.
 
-    Only the rank that owns its KV cache's stream speaks (``ParallelState.owns_kv_stream``): on any other rank
-    the source is drained, so that its record cannot grow, and nothing is handed on, whatever the sink.
+    Only the rank that owns its KV cache's stream publishes (``ParallelState.owns_kv_stream``): on any other rank
+    the source's events are taken too, so that its record cannot grow, and nothing is handed on, whatever the sink.
 
     Nothing that a source or a sink raises reaches the scheduler's step. It is counted in ``failures`` and logged
-    once an episode, and what is lost by it appears in ``stats().batches_dropped``.
+    once per episode, and what is lost by it appears in ``stats().batches_dropped``.
 
     Attributes:
-        parallel: decides who speaks, and which stream it is.
+        parallel: decides who publishes, and as which stream.
         source: the cache that records events.
         sink: made by ``open_event_publisher``, or anything that takes batches.
         load: usually a ``LoadInquirer``; read by ``emit_kv_metrics``.
@@ -84,7 +84,7 @@ class SchedulerKvEventsPublisher:
         load: LoadSource = NO_LOAD,
         metrics_endpoint: str | None = None,
     ) -> SchedulerKvEventsPublisher:
-        """Make one from what the operator wrote: gate by rank, offset the ports, open the sockets.
+        """Make one from what the operator wrote: a rank that owns a stream opens its sockets at its own ports.
 
         Args:
             config: text of ``--kv-events-config``, a ready config, or None for no events.
@@ -123,9 +123,9 @@ class SchedulerKvEventsPublisher:
         try:
             events = self.source.take_events()
         except Exception as error:  # noqa: BLE001 - events never raise into the step; counted and logged
-            self.failures.failed(_DRAINING, error)
+            self.failures.failed(_TAKING, error)
             return
-        self.failures.succeeded(_DRAINING)
+        self.failures.succeeded(_TAKING)
         if not events or not self.parallel.owns_kv_stream:
             return
         try:
@@ -164,7 +164,7 @@ class SchedulerKvEventsPublisher:
             stats = PublisherStats()
         else:
             self.failures.succeeded(_COUNTING)
-        lost = self.failures.counts.get(_DRAINING, 0) + self.failures.counts.get(_PUBLISHING, 0)
+        lost = self.failures.counts.get(_TAKING, 0) + self.failures.counts.get(_PUBLISHING, 0)
         if not lost:
             return stats
         return msgspec.structs.replace(stats, batches_dropped=stats.batches_dropped + lost)

@@ -211,13 +211,11 @@ def open_load_publisher(
     from scheduler_components.kv_events import KVEventsConfig, StreamAccess
     from scheduler_components.load import check_load_endpoint, open_zmq_load_sink
 
-    settings = config if isinstance(config, KVEventsConfig) else KVEventsConfig.from_cli(config)
+    settings = KVEventsConfig.read(config)
     plan = settings.port_plan(parallel.kv_stream_count)
     if plan.load is not None:
         check_load_endpoint(plan.load)
         if parallel.owns_kv_stream:
-            # Keys and auth come together; the config has refused one without the other.
-            keys, clients = settings.secret_key_file, settings.client_keys_dir
-            access = StreamAccess.read(keys, clients) if keys and clients else None
+            access = StreamAccess.of(settings)
             publisher.sink = open_zmq_load_sink(plan.load.offset(parallel.kv_stream_index), access=access)
     return publisher

@@ -338,7 +338,11 @@ class KvMetricsSink(Protocol):
         ...
 
     def send(self, metrics: KvMetrics) -> None:
-        """Hand on one report; drops it, counted, when nobody takes it. Never blocks, never raises."""
+        """Hand on one report; drops it, counted, when nobody takes it. Never blocks.
+
+        Raises:
+            ForkedPublisherError: this is a child of the process that opened the sink.
+        """
         ...
 
     def close(self) -> None:

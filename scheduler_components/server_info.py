@@ -6,18 +6,14 @@ The keys are those of SGLang's descriptor (0.5.23), which its gateway and Dynamo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events import Endpoint, EventPublisherFactory, KVEventsConfig, PortPlan
 from scheduler_components.validators import check_integer
 
-__all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info", "merge_kv_events"]
+__all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info"]
 
 LOAD_TOPIC = "load"
 """First frame of the load gauge's messages (SGLang 0.5.23)."""
-
-_OWN_KEYS = ("kv_events", "kv_events_error", "kv_events_warning")
 
 
 def describe_kv_events_publisher(
@@ -27,7 +23,7 @@ def describe_kv_events_publisher(
 
     Args:
         config: the text after ``--kv-events-config``, or what was read from it. Bad text gives None, never an error.
-        block_size: tokens a block in the events: the page size, times the DCP size where pages are split by it.
+        block_size: tokens per block in the events: the page size, times the DCP size where pages are split by it.
         dp_size: number of streams (``ParallelState.kv_stream_count``).
 
     Returns:
@@ -59,14 +55,6 @@ def kv_events_server_info(
     return {"kv_events": descriptor} | ({"kv_events_warning": warning} if warning else {})
 
 
-def merge_kv_events(
-    server_info: Mapping[str, object], *, config: str | KVEventsConfig | None, block_size: int | None, dp_size: int
-) -> dict[str, object]:
-    """Give ``server_info`` with this module's keys renewed; every other field stays as it is."""
-    others = {key: value for key, value in server_info.items() if key not in _OWN_KEYS}
-    return others | kv_events_server_info(config, block_size=block_size, dp_size=dp_size)
-
-
 def _describe(config: str | KVEventsConfig | None, block_size: int | None, dp_size: int) -> dict[str, object]:
     """Describe, or raise the ConfigError that says why there is nothing to describe."""
     settings = _published(config)
@@ -95,7 +83,7 @@ def _published(config: str | KVEventsConfig | None) -> KVEventsConfig:
     hint = 'give --kv-events-config with "publisher": "zmq" to publish them'
     if not config:
         raise ConfigError("kv_events_config", config, "is not set, so KV events are not published", hint)
-    settings = config if isinstance(config, KVEventsConfig) else KVEventsConfig.from_cli(config)
+    settings = KVEventsConfig.read(config)
     if settings.publisher == "null":
         raise ConfigError("publisher", "null", "publishes no KV events", hint)
     return settings

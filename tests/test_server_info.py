@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import describe_kv_events_publisher, kv_events_server_info, merge_kv_events
+from scheduler_components import describe_kv_events_publisher, kv_events_server_info
 from scheduler_components.kv_events import KVEventsConfig
 
 
@@ -136,24 +136,6 @@ def test_a_publisher_that_connects_is_described_with_a_warning() -> None:
 def test_a_publisher_told_to_bind_a_concrete_host_gives_no_warning() -> None:
     info = kv_events_server_info(config(endpoint="tcp://127.0.0.1:5557", bind=True), block_size=64, dp_size=1)
     assert info.keys() == {"kv_events"}
-
-
-def test_other_fields_of_server_info_stay_and_stale_ones_of_ours_go() -> None:
-    before = {
-        "version": "1",
-        "kv_events_config": "{",
-        "dp_size": 2,
-        "kv_events": {"publisher": "old"},
-        "kv_events_error": "old",
-        "kv_events_warning": "old",
-    }
-    after = merge_kv_events(before, config=config(), block_size=64, dp_size=2)
-    others = {"version": "1", "kv_events_config": "{", "dp_size": 2}
-    assert after == others | kv_events_server_info(config(), block_size=64, dp_size=2)
-    assert before["kv_events_error"] == "old"
-    failed = merge_kv_events(after, config="{", block_size=64, dp_size=2)
-    assert failed["kv_events"] is None
-    assert {key: failed[key] for key in others} == others
 
 
 PORTS = st.integers(0, 65_540)

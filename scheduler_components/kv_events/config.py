@@ -1,4 +1,7 @@
-"""What an operator types after ``--kv-events-config``: checked whole, in one place, before any socket opens."""
+"""What an operator types after ``--kv-events-config``: checked whole, in one place, before any socket opens.
+
+``KVEventsConfig`` is the only spelling of the publisher's settings: names, defaults, ranges and meaning.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,16 @@ import json
 from difflib import get_close_matches
 from typing import Annotated, Any
 
+from msgspec import UNSET
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.codec import DIALECTS
 from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
-
-__all__ = [
-    "AUTHS",
-    "SEQ_BASES",
-    "KVEventsConfig",
-    "suggest",
-]
-
 from scheduler_components.kv_events.replay import REPLAY_FRAMINGS
+
+__all__ = ["AUTHS", "SEQ_BASES", "KVEventsConfig", "suggest"]
 
 SEQ_BASES = ("zero", "clock")
 AUTHS = ("none", "required")
@@ -41,7 +39,7 @@ _TYPE_NAMES = {
 
 
 def suggest(name: str, known: tuple[str, ...]) -> str:
-    """Say what to write for a misspelt ``name``, as the hint of a ConfigError."""
+    """Return what to write for a misspelt ``name``, as the hint of a ConfigError."""
     near = get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else "give one of " + ", ".join(known)
 
@@ -124,6 +122,35 @@ class KVEventsConfig(BaseModel):
             raise ConfigError("kv_events_config", text, "is JSON, but not an object", hint)
         return cls(**settings)
 
+    @classmethod
+    def read(cls, config: str | KVEventsConfig) -> KVEventsConfig:
+        """Return ``config``, read first where it is text; see ``from_cli``."""
+        return config if isinstance(config, KVEventsConfig) else cls.from_cli(config)
+
+    def changed(self, **settings: Any) -> KVEventsConfig:
+        """Return this configuration with other ``settings``, checked anew; those that are ``msgspec.UNSET`` stay.
+
+        Raises:
+            ConfigError: what comes of it is not right.
+        """
+        present = dict(self)
+        changes = {name: value for name, value in settings.items() if value is not UNSET}
+        is_same = all(
+            type(value) is type(present.get(name)) and value == present.get(name) for name, value in changes.items()
+        )
+        return self if is_same else KVEventsConfig(**(present | changes))
+
+    def seed_arguments(self) -> dict[str, Any]:
+        """Return what SGLang's factory passes to a publisher, beside the rank, by name."""
+        return {
+            "endpoint": self.endpoint,
+            "replay_endpoint": self.replay_endpoint,
+            "buffer_steps": self.buffer_steps,
+            "hwm": self.hwm,
+            "max_queue_size": self.max_queue_size,
+            "topic": self.topic,
+        }
+
     @model_validator(mode="after")
     def _check(self) -> KVEventsConfig:
         if not self.publisher:
@@ -148,7 +175,7 @@ class KVEventsConfig(BaseModel):
         return self
 
     def _check_auth(self, plan: PortPlan) -> None:
-        """Keys and ``auth`` come together, so that nobody believes in a protection that is not there."""
+        """Keys and ``auth`` come together, so that nobody relies on a protection that is not there."""
         for field in ("secret_key_file", "client_keys_dir"):
             path = getattr(self, field)
             if self.auth == "required" and not path:
@@ -158,7 +185,7 @@ class KVEventsConfig(BaseModel):
         endpoints = (("endpoint", plan.events), ("replay_endpoint", plan.replay))
         for field, endpoint in endpoints if self.auth == "required" else ():
             if endpoint is not None and endpoint.transport == "inproc":
-                raise ConfigError(field, str(endpoint), "knows no keys, and auth is required", "give tcp or ipc")
+                raise ConfigError(field, str(endpoint), "has no keys, and auth is required", "give tcp or ipc")
 
     def port_plan(self, stream_count: int) -> PortPlan:
         """Give every stream its endpoints.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from scheduler_components.errors import ConfigError, PublisherNameTakenError
 from scheduler_components.kv_events.config import KVEventsConfig, suggest
@@ -17,20 +18,6 @@ __all__ = ["ENTRY_POINT_GROUP", "EventPublisherFactory", "PublisherConstructor",
 ENTRY_POINT_GROUP = "scheduler_components.event_publishers"
 """Packages name their publishers here: ``mine = "my_package.publisher:MyPublisher"``."""
 
-_SEED_SETTINGS = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
-"""What SGLang's factory passes, beside the rank: constructors written for it are called in just this way."""
-
-_AUTH_SETTINGS = ("auth", "secret_key_file", "client_keys_dir")
-_OWN_SETTINGS = (
-    *_SEED_SETTINGS,
-    "dialect",
-    "bind",
-    "replay_framing",
-    "seq_base",
-    "buffer_bytes",
-    *_AUTH_SETTINGS,
-)
-
 
 class PublisherConstructor(Protocol):
     """A publisher's class, or a function that makes one; it offsets its endpoints by the rank itself."""
@@ -38,14 +25,32 @@ class PublisherConstructor(Protocol):
     def __call__(self, *, attn_dp_rank: int, **settings: Any) -> EventPublisher: ...
 
 
-def _open_null_publisher(*, attn_dp_rank: int, **_: Any) -> EventPublisher:
+Opener: TypeAlias = Callable[[KVEventsConfig, int], EventPublisher]
+"""Opens the publisher of a configuration and a stream's index."""
+
+
+def _open_null_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPublisher:  # noqa: ARG001 - needs nothing
     return NullEventPublisher(attn_dp_rank)
 
 
-def _open_zmq_publisher(*, attn_dp_rank: int, **settings: Any) -> EventPublisher:
+def _open_zmq_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPublisher:
     from scheduler_components.kv_events.zmq_publisher import ZmqEventPublisher
 
-    return ZmqEventPublisher(attn_dp_rank, **settings)
+    return ZmqEventPublisher(attn_dp_rank, config=config)
+
+
+def _opener_of(constructor: PublisherConstructor) -> Opener:
+    """Call a constructor as SGLang's factory does, with the configuration's options added."""
+
+    def open_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPublisher:
+        if config.auth != "none":
+            problem = f"is not known to reach the publisher {config.publisher!r}"
+            raise ConfigError("auth", config.auth, problem, "take it out, and protect that publisher in its options")
+        arguments = config.seed_arguments() | config.options
+        _check_signature(config, constructor, arguments)
+        return constructor(attn_dp_rank=attn_dp_rank, **arguments)
+
+    return open_publisher
 
 
 class EventPublisherFactory:
@@ -54,11 +59,11 @@ class EventPublisherFactory:
     A subclass starts with a copy of its parent's publishers, and what is registered on it stays on it.
     """
 
-    _registry: ClassVar[dict[str, PublisherConstructor]] = {"null": _open_null_publisher, "zmq": _open_zmq_publisher}
+    _openers: ClassVar[dict[str, Opener]] = {"null": _open_null_publisher, "zmq": _open_zmq_publisher}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._registry = dict(cls._registry)
+        cls._openers = dict(cls._openers)
 
     @classmethod
     def register_publisher(cls, name: str, ctor: PublisherConstructor) -> None:
@@ -70,9 +75,9 @@ class EventPublisherFactory:
         Raises:
             PublisherNameTakenError: the name is in use. It is a KeyError too, as in SGLang's registry.
         """
-        if name in cls._registry:
+        if name in cls._openers:
             raise PublisherNameTakenError(name)
-        cls._registry[name] = ctor
+        cls._openers[name] = _opener_of(ctor)
 
     @classmethod
     def create(cls, config: str | KVEventsConfig | None, attn_dp_rank: int = 0) -> EventPublisher:
@@ -86,40 +91,32 @@ class EventPublisherFactory:
         """
         if not config:
             return NullEventPublisher(attn_dp_rank)
-        settings = _read(config)
+        settings = KVEventsConfig.read(config)
         check_integer("attn_dp_rank", attn_dp_rank, "is not a rank", at_least=0)
         settings.port_plan(attn_dp_rank + 1)  # so many streams there are at least
-        constructor = cls.find(settings.publisher)
-        is_own = constructor in (_open_zmq_publisher, _open_null_publisher)
-        if settings.auth != "none" and not is_own:
-            problem = f"is not known to reach the publisher {settings.publisher!r}"
-            raise ConfigError("auth", settings.auth, problem, "take it out, and protect that publisher in its options")
-        names = _OWN_SETTINGS if is_own else _SEED_SETTINGS
-        arguments = {name: getattr(settings, name) for name in names} | settings.options
-        _check_signature(settings, constructor, arguments)
-        return constructor(attn_dp_rank=attn_dp_rank, **arguments)
+        return cls.find(settings.publisher)(settings, attn_dp_rank)
 
     @classmethod
-    def find(cls, name: str) -> PublisherConstructor:
-        """Give the constructor called ``name``, and load it first where an installed package offers it.
+    def find(cls, name: str) -> Opener:
+        """Return what opens the publisher ``name``, loaded first where an installed package offers it.
 
         Raises:
             ConfigError: nobody offers the name, or the package that does is broken.
         """
-        if name in cls._registry:
-            return cls._registry[name]
+        if name in cls._openers:
+            return cls._openers[name]
         offers = entry_points(group=ENTRY_POINT_GROUP)
         values = {offer.value: offer for offer in offers if offer.name == name}
         if not values:
-            known = (*cls._registry, *sorted(offers.names))
+            known = (*cls._openers, *sorted(offers.names))
             raise ConfigError("publisher", name, "is not a publisher that this process knows", suggest(name, known))
         if len(values) > 1:
             raise ConfigError("publisher", name, f"is offered by {' and '.join(sorted(values))}", "uninstall one")
-        return cls._registry.setdefault(name, _load(*values.values()))
+        return cls._openers.setdefault(name, _opener_of(_load(*values.values())))
 
 
 def _load(offer: EntryPoint) -> PublisherConstructor:
-    hint = f"hint or remove the package that offers {offer.value!r}"
+    hint = f"repair or remove the package that offers {offer.value!r}"
     try:
         constructor: PublisherConstructor = offer.load()
     except Exception as error:
@@ -130,15 +127,11 @@ def _load(offer: EntryPoint) -> PublisherConstructor:
     return constructor
 
 
-def _read(config: str | KVEventsConfig) -> KVEventsConfig:
-    return config if isinstance(config, KVEventsConfig) else KVEventsConfig.from_cli(config)
-
-
 def _check_signature(settings: KVEventsConfig, constructor: PublisherConstructor, arguments: dict[str, Any]) -> None:
     """Refuse options that the publisher does not take before it is called; a TypeError from inside it stays its own."""
     try:
         signature = inspect.signature(constructor)
-    except ValueError:  # written in C without a signature: its own call will tell
+    except ValueError:  # written in C, without a signature: the call itself will fail
         return
     try:
         signature.bind(attn_dp_rank=0, **arguments)
@@ -153,7 +146,7 @@ def open_event_publisher(
     parallel: ParallelState,
     factory: type[EventPublisherFactory] = EventPublisherFactory,
 ) -> EventPublisher:
-    """Gate, offset and open: the publisher of this rank's KV stream, or the null publisher where it owns none.
+    """Open the publisher of this rank's KV stream, or the null publisher where it owns none.
 
     The configuration is checked in full on every rank, for all streams of the engine, before anything opens: a bad
     one fails everywhere alike and leaves nothing behind.
@@ -169,9 +162,9 @@ def open_event_publisher(
     """
     if not config:
         return NullEventPublisher(parallel.kv_stream_index)
-    settings = _read(config)
+    settings = KVEventsConfig.read(config)
     settings.port_plan(parallel.kv_stream_count)
-    factory.find(settings.publisher)
+    open_publisher = factory.find(settings.publisher)
     if not parallel.owns_kv_stream:
         return NullEventPublisher(parallel.kv_stream_index)
-    return factory.create(settings, parallel.kv_stream_index)
+    return open_publisher(settings, parallel.kv_stream_index)

@@ -1,9 +1,9 @@
-"""The backstop: a thread that takes the publisher's turn when the scheduler does not.
+"""The backstop: a thread that drains the publisher when the scheduler does not.
 
 The scheduler's own thread encodes, sends and serves replays; a second thread would starve whenever the scheduler
-keeps the GIL. The backstop sleeps without any wake-up of its own until it is woken: by the first deferred batch
-of a busy period, or by the replay socket. Then it looks every few milliseconds whether the scheduler still takes
-its turns, acts in its place when it does not, and goes back to sleep when nothing is left to watch.
+keeps the GIL. The backstop sleeps, without any wake-up of its own, until it is woken: by the first deferred batch
+of a busy period, or by the replay socket. Then it looks every few milliseconds whether the scheduler still drains,
+drains in its place when it does not, and goes back to sleep when nothing is left to watch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import select
 import threading
 from typing import Protocol
 
-__all__ = ["Backstop", "BackstopTurn", "Look"]
+__all__ = ["Backstop", "Drained", "Look"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,16 +28,16 @@ _LOOKS_BEFORE_SLEEP = 60
 class Look(enum.Enum):
     """What a look found."""
 
-    TICKING = "the scheduler takes its own turns: look again in a while, and leave the socket to it"
-    BUSY = "acted, and there is more to do at once"
-    QUIET = "acted, and nothing is left"
+    DRAINING = "the scheduler drains by itself: look again in a while, and leave the sockets to it"
+    BUSY = "drained, and there is more to do at once"
+    QUIET = "drained, and nothing is left"
 
 
-class BackstopTurn(Protocol):
-    """Whose turns the backstop takes."""
+class Drained(Protocol):
+    """What the backstop drains."""
 
-    def take_turn_if_stalled(self) -> Look:
-        """Act if the scheduler has not acted lately."""
+    def drain_if_stalled(self) -> Look:
+        """Drain if the scheduler has not drained lately."""
         ...
 
     def stop_deferring(self) -> None:
@@ -49,7 +49,7 @@ class Backstop:
     """Owns one daemon thread and a wake-up pipe; ``start`` makes them, ``stop`` ends them.
 
     Args:
-        turn: asked on every look.
+        drained: asked on every look.
         watched_fds: file descriptors that become readable when a peer wants something.
         name: the thread's name.
 
@@ -57,10 +57,10 @@ class Backstop:
         has_ended: True once the thread is gone, stopped or dead; a caller must not count on it any more.
     """
 
-    __slots__ = ("_looking", "_name", "_pipe", "_stopping", "_thread", "_turn", "_watched_fds", "has_ended")
+    __slots__ = ("_looking", "_name", "_pipe", "_stopping", "_thread", "_drained", "_watched_fds", "has_ended")
 
-    def __init__(self, turn: BackstopTurn, *, watched_fds: tuple[int, ...], name: str) -> None:
-        self._turn = turn
+    def __init__(self, drained: Drained, *, watched_fds: tuple[int, ...], name: str) -> None:
+        self._drained = drained
         self._watched_fds = watched_fds
         self._name = name
         self.has_ended = False
@@ -132,22 +132,22 @@ class Backstop:
             _log.exception("the KV-event backstop died: batches go out, and replays are served, inside publish() only")
         finally:
             self.has_ended = True
-            self._turn.stop_deferring()
+            self._drained.stop_deferring()
 
     def _look(self, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
         """Look until there has been nothing to do for a while."""
         quiet_looks = 0
         while not self._stopping:
-            found = self._turn.take_turn_if_stalled()
+            found = self._drained.drain_if_stalled()
             quiet_looks = quiet_looks + 1 if found is Look.QUIET else 0
             if quiet_looks > _LOOKS_BEFORE_SLEEP:
                 self._looking = False
-                self._turn.stop_deferring()
+                self._drained.stop_deferring()
                 # A batch may have been deferred just before the flags fell: its publisher saw them still set.
-                if self._turn.take_turn_if_stalled() is Look.QUIET:
+                if self._drained.drain_if_stalled() is Look.QUIET:
                     return
                 self._looking = True
-            if found is Look.TICKING:
+            if found is Look.DRAINING:
                 _wait(woken, reader, _LOOK_EVERY_MS)
             elif found is Look.QUIET:
                 _wait(woken_or_asked, reader, _LOOK_EVERY_MS)

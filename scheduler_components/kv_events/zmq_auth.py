@@ -1,4 +1,4 @@
-"""CURVE key files: made, read and checked.
+"""CURVE keys: their files made, read and checked; who may connect to a stream; what a subscriber presents.
 
 The files are ZeroMQ certificates, which ``zmq.auth``, CZMQ and others read: ``NAME.key_secret`` holds both keys of a
 pair and stays where it was made, ``NAME.key`` holds the public one and is handed out.
@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import zmq
@@ -17,6 +18,9 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from scheduler_components.errors import ConfigError, StartError
+
+if TYPE_CHECKING:
+    from scheduler_components.kv_events.config import KVEventsConfig
 
 __all__ = [
     "PUBLIC_SUFFIX",
@@ -57,11 +61,11 @@ def write_key_pair(directory: Path, name: str) -> tuple[Path, Path]:
         name: of the party, for example ``"router-1"``.
 
     Raises:
-        ConfigError: the name is none for a file, or has keys already: they are never overwritten.
+        ConfigError: the name does not fit a file, or has keys already: they are never overwritten.
         StartError: the system refused to write.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError("name", name, "is no name for a key file", "give letters, digits, '-', '_' and '.'")
+        raise ConfigError("name", name, "does not fit the name of a key file", "give letters, digits, '-', '_' and '.'")
     public, secret = zmq.curve_keypair()
     public_file, secret_file = (directory / f"{name}{suffix}" for suffix in (PUBLIC_SUFFIX, SECRET_SUFFIX))
     written: list[Path] = []
@@ -129,7 +133,7 @@ def _read(path: str | Path, *, field: str, is_secret: bool) -> tuple[bytes, byte
     except (ValueError, IndexError) as error:
         raise ConfigError(field, str(path), "holds no public key", _MAKE_KEYS) from error
     if not _is_key(public):
-        raise ConfigError(field, str(path), "holds a public key that is none", _MAKE_KEYS)
+        raise ConfigError(field, str(path), "holds no sound public key", _MAKE_KEYS)
     return public, secret
 
 
@@ -145,7 +149,7 @@ def _is_key(text: bytes) -> bool:
 
 # Who may connect to a stream: CURVE encryption, and an allow-list of client keys.
 #
-# libzmq asks one handler a context (ZAP, its RFC 27) about every handshake. The handler is pyzmq's
+# libzmq asks one handler per context (ZAP, its RFC 27) about every handshake. The handler is pyzmq's
 # ``ThreadAuthenticator``; it answers from a set of keys that was read and checked before any socket opened.
 
 _DOMAIN = "scheduler-components"
@@ -173,6 +177,17 @@ class StreamAccess:
         """
         keys = read_key_pair(secret_key_file, field="secret_key_file")
         return cls(keys=keys, allowed=_read_allowed(client_keys_dir, field="client_keys_dir"))
+
+    @classmethod
+    def of(cls, config: KVEventsConfig) -> StreamAccess | None:
+        """Return what a configuration asks for, with its key files read; None where everybody may connect.
+
+        Raises:
+            ConfigError: see ``read``.
+        """
+        if config.secret_key_file is None or config.client_keys_dir is None:
+            return None  # the configuration has refused one without the other
+        return cls.read(config.secret_key_file, config.client_keys_dir)
 
     def open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
         """Start to answer for ``context``, before any of its sockets binds; ``stop()`` it before the context ends."""
@@ -202,7 +217,7 @@ class StreamAccess:
 
 def _read_allowed(directory: str, *, field: str) -> frozenset[bytes]:
     try:
-        mode = os.stat(directory).st_mode  # noqa: PTH116 - as in zmq_keys
+        mode = os.stat(directory).st_mode  # noqa: PTH116 - as in _read
         files = sorted(Path(directory).glob(f"*{PUBLIC_SUFFIX}"))
     except (OSError, ValueError) as error:
         hint = "give the directory of the clients' public keys"

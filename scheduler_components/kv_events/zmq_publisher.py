@@ -1,12 +1,15 @@
 """The ZMQ publisher: live batches on a PUB socket, past ones on a replay ROUTER.
 
-Who works: the scheduler's own thread. ``publish()`` appends; ``idle()``, called where the scheduler waits for its
-device, encodes, sends and serves replays. A scheduler that never calls ``idle()`` has its batches sent inside
-``publish()``, a burst of them in groups. A sending thread, as SGLang and vLLM have it, starves when the scheduler
-keeps the GIL.
+The file is read from the sockets up: ``ZmqLiveSender`` (encode, number, send), ``ZmqReplayServer`` (answers in slices),
+``ZmqStreamEdge`` (both, and all else of one stream), ``ZmqEventPublisher`` (who works, and when).
 
-Who owns the sockets: whoever holds the turn, a lock that the scheduler's thread never waits for. The only other
-taker is the backstop thread, when the scheduler has stopped taking its turns.
+Who works: the scheduler's own thread. ``publish()`` appends; ``idle()``, called where the scheduler waits for its
+device, encodes, sends and serves replays: it drains. A scheduler that never calls ``idle()`` has its batches sent
+inside ``publish()``, a burst of them in groups. A sending thread, as SGLang and vLLM have it, starves when the
+scheduler keeps the GIL.
+
+Who owns the sockets: the thread that drains. It holds the owner lock, for which the scheduler's thread never waits.
+The only other owner is the backstop thread, when the scheduler has stopped draining.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections import deque
 
 import msgspec
 import zmq
+from msgspec import UNSET, UnsetType
 
 from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
 from scheduler_components.events import AllBlocksCleared, EventBatch, KVCacheEvent, KVEventBatch
@@ -40,16 +44,16 @@ from scheduler_components.values import PublisherStats
 __all__ = [
     "ZmqLiveSender",
     "ZmqReplayServer",
-    "Occasion",
+    "DrainReason",
     "ZmqStreamEdge",
     "open_stream_edge",
     "CloseReport",
     "ZmqEventPublisher",
 ]
 
-# Sending live batches: encode, number, send. The caller of all but ``pending.append`` holds the publisher's turn.
-
 _log = logging.getLogger(__name__)
+
+# Sending live batches: encode, number, send. The caller of all but ``pending.append`` owns the sockets.
 
 _LARGE_PAYLOAD_BYTES = MAX_PAYLOAD_BYTES // 2
 """A batch above this goes out as several, so that no reader refuses it for its size."""
@@ -58,7 +62,7 @@ _MAX_REFUSALS_TOLD = 100
 """Further ones are only counted."""
 
 _SNDMORE = int(zmq.SNDMORE)
-"""A plain integer: the C-level send makes one of an enum three times a batch."""
+"""A plain integer: the C-level send makes one of an enum three times per batch."""
 
 _UNSOUND = (*ENCODE_ERRORS, AttributeError, RecursionError)
 """What something raises that was published and is no batch of events."""
@@ -103,7 +107,7 @@ class ZmqLiveSender:
         rank: int,
         max_pending: int,
     ) -> None:
-        # pyzmq's Python-level send costs several times its C-level send, three times a batch.
+        # pyzmq's Python-level send costs several times its C-level send, three times per batch.
         self._send = super(zmq.Socket, socket).send
         self._topic = topic
         self._encoder = encoder
@@ -124,7 +128,7 @@ class ZmqLiveSender:
                 self._is_overflowing = False
                 self._send_batch(self.pending.popleft())
 
-    def drain(self, deadline: float) -> None:
+    def send_until(self, deadline: float) -> None:
         """Send what is pending until ``deadline`` (``time.monotonic``)."""
         while self.pending and time.monotonic() < deadline:
             self._send_batch(self.pending.popleft())
@@ -138,7 +142,7 @@ class ZmqLiveSender:
             _log.warning("%d KV-event batches were not sent before the deadline", count)
 
     def _collapse_overflow(self) -> None:
-        """More is pending than may be kept: send the one batch that it amounts to instead. Nothing is lost by it."""
+        """More is pending than may be kept: send one batch with the same effect instead. Nothing is lost."""
         count = len(self.pending)
         if not self._is_overflowing:
             self._is_overflowing = True
@@ -156,7 +160,7 @@ class ZmqLiveSender:
             self._send_batch(merged)
 
     def _send_batch(self, batch: EventBatch) -> None:
-        """Encode before taking a number: an event that cannot be encoded takes none, and no good event along."""
+        """Encode before taking a number: an event that cannot be encoded takes none, and costs no good event."""
         try:
             payload: bytes | None = self._encoder.encode(batch, self._rank)
             events = batch.events
@@ -201,19 +205,19 @@ class ZmqLiveSender:
         self.num_refused += count
 
 
-# Serving replays over the ROUTER: a bounded number of sends a turn, and never a wait.
+# Serving replays over the ROUTER: a bounded number of sends per drain, and never a wait.
 
-_SENDS_A_TURN = 16
-"""A bite of replay between two live batches: larger ones show in the live latency (measured)."""
+_SENDS_PER_SLICE = 16
+"""A slice of replay between two live batches: larger ones show in the live latency (measured)."""
 
-_SENDS_A_WAIT = 96
-"""A bite while the scheduler waits for its device: some 300 microseconds that nobody else wants."""
+_SENDS_PER_LARGE_SLICE = 96
+"""A slice while the scheduler waits for its device: some 300 microseconds that nobody else wants."""
 
-_BYTES_A_SEND = 16 * 1024
-"""What counts as one send of a bite; a chunk of the base is as large as a whole bite."""
+_BYTES_PER_SEND = 16 * 1024
+"""What counts as one send of a slice; a chunk of the base is as large as a whole slice."""
 
-_REQUESTS_A_TURN = 16
-"""Of their own, so that a client that does nothing but ask keeps nobody from being answered."""
+_REQUESTS_PER_SLICE = 16
+"""Counted apart, so that a client that only asks keeps nobody from being answered."""
 
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
@@ -222,7 +226,7 @@ _CLOSE_POLL_MS = 200
 
 
 class ZmqReplayServer:
-    """Owns the ROUTER from the moment it is given until ``finish``; the caller holds the publisher's turn."""
+    """Owns the ROUTER from the moment it is given until ``finish``; the caller owns the sockets."""
 
     __slots__ = ("_events", "_has_failed", "_socket", "cursors")
 
@@ -238,28 +242,28 @@ class ZmqReplayServer:
         """Becomes readable when a client asks, or can take more."""
         return int(self._socket.getsockopt(zmq.FD))
 
-    def serve_bite(self, *, is_waiting: bool = False) -> bool:
-        """Take requests and send at most a bite of answers; True while there is more to do right away.
+    def serve_slice(self, *, is_waiting: bool = False) -> bool:
+        """Take requests and send at most a slice of answers; True while there is more to do right away.
 
-        ``is_waiting`` says that the scheduler has time: the bite is a large one.
+        ``is_waiting`` says that the scheduler has time: the slice is a large one.
         """
         if self._has_failed:
             return False
         try:
-            return self._serve_bite(_SENDS_A_WAIT if is_waiting else _SENDS_A_TURN)
+            return self._serve_slice(_SENDS_PER_LARGE_SLICE if is_waiting else _SENDS_PER_SLICE)
         except zmq.ZMQError as error:
             # Only somebody who closed a shared context can have done this. A scheduler does not stop for it.
             self._has_failed = True
             _log.error("KV events cannot be replayed any more: %s", error)
             return False
 
-    def _serve_bite(self, sends_left: int) -> bool:
+    def _serve_slice(self, sends_left: int) -> bool:
         asked = 0
-        while asked < _REQUESTS_A_TURN and self._is_readable():
+        while asked < _REQUESTS_PER_SLICE and self._is_readable():
             asked += 1
             self.cursors.ask(self._socket.recv_multipart(zmq.NOBLOCK))
         if not len(self.cursors):
-            return asked == _REQUESTS_A_TURN
+            return asked == _REQUESTS_PER_SLICE
         for client in self.cursors.clients:
             sends_left = self._serve(client, sends_left)
             if not sends_left:
@@ -271,7 +275,7 @@ class ZmqReplayServer:
         return bool(int(self._events(_EVENTS)) & _POLLIN)
 
     def _serve(self, client: bytes, sends_left: int) -> int:
-        """Send to one client until it is done, is full, or the bite is eaten; returns the sends left."""
+        """Send to one client until it is done, is full, or the slice is used up; returns the sends left."""
         done = False
         while sends_left and not done:
             message = self.cursors.message(client)
@@ -287,8 +291,8 @@ class ZmqReplayServer:
                 self.cursors.num_truncated += 1
                 return sends_left
             done = self.cursors.sent(client)
-            # A step of planning, or a chunk of the base, is a bite of its own.
-            cost = _SENDS_A_WAIT if message is None else 1 + len(message[-1]) // _BYTES_A_SEND
+            # A step of planning, or a chunk of the base, is a slice of its own.
+            cost = _SENDS_PER_LARGE_SLICE if message is None else 1 + len(message[-1]) // _BYTES_PER_SEND
             sends_left = max(0, sends_left - cost)
         self.cursors.rotate(client)
         return sends_left
@@ -298,7 +302,7 @@ class ZmqReplayServer:
 
         Both are times of ``time.monotonic``.
         """
-        while (self.serve_bite() or len(self.cursors)) and not self._has_failed and time.monotonic() < until:
+        while (self.serve_slice() or len(self.cursors)) and not self._has_failed and time.monotonic() < until:
             if len(self.cursors) and not self._socket.poll(_CLOSE_POLL_MS, zmq.POLLOUT | zmq.POLLIN):
                 break
         if not self._has_failed:
@@ -308,23 +312,23 @@ class ZmqReplayServer:
         self._socket.close(linger=max(0, int((deadline - time.monotonic()) * 1000)))
 
 
-# One stream's sockets and all that moves through them, opened, worked and closed as one.
+# One stream's sockets and all that moves through them, opened, drained and closed as one.
 #
-# Nothing here locks: whoever calls holds the publisher's turn.
+# Nothing here locks: whoever calls owns the sockets.
 
 _REQUESTS_EVERY_S = 0.004
 """To look for replay requests costs a system call: a scheduler of quick steps does it in some of them."""
 
-_TURNS_BETWEEN_COUNTS = 64
-"""Peers come rarely: their reports are looked for once in so many turns of a busy scheduler."""
+_DRAINS_PER_COUNT = 64
+"""Peers come rarely: their reports are looked for once in so many drains of a busy scheduler."""
 
 
-class Occasion(enum.Enum):
-    """When a turn is taken."""
+class DrainReason(enum.Enum):
+    """Why the stream is drained now, which decides how much time that may take."""
 
     STEP = "inside the scheduler's step, where every microsecond shows"
     WAIT = "while the scheduler waits for its device: there is some time"
-    STALL = "by the backstop, for a scheduler that has stopped ticking"
+    STALL = "by the backstop, for a scheduler that has stopped draining"
 
 
 class ZmqStreamEdge:
@@ -336,7 +340,7 @@ class ZmqStreamEdge:
         is_open_bind: True when it listens beyond loopback without authentication.
     """
 
-    __slots__ = ("_cursors", "_looked_at_s", "_num_turns", "_replay", "_stream", "is_open_bind", "live", "sockets")
+    __slots__ = ("_cursors", "_looked_at_s", "_num_drains", "_replay", "_stream", "is_open_bind", "live", "sockets")
 
     def __init__(
         self,
@@ -353,7 +357,7 @@ class ZmqStreamEdge:
         self._stream = stream
         self._cursors = cursors
         self._replay = ZmqReplayServer(sockets.replay, cursors) if sockets.replay else None
-        self._num_turns = 0
+        self._num_drains = 0
         self._looked_at_s = 0.0
 
     @property
@@ -362,8 +366,8 @@ class ZmqStreamEdge:
         replay = [self._replay.wakeup_fd] if self._replay else []
         return (*replay, *(counter.wakeup_fd for counter in self.sockets.peers if counter))
 
-    def act(self, occasion: Occasion, now_s: float) -> bool:
-        """Send what is pending, fold, serve a bite of replays; True while there is more to do.
+    def drain(self, reason: DrainReason, now_s: float) -> bool:
+        """Send what is pending, fold, serve a slice of replays; True while there is more to do.
 
         ``now_s`` is ``time.monotonic``.
         """
@@ -371,16 +375,16 @@ class ZmqStreamEdge:
         self._stream.fold_some()
         if self._stream.is_held_up:
             self._cursors.cut_pinned()
-        self._num_turns += 1
-        if self._num_turns % _TURNS_BETWEEN_COUNTS == 0:
+        self._num_drains += 1
+        if self._num_drains % _DRAINS_PER_COUNT == 0:
             self.count_peers()
         if self._replay is None:
             return False
-        has_looked = now_s - self._looked_at_s < _REQUESTS_EVERY_S and occasion is not Occasion.STALL
+        has_looked = now_s - self._looked_at_s < _REQUESTS_EVERY_S and reason is not DrainReason.STALL
         if has_looked and not len(self._cursors):
             return False
         self._looked_at_s = now_s
-        return self._replay.serve_bite(is_waiting=occasion is Occasion.WAIT)
+        return self._replay.serve_slice(is_waiting=reason is DrainReason.WAIT)
 
     def count_peers(self) -> bool:
         """Take a bounded number of reports of who connected; True while there may be more."""
@@ -389,7 +393,7 @@ class ZmqStreamEdge:
 
     def close(self, deadline: float) -> bool:
         """Send, end and close everything; True when some peer had not taken all of it by ``deadline``."""
-        self.live.drain(deadline)
+        self.live.send_until(deadline)
         # The live tail goes first, for nobody can ask for it again. linger 0 would lose what libzmq has queued.
         now = time.monotonic()
         self.sockets.pub.close(linger=max(0, int((deadline - now) * 1000)))
@@ -439,14 +443,14 @@ def open_stream_edge(settings: KVEventsConfig, rank: int, inproc_context: Contex
     plan = settings.port_plan(rank + 1)  # so many streams there are at least
     events_at, replay_at = plan.event_endpoint(rank), plan.replay_endpoint(rank)
     binds = events_at.decide_bind(settings.bind)
-    access = _read_access(settings)
+    access = StreamAccess.of(settings)
     topic = settings.topic.encode()
     encoder = BatchEncoder(settings.dialect)
     stream = EventStream(
         epoch=os.urandom(EPOCH_BYTES),
         max_steps=settings.buffer_steps if replay_at else 0,
         max_bytes=settings.buffer_bytes,
-        # Microseconds, because a busy stream sends more than one batch a millisecond and would outrun its successor.
+        # Microseconds, because a busy stream sends more than one batch per millisecond and would outrun its successor.
         first_sequence=0 if settings.seq_base == "zero" else time.time_ns() // 1000,
     )
     cursors = ReplayCursors(stream, encoder=encoder, rank=rank, framing=settings.replay_framing, topic=topic)
@@ -458,12 +462,6 @@ def open_stream_edge(settings: KVEventsConfig, rank: int, inproc_context: Contex
     )
     is_open_bind = access is None and _warn_if_open(events_at if binds else None, replay_at)
     return ZmqStreamEdge(sockets, stream, cursors, live, is_open_bind=is_open_bind)
-
-
-def _read_access(settings: KVEventsConfig) -> StreamAccess | None:
-    if settings.secret_key_file is None or settings.client_keys_dir is None:
-        return None
-    return StreamAccess.read(settings.secret_key_file, settings.client_keys_dir)
 
 
 def _warn_if_open(*bound: Endpoint | None) -> bool:
@@ -481,10 +479,10 @@ _BURST_GAP_S = 0.0001
 """Calls that follow each other within this are a burst once ``_GROUP`` of them have: no scheduler steps as quickly."""
 
 _STALLED_AFTER_S = 0.005
-"""A scheduler that has not published or idled for this long has stopped ticking: the backstop acts for it."""
+"""A scheduler that has not published or idled for this long has stopped draining: the backstop drains for it."""
 
 _LET_GO_S = 1.0
-"""Time for another thread to end its turn, which takes milliseconds: also a ``close(0)`` closes its sockets."""
+"""Time for another thread to end its drain, which takes milliseconds: also a ``close(0)`` closes its sockets."""
 
 
 class CloseReport(msgspec.Struct, frozen=True):
@@ -510,53 +508,35 @@ class ZmqEventPublisher(EventPublisher):
 
     Args:
         attn_dp_rank: the stream's index; offsets both endpoints and is stamped on batches without a rank.
-        endpoint: PUB address of rank 0; tcp, ipc or inproc. Port 0 lets the system choose.
-        replay_endpoint: ROUTER address of rank 0, or None for no replay; then nothing is kept.
-        buffer_steps: batches kept for replay one by one; older ones are folded into a base.
-        hwm: messages queued for one slow subscriber before PUB drops its oldest wish; it recovers by replay.
-        max_queue_size: batches that may be pending; beyond it they collapse into the one that they amount to.
-        topic: first frame of every message.
-        dialect: ``"array"``, ``"map"`` or ``"vllm"``.
-        bind: True binds the PUB socket, False connects it; None follows the host (wildcards bind).
-        replay_framing: ``"seed"`` or ``"topic"``.
-        seq_base: ``"zero"`` starts at 0, as the original; ``"clock"`` starts at wall-clock microseconds with
-            AllBlocksCleared, so that plain consumers notice a restart.
-        buffer_bytes: payload bytes kept for replay one by one.
-        auth: ``"none"``, or ``"required"``: CURVE, and nobody but the clients of ``client_keys_dir``.
-        secret_key_file, client_keys_dir: see ``zmq_access``; given together with ``auth="required"``.
+        endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic: settings of ``KVEventsConfig``, which
+            has their meaning and defaults. What is given here goes before ``config``.
+        config: all other settings; None for the defaults.
         context: where inproc peers are, by default pyzmq's ``Context.instance()``. Other transports have a context
             of their own.
 
     Raises:
-        ConfigError: a parameter that cannot work; nothing has been opened.
+        ConfigError: a setting that cannot work; nothing has been opened.
         StartError: the system refused an address; nothing stays open.
     """
 
     SHUTDOWN_TIMEOUT: float = 1.0
     END_SEQ = END_SEQ
 
-    def __init__(  # noqa: SCH010 the signature of SGLang's class, and the options of KVEventsConfig
+    def __init__(
         self,
         attn_dp_rank: int,
-        endpoint: str = "tcp://*:5557",
-        replay_endpoint: str | None = None,
-        buffer_steps: int = 10_000,
-        hwm: int = 100_000,
-        max_queue_size: int = 100_000,
-        topic: str = "",
+        endpoint: str | UnsetType = UNSET,
+        replay_endpoint: str | UnsetType | None = UNSET,
+        buffer_steps: int | UnsetType = UNSET,
+        hwm: int | UnsetType = UNSET,
+        max_queue_size: int | UnsetType = UNSET,
+        topic: str | UnsetType = UNSET,
         *,
-        dialect: str = "array",
-        bind: bool | None = None,
-        replay_framing: str = "seed",
-        seq_base: str = "zero",
-        buffer_bytes: int = 256 * 1024 * 1024,
-        auth: str = "none",
-        secret_key_file: str | None = None,
-        client_keys_dir: str | None = None,
+        config: KVEventsConfig | None = None,
         context: Context | None = None,
     ) -> None:
         super().__init__(attn_dp_rank)
-        settings = KVEventsConfig(
+        settings = (config or KVEventsConfig()).changed(
             publisher="zmq",
             endpoint=endpoint,
             replay_endpoint=replay_endpoint,
@@ -564,24 +544,16 @@ class ZmqEventPublisher(EventPublisher):
             hwm=hwm,
             max_queue_size=max_queue_size,
             topic=topic,
-            dialect=dialect,
-            bind=bind,
-            replay_framing=replay_framing,
-            seq_base=seq_base,
-            buffer_bytes=buffer_bytes,
-            auth=auth,
-            secret_key_file=secret_key_file,
-            client_keys_dir=client_keys_dir,
         )
         check_integer("attn_dp_rank", attn_dp_rank, "is not a rank", at_least=0)
-        self._turn = threading.Lock()
+        self._owner = threading.Lock()
         self._pid = os.getpid()
-        self._is_inherited = False
+        self._is_forked = False
         # True while the next batch may wait: ``idle()`` has just been called, and the backstop looks.
         self._may_defer = False
-        self._group = min(_GROUP, max_queue_size)
+        self._group = min(_GROUP, settings.max_queue_size)
         self._num_close_calls = 0
-        self._called_at_s = self._ticked_at_s = 0.0
+        self._called_at_s = self._drained_at_s = 0.0
         self._closed: CloseReport | None = None
         self._edge = open_stream_edge(settings, attn_dp_rank, context)  # noqa: SCH008 a publisher of SGLang's name listens once it is made
         self._pending = self._edge.live.pending
@@ -590,7 +562,7 @@ class ZmqEventPublisher(EventPublisher):
         self._start_backstop()
         atexit.register(self.shutdown)
         tell_of_forks(self)
-        if seq_base == "clock":
+        if settings.seq_base == "clock":
             self.publish(KVEventBatch(ts=time.time(), events=(AllBlocksCleared(),)))
 
     def _start_backstop(self) -> None:
@@ -620,7 +592,7 @@ class ZmqEventPublisher(EventPublisher):
                 return
         elif self._joins_group(events):
             return
-        self._take_turn(Occasion.STEP)
+        self._drain(DrainReason.STEP)
 
     def _joins_group(self, events: EventBatch) -> bool:
         """Make a batch pending; True when it is one of a burst and waits for the rest of its group."""
@@ -632,27 +604,27 @@ class ZmqEventPublisher(EventPublisher):
             self._num_close_calls = 0
         self._called_at_s = now
         self._num_close_calls += 1
-        # The backstop has an eye on what waits.
+        # The backstop watches what waits.
         return self._num_close_calls > _GROUP and len(pending) < self._group and self._backstop.watch()
 
     def _check_usable(self) -> None:
-        if self._is_inherited:
+        if self._is_forked:
             raise ForkedPublisherError(self._pid)
         if self._closed is not None:
             raise PublisherClosedError("publish() after shutdown(): the batch was not taken")
 
     def idle(self) -> None:
-        """Send what is pending and serve a bite of each replay; call it where the scheduler waits for its device.
+        """Send what is pending and serve a slice of each replay; call it where the scheduler waits for its device.
 
         Raises:
             ForkedPublisherError: in a child process.
         """
-        if self._is_inherited:
+        if self._is_forked:
             raise ForkedPublisherError(self._pid)
         if self._closed is None:
             is_busy = bool(self._pending) or self._num_close_calls > 0
             self._num_close_calls = 0
-            self._take_turn(Occasion.WAIT)
+            self._drain(DrainReason.WAIT)
             if is_busy:  # a scheduler that only idles keeps no thread awake
                 # In this order: a backstop that goes to sleep in between takes the permission back.
                 self._may_defer = True
@@ -661,35 +633,35 @@ class ZmqEventPublisher(EventPublisher):
 
     def disown(self) -> None:
         """In a forked child: sockets and stream are the parent's, and every call says so."""
-        self._is_inherited = True
+        self._is_forked = True
         self._may_defer = False
 
     def stop_deferring(self) -> None:
-        """The backstop's word that it will not look any more: the next batch goes out inside ``publish()``."""
+        """The backstop stops looking: the next batch goes out inside ``publish()``."""
         self._may_defer = False
 
-    def _take_turn(self, occasion: Occasion) -> None:
-        self._ticked_at_s = time.monotonic()
-        # Never waits: whoever holds the turn looks at the pending batches again after letting go.
-        while self._closed is None and self._turn.acquire(blocking=False):
+    def _drain(self, reason: DrainReason) -> None:
+        self._drained_at_s = time.monotonic()
+        # Never waits: the owner looks at the pending batches again after it has let go.
+        while self._closed is None and self._owner.acquire(blocking=False):
             try:
-                unfinished = self._edge.act(occasion, self._ticked_at_s)
+                unfinished = self._edge.drain(reason, self._drained_at_s)
             finally:
-                self._turn.release()
+                self._owner.release()
             if unfinished:
                 self._backstop.watch()
             if not self._pending:
                 return
 
-    def take_turn_if_stalled(self) -> Look:
-        """The backstop's look: act when the scheduler has not ticked lately."""
+    def drain_if_stalled(self) -> Look:
+        """The backstop's look: drain when the scheduler has not drained lately."""
         now = time.monotonic()
-        if now - self._ticked_at_s < _STALLED_AFTER_S or not self._turn.acquire(blocking=False):
-            return Look.TICKING
+        if now - self._drained_at_s < _STALLED_AFTER_S or not self._owner.acquire(blocking=False):
+            return Look.DRAINING
         try:
-            unfinished = self._edge.act(Occasion.STALL, now) | self._edge.count_peers()
+            unfinished = self._edge.drain(DrainReason.STALL, now) | self._edge.count_peers()
         finally:
-            self._turn.release()
+            self._owner.release()
         return Look.BUSY if unfinished or self._pending else Look.QUIET
 
     def shutdown(self) -> None:
@@ -708,16 +680,16 @@ class ZmqEventPublisher(EventPublisher):
         self._closed = CloseReport(live.num_batches, live.num_dropped)
         self._may_defer = False
         atexit.unregister(self.shutdown)
-        if self._is_inherited:
+        if self._is_forked:
             return self._closed
         deadline = time.monotonic() + deadline_s
         was_cut = True
         patience_s = max(deadline_s, _LET_GO_S)
-        if self._backstop.stop(patience_s) and self._turn.acquire(timeout=patience_s):
+        if self._backstop.stop(patience_s) and self._owner.acquire(timeout=patience_s):
             try:
                 was_cut = self._edge.close(deadline)
             finally:
-                self._turn.release()
+                self._owner.release()
         else:
             _log.error("a thread did not let go of the KV-event sockets of %s: they stay open", self.endpoint)
         live.drop_pending()
@@ -726,7 +698,7 @@ class ZmqEventPublisher(EventPublisher):
 
     def stats(self) -> PublisherStats:
         """Counters since the publisher was opened."""
-        return self._edge.stats(lag_s=time.monotonic() - self._ticked_at_s)
+        return self._edge.stats(lag_s=time.monotonic() - self._drained_at_s)
 
     @staticmethod
     def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:

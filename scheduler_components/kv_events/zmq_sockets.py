@@ -107,7 +107,7 @@ def _refuse_unless_stale(path: str) -> None:
 
 # Counting the peers of a socket from libzmq's own reports of handshakes.
 
-_REPORTS_A_TURN = 16
+_REPORTS_PER_COUNT = 16
 _WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -117,7 +117,7 @@ _WATCHED = (
 
 
 class PeerCounter:
-    """Counts completed and refused handshakes of one socket; made by ``open_peer_counter``, worked within the turn.
+    """Counts completed and refused handshakes of one socket; made by ``open_peer_counter``, used by its owner.
 
     libzmq tells a PUB socket's owner nothing else about its subscribers: not what they subscribe to, nor what was
     dropped for them.
@@ -140,7 +140,7 @@ class PeerCounter:
 
     def count_some(self) -> bool:
         """Take a bounded number of reports; True while there may be more."""
-        for _ in range(_REPORTS_A_TURN):
+        for _ in range(_REPORTS_PER_COUNT):
             if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return False
             if recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import zmq
 
 from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
+from scheduler_components.fork_hook import tell_of_forks
 from scheduler_components.kv_events import ClientKeys, Endpoint, StreamAccess, apply_client_keys, lock_ipc_path
 from scheduler_components.load.gauge import (
     HEARTBEAT_S,
@@ -60,7 +61,7 @@ class ZmqLoadSink:
         sent: samples handed to the socket, which is the number of the next one.
     """
 
-    __slots__ = ("_life", "_pid", "_release", "_socket", "endpoint", "sent")
+    __slots__ = ("__weakref__", "_is_forked", "_life", "_pid", "_release", "_socket", "endpoint", "sent")
     wants_load = True
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, life: int, release: Callable[[], None]) -> None:
@@ -70,6 +71,8 @@ class ZmqLoadSink:
         self._release = release
         self.endpoint = endpoint
         self.sent = 0
+        self._is_forked = False
+        tell_of_forks(self)
 
     def send(self, load: LoadSnapshot) -> None:
         """Send one sample to every reader that has room for it; PUB drops it for the others and never blocks.
@@ -78,7 +81,7 @@ class ZmqLoadSink:
             ZMQError: the sink is closed.
             ForkedPublisherError: this is a child of the process that opened the sink.
         """
-        if os.getpid() != self._pid:
+        if self._is_forked:
             raise ForkedPublisherError(self._pid)
         payload = encode_load_stat(load_stat_from(load, sequence=self.sent, life=self._life))
         frames = [LOAD_TOPIC, self.sent.to_bytes(8, "big"), payload]
@@ -86,9 +89,13 @@ class ZmqLoadSink:
         self.sent += 1
 
     def close(self) -> None:
-        """Let go of the socket and its address, unless in a forked child, whose they are not. Safe to call twice."""
-        if os.getpid() == self._pid:
+        """Let go of the socket and its address; does nothing in a forked child. Safe to call twice."""
+        if not self._is_forked:
             self._release()
+
+    def disown(self) -> None:
+        """In a forked child: the socket is the parent's, and every ``send`` says so."""
+        self._is_forked = True
 
     def __repr__(self) -> str:
         return f"<ZmqLoadSink {self.endpoint}: {self.sent} sent>"

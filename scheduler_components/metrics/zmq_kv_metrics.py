@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 
 import msgspec
 import zmq
 
-from scheduler_components.errors import ConfigError, DecodeError, StartError
+from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
+from scheduler_components.fork_hook import tell_of_forks
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.values import KvMetrics
 
@@ -83,17 +85,26 @@ class ZmqKvMetricsSink:
         dropped: reports that nobody took: no receiver, a full queue, or a closed sink.
     """
 
-    __slots__ = ("_context", "_socket", "dropped", "sent")
+    __slots__ = ("__weakref__", "_context", "_is_forked", "_pid", "_socket", "dropped", "sent")
     wants_metrics = True
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
         self._context = context
         self._socket = socket
+        self._pid = os.getpid()
         self.sent = 0
         self.dropped = 0
+        self._is_forked = False
+        tell_of_forks(self)
 
     def send(self, metrics: KvMetrics) -> None:
-        """Hand on one report; never blocks, never raises."""
+        """Hand on one report; never blocks.
+
+        Raises:
+            ForkedPublisherError: this is a child of the process that opened the sink.
+        """
+        if self._is_forked:
+            raise ForkedPublisherError(self._pid)
         try:
             self._socket.send(encode_kv_metrics(metrics), zmq.DONTWAIT)
         except zmq.ZMQError:
@@ -102,8 +113,16 @@ class ZmqKvMetricsSink:
             self.sent += 1
 
     def close(self) -> None:
-        """Let go of the socket; what is queued is forgotten, since a report is stale at once. Safe to call twice."""
-        self._context.destroy(linger=0)
+        """Let go of the socket; what is queued is forgotten, since a report is stale at once. Safe to call twice.
+
+        Nothing in a forked child, which does not own it.
+        """
+        if not self._is_forked:
+            self._context.destroy(linger=0)
+
+    def disown(self) -> None:
+        """In a forked child: the socket is the parent's, and every ``send`` says so."""
+        self._is_forked = True
 
     def __repr__(self) -> str:
         return f"<ZmqKvMetricsSink: {self.sent} sent, {self.dropped} dropped>"

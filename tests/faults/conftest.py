@@ -58,7 +58,7 @@ class PublisherProcess(ChildProcess):
 
     def __init__(self, **options: object) -> None:
         loopback = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
-        super().__init__("publisher_process.py", json.dumps({"attn_dp_rank": 0} | loopback | options))
+        super().__init__("publisher_process.py", json.dumps(loopback | options))
         addresses = self.read()
         self.endpoint: str = addresses["endpoint"]
         self.replay_endpoint: str = addresses["replay_endpoint"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.kv_events import ZmqEventPublisher
+from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
 
 def stored(block_hash: int, size_bytes: int) -> KVEventBatch:
@@ -44,7 +44,7 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    publisher = ZmqEventPublisher(**json.loads(sys.argv[1]))
+    publisher = ZmqEventPublisher(0, config=KVEventsConfig(**json.loads(sys.argv[1])))
     say(json.dumps({"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}))
     for line in sys.stdin:
         verb, *numbers = json.loads(line)

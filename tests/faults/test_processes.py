@@ -103,10 +103,11 @@ def test_interpreter_exit_does_not_wait_for_readers_that_never_read(start_publis
 FORKING = """
 import os, sys
 from scheduler_components import AllBlocksCleared, ForkedPublisherError, KVEventBatch
-from scheduler_components.kv_events import ZmqEventPublisher
+from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
 batch = KVEventBatch(1.0, (AllBlocksCleared(),))
-publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True, **eval(sys.argv[1]))
+config = KVEventsConfig(bind=True, **eval(sys.argv[1]))
+publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=config)
 publisher.SHUTDOWN_TIMEOUT = 3_600.0  # a child that waited for anything would never end
 publisher.publish(batch)
 publisher.idle()

@@ -48,7 +48,7 @@ def test_keys_are_never_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../a", "a/b", ".hidden", "a\0", "x" * 101, "a b"])
 def test_a_name_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="no name for a key file"):
+    with pytest.raises(ConfigError, match="does not fit the name of a key file"):
         write_key_pair(tmp_path, name)
     assert not list(tmp_path.iterdir())
 
@@ -111,7 +111,11 @@ def _make_fifo_like(paths: dict[str, Path]) -> None:
         ),
         (lambda p: p["clients"].chmod(0o757), "client_keys_dir", "chmod o-w"),
         (lambda p: (p["clients"] / "client.key").unlink(), "client_keys_dir", "holds no key"),
-        (lambda p: (p["clients"] / "b.key").write_text('public-key = "short"'), "client_keys_dir", "that is none"),
+        (
+            lambda p: (p["clients"] / "b.key").write_text('public-key = "short"'),
+            "client_keys_dir",
+            "no sound public key",
+        ),
         (
             lambda p: (p["clients"] / "b.key").write_text(p["client_secret"].read_text()),
             "client_keys_dir",
@@ -173,12 +177,12 @@ def test_a_path_that_is_none_is_a_config_error(path: str) -> None:
         (
             {"auth": "required", "secret_key_file": "a", "client_keys_dir": "b", "endpoint": "inproc://x"},
             "endpoint",
-            "knows no keys",
+            "has no keys",
         ),
         (
             {"auth": "required", "secret_key_file": "a", "client_keys_dir": "b", "replay_endpoint": "inproc://x"},
             "replay_endpoint",
-            "knows no keys",
+            "has no keys",
         ),
     ],
 )

@@ -16,7 +16,7 @@ import zmq
 from observability import CheckResult, DoctorOptions, Severity, diagnose_stream, examine, exit_code
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import BlockStored, ConfigError, KVEventBatch, LoadSnapshot
-from scheduler_components.kv_events import Endpoint, StreamAddress, ZmqEventPublisher
+from scheduler_components.kv_events import Endpoint, KVEventsConfig, StreamAddress, ZmqEventPublisher
 from scheduler_components.load import open_zmq_load_sink
 
 Serve = Callable[[dict[str, tuple[int, bytes]]], str]
@@ -32,7 +32,7 @@ PAGES = {
 def open_publisher(stack: ExitStack, rank: int = 0, **options: object) -> ZmqEventPublisher:
     """A publisher of ``rank`` with one batch out; the batch names that rank."""
     defaults = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "topic": "kv", "bind": True}
-    publisher = ZmqEventPublisher(rank, **(defaults | options))
+    publisher = ZmqEventPublisher(rank, config=KVEventsConfig(**(defaults | options)))
     stack.callback(publisher.shutdown)
     publisher.publish(KVEventBatch(ts=time.time(), events=(BlockStored((1,), None, (1, 2), 2, None),)))
     return publisher

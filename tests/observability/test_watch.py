@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from observability import LinePrinter, WatchOptions, watch_streams
 from observability.kv_stream import StreamState
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
-from scheduler_components.kv_events import DecodedBatch, ZmqEventPublisher
+from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, ZmqEventPublisher
 
 STORED = BlockStored((-1, 2), 7, (901, 902, 903, 904), 2, None, "CPU", "adapter")
 REMOVED = BlockRemoved((255,))
@@ -23,7 +23,9 @@ REMOVED = BlockRemoved((255,))
 
 @pytest.fixture
 def publisher() -> Iterator[ZmqEventPublisher]:
-    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv", bind=True)
+    publisher = ZmqEventPublisher(
+        0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv", config=KVEventsConfig(bind=True)
+    )
     yield publisher
     publisher.shutdown()
 

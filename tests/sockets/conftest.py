@@ -9,9 +9,14 @@ import pytest
 import zmq
 
 from scheduler_components import KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import BatchDecoder, ZmqEventPublisher
+from scheduler_components.kv_events import BatchDecoder, KVEventsConfig, ZmqEventPublisher
 
 RECEIVE_MS = 10_000
+LOOPBACK: dict[str, object] = {
+    "endpoint": "tcp://127.0.0.1:0",
+    "replay_endpoint": "tcp://127.0.0.1:0",
+    "bind": True,
+}
 
 
 Socket = zmq.Socket[bytes]
@@ -88,14 +93,11 @@ def opened() -> Iterator[Callable[..., ZmqEventPublisher]]:
     publishers: list[ZmqEventPublisher] = []
     threads = set(threading.enumerate())
 
-    def open_publisher(**options: object) -> ZmqEventPublisher:
-        settings: dict[str, object] = {
-            "attn_dp_rank": 0,
-            "endpoint": "tcp://127.0.0.1:0",
-            "replay_endpoint": "tcp://127.0.0.1:0",
-            "bind": True,
-        }
-        publishers.append(ZmqEventPublisher(**(settings | options)))  # type: ignore[arg-type]
+    def open_publisher(
+        attn_dp_rank: int = 0, *, context: zmq.Context[Socket] | None = None, **options: object
+    ) -> ZmqEventPublisher:
+        config = KVEventsConfig(**(LOOPBACK | options))
+        publishers.append(ZmqEventPublisher(attn_dp_rank, config=config, context=context))
         return publishers[-1]
 
     yield open_publisher

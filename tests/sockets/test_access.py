@@ -12,6 +12,7 @@ import zmq
 from scheduler_components import AllBlocksCleared, KVEventBatch
 from scheduler_components.kv_events import (
     ClientKeys,
+    KVEventsConfig,
     StreamAccess,
     ZmqEventPublisher,
     apply_client_keys,
@@ -38,10 +39,9 @@ class Stream:
             0,
             endpoint,
             replay_endpoint,
-            bind=True,
-            auth="required",
-            secret_key_file=str(secret),
-            client_keys_dir=str(client_key.parent),
+            config=KVEventsConfig(
+                bind=True, auth="required", secret_key_file=str(secret), client_keys_dir=str(client_key.parent)
+            ),
         )
 
     def keys(self, *, secret: Path | None = None, publisher: Path | None = None) -> ClientKeys:

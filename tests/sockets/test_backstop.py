@@ -15,14 +15,14 @@ Eventually = Callable[..., None]
 
 
 class Scheduler:
-    """Takes no turns of its own; notes what the backstop does, in order."""
+    """Does not drain by itself; notes what the backstop does, in order."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.look: Callable[[], Look] = lambda: Look.QUIET
         self.sleeps = threading.Event()
 
-    def take_turn_if_stalled(self) -> Look:
+    def drain_if_stalled(self) -> Look:
         self.notes.append("look")
         if "stop deferring" in self.notes[-2:]:
             self.sleeps.set()

@@ -13,11 +13,12 @@ from scheduler_components import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    ConfigError,
     KVCacheEvent,
     KVEventBatch,
     PublisherClosedError,
 )
-from scheduler_components.kv_events import BatchDecoder, ZmqEventPublisher
+from scheduler_components.kv_events import BatchDecoder, KVEventsConfig, ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]
 Subscribe = Callable[..., zmq.Socket[bytes]]
@@ -255,3 +256,23 @@ def test_shutdown_answers_an_open_replay_with_its_end(
     client.poll(10_000)
     publisher.shutdown()
     assert [client.recv_multipart()[-2] for _ in range(2)] == [bytes(8), publisher.END_SEQ]
+
+
+def test_sglangs_seven_parameters_go_before_the_config(open_socket: Callable[[int], zmq.Socket[bytes]]) -> None:
+    config = KVEventsConfig(publisher="zmq", endpoint="tcp://127.0.0.1:0", bind=True, topic="config", buffer_steps=7)
+    for given, topic in (({}, b"config"), ({"topic": "given"}, b"given")):
+        publisher = ZmqEventPublisher(0, replay_endpoint="tcp://127.0.0.1:0", config=config, **given)
+        reader = open_socket(zmq.SUB)
+        reader.subscribe(topic)
+        reader.connect(publisher.endpoint)
+        try:
+            while not reader.poll(5):
+                publisher.publish(batch(1))
+            assert reader.recv_multipart()[0] == topic
+            for _ in range(20):
+                publisher.publish(batch(1))
+            assert publisher.stats().batches_buffered == 7
+        finally:
+            publisher.shutdown()
+    with pytest.raises(ConfigError, match="hwm"):
+        ZmqEventPublisher(0, hwm=True, config=KVEventsConfig(hwm=1))

@@ -15,7 +15,7 @@ import pytest
 
 from observability import ConformanceReport, RuleResult, examine_conformance
 from scheduler_components import ConfigError, KVEventBatch, StartError
-from scheduler_components.kv_events import Endpoint, ZmqEventPublisher
+from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
 from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing import ChainHistory, ProbeOptions, ScriptedPublisher
 from scheduler_components.testing.parts import BLOCK_SIZE, Frames, ListeningPublisher
@@ -65,7 +65,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def open_zmq(rank: int = 0, **options: object) -> ZmqEventPublisher:
-    return ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True, **options)  # type: ignore[arg-type]
+    config = KVEventsConfig(bind=True, **options)
+    return ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=config)
 
 
 def broken(report: ConformanceReport) -> list[RuleResult]:
@@ -197,8 +198,9 @@ def test_every_advertised_stream_is_judged(
     ticking: Callable[[ListeningPublisher], None], free_ports: Callable[[int], int]
 ) -> None:
     base = free_ports(4)
+    config = KVEventsConfig(bind=True)
     for rank in range(2):
-        ticking(ZmqEventPublisher(rank, f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 2}", bind=True))
+        ticking(ZmqEventPublisher(rank, f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 2}", config=config))
     described = {
         "endpoint_host": "127.0.0.1", "endpoint_port_base": base, "replay_endpoint_port_base": base + 2, "dp_size": 2,
         "topic": "", "block_size": BLOCK_SIZE,

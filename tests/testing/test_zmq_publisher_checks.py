@@ -8,16 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_components import EventBatch
-from scheduler_components.kv_events import ZmqEventPublisher
+from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 from scheduler_components.testing import ConformanceError, ScriptedPublisher
 from scheduler_components.testing import zmq_publisher_checks as checks
 from scheduler_components.testing.parts import Frames
 
 
 def open_zmq(dialect: str, framing: str) -> ZmqEventPublisher:
-    return ZmqEventPublisher(
-        0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True, dialect=dialect, replay_framing=framing
-    )
+    config = KVEventsConfig(bind=True, dialect=dialect, replay_framing=framing)
+    return ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=config)
 
 
 @pytest.mark.parametrize("check", checks.PUBLISHER_CHECKS)

@@ -53,7 +53,7 @@ def test_publishers() -> None:
     opened = open_event_publisher(None, parallel=ParallelState.trivial())
     assert_type(opened, EventPublisher)
     assert_type(opened.stats(), PublisherStats)
-    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", bind=True)
+    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", config=KVEventsConfig(bind=True))
     try:
         assert_type(publisher.endpoint, str)
         assert_type(publisher.replay_endpoint, str | None)

@@ -32,7 +32,7 @@ from scheduler_components import (
     OutputDelta,
     StartError,
     __version__,
-    merge_kv_events,
+    kv_events_server_info,
 )
 from scheduler_components.reference.engine.engine import Engine
 from scheduler_components.reference.engine.front import (
@@ -267,9 +267,8 @@ class EngineStatus:
             "chunked_prefill_size": config.scheduler.chunk_tokens,
             "kv_metrics": [msgspec.to_builtins(report) for _, report in sorted(self.engine.kv_metrics.items())],
         }
-        return merge_kv_events(
-            facts, config=config.kv_events, block_size=config.scheduler.page_size, dp_size=config.dp_size
-        )
+        page_size = config.scheduler.page_size
+        return facts | kv_events_server_info(config.kv_events, block_size=page_size, dp_size=config.dp_size)
 
     def model_info(self) -> Mapping[str, Any]:
         name = self.engine.config.model_name

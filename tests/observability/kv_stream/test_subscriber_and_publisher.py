@@ -9,15 +9,15 @@ import pytest
 
 from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.kv_events import StreamAddress, ZmqEventPublisher
+from scheduler_components.kv_events import KVEventsConfig, StreamAddress, ZmqEventPublisher
 
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(probe_interval_s=0.1)
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
 
 
-def open_publisher(stack: ExitStack, **options: object) -> ZmqEventPublisher:
-    publisher = ZmqEventPublisher(**({"attn_dp_rank": 0} | LOOPBACK | options))
+def open_publisher(stack: ExitStack, attn_dp_rank: int = 0, **options: object) -> ZmqEventPublisher:
+    publisher = ZmqEventPublisher(attn_dp_rank, config=KVEventsConfig(**(LOOPBACK | options)))
     stack.callback(publisher.shutdown)
     return publisher
 

@@ -15,7 +15,7 @@ import zmq
 
 from observability.kv_stream import FollowPolicy, StreamState, StreamStats, Subscriber, bare_address, open_subscriber
 from scheduler_components import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import ClientKeys, StreamAddress, ZmqEventPublisher, write_key_pair
+from scheduler_components.kv_events import ClientKeys, KVEventsConfig, StreamAddress, ZmqEventPublisher, write_key_pair
 
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
@@ -67,7 +67,7 @@ class Bench:
         self.sub = stack.enter_context(open_subscriber([address], policy=POLICY))
 
     def open_publisher(self) -> ZmqEventPublisher:
-        publisher = ZmqEventPublisher(0, **self.options)  # type: ignore[arg-type]
+        publisher = ZmqEventPublisher(0, config=KVEventsConfig(**self.options))
         self.stack.callback(publisher.shutdown)
         return publisher
 
@@ -214,7 +214,7 @@ def test_keys_open_a_guarded_stream_and_nothing_else_does(stack: ExitStack, tmp_
     publisher_key, secret = write_key_pair(tmp_path / "own", "publisher")
     client_key, client_secret = write_key_pair(tmp_path / "clients", "client")
     guard = {"auth": "required", "secret_key_file": str(secret), "client_keys_dir": str(client_key.parent)}
-    publisher = ZmqEventPublisher(0, **LOOPBACK, **guard)  # type: ignore[arg-type]
+    publisher = ZmqEventPublisher(0, config=KVEventsConfig(**LOOPBACK, **guard))
     stack.callback(publisher.shutdown)
     publisher.publish(KVEventBatch(ts=time.time(), events=(stored(1, 2, 3),)))
     address = bare_address(publisher.endpoint, replay=publisher.replay_endpoint)

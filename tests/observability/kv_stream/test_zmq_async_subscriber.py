@@ -19,7 +19,7 @@ from observability.kv_stream import (
     open_async_subscriber,
 )
 from scheduler_components import BlockStored, ConfigError, KVEventBatch
-from scheduler_components.kv_events import DecodedBatch, ZmqEventPublisher
+from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, ZmqEventPublisher
 
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(probe_interval_s=0.1)
@@ -27,7 +27,7 @@ POLICY = FollowPolicy(probe_interval_s=0.1)
 
 @pytest.fixture
 def publisher() -> Iterator[ZmqEventPublisher]:
-    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True)
+    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(bind=True))
     yield publisher
     publisher.shutdown()
     assert not [each for each in threading.enumerate() if each is not threading.main_thread()]
