@@ -1,4 +1,4 @@
-"""The one table of metrics: what each is called, what it means, and where its value stands.
+"""The one table of metrics: the name of each, its meaning, and where its value is.
 
 A collector exposes what is in ``SECTIONS`` and nothing else; the documentation and the dashboard are written from it.
 To add a metric, add a field to the value that the section reads, and a row here.

@@ -1,10 +1,9 @@
-"""The page of ``/metrics``: in which of Prometheus's two text forms a reader gets it, always under the same names.
+"""The page of ``/metrics``: a reader gets one of Prometheus's two text forms, always with the same names.
 
-The colon of ``sglang:`` and ``vllm:`` is legal in both forms. prometheus-client 0.23 and later replaces it all the
-same, in the samples of an OpenMetrics page (not in their TYPE lines) that was not asked for with
-``escaping=allow-utf-8``: Prometheus 2.x asks so, stores ``sglang_...`` without types, and finds nothing of what
-dashboards and alerts ask for. So what a reader says of escaping is not passed on: names that every Prometheus can
-store need none.
+Prometheus allows the colon of ``sglang:`` and ``vllm:`` in both forms. But prometheus-client 0.23 and later replaces it
+in the samples of an OpenMetrics page (not in their TYPE lines), unless the reader asks for ``escaping=allow-utf-8``.
+Prometheus 2.x does not ask for that. It would store ``sglang_...`` without types, and dashboards and alerts would find
+nothing. So what a reader asks of escaping is ignored: every Prometheus can store these names as they are.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def register(registry: CollectorRegistry, collector: Collector, prefix: str) -> 
     try:
         registry.register(collector)
     except ValueError as error:
-        hint = "give each collector a prefix or a registry of its own"
+        hint = "give each collector its own prefix or registry"
         raise ConfigError("prefix", prefix, "is taken in this registry", hint) from error
 
 
@@ -143,7 +143,7 @@ class ReportFamilies:
                 yield new_family(metric, name)
 
     def collect(self, newest: Iterable[SchedulerStats], counts: Mapping[Metric, int]) -> Iterator[MetricFamily]:
-        """Yield the metrics of all ranks, and ``counts``: what each of ``own_counters`` stands at."""
+        """Yield the metrics of all ranks, and ``counts``: the value of each of ``own_counters``."""
         reports: list[_Report] = [({**self._model_label, **dict(stats.labels)}, stats) for stats in newest]
         now = self._clock()
         for metric in CATALOG:

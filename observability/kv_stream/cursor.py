@@ -731,7 +731,7 @@ class PlainCursor:
         self._become(StreamState.PARTIAL)
         return (Clear("the replay channel does not answer"), retry)
 
-    # --- time, told by the owner ---
+    # --- time, which the owner measures ---
 
     def retry(self) -> tuple[Instruction, ...]:
         """The pause asked for by ``RetryLater`` is over."""
@@ -948,7 +948,7 @@ class StreamCursor:
         cleared = (Clear("the publisher answers no question of the extension"),) if holds_blocks else _NONE
         return (*cleared, *self._mode.connected())
 
-    # --- time, told by the owner ---
+    # --- time, which the owner measures ---
 
     def retry(self) -> tuple[Instruction, ...]:
         """The pause asked for by ``RetryLater`` is over."""

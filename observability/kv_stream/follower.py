@@ -1,11 +1,11 @@
 """Following one stream: what a cursor says is carried out on a view, and its deadlines are kept against a clock.
 
-A ``StreamFollower`` owns one stream's cursor, its ``BatchApplier`` (payload to view) and its deadlines
-(``FollowPolicy``). It is told what came, and says by ``next_deadline_s`` how long its owner may wait. It has no sockets
-and no clock of its own: the owner asks questions for it (``ReplayChannel``) and passes the time.
+A ``StreamFollower`` has one stream's cursor, its ``BatchApplier`` (payload to view) and its deadlines
+(``FollowPolicy``). Its owner, who has the sockets and the clock, passes on what comes, and calls ``tick`` by
+``next_deadline_s``. Questions go out through a ``ReplayChannel``.
 
-What others see of a stream is here too: ``StreamListener`` is told of everything that happens, ``StreamPosition`` and
-``StreamStats`` say where a stream stands.
+What others see of a stream is here too: ``StreamListener`` is told of everything that happens; ``StreamPosition`` and
+``StreamStats`` are the state and the counters.
 """
 
 from __future__ import annotations

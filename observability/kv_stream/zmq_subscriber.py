@@ -60,7 +60,7 @@ _HEARTBEAT_MS = 5_000
 _FIRST_REOPEN_S = 0.05
 _LAST_REOPEN_S = 2.0
 _NEVER_MS = 3_600_000
-"""Before libzmq would reconnect a SUB by itself. -1 stands for never, but it also drops what waits in the socket."""
+"""Before libzmq would reconnect a SUB. -1 means never, but it also drops what waits in the socket."""
 
 _FAILED = (
     zmq.EVENT_DISCONNECTED
@@ -100,7 +100,7 @@ def _sequence(frame: bytes) -> int | None:
 
 
 class ZmqReplayChannel:
-    """Asks one publisher's ROUTER; each question has a DEALER of its own.
+    """Asks one publisher's ROUTER, with one DEALER per question.
 
     Reads both answer framings: the last two frames are sequence and payload in either.
     """
