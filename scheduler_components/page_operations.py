@@ -1,4 +1,7 @@
-"""What goes in and out of the controller: instructions to whoever moves pages, events that tell how it went, decisions.
+"""What goes in and out of HiCache's controller: instructions to a mover, its I/O events, and decisions.
+
+The cache begins an operation; an ``Instruction`` goes to the rank's mover; its ``IoEvent`` comes back, on each rank in
+its own time; when all ranks agree, the ``Decision`` goes to the tree.
 
 An operation has one number, the same on every rank, because every rank begins the same operations in the same order.
 """
@@ -54,7 +57,7 @@ class CopyToDevice(msgspec.Struct, frozen=True, gc=False):
 
 
 class WriteToStorage(msgspec.Struct, frozen=True, gc=False):
-    """Store committed host pages, whose whole digests stand in ``digests`` one after the other; ``BackupDone``."""
+    """Store committed host pages, their whole digests follow one another in ``digests``; answer with ``BackupDone``."""
 
     op: int
     digests: bytes
@@ -62,14 +65,14 @@ class WriteToStorage(msgspec.Struct, frozen=True, gc=False):
 
 
 class QueryStorage(msgspec.Struct, frozen=True, gc=False):
-    """Ask how many of these pages, from the first on, storage holds; answer with ``StorageAnswered``, also when not."""
+    """Ask how many of these pages, from the first on, storage holds; ``StorageAnswered`` comes also on failure."""
 
     op: int
     digests: bytes
 
 
 class ReadStorage(msgspec.Struct, frozen=True, gc=False):
-    """Read pages into reserved host pages, in order; tell of progress, and ``ReadEnded`` when no more will come."""
+    """Read pages into reserved host pages, in order; answer with ``PagesLanded``, at last with ``ReadEnded``."""
 
     op: int
     digests: bytes
@@ -92,14 +95,14 @@ Instruction: TypeAlias = (
 
 
 class WriteDone(msgspec.Struct, frozen=True, gc=False):
-    """This rank's copy to the host has ended, well or not."""
+    """This rank's copy to the host has ended; good when all its bytes are there."""
 
     op: int
     is_good: bool
 
 
 class LoadDone(msgspec.Struct, frozen=True, gc=False):
-    """This rank's copy to the device has ended, well or not."""
+    """This rank's copy to the device has ended; good when all its bytes are there."""
 
     op: int
     is_good: bool
@@ -120,7 +123,7 @@ class StorageAnswered(msgspec.Struct, frozen=True, gc=False):
 
 
 class PagesLanded(msgspec.Struct, frozen=True, gc=False):
-    """``num_pages`` pages from the first on are in host memory, in all."""
+    """``num_pages`` pages, counted from the first one, are in host memory by now."""
 
     op: int
     num_pages: int

@@ -1,4 +1,4 @@
-"""Page hashes: the chain that gives a page of tokens, with everything before it, one number on every rank.
+"""Page hashes and namespaces: one number on every rank for a page of tokens with everything before it.
 
 SGLang's chain (``get_hash_str`` and ``hash_str_to_int64``, 0.5.x): a page's digest is SHA-256 over the parent page's
 whole 32-byte digest (nothing at the root) and then each token as u32 little-endian. The block hash of events is the
@@ -39,7 +39,7 @@ _HEAD = Struct(">q24x")  # the first 8 bytes of each 32-byte digest
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Return the token ids as u32 little-endian bytes. An ``array("I")`` is copied without a look at each id.
+    """Return the token ids as u32 little-endian bytes. An ``array("I")`` is copied without a check of each id.
 
     Raises:
         ConfigError: a token id is not an integer from 0 to 2**32 - 1; the value names the first such id.
@@ -79,7 +79,7 @@ def page_digests(packed: bytes | bytearray, page_size: int, prior: bytes) -> byt
 
     Args:
         packed: tokens as ``pack_tokens`` gives them.
-        page_size: tokens a page.
+        page_size: tokens per page.
         prior: digest of the page before the first one, or the namespace's seed at the root of a prefix.
 
     Returns:
@@ -103,7 +103,7 @@ def hash_pages(token_ids: Sequence[int], page_size: int, prior: bytes = b"") -> 
 
     Args:
         token_ids: the tokens; a partial last page is left out.
-        page_size: tokens a page.
+        page_size: tokens per page.
         prior: digest of the parent page, or ``PrefixNamespace.seed()`` for a prefix in a namespace.
 
     Raises:
@@ -114,17 +114,14 @@ def hash_pages(token_ids: Sequence[int], page_size: int, prior: bytes = b"") -> 
     return block_hashes_of(page_digests(pack_tokens(token_ids), page_size, prior))
 
 
-# What else than its tokens decides whether two prefixes may share pages.
-
-
 class PrefixNamespace(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """The identity of a prefix beside its tokens. Prefixes of different namespaces never share a page or a hash.
+    """What else than its tokens identifies a prefix. Prefixes of different namespaces never share a page or a hash.
 
     Attributes:
         lora_id, lora_name: the adapter that computed the pages; None for the base model.
         cache_salt: isolates tenants that send the same tokens.
-        extra_key: whatever else the pages depend on (a multimodal digest, a model variant).
-        session_id: who stored the pages; told in events, no part of the identity.
+        extra_key: anything else that the pages depend on (a multimodal digest, a model variant).
+        session_id: who stored the pages. It is in events and is no part of the identity.
     """
 
     lora_id: int | None = None
@@ -134,7 +131,7 @@ class PrefixNamespace(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     session_id: str | None = None
 
     def seed(self) -> bytes:
-        """Return what the hash chain starts from: empty for the plain namespace, so that its hashes are SGLang's.
+        """Return what the hash chain starts from. It is empty for the plain namespace, whose hashes are then SGLang's.
 
         Otherwise SHA-256 over the msgpack array ``[lora_id, lora_name, cache_salt, extra_key]``, padded with zero
         bytes to one more than a multiple of four. Pages hash whole u32 tokens, a multiple of four, so a seed's
@@ -156,4 +153,4 @@ class PrefixNamespace(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 PLAIN_NAMESPACE = PrefixNamespace()
-"""The base model, nothing set apart."""
+"""The base model without a salt or an extra key."""

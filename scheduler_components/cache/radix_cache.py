@@ -319,7 +319,7 @@ class RadixCache:
         packed = pack_tokens(token_ids)
         if len(pages) != len(token_ids) // self.page_size:
             hint = f"give {len(token_ids) // self.page_size} for {len(token_ids)} tokens"
-            raise ConfigError("pages", len(pages), f"is not one page for each {self.page_size} tokens", hint)
+            raise ConfigError("pages", len(pages), f"is not one page per {self.page_size} tokens", hint)
         descent = self.tree.find(packed, namespace.seed())
         cached = _pages_of(descent.path)[: descent.num_pages]
         duplicates = [page for page, own in zip(pages, cached, strict=False) if page != own]
@@ -340,7 +340,7 @@ class RadixCache:
         return path
 
     def match_of(self, path: list[RadixNode]) -> PrefixMatch:
-        """Return the match that a path on the device is."""
+        """Return a path on the device as a match."""
         pages = _pages_of(path)
         return PrefixMatch(len(pages) * self.page_size, tuple(pages), path[-1] if path else self.tree.root)
 

@@ -4,22 +4,22 @@
 pages; a partial last page is never in the tree. A page's hash covers everything before it, so one hash names one
 prefix.
 
-**Nodes.** A node holds a run of consecutive pages. Its parent finds it by the first page of its run. No two children
-of a node begin with the same page, so a prefix has one place in the tree and a block hash occurs at most once. All
+**Nodes.** A node holds a run of consecutive pages. Its parent finds it by the first page of its run. No two children of
+a node begin with the same page, so a prefix has one place in the tree and a block hash occurs at most once. All
 namespaces share one root: below it, a child's key begins with the namespace's seed. A run lies in three flat buffers
 (packed tokens, page indices, digests), so a page needs no object of its own.
 
 **Splits.** A prefix may end inside a run. The node is then cut in two: the new *upper* part takes the node's place, and
 the node itself becomes the lower part. Whoever holds the node still holds the same prefix. No page moves and nothing
-is told to readers of events.
+changes for readers of events.
 
-**Locks.** A lock keeps a whole prefix: it is counted on the node where the prefix ends and on all nodes above it. So
-a node's count is at least the sum of its children's counts, and above an unlocked node a lock may lie, but below it
-never. A split gives both parts the same count.
+**Locks.** A lock keeps a whole prefix: it is counted on the node where the prefix ends and on all nodes above it. So a
+node's count is at least the sum of its children's counts, and an unlocked node has no locked node below it. A split
+gives both parts the same count.
 
 **Eviction.** The unlocked nodes stand in one order, least recently used first. A path is touched from its deepest node
-up, so a node always stands before its ancestors, and the first of the order is a leaf: eviction never searches. Time
-is the order of calls and never a clock, so ranks that make the same calls evict the same pages.
+up, so a node always stands before its ancestors, and the first of the order is a leaf: eviction never searches. Time is
+the order of calls and never a clock, so ranks that make the same calls evict the same pages.
 
 **Tiers.** ``RadixNode.pages`` are the pages of the device. In a hierarchical cache a node may be without them; what
 lower tiers know of a node they keep themselves, so a tree without tiers pays nothing for them.

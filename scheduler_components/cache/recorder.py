@@ -11,8 +11,8 @@ from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockSto
 __all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder", "on_device_alone"]
 
 MAX_EVENT_TOKENS = 65_536
-"""Tokens in one BlockStored (and hashes in one BlockRemoved); longer runs take several. At most 5 bytes a token on the
-wire keeps one event far below the 4 MiB that readers take."""
+"""Tokens in one BlockStored (and hashes in one BlockRemoved); longer runs take several. At most 5 bytes per token on
+the wire keep one event far below the 4 MiB that readers take."""
 
 
 def on_device_alone(_: RadixNode) -> tuple[str | None, ...]:
@@ -28,13 +28,13 @@ class NullEventRecorder:
     num_collapses = 0
 
     def stored(self, node: RadixNode, medium: str | None = None) -> None:
-        """Forget it."""
+        """Record nothing."""
 
     def removed(self, node: RadixNode, medium: str | None = None) -> None:
-        """Forget it."""
+        """Record nothing."""
 
     def cleared(self) -> None:
-        """Forget it."""
+        """Record nothing."""
 
     def take(self) -> tuple[KVCacheEvent, ...]:
         """There is never an event."""
@@ -44,13 +44,14 @@ class NullEventRecorder:
 class EventRecorder:
     """Keeps the events since they were last taken, in order.
 
-    What is kept is bounded. Past ``max_pending_blocks`` the backlog is dropped, counted in ``num_collapses``, and the
-    next ``take`` gives AllBlocksCleared and the whole present tree instead: a reader ends in the same state.
+    What is kept is bounded. Past ``max_pending_blocks`` the backlog collapses: it is dropped, counted in
+    ``num_collapses``, and the next ``take`` gives AllBlocksCleared and the whole present tree instead. A reader ends in
+    the same state.
 
     ``medium=None`` means the device: every consumer reads it so, and it is trimmed from the wire.
 
     Args:
-        tree: a hashed tree, whose content a collapse tells anew.
+        tree: a hashed tree; after a collapse its content is the events.
         max_pending_blocks: stored and removed blocks to keep.
         media_of: the media that a node of the tree is on, for a collapse; the device alone by default.
     """
@@ -98,7 +99,7 @@ class EventRecorder:
             self._removed.extend(reversed(block_hashes_of(node.digests)))
 
     def cleared(self) -> None:
-        """Every page left every medium: what was still to tell no longer matters."""
+        """Every page left every medium: events that wait no longer matter."""
         self._reset()
         self._events.append(AllBlocksCleared())
 
@@ -122,7 +123,7 @@ class EventRecorder:
         self._collapsed = False
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Count blocks to be told; False when the backlog has collapsed and the tree will be told instead."""
+        """Count blocks of an event; False when the backlog has collapsed, so that the event is not needed."""
         if self._collapsed:
             return False
         self._pending_blocks += num_blocks
@@ -144,20 +145,20 @@ class EventRecorder:
         page_size, namespace = self._tree.page_size, node.namespace
         hashes, tokens = block_hashes_of(node.digests), unpack_tokens(node.tokens)
         above = block_hashes_of(node.parent.digests[-DIGEST_BYTES:])
-        pages_an_event = max(1, MAX_EVENT_TOKENS // page_size)
-        for first in range(0, node.num_pages, pages_an_event):
-            stop = first + pages_an_event
-            told = hashes[first:stop]
+        pages_per_event = max(1, MAX_EVENT_TOKENS // page_size)
+        for first in range(0, node.num_pages, pages_per_event):
+            stop = first + pages_per_event
+            run = hashes[first:stop]
             yield BlockStored(
-                block_hashes=told,
+                block_hashes=run,
                 parent_block_hash=above[-1] if above else None,
                 token_ids=tokens[first * page_size : stop * page_size],
                 block_size=page_size,
                 lora_id=namespace.lora_id,
                 medium=medium,
                 lora_name=namespace.lora_name,
-                extra_keys=None if namespace.extra_key is None else ((namespace.extra_key,),) * len(told),
+                extra_keys=None if namespace.extra_key is None else ((namespace.extra_key,),) * len(run),
                 cache_salt=namespace.cache_salt,
                 session_id=namespace.session_id,
             )
-            above = told
+            above = run

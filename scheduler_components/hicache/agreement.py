@@ -3,21 +3,21 @@
 **What must be agreed.** Every rank holds its own slice of the same pages and runs the same scheduler on the same
 requests. The scheduler's decisions follow from which pages are usable, so all ranks must know the same pages on the
 same tiers. Their calls are the same; their I/O is not. A copy may end earlier here, a store may fail there, a host page
-may be missing on one rank. So what I/O tells is each rank's own and decides nothing: it goes into a proposal, and only
-what all ranks agreed is carried out.
+may be missing on one rank. So what I/O reports is each rank's own and decides nothing: it goes into a proposal, and
+only what all ranks agreed is carried out.
 
 **One unconditional packed MIN per step.** Everything that is asked at one point is packed into one int64 vector, and
 the ranks take its minimum, once per step, whether or not anything is under way. A collective behind a condition that
-one rank sees and another does not would let ranks wait for each other for ever, and two collectives could meet each
-other's. What a rank cannot do is a no, or a 0 for a MIN; never an absence. One operator is enough: MAX(v) is
-``~MIN(~v)`` (``~`` reverses the order of int64 and cannot overflow), "all agree" is the MIN of 0 and 1, "any agrees"
-their MAX, and values are equal when their MIN is their MAX. MIN over the attention-CP group and then over the
+one rank sees and another does not would let ranks wait for each other without end, and one rank's collective could meet
+another rank's next one. What a rank cannot do is a no, or a 0 for a MIN; never an absence. One operator is enough:
+MAX(v) is ``~MIN(~v)`` (``~`` reverses the order of int64 and cannot overflow), "all agree" is the MIN of 0 and 1, "any
+agrees" their MAX, and values are equal when their MIN is their MAX. MIN over the attention-CP group and then over the
 attention-TP group is MIN over the whole grid of them.
 
-**Reserve, vote, commit.** Pages are taken on all ranks or on none. Each rank reserves (a reserved page is written to,
-and never read), says in its next proposal whether it could and how far its I/O has come, and when the agreed values
-say that all could, each commits; otherwise each gives its reservation back. Between reserve and commit no request sees
-the pages, so a rank that fails in between takes nothing away.
+**Reserve, vote, commit.** Pages are taken on all ranks or on none. Each rank reserves pages: they are written to, and
+nobody reads them. In its next proposals it says whether it could, and how far its I/O has come. When the agreed values
+say what has arrived on all ranks, each commits exactly that and gives the rest back. Between reserve and commit no
+request sees the pages, so a rank that fails in between takes nothing away.
 
 **The digest.** Each proposal carries a digest of which page is on which tier as an ``equal`` slot. Ranks that have
 parted find out at the very next step, before a request is served from pages that another rank does not have.
@@ -68,7 +68,7 @@ _ROOM_FOR_PADDING = [0] * BLOCK_INTS
 
 
 def elementwise_min(vectors: Sequence[Sequence[int]]) -> list[int]:
-    """Return the minimum at each place of vectors of one length."""
+    """Return the minimum at each place of vectors that have one length."""
     return [min(column) for column in zip(*vectors, strict=True)]
 
 
@@ -130,7 +130,7 @@ class Proposal:
         return len(self._values)
 
     def pack(self, call_number: int) -> list[int]:
-        """Return the vector to reduce: at least ``BLOCK_INTS`` long, and as long on every rank that has these slots."""
+        """Return the vector to reduce: at least ``BLOCK_INTS`` long, and equally long on all ranks with these slots."""
         packed: list[int] = []
         for value in (self._layout_digest(), self.step, call_number):
             packed += (value, ~value)
@@ -345,7 +345,7 @@ def domain_of(rank: int, world: Sequence[RankSets]) -> tuple[int, ...]:
 def groups_in_order(world: Sequence[RankSets]) -> tuple[tuple[int, ...], ...]:
     """Return every group of the world once, in an order that all ranks share: hop by hop, then by first rank.
 
-    Whatever makes groups collectively makes them in this order, whether or not the caller is a member.
+    Groups that are made collectively are made in this order on every rank, members or not.
     """
     most_hops = max((len(sets.hops) for sets in world), default=0)
     ordered: dict[tuple[int, ...], None] = {}

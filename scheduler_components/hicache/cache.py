@@ -47,7 +47,7 @@ class HiRadixCache:
         num_host_pages: pages that every rank of the replica has on its host.
         policy: when to write, when to stop prefetching.
         record: keep events for ``take_events``; give ``ParallelState.owns_kv_stream``.
-        page_hook: is told which device pages were computed and loaded.
+        page_hook: learns which device pages were computed and loaded.
 
     Attributes:
         preparations: ask it, before a request runs, to bring pages closer.
@@ -203,7 +203,7 @@ class HiRadixCache:
         return digest
 
     def handle(self, event: IoEvent) -> None:
-        """Take in what this rank's I/O tells."""
+        """Take in what this rank's I/O reports."""
         self._controller.handle(event)
 
     def proposal(self, step: int, *, has_storage: bool, load_room_pages: int, now_s: float) -> Proposal:

@@ -1,7 +1,7 @@
 """HiCacheController: everything that ranks must agree on about moving pages. Pure: events in, instructions out.
 
 One agreement per step holds it all (see ``agreement.py``). The cache above begins operations, the same ones on every
-rank. ``handle`` takes in what this rank's I/O tells, ``fill`` brings it to the agreement, and ``settle`` turns the
+rank. ``handle`` takes in what this rank's I/O reports, ``fill`` brings it to the agreement, and ``settle`` turns the
 agreed values into decisions, the same on every rank.
 """
 
@@ -246,7 +246,7 @@ class PrefetchLanes:
     def reserve(self, number: int, num_pages: int, now_s: float) -> None:
         """Answer ``PrefetchHit``: try to take ``num_pages`` host pages, the same number on every rank; 0 gives up.
 
-        Whether this rank could is told at the next agreement. What it may write to, only all together decide.
+        Whether this rank could goes into the next agreement. Only when all could, they write to the pages.
         """
         prefetch = self._by_number[number]
         prefetch.num_pages = num_pages
@@ -454,7 +454,7 @@ class HiCacheController:
         return number
 
     def handle(self, event: IoEvent) -> None:
-        """Take in what this rank's I/O tells. Nothing is decided by it.
+        """Take in what this rank's I/O reports. Nothing is decided by it.
 
         Raises:
             CacheIntegrityError: the operation has ended before, or has settled already.

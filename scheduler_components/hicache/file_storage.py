@@ -2,6 +2,9 @@
 
 A page appears whole, by rename, or not at all. A writer that is killed leaves unfinished files, which the next open
 removes, and at worst a ledger that is one batch short, which the next open or eviction counts anew.
+
+``pages/ab/<name>`` is one page; ``unfinished/<writer>/`` is what a writer has not finished, with a lock that the writer
+holds while it lives; ``ledger`` holds the bytes in use and is the lock of all changes.
 """
 
 from __future__ import annotations
@@ -22,18 +25,7 @@ from scheduler_components.file_lock import FileLock, open_file_lock, take_file_l
 from scheduler_components.ports import PageBytes
 from scheduler_components.validators import check_integer
 
-__all__ = [
-    "PRIVATE_MODE",
-    "PageDirectory",
-    "open_page_directory",
-    "FilePageStore",
-    "open_file_page_store",
-]
-
-# The directory of a file page store: its layout, the lock of its changes, and what killed writers leave behind.
-#
-# ``pages/ab/<name>`` is one page; ``unfinished/<writer>/`` is what a writer has not finished, with a lock that the
-# writer holds while it lives; ``ledger`` holds the bytes in use and is the lock of all changes.
+__all__ = ["PRIVATE_MODE", "FilePageStore", "PageDirectory", "open_file_page_store", "open_page_directory"]
 
 PRIVATE_MODE = 0o700
 """Pages are users' prompts in another form: for the engine's account only."""
@@ -198,7 +190,7 @@ class FilePageStore:
         return page
 
     def _touch(self, path: Path) -> bool:
-        """Mark a page as used now, if it is there; strictly later than this process's use before."""
+        """Mark a page as used now, if it is there; strictly later than this process's last use of any page."""
         self._last_use_ns = max(self._clock_ns(), self._last_use_ns + 1)
         try:
             os.utime(path, ns=(self._last_use_ns, self._last_use_ns))
@@ -267,7 +259,7 @@ def open_file_page_store(
     Args:
         directory: on a file system with ``flock``; processes that share pages give the same one.
         capacity_bytes: most bytes of pages in it; the same in every process.
-        clock_ns: orders the uses of pages across processes and restarts; nothing else hangs on it.
+        clock_ns: orders the uses of pages across processes and restarts, and nothing else.
 
     Raises:
         ConfigError: ``capacity_bytes`` is below 1.

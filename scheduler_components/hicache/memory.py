@@ -2,6 +2,10 @@
 
 The device keeps each layer's pages together, as attention kernels read them; the host keeps each page's layers
 together, so that a page is one run of bytes for storage. A copy between them is a transposition.
+
+``HostPool`` says which host pages are free, in flight or in the tree. They are taken in two moves, because all ranks
+must take them or none: ``reserve``, then, when the agreed values are known, ``commit`` or ``abort``. Only committed
+pages may be read.
 """
 
 from __future__ import annotations
@@ -18,14 +22,7 @@ from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.ports import PageBytes
 from scheduler_components.validators import is_integer
 
-__all__ = [
-    "HostMemory",
-    "PageShape",
-    "SimulatedDeviceMemory",
-    "copy_to_device",
-    "copy_to_host",
-    "HostPool",
-]
+__all__ = ["HostMemory", "HostPool", "PageShape", "SimulatedDeviceMemory", "copy_to_device", "copy_to_host"]
 
 _Memory = npt.NDArray[np.uint8]
 
@@ -103,13 +100,6 @@ def copy_to_device(
     device.layers[:, list(device_pages)] = host.pages[list(host_pages)].swapaxes(0, 1)
 
 
-# The host tier's pool: which pages are free, in flight or in the tree, and the memory that they are.
-#
-# Host pages are taken in two moves, because all ranks must take them or none: ``reserve``, then, when the vote is
-# known,
-# ``commit`` or ``abort``. Only committed pages may be read.
-
-
 class HostPool:
     """Pages of host memory, each free, reserved or committed.
 
@@ -118,8 +108,9 @@ class HostPool:
     Args:
         shape: of every page.
         num_pages: pages in the pool.
-        verify: checksum pages when they are committed and again when they are read, to find what wrote to a page
-            in between. Costs about a millisecond a megabyte each time; meant for tests and for hunting.
+        verify: checksum pages when they are committed and again when they are read, to find out that something
+            wrote to a page in between. Costs about a millisecond per megabyte each time; meant for tests and for
+            finding bugs.
 
     Raises:
         ConfigError: ``num_pages`` is below 1.
@@ -155,7 +146,7 @@ class HostPool:
         """Take free pages, to write to.
 
         Raises:
-            OutOfPagesError: fewer are free; nothing is taken. Vote no.
+            OutOfPagesError: fewer are free; nothing is taken. Answer no in the next proposal.
         """
         return self._pages.allocate(num_pages)
 
@@ -219,7 +210,7 @@ class HostPool:
         """Copy pages from the device into reserved pages, in order.
 
         Raises:
-            CacheIntegrityError: a page is not reserved, is named twice, does not exist, or there is not one for one.
+            CacheIntegrityError: a page is not reserved, is named twice, does not exist, or the numbers of pages differ.
         """
         self._pages.expect_held(pages)
         _expect_one_for_one(device, device_pages, pages)
@@ -230,7 +221,7 @@ class HostPool:
 
         Raises:
             CacheIntegrityError: a page is not committed, is named twice, does not exist, has changed (when verifying),
-                or there is not one for one.
+                or the numbers of pages differ.
         """
         _expect_one_for_one(device, device_pages, pages)
         if len(set(device_pages)) != len(device_pages):

@@ -1,7 +1,15 @@
-"""The frame of a stored page: length and checksum in front, so that a torn, changed or swapped page is never taken.
+"""What a stored page is: its frame, the checks around any store, and the keys of each rank's slices.
 
-``magic 4 | length 8, big-endian | BLAKE2b-128 of (key, page) | page``. The key is part of the checksum: a store that
+**Frame.** Length and checksum stand in front of a page, so that a torn, changed or swapped page is never taken:
+``magic 4 | length 8, big-endian | BLAKE2b-128 of (key, page) | page``. The key is part of the checksum, so a store that
 answers with another key's page is found out too. It is no signature: whoever may write to a store can forge its pages.
+
+**Checks.** ``CheckedPageStore`` makes any store safe: what fails, stalls, lies or answers half is a miss and a count.
+
+**Keys.** ``Placement`` declares once how a page's bytes lie over the ranks, and ``KeySpace`` derives who reads and who
+writes which key. Peers decided this rank by rank. With a rank in the key where the data is the same on every rank, the
+cache splits into keys that nobody reads. Without one where it differs, ranks read each other's slices and the output
+is garbled.
 """
 
 from __future__ import annotations
@@ -21,16 +29,7 @@ from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import PageBytes, PageStore
 from scheduler_components.validators import is_integer
 
-__all__ = [
-    "FRAME_BYTES",
-    "seal_page",
-    "unseal_page",
-    "CheckedPageStore",
-    "StorageStats",
-    "Held",
-    "KeySpace",
-    "Placement",
-]
+__all__ = ["FRAME_BYTES", "CheckedPageStore", "KeySpace", "Placement", "StorageStats", "seal_page", "unseal_page"]
 
 _HEADER = Struct(">4sQ16s")
 _MAGIC = b"KVP1"
@@ -62,8 +61,6 @@ def _checksum(key: str, page: PageBytes) -> bytes:
     digest.update(page)
     return digest.digest()
 
-
-# CheckedPageStore: any page store, made safe. What fails, stalls, lies or answers half is a miss and a counter.
 
 Answer = TypeVar("Answer")
 
@@ -99,8 +96,8 @@ class CheckedPageStore:
     """A page store that never raises and never hands out a wrong page.
 
     Put it outermost: pages are framed, and so copied, before a store behind a deadline sees them. A write that stalls
-    and lands late then stores what was meant, not what the host page holds by then. It counts for one thread: several
-    threads have one each, over a shared ``DeadlinePageStore``.
+    and lands late then stores what was given, not what the host page holds by then. Its counts are for one thread:
+    several threads have one each, over a shared ``DeadlinePageStore``.
 
     Attributes:
         store: the store proper.
@@ -120,7 +117,7 @@ class CheckedPageStore:
         return self._ask("batch_exists", lambda: self.store.batch_exists(keys), _read_count(len(keys)), 0)
 
     def batch_get(self, keys: Sequence[str]) -> list[memoryview | None]:
-        """Return one verified page per key, None where there is none. Corrupt pages are deleted: a write can heal."""
+        """Return one verified page per key, None where there is none. Corrupt pages are deleted."""
         nothing: list[object] = [None] * len(keys)
         frames = self._ask("batch_get", lambda: self.store.batch_get(keys), _read_list(len(keys)), nothing)
         pages = [self._verified(key, frame) for key, frame in zip(keys, frames, strict=True)]
@@ -207,12 +204,6 @@ def _read_list(num_keys: int) -> Callable[[object], list[object]]:
     return read
 
 
-# Storage keys: what a stored page is, which slice of it a rank holds, and who writes it. Declared once, derived here.
-#
-# Peers decided this rank by rank: with a rank in the key where the data is the same on every rank the cache splits
-# into
-# keys that nobody reads, and without one where it differs ranks read each other's slices and output is garbled.
-
 Held: TypeAlias = Literal["replicated", "sharded"]
 """Along one axis, every rank holds the same bytes of a page (replicated), or its own slice of them (sharded)."""
 
@@ -256,7 +247,7 @@ def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
 class KeySpace:
     """The keys of one rank's pages.
 
-    A key is ``<namespace>/<page digest>[<suffix>]``. The namespace tells apart pages whose bytes mean different things.
+    A key is ``<namespace>/<page digest>[<suffix>]``. The namespace separates pages whose bytes mean different things.
     The suffix names the slice of the page: one part for each axis that is sharded over more than one rank. A page
     that is whole along an axis has no part for it, so an engine of another size along that axis can read it.
     Attention-DP ranks and other engines share keys: their pages of one digest have the same content.
@@ -264,13 +255,13 @@ class KeySpace:
     Attributes:
         model: the model and its revision, as all engines that share the store name it.
         dtype: of the cached keys and values.
-        page_size: tokens a page.
+        page_size: tokens per page.
         layout: order of the bytes within a page, for example ``"page_first"``.
         placement: how pages lie over the ranks.
         parallel: this rank.
 
     Raises:
-        ConfigError: a part is empty, or the placement cannot be so on these ranks.
+        ConfigError: a part is empty, or the placement does not fit these ranks.
     """
 
     model: str = attrs.field(validator=_check_text)

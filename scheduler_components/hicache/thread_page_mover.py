@@ -150,7 +150,7 @@ class ThreadPageMover:
 
         Args:
             store: owned by the mover from here on.
-            deadline_s: longest wait for one of its operations; what is late is a miss.
+            deadline_s: longest wait for one of its operations; a late answer is a miss.
 
         Raises:
             StorageError: another store is attached, or is still in use while it is being detached.
@@ -167,12 +167,12 @@ class ThreadPageMover:
         self._is_detaching = False
 
     def detach(self) -> None:
-        """Stop to use storage: from the next agreement on no rank begins anything with it, and when all that was
-        begun has settled the store is closed. Without one, nothing happens."""
+        """Stop using storage. From the next agreement on no rank begins anything with it; when all that was begun has
+        settled, the store is closed. Without a store, nothing happens."""
         self._is_detaching = self._backend is not None
 
     def storage_stats(self) -> tuple[StorageStats, StorageStats]:
-        """Return what reads and what writes have come to with the attached store."""
+        """Return the counts of reads and of writes with the attached store."""
         if self._backend is None:
             return StorageStats(), StorageStats()
         return self._backend.for_reads.stats(), self._backend.for_writes.stats()

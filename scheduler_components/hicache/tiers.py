@@ -114,7 +114,7 @@ class TierMembership:
             self.stored.add(upper)
 
     def clear(self) -> None:
-        """Every page has left every tier; the device tells of it."""
+        """Every page has left every tier; the device's cache records it."""
         self.host_pages.clear()
         self.stored.clear()
         self.digest = 0
@@ -173,7 +173,7 @@ class TierTree:
         host: this rank's host pages.
         num_host_pages: pages that every rank's host has: the least of all ranks'.
         record: keep events.
-        page_hook: is told which device pages were computed and loaded.
+        page_hook: learns which device pages were computed and loaded.
 
     Attributes:
         device: the radix cache of what is on the device.
@@ -209,7 +209,7 @@ class TierTree:
         """The one tree of all tiers."""
         return self.device.tree
 
-    # --- what the device's cache tells its lower tiers ---
+    # --- LowerTiers: called by the device's cache ---
 
     @property
     def num_pages(self) -> int:
@@ -225,7 +225,7 @@ class TierTree:
         self.membership.split(upper, lower)
         if lower in self.host.order:
             self.host.order.split(upper, lower)
-            self.host.order.touch((lower, upper))  # the run was used up to somewhere: its rest stays as young
+            self.host.order.touch((lower, upper))  # the whole run was one use: its rest stays as recent as the part
         else:
             self.host.order.split(upper, lower)
         for under_way in (self.writing, self.backing_up):

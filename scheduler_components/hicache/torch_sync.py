@@ -1,8 +1,8 @@
-"""Agreement over torch.distributed: gloo groups of its own for every thread, with a roll call when one fails.
+"""Agreement over torch.distributed: every thread has gloo groups of its own, and a roll call when one fails.
 
 Dedicated groups never interleave with the engine's NCCL traffic or with another thread's. They are made with
 ``new_group`` on every rank of the world in one order; ``use_local_synchronization`` would spare the non-members, but
-its group names repeat after a close, and a reopened group then meets stale addresses and hangs (measured, torch 2.13).
+its group names repeat after a close, and a reopened group then finds stale addresses and hangs (measured, torch 2.13).
 """
 
 from __future__ import annotations

@@ -470,7 +470,7 @@ class Preparations:
         """Say whether a request need not wait for pages, and begin to bring them closer. Ask at every step.
 
         Args:
-            rid, token_ids, namespace: as ``expect`` was told; a request that it was not told of only waits for loads.
+            rid, token_ids, namespace: as given to ``expect``; a request that was not given to it waits for loads alone.
             is_next: this request is the next to run; under ``best_effort`` its prefetch stops with what has landed.
         """
         preparation = self._by_rid.setdefault(rid, _Preparation())
@@ -509,7 +509,7 @@ class Preparations:
         tiers, loads = self.transfers.tiers, self.transfers.loads
         path = tiers.path_to(pack_tokens(token_ids), namespace.seed())
         num_pages = sum(node.num_pages for node in path[tiers.num_on_device(path) :])
-        # A request loads no more in all than its prompt has, so that two that evict each other's pages come to an end.
+        # A request loads no more pages than its prompt has: two that evict each other's pages come to an end.
         num_left = len(token_ids) // tiers.tree.page_size - preparation.num_loaded_pages
         if min(num_pages, num_left) < self.policy.load_threshold_pages:
             return False

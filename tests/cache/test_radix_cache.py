@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,9 +19,21 @@ from scheduler_components import (
 )
 from scheduler_components.cache import PrefixMatch, PrefixNamespace, RadixCache, RadixNode
 
+MADE: list[RadixCache] = []
+
+
+@pytest.fixture(autouse=True)
+def _every_cache_is_whole_in_the_end() -> Iterator[None]:
+    MADE.clear()
+    yield
+    for cache in MADE:
+        cache.check_integrity()
+
 
 def make_cache(num_pages: int = 8, page_size: int = 2) -> RadixCache:
-    return RadixCache(page_size=page_size, capacity_tokens=num_pages * page_size, record=True)
+    cache = RadixCache(page_size=page_size, capacity_tokens=num_pages * page_size, record=True)
+    MADE.append(cache)
+    return cache
 
 
 def store(cache: RadixCache, tokens: list[int], namespace: PrefixNamespace | None = None) -> PrefixMatch:
@@ -275,7 +287,7 @@ DAMAGES: dict[str, tuple[Callable[[RadixCache, RadixNode], object], str]] = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_tree_is_told(name: str) -> None:
     damage, message = DAMAGES[name]
-    cache = make_cache()
+    cache = RadixCache(page_size=2, capacity_tokens=16, record=True)
     damage(cache, store(cache, [1, 1, 2, 2]).node)
     with pytest.raises(CacheIntegrityError, match=message):
         cache.check_integrity()

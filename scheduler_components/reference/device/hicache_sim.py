@@ -1,7 +1,12 @@
-"""``scheduler-components hicache-sim``: what comes of a hierarchical cache whose ranks agree over TP only, or CP x TP.
+"""``scheduler-components hicache-sim``: a hierarchical cache whose ranks agree over TP only, or over CP x TP.
 
-N ranks in one process, each with a scheduler and a real cache, all given the same commands; only their I/O differs. The
-program runs every seed twice: with the whole agreement, and with the hop over attention-CP left out.
+N ranks in one process, each with a small scheduler over a real cache. All get the same commands, and everything in a
+rank follows from them and from its I/O; only the I/O differs. Each transfer takes a random time of its own and may
+fail, as on a machine of its own. The program runs every seed twice: with the whole agreement, and without the hop over
+attention-CP.
+
+What moves is not bytes but the digest that a page's bytes would be made from. So a page that ends up under another name
+is found out.
 """
 
 from __future__ import annotations
@@ -63,24 +68,19 @@ __all__ = [
     "run_simulation",
 ]
 
-# Simulated I/O of one rank: every transfer takes its own random time and may fail, as on a machine of its own.
-#
-# What moves is not bytes but the digest that a page's bytes would be made from, so that a page which ends up under
-# another name is found out.
-
 _TORN = b"torn"  # what a copy that failed leaves behind
 
 
 @attrs.frozen(kw_only=True)
 class FaultRates:
-    """How unlike the ranks' machines are.
+    """How much the ranks' machines differ.
 
     Attributes:
         max_latency_steps: a transfer ends 1 to this many steps after it began.
         failure: chance that a transfer or a query fails on one rank.
         no_host_page: chance that a rank finds no host page though the ledger says that there is one.
-        no_load_room: chance, a step, that a rank can begin no copy to the device.
-        storage_outage: chance, a step, that a rank's storage is away for a while.
+        no_load_room: chance per step that a rank can begin no copy to the device.
+        storage_outage: chance per step that a rank's storage is away for a while.
     """
 
     max_latency_steps: int = 8
@@ -222,7 +222,7 @@ class SimulatedMover:
         return is_good and self.has_storage
 
     def _read_on(self, reading: _Reading) -> list[IoEvent]:
-        """Land a random number of further pages; end when all are there, one is not to be had, or told to."""
+        """Land a random number of further pages; end when all are there, one is missing, or a stop was asked for."""
         instruction, events = reading.instruction, list[IoEvent]()
         digests = _each(instruction.digests)
         fails = self.rng.random() < self.rates.failure
@@ -246,9 +246,6 @@ def _each(digests: bytes) -> list[bytes]:
     return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
 
 
-# One simulated rank: a small scheduler over a real hierarchical cache. Everything in it follows from its commands.
-
-
 @attrs.frozen
 class SimulatedRequest:
     """A prompt, and for how many steps it runs."""
@@ -260,7 +257,7 @@ class SimulatedRequest:
 
 @attrs.frozen
 class Commands:
-    """What all ranks are told before a step."""
+    """What all ranks get before a step."""
 
     arrivals: tuple[SimulatedRequest, ...] = ()
     aborts: tuple[str, ...] = ()
@@ -268,12 +265,12 @@ class Commands:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedWorkload:
-    """Chats whose prompts grow turn by turn over a few shared beginnings; some requests are aborted.
+    """Chats whose prompts grow with each request over a few shared beginnings; some requests are aborted.
 
     Attributes:
         seed: of everything in it.
-        page_size: tokens a page.
-        num_chats: that take turns; more of them reuse less.
+        page_size: tokens per page.
+        num_chats: chats that requests come from; more of them reuse less.
         max_pages: where a chat begins anew.
     """
 
@@ -476,7 +473,7 @@ class SimulatedReplica:
 
     @property
     def caches(self) -> list[HiRadixCache]:
-        """One a rank, in order of rank."""
+        """One per rank, in order of rank."""
         return [rank.cache for rank in self.ranks.values()]
 
     @property
@@ -552,7 +549,7 @@ def make_rank(config: SimulationConfig, rank: int, storage: SimulatedStorage, se
 
 @dataclass(slots=True, kw_only=True)
 class SimulationRun:
-    """What came of one seed.
+    """The result of one seed.
 
     Attributes:
         seed: of workload and I/O.
