@@ -111,7 +111,7 @@ def test_every_command_that_is_named_exists() -> None:
         for command in app.registered_commands
         if command.callback
     }
-    for path in DOCUMENTS:
+    for path in set(DOCUMENTS) - {ROOT / "CHANGELOG.md"}:  # which names those of the past, too
         named = set(re.findall(r"scheduler-components ([a-z]+(?:-[a-z]+)*)", path.read_text()))
         assert named <= known, f"{path}: {named - known}"
 
