@@ -32,14 +32,8 @@ from observability.catalog import (
     VLLM_PREFIX,
     Metric,
 )
-from scheduler_components import (
-    ConfigError,
-    HistogramSnapshot,
-    OutputStats,
-    OutputStatsSource,
-    ParallelState,
-    SchedulerStats,
-)
+from scheduler_components import ConfigError, HistogramSnapshot, OutputStats, ParallelState, SchedulerStats
+from scheduler_components.ports import OutputStatsSource
 
 __all__ = [
     "OutputCollector",

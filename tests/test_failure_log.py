@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from scheduler_components import FailureLog
+from scheduler_components.errors import FailureLog
 
 LOGGER = logging.getLogger("test_failure_log")
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from scheduler_components import FinishReason, finish_reason_after
+from scheduler_components import FinishReason
+from scheduler_components.batch_result_processor import finish_reason_after
 
 EOS = frozenset({2})
 

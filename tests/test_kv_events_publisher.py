@@ -17,13 +17,13 @@ from scheduler_components import (
     KVEventBatch,
     KvMetrics,
     LoadSnapshot,
-    NullEventPublisher,
     ParallelState,
     PublisherClosedError,
     PublisherStats,
     SchedulerKvEventsPublisher,
-    kv_metrics_from,
 )
+from scheduler_components.kv_events import NullEventPublisher
+from scheduler_components.kv_events_publisher import kv_metrics_from
 from scheduler_components.testing import FakeLoad, ListEventSink, ListSink, ScriptedEvents
 
 BUSY = FakeLoad(

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import describe_kv_events_publisher, kv_events_server_info
+from scheduler_components import kv_events_server_info
 from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.server_info import describe_kv_events_publisher
 
 
 def config(**given_settings: Any) -> str:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_names
+from scheduler_components.errors import (
+    StorageError,
+    StorageStallError,
+    SyncClosedError,
+    SyncDivergenceError,
+    SyncTimeoutError,
+    TierDivergenceError,
+)
 from scheduler_components.events import Tier
 from scheduler_components.hicache.agreement import (
     AgreedValues,
@@ -21,6 +29,8 @@ from scheduler_components.hicache.cache import HiRadixCache, TierStepper
 from scheduler_components.hicache.controller import HiCachePolicy
 from scheduler_components.hicache.memory_storage import MemoryPageStore
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
+from scheduler_components.ports import NO_PAGE_HOOK, HostPages, PageBytes, PageHook, PageMover, PageStore, SyncGroup
+from scheduler_components.values import SyncCall
 
 if TYPE_CHECKING:
     from scheduler_components.hicache.file_storage import FilePageStore, open_file_page_store
@@ -40,21 +50,34 @@ __all__ = [
     "FilePageStore",
     "HiCachePolicy",
     "HiRadixCache",
+    "HostPages",
     "HostPool",
     "InProcessSync",
     "KeySpace",
     "MemoryPageStore",
     "MooncakeAddress",
     "MooncakePageStore",
+    "PageBytes",
+    "PageHook",
+    "PageMover",
     "PageShape",
+    "PageStore",
     "Placement",
     "Proposal",
     "RankSets",
     "SimulatedDeviceMemory",
+    "StorageError",
+    "StorageStallError",
     "StorageStats",
+    "SyncCall",
+    "SyncClosedError",
+    "SyncDivergenceError",
     "SyncDomain",
+    "SyncGroup",
+    "SyncTimeoutError",
     "ThreadPageMover",
     "Tier",
+    "TierDivergenceError",
     "TierStepper",
     "domain_of",
     "elementwise_min",
@@ -64,6 +87,7 @@ __all__ = [
     "open_mooncake_page_store",
     "open_torch_sync_domains",
     "world_rank_sets",
+    "NO_PAGE_HOOK",
 ]
 
 __getattr__ = lazy_names(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_names
+from scheduler_components.errors import PublisherNameTakenError
 from scheduler_components.events import (
     MEDIUM_GPU,
     AllBlocksCleared,
@@ -88,6 +89,7 @@ __all__ = [
     "NullEventPublisher",
     "Place",
     "PortPlan",
+    "PublisherNameTakenError",
     "StreamAddress",
     "ReplayCursors",
     "Request",

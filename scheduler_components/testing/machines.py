@@ -23,8 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError, PageStore
+from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError
 from scheduler_components.cache import PrefixNamespace
+from scheduler_components.hicache import PageStore
 from scheduler_components.kv_events import END_SEQ, BatchEncoder
 from scheduler_components.testing.fakes import ChainHistory, Fault, FaultyNetwork
 from scheduler_components.testing.ledger import EventLedger

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from scheduler_components import PageStore
+from scheduler_components.hicache import PageStore
 from scheduler_components.testing.parts import PAGE_BYTES, Trace, page_of
 
 __all__ = ["PAGE_STORE_CHECKS"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import TypeVar
 
-from scheduler_components import ParallelState, SyncCall, SyncTimeoutError
-from scheduler_components.hicache import SyncDomain, elementwise_min, world_rank_sets
+from scheduler_components import ParallelState
+from scheduler_components.hicache import SyncCall, SyncDomain, SyncTimeoutError, elementwise_min, world_rank_sets
 
 __all__ = ["ThreadSyncHub", "run_ranks"]
 

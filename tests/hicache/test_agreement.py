@@ -9,20 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import (
-    ConfigError,
-    ParallelState,
-    SyncCall,
-    SyncClosedError,
-    SyncDivergenceError,
-    SyncTimeoutError,
-)
+from scheduler_components import ConfigError, ParallelState
 from scheduler_components.hicache import (
     AgreedValues,
     InProcessSync,
     Proposal,
     RankSets,
+    SyncCall,
+    SyncClosedError,
+    SyncDivergenceError,
     SyncDomain,
+    SyncTimeoutError,
     domain_of,
     elementwise_min,
     groups_in_order,

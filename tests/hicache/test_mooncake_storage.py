@@ -16,11 +16,12 @@ from threading import Event
 
 import pytest
 
-from scheduler_components import ConfigError, PageStore, StartError
+from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import (
     CheckedPageStore,
     MooncakeAddress,
     MooncakePageStore,
+    PageStore,
     open_deadline_page_store,
     open_mooncake_page_store,
 )

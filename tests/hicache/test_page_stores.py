@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components import PageStore
 from scheduler_components.hicache import (
     CheckedPageStore,
     MemoryPageStore,
+    PageStore,
     StorageStats,
     open_deadline_page_store,
     open_file_page_store,

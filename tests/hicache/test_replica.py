@@ -20,15 +20,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    CacheIntegrityError,
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, CacheIntegrityError
+from scheduler_components.hicache import (
+    AgreedValues,
+    HiCachePolicy,
+    HiRadixCache,
+    Proposal,
     SyncTimeoutError,
+    Tier,
     TierDivergenceError,
 )
-from scheduler_components.hicache import AgreedValues, HiCachePolicy, HiRadixCache, Proposal, Tier
 from scheduler_components.reference.device import (
     Commands,
     FaultRates,

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, ParallelState, StorageError, StorageStallError
+from scheduler_components import ConfigError, ParallelState
 from scheduler_components.hicache import (
     CheckedPageStore,
     KeySpace,
     MemoryPageStore,
     Placement,
+    StorageError,
+    StorageStallError,
 )
 from scheduler_components.hicache.storage import AXES, FRAME_BYTES, seal_page, unseal_page
 

@@ -18,16 +18,19 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
-from scheduler_components import CacheIntegrityError, PageBytes, PageStore, ParallelState, StorageError
+from scheduler_components import CacheIntegrityError, ParallelState
 from scheduler_components.hicache import (
     HiCachePolicy,
     HiRadixCache,
     HostPool,
     KeySpace,
     MemoryPageStore,
+    PageBytes,
     PageShape,
+    PageStore,
     Placement,
     SimulatedDeviceMemory,
+    StorageError,
     SyncDomain,
     ThreadPageMover,
     Tier,

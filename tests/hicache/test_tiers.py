@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components import NO_PAGE_HOOK, CacheIntegrityError
+from scheduler_components import CacheIntegrityError
 from scheduler_components.cache import PLAIN_NAMESPACE, RadixNode, pack_tokens
 from scheduler_components.events import Tier
+from scheduler_components.hicache import NO_PAGE_HOOK
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.reference.device import SimulatedHostPages
 

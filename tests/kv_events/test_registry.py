@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 
-from scheduler_components import (
-    ConfigError,
-    EventBatch,
-    EventPublisher,
-    NullEventPublisher,
-    ParallelState,
-    PublisherNameTakenError,
-)
+from scheduler_components import ConfigError, EventBatch, ParallelState
 from scheduler_components.kv_events import (
+    EventPublisher,
     EventPublisherFactory,
     KVEventsConfig,
+    NullEventPublisher,
+    PublisherNameTakenError,
     ZmqEventPublisher,
     open_event_publisher,
 )

@@ -15,11 +15,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from scheduler_components import ParallelState, SyncDivergenceError, SyncTimeoutError
+from scheduler_components import ParallelState
 from scheduler_components.hicache import (
     Proposal,
     RankSets,
+    SyncDivergenceError,
     SyncDomain,
+    SyncTimeoutError,
     open_torch_sync_domains,
     world_rank_sets,
 )

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from scheduler_components import BatchResultProcessor, FinishReason, OutputStream, TokenOutput
+from scheduler_components import BatchResultProcessor, FinishReason, TokenOutput
+from scheduler_components.ports import OutputStream
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 

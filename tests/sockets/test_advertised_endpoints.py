@@ -15,17 +15,15 @@ import zmq
 
 from scheduler_components import (
     AllBlocksCleared,
-    EventPublisher,
     GaugePacer,
     KVEventBatch,
     LoadPublisher,
     LoadSnapshot,
-    NullEventPublisher,
     ParallelState,
     kv_events_server_info,
     open_load_publisher,
 )
-from scheduler_components.kv_events import ZmqEventPublisher, open_event_publisher
+from scheduler_components.kv_events import EventPublisher, NullEventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import open_zmq_load_reader
 
 DEADLINE_S = 20.0

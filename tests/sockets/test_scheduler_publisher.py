@@ -7,14 +7,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from scheduler_components import (
-    BlockRemoved,
-    KVCacheEvent,
-    NullEventPublisher,
-    ParallelState,
-    SchedulerKvEventsPublisher,
-)
-from scheduler_components.kv_events import BatchDecoder, ZmqEventPublisher
+from scheduler_components import BlockRemoved, KVCacheEvent, ParallelState, SchedulerKvEventsPublisher
+from scheduler_components.kv_events import BatchDecoder, NullEventPublisher, ZmqEventPublisher
 
 Ask = Callable[..., list[list[bytes]]]
 

@@ -23,9 +23,9 @@ from observability.kv_stream import (
     StreamState,
     Tier,
 )
-from scheduler_components import BlockStored, KVCacheEvent, PageBytes, PageStore
+from scheduler_components import BlockStored, KVCacheEvent
 from scheduler_components.cache import RadixCache
-from scheduler_components.hicache import MemoryPageStore, open_file_page_store
+from scheduler_components.hicache import MemoryPageStore, PageBytes, PageStore, open_file_page_store
 from scheduler_components.kv_events import END_SEQ, BatchDecoder, plain_request
 from scheduler_components.testing import EventLedger, FollowerMachine, PageStoreMachine, PrefixCacheMachine
 from scheduler_components.testing.parts import MAX_BYTES, FollowerCore, page_of

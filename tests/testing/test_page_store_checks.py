@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scheduler_components import PageBytes, PageStore
-from scheduler_components.hicache import MemoryPageStore
+from scheduler_components.hicache import MemoryPageStore, PageBytes, PageStore
 from scheduler_components.testing import ConformanceError, parts
 from scheduler_components.testing import page_store_checks as checks
 

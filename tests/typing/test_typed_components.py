@@ -13,7 +13,6 @@ from scheduler_components import (
     LoadSnapshot,
     MemoryLoad,
     MetricsEmitter,
-    NullEventPublisher,
     ParallelState,
     PublisherStats,
     RadixCache,
@@ -23,6 +22,7 @@ from scheduler_components import (
     open_load_publisher,
 )
 from scheduler_components.cache import PrefixMatch
+from scheduler_components.kv_events import NullEventPublisher
 
 
 class Request:

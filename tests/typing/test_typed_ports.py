@@ -18,23 +18,21 @@ from scheduler_components import (
     LoadInquirer,
     LoadSnapshot,
     LoadWithTotals,
-    NullEventPublisher,
     OutputBatch,
     OutputSink,
-    OutputStatsSource,
     OutputStreamer,
     ParallelState,
     PublisherStats,
     RadixCache,
-    RequestRegister,
     SchedulerStats,
-    StreamedRequest,
     TokenOutput,
     WorkTotals,
     ports,
 )
 from scheduler_components.hicache import KeySpace, MemoryPageStore, Placement
+from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.metrics import RateMeter
+from scheduler_components.ports import OutputStatsSource, RequestRegister, StreamedRequest
 
 if TYPE_CHECKING:
     from observability import ReportBoard

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, assert_type
 import pytest
 
 from observability.kv_stream import BlockView, StreamStats, Tier, bare_address, open_subscriber
-from scheduler_components import ConfigError, ParallelState, PublisherStats, describe_kv_events_publisher
+from scheduler_components import ConfigError, ParallelState, PublisherStats
 from scheduler_components.kv_events import (
     BatchDecoder,
     BatchEncoder,
@@ -24,6 +24,7 @@ from scheduler_components.kv_events import (
     ZmqEventPublisher,
     open_event_publisher,
 )
+from scheduler_components.server_info import describe_kv_events_publisher
 
 if TYPE_CHECKING:
     from observability.kv_stream import Subscriber

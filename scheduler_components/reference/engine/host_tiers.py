@@ -13,13 +13,14 @@ from typing import TypeAlias
 import numpy as np
 import zmq
 
-from scheduler_components import CacheIntegrityError, PageStore, ParallelState
+from scheduler_components import CacheIntegrityError, ParallelState
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.hicache import (
     HiRadixCache,
     HostPool,
     KeySpace,
     PageShape,
+    PageStore,
     Placement,
     SimulatedDeviceMemory,
     SyncDomain,

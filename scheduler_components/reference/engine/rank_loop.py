@@ -13,16 +13,11 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from scheduler_components import (
-    ConfigError,
-    LoadPublisher,
-    LoadSnapshot,
-    LockstepError,
-    OutputStatsSource,
-    ParallelState,
-)
+from scheduler_components import ConfigError, LoadPublisher, LoadSnapshot, ParallelState
 from scheduler_components.cache import RadixCache
+from scheduler_components.errors import LockstepError
 from scheduler_components.hicache import Tier
+from scheduler_components.ports import OutputStatsSource
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,

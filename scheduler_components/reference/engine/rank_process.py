@@ -13,14 +13,8 @@ from pathlib import Path
 
 import zmq
 
-from scheduler_components import (
-    ComponentError,
-    EventPublisher,
-    LoadPublisher,
-    ParallelState,
-    open_load_publisher,
-)
-from scheduler_components.kv_events import ZmqEventPublisher, open_event_publisher
+from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
+from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metrics_sink
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.cache_tiers import CacheTiers

@@ -35,7 +35,6 @@ from scheduler_components import (
     LoadWithTotals,
     MetricsEmitter,
     MetricsSink,
-    NullEventPublisher,
     NullMetricsSink,
     OutputBatch,
     OutputSink,
@@ -45,6 +44,7 @@ from scheduler_components import (
     WorkResult,
 )
 from scheduler_components.cache import RadixCache
+from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.reference.device import Device, ScheduledBatch
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits
 from scheduler_components.reference.engine.bookkeeping import RequestBook

@@ -16,8 +16,7 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from scheduler_components import SyncCall, SyncTimeoutError
-from scheduler_components.hicache import SyncDomain, elementwise_min
+from scheduler_components.hicache import SyncCall, SyncDomain, SyncTimeoutError, elementwise_min
 
 __all__ = [
     "StopRequested",

@@ -6,15 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components import (
-    BlockStored,
-    EventBatch,
-    EventPublisher,
-    KVCacheEvent,
-    KvMetrics,
-    ParallelState,
-    SchedulerStats,
-)
+from scheduler_components import BlockStored, EventBatch, KVCacheEvent, KvMetrics, ParallelState, SchedulerStats
+from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device import ScheduledBatch, SimulatedModel
 from scheduler_components.reference.engine import (
     Clocks,

@@ -12,7 +12,8 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import EventBatch, EventPublisher, ParallelState, SchedulerTotals
+from scheduler_components import EventBatch, ParallelState, SchedulerTotals
+from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine import (
     Clocks,

@@ -10,14 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
-from scheduler_components import (
-    FinishReason,
-    LoadPublisher,
-    LockstepError,
-    OutputDelta,
-    ParallelState,
-    SchedulerStats,
-)
+from scheduler_components import FinishReason, LoadPublisher, OutputDelta, ParallelState, SchedulerStats
+from scheduler_components.errors import LockstepError
 from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine import (
     FRONT,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components import ParallelState, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache import Proposal, SyncDomain, world_rank_sets
+from scheduler_components import ParallelState
+from scheduler_components.hicache import Proposal, SyncDivergenceError, SyncDomain, SyncTimeoutError, world_rank_sets
 from scheduler_components.reference.engine import StopRequested, open_zmq_sync_domain
 
 Work = Callable[[SyncDomain], object]
