@@ -56,7 +56,7 @@ _MAX_EVENTS = MAX_PAYLOAD_BYTES // 18
 """The smallest event takes 18 bytes; a longer list would cost a reader many times its bytes before it fails."""
 
 _MAX_BAD_EVENTS = 1_000
-"""A batch with more of them is bad itself: reporting each would cost a reader a thousand times its bytes."""
+"""A batch with more of them is bad itself: to report each would cost a reader a thousand times its bytes."""
 
 ENCODE_ERRORS = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)

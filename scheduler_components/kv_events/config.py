@@ -53,7 +53,7 @@ class KVEventsConfig(BaseModel):
     Attributes:
         publisher: ``null`` (none), ``zmq``, or the name of a registered publisher. Publishing sends prompt token ids
             over the network, so nobody gets it without asking: the default is ``null``.
-        endpoint: base address of the PUB sockets; stream i is at port + i. 5557 is where consumers look by habit.
+        endpoint: base address of the PUB sockets; stream i is at port + i. 5557 is where consumers look by default.
         replay_endpoint: base address of the replay ROUTER sockets, which always bind. No port is claimed unasked.
         buffer_steps: batches kept for replay: minutes of a busy scheduler. 0 keeps none, which replay does not allow.
         hwm: batches that libzmq may hold for one slow subscriber before it drops them; 100,000 as in the seed.
@@ -62,7 +62,7 @@ class KVEventsConfig(BaseModel):
         dialect: ``array`` (the smallest form, which all measured readers take), ``map`` or ``vllm``.
         bind: whether the PUB sockets listen. None follows the host: wildcards, ipc and inproc bind, others connect.
         replay_framing: ``seed`` (all measured readers take it) or ``topic`` (as SGLang and vLLM answer today).
-        seq_base: ``zero`` (the seed's habit): plain consumers ignore a publisher that was started again until it has
+        seq_base: ``zero`` (as in the seed): plain consumers ignore a publisher that was started again until it has
             passed its old number. ``clock`` starts at wall-clock microseconds, above every earlier life unless the
             clock was set back, with AllBlocksCleared: plain consumers see the restart, and numbers take 9 bytes.
         load_endpoint: base address of the load gauge's PUB sockets. No port is claimed unasked.

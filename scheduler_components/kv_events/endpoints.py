@@ -1,4 +1,5 @@
-"""Where a socket listens or dials, parsed once into a value.
+"""Where sockets listen and dial: one address (``Endpoint``), all of an engine (``PortPlan``), one stream's
+(``StreamAddress``). Each is parsed and checked once, and is a value from then on.
 
 An endpoint text is looked at here and nowhere else; whoever holds an :class:`Endpoint` asks it (``is_wildcard``,
 ``is_ipv6``) and never searches the text. What is accepted is what libzmq 4.3 takes, minus what it takes by mistake:
@@ -89,7 +90,7 @@ class Endpoint:
 
     def _check_tcp(self) -> None:
         if self.path:
-            raise self._error("has a path, which tcp has not", "write tcp://host:port")
+            raise self._error("has a path, which tcp does not have", "write tcp://host:port")
         if type(self.port) is not int or not 0 <= self.port <= MAX_PORT:
             raise self._error("has no port from 0 to 65535", "write tcp://host:port")
         address, _, zone = self.host.partition("%")
@@ -105,7 +106,9 @@ class Endpoint:
 
     def _check_path(self) -> None:
         if self.host or self.port is not None:
-            raise self._error(f"has a host or port, which {self.transport} has not", f"write {self.transport}://path")
+            raise self._error(
+                f"has a host or port, which {self.transport} does not have", f"write {self.transport}://path"
+            )
         if not self.path or self.path in ("*", "@"):
             raise self._error("has no path", f"write {self.transport}:// and a path that subscribers know")
         if self.path != self.path.strip() or not self.path.isprintable():
@@ -207,9 +210,9 @@ class Endpoint:
         return attrs.evolve(self, port=port)
 
     def decide_bind(self, bind: bool | None, *, field: str = "endpoint") -> bool:
-        """Say whether a PUB socket binds here; ``bind`` is the operator's own wish, None for the habit.
+        """Say whether a PUB socket binds here; ``bind`` is what the operator says, None for the default.
 
-        The habit of SGLang and vLLM: wildcards, ipc and inproc bind, a concrete host is dialled.
+        The default of SGLang and vLLM: wildcards, ipc and inproc bind, a concrete host is dialled.
 
         Raises:
             ConfigError: it would dial, and there is nobody to dial at a wildcard or at port 0.
@@ -225,7 +228,7 @@ class Endpoint:
 
     @property
     def binds(self) -> bool:
-        """True where a PUB socket binds by habit: wildcards, ipc and inproc."""
+        """True where a PUB socket binds by default: wildcards, ipc and inproc."""
         return self.transport != "tcp" or self.is_wildcard
 
     @property

@@ -1,4 +1,8 @@
-"""Which publisher a configuration asks for, and the one call that opens it where this rank should publish."""
+"""Publishers by name, and the one call that opens a rank's publisher.
+
+A configuration goes this way once: it is read and checked whole (``config``), its ports are planned (``endpoints``),
+and the opener of its publisher gets it as it is. Nothing here knows a setting of the ZMQ publisher.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The words of a replay conversation: requests of 8 bytes and of 37, answers, and their META.
+"""Replay without sockets: requests of 8 bytes and of 37, the META in answers, and the cursors that answer.
 
 Plain (SGLang, vLLM): ``[b"", start]`` asks for everything from ``start``; every answer ends with the end marker, a
 message whose sequence is -1.
 
 Extended (this kit): ``start 8 + "KVX1" + verb 1 + token 8 + epoch 16``. A publisher without the extension reads it
-as one huge number and answers a bare end marker: that is the capability probe, and it is harmless. Extended answers
-carry a msgpack META in the payload of messages whose sequence is -1.
+as one huge number and answers a bare end marker. So a request is also the probe for the extension, and it is harmless.
+Extended answers carry a msgpack META in the payload of messages whose sequence is -1.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Kind(enum.StrEnum):
 
 
 class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A publisher's word about its stream, in answer to an extended request.
+    """What a publisher says about its stream, in answer to an extended request.
 
     Attributes:
         token: the request's token: an answer to another question is not taken for this one.
@@ -147,7 +147,7 @@ def plain_request(start: int) -> bytes:
     return start.to_bytes(_PLAIN_BYTES, "big")
 
 
-# Answers to replay requests without sockets: one cursor a client, served in turns, each answer a generator.
+# Answers to replay requests, without sockets: one cursor per client, served one after the other, each a generator.
 
 Numbered = tuple[bytes, bytes]
 """Sequence and payload of one message of an answer."""
@@ -402,6 +402,6 @@ class ReplayCursors:
             cursor.messages.close()
 
     def rotate(self, client: bytes) -> None:
-        """Put ``client`` last: it has had its turn, or cannot take more now."""
+        """Put ``client`` last: it was served, or cannot take more now."""
         if client in self._cursors:
             self._cursors.move_to_end(client)

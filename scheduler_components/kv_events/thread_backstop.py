@@ -128,7 +128,7 @@ class Backstop:
                 _forget_closed(woken_or_asked, _wait(woken_or_asked, reader))
                 self._looking = True
                 self._look(reader, woken, woken_or_asked)
-        except Exception:  # noqa: BLE001 - a thread's last words: nobody else would hear them
+        except Exception:  # noqa: BLE001 - the thread ends here: nobody else would report it
             _log.exception("the KV-event backstop died: batches go out, and replays are served, inside publish() only")
         finally:
             self.has_ended = True
@@ -163,7 +163,7 @@ def _wait(poller: select.poll, reader: int, timeout_ms: float | None = None) -> 
 
 
 def _forget_closed(poller: select.poll, found: list[tuple[int, int]]) -> None:
-    """A descriptor that somebody closed would wake the thread for ever."""
+    """A descriptor that somebody closed would wake the thread again and again."""
     for descriptor, event in found:
         if event & select.POLLNVAL:
             poller.unregister(descriptor)

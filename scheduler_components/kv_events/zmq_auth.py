@@ -196,7 +196,7 @@ class StreamAccess:
         try:
             gate.start()
         except RuntimeError:
-            # No thread is left: what it would have closed is closed here, or the context would wait for it for ever.
+            # No thread is left: what it would have closed is closed here, or the context would wait for it without end.
             half_open = gate.thread.pipe
             gate.stop()
             half_open.close()
@@ -204,7 +204,7 @@ class StreamAccess:
         return gate
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """The authenticator's question: may this client in?"""
+        """The authenticator asks whether this client may connect."""
         return domain == _DOMAIN and key in self.allowed
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
@@ -256,7 +256,7 @@ class ClientKeys:
 
 
 def apply_client_keys(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
-    """Make ``socket`` (SUB or DEALER, not yet connected) speak CURVE, to the publisher of ``keys`` alone."""
+    """Make ``socket`` (SUB or DEALER, not yet connected) use CURVE, with the publisher of ``keys`` alone."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.publisher)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.keys.secret)

@@ -1,4 +1,4 @@
-"""Opening the publisher's two sockets. What a socket of this kit always has, it gets here."""
+"""Opening the publisher's two sockets: locks of ipc paths, options, keys, counters of peers."""
 
 from __future__ import annotations
 
