@@ -1,12 +1,13 @@
-"""Replay answers without sockets: to clients that ask well, badly, late, slowly, or all at once."""
+"""The words of the replay conversation: lengths, golden bytes, and refusal of everything else."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVEventBatch
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
 from scheduler_components.kv_events import (
     END_SEQ,
     REPLAY_FRAMINGS,
@@ -23,7 +24,72 @@ from scheduler_components.kv_events import (
 )
 from scheduler_components.testing.golden import replay_frame_vectors
 
-EPOCH, TOKEN = bytes(range(16)), b"12345678"
+TOKEN, EPOCH = bytes(range(8)), bytes(range(16))
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("plain request from 258", Request(258)),
+        ("extended request: sync from 258", Request(258, Verb.SYNC, TOKEN, EPOCH)),
+    ],
+)
+def test_requests_are_the_golden_bytes(name: str, request_: Request) -> None:
+    _, frame = replay_frame_vectors()[name].message
+    assert request_.encode() == frame
+    assert Request.parse(frame) == request_
+    assert len(frame) == (8 if request_.verb is None else 37)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"1234567", b"123456789", bytes(36), bytes(37), bytes(38), bytes(8) + b"KVX2\x01" + bytes(24),
+     bytes(8) + b"KVX1\x00" + bytes(24), bytes(8) + b"KVX1\x04" + bytes(24)],
+)  # fmt: skip
+def test_other_requests_are_refused(frame: bytes) -> None:
+    with pytest.raises(DecodeError):
+        Request.parse(frame)
+
+
+def meta(**changes: object) -> Meta:
+    fields: dict[str, object] = {
+        "token": TOKEN, "epoch": EPOCH, "first": 1, "next": 9, "kind": Kind.BEGIN, "snap": True, "start": 4,
+        "chain": bytes(8),
+    }  # fmt: skip
+    return Meta(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_meta_is_a_map_of_the_named_fields() -> None:
+    assert msgspec.msgpack.decode(meta().encode()) == {
+        "token": TOKEN, "epoch": EPOCH, "first": 1, "next": 9, "kind": "begin", "snap": True, "start": 4,
+        "chain": bytes(8),
+    }  # fmt: skip
+    assert Meta.decode(meta().encode()) == meta()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"token": b""}, {"epoch": bytes(15)}, {"chain": bytes(9)}, {"first": -1}, {"start": 0}, {"start": 10}, {"next": 3},
+     {"next": 2**63}, {"kind": "middle"}, {"snap": 1}],
+)  # fmt: skip
+def test_a_meta_that_contradicts_itself_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(DecodeError):
+        Meta.decode(meta(**changes).encode())
+
+
+@settings(deadline=None)
+@given(payload=st.binary(max_size=60))
+def test_no_bytes_raise_anything_but_a_decode_error(payload: bytes) -> None:
+    for read in (Meta.decode, Request.parse):
+        try:
+            read(payload)
+        except DecodeError:
+            continue
+
+
+# Replay answers without sockets: to clients that ask well, badly, late, slowly, or all at once.
+
+
 ENCODER = BatchEncoder()
 
 
@@ -180,7 +246,7 @@ def test_cutting_short_ends_every_answer() -> None:
     assert cursors.num_truncated == 1
 
 
-def test_clients_take_turns_and_a_lost_one_is_forgotten() -> None:
+def test_clients_are_served_one_after_the_other_and_a_lost_one_is_forgotten() -> None:
     cursors = cursors_of(stream_of(3))
     for client in (b"a", b"b"):
         ask(cursors, 0, client)
@@ -307,3 +373,80 @@ def test_a_snapshot_says_how_many_chunks_its_base_has() -> None:
     ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN))
     metas = [Meta.decode(message[-1]) for message in answer(cursors) if message[-2] == END_SEQ]
     assert [meta.chunks for meta in metas] == [None, 1, None]
+
+
+# A base that some client keeps from folding: that client is cut, and the next time it gets all.
+
+
+CLIENT = b"c"
+MAX_STEPS = 200
+
+
+class Turns:
+    """A publisher's turns without sockets, as its edge takes them: append, fold, cut, serve a bite."""
+
+    def __init__(self) -> None:
+        self.stream = EventStream(epoch=EPOCH, max_steps=MAX_STEPS, max_bytes=10**9)
+        self.encoder = BatchEncoder()
+        self.cursors = ReplayCursors(self.stream, encoder=self.encoder, rank=0)
+        self.answer: list[tuple[bytes, ...]] = []
+
+    def take(self, *, batches: int, sends: int) -> None:
+        for _ in range(batches):
+            block = self.stream.next_sequence + 1
+            event = BlockStored((block,), None, (block,), 1, None)
+            self.stream.append(self.encoder.encode(KVEventBatch(1.0, (event,)), 0))
+        self.stream.fold_some()
+        if self.stream.is_held_up:
+            self.cursors.cut_pinned()
+        for _ in range(sends):
+            if CLIENT in self.cursors.clients:
+                message = self.cursors.message(CLIENT)
+                self.answer += [] if message is None else [message]
+                self.cursors.sent(CLIENT)
+
+    def ask(self, request: Request) -> None:
+        self.answer = []
+        self.cursors.ask([CLIENT, b"", request.encode()])
+
+    @property
+    def is_answered(self) -> bool:
+        return bool(self.answer) and self.answer[-1][-2] == END_SEQ and CLIENT not in self.cursors.clients
+
+    def blocks(self) -> list[int]:
+        batches = [BatchDecoder().decode(each[-1]) for each in self.answer if each[-2] != END_SEQ]
+        return [
+            block
+            for batch in batches
+            for event in batch.events
+            if isinstance(event, BlockStored)
+            for block in event.block_hashes
+        ]
+
+
+@pytest.mark.parametrize("batches", [1, 8], ids=["a batch a turn", "bursts"])
+@pytest.mark.parametrize("request_", [Request(0), Request(0, Verb.SNAPSHOT, TOKEN, EPOCH)], ids=["plain", "snapshot"])
+def test_a_client_that_was_cut_and_asks_again_at_once_gets_all(batches: int, request_: Request) -> None:
+    turns = Turns()
+    for _ in range(60):
+        turns.take(batches=8, sends=0)
+    turns.ask(request_)
+    for _ in range(MAX_STEPS + 1):
+        turns.take(batches=batches, sends=0)
+    assert turns.cursors.num_truncated == 1
+    for _ in range(10):
+        turns.ask(request_)
+        held = turns.stream.next_sequence
+        for _ in range(200):
+            turns.take(batches=batches, sends=32)
+            if turns.is_answered:
+                break
+        assert turns.blocks()[:held] == list(range(1, held + 1))
+    assert turns.cursors.num_truncated == 1
+
+
+def test_what_comes_is_folded_as_quickly_as_it_comes() -> None:
+    turns = Turns()
+    for _ in range(50):
+        turns.take(batches=30, sends=0)
+        assert len(turns.stream) <= MAX_STEPS + 30
