@@ -142,7 +142,7 @@ DOORS += "scheduler_components.metrics scheduler_components.hicache scheduler_co
 
 @pytest.mark.parametrize("module", DOORS.split())
 def test_opening_a_door_loads_nothing_heavy(module: str) -> None:
-    heavy = "zmq torch pydantic hypothesis prometheus_client starlette httpx rich typer numpy"
+    heavy = "zmq torch pydantic hypothesis prometheus_client starlette httpx rich cyclopts numpy"
     script = f"import sys, {module}; print(*[m for m in '{heavy}'.split() if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert loaded.stdout.split() == []

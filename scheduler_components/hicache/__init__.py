@@ -26,7 +26,7 @@ from scheduler_components.hicache.agreement import (
     world_rank_sets,
 )
 from scheduler_components.hicache.cache import HiRadixCache, TierStepper
-from scheduler_components.hicache.controller import HiCachePolicy
+from scheduler_components.hicache.controller import HiCachePolicy, PrefetchStop, WritePolicy
 from scheduler_components.hicache.memory_storage import MemoryPageStore
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
 from scheduler_components.ports import NO_PAGE_HOOK, HostPages, PageBytes, PageHook, PageMover, PageStore, SyncGroup
@@ -63,6 +63,7 @@ __all__ = [
     "PageShape",
     "PageStore",
     "Placement",
+    "PrefetchStop",
     "Proposal",
     "RankSets",
     "SimulatedDeviceMemory",
@@ -79,6 +80,7 @@ __all__ = [
     "Tier",
     "TierDivergenceError",
     "TierStepper",
+    "WritePolicy",
     "domain_of",
     "elementwise_min",
     "groups_in_order",

@@ -46,7 +46,16 @@ from scheduler_components.page_operations import (
 from scheduler_components.ports import HostPages
 from scheduler_components.validators import is_integer, is_number
 
-__all__ = ["NUM_LANES", "AckQueue", "HiCacheController", "HiCachePolicy", "PrefetchLanes", "SharedFacts"]
+__all__ = [
+    "NUM_LANES",
+    "AckQueue",
+    "HiCacheController",
+    "HiCachePolicy",
+    "PrefetchLanes",
+    "PrefetchStop",
+    "SharedFacts",
+    "WritePolicy",
+]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_back"]
 PrefetchStop: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]

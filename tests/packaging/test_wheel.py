@@ -25,7 +25,7 @@ cache.insert([1, 2, 3, 4], cache.allocate(2))
 publisher.publish_kv_events()
 publisher.shutdown()
 assert publisher.stats().batches_sent == 1
-assert not {"prometheus_client", "starlette", "typer", "hypothesis"} & set(sys.modules)
+assert not {"prometheus_client", "starlette", "cyclopts", "hypothesis"} & set(sys.modules)
 """
 LINT = ("--isolated", "--require-plugins", "scheduler-components", "--select", "SCH")
 # Opens every name of every door; prints the modules that are not installed, which extras bring.

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING
 from scheduler_components._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from scheduler_components.reference.cli.commands import app, run_command
+    from scheduler_components.reference.cli.commands import COMMANDS, make_app, run_command
     from scheduler_components.reference.cli.driver import Tally, percentile
-    from scheduler_components.reference.cli.engine_commands import EngineOptions
+    from scheduler_components.reference.cli.engine_commands import (
+        DemoOptions,
+        EngineOptions,
+        HiCacheOptions,
+        engine_config,
+    )
     from scheduler_components.reference.cli.hicache_sim_command import draw_divergence, report_of
     from scheduler_components.reference.cli.run_report import (
         Evidence,
@@ -23,16 +28,20 @@ if TYPE_CHECKING:
     from scheduler_components.reference.cli.screen import RateWindow, make_rows, plain_line, progress_text, render_table
 
 __all__ = [
+    "DemoOptions",
     "EngineOptions",
     "Evidence",
+    "HiCacheOptions",
     "PortProbe",
     "RateWindow",
     "RunReport",
     "StreamEvidence",
     "Tally",
-    "app",
+    "COMMANDS",
     "draw_divergence",
+    "engine_config",
     "judge",
+    "make_app",
     "make_rows",
     "percentile",
     "plain_line",
@@ -47,9 +56,9 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "scheduler_components.reference.cli.commands": "app run_command",
+        "scheduler_components.reference.cli.commands": "COMMANDS make_app run_command",
         "scheduler_components.reference.cli.driver": "Tally percentile",
-        "scheduler_components.reference.cli.engine_commands": "EngineOptions",
+        "scheduler_components.reference.cli.engine_commands": "DemoOptions EngineOptions HiCacheOptions engine_config",
         "scheduler_components.reference.cli.hicache_sim_command": "draw_divergence report_of",
         "scheduler_components.reference.cli.run_report": (
             "Evidence PortProbe RunReport StreamEvidence judge probe_ports speaks_zmq"

@@ -1,20 +1,17 @@
-"""The commands that run the reference engine: ``serve`` and ``demo``."""
+"""The commands that run the reference engine: ``serve`` and ``demo``, and the options that both take."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import signal
-from collections.abc import Callable
-from enum import StrEnum
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import attrs
-import typer
+from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
-from scheduler_components.hicache import HiCachePolicy
+from scheduler_components.hicache import HiCachePolicy, PrefetchStop, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load import check_load_endpoint
 from scheduler_components.reference.cli.screen import Screen
@@ -27,211 +24,132 @@ from scheduler_components.reference.engine import (
     EngineConfig,
     HiCacheConfig,
     SchedulerConfig,
+    StorageKind,
     default_kv_events,
 )
 
 __all__ = [
-    "HiCacheOption",
-    "HostTokens",
-    "MooncakeMaster",
-    "MooncakeMetadata",
-    "Prefetch",
-    "PrefetchStop",
-    "Storage",
-    "StorageKind",
-    "StoragePath",
-    "Write",
-    "WriteKind",
-    "hicache_config",
+    "DemoOptions",
     "EngineOptions",
-    "with_engine_options",
+    "HiCacheOptions",
     "demo",
+    "engine_config",
     "serve",
 ]
 
-# Command-line options of the hierarchical cache, and what they come to.
-
 _HOST_TO_DEVICE = 4  # tokens on the host for each on the device, unless the operator says
+_DEFAULT_WORKLOAD = WorkloadConfig()
 
-
-class StorageKind(StrEnum):
-    """Tiers behind the host."""
-
-    NONE = "none"
-    FILE = "file"
-    MOONCAKE = "mooncake"
-
-
-class WriteKind(StrEnum):
-    """When pages go to the host."""
-
-    THROUGH = "write_through"
-    BACK = "write_back"
-
-
-class PrefetchStop(StrEnum):
-    """When a prefetch ends before it is complete."""
-
-    BEST_EFFORT = "best_effort"
-    WAIT_COMPLETE = "wait_complete"
-    TIMEOUT = "timeout"
-
-
-HiCacheOption = Annotated[bool, typer.Option("--hicache", help="Keep pages that the device evicts, on the host.")]
-HostTokens = Annotated[
-    int | None,
-    typer.Option("--hicache-host-tokens", min=1, help="Size of the host tier. Default: four times --kv-tokens."),
+Port = Annotated[
+    int, Parameter(validator=Number(gte=0, lte=65535), help="Port of the HTTP server; 0 lets the system choose.")
 ]
-Storage = Annotated[StorageKind, typer.Option("--hicache-storage", help="The tier behind the host.")]
-StoragePath = Annotated[
-    Path | None, typer.Option("--hicache-storage-path", help="Directory of the file storage; outlives the engine.")
-]
-MooncakeMaster = Annotated[
-    str, typer.Option("--hicache-mooncake-master", metavar="HOST:PORT", help="Address of Mooncake's master.")
-]
-MooncakeMetadata = Annotated[
-    str, typer.Option("--hicache-mooncake-metadata", metavar="URL", help="Address of Mooncake's metadata server.")
-]
-Write = Annotated[WriteKind, typer.Option("--hicache-write", help="When pages are copied to the host.")]
-Prefetch = Annotated[PrefetchStop, typer.Option("--hicache-prefetch", help="When a prefetch from storage ends.")]
+KvTokens = Annotated[int, Parameter(help="Capacity of each replica's KV pool, in tokens.")]
+RunningRequests = Annotated[int, Parameter(help="Request slots of each replica.")]
+ChunkTokens = Annotated[int, Parameter(help="The most that one request prefills in a step, in tokens.")]
 
 
-def hicache_config(
-    is_on: bool,
-    kv_tokens: int,
-    *,
-    host_tokens: int | None,
-    storage: StorageKind,
-    storage_path: Path | None,
-    mooncake_master: str,
-    mooncake_metadata: str,
-    write: WriteKind,
-    prefetch: PrefetchStop,
-) -> HiCacheConfig | None:
-    """Put the options together; None without ``--hicache``.
-
-    Raises:
-        ConfigError: naming what cannot work.
-    """
-    if not is_on:
-        return None
-    return HiCacheConfig(
-        host_tokens=host_tokens if host_tokens is not None else _HOST_TO_DEVICE * kv_tokens,
-        storage=storage.value,
-        storage_path=str(storage_path.absolute()) if storage_path is not None else "",
-        mooncake_master=mooncake_master,
-        mooncake_metadata=mooncake_metadata,
-        policy=HiCachePolicy(write=write.value, prefetch=prefetch.value),
-    )
-
-
-# The options of an engine, which ``serve`` and ``demo`` share, and what they come to.
-
-
+@Parameter(name="*", group=Group("Engine", sort_key=2))
 @attrs.frozen(kw_only=True)
 class EngineOptions:
-    """One field an option; the help says what each is. The defaults are of an engine that serves."""
+    """One field per option; the help says what each is. The defaults are of an engine that serves."""
 
-    host: Annotated[str, typer.Option(help="Address of the HTTP server.")] = DEFAULT_HOST
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP server; 0 lets the system choose.")] = (
-        30_000
-    )
-    dp_size: Annotated[
-        int, typer.Option(help="Data-parallel replicas: independent KV caches, one event stream each.")
-    ] = 2
-    attn_cp_size: Annotated[int, typer.Option(help="Ranks a replica along attention context parallelism.")] = 2
-    attn_tp_size: Annotated[int, typer.Option(help="Ranks a replica along attention tensor parallelism.")] = 2
-    page_size: Annotated[int, typer.Option(help="Tokens a KV page, and a block of the events.")] = 16
-    kv_tokens: Annotated[int, typer.Option(help="Capacity of each replica's KV pool, in tokens.")] = 262_144
-    max_running_requests: Annotated[int, typer.Option(help="Request slots of each replica.")] = 64
-    chunk_tokens: Annotated[int, typer.Option(help="The most that one request prefills in a step, in tokens.")] = 2048
+    host: Annotated[str, Parameter(help="Address of the HTTP server.")] = DEFAULT_HOST
+    port: Port = 30_000
+    dp_size: Annotated[int, Parameter(help="Data-parallel replicas: independent KV caches, one event stream each.")] = 2
+    attn_cp_size: Annotated[int, Parameter(help="Ranks per replica along attention context parallelism.")] = 2
+    attn_tp_size: Annotated[int, Parameter(help="Ranks per replica along attention tensor parallelism.")] = 2
+    page_size: Annotated[int, Parameter(help="Tokens per KV page, and per block of the events.")] = 16
+    kv_tokens: KvTokens = 262_144
+    max_running_requests: RunningRequests = 64
+    chunk_tokens: ChunkTokens = 2048
     kv_events_config: Annotated[
         str | None,
-        typer.Option(
-            metavar="JSON", help="Event publisher's configuration. Default: loopback, free ports, with replay."
-        ),
+        Parameter(help="Event publisher's configuration, as JSON. Default: loopback, free ports, with replay."),
     ] = None
     affinity_tokens: Annotated[
         int,
-        typer.Option(
-            help="A conversation stays on its replica up to this many tokens of extra load; 0: by load alone."
-        ),
+        Parameter(help="A conversation stays on its replica up to this many tokens of extra load; 0: by load alone."),
     ] = 8192
-    speed: Annotated[float, typer.Option(help="Divides the workload's or trace's time and the simulated device's.")] = (
-        1.0
-    )
-    seed: Annotated[int, typer.Option(help="Of the generated workload and of the tokens that come out.")] = 0
-    hicache: HiCacheOption = False
-    hicache_host_tokens: HostTokens = None
-    hicache_storage: Storage = StorageKind.NONE
-    hicache_path: StoragePath = None
-    hicache_mooncake_master: MooncakeMaster = MOONCAKE_MASTER
-    hicache_mooncake_metadata: MooncakeMetadata = MOONCAKE_METADATA
-    hicache_write: Write = WriteKind.THROUGH
-    hicache_prefetch: Prefetch = PrefetchStop.BEST_EFFORT
+    speed: Annotated[float, Parameter(help="Divides the time of workload, trace and device.")] = 1.0
+    seed: Annotated[int, Parameter(help="Of the generated workload and of the tokens that come out.")] = 0
 
-    def engine_config(self) -> EngineConfig:
-        """Put the options together.
+
+@Parameter(name="*", group=Group("Engine", sort_key=2))
+@attrs.frozen(kw_only=True)
+class DemoOptions(EngineOptions):
+    """The same options; so small a pool by default that the generated chats push each other's pages out."""
+
+    port: Port = 0
+    kv_tokens: KvTokens = 6144
+    max_running_requests: RunningRequests = 32
+    chunk_tokens: ChunkTokens = 512
+
+
+@Parameter(name="*", group=Group("Hierarchical cache", sort_key=3))
+@attrs.frozen(kw_only=True)
+class HiCacheOptions:
+    """Tiers behind the device; one field per option."""
+
+    hicache: Annotated[bool, Parameter(show_default=False, help="Keep on the host what the device evicts.")] = False
+    hicache_host_tokens: Annotated[
+        int | None,
+        Parameter(validator=Number(gte=1), help="Size of the host tier. Default: four times --kv-tokens."),
+    ] = None
+    hicache_storage: Annotated[StorageKind, Parameter(help="The tier behind the host.")] = "none"
+    hicache_storage_path: Annotated[
+        Path | None, Parameter(help="Directory of the file storage; outlives the engine.")
+    ] = None
+    hicache_mooncake_master: Annotated[str, Parameter(help="Address of Mooncake's master, host:port.")] = (
+        MOONCAKE_MASTER
+    )
+    hicache_mooncake_metadata: Annotated[str, Parameter(help="URL of Mooncake's metadata server.")] = MOONCAKE_METADATA
+    hicache_write: Annotated[WritePolicy, Parameter(help="When pages are copied to the host.")] = "write_through"
+    hicache_prefetch: Annotated[PrefetchStop, Parameter(help="When a prefetch from storage ends.")] = "best_effort"
+
+    def config(self, kv_tokens: int) -> HiCacheConfig | None:
+        """Put the options together, for a device of ``kv_tokens``; None without ``--hicache``.
 
         Raises:
             ConfigError: naming what cannot work.
         """
-        engine = EngineConfig(
-            dp_size=self.dp_size,
-            attn_cp_size=self.attn_cp_size,
-            attn_tp_size=self.attn_tp_size,
-            scheduler=SchedulerConfig(
-                page_size=self.page_size,
-                kv_tokens=self.kv_tokens,
-                max_running_requests=self.max_running_requests,
-                chunk_tokens=self.chunk_tokens,
-                max_prefill_tokens=max(self.chunk_tokens, SchedulerConfig().max_prefill_tokens),
-            ),
-            speed=self.speed,
-            seed=self.seed,
-            hicache=hicache_config(
-                self.hicache,
-                self.kv_tokens,
-                host_tokens=self.hicache_host_tokens,
-                storage=self.hicache_storage,
-                storage_path=self.hicache_path,
-                mooncake_master=self.hicache_mooncake_master,
-                mooncake_metadata=self.hicache_mooncake_metadata,
-                write=self.hicache_write,
-                prefetch=self.hicache_prefetch,
-            ),
+        if not self.hicache:
+            return None
+        path = self.hicache_storage_path
+        return HiCacheConfig(
+            host_tokens=_HOST_TO_DEVICE * kv_tokens if self.hicache_host_tokens is None else self.hicache_host_tokens,
+            storage=self.hicache_storage,
+            storage_path=str(path.absolute()) if path is not None else "",
+            mooncake_master=self.hicache_mooncake_master,
+            mooncake_metadata=self.hicache_mooncake_metadata,
+            policy=HiCachePolicy(write=self.hicache_write, prefetch=self.hicache_prefetch),
         )
-        return _with_kv_events(engine, self.kv_events_config)
 
 
-def with_engine_options(defaults: EngineOptions) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Let a command take every engine option before its own options, and receive them as one ``EngineOptions``.
+_SERVE, _DEMO, _NO_TIERS = EngineOptions(), DemoOptions(), HiCacheOptions()
 
-    typer makes the options from the parameters that a command says it has, so it is told of one a field.
 
-    Args:
-        defaults: what each option is when it is not given.
+def engine_config(options: EngineOptions, hicache: HiCacheOptions) -> EngineConfig:
+    """Put the options together.
+
+    Raises:
+        ConfigError: naming what cannot work.
     """
-    names = [field.name for field in attrs.fields(EngineOptions)]
-    annotations = get_type_hints(EngineOptions, include_extras=True)
-
-    def decorate(command: Callable[..., int]) -> Callable[..., int]:
-        def parameter(name: str, default: object, annotation: object) -> inspect.Parameter:
-            return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-        @wraps(command)
-        def run(**given: Any) -> int:
-            options = EngineOptions(**{name: given.pop(name) for name in names})
-            return command(options, **given)
-
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        shared = [parameter(name, getattr(defaults, name), annotations[name]) for name in names]
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer asks for it
-            [*shared, *(parameter(each.name, each.default, each.annotation) for each in own)]
-        )
-        return run
-
-    return decorate
+    engine = EngineConfig(
+        dp_size=options.dp_size,
+        attn_cp_size=options.attn_cp_size,
+        attn_tp_size=options.attn_tp_size,
+        scheduler=SchedulerConfig(
+            page_size=options.page_size,
+            kv_tokens=options.kv_tokens,
+            max_running_requests=options.max_running_requests,
+            chunk_tokens=options.chunk_tokens,
+            max_prefill_tokens=max(options.chunk_tokens, SchedulerConfig().max_prefill_tokens),
+        ),
+        speed=options.speed,
+        seed=options.seed,
+        hicache=hicache.config(options.kv_tokens),
+    )
+    return _with_kv_events(engine, options.kv_events_config)
 
 
 def _with_kv_events(engine: EngineConfig, text: str | None) -> EngineConfig:
@@ -246,21 +164,25 @@ def _with_kv_events(engine: EngineConfig, text: str | None) -> EngineConfig:
     return attrs.evolve(engine, kv_events=text)
 
 
-_DEFAULT_WORKLOAD = WorkloadConfig()
-
-
-@with_engine_options(EngineOptions())
 def serve(
-    options: EngineOptions,
-    trace: Annotated[Path | None, typer.Option(help="Replay this trace (Mooncake's JSON lines), judge, stop.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Replay only the first requests of the trace.")] = None,
-    keep_serving: Annotated[bool, typer.Option("--keep-serving", help="Go on serving after the trace.")] = False,
-    duration: Annotated[float | None, typer.Option(min=0, help="Stop serving after so many seconds.")] = None,
+    options: EngineOptions = _SERVE,
+    hicache: HiCacheOptions = _NO_TIERS,
+    *,
+    trace: Annotated[
+        Path | None, Parameter(help="Replay this trace (Mooncake's JSON lines), check the run, stop.")
+    ] = None,
+    limit: Annotated[
+        int | None, Parameter(validator=Number(gte=1), help="Replay only the first requests of the trace.")
+    ] = None,
+    keep_serving: Annotated[bool, Parameter(show_default=False, help="Go on serving after the trace.")] = False,
+    duration: Annotated[
+        float | None, Parameter(validator=Number(gte=0), help="Stop serving after so many seconds.")
+    ] = None,
 ) -> int:
     """Run the engine and serve HTTP until Ctrl-C, or replay a trace against it."""
     return _run(
         SessionConfig(
-            engine=options.engine_config(),
+            engine=engine_config(options, hicache),
             host=options.host,
             port=options.port,
             affinity_tokens=options.affinity_tokens,
@@ -272,19 +194,19 @@ def serve(
     )
 
 
-# So small a pool that the generated chats push each other's pages out.
-@with_engine_options(EngineOptions(port=0, kv_tokens=6144, max_running_requests=32, chunk_tokens=512))
 def demo(
-    options: EngineOptions,
+    options: DemoOptions = _DEMO,
+    hicache: HiCacheOptions = _NO_TIERS,
+    *,
     requests: Annotated[
-        int, typer.Option(help="Requests of the generated multi-turn chats.")
+        int, Parameter(help="Requests of the generated multi-turn chats.")
     ] = _DEFAULT_WORKLOAD.num_requests,
-    chats_per_s: Annotated[float, typer.Option(help="Chats that begin a second.")] = _DEFAULT_WORKLOAD.chats_per_s,
+    chats_per_s: Annotated[float, Parameter(help="Chats that begin per second.")] = _DEFAULT_WORKLOAD.chats_per_s,
 ) -> int:
-    """Run the engine under a generated workload with an observer on its event streams, and judge what it saw."""
+    """Run the engine under a generated workload, follow its event streams, and check what was seen."""
     return _run(
         SessionConfig(
-            engine=options.engine_config(),
+            engine=engine_config(options, hicache),
             host=options.host,
             port=options.port,
             affinity_tokens=options.affinity_tokens,

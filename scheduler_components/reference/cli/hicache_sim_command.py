@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from scheduler_components import StartError
+from scheduler_components.reference.cli.screen import say_plainly
 from scheduler_components.reference.device import AgreementScope, SimulationConfig, SimulationRun, run_simulation
 
 if TYPE_CHECKING:
@@ -23,13 +25,20 @@ __all__ = [
 _NUM_SAMPLES = 100
 _COLOURS = ("#c2410c", "#1d4ed8")
 
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+
 
 def hicache_sim(
-    attn_cp_size: Annotated[int, typer.Option(min=1, help="Ranks along attention context parallelism.")] = 2,
-    attn_tp_size: Annotated[int, typer.Option(min=1, help="Ranks along attention tensor parallelism.")] = 2,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = 20,
-    steps: Annotated[int, typer.Option(min=_NUM_SAMPLES, help="Steps per run.")] = 500,
-    picture: Annotated[Path | None, typer.Option(help="Write a picture of it (SVG).")] = None,
+    *,
+    attn_cp_size: Annotated[
+        int, Parameter(validator=Number(gte=1), help="Ranks along attention context parallelism.")
+    ] = 2,
+    attn_tp_size: Annotated[
+        int, Parameter(validator=Number(gte=1), help="Ranks along attention tensor parallelism.")
+    ] = 2,
+    seeds: Annotated[int, Parameter(validator=Number(gte=1), help="Runs of each kind.")] = 20,
+    steps: Annotated[int, Parameter(validator=Number(gte=_NUM_SAMPLES), help="Steps per run.")] = 500,
+    picture: Annotated[Path | None, Parameter(help="Write a picture of it (SVG).")] = None,
 ) -> int:
     """Show that ranks whose I/O differs part when they agree over TP alone, and never when over CP x TP.
 
@@ -41,15 +50,14 @@ def hicache_sim(
     for scope in get_args(AgreementScope):
         config = SimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, scope=scope)
         runs[scope] = run_simulation(config, seeds=range(seeds), num_steps=steps, sample_steps=sample_steps)
-        for line in report_of(scope, runs[scope], num_steps=steps):
-            typer.echo(line)
+        say_plainly(report_of(scope, runs[scope], num_steps=steps))
     if picture is not None and figure is not None:
         title = (
             f"Pages that some ranks of a replica hold and others do not (CP {attn_cp_size} x TP {attn_tp_size} ranks)"
         )
         draw_divergence(figure, runs, sample_steps=sample_steps, title=title)
         _write(figure, picture)
-        typer.echo(f"picture: {picture}")
+        say_plainly((f"picture: {picture}",))
     return int(any(run.parted_at is not None for run in runs["cp x tp"]))
 
 

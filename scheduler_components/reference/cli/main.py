@@ -24,7 +24,7 @@ def main() -> None:
         _fail(_INTERRUPTED, "interrupted")
     except ModuleNotFoundError as error:
         _fail(2, f"{error.name} is missing; pip install 'scheduler-components[engine]'")
-    status, complaint = run_command()
+    status, complaint = run_command(sys.argv[1:])
     if complaint:
         _fail(status, complaint)
     sys.exit(status)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -171,6 +172,13 @@ def _plain_cells(row: Row) -> str:
     return f"dp{dp_rank} " + ", ".join(f"{heading} {cell}" for heading, cell in cells.items())
 
 
+def say_plainly(lines: Iterable[str]) -> None:
+    """Write lines to standard output as they are, each at once: for commands whose output other programs read."""
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
 _TABLE_EVERY_S = 0.5
 _LINE_EVERY_S = 2.0
 
@@ -237,7 +245,7 @@ class Screen:
     @classmethod
     def standard(cls) -> Screen:
         """Standard output and standard error."""
-        return cls(out=Console(highlight=False), err=Console(stderr=True, highlight=False))
+        return cls(out=Console(highlight=False, emoji=False), err=Console(stderr=True, highlight=False, emoji=False))
 
     def say(self, text: str) -> None:
         self.out.print(text, markup=False, soft_wrap=True)
@@ -301,7 +309,7 @@ def _summary(view: RunView) -> Iterator[tuple[str, str]]:
         f"{tally.finished:,} finished, {refused.count:,} refused, {failed.count:,} failed in {elapsed_s:.1f} s",
     )
     yield "prompt tokens", f"{tokens.prompt:,}, {tokens.hit_rate:.0%} of them from the prefix cache"
-    yield "generated tokens", f"{tokens.output:,}, {tokens.output / elapsed_s:,.0f} a second"
+    yield "generated tokens", f"{tokens.output:,}, {tokens.output / elapsed_s:,.0f} per second"
     yield "first token", f"{median_ms:.0f} ms at the median, {p95_ms:.0f} ms at the 95th percentile"
     yield "KV pools", f"{evicted_tokens:,} tokens evicted, {retractions:,} requests retracted"
     for name, outcomes in (("first refusal", refused), ("first failure", failed)):

@@ -1,4 +1,4 @@
-"""``scheduler-components hicache-sim``: a hierarchical cache whose ranks agree over TP only, or over CP x TP.
+"""Simulated ranks of a hierarchical cache: what happens when they agree over TP only, or over CP x TP.
 
 N ranks in one process, each with a small scheduler over a real cache. All get the same commands, and everything in a
 rank follows from them and from its I/O; only the I/O differs. Each transfer takes a random time of its own and may
@@ -271,7 +271,7 @@ class SimulatedWorkload:
         seed: of everything in it.
         page_size: tokens per page.
         num_chats: chats that requests come from; more of them reuse less.
-        max_pages: where a chat begins anew.
+        max_pages: length at which a chat starts again.
     """
 
     seed: int

@@ -182,7 +182,7 @@ class RequestPages:
     def share(self, request: Request) -> None:
         """Put the request's full pages into the tree and hold them there.
 
-        Where another request was quicker with the same prefix, its pages take the place of ours, which are freed.
+        Where another request has put the same prefix there before, its pages replace this one's, which are freed.
         """
         page_size = self.cache.page_size
         num_pages = request.num_computed_tokens // page_size
@@ -235,7 +235,7 @@ class Batcher:
         """Make the next batch and take the pages for it; empty when there is nothing to compute."""
         works: list[ScheduledWork[Request]] = []
         num_retracted = self._continue_running(works)
-        # Nobody comes in where somebody had to go: the first in the queue is now the one that gave way.
+        # After a retraction nobody is admitted: the first in the queue is the request that was just retracted.
         num_admitted = 0 if num_retracted else self._admit_waiting(works)
         self.new_token_ratio.after_step(retracted=num_retracted > 0)
         num_prefill_tokens = _num_prefill_tokens(works)
@@ -309,7 +309,7 @@ class Batcher:
         return num_admitted
 
     def _is_ready(self, request: Request, *, is_next: bool) -> bool:
-        """Say whether no pages are on their way that a request should wait for; it begins to bring them closer."""
+        """Say whether a request need not wait for pages, and begin to bring them closer."""
         return self.tiers.contents.preparations.is_ready(request.rid, request.token_ids[:-1], is_next=is_next)
 
     def _try_admit(self, request: Request, reserved_pages: int) -> bool:

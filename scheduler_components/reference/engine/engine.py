@@ -207,7 +207,7 @@ class Engine:
             await asyncio.gather(task, failed, return_exceptions=True)
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request is anywhere and every replica has said so.
+        """Wait until no request is in flight and every replica has said so.
 
         Raises:
             EngineFailedError: requests were still open after 30 seconds.
@@ -316,7 +316,7 @@ async def _running(work: Coroutine[None, None, None], front: Front) -> AsyncIter
 
 
 async def _listen(reports: zmq.asyncio.Socket, front: Front) -> None:
-    """Hand every report to the front. One that cannot be read ends it: a rank is of another version."""
+    """Hand every report to the front. One that cannot be read ends the engine: a rank is of another version."""
     while True:
         front.receive(decode_report(await reports.recv()))
 

@@ -1,7 +1,8 @@
-"""``POST /generate``: token ids in, tokens out, whole or as server-sent events.
+"""The engine over HTTP: ``POST /generate``, what it says of itself, and the server.
 
-Body and answer have the shape of SGLang's native API for token ids. What this engine does not do is refused by name
-and not ignored. A streamed event carries the tokens that are new since the one before.
+Token ids in, tokens out, whole or as server-sent events. Body and answer have the shape of SGLang's native API for
+token ids. What this engine does not do is refused by name and not ignored. A streamed event carries the tokens that are
+new since the one before.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -82,7 +83,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class BadBodyError(ComponentError):
-    """A request that is not one: the client is to blame. ``field`` is the path of what is wrong with it."""
+    """The client's request is malformed; ``field`` is the path of what is wrong with it."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -91,7 +92,7 @@ class BadBodyError(ComponentError):
 
 
 class BodyTooLongError(ComponentError):
-    """The body passes ``MAX_BODY_BYTES``."""
+    """The body is longer than ``MAX_BODY_BYTES``."""
 
 
 def parse_body(text: bytes) -> tuple[GenerateRequest, bool]:
@@ -135,7 +136,8 @@ class GenerateEndpoint:
             return
         async with opened as news:
             answer = _stream_answer if stream else _whole_answer
-            await _unless_disconnected(receive, answer(news, scope, receive, send))
+            with suppress(ClientDisconnect):  # leaving the block aborts the request
+                await _unless_disconnected(receive, answer(news, scope, receive, send))
 
 
 async def _read_body(request: Request) -> bytes:
@@ -180,26 +182,31 @@ async def _whole_answer(news: OpenRequest, scope: Scope, receive: Receive, send:
 
 
 async def _stream_answer(news: OpenRequest, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send one event an output, then ``[DONE]``. What fails before the first token is answered with a status."""
+    """Send one event per output, then ``[DONE]``. What fails before the first token is answered with a status."""
     try:
         first = await anext(news)
     except ComponentError as error:
-        await _error_response(error)(scope, receive, send)
-        return
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await _send_event(send, _encode(_answer(first, first.output.token_ids)))
+        response = _error_response(error)
+    else:
+        headers = {"cache-control": "no-cache"}
+        response = StreamingResponse(_events(first, news), media_type="text/event-stream", headers=headers)
+    await response(scope, receive, send)
+
+
+async def _events(first: OutputDelta, news: OpenRequest) -> AsyncIterator[bytes]:
+    """The lines of a stream that has begun with ``first``; what fails from here on is an event too."""
+    yield _event(_encode(_answer(first, first.output.token_ids)))
     try:
         async for delta in news:
-            await _send_event(send, _encode(_answer(delta, delta.output.token_ids)))
+            yield _event(_encode(_answer(delta, delta.output.token_ids)))
     except ComponentError as error:
-        await _send_event(send, bytes(_error_response(error).body))
-    await _send_event(send, b"[DONE]")
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        yield _event(bytes(_error_response(error).body))
+    yield _event(b"[DONE]")
 
 
-async def _send_event(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+def _event(data: bytes) -> bytes:
+    """One server-sent event; the JSON in it has no line breaks."""
+    return b"data: " + data + b"\n\n"
 
 
 def _answer(delta: OutputDelta, output_ids: list[int] | tuple[int, ...]) -> dict[str, Any]:
@@ -235,9 +242,6 @@ def _error_response(error: ComponentError) -> Response:
     if isinstance(error, BodyTooLongError):
         return error_response(413, str(error))
     return error_response(503, str(error))  # TooBusyError, EngineFailedError
-
-
-# What the engine says of itself over HTTP, and the application that says it.
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -284,12 +288,12 @@ def make_app(engine: Engine, registry: CollectorRegistry) -> Starlette:
     return Starlette(routes=[generate, *status_routes(EngineStatus(engine=engine), registry=registry)])
 
 
-# One HTTP server inside somebody else's asyncio loop: it owns its listening socket and leaves signals alone.
-
 _GRACE_S = 2  # streams that are still open when the engine stops are cut after this
 
 
 class _Server(uvicorn.Server):
+    """A server inside somebody else's asyncio loop: it owns its listening socket and leaves signals alone."""
+
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Ctrl-C belongs to the command line."""
@@ -302,7 +306,7 @@ async def open_http_server(app: ASGIApp, *, host: str, port: int) -> AsyncIterat
 
     Args:
         app: any ASGI application.
-        host: address or name to bind; a wildcard is a person's explicit wish.
+        host: address or name to bind; a wildcard is bound only if a person asks for it.
         port: 0 lets the system choose.
 
     Yields:
@@ -334,7 +338,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _url(host: IPv4Address | IPv6Address, port: int) -> str:
-    """A wildcard is no address to dial: loopback stands for it."""
+    """A wildcard is not an address to dial: loopback stands for it."""
     if host.is_unspecified:
         host = IPv4Address("127.0.0.1") if host.version == 4 else IPv6Address("::1")
     return f"http://[{host}]:{port}" if host.version == 6 else f"http://{host}:{port}"

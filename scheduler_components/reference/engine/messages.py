@@ -4,7 +4,7 @@ Front to the leader of a replica: ``Command``. Leader to its followers: ``StepIn
 Every rank to the front: ``Report``, and outputs on a socket of their own. Token ids of prompts travel packed, four
 bytes each, little-endian.
 
-Statistics are no message: each rank writes them to its page of the engine's board (``open_shm_metrics_sink``), and the
+Statistics are not sent: each rank writes them to its page of the engine's board (``open_shm_metrics_sink``), and the
 front reads the board when somebody looks. ``LoadReport`` is what the front must be woken for, since it dispatches by it
 and waits for the end of all work by it; and it carries the tickets, which a board of metrics leaves out.
 """

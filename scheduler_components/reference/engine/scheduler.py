@@ -125,7 +125,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, kw_only=True)
 class DecisionDigest:
-    """32 bits over every decision and result so far: ranks that were called alike have the same, others never again.
+    """32 bits over every decision and result so far: equal on ranks that were called alike.
 
     Attributes:
         value: the digest.

@@ -49,9 +49,9 @@ def test_what_the_device_evicts_is_found_on_the_host_and_by_the_next_engine_in_s
     "arguments, complaint",
     [
         (["--hicache-storage", "file"], "storage_path='': is empty; name the directory to store pages in"),
-        (["--hicache-storage", "tape"], "'tape' is not one of"),
+        (["--hicache-storage", "tape"], 'Invalid value "tape" for --hicache-storage'),
         (["--hicache-storage", "mooncake", "--hicache-mooncake-master", "nowhere"], "is not host:port"),
-        (["--hicache-host-tokens", "0"], "greater than or equal to 1"),
+        (["--hicache-host-tokens", "0"], "Must be >= 1"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], complaint: str) -> None:

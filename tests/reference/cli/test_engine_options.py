@@ -1,59 +1,63 @@
-"""The options that ``serve`` and ``demo`` share come to one engine, and each command keeps its own beside them."""
+"""The options that ``serve`` and ``demo`` share come to one engine, and each command keeps its own defaults."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from scheduler_components.hicache import HiCachePolicy
-from scheduler_components.reference.cli.engine_commands import EngineOptions, with_engine_options
+from scheduler_components.reference.cli import (
+    COMMANDS,
+    DemoOptions,
+    EngineOptions,
+    HiCacheOptions,
+    engine_config,
+    make_app,
+)
 from scheduler_components.reference.engine import DEFAULT_HOST, HiCacheConfig, SchedulerConfig
 
-taken: list[tuple[EngineOptions, str, bool]] = []
+
+def parse(*arguments: str) -> tuple[Any, dict[str, Any]]:
+    """The command that a command line asks for, and what it is called with."""
+    command, bound, _ = make_app().parse_args(arguments)
+    bound.apply_defaults()
+    return command, dict(bound.arguments)
 
 
-@with_engine_options(EngineOptions(port=0, kv_tokens=6144))
-def command(options: EngineOptions, name: str, loud: bool = False) -> int:
-    """What the help says."""
-    taken.append((options, name, loud))
-    return 0
+@pytest.mark.parametrize(("command", "options"), [("serve", EngineOptions()), ("demo", DemoOptions())])
+def test_what_is_not_given_is_the_commands_default(command: str, options: EngineOptions) -> None:
+    called, bound = parse(command)
+    assert called is COMMANDS[command]
+    assert (bound["options"], bound["hicache"]) == (options, HiCacheOptions())
+    called, bound = parse(command, "--host", "::1")
+    assert bound["options"] == type(options)(host="::1")  # one that is given leaves the others as they were
 
 
-def run(*arguments: str) -> tuple[EngineOptions, str, bool]:
-    taken.clear()
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(command)
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    return taken[0]
-
-
-def test_what_is_not_given_is_the_commands_default() -> None:
-    options, name, loud = run("a")
-    assert options == EngineOptions(port=0, kv_tokens=6144)
-    assert (name, loud) == ("a", False)
-    assert (options.host, options.max_running_requests) == (DEFAULT_HOST, 64)
+def test_a_demo_listens_where_the_system_likes_and_its_pool_is_small() -> None:
+    serve, demo = EngineOptions(), DemoOptions()
+    assert (serve.host, serve.port, serve.kv_tokens, serve.max_running_requests) == (DEFAULT_HOST, 30_000, 262_144, 64)
+    assert (demo.host, demo.port, demo.kv_tokens, demo.max_running_requests) == (DEFAULT_HOST, 0, 6144, 32)
+    assert (serve.chunk_tokens, demo.chunk_tokens) == (2048, 512)
 
 
 def test_shared_and_own_options_stand_side_by_side() -> None:
-    options, name, loud = run("--dp-size", "1", "a", "--loud", "--kv-tokens", "64", "--host", "::1")
-    assert options == EngineOptions(port=0, dp_size=1, kv_tokens=64, host="::1")
-    assert (name, loud) == ("a", True)
+    _, bound = parse("demo", "--dp-size", "1", "--requests", "5", "--kv-tokens", "64", "--chats-per-s=2.5")
+    assert bound["options"] == DemoOptions(dp_size=1, kv_tokens=64)
+    assert (bound["requests"], bound["chats_per_s"]) == (5, 2.5)
 
 
 def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
-    options, _, _ = run(
-        *("a", "--dp-size", "1", "--attn-cp-size", "3", "--attn-tp-size", "4", "--page-size", "8"),
+    _, bound = parse(
+        *("serve", "--dp-size", "1", "--attn-cp-size", "3", "--attn-tp-size", "4", "--page-size", "8"),
         *("--kv-tokens", "800", "--max-running-requests", "5", "--chunk-tokens", "32768", "--speed", "2.5"),
         *("--seed", "7", "--kv-events-config", '{"publisher": "null"}', "--hicache", "--hicache-host-tokens", "1600"),
         *("--hicache-storage", "file", "--hicache-storage-path", str(tmp_path)),
         *("--hicache-mooncake-master", "m:1", "--hicache-mooncake-metadata", "http://m:2"),
         *("--hicache-write", "write_back", "--hicache-prefetch", "timeout"),
     )
-    engine = options.engine_config()
+    engine = engine_config(bound["options"], bound["hicache"])
     assert (engine.dp_size, engine.attn_cp_size, engine.attn_tp_size) == (1, 3, 4)
     assert (engine.speed, engine.seed, engine.kv_events) == (2.5, 7, '{"publisher": "null"}')
     assert engine.scheduler == SchedulerConfig(
@@ -71,5 +75,5 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk_tokens", [16, 100_000])
 def test_a_step_takes_a_whole_chunk(chunk_tokens: int) -> None:
-    scheduler = EngineOptions(chunk_tokens=chunk_tokens).engine_config().scheduler
+    scheduler = engine_config(EngineOptions(chunk_tokens=chunk_tokens), HiCacheOptions()).scheduler
     assert scheduler.max_prefill_tokens == max(chunk_tokens, SchedulerConfig().max_prefill_tokens)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
-from scheduler_components import StartError
-from scheduler_components.reference.cli import app, draw_divergence
+from scheduler_components.reference.cli import draw_divergence
 from scheduler_components.reference.device import SimulationRun
 
 matplotlib_figure = pytest.importorskip("matplotlib.figure", reason="pip install scheduler-components[plot]")
 
 
-def test_ranks_part_over_tp_and_never_over_cp_x_tp(tmp_path: Path) -> None:
+def test_ranks_part_over_tp_and_never_over_cp_x_tp(command_line: Callable, tmp_path: Path) -> None:
     picture = tmp_path / "new" / "picture.svg"
-    found = CliRunner().invoke(app, ["hicache-sim", "--seeds", "3", "--steps", "100", "--picture", str(picture)])
-    lines = found.stdout.splitlines()
-    assert found.exit_code == 0
+    found = command_line("hicache-sim", "--seeds", "3", "--steps", "100", "--picture", str(picture))
+    lines = found.out.splitlines()
+    assert found.code == 0
     assert lines[0].startswith("agreement over TP: 3 runs of 100 steps")
     assert "ranks parted in 3 of 3 runs, after " in lines[1]
     assert lines[-3].startswith("agreement over CP X TP: 3 runs of 100 steps")
@@ -53,12 +52,11 @@ def test_the_picture_has_a_line_per_run_and_their_mean() -> None:
 
 
 def test_without_matplotlib_a_picture_is_refused_before_anything_is_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command_line: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    found = CliRunner().invoke(app, ["hicache-sim", "--picture", str(tmp_path / "picture.svg")])
-    assert isinstance(found.exception, StartError)
-    assert str(found.exception) == (
+    found = command_line("hicache-sim", "--picture", str(tmp_path / "picture.svg"))
+    assert (found.code, found.out) == (1, "")
+    assert found.complaint == (
         "matplotlib: is not installed; pip install 'scheduler-components[plot]', or leave --picture out"
     )
-    assert found.stdout == ""

@@ -193,7 +193,7 @@ def test_a_rank_loads_nothing_that_only_the_front_needs() -> None:
     """Eight of them start at once, often on few cores."""
     program = "import sys, scheduler_components.reference.engine.rank_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    heavy = {"typer", "rich", "starlette", "uvicorn", "httpx", "prometheus_client", "numpy"}
+    heavy = {"cyclopts", "rich", "starlette", "uvicorn", "httpx", "prometheus_client", "numpy"}
     assert heavy.isdisjoint(loaded.stdout.split())
 
 

@@ -1,0 +1,44 @@
+"""The command line, run in this process as a person runs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from scheduler_components.reference.cli import main as cli
+
+
+class Ran(NamedTuple):
+    """How a command ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def complaint(self) -> str:
+        """What it complains of: one line on standard error, and the command's own name before it."""
+        name, _, complaint = self.err.partition(": ")
+        assert name == "scheduler-components"
+        assert complaint.count("\n") == 1
+        return complaint.rstrip()
+
+
+CommandLine = Callable[..., Ran]
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """``command_line(*arguments)`` runs ``scheduler-components`` with them."""
+
+    def run(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["scheduler-components", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert isinstance(ended.value.code, int)
+        return Ran(ended.value.code, *capsys.readouterr())
+
+    return run
