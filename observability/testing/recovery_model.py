@@ -351,38 +351,49 @@ class FaultyWorld:
     # --- steps ---
 
     def store(self, block: int, count: int, on_host: bool) -> None:
+        """Publish a store of ``count`` blocks, numbered from ``block``, each the child of the one before."""
         hashes = tuple(range(block, block + count))
         parent = block - 1 if block else None
         self.publisher.publish(BlockStored(hashes, parent, hashes, 1, None, "CPU" if on_host else None))
 
     def remove(self, block: int, count: int, on_host: bool) -> None:
+        """Publish a removal of ``count`` blocks, numbered from ``block``."""
         self.publisher.publish(BlockRemoved(tuple(range(block, block + count)), "CPU" if on_host else None))
 
     def clear(self) -> None:
+        """Publish a clear of all blocks."""
         self.publisher.publish(AllBlocksCleared())
 
     def send(self) -> None:
+        """Send what was published to every connected subscriber."""
         self.spread(self.publisher.send_pending())
 
     def poison(self) -> None:
+        """Send a batch that nobody can read."""
         self.spread(self.publisher.send_poison())
 
     def connect(self, who: int) -> None:
+        """Make the live connection of one subscriber."""
         self.chosen(who).connect(self.now_s)
 
     def disconnect(self, who: int) -> None:
+        """Cut the live connection of one subscriber."""
         self.chosen(who).disconnect(self.now_s)
 
     def deliver(self, who: int, count: int, fault: str) -> None:
+        """Hand ``count`` live frames to one subscriber, with a fault: none, lose, repeat or reorder."""
         self.chosen(who).deliver(count, fault, self.now_s)
 
     def serve(self, who: int, count: int, fault: str) -> None:
+        """Hand it ``count`` messages of its open answer, with a fault: none, lose, repeat, cut or garble."""
         self.chosen(who).serve(count, fault, self.now_s)
 
     def deliver_late(self, who: int) -> None:
+        """Hand it what answers to its older questions still brought."""
         self.chosen(who).receive_late(self.now_s)
 
     def wait(self, tenths: int) -> None:
+        """Let tenths of a second pass, and every subscriber do what is due."""
         until_s = self.now_s + tenths / 10
         for each in self.subscribers:
             while (due_s := each.follower.next_deadline_s) <= until_s:
