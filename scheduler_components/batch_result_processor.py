@@ -59,7 +59,7 @@ class WorkResult(msgspec.Struct, Generic[R], frozen=True):
     """What the device made of one request in one step.
 
     Attributes:
-        request: whose result it is; at most one a request and batch.
+        request: whose result it is; at most one per request and batch.
         start, end: positions whose KV the step has computed, drafts not counted. ``start`` is the request's
             ``num_computed_tokens`` at the time.
         token_ids: the tokens after position ``end``: one, or several where drafts were accepted. Not looked at for
@@ -81,13 +81,13 @@ class BatchResultProcessor(Generic[R]):
     """Books results: new tokens, KV that became usable, requests that ended.
 
     What goes wrong with one request's result ends that request with ``FinishReason.ERROR`` and touches no other. It
-    is counted in ``failures`` and logged once an episode. Positions that a failed step was to compute are not
+    is counted in ``failures`` and logged once per episode. Positions that a failed step was to compute are not
     marked as computed, so nothing of it gets into the prefix cache.
 
     Attributes:
         kv: full pages go to the prefix cache after each prefill chunk, all pages back at the end.
         requests: ended requests leave it.
-        output: is told the news, once a step.
+        output: is told the news, once per step.
         observer: totals, rates, latencies.
         eos_token_ids: the model's end-of-sequence tokens.
         failures: what went wrong so far.

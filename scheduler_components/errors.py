@@ -1,4 +1,7 @@
-"""One tree of errors. Each carries its facts as fields and says who is to blame."""
+"""One tree of errors, and the log of failures that must not stop a step.
+
+Each error carries its facts as fields and says who is to blame.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,7 @@ class SyncTimeoutError(ComponentError, TimeoutError):
     Args:
         operation: the agreement that was waited for.
         step: the caller's step.
-        missing_ranks: ranks that did not answer the roll call after it; empty when all answered late.
+        missing_ranks: ranks that did not answer when they were called after it; empty when all answered late.
         waited_s: the bound that was passed, seconds.
         cause: what the transport answered; empty where it said nothing.
     """
@@ -203,7 +206,7 @@ class StorageStallError(StorageError):
     """A page store did not answer within its deadline."""
 
 
-# Failures of collaborators that must not reach the scheduler's step: counted each time, logged once an episode.
+# Failures of collaborators that must not reach the scheduler's step: counted each time, logged once per episode.
 
 
 class FailureLog:

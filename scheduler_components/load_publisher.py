@@ -1,4 +1,4 @@
-"""LoadPublisher: how loaded this replica is, told to dispatchers while it is still true."""
+"""LoadPublisher: tells dispatchers how loaded this replica is, when it has changed and often enough."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["MIN_INTERVAL_S", "GaugePacer", "LoadPublisher", "open_load_publisher"]
 
 MIN_INTERVAL_S = 0.05
-"""20 samples a second follow a queue closely enough to balance it, and cost a reader of 100 ranks 2,000 messages."""
+"""20 samples per second follow a queue closely enough to balance it, and a reader of 100 ranks gets 2,000 of them."""
 
 
 class GaugePacer:
@@ -105,7 +105,7 @@ class LoadPublisher:
     """Offers the load to a sink every step, and hands it on when it is news or the last report grows old.
 
     Only the rank that owns its KV stream speaks, as with events. Nothing that a source or sink raises reaches the
-    scheduler's step: it is counted in ``failures``, logged once an episode, and the next step tries again.
+    scheduler's step: it is counted in ``failures``, logged once per episode, and the next step tries again.
 
     Attributes:
         parallel: decides who speaks.
@@ -124,7 +124,7 @@ class LoadPublisher:
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
 
     def publish_load(self) -> None:
-        """Report the load if it is due. Call it at the end of every step, and at least once a heartbeat when idle.
+        """Report the load if it is due. Call it at the end of every step, and at least once per heartbeat when idle.
 
         While the throttle holds, this costs one look at the clock.
         """
@@ -190,9 +190,8 @@ def open_load_publisher(
     """Gate, offset and open: the load gauge of this rank's stream, from the configuration of its events.
 
     ``load_endpoint`` is bound at this rank's offset, whatever ``publisher`` is, and lets in the same clients as the
-    events where ``auth`` is required. The configuration is checked in full
-    on every rank before anything opens; a rank that owns no stream, and an engine without ``load_endpoint``, get a
-    publisher that does nothing.
+    events where ``auth`` is required. The configuration is checked in full on every rank before anything opens. A
+    rank that owns no stream, and an engine without ``load_endpoint``, get a publisher that does nothing.
 
     Args:
         config: text of ``--kv-events-config``, a ready config, or None for no load gauge.

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class MetricsEmitter:
     """Reads load, totals and publisher counters at the end of a step and hands them to the sink as one value.
 
-    Nothing that a source or the sink raises reaches the scheduler: it is counted in ``failures``, logged once an
+    Nothing that a source or the sink raises reaches the scheduler: it is counted in ``failures``, logged once per
     episode, and that step's report is left out. A rank that does not report (``ParallelState.reports_metrics``)
     reads nothing and hands on nothing, so no gauge is multiplied by its TP, CP or PP ranks.
 

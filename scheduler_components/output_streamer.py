@@ -1,4 +1,4 @@
-"""OutputStreamer: what to send of each request, and when."""
+"""OutputStreamer: what to send of each request, and when; and the ends of requests that wait for a slow receiver."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class OutputStreamer:
     _counts: OutputStats = field(default_factory=OutputStats, init=False, repr=False)
 
     def stream(self, requests: Iterable[StreamedRequest]) -> None:
-        """Take in a step's news: requests with new tokens, and each ended request once. Call it once a step.
+        """Take in a step's news: requests with new tokens, and each ended request once. Call it once per step.
 
         Nothing is sent when nothing is due. An ended request is read here and not kept; its id may be used again.
         """
@@ -186,7 +186,7 @@ class OutputStreamer:
         return OutputDelta(request.rid, start, request.num_output_tokens, request.finish_reason, output)
 
     def _bare_end(self, request: StreamedRequest) -> OutputDelta:
-        """The end of a request without its last tokens: its client must not wait for ever."""
+        """The end of a request without its last tokens: its client must not wait forever."""
         start = self._num_sent.get(request.rid, 0)
         return OutputDelta(request.rid, start, request.num_output_tokens, request.finish_reason, TokenOutput())
 

@@ -1,4 +1,7 @@
-"""Why and when a request ends."""
+"""The values that travel: between packages, to sinks, and over the wire. Nothing here has behaviour of its own.
+
+In order: why a request ended, load, caches over tiers, latencies, statistics, outputs, agreement between ranks.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-# What one replica says of its load: the value behind ``/v1/loads``, dispatching and the load gauges.
+# Load. What one replica says of itself: the value behind ``/v1/loads``, dispatching and the load gauges.
 #
 # Field and section names are SGLang's (``LoadSnapshot``, 0.5.23), so that readers of its ``/v1/loads`` read this one.
 
@@ -85,7 +88,7 @@ class LoraLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class SpeculativeLoad(msgspec.Struct, frozen=True, gc=False):
-    """Mean accepted tokens a verification step, and the share of drafts that were accepted."""
+    """Mean accepted tokens per verification step, and the share of drafts that were accepted."""
 
     accept_length: float
     accept_rate: float
@@ -114,7 +117,7 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One replica's load at one moment.
 
     Attributes:
-        sequence: counts up by one a snapshot; a reader drops a report whose sequence it has passed.
+        sequence: one more with each snapshot; a reader drops a report whose sequence it has passed.
         timestamp: wall-clock seconds since the epoch at which the counts were read.
         dp_rank: the replica (``ParallelState.kv_stream_index``).
         num_running_reqs, num_waiting_reqs: requests.
@@ -123,10 +126,10 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         num_used_tokens: KV tokens held by running requests; evictable cache is not counted.
         num_total_tokens: used plus pending: what a dispatcher balances.
         max_total_num_tokens: capacity of the KV pool in tokens.
-        page_size: tokens a page of that pool.
+        page_size: tokens per page of that pool.
         max_running_requests: request slots.
         token_usage: used / capacity, 0 to 1.
-        gen_throughput: generated tokens a second over the recent window.
+        gen_throughput: generated tokens per second over the recent window.
         cache_hit_rate: cached / input tokens over the recent window, 0 to 1.
         utilization: the fuller of request slots and tokens, 0 to 1.
         total_prefill_uncached_tokens: tokens that prefill has computed since the start.
@@ -162,7 +165,7 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     dispatched_watermarks: tuple[tuple[str, int], ...] = ()
 
 
-# TierStats: what a hierarchical cache has done, and where prompts were found.
+# Caches over tiers: what a hierarchical cache has done, and where prompts were found.
 
 
 class TierStats(msgspec.Struct, gc=False):
@@ -235,12 +238,12 @@ class LatencyTotals(msgspec.Struct, frozen=True, gc=False):
     """The histograms of one scheduler at one moment, seconds. The counts only grow.
 
     Attributes:
-        time_to_first_token: from the first queueing, one value a request.
-        inter_token: between tokens, one value a token; tokens that come together share their interval evenly.
-        e2e: from the first queueing to the end, one value a request that ended, aborts too.
-        queue: in the queue before the first prefill, one value a request. Waits after retractions are not in it, as
+        time_to_first_token: from the first queueing, one value per request.
+        inter_token: between tokens, one value per token; tokens that come together share their interval evenly.
+        e2e: from the first queueing to the end, one value per request that ended, aborts too.
+        queue: in the queue before the first prefill, one value per request. Waits after retractions are not in it, as
             in SGLang: they would look like arrivals that waited.
-        prefill, decode: over all stays in these phases, one value a request that ended.
+        prefill, decode: over all stays in these phases, one value per request that ended.
     """
 
     time_to_first_token: HistogramSnapshot
@@ -251,7 +254,7 @@ class LatencyTotals(msgspec.Struct, frozen=True, gc=False):
     decode: HistogramSnapshot
 
 
-# Values that metrics are made of: what a scheduler, its publisher and its counters say in one step.
+# Statistics. What a scheduler, its publisher and its counters say in one step.
 
 
 class KvMetrics(msgspec.Struct, frozen=True, gc=False):
@@ -286,8 +289,8 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
         batches_buffered, bytes_buffered: kept for replay one by one, now.
         blocks_in_base: standing blocks of batches that left that window, now.
         batches_pending: accepted and not yet sent, now.
-        lag_s: how long the oldest of them has waited at most, namely since the publisher last took a turn; 0 when there
-            are none.
+        lag_s: how long the oldest of them has waited at most, namely since the publisher last drained its queue; 0
+            when there are none.
         last_sequence: number of the last batch sent, -1 before the first.
         subscribers_seen: connections of live subscribers that came about; tcp and ipc only.
         peers_refused: connections, live and replay, that did not: no or wrong keys, or no ZeroMQ peer.
@@ -346,7 +349,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
     publisher: PublisherStats = PublisherStats()
 
 
-# The news of requests as they leave a scheduler: token ids, which the receiver turns into text.
+# Outputs. The news of requests as they leave a scheduler: token ids, which the receiver turns into text.
 
 
 class TokenOutput(msgspec.Struct, frozen=True, gc=False):
@@ -357,8 +360,8 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
         num_prompt_tokens: of the whole request.
         num_cached_tokens: prompt tokens that the prefix cache covered at the first admission.
         num_retractions: how often the request lost its pages.
-        logprobs: one a token, where the request asked for them.
-        hidden_states: one vector a token, as the model gave it; type and width are the model's.
+        logprobs: one per token, where the request asked for them.
+        hidden_states: one vector per token, as the model gave it; type and width are the model's.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -394,7 +397,7 @@ class OutputBatch(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         sequence: number of the message, contiguous from 0.
-        deltas: at most one a request.
+        deltas: at most one per request.
     """
 
     sequence: int
@@ -424,17 +427,17 @@ class OutputStats(msgspec.Struct, frozen=True, gc=False):
     tokens_dropped: int = 0
 
 
-# What names one agreement: which rank asks, the how-manieth, at which step, and what for.
+# Agreement. What names one: which rank asks, for which time, at which step, and what for.
 
 MAX_OPERATION_BYTES = 64
 RECORD_INTS = 3 + MAX_OPERATION_BYTES // 8
 
 
 class SyncCall(msgspec.Struct, frozen=True, gc=False):
-    """One rank's coming to one agreement.
+    """One rank's part in one agreement.
 
     Attributes:
-        rank: the global rank that comes.
+        rank: the global rank that asks.
         number: how many agreements this domain had before, on this rank.
         step: the caller's step.
         operation: what is agreed, at most 64 bytes of UTF-8.

@@ -1,4 +1,4 @@
-"""The load gauge on the wire: one msgpack array a sample.
+"""The load gauge: one msgpack array per sample on the wire, and the newest sample of each rank at a dispatcher.
 
 Source: SGLang 0.5.23, ``LoadStat`` of its load publisher, and sgl-router, its reader: the tag and the first five
 fields are fixed, the next five go together, and whatever follows is skipped by readers that do not know it.

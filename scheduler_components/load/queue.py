@@ -1,4 +1,6 @@
-"""How many tokens a waiting request stands for: one rule, used by every queue and every report.
+"""Tokens that wait: counted in a scheduler's queue, and remembered by the dispatcher that sent them.
+
+How many tokens a waiting request stands for is one rule, used by every queue and every report.
 
 The rule is that of SGLang's load reports (0.5.23, ``num_total_tokens`` and ``num_waiting_uncached_tokens``): a
 waiting request counts its whole input as pending, and the part that no cached prefix covers as uncached.

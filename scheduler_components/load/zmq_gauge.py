@@ -1,8 +1,8 @@
-"""The load gauge's PUB socket: a reader gets the newest samples, or none.
+"""The two ends of the load gauge on the network: a reader gets the newest samples, or none.
 
 A slow reader's samples wait in four places: libzmq's queue for it, the kernel's buffer here, the one on its side, and
 its own queue. The first two are kept as small as the system allows, so that what is sent after a stall is not
-behind seconds of old samples. What a reader must do about the other two stands in ``zmq_load_reader``.
+behind seconds of old samples. What a reader does about the other two stands above ``ZmqLoadReader``.
 
 Source of the frames ``(topic, sequence, payload)``: SGLang 0.5.23.
 """
@@ -157,11 +157,9 @@ def _bind(socket: zmq.Socket[bytes], endpoint: Endpoint, access: StreamAccess | 
 
 # A dispatcher's end of the load gauges: always the newest samples, also after it has stood still.
 #
-# What arrives while nobody reads waits in buffers until they are full, and from then on newer samples are dropped:
-# who
-# reads on after a stall reads the past. This reader takes everything that waits and keeps the newest, and where it
-# has
-# not looked for longer than a heartbeat, it drops its connections with all that waits in them and dials anew.
+# What arrives while nobody reads waits in buffers until they are full, and from then on newer samples are dropped: who
+# reads on after a stall reads the past. This reader takes everything that waits and keeps the newest. Where it has not
+# looked for longer than a heartbeat, it drops its connections, with all that waits in them, and dials anew.
 
 _MESSAGES_A_READ = 10_000
 """More than 100 ranks send in 5 s. Publishers that send still more are not waited for."""
@@ -219,7 +217,7 @@ class ZmqLoadReader:
     def read(self, timeout_s: float = 0.0) -> LoadView:
         """Take in what has arrived, waiting up to ``timeout_s`` for a first sample; returns ``view``.
 
-        Call it at least once a heartbeat: after a longer pause only what arrives from now on counts.
+        Call it at least once per heartbeat: after a longer pause only what arrives from now on counts.
         """
         deadline_s = self._clock() + timeout_s
         self._redial_after_stall(self._stall_s)
@@ -290,7 +288,7 @@ def open_zmq_load_reader(
     """Dial the load gauges of all ranks of one engine; publishers may start later.
 
     Args:
-        endpoints: one address a rank, as advertised (base port + rank), with a host that can be dialled.
+        endpoints: one address per rank, as advertised (base port + rank), with a host that can be dialled.
         keys: of a stream that demands them.
         stall_s: the publishers' heartbeat: after a pause as long as this, what has waited is too old.
         clock: seconds from any origin.

@@ -1,4 +1,7 @@
-"""A histogram of times that is cheap to feed and cheap to hand on."""
+"""Times: histograms, rates over the recent past, and how long requests wait, prefill and decode.
+
+All of it is pure and does not grow; time comes in through a clock.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +166,7 @@ class RateMeter:
 
     @property
     def gen_throughput(self) -> float:
-        """Generated tokens a second over the window."""
+        """Generated tokens per second over the window."""
         window = self._window
         window.advance(self.clock())
         return window.sums[_GENERATED] / window.span_s

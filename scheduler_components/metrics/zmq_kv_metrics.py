@@ -1,4 +1,4 @@
-"""KvMetrics on the wire: where they go, and one msgpack map of the field names a report."""
+"""KvMetrics between processes: one msgpack map per report, pushed by schedulers, pulled by the serving process."""
 
 from __future__ import annotations
 
