@@ -150,8 +150,8 @@ def _aggregate(loads: Sequence[LoadSnapshot]) -> dict[str, Any]:
 class StatusSource(Protocol):
     """Knows how the engine is: usually the front process. Asked on the event loop, so it must answer at once."""
 
-    def is_healthy(self) -> bool:
-        """True while requests can be served."""
+    def health_problem(self) -> str | None:
+        """None while requests can be served by every rank; else one sentence that says which cannot, and why."""
         ...
 
     def server_info(self) -> Mapping[str, Any]:
@@ -191,8 +191,10 @@ def status_routes(
     created_s = int(clock())
 
     async def health(_: Request) -> Response:
-        healthy = source.is_healthy()
-        return JSONResponse({"status": "ok" if healthy else "unhealthy"}, 200 if healthy else 503)
+        problem = source.health_problem()
+        if problem is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unhealthy", "problem": problem}, 503)
 
     async def server_info(_: Request) -> Response:
         return JSONResponse(dict(source.server_info()))

@@ -29,10 +29,10 @@ NOW = 1_700_000_000.0
 class Engine:
     def __init__(self, *loads: LoadSnapshot) -> None:
         self.loads = loads
-        self.healthy = True
+        self.problem: str | None = None
 
-    def is_healthy(self) -> bool:
-        return self.healthy
+    def health_problem(self) -> str | None:
+        return self.problem
 
     def server_info(self) -> Mapping[str, Any]:
         return {"version": "1", "kv_events": None}
@@ -101,8 +101,10 @@ def test_every_path_answers_get_and_head_and_nothing_else(path: str) -> None:
 def test_health_follows_the_engine() -> None:
     engine = Engine()
     assert ask("/health", engine).status_code == 200
-    engine.healthy = False
-    assert ask("/health", engine).status_code == 503
+    engine.problem = "rank 3 has said nothing for 12 s"
+    answer = ask("/health", engine)
+    assert answer.status_code == 503
+    assert answer.json() == {"status": "unhealthy", "problem": "rank 3 has said nothing for 12 s"}
 
 
 def test_info_is_the_engines_own() -> None:
@@ -223,10 +225,10 @@ def test_metrics_are_those_of_the_injected_registry() -> None:
 @pytest.mark.parametrize("path", ["/health", "/server_info", "/v1/models", "/v1/loads"])
 def test_an_engine_that_raises_shows_no_traceback(path: str, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Engine):
-        def is_healthy(self) -> bool:
+        def health_problem(self) -> str | None:
             raise RuntimeError("secret detail")
 
-        server_info = model_info = load_snapshots = is_healthy  # type: ignore[assignment]
+        server_info = model_info = load_snapshots = health_problem  # type: ignore[assignment]
 
     answer = ask(path, Broken())
     assert answer.status_code == 500

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         parse_body,
     )
     from scheduler_components.reference.engine.messages import (
+        ALIVE_EVERY_S,
         FRONT,
         AbortRequest,
         CacheDump,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
         DumpCache,
         LoadReport,
         OutputSocket,
+        RankAlive,
         RankReady,
         Report,
         RequestRefused,
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
         unpack_hashes,
         unpack_tokens,
     )
+    from scheduler_components.reference.engine.pulse import RankPulse, RankSilentError
     from scheduler_components.reference.engine.rank_loop import (
         Follower,
         FrontLoadSink,
@@ -117,8 +120,11 @@ __all__ = [
     "NewTokenRatio",
     "OpenRequest",
     "OutputSocket",
+    "RankAlive",
     "RankConfig",
+    "RankPulse",
     "RankReady",
+    "RankSilentError",
     "ReplicaLoad",
     "Report",
     "ReportSocket",
@@ -142,6 +148,7 @@ __all__ = [
     "StorageKind",
     "SubmitRequest",
     "TooBusyError",
+    "ALIVE_EVERY_S",
     "DEFAULT_HOST",
     "FRONT",
     "MAX_BODY_BYTES",
@@ -193,10 +200,11 @@ __getattr__ = lazy_names(
             "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint make_app open_http_server parse_body"
         ),
         "scheduler_components.reference.engine.messages": (
-            "FRONT AbortRequest CacheDump Command DumpCache LoadReport OutputSocket RankReady Report RequestRefused "
-            "StepInput SubmitRequest decode_command decode_outputs decode_report decode_step encode "
-            "encode_outputs pack_hashes pack_tokens unpack_hashes unpack_tokens"
+            "ALIVE_EVERY_S FRONT AbortRequest CacheDump Command DumpCache LoadReport OutputSocket RankAlive RankReady "
+            "Report RequestRefused StepInput SubmitRequest decode_command decode_outputs decode_report decode_step "
+            "encode encode_outputs pack_hashes pack_tokens unpack_hashes unpack_tokens"
         ),
+        "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
         "scheduler_components.reference.engine.rank_loop": (
             "Follower FrontLoadSink Leader ReportSocket StepExecutor StopSignal"
         ),

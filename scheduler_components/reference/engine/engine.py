@@ -30,7 +30,14 @@ from scheduler_components.metrics import (
 )
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, RankConfig
 from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, CacheDump, decode_outputs, decode_report
+from scheduler_components.reference.engine.messages import (
+    ALIVE_EVERY_S,
+    MAX_QUEUED_BATCHES,
+    CacheDump,
+    decode_outputs,
+    decode_report,
+)
+from scheduler_components.reference.engine.pulse import SILENT_AFTER_S, RankPulse
 
 __all__ = [
     "RankExit",
@@ -270,6 +277,7 @@ async def open_engine(
             dispatcher=LoadDispatcher(
                 replicas=[ReplicaLoad() for _ in range(config.dp_size)], affinity_tokens=affinity_tokens
             ),
+            pulse=RankPulse(silent_after_s=SILENT_AFTER_S / min(1.0, config.speed)),  # a slow device's steps are long
         )
         rank_configs = [RankConfig(config, tp_rank, paths) for tp_rank in range(config.world_size)]
         ranks, first_exit = await opened.enter_async_context(open_ranks(rank_configs, show=show))
@@ -278,6 +286,7 @@ async def open_engine(
         first_exit.add_done_callback(lambda exited: _note_failure(front, exited))
         await opened.enter_async_context(_running(_listen(reports, front), front))
         await opened.enter_async_context(_running(_take_outputs(outputs, front), front))
+        await opened.enter_async_context(_running(_count_silence(front), front))
         await opened.enter_async_context(_running(_collect_kv_metrics(receiver, engine.kv_metrics), front))
         await _wait_for_ranks(engine)
         yield engine
@@ -325,6 +334,12 @@ async def _take_outputs(outputs: zmq.asyncio.Socket, front: Front) -> None:
     """Hand every batch of outputs to the front, as with reports."""
     while True:
         front.take_outputs(decode_outputs(await outputs.recv()))
+
+
+async def _count_silence(front: Front) -> None:
+    while True:
+        await asyncio.sleep(ALIVE_EVERY_S)
+        front.tick()
 
 
 async def _collect_kv_metrics(receiver: ZmqKvMetricsReceiver, newest: dict[int, KvMetrics]) -> None:

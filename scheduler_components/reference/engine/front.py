@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
@@ -35,12 +35,14 @@ from scheduler_components.reference.engine.messages import (
     Command,
     DumpCache,
     LoadReport,
+    RankAlive,
     RankReady,
     Report,
     RequestRefused,
     SubmitRequest,
     encode,
 )
+from scheduler_components.reference.engine.pulse import RankPulse
 from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
@@ -116,11 +118,12 @@ class LoadDispatcher:
     affinity_tokens: int = 0
     _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
-    def dispatch(self, num_tokens: int, conversation: str | None = None) -> Placement:
-        """Pick a replica for a request of ``num_tokens`` input tokens and count it there."""
-        chosen = min(range(len(self.replicas)), key=self._order)
+    def dispatch(self, num_tokens: int, conversation: str | None = None, *, avoid: Collection[int] = ()) -> Placement:
+        """Pick a replica, none of ``avoid``, for a request of ``num_tokens`` input tokens and count it there."""
+        chosen = min((each for each in range(len(self.replicas)) if each not in avoid), key=self._order)
         if conversation is not None and self.affinity_tokens:
             home = self._homes.get(conversation, chosen)
+            home = chosen if home in avoid else home
             extra_tokens = self.replicas[home].total_tokens - self.replicas[chosen].total_tokens
             chosen = home if extra_tokens <= self.affinity_tokens else chosen
             self._remember(conversation, chosen)
@@ -212,12 +215,14 @@ class Front:
         dispatcher: chooses the replica.
         max_open_requests: beyond it, ``TooBusyError``: open requests are what the engine's memory grows with.
         board: what was heard from the ranks.
+        pulse: when they were heard last; a replica with a silent rank gets no requests.
     """
 
     leaders: Sequence[zmq.Socket[bytes]]
     dispatcher: LoadDispatcher
     max_open_requests: int = 4096
     board: RankBoard = field(default_factory=RankBoard)
+    pulse: RankPulse = field(default_factory=RankPulse)
     _open: dict[str, OpenRequest] = field(default_factory=dict, repr=False)
     _numbers: count[int] = field(default_factory=count, repr=False)
 
@@ -238,7 +243,7 @@ class Front:
         """Dispatch a request. Use as ``async with front.open_request(...) as news``: leaving it early aborts it.
 
         Raises:
-            EngineFailedError, TooBusyError: nothing was dispatched.
+            EngineFailedError, RankSilentError, TooBusyError: nothing was dispatched.
             ConfigError: the rid is in use.
         """
         if self.board.failure is not None:
@@ -248,7 +253,10 @@ class Front:
         rid = request.rid if request.rid is not None else self._new_rid()
         if rid in self._open:
             raise ConfigError("rid", rid, "is the id of an open request", "give another, or none")
-        replica, ticket = self.dispatcher.dispatch(request.num_input_tokens, request.conversation)
+        silent = self.pulse.silent()
+        if len(silent) == len(self.leaders):
+            raise silent[min(silent)]
+        replica, ticket = self.dispatcher.dispatch(request.num_input_tokens, request.conversation, avoid=silent)
         opened = self._open[rid] = OpenRequest(rid=rid, replica=replica, front=self)
         command = SubmitRequest(rid, request.input_ids, request.limits, request.stream_interval, ticket)
         self._send(replica, command)
@@ -276,7 +284,16 @@ class Front:
             self.board.dumps[report.tp_rank] = report
         elif isinstance(report, RankReady):
             self.board.ready[report.tp_rank] = report.stream_endpoint
+        elif isinstance(report, RankAlive):
+            self.pulse.heard(report)
         self.board.changed.set()
+
+    def tick(self) -> None:
+        """``ALIVE_EVERY_S`` went by: whoever waits for a replica that has become silent by it is told."""
+        for replica, error in self.pulse.tick().items():
+            for request in self._open.values():
+                if request.replica == replica:
+                    request.put(error)
 
     def ask_for_dumps(self, dump_id: int) -> None:
         """Let every rank dump its cache; ``board.dumps`` fills as they answer with this number."""
@@ -335,6 +352,7 @@ class OpenRequest:
             RequestRefusedError: the scheduler cannot serve the request.
             RequestFailedError: it could not compute it, or tokens were lost.
             EngineFailedError: the engine stopped.
+            RankSilentError: a rank of its replica did, or hangs.
         """
         if self.finished:
             raise StopAsyncIteration

@@ -60,6 +60,9 @@ __all__ = [
 MAX_BODY_BYTES = 16 * 2**20
 """Room for a prompt of a million tokens; of a longer body no more than this is read."""
 
+BODY_DEADLINE_S = 30.0
+"""The longest body at half a megabyte a second; who sends half a body and waits holds nothing for longer."""
+
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
@@ -91,6 +94,10 @@ class BadBodyError(ComponentError):
         super().__init__(f"{field}: {problem}")
 
 
+class BodyTooLateError(ComponentError):
+    """The body was not whole in time."""
+
+
 class BodyTooLongError(ComponentError):
     """The body is longer than ``MAX_BODY_BYTES``."""
 
@@ -120,14 +127,20 @@ def parse_body(text: bytes) -> tuple[GenerateRequest, bool]:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GenerateEndpoint:
-    """The ASGI application behind the route; a client that goes away aborts its request."""
+    """The ASGI application behind the route; a client that goes away aborts its request.
+
+    Attributes:
+        front: takes the requests.
+        body_deadline_s: a body that is not whole by then gets 408, and its connection ends.
+    """
 
     front: Front
+    body_deadline_s: float = BODY_DEADLINE_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one POST."""
         try:
-            request, stream = parse_body(await _read_body(Request(scope, receive)))
+            request, stream = parse_body(await _read_body(Request(scope, receive), self.body_deadline_s))
             opened = self.front.open_request(request)
         except ClientDisconnect:
             return
@@ -140,12 +153,16 @@ class GenerateEndpoint:
                 await _unless_disconnected(receive, answer(news, scope, receive, send))
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_body(request: Request, deadline_s: float) -> bytes:
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLongError(f"body: is longer than {MAX_BODY_BYTES} bytes; send a shorter prompt")
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise BodyTooLongError(f"body: is longer than {MAX_BODY_BYTES} bytes; send a shorter prompt")
+    except TimeoutError:
+        raise BodyTooLateError(f"body: {len(body)} bytes came in {deadline_s:g} s, and not its end") from None
     return bytes(body)
 
 
@@ -241,7 +258,11 @@ def _error_response(error: ComponentError) -> Response:
         return error_response(500, str(error))
     if isinstance(error, BodyTooLongError):
         return error_response(413, str(error))
-    return error_response(503, str(error))  # TooBusyError, EngineFailedError
+    if isinstance(error, BodyTooLateError):
+        late = error_response(408, str(error))
+        late.headers["connection"] = "close"  # the rest of the body would be read as a request
+        return late
+    return error_response(503, str(error))  # TooBusyError, RankSilentError, EngineFailedError
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -250,8 +271,10 @@ class EngineStatus:
 
     engine: Engine
 
-    def is_healthy(self) -> bool:
-        return self.engine.front.board.failure is None
+    def health_problem(self) -> str | None:
+        front = self.engine.front
+        problems = [front.board.failure] if front.board.failure is not None else front.pulse.silent().values()
+        return "; ".join(map(str, problems)) or None
 
     def server_info(self) -> Mapping[str, Any]:
         """Configuration, the descriptor of the event streams, and each DP rank's newest slots and blocks."""

@@ -24,11 +24,13 @@ from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputS
 from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
+    "ALIVE_EVERY_S",
     "FRONT",
     "AbortRequest",
     "CacheDump",
     "Command",
     "DumpCache",
+    "RankAlive",
     "RankReady",
     "Report",
     "RequestRefused",
@@ -51,6 +53,10 @@ __all__ = [
 
 FRONT = "front"
 """The front's name as a dispatcher, in load reports. It lives as long as its ranks do."""
+
+
+ALIVE_EVERY_S = 0.5
+"""A rank's pause between two ``RankAlive``, and the front's tick: two small messages a second cost neither anything."""
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -93,6 +99,13 @@ class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     stream_endpoint: str | None
 
 
+class RankAlive(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The loop of ``rank`` (as ``ParallelState`` puts it), of this replica, runs; said every ``ALIVE_EVERY_S``."""
+
+    rank: str
+    replica: int
+
+
 class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """The scheduler can never serve this request; ``reason`` is for its author."""
 
@@ -125,7 +138,7 @@ class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     tiers: TierStats | None = None
 
 
-Report = RankReady | RequestRefused | LoadReport | CacheDump
+Report = RankReady | RankAlive | RequestRefused | LoadReport | CacheDump
 
 T = TypeVar("T")
 

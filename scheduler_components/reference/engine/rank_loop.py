@@ -7,7 +7,8 @@ stops the engine: from there on its KV cache would be another one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,12 +20,14 @@ from scheduler_components.errors import LockstepError
 from scheduler_components.hicache import Tier
 from scheduler_components.ports import OutputStatsSource
 from scheduler_components.reference.engine.messages import (
+    ALIVE_EVERY_S,
     FRONT,
     AbortRequest,
     CacheDump,
     Command,
     DumpCache,
     LoadReport,
+    RankAlive,
     Report,
     RequestRefused,
     StepInput,
@@ -114,7 +117,16 @@ class StepExecutor:
     parallel: ParallelState
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
     reports: ReportSocket
+    clock: Callable[[], float] = time.monotonic
+    _alive_due_s: float = field(default=0.0, init=False)
     _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the step of its last chance
+
+    def say_alive(self) -> None:
+        """Tell the front that this rank's loop runs, if it has not been told lately. Called at every turn of a loop."""
+        now_s = self.clock()
+        if now_s >= self._alive_due_s:
+            self._alive_due_s = now_s + ALIVE_EVERY_S
+            self.reports.send(RankAlive(str(self.parallel), self.parallel.kv_stream_index))
 
     def execute(self, step: StepInput) -> None:
         """Obey the commands, take the step, report."""
@@ -192,6 +204,7 @@ class Leader:
         scheduler = self.executor.scheduler
         step = 0
         while True:
+            self.executor.say_alive()
             if not scheduler.has_work:
                 self._tell_what_is_left()
             if not self.stop.wait(self.commands, zmq.POLLIN, self._patience_ms()):
@@ -262,8 +275,12 @@ class Follower:
         Raises:
             LockstepError: this rank's state is not its leader's.
         """
-        while self.stop.wait(self.steps, zmq.POLLIN, None):
-            step = decode_step(self.steps.recv())
+        while self.stop.wait(self.steps, zmq.POLLIN, _IDLE_MS):
+            self.executor.say_alive()
+            try:
+                step = decode_step(self.steps.recv(zmq.DONTWAIT))
+            except zmq.Again:
+                continue
             digest = self.executor.scheduler.state_digest
             if digest != step.leader_digest:
                 rank = str(self.executor.parallel)

@@ -85,6 +85,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         gauge = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
         opened.callback(gauge.close)
         loop = _open_loop(config, context, executor, stop, gauge)
+        executor.say_alive()  # before the engine is open, so that no rank can be stopped unheard of
         reports.send(RankReady(config.tp_rank, _stream_endpoint(events)))
         loop.run()
 

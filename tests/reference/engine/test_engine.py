@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.load import open_zmq_load_reader
@@ -28,10 +30,12 @@ from scheduler_components.reference.engine import (
     EngineStatus,
     GenerateRequest,
     RankConfig,
+    RankSilentError,
     RequestRefusedError,
     SamplingLimits,
     SchedulerConfig,
     default_kv_events,
+    make_app,
     open_engine,
     pack_tokens,
     unpack_hashes,
@@ -158,6 +162,34 @@ def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: i
             await engine.run(asyncio.Event().wait())
         with pytest.raises(EngineFailedError):
             await generate(engine, wanted(range(4)))
+
+    run_engine(scenario)
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_a_stopped_rank_is_named_and_serves_again_when_it_goes_on(private_tmp: Path, tp_rank: int) -> None:
+    async def scenario(engine: Engine) -> None:
+        engine.front.pulse.silent_after_s = 3.0
+        app = make_app(engine, CollectorRegistry())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+            assert (await client.get("/health")).status_code == 200
+            async with engine.front.open_request(wanted(range(40), max_new_tokens=900)) as news:
+                assert news.replica == 0
+                await anext(news)
+                os.kill(engine.ranks[tp_rank].process.pid, signal.SIGSTOP)
+                with pytest.raises(RankSilentError, match=rf"^rank dp0/pp0/tp{tp_rank}.* said nothing for [\d.]+ s$"):
+                    async for _ in news:
+                        pass
+            answer = await client.get("/health")
+            assert answer.status_code == 503
+            assert f"rank dp0/pp0/tp{tp_rank}" in answer.json()["problem"]
+            assert len(await generate(engine, wanted(range(40)))) == 5  # by the other replica
+            os.kill(engine.ranks[tp_rank].process.pid, signal.SIGCONT)
+            while (await client.get("/health")).status_code != 200:
+                await asyncio.sleep(0.02)
+        await engine.wait_until_idle()  # what was given up is over there too
+        answers = await asyncio.gather(*(generate(engine, wanted(range(start, start + 40))) for start in range(8)))
+        assert all(len(tokens) == 5 for tokens in answers)
 
     run_engine(scenario)
 

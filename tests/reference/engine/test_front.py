@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
 from scheduler_components import (
@@ -18,6 +19,7 @@ from scheduler_components import (
     TokenOutput,
 )
 from scheduler_components.reference.engine import (
+    ALIVE_EVERY_S,
     FRONT,
     AbortRequest,
     Command,
@@ -26,6 +28,8 @@ from scheduler_components.reference.engine import (
     GenerateRequest,
     LoadDispatcher,
     LoadReport,
+    RankAlive,
+    RankSilentError,
     ReplicaLoad,
     RequestFailedError,
     RequestRefused,
@@ -248,5 +252,56 @@ def test_a_waiter_is_woken_by_the_report_that_it_waits_for() -> None:
         assert not waiting.done()
         front.receive(LoadReport(load(1)))
         await waiting
+
+    run(scenario())
+
+
+def make_silent(front: Front, *replicas: int) -> None:
+    """All ranks speak; then those of ``replicas`` are silent for longer than they may be."""
+    for replica in range(len(front.leaders)):
+        front.receive(RankAlive(f"dp{replica}", replica))
+    for _ in range(round(front.pulse.silent_after_s / ALIVE_EVERY_S) + 1):
+        for replica in set(range(len(front.leaders))) - set(replicas):
+            front.receive(RankAlive(f"dp{replica}", replica))
+        front.tick()
+
+
+def test_requests_of_a_silent_replica_fail_with_a_sentence_and_others_go_on() -> None:
+    async def scenario() -> None:
+        front, leaders = make_front(2)
+        opened = [front.open_request(wanted()) for _ in range(2)]
+        make_silent(front, 0)
+        async with opened[0] as news:
+            with pytest.raises(RankSilentError, match=r"^rank dp0 has said nothing for 10.5 s$"):
+                await anext(news)
+        assert leaders[0].commands[-1] == AbortRequest(opened[0].rid)  # so that it is free again when it goes on
+        front.take_outputs(OutputBatch(1, (output(opened[1].rid, 1, FinishReason.LENGTH),)))
+        assert (await anext(opened[1])).finish_reason == FinishReason.LENGTH
+
+    run(scenario())
+
+
+def test_a_silent_replica_gets_no_requests_until_it_speaks() -> None:
+    async def scenario() -> None:
+        front, _ = make_front(2)
+        front.dispatcher.affinity_tokens = 1000
+        request = msgspec.structs.replace(wanted(), conversation="one")
+        home = front.open_request(request).replica
+        make_silent(front, home)
+        assert [front.open_request(wanted()).replica for _ in range(3)] == [1 - home] * 3
+        assert front.open_request(request).replica == 1 - home
+        front.receive(RankAlive(f"dp{home}", home))
+        assert front.open_request(wanted()).replica == home
+
+    run(scenario())
+
+
+def test_when_all_replicas_are_silent_a_request_is_refused_at_once() -> None:
+    async def scenario() -> None:
+        front, leaders = make_front(2)
+        make_silent(front, 0, 1)
+        with pytest.raises(RankSilentError, match="rank dp0"):
+            front.open_request(wanted())
+        assert not any(leader.commands for leader in leaders)
 
     run(scenario())

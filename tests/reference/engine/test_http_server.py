@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from scheduler_components import StartError
-from scheduler_components.reference.engine import open_http_server
+from scheduler_components.reference.engine import Front, GenerateEndpoint, LoadDispatcher, open_http_server
 
 
 async def hello(_: Request) -> PlainTextResponse:
@@ -45,3 +46,29 @@ def test_an_address_that_cannot_be_had_is_a_start_error(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(StartError, match="--port"):
             asyncio.run(scenario(taken.getsockname()[1]))
+
+
+def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
+    front = Front(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
+    generate = Route("/generate", GenerateEndpoint(front=front, body_deadline_s=0.5), methods=["POST"])
+    half = b"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-length: 100\r\n\r\n" + 50 * b"["
+
+    async def send_half(url: str) -> bytes:
+        place = urlsplit(url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.write(half)
+        answer = await reader.read()  # to the end: the server hangs up
+        writer.close()
+        return answer
+
+    async def scenario() -> None:
+        app = Starlette(routes=[Route("/", hello), generate])
+        async with open_http_server(app, host="127.0.0.1", port=0) as url:
+            cut = asyncio.gather(*(send_half(url) for _ in range(200)))
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(url)).text == "hello"
+            for answer in await cut:
+                assert answer.startswith(b"HTTP/1.1 408 ")
+                assert b"50 bytes came in 0.5 s, and not its end" in answer
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=60))

@@ -22,6 +22,7 @@ from scheduler_components.reference.engine import (
     Command,
     DumpCache,
     LoadReport,
+    RankAlive,
     RankReady,
     Report,
     RequestRefused,
@@ -67,6 +68,7 @@ outputs = st.builds(
 )
 reports = st.one_of(
     st.builds(RankReady, counts, st.none() | st.text()),
+    st.builds(RankAlive, st.text(), counts),
     st.builds(RequestRefused, rids, st.text()),
     st.builds(
         LoadReport,

@@ -1,0 +1,56 @@
+"""Which ranks are silent: what a process that was stopped, or that hangs, is from outside.
+
+Every rank says ``RankAlive`` from its own loop. Silence is counted in ticks of the front's loop and not by a clock:
+while the front itself is stopped nothing is counted, and what the ranks said meanwhile is heard before it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scheduler_components import ComponentError
+from scheduler_components.reference.engine.messages import ALIVE_EVERY_S, RankAlive
+
+__all__ = ["SILENT_AFTER_S", "RankPulse", "RankSilentError"]
+
+SILENT_AFTER_S = 10.0
+"""Twenty times what a rank is expected to be silent for: two busy cores make eight ranks late by a second or two."""
+
+
+class RankSilentError(ComponentError):
+    """A rank has been silent for so long that its replica serves nobody; the text says which, and for how long."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RankPulse:
+    """When the front heard last from each rank.
+
+    Attributes:
+        silent_after_s: silence from which on a rank is not counted on.
+    """
+
+    silent_after_s: float = SILENT_AFTER_S
+    _ticks: dict[RankAlive, int] = field(default_factory=dict, init=False)  # since each rank's last word
+    _told: set[int] = field(default_factory=set, init=False)  # replicas whose silence ``tick`` has returned
+
+    def heard(self, alive: RankAlive) -> None:
+        """A rank spoke."""
+        self._ticks[alive] = 0
+
+    def tick(self) -> Mapping[int, RankSilentError]:
+        """``ALIVE_EVERY_S`` went by; returns the replicas that have become silent by it, and why."""
+        for rank in self._ticks:
+            self._ticks[rank] += 1
+        silent = self.silent()
+        new = {replica: error for replica, error in silent.items() if replica not in self._told}
+        self._told = set(silent)
+        return new
+
+    def silent(self) -> dict[int, RankSilentError]:
+        """Replicas one of whose ranks is silent, and which for how long."""
+        errors = {}
+        for rank, ticks in sorted(self._ticks.items(), key=lambda each: each[1]):  # of several, the longest stays
+            if (age_s := ticks * ALIVE_EVERY_S) > self.silent_after_s:
+                errors[rank.replica] = RankSilentError(f"rank {rank.rank} has said nothing for {age_s:g} s")
+        return errors

@@ -1,0 +1,37 @@
+"""A replica is silent while one of its ranks is, each silence is told once, and a word ends it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components.reference.engine import ALIVE_EVERY_S, RankAlive, RankPulse
+
+RANKS = [RankAlive(f"dp{replica}/tp{tp_rank}", replica) for replica in range(2) for tp_rank in range(2)]
+PATIENCE = 3
+
+
+@given(st.lists(st.just(None) | st.sampled_from(RANKS), max_size=60))
+def test_silence_is_that_of_the_ranks_since_their_last_words(history: list[RankAlive | None]) -> None:
+    pulse = RankPulse(silent_after_s=PATIENCE * ALIVE_EVERY_S)
+    ages: dict[RankAlive, int] = {}
+    was_silent: set[int] = set()
+    for word in history:
+        if word is not None:
+            pulse.heard(word)
+            ages[word] = 0
+            continue
+        ages = {rank: age + 1 for rank, age in ages.items()}
+        new = pulse.tick()
+        is_silent = {rank.replica for rank, age in ages.items() if age > PATIENCE}
+        assert set(new) == is_silent - was_silent
+        was_silent = is_silent
+    told = {replica: str(error) for replica, error in pulse.silent().items()}
+    assert set(told) == {rank.replica for rank, age in ages.items() if age > PATIENCE}
+    for replica, text in told.items():
+        longest = max(age for rank, age in ages.items() if rank.replica == replica)
+        assert text in {
+            f"rank {rank.rank} has said nothing for {longest * ALIVE_EVERY_S:g} s"
+            for rank, age in ages.items()
+            if rank.replica == replica and age == longest
+        }
