@@ -20,7 +20,7 @@ from typing import Protocol
 import pytest
 
 from observability import render_markdown
-from scheduler_components import RadixCache
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, RadixCache
 from scheduler_components.reference.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -174,6 +174,13 @@ def test_the_picture_of_the_floors_is_the_list_that_imports_are_held_to() -> Non
     picture = re.search(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     assert picture
     assert [line.partition("#")[0].split() for line in reversed(picture[1].splitlines())] == floors
+
+
+@pytest.mark.parametrize("event", [BlockStored, BlockRemoved, AllBlocksCleared])
+def test_the_wire_section_has_the_fields_of_each_event_in_their_order(event: type) -> None:
+    written = re.search(rf'`\["{event.__name__}"([^`]*)\]`', ARCHITECTURE)
+    assert written
+    assert re.findall(r"\w+", written[1]) == list(event.__struct_fields__)
 
 
 def test_every_file_of_the_product_has_a_row_in_the_code_map() -> None:
