@@ -202,7 +202,7 @@ class RadixCache:
             CacheIntegrityError: the node is not locked; nothing has changed.
         """
         path = self.tree.path_of(node)
-        if path and not self.order.num_locks(node):
+        if path and not node.lock_count:
             raise CacheIntegrityError(f"{node} is not locked: unlocked twice?")
         self.order.unlock(path)
 

@@ -21,8 +21,8 @@ gives both parts the same count.
 up, so a node always stands before its ancestors, and the first of the order is a leaf: eviction never searches. Time is
 the order of calls and never a clock, so ranks that make the same calls evict the same pages.
 
-**Tiers.** ``RadixNode.pages`` are the pages of the device. In a hierarchical cache a node may be without them; what
-lower tiers know of a node they keep themselves, so a tree without tiers pays nothing for them.
+**Tiers.** ``RadixNode.pages`` and ``lock_count`` are the device's. In a hierarchical cache a node may be without pages.
+What lower tiers know of a node they keep themselves, so a tree without tiers pays nothing for them.
 
 The invariant, which ``RadixTree.check`` and ``EvictionOrder.check`` test: every node hangs below its parent under its
 first page; tokens, pages and digests are as long as ``num_pages`` says; digests chain from the parent's; and the order
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ class RadixNode:
         pages: device page indices, one per page; empty where the run is not on the device (hierarchical cache only).
         digests: 32 bytes per page; empty in a tree that does not hash.
         namespace: of the whole prefix.
+        lock_count: holders of this node's device pages, or of those of a node below it.
         children: by the first page of their runs.
     """
 
@@ -76,10 +77,11 @@ class RadixNode:
     pages: array[int] = field(default_factory=_no_pages)
     digests: bytearray = field(default_factory=bytearray)
     namespace: PrefixNamespace = PLAIN_NAMESPACE
+    lock_count: int = 0
     children: dict[bytes, RadixNode] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"<RadixNode {self.num_pages} pages, {len(self.children)} children>"
+        return f"<RadixNode {self.num_pages} pages, {len(self.children)} children, {self.lock_count} locks>"
 
 
 class Descent(NamedTuple):
@@ -176,6 +178,7 @@ class RadixTree:
             pages=node.pages,
             digests=node.digests,
             namespace=node.namespace,
+            lock_count=node.lock_count,
         )
         node.tokens = _take_tail(upper.tokens, cut * self.page_bytes)
         node.pages = upper.pages[cut:]  # empty in both parts where the run is not on the device
@@ -267,18 +270,22 @@ def _take_tail(run: bytearray, start: int) -> bytearray:
     return tail
 
 
+def _device_locks(node: RadixNode) -> int:
+    return node.lock_count
+
+
 class EvictionOrder:
-    """The nodes of one tier that may be evicted from it, least recently used first, and the locks that keep the others.
+    """The nodes of one tier that may be evicted from it, least recently used first. Each tier has one of its own.
 
     A path is touched from its deepest node up, so descendants always stand before their ancestors and the oldest node
-    is a leaf. Each tier has an order of its own.
+    is a leaf. ``lock`` and ``unlock`` count the device's locks; a lower tier counts its own, and takes nodes out
+    (``discard``) and in (``touch``).
     """
 
-    __slots__ = ("_locks", "_nodes", "num_pages")
+    __slots__ = ("_nodes", "num_pages")
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[RadixNode, None] = OrderedDict()
-        self._locks: dict[RadixNode, int] = {}  # only nodes that are locked
         self.num_pages = 0  # pages of all nodes in the order
 
     def __iter__(self) -> Iterator[RadixNode]:
@@ -287,50 +294,39 @@ class EvictionOrder:
     def __contains__(self, node: RadixNode) -> bool:
         return node in self._nodes
 
-    def num_locks(self, node: RadixNode) -> int:
-        """Return how many holders keep a node, or a node below it."""
-        return self._locks.get(node, 0)
-
     def touch(self, path_up: Iterable[RadixNode]) -> None:
         """Make the unlocked nodes of a path the most recently used; nodes that are new here come in.
 
         Args:
             path_up: from the deepest node up.
         """
-        nodes, locks = self._nodes, self._locks
+        nodes = self._nodes
         for node in path_up:
-            if node in nodes:
-                nodes.move_to_end(node)
-            elif node not in locks:
-                nodes[node] = None
-                self.num_pages += node.num_pages
+            if not node.lock_count:
+                if node in nodes:
+                    nodes.move_to_end(node)
+                else:
+                    nodes[node] = None
+                    self.num_pages += node.num_pages
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        """A node was cut in two and is now ``lower``: the upper part has its locks, or comes in as just used."""
+        """A node was cut in two and is now ``lower``. If it was here, so is the upper part, as just used."""
         if lower in self._nodes:
             self._nodes[upper] = None  # its pages are counted already
-        elif num_locks := self._locks.get(lower, 0):
-            self._locks[upper] = num_locks
 
     def lock(self, path_up: Iterable[RadixNode]) -> None:
         """Count one more holder on every node of a path."""
-        nodes, locks = self._nodes, self._locks
         for node in path_up:
-            num_locks = locks.get(node, 0)
-            if not num_locks and node in nodes:
-                del nodes[node]
+            if not node.lock_count:
+                del self._nodes[node]
                 self.num_pages -= node.num_pages
-            locks[node] = num_locks + 1
+            node.lock_count += 1
 
     def unlock(self, path_up: Iterable[RadixNode]) -> None:
         """Count one holder less on every node of a path. What nobody holds any more becomes the most recently used."""
-        locks = self._locks
         for node in path_up:
-            num_locks = locks[node] - 1
-            if num_locks:
-                locks[node] = num_locks
-            else:
-                del locks[node]
+            node.lock_count -= 1
+            if not node.lock_count:
                 self._nodes[node] = None
                 self.num_pages += node.num_pages
 
@@ -357,17 +353,18 @@ class EvictionOrder:
         self._nodes.clear()
         self.num_pages = 0
 
-    def check(self, evictable: Iterable[RadixNode]) -> None:
-        """Check the order and the locks.
+    def check(self, evictable: Iterable[RadixNode], locks_of: Callable[[RadixNode], int] = _device_locks) -> None:
+        """Check the order, and the locks of its nodes.
 
         Args:
             evictable: the nodes that the tier could evict if nobody held them.
+            locks_of: holders of a node on this tier; the device's by default.
 
         Raises:
             CacheIntegrityError: with the count or the node that does not fit.
         """
         on_tier = set(evictable)
-        unlocked = {node for node in on_tier if node not in self._locks}
+        unlocked = {node for node in on_tier if not locks_of(node)}
         if unlocked != self._nodes.keys():
             raise CacheIntegrityError(f"{len(unlocked)} unlocked nodes, {len(self._nodes)} in the eviction order")
         num_pages = sum(node.num_pages for node in unlocked)
@@ -378,15 +375,7 @@ class EvictionOrder:
             if not seen.issuperset(on_tier.intersection(node.children.values())):
                 raise CacheIntegrityError(f"{node} stands before a child of its own in the eviction order")
             seen.add(node)
-        for node in self._locks:
-            self._check_locks_above(node)
-
-    def _check_locks_above(self, node: RadixNode) -> None:
-        parent = node.parent
-        if parent is None:
-            raise CacheIntegrityError(f"{node} is locked, but not in the tree")
-        if parent.parent is None:
-            return  # the root needs no locks
-        locked_below = sum(self.num_locks(child) for child in parent.children.values())
-        if self.num_locks(parent) < locked_below:
-            raise CacheIntegrityError(f"{parent}: {self.num_locks(parent)} locks, its children {locked_below}")
+        for node in on_tier:
+            locked_below = sum(map(locks_of, node.children.values()))
+            if locks_of(node) < locked_below:
+                raise CacheIntegrityError(f"{node}: {locks_of(node)} locks, its children {locked_below}")

@@ -17,7 +17,7 @@ ranks. It is not asked of the host's pool, which is each rank's own.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_components.cache import (
@@ -134,13 +134,14 @@ class HostTier:
         pages: this rank's.
         num_pages: that every rank's host has: the least of all ranks'.
         num_pages_used: the ledger: in the tree and in flight.
-        order: of the nodes that are on the host alone.
+        order: of the nodes that are on the host alone and that nobody holds there.
     """
 
     pages: HostPages
     num_pages: int
     num_pages_used: int = field(default=0, init=False)
     order: EvictionOrder = field(default_factory=EvictionOrder, init=False)
+    _locks: dict[RadixNode, int] = field(default_factory=dict, init=False)  # only nodes that are locked
 
     @property
     def num_pages_free(self) -> int:
@@ -154,14 +155,33 @@ class HostTier:
 
     def lock(self, path_up: list[RadixNode]) -> None:
         """Count one more holder of the host pages of a path."""
-        self.order.lock(path_up)
+        for node in path_up:
+            self._locks[node] = self._locks.get(node, 0) + 1
+            self.order.discard(node)
 
     def unlock(self, path_up: list[RadixNode]) -> None:
         """Count one holder less; what nobody holds any more and only the host has becomes the most recently used."""
-        self.order.unlock(path_up)
         for node in path_up:
-            if node.pages:
-                self.order.discard(node)
+            self._locks[node] -= 1
+            if not self._locks[node]:
+                del self._locks[node]
+                self.touch((node,))
+
+    def num_locks(self, node: RadixNode) -> int:
+        """Return how many holders keep the host pages of a node, or of a node below it."""
+        return self._locks.get(node, 0)
+
+    def touch(self, path_up: Iterable[RadixNode]) -> None:
+        """Make the nodes of a path that are on the host alone, and that nobody holds, the most recently used."""
+        self.order.touch(node for node in path_up if not node.pages and node not in self._locks)
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        """A node was cut in two and is now ``lower``: both parts have its locks, or its place in the order."""
+        if lower in self._locks:
+            self._locks[upper] = self._locks[lower]
+        elif lower in self.order:
+            self.order.split(upper, lower)
+            self.touch((lower, upper))  # the whole run was one use: its rest stays as recent as the part
 
 
 class TierTree:
@@ -223,11 +243,7 @@ class TierTree:
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """A node was cut in two and is now ``lower``: both parts are where it was, and under way if it was."""
         self.membership.split(upper, lower)
-        if lower in self.host.order:
-            self.host.order.split(upper, lower)
-            self.host.order.touch((lower, upper))  # the whole run was one use: its rest stays as recent as the part
-        else:
-            self.host.order.split(upper, lower)
+        self.host.split(upper, lower)
         for under_way in (self.writing, self.backing_up):
             if lower in under_way:
                 under_way.add(upper)
@@ -242,7 +258,7 @@ class TierTree:
         node.pages = array("I")
         self.membership.leave_device(node)
         if node in self.membership.host_pages:
-            self.host.order.touch((node,))
+            self.host.touch((node,))
             return True
         self.num_dropped_pages += node.num_pages
         self.membership.forget_storage(node)
@@ -263,7 +279,7 @@ class TierTree:
         """Make a path the most recently used on the tiers that it is on."""
         num_on_device = self.num_on_device(path)
         self.device.order.touch(reversed(path[:num_on_device]))
-        self.host.order.touch(reversed(path[num_on_device:]))
+        self.host.touch(reversed(path[num_on_device:]))
 
     @staticmethod
     def num_on_device(path: list[RadixNode]) -> int:
@@ -369,7 +385,7 @@ class TierTree:
         self.device.check_integrity()
         nodes, host_pages = list(self.tree.walk()), self.membership.host_pages
         self.host.pages.check_integrity([page for node in nodes for page in host_pages.get(node, ())])
-        self.host.order.check(node for node in nodes if not node.pages)
+        self.host.order.check((node for node in nodes if not node.pages), self.host.num_locks)
         for node in nodes:
             for problem in self._problems(node):
                 raise CacheIntegrityError(f"{node} {problem}")
@@ -385,6 +401,8 @@ class TierTree:
             "is on the host, its parent is not": host_pages is not None and not self.is_on_host(parent),
             "is stored, its parent is not": node in self.membership.stored and not self.is_stored(parent),
             "is neither on the device nor on the host": not node.pages and host_pages is None,
+            "has fewer host locks than its children": self.host.num_locks(node)
+            < sum(map(self.host.num_locks, node.children.values())),
             "has not one host page per page": host_pages is not None and len(host_pages) != node.num_pages,
         }
         return [problem for problem, is_so in problems.items() if is_so]
