@@ -227,7 +227,7 @@ class ShmPageFile:
         tell_of_forks(self)
 
     def check_owner(self) -> None:
-        """Call it before each write; costs no system call.
+        """Tell a forked child why it cannot write; costs no system call.
 
         Raises:
             ForkedPublisherError: this is a child of the process that opened the page, which is the one writer.
@@ -300,8 +300,11 @@ class ShmPage(Generic[Report]):
             ForkedPublisherError: this is a child of the process that opened the page.
             Exception: what the codec raises for a report that it cannot encode; the last one stands.
         """
-        self._file.check_owner()
-        self._page.write(report, self.sequence + 1)
+        try:
+            self._page.write(report, self.sequence + 1)
+        except ValueError:
+            self._file.check_owner()  # in a forked child the memory is released: asked here, it costs a write nothing
+            raise
         self.sequence += 1
 
     def close(self) -> None:
@@ -421,8 +424,9 @@ class _RankPage(Generic[Report]):
         """
         file = self._file or self._open()
         while file is not None:
-            found = self._look()
-            if found is not None and found != self._found:
+            known = self._found
+            found = read_newest(self._read_at, self._codec, 0 if known is None else known[0]) or self._look()
+            if found is not None and found != known:
                 self.newest = self._codec.decode(found[1])
                 self._found = found
                 return True
@@ -434,8 +438,9 @@ class _RankPage(Generic[Report]):
         return False
 
     def _look(self) -> tuple[int, bytes] | None:
+        """Look again, at a page whose writer was quicker."""
         known_sequence = 0 if self._found is None else self._found[0]
-        for _ in range(_LOOKS):
+        for _ in range(_LOOKS - 1):
             found = read_newest(self._read_at, self._codec, known_sequence)
             if found is not None:
                 return found
