@@ -25,7 +25,14 @@ if TYPE_CHECKING:
         probe_ports,
         speaks_zmq,
     )
-    from scheduler_components.reference.cli.screen import RateWindow, make_rows, plain_line, progress_text, render_table
+    from scheduler_components.reference.cli.screen import (
+        RateWindow,
+        Screen,
+        make_rows,
+        plain_line,
+        progress_text,
+        render_table,
+    )
 
 __all__ = [
     "DemoOptions",
@@ -35,6 +42,7 @@ __all__ = [
     "PortProbe",
     "RateWindow",
     "RunReport",
+    "Screen",
     "StreamEvidence",
     "Tally",
     "COMMANDS",
@@ -63,6 +71,8 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.cli.run_report": (
             "Evidence PortProbe RunReport StreamEvidence judge probe_ports speaks_zmq"
         ),
-        "scheduler_components.reference.cli.screen": "RateWindow make_rows plain_line progress_text render_table",
+        "scheduler_components.reference.cli.screen": (
+            "RateWindow Screen make_rows plain_line progress_text render_table"
+        ),
     },
 )

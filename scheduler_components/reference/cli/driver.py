@@ -1,4 +1,4 @@
-"""Sends a workload to the engine: chats over HTTP as clients do, a trace straight into the front.
+"""Sends a workload to the engine, and counts what became of it: chats over HTTP as clients do, a trace into the front.
 
 A trace has requests of a hundred thousand tokens; taking them apart as JSON would cost more than the engine does, so
 they skip HTTP and nothing else.
@@ -26,21 +26,19 @@ from scheduler_components.reference.engine import (
 )
 
 __all__ = [
-    "Outcomes",
+    "ChatDriver",
+    "ReasonCount",
     "Tally",
     "TokenCounts",
-    "percentile",
-    "ChatDriver",
     "TraceDriver",
+    "percentile",
 ]
-
-# What became of the requests of a workload.
 
 _KEPT_REASONS = 8  # reasons carry numbers, so a trace of long prompts would make thousands of them
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcomes:
+class ReasonCount:
     """How many requests went one way, and the first few reasons."""
 
     count: int = 0
@@ -82,8 +80,8 @@ class Tally:
     total: int | None = None
     sent: int = 0
     finished: int = 0
-    refused: Outcomes = field(default_factory=Outcomes)
-    failed: Outcomes = field(default_factory=Outcomes)
+    refused: ReasonCount = field(default_factory=ReasonCount)
+    failed: ReasonCount = field(default_factory=ReasonCount)
     tokens: TokenCounts = field(default_factory=TokenCounts)
     first_token_s: list[float] = field(default_factory=list)
 

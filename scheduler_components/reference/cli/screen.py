@@ -8,14 +8,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import attrs
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from observability import ReportBoard
+from observability import ReportBoard, StreamStatsSource
 from observability.kv_stream import StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats, TierStats
 from scheduler_components.reference.cli.driver import Tally, percentile
@@ -23,15 +22,16 @@ from scheduler_components.reference.cli.run_report import RunReport
 
 __all__ = [
     "NoStreams",
-    "tier_facts",
     "RateWindow",
     "Row",
+    "RunView",
+    "Screen",
     "make_rows",
     "plain_line",
     "progress_text",
     "render_table",
-    "RunView",
-    "Screen",
+    "say_plainly",
+    "tier_facts",
 ]
 
 
@@ -181,14 +181,6 @@ def say_plainly(lines: Iterable[str]) -> None:
 
 _TABLE_EVERY_S = 0.5
 _LINE_EVERY_S = 2.0
-
-
-class StreamStatsSource(Protocol):
-    """Counts of streams that are followed; an ``AsyncSubscriber`` is one."""
-
-    def stats(self) -> Mapping[int, StreamStats]:
-        """Each stream's state and counters, by rank."""
-        ...
 
 
 class NoStreams:

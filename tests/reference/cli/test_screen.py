@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -12,6 +13,7 @@ from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats
 from scheduler_components.reference.cli import (
     RateWindow,
+    Screen,
     Tally,
     make_rows,
     percentile,
@@ -93,3 +95,11 @@ def test_a_percentile_is_the_smallest_value_that_covers_its_share(values: list[f
 
 def test_the_percentile_of_nothing_is_zero() -> None:
     assert percentile([], 0.5) == 0.0
+
+
+def test_text_between_colons_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank's complaint may quote anything; rich would make pictures of some of it."""
+    screen = Screen.standard()
+    screen.say("tcp://host:warning:1 [bold]")
+    screen.complain("rank 3: :bomb:")
+    assert capsys.readouterr() == ("tcp://host:warning:1 [bold]\n", "rank 3: :bomb:\n")

@@ -248,3 +248,30 @@ def test_a_stream_that_the_engine_cuts_says_so_and_ends() -> None:
     assert json.loads(events[0].removeprefix("data: "))["output_ids"] == [7]
     assert "rank 3 died" in events[1]
     assert events[2:] == ["data: [DONE]", ""]
+
+
+def test_a_client_that_goes_away_between_two_tokens_aborts_its_request() -> None:
+    """As a server of ASGI 2.4 tells: sending fails."""
+    front, leader = make_front()
+
+    def answer_one_token(command: SubmitRequest) -> None:
+        front.take_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
+
+    leader.answer = answer_one_token
+    body = json.dumps({"input_ids": [1], "rid": "gone", "stream": True}).encode()
+    gone = asyncio.Event()
+
+    async def receive() -> Any:
+        if not gone.is_set():
+            gone.set()
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise OSError("the connection is closed")
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
+    scope["asgi"] = {"spec_version": "2.4"}
+    asyncio.run(asyncio.wait_for(GenerateEndpoint(front=front)(scope, receive, send), timeout=10))
+    assert leader.commands[-1] == AbortRequest("gone")

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import zmq
 
-from scheduler_components import FinishReason, LoadPublisher, OutputDelta, ParallelState, SchedulerStats
+from scheduler_components import (
+    FinishReason,
+    GaugePacer,
+    LoadPublisher,
+    LoadSnapshot,
+    OutputDelta,
+    ParallelState,
+    SchedulerStats,
+)
 from scheduler_components.errors import LockstepError
 from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine import (
@@ -271,9 +279,18 @@ def test_a_leader_waits_for_a_follower_that_is_far_behind_and_still_hears_the_st
 def test_the_front_hears_that_a_replica_is_idle_when_its_last_statistics_are_written(wires: Wires) -> None:
     """Whoever waits for the end of all work reads the statistics then."""
     rank = Rank(wires, 0, last_batch=3)
+    told: list[tuple[int, int]] = []
+
+    class Front(ListSink):
+        def send(self, load: LoadSnapshot) -> None:
+            told.append((load.num_running_reqs, rank.stats.newest.load.num_running_reqs))
+
+    rank.load_publishers[1].sink = Front()
+    rank.load_publishers[1].pacer = GaugePacer(min_interval_s=0.0)
     lead(wires, rank, [submit("a")], [])
-    assert rank.reports(LoadReport)[-1].load.num_running_reqs == 0
-    assert rank.stats.newest.load.num_running_reqs == 0
+    assert (1, 1) in told
+    assert told[-1] == (0, 0)
+    assert all(written == running for running, written in told)
     assert rank.stats.newest.totals.generation_tokens_total == 3
 
 
