@@ -306,10 +306,10 @@ class RadixCache:
         self.lower.split(upper, node)
         return upper
 
-    def place(self, node: RadixNode, pages: array[int]) -> None:
+    def place(self, node: RadixNode, pages: Sequence[int]) -> None:
         """Give pages that a request or a transfer holds to a node that is not on the device; touch its path next."""
         self.pool.to_cache(pages)
-        node.pages = pages
+        node.pages = array("I", pages)
         self.recorder.stored(node)
 
     def insert_path(
@@ -333,7 +333,7 @@ class RadixCache:
             page_bytes = self.tree.page_bytes
             tail = packed[known * page_bytes : len(pages) * page_bytes]
             leaf = self.tree.append(path[-1] if path else self.tree.root, tail, array("I"), namespace)
-            self.place(leaf, array("I", pages[known:]))
+            self.place(leaf, pages[known:])
             self.lower.computed(leaf)
             path.append(leaf)
         self.order.touch(reversed(path))
@@ -350,7 +350,7 @@ class RadixCache:
         for node in path:
             end += node.num_pages
             if end > first_page:
-                self.place(node, array("I", pages[end - node.num_pages : end]))
+                self.place(node, pages[end - node.num_pages : end])
                 self.lower.computed(node)
 
 

@@ -332,7 +332,7 @@ class TierTree:
             CacheIntegrityError: the page hook finds other content in them.
         """
         self._page_hook.loaded(bytes(node.digests), pages)
-        self.device.place(node, array("I", pages))
+        self.device.place(node, pages)
         self._enter_device(node)
 
     def make_host_room(self, num_pages: int) -> bool:
