@@ -19,6 +19,7 @@ from scheduler_components.reference.device import Chat, TraceRequest, prompt_tok
 from scheduler_components.reference.engine import (
     Front,
     GenerateRequest,
+    RankSilentError,
     RequestFailedError,
     RequestRefusedError,
     SamplingLimits,
@@ -268,7 +269,7 @@ class TraceDriver:
         except RequestRefusedError as error:
             tally.refused.add(f"request {request.index}: {error}")
             return
-        except (TooBusyError, RequestFailedError) as error:  # too busy: other clients have taken all places
+        except (TooBusyError, RequestFailedError, RankSilentError) as error:  # too busy: with other clients' requests
             tally.failed.add(f"request {request.index}: {error}")
             return
         tally.finish(

@@ -12,9 +12,11 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
+import h11
 import msgspec
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -23,6 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from observability import error_response, status_routes
 from scheduler_components import (
@@ -62,6 +65,9 @@ MAX_BODY_BYTES = 16 * 2**20
 
 BODY_DEADLINE_S = 30.0
 """The longest body at half a megabyte a second; who sends half a body and waits holds nothing for longer."""
+
+HEAD_DEADLINE_S = 30.0
+"""As long again for a request's first lines, which are short."""
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -323,14 +329,49 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _PunctualProtocol(H11Protocol):
+    """Hangs up on who does not send a request's head in time: uvicorn itself waits for ever for the rest of one."""
+
+    def __init__(self, *, head_deadline_s: float, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._head_deadline_s = head_deadline_s
+        self._hang_up: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's own narrowing
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._hang_up is None:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        self._hang_up = self.loop.call_later(self._head_deadline_s, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._hang_up is not None:
+            self._hang_up.cancel()
+            self._hang_up = None
+
+
 @asynccontextmanager
-async def open_http_server(app: ASGIApp, *, host: str, port: int) -> AsyncIterator[str]:
+async def open_http_server(
+    app: ASGIApp, *, host: str, port: int, head_deadline_s: float = HEAD_DEADLINE_S
+) -> AsyncIterator[str]:
     """Serve ``app`` until the block is left.
 
     Args:
         app: any ASGI application.
         host: address or name to bind; a wildcard is bound only if a person asks for it.
         port: 0 lets the system choose.
+        head_deadline_s: who has not sent a request's head by then is hung up on, also who has sent nothing.
 
     Yields:
         A URL at which this machine reaches the server, with the port that was really bound.
@@ -340,9 +381,15 @@ async def open_http_server(app: ASGIApp, *, host: str, port: int) -> AsyncIterat
     """
     listener = _listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
-    server = _Server(
-        uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
+    config = uvicorn.Config(
+        app,
+        http=cast("type[H11Protocol]", partial(_PunctualProtocol, head_deadline_s=head_deadline_s)),
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
     )
+    server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield _url(ip_address(bound_host), bound_port)

@@ -72,3 +72,32 @@ def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
                 assert b"50 bytes came in 0.5 s, and not its end" in answer
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=60))
+
+
+def test_half_sent_heads_are_cut_also_behind_a_whole_request_and_slow_answers_are_not() -> None:
+    slow = asyncio.Event()
+
+    async def answer_slowly(_: Request) -> PlainTextResponse:
+        await slow.wait()
+        return PlainTextResponse("slow")
+
+    async def send(url: str, text: bytes) -> bytes:
+        place = urlsplit(url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.write(text)
+        answer = await reader.read()  # to the end: the server hangs up
+        writer.close()
+        return answer
+
+    async def scenario() -> None:
+        app = Starlette(routes=[Route("/", hello), Route("/slow", answer_slowly)])
+        async with open_http_server(app, host="127.0.0.1", port=0, head_deadline_s=0.3) as url:
+            async with httpx.AsyncClient(timeout=20) as client:
+                asked = asyncio.create_task(client.get(f"{url}/slow"))
+                whole, half = b"GET / HTTP/1.1\r\nhost: engine\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost:"
+                assert await asyncio.gather(*(send(url, half) for _ in range(50)), send(url, b"")) == [b""] * 51
+                assert (await send(url, whole + half)).endswith(b"hello")
+                slow.set()
+                assert (await asked).text == "slow"
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=60))

@@ -1,0 +1,30 @@
+"""A replayed trace goes on when a request fails, and counts it with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+
+from scheduler_components.reference.cli import Tally, TraceDriver
+from scheduler_components.reference.device import TraceRequest
+from scheduler_components.reference.engine import Front, LoadDispatcher, RankAlive, ReplicaLoad
+
+
+class NoLeader:
+    """A leader's socket of which nothing is expected."""
+
+    def send(self, frame: bytes, flags: int) -> None:
+        raise AssertionError("nothing is sent to a silent replica")
+
+
+def test_requests_that_no_rank_takes_are_counted_as_failed() -> None:
+    front = Front(leaders=[NoLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
+    front.receive(RankAlive("dp0", 0))
+    while not front.pulse.silent():
+        front.tick()
+    driver = TraceDriver(front=front, speed=1.0, tally=Tally())
+    requests = [
+        TraceRequest(index=index, arrival_s=0.0, input_length=4, output_length=2, hash_ids=(1,)) for index in range(2)
+    ]
+    asyncio.run(asyncio.wait_for(driver.run(requests), timeout=10))
+    told = "rank dp0 has said nothing for 10.5 s"
+    assert driver.tally.failed.reasons == [f"request 0: {told}", f"request 1: {told}"]
