@@ -24,7 +24,8 @@ def tiers() -> TierTree:
 
 
 def compute(tiers: TierTree, tokens: list[int]) -> RadixNode:
-    cached = tiers.device.match_prefix(tokens).pages
+    path = tiers.path_to(pack_tokens(tokens), b"")
+    cached = tiers.device.match_of(path[: tiers.num_on_device(path)]).pages
     return tiers.device.insert(tokens, [*cached, *tiers.device.allocate(len(tokens) - len(cached))]).node
 
 
@@ -72,6 +73,17 @@ def test_a_full_host_evicts_its_oldest_leaf_and_no_more_than_is_needed(tiers: Ti
     assert (tiers.host.num_pages_free, old.parent) == (1, None)
     assert [node.num_pages for node in tiers.path_to(pack_tokens([1, 2, 3, 4]), b"")] == [3]
     assert tiers.membership.tiers_of(young) == (Tier.HOST,)
+
+
+def test_what_is_computed_again_is_on_both_tiers_and_is_not_evicted_from_the_host(tiers: TierTree) -> None:
+    node = compute(tiers, [1, 2])
+    copy_to_host(tiers, node)
+    tiers.device.evict(2)
+    assert list(tiers.host.order) == [node]
+    assert compute(tiers, [1, 2]) is node
+    tiers.check()
+    assert tiers.membership.tiers_of(node) == (Tier.DEVICE, Tier.HOST)
+    assert list(tiers.host.order) == []
 
 
 def test_host_pages_that_an_operation_holds_are_not_evicted(tiers: TierTree) -> None:
