@@ -76,7 +76,7 @@ _LOOKS = 16
 
 
 @attrs.frozen(kw_only=True)
-class ReportCodec(Generic[Report]):
+class ReportCodec(Generic[Report]):  # noqa: SCH005 a codec is its three stateless verbs
     """What a board has to know of its reports.
 
     Attributes:
