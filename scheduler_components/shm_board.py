@@ -76,7 +76,7 @@ _LOOKS = 16
 
 
 @attrs.frozen(kw_only=True)
-class ReportCodec(Generic[Report]):  # noqa: SCH005 a codec is its three stateless verbs
+class ReportCodec(Generic[Report]):
     """What a board has to know of its reports.
 
     Attributes:
@@ -91,7 +91,7 @@ class ReportCodec(Generic[Report]):  # noqa: SCH005 a codec is its three statele
     subject: str
     layout_id: bytes = attrs.field(validator=[attrs.validators.min_len(8), attrs.validators.max_len(8)])
     buffer_bytes: int
-    encode: Callable[[Report], bytes]
+    encode: Callable[[Report], bytes]  # noqa: SCH005 a codec is its three stateless verbs
     decode: Callable[[bytes], Report]
     timestamp_of: Callable[[Report], float]
     head: bytes = attrs.field(init=False, default=attrs.Factory(lambda self: _MAGIC + self.layout_id, takes_self=True))

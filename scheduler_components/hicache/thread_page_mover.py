@@ -63,7 +63,8 @@ class _Io:
         self._early: list[IoEvent | BaseException] = []  # taken off the queue by a wait
         self._is_closed = False
         self.copies, self.reads, self.writes = (
-            ThreadPoolExecutor(1, thread_name_prefix=f"pages-{name}") for name in ("copy", "read", "write")
+            ThreadPoolExecutor(1, thread_name_prefix=f"pages-{name}")  # noqa: SCH008 threads start with the first work
+            for name in ("copy", "read", "write")
         )
         self.loading: dict[int, int] = {}  # operation -> pages
         self.reading: set[int] = set()

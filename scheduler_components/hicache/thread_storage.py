@@ -30,7 +30,7 @@ class DeadlinePageStore:
     def __init__(self, store: PageStore, deadline_s: float) -> None:
         self._store = store
         self._deadline_s = deadline_s
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # noqa: SCH004 any call of a store
         self._worker = Thread(target=self._work, name="page-store", daemon=True)
         self._stalled: tuple[str, Future[Any]] | None = None
         self._is_closed = False
