@@ -265,9 +265,7 @@ def _error_response(error: ComponentError) -> Response:
     if isinstance(error, BodyTooLongError):
         return error_response(413, str(error))
     if isinstance(error, BodyTooLateError):
-        late = error_response(408, str(error))
-        late.headers["connection"] = "close"  # the rest of the body would be read as a request
-        return late
+        return error_response(408, str(error))  # and the server hangs up, as after any body that was not read whole
     return error_response(503, str(error))  # TooBusyError, RankSilentError, EngineFailedError
 
 
