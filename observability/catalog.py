@@ -390,6 +390,8 @@ SECTIONS: tuple[Section, ...] = (
             "Batches or single events that could not be read."),
         counter("kv_stream_bad_frames_total", "messages", "bad_frames",
             "Messages that are not frames of this wire."),
+        counter("kv_stream_other_topics_total", "messages", "other_topics",
+            "Messages of another topic that begins like the stream's own; they are skipped."),
         counter("kv_stream_rank_mismatches_total", "batches", "rank_mismatches",
             "Batches that name another rank."),
         counter("kv_stream_unknown_removals_total", "blocks", "unknown_removals",

@@ -422,8 +422,8 @@ def _check_topics(addresses: list[StreamAddress], wait: DoctorOptions) -> Iterat
         return
     heard = listen_for_topics(addresses, listen_s=wait.timeout_s, keys=wait.keys)
     for address in addresses:
-        others = [topic for topic in heard[address.rank] if not topic.startswith(address.topic.encode())]
-        if others:
+        others = heard[address.rank] - {address.topic.encode()}  # readers compare for equality
+        if address.topic and len(others) == len(heard[address.rank]) > 0:
             names = ", ".join(repr(topic.decode(errors="replace")) for topic in sorted(others))
             yield _error(
                 f"rank {address.rank}: it publishes under {names}, and the topic {address.topic!r} is advertised",

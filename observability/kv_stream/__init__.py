@@ -13,6 +13,7 @@ from observability.kv_stream.follower import (
     BatchApplier,
     BatchEffect,
     FollowPolicy,
+    FrameReader,
     NullListener,
     ReplayChannel,
     StreamFollower,
@@ -80,6 +81,7 @@ __all__ = [
     # the cores of a subscriber, for a transport of your own
     "StreamFollower",
     "ReplayChannel",
+    "FrameReader",
     "BatchApplier",
     "BatchEffect",
     "StreamCursor",

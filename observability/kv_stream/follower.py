@@ -1,8 +1,8 @@
 """Following one stream: what a cursor says is carried out on a view, and its deadlines are kept against a clock.
 
-A ``StreamFollower`` has one stream's cursor, its ``BatchApplier`` (payload to view) and its deadlines
-(``FollowPolicy``). Its owner, who has the sockets and the clock, passes on what comes, and calls ``tick`` by
-``next_deadline_s``. Questions go out through a ``ReplayChannel``.
+A ``FrameReader`` tells the stream's messages from others. A ``StreamFollower`` has its cursor, its ``BatchApplier``
+(payload to view) and its deadlines (``FollowPolicy``). Its owner, who has the sockets and the clock, passes on what
+comes, and calls ``tick`` by ``next_deadline_s``. Questions go out through a ``ReplayChannel``.
 
 What others see of a stream is here too: ``StreamListener`` is told of everything that happens; ``StreamPosition`` and
 ``StreamStats`` are the state and the counters.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -43,6 +43,7 @@ __all__ = [
     "BatchApplier",
     "BatchEffect",
     "FollowPolicy",
+    "FrameReader",
     "NullListener",
     "ReplayChannel",
     "StreamFollower",
@@ -150,6 +151,7 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
         disconnects: times that the live connection was lost.
         decode_errors: batches or single events that could not be read.
         bad_frames: messages that are not frames of this wire.
+        other_topics: live messages of another topic that begins like the stream's own, skipped.
         rank_mismatches: batches that name another rank than the stream's.
         unknown_removals, unknown_media: events that changed nothing.
         lag_s: receive time minus the batch's own time stamp, of the last live batch; None before it. Two clocks
@@ -181,11 +183,61 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
     disconnects: int = 0
     decode_errors: int = 0
     bad_frames: int = 0
+    other_topics: int = 0
     rank_mismatches: int = 0
     unknown_removals: int = 0
     unknown_media: int = 0
     lag_s: float | None = None
     last_error: str = ""
+
+
+# --- which messages are the stream's own ---
+
+# A ZeroMQ subscription is a prefix: who subscribes to ``kv@pod1`` behind a proxy gets ``kv@pod10`` too, whose batches
+# are numbered like this stream's. So the topic frame is compared, and what is not equal never reaches a cursor.
+
+_END_SEQ = -1
+
+
+@dataclass(slots=True)
+class FrameReader:
+    """Reads one stream's messages and counts those that are not its own.
+
+    Attributes:
+        topic: the stream's; empty takes every topic.
+        bad_frames: messages that are not frames of this wire.
+        other_topics: live messages of another topic, skipped.
+    """
+
+    topic: bytes
+    bad_frames: int = 0
+    other_topics: int = 0
+
+    def live(self, frames: Sequence[bytes]) -> tuple[int, bytes] | None:
+        """Number and payload of a live message; None for one that is not this stream's."""
+        if len(frames) != 3:
+            self.bad_frames += 1
+            return None
+        topic, number, payload = frames
+        if topic != self.topic and self.topic:
+            self.other_topics += 1
+            return None
+        seq = int.from_bytes(number, "big", signed=True)
+        if seq < 0 or len(number) != 8:
+            self.bad_frames += 1
+            return None
+        return seq, payload
+
+    def answer(self, frames: Sequence[bytes]) -> tuple[int, bytes] | None:
+        """Number (-1 for an end marker) and payload of a message of an answer, in either framing; None for others."""
+        if len(frames) < 2 or len(frames[-2]) != 8:
+            self.bad_frames += 1
+            return None
+        seq = int.from_bytes(frames[-2], "big", signed=True)
+        if seq < _END_SEQ:
+            self.bad_frames += 1
+            return None
+        return seq, frames[-1]
 
 
 # --- from payload to view ---

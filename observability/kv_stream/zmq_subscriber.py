@@ -24,6 +24,7 @@ from observability.kv_stream.follower import (
     MAX_STREAMS,
     BatchApplier,
     FollowPolicy,
+    FrameReader,
     NullListener,
     StreamFollower,
     StreamListener,
@@ -94,11 +95,6 @@ class Dialer:
         return socket
 
 
-def _sequence(frame: bytes) -> int | None:
-    """The 8-byte number of a frame; None for anything else."""
-    return int.from_bytes(frame, "big", signed=True) if len(frame) == 8 else None
-
-
 class ZmqReplayChannel:
     """Asks one publisher's ROUTER, with one DEALER per question.
 
@@ -157,10 +153,10 @@ class ZmqStream:
         "_reopen_pause_s",
         "_sub",
         "address",
-        "bad_frames",
         "channel",
         "disconnects",
         "follower",
+        "frames",
     )
 
     def __init__(
@@ -173,7 +169,7 @@ class ZmqStream:
         self.address = address
         self.follower = follower
         self.channel = channel
-        self.bad_frames = 0
+        self.frames = FrameReader(address.topic.encode())
         self.disconnects = 0
         self._dialer = dialer
         self._is_connected = False
@@ -258,13 +254,14 @@ class ZmqStream:
             if message is None:
                 return
             ask, frames = message
-            seq = _sequence(frames[-2]) if len(frames) >= 2 else None
+            frame = self.frames.answer(frames)
+            if frame is None:
+                continue
+            seq, payload = frame
             if seq == _END_SEQ:
-                self.bad_frames += not self.follower.answer_marked(ask, frames[-1], now_s)
-            elif seq is None or seq < 0:
-                self.bad_frames += 1
+                self.frames.bad_frames += not self.follower.answer_marked(ask, payload, now_s)
             else:
-                self.follower.answered(ask, seq, frames[-1], now_s)
+                self.follower.answered(ask, seq, payload, now_s)
 
     def _read_live(self, now_s: float, *, limit: int) -> None:
         for _ in range(limit):
@@ -274,12 +271,10 @@ class ZmqStream:
                 frames = self._sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            seq = _sequence(frames[1]) if len(frames) == 3 else None
-            if seq is None or seq < 0:
-                self.bad_frames += 1
-                continue
-            self._reopen_pause_s = _FIRST_REOPEN_S
-            self.follower.live(seq, frames[2], now_s)
+            frame = self.frames.live(frames)
+            if frame is not None:
+                self._reopen_pause_s = _FIRST_REOPEN_S
+                self.follower.live(*frame, now_s)
 
 
 _SOCKETS_PER_STREAM = 4
@@ -393,7 +388,8 @@ class Subscriber:
             replays_cut=seen.cut,
             disconnects=stream.disconnects,
             decode_errors=done.decode_errors,
-            bad_frames=stream.bad_frames,
+            bad_frames=stream.frames.bad_frames,
+            other_topics=stream.frames.other_topics,
             rank_mismatches=done.rank_mismatches,
             unknown_removals=blocks.unknown_removals,
             unknown_media=blocks.unknown_media,

@@ -21,6 +21,7 @@ from observability.kv_stream import (
     BatchApplier,
     BlockView,
     FollowPolicy,
+    FrameReader,
     NullListener,
     StreamCursor,
     StreamFollower,
@@ -45,6 +46,10 @@ MAX_PENDING = 2
 
 Frame = tuple[int, bytes]
 """Number and payload of a live batch."""
+
+TOPIC = b"kv@pod1"
+LONGER_TOPIC = b"kv@pod10"
+"""Of another publisher behind the same proxy: a subscription to ``TOPIC`` brings its frames too."""
 
 State = frozenset[tuple[int, Tier]]
 _NO_BLOCKS: State = frozenset()
@@ -138,10 +143,13 @@ POLICY = FollowPolicy(answer_timeout_s=1.0, retry_min_s=0.1, retry_max_s=0.5, pr
 
 @dataclass
 class Connection:
-    """A live connection: the publisher's life when it was made, and the frames under way, each with its life."""
+    """A live connection: the publisher's life when it was made, and the frames under way, each with its life.
+
+    Frames of another publisher have no life of this one: None.
+    """
 
     life: int
-    frames: deque[tuple[int, int, bytes]] = field(default_factory=deque)
+    frames: deque[tuple[int | None, tuple[bytes, ...]]] = field(default_factory=deque)
     is_broken: bool = False
     was_restarted: bool = False
 
@@ -161,6 +169,7 @@ class ModelSubscriber:
             policy=POLICY,
             jitter=lambda: 0.0,
         )
+        self.frames = FrameReader(TOPIC)
         self.connection: Connection | None = None
         self.question: AskReplay | None = None
         self.client: bytes | None = None
@@ -262,9 +271,11 @@ class ModelSubscriber:
             if fault == "repeat":
                 frames.appendleft(frame)
             if fault != "lose":
-                life, sequence, payload = frame
-                self.is_spliced = self.is_spliced or life != self.proved_life
-                self.follower.live(sequence, payload, now_s)
+                life, message = frame
+                self.is_spliced = self.is_spliced or life not in (self.proved_life, None)
+                read = self.frames.live(message)
+                if read is not None:
+                    self.follower.live(*read, now_s)
 
     # --- what it believes ---
 
@@ -346,7 +357,9 @@ class FaultyWorld:
     def spread(self, frames: list[Frame]) -> None:
         for each in self.subscribers:
             if each.connection is not None and not each.connection.is_broken:
-                each.connection.frames.extend((self.publisher.life, *frame) for frame in frames)
+                each.connection.frames.extend(
+                    (self.publisher.life, (TOPIC, sequence.to_bytes(8, "big"), payload)) for sequence, payload in frames
+                )
 
     # --- steps ---
 
@@ -371,6 +384,14 @@ class FaultyWorld:
     def poison(self) -> None:
         """Send a batch that nobody can read."""
         self.spread(self.publisher.send_poison())
+
+    def send_elsewhere(self, who: int, ahead: int) -> None:
+        """Another publisher, whose topic begins alike, sends a batch ``ahead`` of the number that is due here."""
+        connection = self.chosen(who).connection
+        if connection is not None:
+            number = max(0, self.publisher.stream.next_sequence + ahead)
+            payload = self.publisher.encoder.encode(KVEventBatch(0.0, (BlockStored((99,), None, (99,), 1, None),)), 0)
+            connection.frames.append((None, (LONGER_TOPIC, number.to_bytes(8, "big"), payload)))
 
     def connect(self, who: int) -> None:
         """Make the live connection of one subscriber."""

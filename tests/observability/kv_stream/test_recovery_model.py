@@ -17,7 +17,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream import NO_EPOCH, Apply, BlockView, DigestCursor, Instruction, PlainCursor, Position, Tier
+from observability.kv_stream import (
+    NO_EPOCH,
+    Apply,
+    BlockView,
+    DigestCursor,
+    FrameReader,
+    Instruction,
+    PlainCursor,
+    Position,
+    Tier,
+)
 from observability.testing import FaultyWorld, Steps
 from scheduler_components.kv_events import EventStream, Meta, ReplayCursors
 from scheduler_components.kv_events import stream as event_stream
@@ -33,6 +43,7 @@ TRACES = st.lists(
         st.tuples(st.just("serve"), WHO, st.integers(1, 8), st.sampled_from([*FAULTS, "cut", "garble"])),
         st.tuples(st.just("wait"), st.sampled_from([1, 5, 21])),
         st.tuples(st.sampled_from(["connect", "connect", "disconnect", "deliver_late"]), WHO),
+        st.tuples(st.just("send_elsewhere"), WHO, st.integers(-2, 2)),
         st.sampled_from([("clear",), ("poison",), ("restart", False), ("restart", True)]),
     ),
     max_size=40,
@@ -169,6 +180,16 @@ def _live_mutant(patch: pytest.MonkeyPatch, is_taken: Callable[[int, int], bool]
         return live(self, seq, payload)
 
     patch.setattr(DigestCursor, "live", take_more)
+
+
+@mutant
+def topic_not_compared(patch: pytest.MonkeyPatch) -> None:
+    live = FrameReader.live
+
+    def read_any(self: FrameReader, frames: Any) -> tuple[int, bytes] | None:
+        return live(self, (self.topic, *frames[1:]))
+
+    patch.setattr(FrameReader, "live", read_any)
 
 
 @mutant

@@ -1,0 +1,88 @@
+"""Two streams whose topics begin alike, behind one proxy: ZeroMQ hands both to who subscribes to the shorter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+import zmq
+
+from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
+from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
+
+DEADLINE_S = 20.0
+POLICY = FollowPolicy(probe_interval_s=0.1)
+TOPICS = ("kv@pod1", "kv@pod10")
+
+
+@dataclass
+class Proxy:
+    """XSUB in front of the publishers, XPUB in front of the readers; ``pass_on`` moves what has come."""
+
+    context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
+
+    def __post_init__(self) -> None:
+        self.inside, self.outside = self.context.socket(zmq.XSUB), self.context.socket(zmq.XPUB)
+        for socket in (self.inside, self.outside):
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+        self.outside.bind("tcp://127.0.0.1:0")
+        self.endpoint = self.outside.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def pass_on(self) -> None:
+        for source, sink in ((self.inside, self.outside), (self.outside, self.inside)):
+            while source.poll(0):
+                sink.send_multipart(source.recv_multipart())
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_each_view_holds_its_own_pod_and_says_so(stack: ExitStack) -> None:
+    proxy = Proxy()
+    stack.callback(proxy.close)
+    publishers, subscribers = [], []
+    for topic in TOPICS:
+        config = KVEventsConfig(
+            endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", bind=True, topic=topic
+        )
+        publisher = ZmqEventPublisher(0, config=config)
+        stack.callback(publisher.shutdown)
+        proxy.inside.connect(publisher.endpoint)
+        address = bare_address(proxy.endpoint, replay=publisher.replay_endpoint, topic=topic)
+        publishers.append(publisher)
+        subscribers.append(stack.enter_context(open_subscriber([address], policy=POLICY)))
+    published: list[set[int]] = [set(), set()]
+    deadline_s = time.monotonic() + DEADLINE_S
+    block = 0
+
+    def is_right(which: int, sub: Subscriber) -> bool:
+        """Also checks what must hold at any time: only its own pod's blocks, whatever its state."""
+        assert sub.blocks(0) <= published[which]
+        return sub.stats()[0].state is StreamState.LIVE and sub.blocks(0) == published[which]
+
+    while not (block >= 64 and all(is_right(*each) for each in enumerate(subscribers))):
+        assert time.monotonic() < deadline_s, [sub.stats() for sub in subscribers]
+        if block < 64:
+            for which, publisher in enumerate(publishers):
+                own = 1_000 * which + block
+                published[which].add(own)
+                publisher.publish(KVEventBatch(time.time(), (BlockStored((own,), None, (1,), 1, None),)))
+            block += 1
+        proxy.pass_on()
+        for which, sub in enumerate(subscribers):
+            sub.poll(0.002)
+            is_right(which, sub)
+    shorter, longer = (sub.stats()[0] for sub in subscribers)
+    assert shorter.other_topics > 0
+    assert (longer.other_topics, shorter.splices, longer.splices) == (0, 0, 0)
