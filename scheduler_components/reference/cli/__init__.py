@@ -8,7 +8,7 @@ from scheduler_components._lazy import lazy_names
 
 if TYPE_CHECKING:
     from scheduler_components.reference.cli.commands import COMMANDS, make_app, run_command
-    from scheduler_components.reference.cli.driver import Tally, TraceDriver, percentile
+    from scheduler_components.reference.cli.driver import Lateness, Tally, TraceDriver, percentile
     from scheduler_components.reference.cli.engine_commands import (
         DemoOptions,
         EngineOptions,
@@ -39,6 +39,7 @@ __all__ = [
     "EngineOptions",
     "Evidence",
     "HiCacheOptions",
+    "Lateness",
     "PortProbe",
     "RateWindow",
     "RunReport",
@@ -66,7 +67,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.reference.cli.commands": "COMMANDS make_app run_command",
-        "scheduler_components.reference.cli.driver": "Tally TraceDriver percentile",
+        "scheduler_components.reference.cli.driver": "Lateness Tally TraceDriver percentile",
         "scheduler_components.reference.cli.engine_commands": "DemoOptions EngineOptions HiCacheOptions engine_config",
         "scheduler_components.reference.cli.hicache_sim_command": "draw_divergence report_of",
         "scheduler_components.reference.cli.run_report": (

@@ -28,6 +28,7 @@ from scheduler_components.reference.engine import (
 
 __all__ = [
     "ChatDriver",
+    "Lateness",
     "ReasonCount",
     "Tally",
     "TokenCounts",
@@ -70,7 +71,7 @@ class Tally:
     """Kept by a driver while it runs; every request that was sent ends as finished, refused or failed.
 
     Attributes:
-        total: requests that will be sent; None while a trace of unknown length is read.
+        total: requests that will be sent; None before that is known.
         sent, finished: requests.
         refused: the scheduler could never have served them.
         failed: anything else that is no answer.
@@ -96,6 +97,23 @@ class Tally:
         self.tokens.prompt += prompt_tokens
         self.tokens.cached += cached_tokens
         self.tokens.output += output_tokens
+
+
+@dataclass(slots=True)
+class Lateness:
+    """How far sending is behind a trace, because the engine is slower than the trace asks: so many requests are open.
+
+    Attributes:
+        due_s: when the next request should be sent, on the driver's clock; None when none is to be sent.
+        max_s: real seconds that a request was sent too late, at worst.
+    """
+
+    due_s: float | None = None
+    max_s: float = 0.0
+
+    def behind_s(self, now_s: float) -> float:
+        """How long the next request has been due; 0 while sending is in time."""
+        return 0.0 if self.due_s is None else max(0.0, now_s - self.due_s)
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -221,21 +239,20 @@ class TraceDriver:
         speed: divides the trace's time.
         tally: what became of the requests.
         clock: monotonic seconds.
-        max_late_s: how far sending has fallen behind the trace at worst, in real seconds, because so many requests were
-            open: the engine is slower than the trace asks.
+        lateness: how far sending is behind.
     """
 
     front: Front
     speed: float
     tally: Tally
     clock: Callable[[], float] = time.monotonic
-    max_late_s: float = 0.0
+    lateness: Lateness = field(default_factory=Lateness)
 
     async def run(self, requests: Iterable[TraceRequest]) -> None:
         """Send each request at its time; returns when all of them have ended.
 
         Raises:
-            ConfigError: a line of the trace is wrong; what was sent before has ended.
+            ConfigError: a line of the trace is wrong, which was not when it was checked; what was sent has ended.
         """
         bad_line: ConfigError | None = None
         async with asyncio.TaskGroup() as sending:
@@ -250,11 +267,12 @@ class TraceDriver:
         places = asyncio.Semaphore(_MAX_OPEN_TRACE_REQUESTS)
         start_s = self.clock()
         for request in requests:
-            due_s = start_s + request.arrival_s / self.speed
+            due_s = self.lateness.due_s = start_s + request.arrival_s / self.speed
             await asyncio.sleep(due_s - self.clock())
             await places.acquire()
-            self.max_late_s = max(self.max_late_s, self.clock() - due_s)
+            self.lateness.max_s = max(self.lateness.max_s, self.clock() - due_s)
             sending.create_task(self._send(request)).add_done_callback(lambda _: places.release())
+        self.lateness.due_s = None
 
     async def _send(self, request: TraceRequest) -> None:
         tally, sent_s = self.tally, self.clock()

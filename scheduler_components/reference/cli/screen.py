@@ -17,7 +17,7 @@ from rich.table import Table
 from observability import ReportBoard, StreamStatsSource
 from observability.kv_stream import StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats, TierStats
-from scheduler_components.reference.cli.driver import Tally, percentile
+from scheduler_components.reference.cli.driver import Lateness, Tally, percentile
 from scheduler_components.reference.cli.run_report import RunReport
 
 __all__ = [
@@ -127,11 +127,15 @@ def make_rows(
     return rows
 
 
-def progress_text(tally: Tally, elapsed_s: float) -> str:
-    """How far the workload is."""
+_SHOWN_BEHIND_S = 1.0  # less is what a busy event loop does to every timer
+
+
+def progress_text(tally: Tally, elapsed_s: float, *, behind_s: float = 0.0) -> str:
+    """How far the workload is, and how far sending is behind its plan when it is."""
     of_total = f"/{tally.total}" if tally.total is not None else ""
     open_requests = tally.sent - tally.ended
-    return f"{elapsed_s:5.1f} s  {tally.ended}{of_total} requests done, {open_requests} open"
+    behind = f", {behind_s:.0f} s behind the trace" if behind_s > _SHOWN_BEHIND_S else ""
+    return f"{elapsed_s:5.1f} s  {tally.ended}{of_total} requests done, {open_requests} open{behind}"
 
 
 def render_table(rows: Sequence[Row], title: str) -> Table:
@@ -198,12 +202,14 @@ class RunView:
         tally: of the workload.
         board: where the ranks' newest statistics are read.
         streams: what the observer sees.
+        lateness: of the workload.
         clock: monotonic seconds.
     """
 
     tally: Tally
     board: ReportBoard
     streams: StreamStatsSource
+    lateness: Lateness = field(default_factory=Lateness)
     clock: Callable[[], float] = time.monotonic
     _start_s: float = field(init=False)
     _rates: RateWindow = field(default_factory=RateWindow)
@@ -216,7 +222,7 @@ class RunView:
         return self.clock() - self._start_s
 
     def title(self) -> str:
-        return progress_text(self.tally, self.elapsed_s)
+        return progress_text(self.tally, self.elapsed_s, behind_s=self.lateness.behind_s(self.clock()))
 
     def rows(self) -> list[Row]:
         return make_rows(self.board.read(), self.streams.stats(), rates=self._rates, now_s=self.clock())

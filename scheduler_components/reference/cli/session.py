@@ -24,7 +24,7 @@ from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.cli.driver import ChatDriver, Tally, TraceDriver
 from scheduler_components.reference.cli.run_report import Evidence, RunReport, StreamEvidence, judge, probe_ports
 from scheduler_components.reference.cli.screen import NoStreams, RunView, Screen
-from scheduler_components.reference.device import WorkloadConfig, generate_chats, open_trace
+from scheduler_components.reference.device import TraceFacts, WorkloadConfig, check_trace, generate_chats, open_trace
 from scheduler_components.reference.engine import (
     DEFAULT_HOST,
     Engine,
@@ -77,13 +77,15 @@ async def run_session(config: SessionConfig, screen: Screen) -> bool:
     """Start the engine, play or replay what is asked for, check the run, stop. False when a check failed.
 
     Raises:
-        ConfigError: the trace cannot be read.
+        ConfigError: the trace cannot be read, has no requests, or a line of it is wrong.
         StartError: a rank or the HTTP server did not start.
         EngineFailedError: a rank ended while the engine ran.
     """
-    if config.trace is not None:
-        open_trace(config.trace)  # a wrong path is refused before eight processes start
     engine_config = config.engine
+    if config.trace is not None:
+        trace = check_trace(config.trace, limit=config.limit)  # before eight processes start
+        screen.say(_trace_text(trace, engine_config.speed))
+        config = attrs.evolve(config, limit=trace.num_requests)  # what is replayed is what was checked
     screen.say(
         f"starting {engine_config.world_size} scheduler processes: dp {engine_config.dp_size} x"
         f" attention-CP {engine_config.attn_cp_size} x attention-TP {engine_config.attn_tp_size}"
@@ -98,6 +100,10 @@ async def run_session(config: SessionConfig, screen: Screen) -> bool:
                 return await _use(config, engine, url, registry, screen)
             finally:
                 engine.front.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
+
+
+def _trace_text(trace: TraceFacts, speed: float) -> str:
+    return f"trace: {trace.num_requests:,} requests, sent in {trace.duration_s / speed:,.0f} s at speed {speed:g}"
 
 
 async def _use(config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: Screen) -> bool:
@@ -126,7 +132,7 @@ async def _run_workload(
     async with _observing(url, registry) as observed:
         view = RunView(tally=tally, board=engine.stats, streams=observed.subscriber or NoStreams())
         async with screen.showing(view):
-            await _drive(config, engine, url, tally, screen)
+            await _drive(config, engine, url, view, screen)
             await engine.wait_until_idle()
         screen.show_summary(view)
         evidence = await _gather_evidence(engine, observed, tally)
@@ -164,15 +170,15 @@ async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[_Ob
             collector.close()
 
 
-async def _drive(config: SessionConfig, engine: Engine, url: str, tally: Tally, screen: Screen) -> None:
-    speed = config.engine.speed
+async def _drive(config: SessionConfig, engine: Engine, url: str, view: RunView, screen: Screen) -> None:
+    speed, tally = config.engine.speed, view.tally
     if config.trace is not None:
-        driver = TraceDriver(front=engine.front, speed=speed, tally=tally)
+        driver = TraceDriver(front=engine.front, speed=speed, tally=tally, lateness=view.lateness)
         tally.total = config.limit
         await driver.run(open_trace(config.trace, limit=config.limit))
-        if driver.max_late_s > 1:
-            late = f"{driver.max_late_s:.1f} s"
-            screen.say(f"sending fell behind the trace by up to {late}: the trace asks for more than the engine has")
+        if view.lateness.max_s > 1:
+            late = f"sending was up to {view.lateness.max_s:.1f} s behind the trace"
+            screen.say(f"speed {speed:g} could not be held: {late}, which asks for more than the engine has")
     elif config.workload is not None:
         tally.total = config.workload.num_requests
         await ChatDriver(url=url, speed=speed, tally=tally).run(generate_chats(config.workload))

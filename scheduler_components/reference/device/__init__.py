@@ -34,9 +34,11 @@ if TYPE_CHECKING:
         BLOCK_TOKENS,
         QUANTUM_S,
         Chat,
+        TraceFacts,
         TraceRequest,
         Turn,
         WorkloadConfig,
+        check_trace,
         generate_chats,
         open_trace,
         parse_trace,
@@ -61,12 +63,14 @@ __all__ = [
     "SimulatedWorkload",
     "SimulationConfig",
     "SimulationRun",
+    "TraceFacts",
     "TraceRequest",
     "Turn",
     "WorkloadConfig",
     "BLOCK_TOKENS",
     "QUANTUM_S",
     "agreement_of",
+    "check_trace",
     "generate_chats",
     "open_trace",
     "parse_trace",
@@ -86,8 +90,8 @@ __getattr__ = lazy_names(
             "SimulationRun agreement_of run_simulation"
         ),
         "scheduler_components.reference.device.workload": (
-            "BLOCK_TOKENS QUANTUM_S Chat TraceRequest Turn WorkloadConfig generate_chats open_trace parse_trace "
-            "prompt_tokens spread_arrivals"
+            "BLOCK_TOKENS QUANTUM_S Chat TraceFacts TraceRequest Turn WorkloadConfig check_trace generate_chats "
+            "open_trace parse_trace prompt_tokens spread_arrivals"
         ),
     },
 )

@@ -27,7 +27,7 @@ from functools import lru_cache
 from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import attrs
 import msgspec
@@ -39,9 +39,11 @@ __all__ = [
     "BLOCK_TOKENS",
     "QUANTUM_S",
     "Chat",
+    "TraceFacts",
     "TraceRequest",
     "Turn",
     "WorkloadConfig",
+    "check_trace",
     "generate_chats",
     "open_trace",
     "parse_trace",
@@ -61,6 +63,9 @@ BLOCK_TOKENS = 512
 QUANTUM_S = 3.0
 """Recorded arrivals are rounded to about this; requests of one timestamp arrived somewhere within it."""
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put before the first line
+_MAX_LINE_BYTES = 1 << 20  # a prompt of ten million tokens; a file without line breaks is not read into memory
+
 _TOKEN_BYTES = 4
 _KEPT_BLOCKS = 4096  # 8 MiB of tokens: the shared system prompts and the recent conversations
 _TOKEN_MASK = int.from_bytes(b"\xff\x7f\x00\x00" * BLOCK_TOKENS, "little")  # token ids below 32,768 fit any vocabulary
@@ -74,10 +79,12 @@ class WorkloadConfig:
         ConfigError: for a value that is not above 0, or a mean of less than one turn.
     """
 
-    num_requests: int = attrs.field(default=700, validator=is_integer("is not a count"))
+    num_requests: int = attrs.field(default=300, validator=is_integer("is not a count"))
     seed: int = 0
     num_system_prompts: int = attrs.field(default=6, validator=is_integer("is not a count"))
-    chats_per_s: float = attrs.field(default=16.0, validator=is_number("is not a positive number"))
+    # A third of what eight scheduler processes take on two cores: near that, requests wait for a core and not for the
+    # device, and the engine looks slow.
+    chats_per_s: float = attrs.field(default=5.0, validator=is_number("is not a positive number"))
     mean_turns: float = attrs.field(default=3.0, validator=is_number("is not a positive number"))
     mean_message_tokens: float = attrs.field(default=60.0, validator=is_number("is not a positive number"))
     mean_output_tokens: float = attrs.field(default=60.0, validator=is_number("is not a positive number"))
@@ -196,28 +203,69 @@ class TraceRequest:
         return str(self.hash_ids[min(1, len(self.hash_ids) - 1)])
 
 
+@attrs.frozen(kw_only=True)
+class TraceFacts:
+    """What a trace asks for.
+
+    Attributes:
+        num_requests: requests in it.
+        duration_s: from its start to the last arrival.
+    """
+
+    num_requests: int
+    duration_s: float
+
+
+def check_trace(path: Path, *, limit: int | None = None) -> TraceFacts:
+    """Read the first ``limit`` requests of a trace file, and check each line; holds one line in memory.
+
+    Raises:
+        ConfigError: the file cannot be read twice, has no requests, or a line of it is wrong (it is named).
+    """
+    _check_readable(path)
+    num_requests, last_s = 0, 0.0
+    with path.open("rb") as file:
+        for request in islice(parse_trace(_lines(file), name=str(path)), limit):
+            num_requests, last_s = num_requests + 1, request.arrival_s
+    if not num_requests:
+        raise ConfigError("trace", str(path), "has no requests", "give a file of Mooncake's JSON lines")
+    return TraceFacts(num_requests=num_requests, duration_s=last_s)
+
+
 def open_trace(path: Path, *, limit: int | None = None) -> Iterator[TraceRequest]:
-    """Stream the first ``limit`` requests of a trace file, arrivals spread; holds one quantum in memory.
+    """Stream the first ``limit`` requests of a trace file, arrivals spread; holds the requests of one timestamp.
 
     Raises:
         ConfigError: at once when the file cannot be read, and while streaming when a line is wrong (it is named).
     """
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError("trace", str(path), reason, "give a readable file of Mooncake's JSON lines") from error
+    _check_readable(path)
     return _stream(path, limit)
 
 
+def _check_readable(path: Path) -> None:
+    hint = "give a readable file of Mooncake's JSON lines"
+    try:
+        if path.exists() and not path.is_dir() and not path.is_file():  # opening a pipe could wait for ever
+            raise ConfigError("trace", str(path), "is not a regular file; it is read twice", hint)
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError("trace", str(path), error.strerror or str(error), hint) from error
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines; one that is too long comes in pieces, of which the first is refused."""
+    while line := file.readline(_MAX_LINE_BYTES + 1):
+        yield line
+
+
 def _stream(path: Path, limit: int | None) -> Iterator[TraceRequest]:
-    with path.open("rb") as lines:
-        yield from islice(spread_arrivals(parse_trace(lines, name=str(path))), limit)
+    with path.open("rb") as file:
+        yield from spread_arrivals(islice(parse_trace(_lines(file), name=str(path)), limit))
 
 
 def parse_trace(lines: Iterable[bytes], *, name: str = "trace") -> Iterator[TraceRequest]:
-    """Parse and check each line; blank lines are skipped.
+    """Parse and check each line; blank lines are skipped, and a byte order mark before the first.
 
     Raises:
         ConfigError: naming the line, for what is not such a request or goes back in time.
@@ -225,8 +273,12 @@ def parse_trace(lines: Iterable[bytes], *, name: str = "trace") -> Iterator[Trac
     decoder = msgspec.json.Decoder(_Line)
     index, latest_ms = 0, 0.0
     for number, text in enumerate(lines, start=1):
+        if number == 1:
+            text = text.removeprefix(_BYTE_ORDER_MARK)
         if not text.strip():
             continue
+        if len(text) > _MAX_LINE_BYTES:
+            raise _line_error(name, number, f"is longer than {_MAX_LINE_BYTES} bytes")
         try:
             line = decoder.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -128,8 +128,8 @@ def test_a_bad_trace_line_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\nnonsense\n')
     with started("serve", *TWO_BY_TWO, "--port", "0", "--trace", str(path)) as process:
-        code, _, err = finish(process)
-    assert code == 2
+        code, out, err = finish(process)
+    assert (code, out) == (2, ""), "a process was started for a trace that cannot be replayed"
     assert f"{path}:2" in err
     assert err.count("\n") == 1
 

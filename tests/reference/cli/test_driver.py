@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler_components.reference.cli import Tally, TraceDriver
+from scheduler_components.reference.cli import Lateness, Tally, TraceDriver
 from scheduler_components.reference.device import TraceRequest
 from scheduler_components.reference.engine import Front, LoadDispatcher, RankAlive, ReplicaLoad
+
+
+class FullLeader:
+    """A leader's socket that takes every request and answers none."""
+
+    def send(self, frame: bytes, flags: int) -> None:
+        pass
 
 
 class NoLeader:
@@ -28,3 +35,24 @@ def test_requests_that_no_rank_takes_are_counted_as_failed() -> None:
     asyncio.run(asyncio.wait_for(driver.run(requests), timeout=10))
     told = "rank dp0 has said nothing for 10.5 s"
     assert driver.tally.failed.reasons == [f"request 0: {told}", f"request 1: {told}"]
+
+
+def test_while_sending_is_held_up_it_is_known_how_far_it_is_behind() -> None:
+    async def scenario() -> None:
+        front = Front(leaders=[FullLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
+        tally, lateness, now_s = Tally(), Lateness(), 0.0
+        driver = TraceDriver(front=front, speed=1.0, tally=tally, lateness=lateness, clock=lambda: now_s)
+        requests = [
+            TraceRequest(index=index, arrival_s=0.0, input_length=4, output_length=2, hash_ids=(1,))
+            for index in range(513)  # one more than may be open
+        ]
+        replay = asyncio.create_task(driver.run(requests))
+        async with asyncio.timeout(30):
+            while tally.sent < 512:
+                await asyncio.sleep(0)
+        now_s = 7.0
+        assert lateness.behind_s(now_s) == 7.0
+        replay.cancel()
+        await asyncio.gather(replay, return_exceptions=True)
+
+    asyncio.run(scenario())

@@ -12,6 +12,7 @@ from rich.console import Console
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats
 from scheduler_components.reference.cli import (
+    Lateness,
     RateWindow,
     Screen,
     Tally,
@@ -75,6 +76,14 @@ def test_progress_counts_what_has_ended_and_what_is_open() -> None:
     tally.refused.add("too long")
     assert "2/10 requests done, 3 open" in progress_text(tally, 1.0)
     assert tally.tokens.hit_rate == 0.25
+
+
+def test_progress_says_how_far_sending_is_behind_and_nothing_of_a_busy_loops_delay() -> None:
+    tally, lateness = Tally(total=10), Lateness(due_s=100.0)
+    assert progress_text(tally, 1.0, behind_s=lateness.behind_s(112.3)).endswith("12 s behind the trace")
+    assert "behind" not in progress_text(tally, 1.0, behind_s=lateness.behind_s(100.2))
+    lateness.due_s = None
+    assert lateness.behind_s(1e9) == 0.0
 
 
 def test_reasons_are_bounded_and_counts_are_not() -> None:

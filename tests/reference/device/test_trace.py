@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device import (
     BLOCK_TOKENS,
+    TraceFacts,
     TraceRequest,
+    check_trace,
     open_trace,
     parse_trace,
     prompt_tokens,
@@ -128,3 +133,64 @@ def test_a_file_is_read_little_further_than_its_limit(tmp_path: Path) -> None:
 def test_a_missing_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         open_trace(tmp_path / "none.jsonl")
+
+
+def test_a_trace_is_checked_to_its_end_before_anything_is_sent(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\n".join([*(line(timestamp=1000 * second) for second in range(500)), b"nonsense"]))
+    with pytest.raises(ConfigError, match=r"trace\.jsonl:501"):
+        check_trace(path)
+    assert check_trace(path, limit=500) == TraceFacts(num_requests=500, duration_s=499.0)
+
+
+@pytest.mark.parametrize("text", [b"", b"\n \n", b"\xef\xbb\xbf\n"])
+def test_a_trace_without_requests_is_refused(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match="has no requests"):
+        check_trace(path)
+
+
+def test_a_byte_order_mark_before_the_first_line_is_no_mistake_and_elsewhere_it_is() -> None:
+    mark = b"\xef\xbb\xbf"
+    assert len(list(parse_trace([mark + line(), line()]))) == 2
+    with pytest.raises(ConfigError, match="trace:2"):
+        list(parse_trace([line(), mark + line()]))
+
+
+def test_a_file_without_line_breaks_is_not_read_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**30)  # a hole: no bytes on the disk
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"trace\.jsonl:1.*longer than"):
+            check_trace(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([b"good", b"bad", b""]), max_size=40), st.none() | st.integers(1, 50))
+@example([b"good", b"bad"], 1)
+def test_what_passed_the_check_is_what_is_replayed(kinds: list[bytes], limit: int | None) -> None:
+    """Lines of a trace: the check counts what a replay sends, and refuses what would end it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        path.write_bytes(b"\n".join(line() if kind == b"good" else kind for kind in kinds))
+        try:
+            facts = check_trace(path, limit=limit)
+        except ConfigError:
+            with pytest.raises((ConfigError, StopIteration)):
+                sent = list(open_trace(path, limit=limit))
+                next(iter(sent))
+        else:
+            assert len(list(open_trace(path, limit=limit))) == facts.num_requests
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="read twice"):
+        check_trace(pipe)

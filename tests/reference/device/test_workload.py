@@ -74,3 +74,11 @@ def test_a_size_that_cannot_work_is_named(field: str, value: float) -> None:
     with pytest.raises(ConfigError) as refused:
         WorkloadConfig(**{field: value})
     assert refused.value.field == field
+
+
+def test_the_default_chats_leave_two_cores_room_and_end_within_half_a_minute() -> None:
+    """Eight scheduler processes on two cores take some 45 requests per second; near that the first token takes long."""
+    chats = list(generate_chats(WorkloadConfig()))
+    last_s = chats[-1].start_s
+    assert sum(len(chat.turns) for chat in chats) / last_s < 25
+    assert last_s < 30
