@@ -166,14 +166,47 @@ def _bare_end() -> Messages:
     yield _END
 
 
+_STUCK_AFTER_S = 2.0
+"""A client that takes less than ``_PROGRESS`` in this time gives way to one who waits. A pause of 1.5 s is usual."""
+
+_PROGRESS = 64
+"""Messages, or 16 KiB parts of large ones: what libzmq queues for one client anyway."""
+
+_BYTES_PER_PROGRESS = 16 * 1024
+
+_MAX_WAITING = 1_024
+"""Requests that wait for a place; each costs some hundred bytes."""
+
+
 class _Cursor:
-    """One client's answer: the message to send next (None while it is being prepared), and the rest of them."""
+    """One client's answer: the message to send next (None while it is being prepared), and the rest of them.
 
-    __slots__ = ("message", "messages")
+    ``full_since_s`` is when the client began to take nothing more, None while it takes what it is given; ``num_taken``
+    is its progress since then.
+    """
 
-    def __init__(self, messages: Messages) -> None:
+    __slots__ = ("full_since_s", "is_plain", "message", "messages", "num_taken")
+
+    def __init__(self, messages: Messages, *, is_plain: bool) -> None:
         self.messages = messages
         self.message = next(messages)
+        self.is_plain = is_plain
+        self.full_since_s: float | None = None
+        self.num_taken = 0
+
+    def take(self) -> None:
+        """The client took the message: go on to the next. StopIteration when that was the last."""
+        if self.full_since_s is not None and self.message is not None:
+            self.num_taken += 1 + len(self.message[1]) // _BYTES_PER_PROGRESS
+            if self.num_taken >= _PROGRESS:
+                self.full_since_s = None
+        self.message = next(self.messages)
+
+    def has_stuck(self, now_s: float) -> bool:
+        """The client took nothing just now; True when it has hardly taken anything for a while."""
+        if self.full_since_s is None:
+            self.full_since_s, self.num_taken = now_s, 0
+        return now_s - self.full_since_s >= _STUCK_AFTER_S
 
 
 class ReplayCursors:
@@ -183,17 +216,20 @@ class ReplayCursors:
     whose start has left the window gets the folded base first, as ordinary batches numbered below the window, so
     that it ends with the whole state.
 
+    Beyond ``max_clients`` a request waits for its turn. An open client that is stuck gives way to it: it gets no end
+    marker, for a plain client would take that as "this is all". Nor does a request that has no place to wait.
+
     Args:
         stream: answered from.
         encoder: of the stream's dialect, for parts of runs in the base.
         rank: stamped on folded batches.
         framing: ``"seed"`` (every measured consumer reads it) or ``"topic"`` (SGLang's and vLLM's of today).
         topic: the topic frame of the ``topic`` framing.
-        max_clients: open answers at once; a request beyond them gets a bare end marker and is counted.
+        max_clients: open answers at once.
 
     Attributes:
         num_served, num_batches, num_refused, num_truncated: answers ended, batches in them, requests that were
-            malformed or over the limit, and answers cut before their end.
+            malformed or had no place to wait, and answers cut before their end.
 
     Raises:
         ConfigError: unknown framing.
@@ -208,6 +244,7 @@ class ReplayCursors:
         "_prefix",
         "_rank",
         "_stream",
+        "_waiting",
         "num_batches",
         "num_refused",
         "num_served",
@@ -233,6 +270,7 @@ class ReplayCursors:
         self._end_prefix: tuple[bytes, ...] = (b"", b"") if framing == "topic" else (b"",)
         self._max_clients = max_clients
         self._cursors: OrderedDict[bytes, _Cursor] = OrderedDict()
+        self._waiting: OrderedDict[bytes, Request] = OrderedDict()
         self._pinning: set[bytes] = set()
         self.num_served = self.num_batches = self.num_refused = self.num_truncated = 0
 
@@ -250,18 +288,34 @@ class ReplayCursors:
         A client that asks again before its answer is done starts over: its earlier answer would be stale.
         """
         client = frames[0]
-        self.drop(client)
         try:
             if len(frames) != 3 or frames[1]:
                 raise DecodeError(f"a replay request of {len(frames)} frames")
-            if len(self._cursors) >= self._max_clients:
-                raise DecodeError("too many replay clients")
             request = Request.parse(frames[2])
-            messages = self._plain(client, request.start) if request.verb is None else self._extended(client, request)
         except DecodeError:
             self.num_refused += 1
-            messages = _bare_end()
-        self._cursors[client] = _Cursor(messages)
+            self.drop(client)
+            self._cursors[client] = _Cursor(_bare_end(), is_plain=True)
+            return
+        self._forget(client)
+        if client in self._waiting or len(self._waiting) < _MAX_WAITING:
+            self._waiting[client] = request  # one that waits already keeps its turn
+            self._admit()
+        else:
+            self.num_refused += 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._waiting)
+
+    def _admit(self) -> None:
+        """Open answers of those who wait, while there are places."""
+        while self._waiting and len(self._cursors) < self._max_clients:
+            client, request = self._waiting.popitem(last=False)
+            is_plain = request.verb is None
+            messages = self._plain(client, request.start) if is_plain else self._extended(client, request)
+            self._cursors[client] = _Cursor(messages, is_plain=is_plain)
 
     def _plain(self, client: bytes, start: int) -> Messages:
         stream = self._stream
@@ -374,29 +428,51 @@ class ReplayCursors:
         if cursor.message is not None and cursor.message[0] != END_SEQ:
             self.num_batches += 1
         try:
-            cursor.message = next(cursor.messages)
+            cursor.take()
         except StopIteration:
             del self._cursors[client]
             self.num_served += 1
+            self._admit()
             return True
         return False
 
+    def full(self, client: bytes, now_s: float) -> None:
+        """``client`` can take no message now. When it has been stuck for a while, it gives way to one who waits."""
+        if self._cursors[client].has_stuck(now_s) and self._waiting:
+            self.num_truncated += 1
+            self.drop(client)
+
     def cut_short(self) -> None:
-        """Let every open answer end with a bare end marker now: the publisher is closing."""
-        self._cut(self.clients)
+        """Let every open answer end with a bare end marker now: the publisher is closing. Who waits gets nothing."""
+        self._waiting.clear()
+        for client in self.clients:
+            self._cut(client)
 
     def cut_pinned(self) -> None:
-        """Let the answers that keep the base from folding end so: their clients take too long, and ask again."""
-        self._cut(tuple(self._pinning))
+        """Cut the answers that keep the base from folding: their clients take too long, and must ask again.
 
-    def _cut(self, clients: tuple[bytes, ...]) -> None:
-        for client in clients:
-            self.drop(client)
-            self._cursors[client] = _Cursor(_bare_end())
-            self.num_truncated += 1
+        An extended client is told by a bare end marker. To a plain one that would say that this was all.
+        """
+        for client in tuple(self._pinning):
+            if self._cursors[client].is_plain:
+                self.num_truncated += 1
+                self.drop(client)
+            else:
+                self._cut(client)
+
+    def _cut(self, client: bytes) -> None:
+        self._forget(client)
+        self._cursors[client] = _Cursor(_bare_end(), is_plain=True)
+        self.num_truncated += 1
 
     def drop(self, client: bytes) -> None:
         """Forget a client that is gone."""
+        self._waiting.pop(client, None)
+        self._forget(client)
+        self._admit()
+
+    def _forget(self, client: bytes) -> None:
+        """Close its answer without opening another."""
         cursor = self._cursors.pop(client, None)
         if cursor is not None:
             cursor.messages.close()

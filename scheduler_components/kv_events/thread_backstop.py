@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import threading
+import weakref
 from typing import Protocol
 
 __all__ = ["Backstop", "Drained", "Look"]
@@ -30,6 +31,7 @@ class Look(enum.Enum):
 
     DRAINING = "the scheduler drains by itself: look again in a while, and leave the sockets to it"
     BUSY = "drained, and there is more to do at once"
+    WAITING = "drained, and something is to be done when time has passed"
     QUIET = "drained, and nothing is left"
 
 
@@ -49,7 +51,8 @@ class Backstop:
     """Owns one daemon thread and a wake-up pipe; ``start`` makes them, ``stop`` ends them.
 
     Args:
-        drained: asked on every look.
+        drained: asked on every look. It is not kept alive: a publisher that nobody else holds is closed by its
+            finalizer, which may run on this thread.
         watched_fds: file descriptors that become readable when a peer wants something.
         name: the thread's name.
 
@@ -57,15 +60,25 @@ class Backstop:
         has_ended: True once the thread is gone, stopped or dead; a caller must not count on it any more.
     """
 
-    __slots__ = ("_looking", "_name", "_pipe", "_stopping", "_thread", "_drained", "_watched_fds", "has_ended")
+    __slots__ = (
+        "_drained",
+        "_ends_itself",
+        "_looking",
+        "_name",
+        "_pipe",
+        "_stopping",
+        "_thread",
+        "_watched_fds",
+        "has_ended",
+    )
 
     def __init__(self, drained: Drained, *, watched_fds: tuple[int, ...], name: str) -> None:
-        self._drained = drained
+        self._drained = weakref.ref(drained)
         self._watched_fds = watched_fds
         self._name = name
         self.has_ended = False
         self._looking = False
-        self._stopping = False
+        self._stopping = self._ends_itself = False
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
 
@@ -95,18 +108,28 @@ class Backstop:
         return not self.has_ended
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread and close the pipe; False when it did not end within ``timeout_s``."""
+        """End the thread and close the pipe; False when it did not end within ``timeout_s``.
+
+        On the thread itself: True, and it ends, and closes the pipe, without another look.
+        """
         if self._thread is None or self._pipe is None:
             return True
         self._stopping = True
+        if self._thread is threading.current_thread():
+            self._ends_itself = True
+            return True
         self._wake()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
-        for descriptor in self._pipe:
-            os.close(descriptor)
-        self._thread = self._pipe = None
+        self._close_pipe()
+        self._thread = None
         return True
+
+    def _close_pipe(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        for descriptor in pipe or ():
+            os.close(descriptor)
 
     def _wake(self) -> None:
         if self._pipe is None:
@@ -132,24 +155,36 @@ class Backstop:
             _log.exception("the KV-event backstop died: batches go out, and replays are served, inside publish() only")
         finally:
             self.has_ended = True
-            self._drained.stop_deferring()
+            self._stop_deferring()
+            if self._ends_itself:
+                self._close_pipe()
+
+    def _drain_if_stalled(self) -> Look:
+        """No reference to who is drained outlives this call. Whoever is gone leaves nothing to look at."""
+        drained = self._drained()
+        return Look.QUIET if drained is None else drained.drain_if_stalled()
+
+    def _stop_deferring(self) -> None:
+        drained = self._drained()
+        if drained is not None:
+            drained.stop_deferring()
 
     def _look(self, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
         """Look until there has been nothing to do for a while."""
         quiet_looks = 0
         while not self._stopping:
-            found = self._drained.drain_if_stalled()
+            found = self._drain_if_stalled()
             quiet_looks = quiet_looks + 1 if found is Look.QUIET else 0
             if quiet_looks > _LOOKS_BEFORE_SLEEP:
                 self._looking = False
-                self._drained.stop_deferring()
+                self._stop_deferring()
                 # A batch may have been deferred just before the flags fell: its publisher saw them still set.
-                if self._drained.drain_if_stalled() is Look.QUIET:
+                if self._drain_if_stalled() is Look.QUIET:
                     return
                 self._looking = True
             if found is Look.DRAINING:
                 _wait(woken, reader, _LOOK_EVERY_MS)
-            elif found is Look.QUIET:
+            elif found is not Look.BUSY:
                 _wait(woken_or_asked, reader, _LOOK_EVERY_MS)
 
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import atexit
 import enum
+import inspect
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 
 import msgspec
@@ -82,6 +84,7 @@ class ZmqLiveSender:
     __slots__ = (
         "_encoder",
         "_is_failing",
+        "_is_torn",
         "_is_overflowing",
         "_max_pending",
         "_rank",
@@ -114,7 +117,7 @@ class ZmqLiveSender:
         self._stream = stream
         self._rank = rank
         self._max_pending = max_pending
-        self._is_overflowing = self._is_failing = False
+        self._is_overflowing = self._is_failing = self._is_torn = False
         self.pending: deque[EventBatch] = deque()
         self.num_batches = self.num_events = self.num_bytes = self.num_refused = 0
         self.num_collapsed = self.num_dropped = 0
@@ -130,7 +133,7 @@ class ZmqLiveSender:
 
     def send_until(self, deadline: float) -> None:
         """Send what is pending until ``deadline`` (``time.monotonic``)."""
-        while self.pending and time.monotonic() < deadline:
+        while self.pending and not self._is_torn and time.monotonic() < deadline:
             self._send_batch(self.pending.popleft())
 
     def drop_pending(self) -> None:
@@ -184,6 +187,11 @@ class ZmqLiveSender:
                 self._is_failing = True
                 _log.error("KV events cannot be sent any more: %s", error)
             return
+        except BaseException:
+            # A signal handler raised, perhaps between two frames. To send more would continue that message; to close
+            # takes it back.
+            self._is_torn = True
+            raise
         self.num_batches += 1
         self.num_events += len(events)
         self.num_bytes += len(payload)
@@ -242,22 +250,22 @@ class ZmqReplayServer:
         """Becomes readable when a client asks, or can take more."""
         return int(self._socket.getsockopt(zmq.FD))
 
-    def serve_slice(self, *, is_waiting: bool = False) -> bool:
+    def serve_slice(self, now_s: float, *, is_waiting: bool = False) -> bool:
         """Take requests and send at most a slice of answers; True while there is more to do right away.
 
-        ``is_waiting`` says that the scheduler has time: the slice is a large one.
+        ``now_s`` is ``time.monotonic``; ``is_waiting`` says that the scheduler has time: the slice is a large one.
         """
         if self._has_failed:
             return False
         try:
-            return self._serve_slice(_SENDS_PER_LARGE_SLICE if is_waiting else _SENDS_PER_SLICE)
+            return self._serve_slice(_SENDS_PER_LARGE_SLICE if is_waiting else _SENDS_PER_SLICE, now_s)
         except zmq.ZMQError as error:
             # Only somebody who closed a shared context can have done this. A scheduler does not stop for it.
             self._has_failed = True
             _log.error("KV events cannot be replayed any more: %s", error)
             return False
 
-    def _serve_slice(self, sends_left: int) -> bool:
+    def _serve_slice(self, sends_left: int, now_s: float) -> bool:
         asked = 0
         while asked < _REQUESTS_PER_SLICE and self._is_readable():
             asked += 1
@@ -265,7 +273,7 @@ class ZmqReplayServer:
         if not len(self.cursors):
             return asked == _REQUESTS_PER_SLICE
         for client in self.cursors.clients:
-            sends_left = self._serve(client, sends_left)
+            sends_left = self._serve(client, sends_left, now_s)
             if not sends_left:
                 return True
         # A client that cannot take more wakes the socket's descriptor when it can; only a request is work for now.
@@ -274,7 +282,7 @@ class ZmqReplayServer:
     def _is_readable(self) -> bool:
         return bool(int(self._events(_EVENTS)) & _POLLIN)
 
-    def _serve(self, client: bytes, sends_left: int) -> int:
+    def _serve(self, client: bytes, sends_left: int, now_s: float) -> int:
         """Send to one client until it is done, is full, or the slice is used up; returns the sends left."""
         done = False
         while sends_left and not done:
@@ -283,6 +291,7 @@ class ZmqReplayServer:
                 if message is not None:
                     self._socket.send_multipart(message, zmq.NOBLOCK)
             except zmq.Again:
+                self.cursors.full(client, now_s)
                 break
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -302,13 +311,17 @@ class ZmqReplayServer:
 
         Both are times of ``time.monotonic``.
         """
-        while (self.serve_slice() or len(self.cursors)) and not self._has_failed and time.monotonic() < until:
+        while (
+            (self.serve_slice(now_s := time.monotonic()) or len(self.cursors))
+            and not self._has_failed
+            and now_s < until
+        ):
             if len(self.cursors) and not self._socket.poll(_CLOSE_POLL_MS, zmq.POLLOUT | zmq.POLLIN):
                 break
         if not self._has_failed:
             self.cursors.cut_short()
             for client in self.cursors.clients:
-                self._serve(client, 1)
+                self._serve(client, 1, deadline)
         self._socket.close(linger=max(0, int((deadline - time.monotonic()) * 1000)))
 
 
@@ -384,7 +397,12 @@ class ZmqStreamEdge:
         if has_looked and not len(self._cursors):
             return False
         self._looked_at_s = now_s
-        return self._replay.serve_slice(is_waiting=reason is DrainReason.WAIT)
+        return self._replay.serve_slice(now_s, is_waiting=reason is DrainReason.WAIT)
+
+    @property
+    def has_waiting(self) -> bool:
+        """True while a replay client waits for another to go on or to be stuck for long enough."""
+        return self._cursors.num_waiting > 0
 
     def count_peers(self) -> bool:
         """Take a bounded number of reports of who connected; True while there may be more."""
@@ -402,7 +420,8 @@ class ZmqStreamEdge:
         self.sockets.release()
         was_cut = time.monotonic() >= deadline
         if was_cut:
-            _log.warning("a peer of %s had not taken all KV events when the deadline passed", self.sockets.endpoint)
+            text = "%s closed at its deadline: a peer had not taken all of %d batches handed to libzmq (KV events)"
+            _log.warning(text, self.sockets.endpoint, self.live.num_batches)
         return was_cut
 
     def stats(self, lag_s: float) -> PublisherStats:
@@ -488,16 +507,42 @@ _LET_GO_S = 1.0
 class CloseReport(msgspec.Struct, frozen=True):
     """What ``close`` could still do.
 
+    A PUB socket never says what arrived: a subscriber that is slower than its queue misses batches without a word,
+    and finds out by their numbers.
+
     Attributes:
-        batches_sent: handed to the PUB socket over the publisher's whole life.
-        batches_dropped: accepted and never sent, over the same time.
-        was_cut: True when the deadline passed before every peer had taken all that was sent to it: a slow or stopped
-            subscriber has missed the end of the stream.
+        batches_handed_over: handed to libzmq over the publisher's whole life, which is not delivered.
+        batches_dropped: accepted and never handed over, over the same time.
+        was_cut: True when the deadline passed before every peer had taken what libzmq still had for it: a slow or
+            stopped subscriber has missed the end of the stream. False: it all went into the peers' connections.
+        is_under_way: True when ``close`` was called by a signal handler inside the ``publish()`` or ``idle()`` that
+            has the sockets: that call closes them at its end, and a second ``close`` then returns what came of it.
     """
 
-    batches_sent: int
+    batches_handed_over: int
     batches_dropped: int
     was_cut: bool = False
+    is_under_way: bool = False
+
+
+_open_publishers: weakref.WeakSet[ZmqEventPublisher] = weakref.WeakSet()
+
+
+@atexit.register
+def _shutdown_all() -> None:
+    """At exit, what still is open sends its tail. Weak, for a publisher that nobody holds any more closes itself."""
+    for publisher in tuple(_open_publishers):
+        publisher.shutdown()
+
+
+def _close_abandoned(edge: ZmqStreamEdge, backstop: Backstop, owner_pid: int) -> None:
+    """Close what a publisher had that was dropped without ``shutdown()``, on whatever thread collected it."""
+    if os.getpid() != owner_pid:
+        return
+    _log.warning("the KV-event publisher of %s was dropped without shutdown()", edge.sockets.endpoint)
+    if backstop.stop(_LET_GO_S):
+        edge.close(time.monotonic() + _LET_GO_S)
+        edge.live.drop_pending()
 
 
 class ZmqEventPublisher(EventPublisher):
@@ -555,12 +600,15 @@ class ZmqEventPublisher(EventPublisher):
         self._num_close_calls = 0
         self._called_at_s = self._drained_at_s = 0.0
         self._closed: CloseReport | None = None
+        self._close_by_s: float | None = None
         self._edge = open_stream_edge(settings, attn_dp_rank, context)  # noqa: SCH008 a publisher of SGLang's name listens once it is made
         self._pending = self._edge.live.pending
         self.endpoint = self._edge.sockets.endpoint
         self.replay_endpoint = self._edge.sockets.replay_endpoint
         self._start_backstop()
-        atexit.register(self.shutdown)
+        self._finalizer = weakref.finalize(self, _close_abandoned, self._edge, self._backstop, self._pid)
+        self._finalizer.atexit = False
+        _open_publishers.add(self)
         tell_of_forks(self)
         if settings.seq_base == "clock":
             self.publish(KVEventBatch(ts=time.time(), events=(AllBlocksCleared(),)))
@@ -581,7 +629,7 @@ class ZmqEventPublisher(EventPublisher):
         Batches keep their order. What waits goes out within some ten milliseconds when nothing is called any more.
 
         Raises:
-            PublisherClosedError: after ``shutdown()``.
+            PublisherClosedError: after ``shutdown()``, and for a batch that a signal handler's ``shutdown()`` overtook.
             ForkedPublisherError: in a child process: the sockets and the stream are the parent's.
         """
         if self._may_defer:
@@ -642,27 +690,46 @@ class ZmqEventPublisher(EventPublisher):
 
     def _drain(self, reason: DrainReason) -> None:
         self._drained_at_s = time.monotonic()
-        # Never waits: the owner looks at the pending batches again after it has let go.
-        while self._closed is None and self._owner.acquire(blocking=False):
-            try:
-                unfinished = self._edge.drain(reason, self._drained_at_s)
-            finally:
-                self._owner.release()
-            if unfinished:
-                self._backstop.watch()
-            if not self._pending:
-                return
+        try:
+            # Never waits: the owner looks at the pending batches again after it has let go.
+            while self._closed is None and self._owner.acquire(blocking=False):
+                try:
+                    unfinished = self._edge.drain(reason, self._drained_at_s)
+                finally:
+                    self._owner.release()
+                if unfinished:
+                    self._backstop.watch()
+                if not self._pending:
+                    return
+        finally:
+            if self._close_by_s is not None:  # by a signal handler, meanwhile
+                self._close_edge()
+        if self._closed is not None and not self._closed.is_under_way and self._pending:
+            # Accepted while a signal handler closed: nobody would send it any more.
+            self._edge.live.drop_pending()
+            raise PublisherClosedError("publish() after shutdown(): the batch was not taken")
 
     def drain_if_stalled(self) -> Look:
         """The backstop's look: drain when the scheduler has not drained lately."""
         now = time.monotonic()
-        if now - self._drained_at_s < _STALLED_AFTER_S or not self._owner.acquire(blocking=False):
+        if now - self._drained_at_s < _STALLED_AFTER_S:
             return Look.DRAINING
-        try:
-            unfinished = self._edge.drain(DrainReason.STALL, now) | self._edge.count_peers()
-        finally:
-            self._owner.release()
-        return Look.BUSY if unfinished or self._pending else Look.QUIET
+        unfinished = False
+        while self._closed is None:
+            if not self._owner.acquire(blocking=False):
+                return Look.DRAINING
+            try:
+                unfinished = self._edge.drain(DrainReason.STALL, now) | self._edge.count_peers()
+            finally:
+                self._owner.release()
+            # A publish() that found the sockets taken has left its batch to whoever had them: that is us.
+            if not self._pending:
+                break
+        if self._close_by_s is not None:
+            self._close_edge()
+        if unfinished or self._pending:
+            return Look.BUSY
+        return Look.WAITING if self._edge.has_waiting else Look.QUIET
 
     def shutdown(self) -> None:
         """``close`` within ``SHUTDOWN_TIMEOUT`` seconds; safe to call twice."""
@@ -672,29 +739,53 @@ class ZmqEventPublisher(EventPublisher):
         """Send what is pending, end open replays with their end marker, let go of sockets, thread and context.
 
         Never raises for what the network does, and returns within about ``deadline_s``; a second call returns the
-        first one's report. In a child process it does nothing: the sockets are the parent's.
+        first one's report. In a child process it does nothing: the sockets are the parent's. A signal handler may
+        call it, also inside ``publish()``: it then returns at once, and that ``publish()`` closes.
         """
         if self._closed is not None:
             return self._closed
-        live = self._edge.live
-        self._closed = CloseReport(live.num_batches, live.num_dropped)
+        self._closed = self._report(is_under_way=True)
         self._may_defer = False
-        atexit.unregister(self.shutdown)
+        self._finalizer.detach()
+        _open_publishers.discard(self)
         if self._is_forked:
+            self._closed = self._report()
             return self._closed
-        deadline = time.monotonic() + deadline_s
-        was_cut = True
+        close_by_s = time.monotonic() + deadline_s
         patience_s = max(deadline_s, _LET_GO_S)
-        if self._backstop.stop(patience_s) and self._owner.acquire(timeout=patience_s):
-            try:
-                was_cut = self._edge.close(deadline)
-            finally:
-                self._owner.release()
-        else:
-            _log.error("a thread did not let go of the KV-event sockets of %s: they stay open", self.endpoint)
-        live.drop_pending()
-        self._closed = CloseReport(live.num_batches, live.num_dropped, was_cut)
+        has_ended = self._backstop.stop(patience_s)
+        # From here on, whoever has the sockets closes them when it lets go: perhaps the call that this one interrupts.
+        self._close_by_s = close_by_s
+        if not has_ended or not self._close_edge(0.0 if self._interrupts_a_drain() else patience_s):
+            _log.info("the KV-event sockets of %s are in use: they are closed after that", self.endpoint)
         return self._closed
+
+    def _report(self, *, was_cut: bool = False, is_under_way: bool = False) -> CloseReport:
+        live = self._edge.live
+        return CloseReport(live.num_batches, live.num_dropped, was_cut, is_under_way)
+
+    def _close_edge(self, patience_s: float = 0.0) -> bool:
+        """Close the sockets, once; False when somebody has them, who closes them then."""
+        if not self._owner.acquire(timeout=patience_s):
+            return False
+        try:
+            if self._close_by_s is not None:
+                close_by_s, self._close_by_s = self._close_by_s, None
+                was_cut = self._edge.close(close_by_s)
+                self._edge.live.drop_pending()
+                self._closed = self._report(was_cut=was_cut)
+        finally:
+            self._owner.release()
+        return True
+
+    def _interrupts_a_drain(self) -> bool:
+        """True in a signal handler that stands on top of this publisher's own drain, which cannot end before it."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is ZmqEventPublisher._drain.__code__ and frame.f_locals["self"] is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def stats(self) -> PublisherStats:
         """Counters since the publisher was opened."""

@@ -111,9 +111,9 @@ def test_shutdown_with_a_long_backlog_loses_nothing_of_a_prompt_reader(start_pub
     publisher.read()
     report = publisher.read()
     assert (report["batches_dropped"], report["was_cut"]) == (0, False)
-    while numbers[-1] != report["batches_sent"] - 1:
+    while numbers[-1] != report["batches_handed_over"] - 1:
         numbers.append(number(reader.recv_multipart()))
-    assert numbers == list(range(numbers[0], report["batches_sent"]))
+    assert numbers == list(range(numbers[0], report["batches_handed_over"]))
     assert len(numbers) >= 100_000
 
 

@@ -122,7 +122,7 @@ if child == 0:
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 publisher.publish(batch)
 report = publisher.close(10.0)
-print(code, report.batches_sent, report.batches_dropped)
+print(code, report.batches_handed_over, report.batches_dropped)
 """
 
 

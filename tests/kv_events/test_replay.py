@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
 from scheduler_components.kv_events import (
@@ -201,11 +202,114 @@ def test_a_malformed_request_gets_a_bare_end_marker(frames: list[bytes]) -> None
     assert cursors.num_refused == 1
 
 
-def test_one_client_too_many_gets_a_bare_end_marker() -> None:
+def test_one_client_too_many_waits_for_its_turn() -> None:
     cursors = cursors_of(stream_of(3), max_clients=1)
     ask(cursors, 0)
     ask(cursors, 0, b"d")
-    assert (len(answer(cursors, b"d")), len(answer(cursors)), cursors.num_refused) == (1, 4, 1)
+    assert (cursors.clients, cursors.num_waiting) == ((b"c",), 1)
+    assert [numbers(answer(cursors)), numbers(answer(cursors, b"d"))] == [[0, 1, 2, -1]] * 2
+    assert (cursors.num_served, cursors.num_refused, cursors.num_waiting) == (2, 0, 0)
+
+
+def test_who_waits_keeps_its_turn_and_may_change_what_it_asks() -> None:
+    cursors = cursors_of(stream_of(3), max_clients=1)
+    for client, start in ((b"a", 0), (b"b", 0), (b"c", 0), (b"b", 2)):
+        ask(cursors, start, client)
+    answer(cursors, b"a")
+    assert cursors.clients == (b"b",)
+    assert numbers(answer(cursors, b"b")) == [2, -1]
+
+
+def test_without_a_place_to_wait_there_is_no_answer_that_could_be_mistaken() -> None:
+    cursors = cursors_of(stream_of(3), max_clients=1)
+    for number in range(3_000):
+        ask(cursors, 0, b"%d" % number)
+    assert len(cursors) == 1
+    assert cursors.num_waiting + cursors.num_refused == 2_999
+    assert cursors.num_refused > 0
+
+
+CROWD_STREAM = stream_of(300, max_steps=300)
+CROWD_QUEUE = 3
+"""Messages that the crowd's sockets hold for a client that does not read."""
+
+
+class Crowd(RuleBasedStateMachine):
+    """Clients that read, pause or never read, more than there are places; a server as the publisher's, without sockets.
+
+    A plain client that reads on gets all batches and then the end; whoever gets an end marker has got all before it.
+    """
+
+    clients = st.sampled_from([b"%d" % number for number in range(6)])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cursors = cursors_of(CROWD_STREAM, max_clients=2)
+        self.queues: dict[bytes, list[int]] = {}
+        self.received: dict[bytes, list[int]] = {}
+        self.asked: set[bytes] = set()
+        self.now_s = 0.0
+
+    @rule(client=clients)
+    def ask(self, client: bytes) -> None:
+        ask(self.cursors, 0, client)
+        self.queues[client], self.received[client] = [], []
+        self.asked.add(client)
+
+    @rule(sends=st.integers(1, 40))
+    def serve(self, sends: int) -> None:
+        """What ``ZmqReplayServer`` does in a slice."""
+        for client in self.cursors.clients:
+            while client in self.cursors.clients:
+                message = self.cursors.message(client)
+                assert message is not None
+                if len(self.queues[client]) >= CROWD_QUEUE:
+                    self.cursors.full(client, self.now_s)
+                    break
+                if not sends:
+                    return
+                sends -= 1
+                self.queues[client].append(int.from_bytes(message[-2], "big", signed=True))
+                if self.cursors.sent(client):
+                    break
+            self.cursors.rotate(client)
+
+    @rule(client=clients, count=st.integers(1, 400))
+    def read(self, client: bytes, count: int) -> None:
+        queue = self.queues.get(client, [])
+        self.received.get(client, []).extend(queue[:count])
+        del queue[:count]
+
+    @rule(seconds=st.floats(0.1, 3.0))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @invariant()
+    def no_end_marker_comes_early(self) -> None:
+        for client in self.asked:
+            got = [*self.received[client], *self.queues[client]]
+            assert got == [*range(300), -1][: len(got)]
+
+    @invariant()
+    def there_are_never_more_open_than_places(self) -> None:
+        assert len(self.cursors) <= 2
+
+    @rule(client=clients)
+    def ask_and_read_on(self, client: bytes) -> None:
+        """However many are stuck or drip: a new client that reads gets all of it, after a bounded time."""
+        self.ask(client)
+        began_s = self.now_s
+        while self.received[client][-1:] != [-1]:
+            self.serve(40)
+            self.read(client, 400)
+            for other in self.asked - {client}:
+                self.read(other, 1)  # a drip, which is hardly progress
+            self.now_s += 0.1
+            assert self.now_s - began_s < 20.0
+
+
+TestCrowd = Crowd.TestCase
+TestCrowd.settings = settings(deadline=None, max_examples=30, stateful_step_count=20)
 
 
 def test_an_answer_covers_what_had_been_sent_when_it_was_asked_for() -> None:
@@ -348,7 +452,8 @@ def test_who_holds_the_base_up_is_cut_and_nobody_else() -> None:
         cursors.sent(b"slow and plain")
     add(stream, 10)
     cursors.cut_pinned()
-    assert [numbers(answer(cursors, client)) for client in (b"slow", b"slow and plain")] == [[-1], [-1]]
+    # To a plain client an end marker would say that this was all.
+    assert [numbers(answer(cursors, client)) for client in (b"slow", b"slow and plain")] == [[-1], []]
     assert numbers(answer(cursors, b"prompt")) == [*range(25, 30), -1]
     assert (stream.pins, cursors.num_truncated) == (0, 2)
 

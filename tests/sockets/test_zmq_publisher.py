@@ -118,7 +118,7 @@ def test_a_burst_is_not_held_back_until_it_overflows(opened: Open, max_queue_siz
     publisher = opened(max_queue_size=max_queue_size)
     for number in range(50):
         publisher.publish(batch(number))
-    assert publisher.close(10.0).batches_sent == 50
+    assert publisher.close(10.0).batches_handed_over == 50
     assert publisher.stats().batches_collapsed == 0
 
 
@@ -247,7 +247,7 @@ def test_shutdown_sends_what_is_pending_and_lets_go(opened: Open, subscribe: Sub
     publisher.publish(batch(1))
     report = publisher.close(5.0)
     assert number_of(subscriber.recv_multipart()) == 1
-    assert (report.batches_sent, report.batches_dropped) == (sent_before + 1, 0)
+    assert (report.batches_handed_over, report.batches_dropped) == (sent_before + 1, 0)
     assert publisher.close(5.0) == report
     publisher.shutdown()
     with pytest.raises(PublisherClosedError):
@@ -544,5 +544,5 @@ def test_a_forked_child_cannot_publish_and_its_parent_does_not_notice(
 def test_a_close_without_any_time_still_closes(opened: Open) -> None:
     publisher = opened()
     publisher.publish(batch(1))
-    assert publisher.close(0.0).batches_sent == 1
+    assert publisher.close(0.0).batches_handed_over == 1
     opened(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)

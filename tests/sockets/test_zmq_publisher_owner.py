@@ -1,0 +1,252 @@
+"""Who has the publisher's sockets, and who closes them. Property: what is accepted is never left to a timer, a close
+in the middle of a drain costs no wait and leaves nothing open, and neither does a publisher that nobody holds."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import zmq
+
+from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, KVEventBatch, PublisherClosedError
+from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher, zmq_publisher
+from scheduler_components.kv_events.thread_backstop import Backstop, Look
+
+Open = Callable[..., ZmqEventPublisher]
+Eventually = Callable[[Callable[[], object]], None]
+OpenSocket = Callable[[int], zmq.Socket[bytes]]
+Subscribe = Callable[..., zmq.Socket[bytes]]
+Connected = Callable[..., int]
+
+
+LISTENING = KVEventsConfig(bind=True)
+
+
+def batch(number: int) -> KVEventBatch:
+    return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
+
+
+def open_files() -> set[Path]:
+    return set(Path("/proc/self/fd").iterdir())
+
+
+class Interrupting(tuple[KVCacheEvent, ...]):
+    """Events in whose encoding something else happens, as in a signal handler: once, on the thread that drains."""
+
+    __slots__ = ()
+    handlers: ClassVar[list[Callable[[], object]]] = []
+
+    def __iter__(self) -> Iterator[KVCacheEvent]:
+        while self.handlers:
+            self.handlers.pop()()
+        return super().__iter__()
+
+
+def interrupted(number: int, handler: Callable[[], object]) -> EventBatch:
+    Interrupting.handlers.append(handler)
+    return EventBatch(1.0, Interrupting((BlockRemoved((number,)),)))
+
+
+class SleepingBackstop(Backstop):
+    """Never looks: the test does."""
+
+    def start(self) -> None:
+        """Make no thread."""
+
+    def watch(self) -> bool:
+        return True
+
+
+# Between the last look at the pending batches and letting go, a publish() finds the sockets taken.
+
+
+@pytest.mark.parametrize("looks", ["backstop", "idle", "publish"])
+def test_what_came_while_the_sockets_were_taken_goes_out_when_they_are_let_go(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, looks: str
+) -> None:
+    monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
+    publisher = opened()
+    late = [batch(1), batch(2)]
+    serve_slice = zmq_publisher.ZmqReplayServer.serve_slice
+
+    def serve_late(server: zmq_publisher.ZmqReplayServer, now_s: float, *, is_waiting: bool = False) -> bool:
+        """Replays are served after the pending batches were looked at: so long the scheduler may publish."""
+        if late:
+            publisher.publish(late.pop())
+        return serve_slice(server, now_s, is_waiting=is_waiting)
+
+    monkeypatch.setattr(zmq_publisher.ZmqReplayServer, "serve_slice", serve_late)
+    if looks == "backstop":
+        monkeypatch.setattr(zmq_publisher, "_STALLED_AFTER_S", 0.0)
+        publisher.drain_if_stalled()
+    elif looks == "idle":
+        publisher.idle()
+    else:
+        publisher.publish(batch(0))
+    assert publisher.stats().batches_pending == 0
+    assert publisher.stats().batches_sent >= 1
+
+
+# close() inside a drain, as from a signal handler.
+
+
+def close_from_a_signal(publisher: ZmqEventPublisher, found: list[object]) -> None:
+    """The handler runs on this thread, in the middle of whatever it does."""
+
+    def handle(*_: object) -> None:
+        report = publisher.close(60.0)
+        found.append((report.is_under_way, publisher.close(60.0) == report))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("call", ["publish", "idle"])
+def test_a_signal_handler_closes_inside_a_drain_without_waiting_for_itself(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def never_wait(publisher: ZmqEventPublisher, patience_s: float = 0.0) -> bool:
+        assert patience_s == 0.0, "this wait could only be for itself"
+        return close_edge(publisher, patience_s)
+
+    close_edge = ZmqEventPublisher._close_edge
+    publisher = opened()
+    before = open_files()
+    monkeypatch.setattr(ZmqEventPublisher, "_close_edge", never_wait)
+    found: list[object] = []
+    if call == "idle":
+        publisher.publish(batch(0))
+        publisher.idle()
+        publisher.publish(interrupted(1, lambda: close_from_a_signal(publisher, found)))  # waits for the next idle()
+        publisher.idle()
+    else:
+        publisher.publish(interrupted(1, lambda: close_from_a_signal(publisher, found)))
+    assert found == [(True, True)]
+    report = publisher.close(60.0)
+    num_sent = 2 if call == "idle" else 1
+    assert (report.batches_handed_over, report.batches_dropped, report.is_under_way) == (num_sent, 0, False)
+    assert not report.was_cut
+    assert open_files() < before
+    opened(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+    with pytest.raises(PublisherClosedError):
+        publisher.publish(batch(2))
+
+
+class LeaveError(Exception):
+    """What a handler raises to leave the program."""
+
+
+def test_a_handler_that_closes_and_raises_leaves_nothing_open(opened: Open) -> None:
+    publisher = opened()
+
+    def leave() -> None:
+        publisher.close(60.0)
+        raise LeaveError
+
+    with pytest.raises(LeaveError):
+        publisher.publish(interrupted(1, leave))
+    assert not publisher.close(60.0).is_under_way
+    opened(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+
+
+def test_a_message_that_a_handler_tore_is_never_continued(
+    opened: Open, subscribe: Subscribe, connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = opened(replay_endpoint=None)
+    subscriber = subscribe(publisher.endpoint)
+    connected(publisher.publish, subscriber)
+    live = publisher._edge.live
+    send, sent = live._send, []
+
+    def torn(*frame: object) -> None:
+        send(*frame)
+        sent.append(frame)
+        if len(sent) == 2:
+            live.pending.append(batch(2))
+            publisher.close(60.0)
+            raise LeaveError
+
+    monkeypatch.setattr(live, "_send", torn)
+    with pytest.raises(LeaveError):
+        publisher.publish(batch(1))
+    assert publisher.close(60.0).batches_dropped == 1
+    assert not subscriber.poll(100)  # the half message was taken back
+
+
+def test_a_batch_that_close_overtook_is_refused_and_not_lost_in_silence(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = opened()
+
+    monkeypatch.setattr(
+        publisher, "_check_usable", lambda: (ZmqEventPublisher._check_usable(publisher), publisher.close(60.0))
+    )
+    with pytest.raises(PublisherClosedError):
+        publisher.publish(batch(1))
+    assert publisher.stats().batches_pending == 0
+
+
+# What nobody holds any more.
+
+
+def threads_of_publishers() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("kv-events-backstop")]
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_publishers_that_are_dropped_without_shutdown_leave_nothing(
+    in_a_cycle: bool, open_socket: OpenSocket, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    gc.collect()
+    files, threads = open_files(), threads_of_publishers()
+    for number in range(20):
+        publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=LISTENING)
+        publisher.publish(batch(number))
+        publisher.idle()
+        publisher.publish(batch(number))
+        if in_a_cycle:
+            publisher.itself = publisher  # type: ignore[attr-defined]
+        del publisher
+    gc.collect()
+    # The last reference may have been the backstop's own, for the time of a look.
+    eventually(lambda: threads_of_publishers() == threads and open_files() == files)
+    assert caplog.text.count("was dropped without shutdown()") == 20
+
+
+def test_a_publisher_whose_last_reference_is_the_backstops_own_ends_on_that_thread(eventually: Eventually) -> None:
+    ended, looking = threading.Event(), threading.Event()
+
+    class Dropped:
+        """Lets its last reference go while it is looked at."""
+
+        def drain_if_stalled(self) -> Look:
+            looking.set()
+            dropped.wait(10.0)
+            return Look.DRAINING
+
+        def stop_deferring(self) -> None:
+            """Nothing was deferred."""
+
+        def __del__(self) -> None:
+            assert backstop.stop(10.0)
+            ended.set()
+
+    before = open_files()
+    dropped = threading.Event()
+    owner = Dropped()
+    backstop = Backstop(owner, watched_fds=(), name="kv-events-backstop-dropped")
+    backstop.start()
+    backstop.watch()
+    assert looking.wait(10.0)
+    del owner
+    dropped.set()
+    assert ended.wait(10.0)
+    eventually(lambda: not threads_of_publishers() and open_files() == before)
