@@ -28,7 +28,15 @@ if TYPE_CHECKING:
         render_stream_markdown,
     )
     from observability.conformance import ConformanceReport, RuleResult, StreamReport, examine_conformance
-    from observability.doctor import CheckResult, DoctorOptions, Severity, diagnose_stream, examine, exit_code
+    from observability.doctor import (
+        CheckResult,
+        DoctorOptions,
+        Severity,
+        diagnose_stream,
+        examine,
+        exit_code,
+        report_json,
+    )
     from observability.http_app import StatusSource, error_response, status_routes
     from observability.kv_stream import (
         AsyncSubscriber,
@@ -91,6 +99,7 @@ __all__ = [
     "CheckResult",
     "Severity",
     "exit_code",
+    "report_json",
     "diagnose_stream",
     "examine_conformance",
     "ConformanceReport",
@@ -119,7 +128,7 @@ __getattr__ = lazy_names(
             "Metric Section render_markdown render_stream_markdown"
         ),
         "observability.conformance": "ConformanceReport RuleResult StreamReport examine_conformance",
-        "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream examine exit_code",
+        "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream examine exit_code report_json",
         "observability.http_app": "StatusSource error_response status_routes",
         "observability.kv_stream": (
             "AsyncSubscriber StreamListener StreamState StreamStats Subscriber bare_address discover "

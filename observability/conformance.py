@@ -62,30 +62,43 @@ class ConformanceReport(msgspec.Struct, frozen=True):
 
     Attributes:
         target: as the person gave it.
+        reachable: at least one stream takes connections; also true of ipc, where nobody can tell.
         conforms: no rule of weight ``error`` is broken anywhere.
         engine: the rules of the engine as a whole.
         streams: one report per stream.
     """
 
     target: str
+    reachable: bool
     conforms: bool
     engine: tuple[RuleResult, ...]
     streams: tuple[StreamReport, ...]
 
     @classmethod
     def of(
-        cls, target: str, judged: Iterable[str], broken: Iterable[Violation], streams: Iterable[StreamReport]
+        cls,
+        target: str,
+        judged: Iterable[str],
+        broken: Iterable[Violation],
+        streams: Iterable[StreamReport],
+        *,
+        reachable: bool = True,
     ) -> ConformanceReport:
         """Put the parts together."""
         engine = tuple(each for each in _results(tuple(broken), frozenset(judged)) if each.rule in _ENGINE_RULES)
         reports = tuple(streams)
         results = [*engine, *(each for report in reports for each in report.rules)]
         conforms = not any(each.status == "broken" and each.weight == Weight.ERROR for each in results)
-        return cls(target, conforms, engine, reports)
+        return cls(target, reachable, conforms, engine, reports)
 
     @property
     def exit_code(self) -> int:
-        """0 conforms, warnings or not; 1 does not."""
+        """0 conforms, warnings or not; 1 does not; 3 could not be judged, for no stream takes connections.
+
+        2 is left to a person's mistakes, as of a command line.
+        """
+        if not self.reachable:
+            return 3
         return 0 if self.conforms else 1
 
     def to_json(self) -> str:
@@ -175,7 +188,8 @@ def examine_conformance(
 
     Raises:
         ConfigError: the target or an option is not one.
-        StartError: the worker cannot be reached.
+        UnreachableError: the worker does not answer.
+        StartError: what answers has no ``/server_info``.
     """
     judged, broken = {"reachable"}, []
     if "://" in target and target.partition("://")[0] in ("tcp", "ipc"):
@@ -193,20 +207,22 @@ def examine_conformance(
         wanted = [stream_judge.Expectations(each.rank, each.topic.encode(), each.block_size) for each in addresses]
         if any(each.block_size is None for each in addresses):
             broken.append(Violation("descriptor", "no block_size is advertised: routers cannot hash prompts"))
-    broken += _unreachable(addresses)
+    closed = dict(_closed_ports(addresses))
+    broken += closed.values()
+    reachable = any(address.events not in closed for address in addresses)
     records = probe_streams(addresses, options or ProbeOptions(), clock=clock)
     streams = [
         report_stream(address, stream_judge.judge_stream(record, expected))
         for address, record, expected in zip(addresses, records, wanted, strict=True)
     ]
-    return ConformanceReport.of(target, judged, broken, streams)
+    return ConformanceReport.of(target, judged, broken, streams, reachable=reachable)
 
 
-def _unreachable(addresses: tuple[StreamAddress, ...]) -> Iterator[Violation]:
+def _closed_ports(addresses: tuple[StreamAddress, ...]) -> Iterator[tuple[Endpoint, Violation]]:
     for address in addresses:
         for endpoint in (address.events, address.replay):
             if endpoint is not None and (problem := _dial(endpoint)):
-                yield Violation("reachable", f"rank {address.rank}: {endpoint}: {problem}")
+                yield endpoint, Violation("reachable", f"rank {address.rank}: {endpoint}: {problem}")
 
 
 def _dial(endpoint: Endpoint) -> str:

@@ -10,12 +10,13 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import attrs
-import httpx
+import msgspec
 
 from observability.kv_stream import (
     FollowPolicy,
@@ -24,6 +25,7 @@ from observability.kv_stream import (
     StreamState,
     StreamStats,
     Subscriber,
+    UnreachableError,
     addresses_in,
     fetch_json,
     fetch_page,
@@ -36,6 +38,9 @@ from scheduler_components import BlockStored, DecodeError, StartError
 from scheduler_components.kv_events import ClientKeys, DecodedBatch, Endpoint, StreamAddress
 from scheduler_components.load import LoadSample, open_zmq_load_reader
 
+if TYPE_CHECKING:
+    import httpx
+
 __all__ = [
     "CheckResult",
     "DoctorOptions",
@@ -43,6 +48,7 @@ __all__ = [
     "diagnose_stream",
     "examine",
     "exit_code",
+    "report_json",
 ]
 
 _GAUGE = "num_running_reqs"
@@ -68,11 +74,17 @@ class Severity(StrEnum):
 
 @attrs.frozen
 class CheckResult:
-    """One thing that was looked at; ``hint`` says how to correct it, and is empty when nothing has to be done."""
+    """One thing that was looked at.
+
+    Attributes:
+        hint: how to correct it; empty when nothing has to be done.
+        is_unreachable: there was nothing to look at.
+    """
 
     severity: Severity
     what: str
     hint: str = ""
+    is_unreachable: bool = False
 
     def __str__(self) -> str:
         line = printable(f"{self.severity.upper():<7} {self.what}")
@@ -91,9 +103,21 @@ def _error(what: str, hint: str) -> CheckResult:
     return CheckResult(Severity.ERROR, what, hint)
 
 
-def exit_code(report: Iterable[CheckResult]) -> int:
-    """1 when anything does not work, else 0: warnings alone do not fail."""
+def exit_code(report: Collection[CheckResult]) -> int:
+    """0 when all works, warnings or not; 1 when something does not; 3 when nothing answers at the URL.
+
+    2 is left to a person's mistakes, as of a command line.
+    """
+    if any(result.is_unreachable for result in report):
+        return 3
     return int(any(result.severity is Severity.ERROR for result in report))
+
+
+def report_json(url: str, report: Collection[CheckResult]) -> str:
+    """One JSON object, indented: ``url``, ``works`` (no error), ``exit_code``, and ``checks`` with their fields."""
+    found = exit_code(report)
+    facts = {"url": url, "works": found == 0, "exit_code": found, "checks": [attrs.asdict(each) for each in report]}
+    return msgspec.json.format(msgspec.json.encode(facts)).decode()
 
 
 @attrs.frozen(kw_only=True)
@@ -123,7 +147,8 @@ def examine(
     try:
         info = fetch_json(worker, "/server_info", timeout_s=wait.timeout_s)
     except StartError as error:
-        return [_error(f"{error.resource} {error.problem}", error.hint)]
+        text, is_silent = f"{error.resource} {error.problem}", isinstance(error, UnreachableError)
+        return [CheckResult(Severity.ERROR, text, error.hint, is_unreachable=is_silent)]
     except DecodeError as error:
         return [_error(error.reason, "check that this is the worker's own URL")]
     report = [_ok(f"{worker}/server_info is readable")]
@@ -353,7 +378,15 @@ def _check_extension(address: StreamAddress, stats: StreamStats) -> list[CheckRe
     name = f"rank {address.rank}"
     if stats.is_extended:
         return [_ok(f"{name}: the publisher's digest proves the view ({stats.verified} times so far)")]
-    if address.replay is None or not stats.replays_asked or stats.replays_unanswered:
+    if address.replay is None:
+        return [
+            _warning(
+                f"{name}: no replay channel is advertised: a late joiner can never get the whole state,"
+                " and a reader that misses a batch stays partial",
+                "give the publisher a replay_endpoint",
+            )
+        ]
+    if not stats.replays_asked or stats.replays_unanswered:
         return []
     return [
         _ok(f"{name}: the publisher has no digest (SGLang's and vLLM's have none): followed by numbers and payloads")
@@ -370,10 +403,7 @@ def _check_state(address: StreamAddress, stats: StreamStats) -> CheckResult:
             "send the worker a request and look again to see events",
         )
     if stats.state is StreamState.PARTIAL and address.replay is None:
-        return _warning(
-            f"{name}: no replay channel is advertised, so a reader that joins late or misses a batch stays partial",
-            "give the publisher a replay_endpoint",
-        )
+        return _ok(f"{name}: followed up to batch {stats.last_seq}, {stats.blocks_held} blocks held")
     if stats.state is StreamState.PARTIAL and not stats.replays_unanswered and not stats.decode_errors:
         return _warning(
             f"{name}: history before the replay window is gone, so a reader that joins late stays partial",

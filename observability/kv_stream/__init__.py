@@ -41,6 +41,7 @@ from scheduler_components.events import Tier, tier_of
 if TYPE_CHECKING:
     from observability.kv_stream.discovery import (
         NoStreamsError,
+        UnreachableError,
         addresses_in,
         bare_address,
         discover,
@@ -57,6 +58,7 @@ __all__ = [
     "discover",
     "bare_address",
     "NoStreamsError",
+    "UnreachableError",
     "addresses_in",
     "worker_url",
     "fetch_json",
@@ -106,7 +108,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "observability.kv_stream.discovery": (
-            "NoStreamsError addresses_in bare_address discover fetch_json fetch_page printable worker_url"
+            "NoStreamsError UnreachableError addresses_in bare_address discover fetch_json fetch_page printable "
+            "worker_url"
         ),
         "observability.kv_stream.zmq_async_subscriber": "AsyncSubscriber open_async_subscriber",
         "observability.kv_stream.zmq_subscriber": "Subscriber open_subscriber",

@@ -606,7 +606,7 @@ class PlainCursor:
             return self._ask()
         self._run = _Run(adopting=True)
         self._become(StreamState.PARTIAL)
-        return (Clear("no replay channel tells what was published before"),)
+        return (Clear("nothing is replayed: what was published before is unknown"),)
 
     def disconnected(self) -> tuple[Instruction, ...]:
         """The live connection is gone. The view stays until the cursor is told to give up."""

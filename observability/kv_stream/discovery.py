@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import msgspec
 
 from observability.kv_stream.follower import MAX_STREAMS
 from scheduler_components import ComponentError, ConfigError, DecodeError, StartError
 from scheduler_components.kv_events import Endpoint, StreamAddress
 
+if TYPE_CHECKING:
+    import httpx
+
 __all__ = [
     "NoStreamsError",
+    "UnreachableError",
     "addresses_in",
     "bare_address",
     "discover",
@@ -44,6 +47,10 @@ class NoStreamsError(ComponentError):
         super().__init__(f"{url} publishes no KV events: {self.reason}")
 
 
+class UnreachableError(StartError):
+    """Nothing at the worker's URL speaks HTTP: it does not run, or the URL is another's."""
+
+
 class _Descriptor(msgspec.Struct, frozen=True):
     """``kv_events`` of ``/server_info`` (SGLang 0.5.23 and this kit); unknown fields are ignored."""
 
@@ -72,7 +79,13 @@ def worker_url(text: str) -> httpx.URL:
 
     Raises:
         ConfigError: not an http or https URL with a host.
+        StartError: httpx is not installed.
     """
+    try:
+        import httpx  # here: a bare endpoint needs no HTTP client
+    except ImportError as error:
+        hint = "pip install 'scheduler-components[http]', or give the streams' endpoints"
+        raise StartError("httpx", "is not installed", hint) from error
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
@@ -90,9 +103,12 @@ def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/
     """GET one page of a worker, in a form that ``accept`` names.
 
     Raises:
-        StartError: nothing answers, or not with 200.
+        UnreachableError: nothing answers.
+        StartError: the answer is not 200.
         DecodeError: the page is larger than 4 MiB.
     """
+    import httpx  # here, as in ``worker_url``
+
     page = url.copy_with(path=url.path.rstrip("/") + path)
     body = bytearray()
     try:
@@ -106,7 +122,8 @@ def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/
                     raise DecodeError(f"{page} is over {_MAX_REPLY_BYTES} bytes")
     except httpx.HTTPError as error:
         problem = str(error) or type(error).__name__
-        raise StartError(str(page), problem, "check that the worker runs and that the port is its HTTP port") from error
+        hint = "check that the worker runs and that the port is its HTTP port"
+        raise UnreachableError(str(page), problem, hint) from error
     return bytes(body)
 
 
@@ -114,7 +131,7 @@ def fetch_json(url: httpx.URL, path: str, *, timeout_s: float) -> Any:
     """GET one page of a worker and read it as JSON.
 
     Raises:
-        StartError: nothing answers, or not with 200.
+        UnreachableError, StartError: as ``fetch_page``.
         DecodeError: the page is not JSON, or is larger than 4 MiB.
     """
     body = fetch_page(url, path, timeout_s=timeout_s)
@@ -129,7 +146,8 @@ def discover(url: str, *, timeout_s: float = 5.0) -> tuple[StreamAddress, ...]:
 
     Raises:
         ConfigError: ``url`` is not a worker's URL.
-        StartError: the worker cannot be reached.
+        UnreachableError: nothing answers at the URL.
+        StartError: what answers has no ``/server_info``.
         NoStreamsError: it publishes no KV events.
         DecodeError: what it says of its streams cannot be dialled.
     """

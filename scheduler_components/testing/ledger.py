@@ -164,6 +164,12 @@ _TABLE = (
         "a malformed request gets a bare end marker",
         "answer it: a confused client must not hang",
     ),
+    Rule(
+        "late-joiner",
+        _W,
+        "a replay from 0 begins with an empty cache or a whole state",
+        "offer replay, and a window that reaches back: else a late joiner can never get the whole state",
+    ),
 )
 
 RULES = {rule.name: rule for rule in _TABLE}

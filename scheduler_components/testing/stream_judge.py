@@ -290,11 +290,12 @@ class _Judge:
             facts.lost_live = sum(min(self.live) < each < max(self.live) for each in payloads.keys() - self.live.keys())
         ledger = EventLedger(block_size=self.expected.block_size, is_complete=facts.first_sequence == 0)
         last: int | None = None
+        has_gap = False
         for sequence, payload in sorted(payloads.items()):
             if last is not None:
                 self.judged.add("no-gap")
                 if sequence != last + 1:
-                    ledger.is_complete = False
+                    ledger.is_complete, has_gap = False, True
                     yield Violation("no-gap", f"{sequence - last - 1} numbers after {last} came in no way")
             last = sequence
             for violation in self._batch(read_strictly(payload, self.expected.rank), ledger):
@@ -302,6 +303,19 @@ class _Judge:
         facts.blocks = len(ledger.blocks())
         facts.chained_blocks, facts.off_chain_blocks = ledger.num_chained, ledger.num_off_chain
         facts.knows_history = ledger.is_complete
+        yield from self._late_joiner(is_complete=ledger.is_complete or has_gap)
+
+    def _late_joiner(self, *, is_complete: bool) -> Iterator[Violation]:
+        history = self.record.history
+        if history is not None and bool(history.messages) != bool(self.replayed):
+            return  # unreadable, which another rule says
+        if history is not None and history.is_silence:
+            return
+        self.judged.add("late-joiner")
+        if history is None:
+            yield Violation("late-joiner", "no replay channel was offered")
+        elif not is_complete:
+            yield Violation("late-joiner", f"all that can be had begins at number {self.facts.first_sequence}")
 
     def _batch(self, batch: StrictBatch, ledger: EventLedger) -> Iterator[Violation]:
         self.judged.update(_BATCH_RULES)

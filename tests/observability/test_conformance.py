@@ -134,6 +134,16 @@ def test_faults_are_told_with_their_hint(ticking: Callable[[ListeningPublisher],
     assert len(gap["seen"]) <= 3
 
 
+def test_a_stream_without_replay_conforms_and_its_late_joiners_are_warned_of(
+    ticking: Callable[[ListeningPublisher], None],
+) -> None:
+    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", config=KVEventsConfig(bind=True))
+    ticking(publisher)
+    report = examine_conformance(publisher.endpoint, QUICK)
+    assert ([each.rule for each in broken(report)], report.exit_code) == (["late-joiner"], 0)
+    assert "WARNING late-joiner" in "\n".join(report.lines())
+
+
 class JoinsLate(ScriptedPublisher):
     """A live connection that comes about some batches after the first replay was answered."""
 
@@ -170,6 +180,7 @@ def test_a_closed_port_is_told() -> None:
     report = examine_conformance(endpoint, HASTY)
     assert [each.rule for each in report.engine if each.status == "broken"] == ["reachable"]
     assert "Connection refused" in "\n".join(report.lines())
+    assert (report.reachable, report.exit_code) == (False, 3)
 
 
 @contextmanager

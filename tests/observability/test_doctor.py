@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
+import attrs
 import pytest
 import zmq
 
-from observability import CheckResult, DoctorOptions, Severity, diagnose_stream, examine, exit_code
+from observability import CheckResult, DoctorOptions, Severity, diagnose_stream, examine, exit_code, report_json
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import BlockStored, ConfigError, KVEventBatch, LoadSnapshot
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, StreamAddress, ZmqEventPublisher
@@ -86,6 +87,14 @@ def test_nobody_at_the_url(closed_port: int) -> None:
     trouble = the_trouble(examine(f"http://127.0.0.1:{closed_port}", QUICK))
     assert trouble.severity is Severity.ERROR
     assert "server_info" in trouble.what
+    assert (trouble.is_unreachable, exit_code([trouble])) == (True, 3)
+
+
+def test_who_answers_with_something_else_is_wrong_and_not_unreachable(serve: Serve) -> None:
+    report = examine(serve({}), QUICK)
+    assert exit_code(report) == 1
+    told = json.loads(report_json("http://worker", report))
+    assert (told["works"], told["exit_code"], told["checks"][0]["severity"]) == (False, 1, "error")
 
 
 def test_another_server_at_the_url(serve: Serve) -> None:
@@ -231,7 +240,7 @@ def test_another_topic_than_advertised(serve: Serve, stack: ExitStack, advertise
 def test_no_replay_is_a_warning(serve: Serve, stack: ExitStack) -> None:
     publisher = open_publisher(stack, replay_endpoint=None)
     report = examine(serve(described(publisher)), QUICK)
-    assert "no replay channel" in the_trouble(report).what
+    assert "a late joiner can never get the whole state" in the_trouble(report).what
     assert exit_code(report) == 0
 
 
@@ -274,6 +283,15 @@ def test_what_a_prometheus_would_store_is_judged(serve: Serve, text: str, openme
 def test_a_text_that_is_no_url_is_the_persons_mistake() -> None:
     with pytest.raises(ConfigError):
         examine("worker:30000")
+
+
+@pytest.mark.parametrize("state", [StreamState.SYNCING, StreamState.LIVE, StreamState.PARTIAL])
+def test_a_late_joiner_without_replay_is_warned_of_whatever_the_stream_shows(state: StreamState) -> None:
+    report = diagnose_stream(
+        attrs.evolve(ADDRESS, replay=None), StreamStats(rank=0, endpoint="tcp://h:1", state=state), {16}
+    )
+    [warning] = troubles(report)
+    assert (warning.severity, "never get the whole state" in warning.what) == (Severity.WARNING, True)
 
 
 ADDRESS = StreamAddress(

@@ -115,6 +115,14 @@ def test_stops_after_so_many_events(publisher: ZmqEventPublisher) -> None:
     assert [(event["seq"], event["replayed"]) for event in events] == [(seq, True) for seq in range(4)]
 
 
+def test_without_history_it_is_not_said_that_there_is_no_replay_channel(publisher: ZmqEventPublisher) -> None:
+    out = io.StringIO()
+    options = WatchOptions(topic="kv", replay_endpoint=publisher.replay_endpoint)
+    watch_streams(publisher.endpoint, out, options, should_stop=lambda: "is partial" in out.getvalue())
+    assert "what was published before is unknown" in out.getvalue()
+    assert "no replay" not in out.getvalue()
+
+
 @pytest.fixture
 def publish_more(publisher: ZmqEventPublisher) -> Callable[[], bool]:
     """Publishes one removal each time that watching asks whether to stop, and stops it in the end."""

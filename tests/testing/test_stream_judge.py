@@ -88,8 +88,8 @@ def test_nothing_that_is_heard_raises(history: list[KVEventBatch], noise: list[F
 @pytest.mark.parametrize("vector", peer_vectors(), ids=str)
 def test_every_measured_peer_is_at_most_warned(vector: PeerVector) -> None:
     rank = vector.rank or 0
-    record = StreamRecord(live=live(vector.payload, first=5))
-    assert set(broken(record, Expectations(rank, b"kv"))) <= {"hash-type"}
+    record = StreamRecord(live=live(vector.payload, first=5), history=ReplayAnswer(0))  # silent: its replay is not told
+    assert set(broken(record, Expectations(rank, b"kv"))) <= {"hash-type", "replay-answers"}
 
 
 def sound(**changes: object) -> StreamRecord:
@@ -123,6 +123,7 @@ CASES: dict[str, StreamRecord] = {
     "replay-same": sound(again=replayed(payload(stored(2, 1), ts=2.0), C, first=1, start=1)),
     "replay-past-end": sound(past_end=replayed(A)),
     "replay-malformed": sound(malformed=ReplayAnswer(None)),
+    "late-joiner": sound(live=live(B, first=8), history=replayed(payload(stored(1)), first=7), again=None),
 }  # fmt: skip
 
 
@@ -139,10 +140,10 @@ def test_what_refers_to_unseen_history_is_not_judged_until_a_clear() -> None:
     orphan, unknown = payload(stored(3, 99)), payload(BlockRemoved((9,)))
     before = StreamRecord(live=live(orphan, unknown, first=7))
     judged = judge_stream(before, EXPECTED)
-    assert judged.violations == ()
+    assert {violation.rule for violation in judged.violations} == {"late-joiner"}
     assert not judged.facts.knows_history
     assert "parents-first" not in judged.judged
-    after = StreamRecord(live=live(payload(AllBlocksCleared()), orphan, unknown, first=7))
+    after = StreamRecord(live=live(payload(AllBlocksCleared()), orphan, unknown, first=7), history=BARE)
     assert broken(after) == ["parents-first", "removed-stands"]
 
 

@@ -16,7 +16,16 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from observability import DoctorOptions, WatchOptions, examine, examine_conformance, exit_code, watch_streams
+from observability import (
+    DoctorOptions,
+    WatchOptions,
+    examine,
+    examine_conformance,
+    exit_code,
+    report_json,
+    watch_streams,
+)
+from observability.kv_stream import UnreachableError
 from scheduler_components import ComponentError, ConfigError, __version__
 from scheduler_components.kv_events import ClientKeys, write_key_pair
 from scheduler_components.reference.cli.engine_commands import demo, serve
@@ -34,7 +43,7 @@ __all__ = [
     "watch",
 ]
 
-_INTERRUPTED, _TERMINATED = 130, 143
+_UNREACHABLE, _INTERRUPTED, _TERMINATED = 3, 130, 143
 
 Target = Annotated[str, Parameter(help="A worker's URL (http://host:port) or one endpoint (tcp://host:port).")]
 AsJson = Annotated[bool, Parameter(name="--json", show_default=False)]
@@ -77,14 +86,18 @@ def doctor(
     *,
     timeout: Annotated[float, Parameter(validator=Number(gte=0.1), help="Seconds to wait for one answer.")] = 2.0,
     listen: Annotated[float, Parameter(validator=Number(gte=0), help="Seconds to follow the streams at most.")] = 8.0,
+    as_json: Annotated[AsJson, Parameter(help="The whole report as one JSON object.")] = False,
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
 ) -> int:
-    """Dial what a worker's /server_info advertises and say what is wrong with it; exit code 1 when something is."""
+    """Dial what a worker's /server_info advertises and say what is wrong with it.
+
+    Exit code 1 when something is wrong, 3 when nothing answers there.
+    """
     keys = _client_keys(secret_key_file, publisher_key_file)
-    findings = examine(url, DoctorOptions(timeout_s=timeout, listen_s=listen, keys=keys))
-    say_plainly(str(finding) for finding in findings)
-    return exit_code(findings)
+    report = examine(url, DoctorOptions(timeout_s=timeout, listen_s=listen, keys=keys))
+    say_plainly((report_json(url, report),) if as_json else map(str, report))
+    return exit_code(report)
 
 
 def conformance(
@@ -105,9 +118,10 @@ def conformance(
     ] = 3.0,
     as_json: Annotated[AsJson, Parameter(help="The whole report as one JSON object.")] = False,
 ) -> int:
-    """Judge an engine by what its event streams really send, rule by rule; exit code 1 when it does not conform.
+    """Judge an engine by what its event streams really send, rule by rule.
 
-    Send the engine requests meanwhile: a rule that nothing could break is reported as not judged.
+    Exit code 1 when it does not conform, 3 when no stream takes connections. Send the engine requests meanwhile: a
+    rule that nothing could break is reported as not judged.
     """
     report = examine_conformance(
         target,
@@ -167,6 +181,8 @@ def run_command(arguments: Sequence[str]) -> tuple[int, str]:
         return 2, str(error)
     except ConfigError as error:
         return 2, str(error)
+    except UnreachableError as error:
+        return _UNREACHABLE, str(error)
     except ComponentError as error:
         return 1, str(error)
     except KeyboardInterrupt:

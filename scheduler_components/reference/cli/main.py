@@ -1,6 +1,7 @@
 """The entry point of ``scheduler-components``: how a run ends, in one line and a code.
 
-Exit codes: 0 all is well, 1 a check or the engine failed, 2 a person's mistake, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 all is well, 1 a check or the engine failed, 2 a person's mistake, 3 nothing answers, 130
+Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations

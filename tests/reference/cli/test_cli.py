@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,7 @@ OPTIONS = {
     "serve": f"{ENGINE} duration keep-serving limit trace",
     "demo": f"{ENGINE} chats-per-s requests",
     "watch": "count duration history json publisher-key-file replay-endpoint secret-key-file topic",
-    "doctor": "listen publisher-key-file secret-key-file timeout",
+    "doctor": "json listen publisher-key-file secret-key-file timeout",
     "conformance": "batches block-size json listen replay-endpoint timeout topic",
     "hicache-sim": "attn-cp-size attn-tp-size picture seeds steps",
     "keygen": "",
@@ -92,10 +93,22 @@ def test_the_version_is_shown(command_line: Callable) -> None:
     assert command_line("--version") == (0, f"{__version__}\n", "")
 
 
-def test_a_worker_that_does_not_answer_is_exit_code_1(command_line: Callable) -> None:
-    ran = command_line("doctor", "http://127.0.0.1:1")
-    assert ran.code == 1
-    assert "refused" in ran.out
+@pytest.mark.parametrize(
+    "arguments", [["doctor", "http://127.0.0.1:1"], ["conformance", "tcp://127.0.0.1:1", "--listen", "0.1"]]
+)
+def test_who_does_not_answer_is_exit_code_3_and_told(command_line: Callable, arguments: list[str]) -> None:
+    ran = command_line(*arguments)
+    assert (ran.code, "refused" in ran.out) == (3, True)
+    as_json = command_line(*arguments, "--json")
+    assert as_json.code == 3
+    assert "refused" in str(json.loads(as_json.out))
+
+
+@pytest.mark.parametrize("command", ["watch", "conformance"])
+def test_a_worker_that_does_not_answer_is_exit_code_3_and_one_line(command_line: Callable, command: str) -> None:
+    ran = command_line(command, "http://127.0.0.1:1")
+    assert (ran.code, ran.out) == (3, "")
+    assert "refused" in ran.complaint
 
 
 def test_keygen_writes_what_the_kit_reads_and_overwrites_nothing(command_line: Callable, tmp_path: Path) -> None:
