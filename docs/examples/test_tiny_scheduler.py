@@ -2,15 +2,15 @@
 
 import pytest
 from hypothesis import given, settings
-from tiny_scheduler import TinyScheduler
+from tiny_scheduler import PAGE_SIZE, TinyScheduler
 
-from scheduler_components.testing import SCHEDULER_CHECKS
+from scheduler_components.testing import SCHEDULER_CHECKS, PagedModel
 from scheduler_components.testing.parts import MIN_POOL_TOKENS
 from scheduler_components.testing.strategies import workloads
 
 
-def open_scheduler(sink):
-    return TinyScheduler(sink, capacity_tokens=MIN_POOL_TOKENS)
+def open_scheduler(events, outputs):
+    return TinyScheduler(events, outputs, PagedModel(PAGE_SIZE).forward, capacity_tokens=MIN_POOL_TOKENS)
 
 
 @pytest.mark.parametrize("check", SCHEDULER_CHECKS)

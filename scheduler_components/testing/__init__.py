@@ -32,6 +32,7 @@ from scheduler_components.testing.fakes import (
     ListEventSink,
     ListOutputSink,
     ListSink,
+    PagedModel,
     ScriptedEvents,
 )
 from scheduler_components.testing.ledger import RULES, EventLedger, Violation, Weight
@@ -77,6 +78,7 @@ __all__ = [
     "ListEventSink",
     "ListOutputSink",
     "ListSink",
+    "PagedModel",
     "ScriptedEvents",
     "ScriptedPublisher",
     "ThreadSyncHub",

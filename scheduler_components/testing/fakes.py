@@ -22,7 +22,7 @@ from scheduler_components import (
     PublisherStats,
 )
 from scheduler_components.cache import hash_pages
-from scheduler_components.testing.parts import BLOCK_SIZE
+from scheduler_components.testing.parts import BLOCK_SIZE, kv_value, token_after
 
 __all__ = [
     # sources
@@ -41,6 +41,7 @@ __all__ = [
     "Fault",
     "FaultyNetwork",
     "InstantDevice",
+    "PagedModel",
 ]
 
 B = TypeVar("B")
@@ -246,6 +247,43 @@ class InstantDevice(Generic[B, R]):
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+class PagedModel:
+    """Answers ``parts.next_token`` as long as the pages of a request hold its KV, and other tokens otherwise.
+
+    A page that was given away too early, shared before it was computed, or never computed changes what comes out.
+
+    Args:
+        page_size: tokens per page.
+
+    Attributes:
+        kv: the value of each position of each page that was ever written.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.kv: dict[int, list[int]] = {}
+
+    def forward(self, token_ids: Sequence[int], pages: Sequence[int], start: int) -> int:
+        """Compute positions ``start`` to ``len(token_ids)`` into their pages; returns the token after them.
+
+        Args:
+            token_ids: from the first position of the request on.
+            pages: one index per page of them, in order.
+            start: positions before it are read from the pages as they are.
+
+        Raises:
+            IndexError: there is no page for a position.
+        """
+        kv: list[int] = []
+        for position, token in enumerate(token_ids):
+            page = self.kv.setdefault(pages[position // self.page_size], [0] * self.page_size)
+            place = position % self.page_size
+            if position >= start:
+                page[place] = kv_value(token, kv[-1] if kv else 0)
+            kv.append(page[place])
+        return token_after(kv)
 
 
 class Fault(Enum):

@@ -9,7 +9,7 @@ A check is a plain function. It takes a part of yours, or a function that opens 
 | ``PAGE_STORE_CHECKS`` | ``store, prefix`` | a ``PageStore``, open; no key of it begins with ``prefix`` |
 | ``PUBLISHER_CHECKS`` | ``open_publisher()`` | a ``ListeningPublisher`` |
 | ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``FollowingSubscriber`` of what is at ``place`` |
-| ``SCHEDULER_CHECKS`` | ``open_scheduler(sink), workload`` | a ``ServingScheduler`` that publishes to ``sink`` |
+| ``SCHEDULER_CHECKS`` | ``open_scheduler(events, outputs), workload`` | a ``ServingScheduler`` over two sinks |
 
 ``FollowerMachine`` drives a ``FollowerCore``. Where your part has other names, wrap it. These ports have more members
 than a component's: a check looks at the whole part, a component never does.
@@ -17,8 +17,9 @@ than a component's: a check looks at the whole part, a component never does.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -46,6 +47,9 @@ __all__ = [
     "MIN_POOL_TOKENS",
     "ServingScheduler",
     "Workload",
+    "kv_value",
+    "next_token",
+    "token_after",
     # metrics sinks: the checks are in ``observability.testing``
     "MetricReader",
     # how a check fails
@@ -56,6 +60,7 @@ __all__ = [
 T = TypeVar("T")
 
 _MAX_SHOWN_CHARACTERS = 400
+_SHOWN_ENDS = 20  # of a long trace, the first and the last steps
 
 
 # Prefix caches.
@@ -229,19 +234,59 @@ class FollowerCore(Protocol):
 # Schedulers.
 
 MIN_POOL_TOKENS = 256
-"""Tokens that the cache of a scheduler under check must have room for."""
+"""Tokens that the cache of a scheduler under check must have room for. Give it no more: requests that overfill the pool
+are what makes a scheduler retract, wait and evict, and in a larger one they fit.
+"""
 
 Workload = tuple[tuple[tuple[int, ...], int], ...]
 """Prompts, each with the most tokens to generate, in order of arrival."""
 
 
+def next_token(token_ids: Sequence[int]) -> int:
+    """The token after ``token_ids``, all u32: what the model of a scheduler under check must answer.
+
+    It depends on every token before it. ``PagedModel`` of the fakes computes it from pages of KV.
+    """
+    kv: list[int] = []
+    for token in token_ids:
+        kv.append(kv_value(token, kv[-1] if kv else 0))
+    return token_after(kv)
+
+
+def kv_value(token: int, before: int) -> int:
+    """The KV of one position, of its token and the KV of the position before it; 0 stands before the first."""
+    return _hash_u32((token, before))
+
+
+def token_after(kv: Sequence[int]) -> int:
+    """The token that follows positions with this KV."""
+    return _hash_u32(kv)
+
+
+def _hash_u32(values: Sequence[int]) -> int:
+    # Not a CRC: that of numbers which are followed by their own CRC is always the same.
+    return int.from_bytes(blake2b(array("I", values).tobytes(), digest_size=4).digest(), "little")
+
+
 class ServingScheduler(Protocol):
-    """A scheduler that was given the check's event sink when it was opened."""
+    """A scheduler that was given the check's sinks of events and outputs when it was opened.
+
+    Its model answers ``next_token`` and has no end-of-sequence token. What a step computes is told in that step: the
+    tokens of each request and its end to the sink of outputs, blocks that came and went to the sink of events.
+    """
 
     @property
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """True while a step has something to do or to tell."""
+        ...
 
-    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> None: ...
+    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Queue a request. It ends with ``FinishReason.LENGTH`` and exactly ``max_new_tokens`` tokens."""
+        ...
+
+    def abort(self, rid: str) -> object:
+        """End a request with ``FinishReason.ABORT``; nothing happens when it has ended or never came."""
+        ...
 
     def step(self) -> object: ...
 
@@ -271,7 +316,8 @@ class ConformanceError(AssertionError):
 
     Args:
         title: the promise, as a sentence.
-        steps: what was done to the part, in order; the last one is where it failed.
+        steps: what was done to the part, in order; the last one is where it failed. The message leaves out the middle
+            of many.
         expected: what the promise asks for.
         found: what came instead.
     """
@@ -281,7 +327,11 @@ class ConformanceError(AssertionError):
         self.steps = steps
         self.expected = expected
         self.found = found
-        told = "".join(f"\n  {number}. {step}" for number, step in enumerate(steps, start=1))
+        lines = [f"\n  {number}. {step}" for number, step in enumerate(steps, start=1)]
+        if len(lines) > 2 * _SHOWN_ENDS:
+            num_left_out = len(lines) - 2 * _SHOWN_ENDS
+            lines[_SHOWN_ENDS:-_SHOWN_ENDS] = [f"\n  ... {num_left_out} steps ..."]
+        told = "".join(lines)
         super().__init__(f"{title}{told}\n  expected: {expected}\n  found:    {found}")
 
 

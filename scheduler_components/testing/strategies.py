@@ -338,12 +338,21 @@ def hostile_histories() -> st.SearchStrategy[list[KVEventBatch]]:
 
 @st.composite
 def workloads(
-    draw: st.DrawFn, *, max_requests: int = 8, max_prompt_tokens: int = 48, max_new_tokens: int = 8, vocabulary: int = 4
+    draw: st.DrawFn,
+    *,
+    max_requests: int = 8,
+    max_prompt_tokens: int = 48,
+    max_new_tokens: int = 160,
+    vocabulary: int = 4,
 ) -> Workload:
     """Requests as ``SCHEDULER_CHECKS`` take them: (prompt, most tokens to generate) pairs.
 
-    A prompt begins with a part of an earlier one as often as not, and few words make the rest meet too.
+    A prompt begins with a part of an earlier one as often as not, and few words make the rest meet too. Half of the
+    answers are short; two long ones overfill ``parts.MIN_POOL_TOKENS``.
     """
+    num_new_tokens = st.integers(1, min(8, max_new_tokens)) | st.integers(
+        max(1, max_new_tokens * 3 // 4), max_new_tokens
+    )
     tokens = st.integers(0, vocabulary - 1)
     prompts: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, max_requests))):
@@ -351,7 +360,7 @@ def workloads(
         head = earlier[: draw(st.integers(0, len(earlier)))]
         tail = draw(st.lists(tokens, min_size=0 if head else 1, max_size=max(1, max_prompt_tokens - len(head))))
         prompts.append((head + tuple(tail))[:max_prompt_tokens])
-    return tuple((prompt, draw(st.integers(1, max_new_tokens))) for prompt in prompts)
+    return tuple((prompt, draw(num_new_tokens)) for prompt in prompts)
 
 
 # Plans of network faults for ``FaultyNetwork``.

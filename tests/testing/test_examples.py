@@ -1,7 +1,8 @@
-"""The documented example is what it says: a scheduler in about sixty lines whose suite of thirty passes."""
+"""The documented example is what it says: a scheduler in eighty lines whose suite of thirty passes."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -27,14 +28,18 @@ def test_the_suite_of_the_example_passes(tmp_path: Path) -> None:
         command, cwd=EXAMPLES, check=False, capture_output=True, text=True, timeout=100, env=environment
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "5 passed" in ran.stdout
+    assert "8 passed" in ran.stdout
 
 
 def test_the_example_is_as_short_as_promised() -> None:
-    def code_lines(name: str) -> int:
-        return sum(
-            1 for line in (EXAMPLES / name).read_text().splitlines() if line and not line.startswith(("from", "import"))
-        )
-
-    assert code_lines("tiny_scheduler.py") <= 60
+    assert code_lines("tiny_scheduler.py") <= 80
     assert code_lines("test_tiny_scheduler.py") <= 30
+
+
+def code_lines(name: str) -> int:
+    text = (EXAMPLES / name).read_text()
+    lines = text.splitlines()
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            lines[statement.lineno - 1 : statement.end_lineno] = [""] * (statement.end_lineno - statement.lineno + 1)
+    return sum(line != "" for line in lines)

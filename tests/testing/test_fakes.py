@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler_components import (
     AllBlocksCleared,
@@ -31,9 +32,11 @@ from scheduler_components.testing import (
     InstantDevice,
     ListEventSink,
     ListSink,
+    PagedModel,
     ScriptedEvents,
     run_ranks,
 )
+from scheduler_components.testing.parts import next_token
 from scheduler_components.testing.strategies import fault_plans
 
 TRIVIAL = ParallelState.trivial()
@@ -79,6 +82,27 @@ def test_an_instant_device_computes_or_answers_by_its_script() -> None:
     with pytest.raises(ValueError, match="out of memory"):
         device.wait()
     assert (device.wait(), device.launched) == (2, [1])
+
+
+@settings(deadline=None)
+@given(tokens=st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=20), data=st.data())
+def test_a_paged_model_answers_from_its_pages(tokens: list[int], data: st.DataObject) -> None:
+    model, pages = PagedModel(page_size=3), list(range(7, 0, -1))
+    computed = 0
+    while computed < len(tokens):
+        end = data.draw(st.integers(computed + 1, len(tokens)))
+        token = model.forward(tokens[:end], pages, computed)
+        computed = end
+    assert token == next_token(tokens)
+    # Somebody else computes into one of its pages, or it is given a page that nobody computed.
+    place = data.draw(st.integers(0, (len(tokens) - 2) // 3))
+    if data.draw(st.booleans()):
+        model.forward([tokens[place * 3] ^ 1], [pages[place]], 0)
+    else:
+        pages[place] = 99
+    assert model.forward(tokens, pages, len(tokens) - 1) != next_token(tokens)
+    with pytest.raises(IndexError):
+        model.forward(tokens, [], 0)
 
 
 @settings(deadline=None)

@@ -44,3 +44,13 @@ def test_long_findings_are_cut() -> None:
     with pytest.raises(ConformanceError) as failed:
         Trace("Short").expect("x", "y" * 10_000)
     assert len(str(failed.value)) < 600
+
+
+def test_the_message_of_a_long_trace_has_its_ends() -> None:
+    trace = Trace("Long")
+    for number in range(1, 101):
+        trace.did(f"step {number}")
+    failure = trace.failure("x", "y")
+    assert len(failure.steps) == 100
+    lines = str(failure).splitlines()
+    assert lines[20:23] == ["  20. step 20", "  ... 60 steps ...", "  81. step 81"]
