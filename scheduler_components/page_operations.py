@@ -23,6 +23,7 @@ __all__ = [
     "LoadDone",
     "LoadSettled",
     "PagesLanded",
+    "PrefetchDrained",
     "PrefetchHit",
     "PrefetchSettled",
     "QueryStorage",
@@ -80,7 +81,10 @@ class ReadStorage(msgspec.Struct, frozen=True, gc=False):
 
 
 class StopReading(msgspec.Struct, frozen=True, gc=False):
-    """Read no further; ``ReadEnded`` follows once nothing writes to the host pages any more."""
+    """Nobody waits for this ``QueryStorage`` or ``ReadStorage``: do no more for it than what is begun.
+
+    ``StorageAnswered`` follows all the same, or ``ReadEnded`` once nothing writes to the host pages any more.
+    """
 
     op: int
 
@@ -167,14 +171,27 @@ class PrefetchHit(msgspec.Struct, frozen=True, gc=False):
 
 
 class PrefetchSettled(msgspec.Struct, frozen=True, gc=False):
-    """A prefetch has ended on every rank with the same number of pages, committed to the host: perhaps none."""
+    """A prefetch has ended on every rank with the same number of pages, committed to the host: perhaps none.
+
+    ``num_draining_pages`` more were reserved and are not free yet: some rank may still write to them.
+    """
 
     op: int
     host_pages: Pages
+    num_draining_pages: int = 0
+
+
+class PrefetchDrained(msgspec.Struct, frozen=True, gc=False):
+    """Storage does nothing any more for a prefetch that was given up, on any rank: ``num_pages`` were given back."""
+
+    op: int
+    num_pages: int
 
 
 class StorageLost(msgspec.Struct, frozen=True, gc=False):
     """Storage is no longer attached on every rank: nobody may count on what it held."""
 
 
-Decision: TypeAlias = WriteSettled | LoadSettled | BackupSettled | PrefetchHit | PrefetchSettled | StorageLost
+Decision: TypeAlias = (
+    WriteSettled | LoadSettled | BackupSettled | PrefetchHit | PrefetchSettled | PrefetchDrained | StorageLost
+)

@@ -515,8 +515,8 @@ class PageMover(Protocol):
     def poll(self) -> Sequence[IoEvent]:
         """Return what has happened since the last call, on this rank.
 
-        Raises:
-            CacheIntegrityError: an instruction could not be obeyed: the kit is to blame.
+        Every instruction is answered. One that could not be carried out, for whatever reason, is answered with an event
+        that says so; nothing is raised, so that all ranks can agree on it.
         """
         ...
 

@@ -220,7 +220,7 @@ class HiRadixCache:
         self._controller.fill(proposal, has_storage=has_storage, load_room_pages=load_room_pages, now_s=now_s)
         return proposal
 
-    def settle(self, step: int, agreed: AgreedValues, *, now_s: float) -> None:
+    def settle(self, step: int, agreed: AgreedValues) -> None:
         """Carry out what all ranks agreed.
 
         Raises:
@@ -228,7 +228,7 @@ class HiRadixCache:
         """
         if not agreed.flags["state"]:
             raise TierDivergenceError(step, self.state_digest)
-        self._transfers.carry_out(self._controller.settle(agreed), now_s)
+        self._transfers.carry_out(self._controller.settle(agreed))
 
     def take_instructions(self) -> list[Instruction]:
         """Return what is to be moved, in order."""
@@ -276,13 +276,13 @@ class TierStepper:
             CacheIntegrityError: the kit is to blame.
         """
         self.num_steps += 1
-        cache, mover, now_s = self.cache, self.mover, self.clock()
+        cache, mover = self.cache, self.mover
         for event in mover.poll():
             cache.handle(event)
         proposal = cache.proposal(
-            self.num_steps, has_storage=mover.has_storage, load_room_pages=mover.load_room_pages, now_s=now_s
+            self.num_steps, has_storage=mover.has_storage, load_room_pages=mover.load_room_pages, now_s=self.clock()
         )
-        cache.settle(self.num_steps, self.domain.agree(proposal), now_s=now_s)
+        cache.settle(self.num_steps, self.domain.agree(proposal))
         mover.submit(cache.take_instructions())
 
     def close(self) -> None:

@@ -8,10 +8,11 @@ agreed values into decisions, the same on every rank.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import attrs
@@ -30,6 +31,7 @@ from scheduler_components.page_operations import (
     LoadDone,
     LoadSettled,
     PagesLanded,
+    PrefetchDrained,
     PrefetchHit,
     PrefetchSettled,
     QueryStorage,
@@ -84,9 +86,11 @@ class HiCachePolicy:
         clean_ahead_pages: with ``write_back``, how many of the next pages to evict are kept copied ahead of need.
             What is evicted uncopied is lost, never waited for.
         prefetch: when a prefetch from storage ends before it is complete: as soon as its request could run
-            (``best_effort``), never (``wait_complete``), or when any rank's clock says so (``timeout``).
+            (``best_effort``), never (``wait_complete``), or when any rank's clock says so (``timeout``). Whatever the
+            prefetch is at then: waiting for others, asking, or reading. What has landed by then is used.
         prefetch_threshold_pages: shorter hits are not worth a transfer and are revoked.
-        prefetch_timeout_s, prefetch_timeout_s_per_page: with ``timeout``, how long reading may take.
+        prefetch_timeout_s, prefetch_timeout_s_per_ki_token: with ``timeout``, how long a request that could run waits:
+            a base, and as much for each 1,024 tokens that storage holds. SGLang's formula and its defaults.
         load_threshold_pages: shorter runs are computed anew instead of loaded from the host.
 
     Raises:
@@ -98,14 +102,17 @@ class HiCachePolicy:
     prefetch: PrefetchStop = attrs.field(default="best_effort", validator=_check_stop)
     prefetch_threshold_pages: int = attrs.field(default=4, validator=is_integer("is not a count"))
     prefetch_timeout_s: float = attrs.field(default=1.0, validator=is_number(or_zero=True))
-    prefetch_timeout_s_per_page: float = attrs.field(default=0.001, validator=is_number(or_zero=True))
+    prefetch_timeout_s_per_ki_token: float = attrs.field(default=0.25, validator=is_number(or_zero=True))
     load_threshold_pages: int = attrs.field(default=1, validator=is_integer("is not a count"))
 
-    def reading_bound_s(self, num_pages: int) -> float:
-        """Longest time that reading ``num_pages`` may take; infinite unless the policy is ``timeout``."""
+    def prefetch_bound_s(self, num_tokens: int) -> float:
+        """Longest time that a prefetch of ``num_tokens`` may block its request; infinite unless it is ``timeout``.
+
+        While nobody knows how much storage has, the tokens are 0: an answer that takes longer than that is given up.
+        """
         if self.prefetch != "timeout":
-            return float("inf")
-        return self.prefetch_timeout_s + self.prefetch_timeout_s_per_page * num_pages
+            return math.inf
+        return self.prefetch_timeout_s + self.prefetch_timeout_s_per_ki_token * num_tokens / 1024
 
 
 Operation = TypeVar("Operation")
@@ -114,43 +121,59 @@ Operation = TypeVar("Operation")
 class AckQueue(Generic[Operation]):
     """Operations in the order in which they began, whatever the order in which they end on each rank.
 
-    Two numbers per rank are enough to agree on any number of operations.
+    Two numbers per rank are enough to agree on any number of operations. Both are counted on the way, so that a step
+    costs what has ended in it and not what is under way.
 
     ``done`` counts operations that have ended here, from the oldest on without a hole; ``good`` those that ended well.
     With the MIN of each over all ranks, the first ``good`` operations have ended well on every rank. When ``done`` is
     more, the next one has ended on every rank and, on the rank with the least ``good``, not well.
     """
 
-    __slots__ = ("_ends", "_operations")
+    __slots__ = ("_ends", "_not_done", "_num_done", "_num_good", "_operations")
 
     def __init__(self) -> None:
         self._operations: deque[tuple[int, Operation]] = deque()
-        self._ends: dict[int, bool] = {}
+        self._not_done: deque[int] = deque()  # from the oldest that has not ended on
+        self._ends: dict[int, bool | None] = {}  # of each operation; None while it has not ended here
+        self._num_done = 0
+        self._num_good = 0
 
     def __len__(self) -> int:
         return len(self._operations)
 
+    def __contains__(self, number: int) -> bool:
+        """True for an operation that has not been popped."""
+        return number in self._ends
+
     def push(self, number: int, operation: Operation) -> None:
         """Begin an operation."""
         self._operations.append((number, operation))
+        self._not_done.append(number)
+        self._ends[number] = None
 
     def acknowledge(self, number: int, is_good: bool) -> None:
         """An operation has ended on this rank.
 
         Raises:
-            CacheIntegrityError: it had ended before.
+            CacheIntegrityError: it had ended before, or is not under way.
         """
-        if number in self._ends:
+        if number not in self._ends:
+            raise CacheIntegrityError(f"operation {number} ended, but is not under way")
+        if self._ends[number] is not None:
             raise CacheIntegrityError(f"operation {number} ended twice")
         self._ends[number] = is_good
+        while self._not_done and (end := self._ends[self._not_done[0]]) is not None:
+            self._not_done.popleft()
+            self._num_good += end and self._num_good == self._num_done
+            self._num_done += 1
 
     def done(self) -> int:
         """Operations that have ended here, from the oldest on."""
-        return sum(1 for _ in takewhile(lambda entry: entry[0] in self._ends, self._operations))
+        return self._num_done
 
     def good(self) -> int:
         """Operations that have ended well here, from the oldest on."""
-        return sum(1 for _ in takewhile(lambda entry: self._ends.get(entry[0], False), self._operations))
+        return self._num_good
 
     def pop(self, done: int, good: int) -> list[tuple[int, Operation, bool]]:
         """Take out what all ranks agree has ended: number, operation, and whether it ended well everywhere.
@@ -166,7 +189,12 @@ class AckQueue(Generic[Operation]):
 
     def _pop(self) -> tuple[int, Operation]:
         number, operation = self._operations.popleft()
-        self._ends.pop(number, None)
+        self._num_done -= 1
+        if self._ends.pop(number):
+            self._num_good -= 1
+        else:  # what ended well behind it counts from now on; each operation is counted here once
+            ended = islice(self._operations, self._num_done)
+            self._num_good = sum(1 for _ in takewhile(lambda entry: self._ends[entry[0]], ended))
         return number, operation
 
 
@@ -175,11 +203,11 @@ NUM_LANES = 8
 
 
 class _Phase(enum.Enum):
+    IN_LINE = enum.auto()
     QUERYING = enum.auto()
     RESERVING = enum.auto()
     VOTING = enum.auto()
     READING = enum.auto()
-    STOPPING = enum.auto()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -191,30 +219,74 @@ class LocalFacts:
     host_pages: tuple[int, ...] | None = None  # None: not reserved
     landed_pages: int = 0
     has_ended: bool = False
-    reading_since_s: float = 0.0
+    blocked_since_s: float = math.inf  # infinite while no request is blocked by it
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Prefetch:
     """One operation; everything but ``facts`` is the same on every rank."""
 
     number: int
     digests: bytes
-    phase: _Phase = _Phase.QUERYING
+    bound_s: float
+    phase: _Phase = _Phase.IN_LINE
     num_pages: int = 0  # to read, as agreed
-    is_stopped: bool = False
-    is_cancelled: bool = False
+    num_landed: int = 0  # on every rank, as agreed
     facts: LocalFacts = field(default_factory=LocalFacts)
+
+
+class _Line:
+    """Prefetches that wait for a lane: those that block a request come first, in the order in which they did."""
+
+    __slots__ = ("_blocking", "_others")
+
+    def __init__(self) -> None:
+        self._blocking: dict[int, _Prefetch] = {}
+        self._others: dict[int, _Prefetch] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._blocking or self._others)
+
+    def add(self, prefetch: _Prefetch) -> None:
+        self._others[prefetch.number] = prefetch
+
+    def block(self, prefetch: _Prefetch) -> None:
+        if self._others.pop(prefetch.number, None) is not None:
+            self._blocking[prefetch.number] = prefetch
+
+    def remove(self, prefetch: _Prefetch) -> None:
+        for waiting in (self._blocking, self._others):
+            waiting.pop(prefetch.number, None)
+
+    def take_first(self) -> _Prefetch:
+        waiting = self._blocking or self._others
+        return waiting.pop(next(iter(waiting)))
+
+    def first_blocking(self, count: int) -> list[_Prefetch]:
+        return list(islice(self._blocking.values(), count))
+
+    def num_late(self, now_s: float) -> int:
+        """Prefetches that have blocked for too long: from the first on, since all of them have the same bound."""
+        return sum(1 for _ in takewhile(lambda prefetch: _is_late(prefetch, now_s), self._blocking.values()))
+
+
+def _is_late(prefetch: _Prefetch, now_s: float) -> bool:
+    return now_s - prefetch.facts.blocked_since_s > prefetch.bound_s
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefetchLanes:
     """The prefetches of one rank: a fixed number at a time, so that what ranks agree on in a step never grows.
 
-    ``waiting -> QUERYING -> RESERVING -> VOTING -> READING -> STOPPING -> settled``
+    ``IN_LINE -> QUERYING -> RESERVING -> VOTING -> READING -> settled``
 
-    Each arrow is one agreement, except the one to VOTING: reserving follows the query at once. A rank that has nothing
-    (a miss, a failed store, no host page left) says so as a 0 or a no.
+    Each arrow is one agreement, except those to QUERYING, which a free lane is enough for, and to VOTING: reserving
+    follows the query at once. A rank that has nothing (a miss, a failed store, no host page left) says so as a 0 or a
+    no.
+
+    A prefetch that is given up, in whatever phase, settles in that very call with what the last agreement said had
+    landed on every rank. It leaves its lane to others. What storage is still doing for it drains: host pages that a
+    rank may still write to are given back when all ranks agree that none does.
 
     Attributes:
         policy: thresholds and time limits.
@@ -224,61 +296,85 @@ class PrefetchLanes:
     policy: HiCachePolicy
     host: HostPages
     _lanes: list[_Prefetch | None] = field(default_factory=lambda: [None] * NUM_LANES, init=False)
-    _waiting: deque[_Prefetch] = field(default_factory=deque, init=False)
+    _line: _Line = field(default_factory=_Line, init=False)
     _by_number: dict[int, _Prefetch] = field(default_factory=dict, init=False)
+    _drains: AckQueue[tuple[int, ...]] = field(default_factory=AckQueue, init=False)
+    _now_s: float = field(default=math.inf, init=False)  # of the last proposal
 
     def __len__(self) -> int:
-        """Prefetches that have not settled."""
-        return len(self._by_number)
+        """Prefetches that have not settled, and those that drain."""
+        return len(self._by_number) + len(self._drains)
 
     def begin(self, number: int, digests: bytes) -> list[Instruction]:
         """Begin a prefetch of the pages with these digests, or let it wait for a lane."""
-        prefetch = _Prefetch(number=number, digests=digests)
+        prefetch = _Prefetch(number=number, digests=digests, bound_s=self.policy.prefetch_bound_s(0))
         self._by_number[number] = prefetch
-        self._waiting.append(prefetch)
+        self._line.add(prefetch)
         return self._fill_lanes()
 
-    def stop(self, number: int) -> None:
-        """Read no further than where all ranks are at the next agreements. What landed everywhere is kept."""
-        self._by_number[number].is_stopped = True
-
-    def cancel(self, number: int) -> None:
-        """End a prefetch as early as its phase allows."""
+    def block(self, number: int) -> None:
+        """A request that could run waits for this prefetch: from its first such moment on, the policy's time runs."""
         prefetch = self._by_number[number]
-        prefetch.is_stopped = prefetch.is_cancelled = True
+        prefetch.facts.blocked_since_s = min(prefetch.facts.blocked_since_s, self._now_s)
+        self._line.block(prefetch)
 
-    def cancel_all(self) -> None:
+    def give_up(self, number: int) -> tuple[PrefetchSettled, list[Instruction]]:
+        """End a prefetch at once, in whatever phase it is. What has landed on every rank is kept."""
+        settled, instructions = self._give_up(self._by_number[number])
+        return settled, instructions + self._fill_lanes()
+
+    def give_up_all(self) -> tuple[list[Decision], list[Instruction]]:
         """End every prefetch."""
-        for number in self._by_number:
-            self.cancel(number)
+        decisions: list[Decision] = []
+        instructions: list[Instruction] = []
+        for prefetch in list(self._by_number.values()):
+            settled, more = self._give_up(prefetch)
+            decisions.append(settled)
+            instructions += more
+        return decisions, instructions
 
-    def reserve(self, number: int, num_pages: int, now_s: float) -> None:
+    def reserve(self, number: int, num_pages: int, *, bound_s: float) -> None:
         """Answer ``PrefetchHit``: try to take ``num_pages`` host pages, the same number on every rank; 0 gives up.
 
         Whether this rank could goes into the next agreement. Only when all could, they write to the pages.
+
+        Args:
+            bound_s: longest time that it may block a request, now that its length is known.
         """
         prefetch = self._by_number[number]
         prefetch.num_pages = num_pages
+        prefetch.bound_s = bound_s
         prefetch.phase = _Phase.VOTING
-        prefetch.facts.reading_since_s = now_s
         try:
             prefetch.facts.host_pages = tuple(self.host.reserve(num_pages))
         except OutOfPagesError:
             prefetch.facts.host_pages = None
 
-    def facts_of(self, event: StorageAnswered | PagesLanded | ReadEnded) -> LocalFacts:
-        """Return what this rank knows of an event's prefetch, to add to it.
+    def handle(self, event: StorageAnswered | PagesLanded | ReadEnded) -> None:
+        """Take in what storage reports of a prefetch, or of one that drains.
 
         Raises:
             CacheIntegrityError: the prefetch has settled already.
         """
         prefetch = self._by_number.get(event.op)
         if prefetch is None:
-            raise CacheIntegrityError(f"{event} of a prefetch that is not under way")
-        return prefetch.facts
+            if event.op not in self._drains:
+                raise CacheIntegrityError(f"{event} of a prefetch that is not under way")
+            if not isinstance(event, PagesLanded):
+                self._drains.acknowledge(event.op, True)
+            return
+        facts = prefetch.facts
+        match event:
+            case StorageAnswered():
+                facts.has_answered, facts.hit_pages = True, event.num_pages
+            case PagesLanded():
+                facts.landed_pages = event.num_pages
+            case ReadEnded():
+                facts.has_ended = True
 
     def fill(self, proposal: Proposal, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
+        self._now_s = now_s
         for lane, prefetch in enumerate(self._lanes):
             facts = prefetch.facts if prefetch is not None else _NOTHING
             proposal.all(f"prefetch {lane} answered", facts.has_answered)
@@ -286,84 +382,115 @@ class PrefetchLanes:
             proposal.all(f"prefetch {lane} reserved", facts.host_pages is not None)
             proposal.min(f"prefetch {lane} landed", facts.landed_pages)
             proposal.all(f"prefetch {lane} ended", facts.has_ended)
-            proposal.any(f"prefetch {lane} timed out", prefetch is not None and self._is_late(prefetch, now_s))
+            proposal.any(f"prefetch {lane} timed out", prefetch is not None and _is_late(prefetch, now_s))
+        proposal.max("line timed out", self._line.num_late(now_s))
+        proposal.min("drains done", self._drains.done())
 
     def settle(self, agreed: AgreedValues) -> tuple[list[Decision], list[Instruction]]:
-        """Move every lane on by what all ranks agreed."""
-        decisions: list[Decision] = []
-        instructions: list[Instruction] = []
+        """Move every prefetch on by what all ranks agreed."""
+        decisions, instructions = self._settle_drains(agreed.numbers["drains done"]), list[Instruction]()
+        late = self._line.first_blocking(agreed.numbers["line timed out"])
         for lane, prefetch in enumerate(self._lanes):
             if prefetch is None:
                 continue
-            if prefetch.phase is _Phase.QUERYING:
-                decision = self._after_query(prefetch, lane, agreed)
-            elif prefetch.phase is _Phase.VOTING:
-                decision = self._after_vote(prefetch, lane, agreed, instructions)
-            else:
-                assert prefetch.phase is not _Phase.RESERVING, "a PrefetchHit was not answered with reserve()"
-                decision = self._after_reading(prefetch, lane, agreed, instructions)
+            prefetch.num_landed = agreed.numbers[f"prefetch {lane} landed"]
+            decision = self._move_on(prefetch, lane, agreed, instructions)
             if decision is not None:
                 decisions.append(decision)
-            if isinstance(decision, PrefetchSettled):
-                self._lanes[lane] = None
-                del self._by_number[prefetch.number]
+            elif agreed.flags[f"prefetch {lane} timed out"]:
+                late.append(prefetch)
+        for prefetch in late:
+            settled, more = self._give_up(prefetch)
+            decisions.append(settled)
+            instructions += more
         return decisions, instructions + self._fill_lanes()
 
-    def _after_query(self, prefetch: _Prefetch, lane: int, agreed: AgreedValues) -> Decision | None:
-        if not agreed.flags[f"prefetch {lane} answered"]:
-            return None
-        num_pages = agreed.numbers[f"prefetch {lane} hit"]
-        if prefetch.is_cancelled or num_pages < self.policy.prefetch_threshold_pages:
-            return PrefetchSettled(prefetch.number, ())
+    def _settle_drains(self, num_done: int) -> list[Decision]:
+        decisions: list[Decision] = []
+        for number, host_pages, _ in self._drains.pop(num_done, num_done):
+            self.host.abort(host_pages)
+            decisions.append(PrefetchDrained(number, len(host_pages)))
+        return decisions
+
+    def _move_on(
+        self, prefetch: _Prefetch, lane: int, agreed: AgreedValues, instructions: list[Instruction]
+    ) -> Decision | None:
+        if prefetch.phase is _Phase.QUERYING:
+            if agreed.flags[f"prefetch {lane} answered"]:
+                return self._after_query(prefetch, agreed.numbers[f"prefetch {lane} hit"])
+        elif prefetch.phase is _Phase.VOTING:
+            return self._after_vote(prefetch, agreed.flags[f"prefetch {lane} reserved"], instructions)
+        else:
+            assert prefetch.phase is _Phase.READING, "a PrefetchHit was not answered with reserve()"
+            if agreed.flags[f"prefetch {lane} ended"]:
+                return self._end_reading(prefetch)
+        return None
+
+    def _after_query(self, prefetch: _Prefetch, num_pages: int) -> Decision:
+        if num_pages < self.policy.prefetch_threshold_pages:
+            return self._leave(prefetch)
         prefetch.phase = _Phase.RESERVING
         return PrefetchHit(prefetch.number, num_pages)
 
     def _after_vote(
-        self, prefetch: _Prefetch, lane: int, agreed: AgreedValues, instructions: list[Instruction]
-    ) -> Decision | None:
-        facts = prefetch.facts
-        is_agreed = agreed.flags[f"prefetch {lane} reserved"]
-        if is_agreed and prefetch.num_pages and not prefetch.is_cancelled:
-            assert facts.host_pages is not None
-            prefetch.phase = _Phase.READING
-            digests = prefetch.digests[: prefetch.num_pages * DIGEST_BYTES]
-            instructions.append(ReadStorage(prefetch.number, digests, facts.host_pages))
-            return None
-        if facts.host_pages is not None:
-            self.host.abort(facts.host_pages)
-        return PrefetchSettled(prefetch.number, ())
-
-    def _after_reading(
-        self, prefetch: _Prefetch, lane: int, agreed: AgreedValues, instructions: list[Instruction]
-    ) -> Decision | None:
-        if agreed.flags[f"prefetch {lane} ended"]:
-            facts = prefetch.facts
-            assert facts.host_pages is not None
-            num_landed = agreed.numbers[f"prefetch {lane} landed"]
-            kept, left = facts.host_pages[:num_landed], facts.host_pages[num_landed:]
-            self.host.commit(kept)
-            self.host.abort(left)
-            return PrefetchSettled(prefetch.number, kept)
-        if agreed.flags[f"prefetch {lane} timed out"]:
-            prefetch.is_stopped = True
-        if prefetch.is_stopped and prefetch.phase is _Phase.READING:
-            prefetch.phase = _Phase.STOPPING
-            instructions.append(StopReading(prefetch.number))
+        self, prefetch: _Prefetch, is_agreed: bool, instructions: list[Instruction]
+    ) -> PrefetchSettled | None:
+        host_pages = prefetch.facts.host_pages
+        if not is_agreed or not prefetch.num_pages:
+            self.host.abort(host_pages or ())
+            return self._leave(prefetch)
+        assert host_pages is not None
+        prefetch.phase = _Phase.READING
+        digests = prefetch.digests[: prefetch.num_pages * DIGEST_BYTES]
+        instructions.append(ReadStorage(prefetch.number, digests, host_pages))
         return None
 
-    def _is_late(self, prefetch: _Prefetch, now_s: float) -> bool:
-        if prefetch.phase is not _Phase.READING:
-            return False
-        return now_s - prefetch.facts.reading_since_s > self.policy.reading_bound_s(prefetch.num_pages)
+    def _end_reading(self, prefetch: _Prefetch) -> PrefetchSettled:
+        """No rank writes to the pages any more: keep what landed everywhere, give the rest back."""
+        kept, left = _parts(prefetch)
+        self.host.commit(kept)
+        self.host.abort(left)
+        return self._leave(prefetch, kept)
+
+    def _give_up(self, prefetch: _Prefetch) -> tuple[PrefetchSettled, list[Instruction]]:
+        """Every rank does so at the same point: either all were called, or all agreed that it is late."""
+        facts = prefetch.facts
+        if prefetch.phase is _Phase.IN_LINE:
+            self._line.remove(prefetch)
+            return self._leave(prefetch), []
+        if prefetch.phase is _Phase.VOTING:  # nobody has begun to read
+            self.host.abort(facts.host_pages or ())
+            return self._leave(prefetch), []
+        is_reading = prefetch.phase is _Phase.READING
+        kept, left = _parts(prefetch) if is_reading else ((), ())
+        self.host.commit(kept)
+        self._drains.push(prefetch.number, left)
+        if facts.has_ended if is_reading else facts.has_answered:
+            self._drains.acknowledge(prefetch.number, True)
+        return self._leave(prefetch, kept, num_draining=len(left)), [StopReading(prefetch.number)]
+
+    def _leave(self, prefetch: _Prefetch, kept: tuple[int, ...] = (), *, num_draining: int = 0) -> PrefetchSettled:
+        del self._by_number[prefetch.number]
+        if prefetch in self._lanes:
+            self._lanes[self._lanes.index(prefetch)] = None
+        return PrefetchSettled(prefetch.number, kept, num_draining)
 
     def _fill_lanes(self) -> list[Instruction]:
         """Start waiting prefetches in free lanes."""
         instructions: list[Instruction] = []
         for lane, prefetch in enumerate(self._lanes):
-            if prefetch is None and self._waiting:
-                started = self._lanes[lane] = self._waiting.popleft()
+            if prefetch is None and self._line:
+                started = self._lanes[lane] = self._line.take_first()
+                started.phase = _Phase.QUERYING
                 instructions.append(QueryStorage(started.number, started.digests))
         return instructions
+
+
+def _parts(prefetch: _Prefetch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The host pages of a prefetch that have landed on every rank, and the others."""
+    host_pages = prefetch.facts.host_pages
+    assert host_pages is not None
+    return host_pages[: prefetch.num_landed], host_pages[prefetch.num_landed :]
 
 
 _NOTHING = LocalFacts()
@@ -462,6 +589,12 @@ class HiCacheController:
         self._outbox.put(*self.prefetches.begin(number, digests))
         return number
 
+    def give_up(self, number: int) -> PrefetchSettled:
+        """End a prefetch at once; returns what it has brought."""
+        settled, instructions = self.prefetches.give_up(number)
+        self._outbox.put(*instructions)
+        return settled
+
     def handle(self, event: IoEvent) -> None:
         """Take in what this rank's I/O reports. Nothing is decided by it.
 
@@ -475,13 +608,8 @@ class HiCacheController:
                 self._loads.acknowledge(event.op, event.is_good)
             case BackupDone():
                 self._backups.acknowledge(event.op, event.is_good)
-            case StorageAnswered():
-                facts = self.prefetches.facts_of(event)
-                facts.has_answered, facts.hit_pages = True, event.num_pages
-            case PagesLanded():
-                self.prefetches.facts_of(event).landed_pages = event.num_pages
-            case ReadEnded():
-                self.prefetches.facts_of(event).has_ended = True
+            case StorageAnswered() | PagesLanded() | ReadEnded():
+                self.prefetches.handle(event)
 
     def fill(self, proposal: Proposal, *, has_storage: bool, load_room_pages: int, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
@@ -506,8 +634,9 @@ class HiCacheController:
         for number, _, is_good in self._backups.pop(numbers["backups done"], numbers["backups good"]):
             decisions.append(BackupSettled(number, is_good))
         if had_storage and not self.shared.has_storage:
-            self.prefetches.cancel_all()
-            decisions.append(StorageLost())
+            given_up, stops = self.prefetches.give_up_all()
+            self._outbox.put(*stops)
+            decisions += (StorageLost(), *given_up)
         prefetched, instructions = self.prefetches.settle(agreed)
         self._outbox.put(*instructions)
         return decisions + prefetched

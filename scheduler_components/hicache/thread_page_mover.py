@@ -6,10 +6,14 @@ cannot interleave anything between ranks.
 Each thread is an executor of one worker, which does its work in order. What waits for a worker is bounded by what the
 cache above begins: copies by the host's pages and ``max_load_pages``, reads by the lanes of prefetches. Every piece of
 work ends by itself, because stores are behind a deadline; so the interpreter may wait for the workers when it ends.
+
+Every instruction is answered, whatever becomes of it. Work that raises is answered with the event that says that it
+failed, and logged: the agreement takes care of the rest, on all ranks.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -17,7 +21,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from scheduler_components.cache import DIGEST_BYTES
-from scheduler_components.errors import StorageError
+from scheduler_components.errors import FailureLog, StorageError
 from scheduler_components.hicache.memory import HostPool, SimulatedDeviceMemory
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats
 from scheduler_components.hicache.thread_storage import DeadlinePageStore, open_deadline_page_store
@@ -55,38 +59,48 @@ class _Backend:
     for_writes: CheckedPageStore
 
 
+_ACTIVITIES: dict[type[IoEvent], str] = {
+    WriteDone: "copying pages to the host",
+    LoadDone: "copying pages to the device",
+    BackupDone: "writing pages to storage",
+    StorageAnswered: "asking storage for pages",
+    ReadEnded: "reading pages from storage",
+}
+
+
 class _Io:
     """The workers, the way of events back to the scheduler's thread, and what is under way."""
 
     def __init__(self) -> None:
-        self._events: SimpleQueue[IoEvent | BaseException] = SimpleQueue()
-        self._early: list[IoEvent | BaseException] = []  # taken off the queue by a wait
+        self._events: SimpleQueue[tuple[IoEvent, BaseException | None]] = SimpleQueue()
+        self._early: list[tuple[IoEvent, BaseException | None]] = []  # taken off the queue by a wait
+        self._failures = FailureLog(logging.getLogger(__name__))
         self._is_closed = False
         self.copies, self.reads, self.writes = (
             ThreadPoolExecutor(1, thread_name_prefix=f"pages-{name}")  # noqa: SCH008 threads start with the first work
             for name in ("copy", "read", "write")
         )
         self.loading: dict[int, int] = {}  # operation -> pages
-        self.reading: set[int] = set()
+        self.reading: set[int] = set()  # operations that ask or read
         self.stopped: set[int] = set()
 
-    def begin(self, worker: ThreadPoolExecutor, work: Callable[[], None]) -> None:
-        """Let a worker do a piece of work; what it raises, ``take`` raises on the scheduler's thread."""
-        worker.submit(work).add_done_callback(self._note_error)
+    def begin(self, worker: ThreadPoolExecutor, work: Callable[[], None], *, if_failed: IoEvent) -> None:
+        """Let a worker do a piece of work; where it raises, ``if_failed`` is what it has to tell."""
+        worker.submit(work).add_done_callback(partial(self._note_failure, if_failed))
 
     def put(self, event: IoEvent) -> None:
-        self._events.put(event)
+        self._events.put((event, None))
 
     def take(self) -> list[IoEvent]:
         taken, self._early = self._early, []
         while not self._events.empty():
             taken.append(self._events.get())
-        events: list[IoEvent] = []
-        for event in taken:
-            if isinstance(event, BaseException):
-                raise event
-            events.append(event)
-        return events
+        for event, error in taken:
+            if error is not None:
+                self._failures.failed(_ACTIVITIES[type(event)], error)
+            elif type(event) in _ACTIVITIES:
+                self._failures.succeeded(_ACTIVITIES[type(event)])
+        return [event for event, _ in taken]
 
     def wait(self, timeout_s: float) -> None:
         if not self._early:
@@ -107,10 +121,10 @@ class _Io:
         for worker, end in zip(workers, ends, strict=True):
             worker.shutdown(wait=end.done(), cancel_futures=True)
 
-    def _note_error(self, done: Future[None]) -> None:
+    def _note_failure(self, if_failed: IoEvent, done: Future[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            self._events.put(error)
+            self._events.put((if_failed, error))
 
 
 def _nothing() -> None:
@@ -169,7 +183,8 @@ class ThreadPageMover:
 
     def detach(self) -> None:
         """Stop using storage. From the next agreement on no rank begins anything with it; when all that was begun has
-        settled, the store is closed. Without a store, nothing happens."""
+        settled, the store is closed on the thread that writes: a step does not wait for it. Without a store, nothing
+        happens."""
         self._is_detaching = self._backend is not None
 
     def storage_stats(self) -> tuple[StorageStats, StorageStats]:
@@ -187,7 +202,7 @@ class ThreadPageMover:
         for event in events:
             if isinstance(event, LoadDone):
                 del self._io.loading[event.op]
-            elif isinstance(event, ReadEnded):
+            elif isinstance(event, StorageAnswered | ReadEnded):
                 self._io.reading.discard(event.op)
                 self._io.stopped.discard(event.op)
         return events
@@ -199,34 +214,38 @@ class ThreadPageMover:
     def close(self) -> None:
         """End the threads and close the store."""
         self._io.close()
-        self._close_store()
+        backend = self._release_store()
+        if backend is not None:
+            backend.for_writes.close()
 
     def _begin(self, instruction: Instruction) -> None:
         io = self._io
         match instruction:
-            case CopyToHost():
-                io.begin(io.copies, partial(self._copy_to_host, instruction))
-            case CopyToDevice():
-                io.loading[instruction.op] = len(instruction.device_pages)
-                io.begin(io.copies, partial(self._copy_to_device, instruction))
-            case WriteToStorage():
-                io.begin(io.writes, partial(self._write, instruction))
-            case QueryStorage():
-                io.begin(io.reads, partial(self._query, instruction))
-            case ReadStorage():
-                io.reading.add(instruction.op)
-                io.begin(io.reads, partial(self._read, instruction))
-            case StopReading():
-                if instruction.op in io.reading:
-                    io.stopped.add(instruction.op)
+            case CopyToHost(op):
+                io.begin(io.copies, partial(self._copy_to_host, instruction), if_failed=WriteDone(op, False))
+            case CopyToDevice(op):
+                io.loading[op] = len(instruction.device_pages)
+                io.begin(io.copies, partial(self._copy_to_device, instruction), if_failed=LoadDone(op, False))
+            case WriteToStorage(op):
+                io.begin(io.writes, partial(self._write, instruction), if_failed=BackupDone(op, False))
+            case QueryStorage(op):
+                io.reading.add(op)
+                io.begin(io.reads, partial(self._query, instruction), if_failed=StorageAnswered(op, 0))
+            case ReadStorage(op):
+                io.reading.add(op)
+                io.begin(io.reads, partial(self._read, instruction), if_failed=ReadEnded(op))
+            case StopReading(op):
+                if op in io.reading:
+                    io.stopped.add(op)
             case StorageUnused():
-                if self._is_detaching:
-                    self._close_store()
+                backend = self._release_store() if self._is_detaching else None
+                if backend is not None:
+                    io.writes.submit(backend.for_writes.close)  # never raises; may take up to the deadline
 
-    def _close_store(self) -> None:
-        if self._backend is not None:
-            self._backend.for_writes.close()
-        self._backend, self._is_detaching = None, False
+    def _release_store(self) -> _Backend | None:
+        """Give up the store; whoever gets it closes it."""
+        backend, self._backend, self._is_detaching = self._backend, None, False
+        return backend
 
     # --- on the threads ---
 
@@ -250,8 +269,9 @@ class ThreadPageMover:
         self._io.put(BackupDone(write.op, is_good))
 
     def _query(self, query: QueryStorage) -> None:
-        backend = self._backend
-        num_pages = backend.for_reads.batch_exists(self._keys(query.digests)) if backend is not None else 0
+        backend, num_pages = self._backend, 0
+        if backend is not None and query.op not in self._io.stopped:
+            num_pages = backend.for_reads.batch_exists(self._keys(query.digests))
         self._io.put(StorageAnswered(query.op, num_pages))
 
     def _read(self, read: ReadStorage) -> None:

@@ -24,6 +24,7 @@ from scheduler_components.page_operations import (
     BackupSettled,
     Decision,
     LoadSettled,
+    PrefetchDrained,
     PrefetchHit,
     PrefetchSettled,
     StorageLost,
@@ -272,18 +273,20 @@ class StorageReads:
         controller: makes the operations and settles them.
         policy: what is worth a prefetch.
         stats: counts what comes of it.
+        num_draining_pages: host pages of prefetches that were given up and that some rank may still write to.
     """
 
     tiers: TierTree
     controller: HiCacheController
     policy: HiCachePolicy
     stats: TierStats
+    num_draining_pages: int = field(default=0, init=False)
     _under_way: dict[int, Prefetch] = field(default_factory=dict, init=False)
 
     @property
     def num_pages_reserved(self) -> int:
         """Host pages of prefetches under way."""
-        return sum(prefetch.num_reserved for prefetch in self._under_way.values())
+        return self.num_draining_pages + sum(prefetch.num_reserved for prefetch in self._under_way.values())
 
     def is_worth_it(self, packed: bytes, path: list[RadixNode]) -> bool:
         """Say whether storage may have enough of what follows a path.
@@ -309,15 +312,15 @@ class StorageReads:
         self.stats.prefetches += 1
         return prefetch
 
-    def stop(self, prefetch: Prefetch) -> None:
-        """Read no further than what has landed."""
-        self.controller.prefetches.stop(prefetch.number)
+    def block(self, prefetch: Prefetch) -> None:
+        """Its request could run, and waits for it alone."""
+        self.controller.prefetches.block(prefetch.number)
 
-    def cancel(self, prefetch: Prefetch) -> None:
-        """Nobody wants the pages any more."""
-        self.controller.prefetches.cancel(prefetch.number)
+    def give_up(self, prefetch: Prefetch) -> None:
+        """Wait no longer: what has landed on every rank is put in the tree, here and now."""
+        self.settle(self.controller.give_up(prefetch.number))
 
-    def reserve(self, hit: PrefetchHit, now_s: float) -> None:
+    def reserve(self, hit: PrefetchHit) -> None:
         """Take room for what storage holds: at most half of what the host can free, so that prefetches never fill it.
 
         The ledger is the same on every rank, so all ranks take the same number.
@@ -328,13 +331,15 @@ class StorageReads:
             num_pages = 0
         host.num_pages_used += num_pages
         prefetch.num_reserved = num_pages
-        self.controller.prefetches.reserve(prefetch.number, num_pages, now_s)
+        bound_s = self.policy.prefetch_bound_s(num_pages * self.tiers.tree.page_size)
+        self.controller.prefetches.reserve(prefetch.number, num_pages, bound_s=bound_s)
 
     def settle(self, settled: PrefetchSettled) -> None:
         """Put what landed on every rank in the tree, below what is there by now."""
         tiers, tree, host_pages = self.tiers, self.tiers.tree, settled.host_pages
         prefetch = self._under_way.pop(settled.op)
-        tiers.host.num_pages_used -= prefetch.num_reserved - len(host_pages)
+        tiers.host.num_pages_used -= prefetch.num_reserved - len(host_pages) - settled.num_draining_pages
+        self.num_draining_pages += settled.num_draining_pages
         if prefetch.anchor is not None:
             tiers.host.unlock(tree.path_of(prefetch.anchor))
         stop = (prefetch.first_page + len(host_pages)) * tree.page_bytes
@@ -357,6 +362,11 @@ class StorageReads:
         self.stats.pages_prefetched += len(kept)
         self.stats.pages_revoked += prefetch.num_reserved - len(kept)
         self.stats.prefetches_revoked += not kept
+
+    def settle_drained(self, drained: PrefetchDrained) -> None:
+        """Count the pages of a prefetch that was given up as free."""
+        self.tiers.host.num_pages_used -= drained.num_pages
+        self.num_draining_pages -= drained.num_pages
 
 
 @dataclass(slots=True, kw_only=True)
@@ -390,7 +400,7 @@ class TierTransfers:
             stats=stats,
         )
 
-    def carry_out(self, decisions: list[Decision], now_s: float) -> None:
+    def carry_out(self, decisions: list[Decision]) -> None:
         """Do to the tree what all ranks have decided, in order; then what follows from it by policy."""
         for decision in decisions:
             match decision:
@@ -401,9 +411,11 @@ class TierTransfers:
                 case LoadSettled():
                     self.loads.settle(decision)
                 case PrefetchHit():
-                    self.reads.reserve(decision, now_s)
+                    self.reads.reserve(decision)
                 case PrefetchSettled():
                     self.reads.settle(decision)
+                case PrefetchDrained():
+                    self.reads.settle_drained(decision)
                 case StorageLost():
                     self._forget_storage()
         self.loads.room_pages = self.controller.shared.load_room_pages
@@ -471,14 +483,18 @@ class Preparations:
 
         Args:
             rid, token_ids, namespace: as given to ``expect``; a request that was not given to it waits for loads alone.
-            is_next: this request is the next to run; under ``best_effort`` its prefetch stops with what has landed.
+            is_next: this request is the next to run. Under ``best_effort`` it does not wait for storage from here on,
+                under ``timeout`` its time runs.
         """
         preparation = self._by_rid.setdefault(rid, _Preparation())
         prefetch, load = preparation.prefetch, preparation.load
         if prefetch is not None and prefetch.num_landed is None:
-            if is_next and self.policy.prefetch == "best_effort":
-                self.transfers.reads.stop(prefetch)
-            return False
+            if not is_next:
+                return False
+            if self.policy.prefetch != "best_effort":
+                self.transfers.reads.block(prefetch)
+                return False
+            self.transfers.reads.give_up(prefetch)
         if load is not None:
             if not load.is_settled:
                 return False
@@ -489,7 +505,7 @@ class Preparations:
         """A request is gone before it ran: nothing is brought closer for it any more."""
         preparation = self._by_rid.pop(rid, _Preparation())
         if preparation.prefetch is not None and preparation.prefetch.num_landed is None:
-            self.transfers.reads.cancel(preparation.prefetch)
+            self.transfers.reads.give_up(preparation.prefetch)
 
     def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
         """A request begins to run: count where its prompt was found."""

@@ -35,7 +35,7 @@ class Cache:
                 cache.handle(LoadDone(instruction.op, copies))
         self._step += 1
         proposal = cache.proposal(self._step, has_storage=False, load_room_pages=100, now_s=0.0)
-        cache.settle(self._step, proposal.open(proposal.pack(0)), now_s=0.0)
+        cache.settle(self._step, proposal.open(proposal.pack(0)))
         cache.check_integrity()
 
     def compute(self, chat: int, num_pages: int) -> None:

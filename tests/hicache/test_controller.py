@@ -16,6 +16,7 @@ from scheduler_components.page_operations import (
     Instruction,
     IoEvent,
     PagesLanded,
+    PrefetchDrained,
     PrefetchHit,
     PrefetchSettled,
     QueryStorage,
@@ -72,6 +73,9 @@ def test_an_operation_ends_once() -> None:
     queue.acknowledge(1, True)
     with pytest.raises(CacheIntegrityError, match="operation 1 ended twice"):
         queue.acknowledge(1, False)
+    queue.pop(1, 1)
+    with pytest.raises(CacheIntegrityError, match="operation 1 ended, but is not under way"):
+        queue.acknowledge(1, True)
 
 
 DIGESTS = bytes(range(32)) * 6
@@ -121,23 +125,63 @@ class TwoRanks:
         self.begin()
         self.handle(StorageAnswered(1, 4))
         assert self.agree() == [([PrefetchHit(1, 4)], [])] * 2
-        for lanes, now_s in zip(self.lanes, self.now_s, strict=True):
-            lanes.reserve(1, 4, now_s)
+        self.reserve()
         for decisions, instructions in self.agree():
             assert not decisions
             assert [type(instruction) for instruction in instructions] == [ReadStorage]
 
+    def reserve(self, num_pages: int = 4, *, bound_s: float = 4.0) -> None:
+        for lanes in self.lanes:
+            lanes.reserve(1, num_pages, bound_s=bound_s)
 
-@pytest.mark.parametrize("without, told", [("no slot has this name", [True, True]), ("timed out", [True, False])])
-def test_one_ranks_clock_stops_all_ranks(without: str, told: list[bool]) -> None:
+    def give_up(self, number: int = 1) -> list[tuple[PrefetchSettled, list[Instruction]]]:
+        return [lanes.give_up(number) for lanes in self.lanes]
+
+
+PATIENT = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=2.0)
+
+
+@pytest.mark.parametrize("without, num_settled", [("no slot has this name", [1, 1]), ("timed out", [1, 0])])
+def test_one_ranks_clock_stops_all_ranks(without: str, num_settled: list[int]) -> None:
     """And without this agreement it stops one, while the others read on and make it wait."""
-    ranks = TwoRanks(HiCachePolicy(prefetch="timeout", prefetch_timeout_s=2.0, prefetch_timeout_s_per_page=0.5))
+    ranks = TwoRanks(PATIENT)
     ranks.reading()
+    for lanes in ranks.lanes:
+        lanes.block(1)
     ranks.now_s = [4.0, 4.0]
     assert ranks.agree(without) == [([], [])] * 2
     ranks.now_s = [4.1, 3.9]
-    stopped = [instructions == [StopReading(1)] for _, instructions in ranks.agree(without)]
-    assert stopped == told
+    settled = ranks.agree(without)
+    assert [len(decisions) for decisions, _ in settled] == num_settled
+    assert [StopReading(1) in instructions for _, instructions in settled] == [bool(count) for count in num_settled]
+
+
+def test_the_time_runs_from_the_first_moment_that_a_request_is_blocked() -> None:
+    ranks = TwoRanks(PATIENT)
+    ranks.begin()
+    for now_s in (0.0, 10.0):
+        ranks.now_s = [now_s, now_s]
+        assert ranks.agree() == [([], [])] * 2
+    for now_s in (10.0, 12.0):
+        for lanes in ranks.lanes:
+            lanes.block(1)
+        ranks.now_s = [now_s, now_s]
+        assert ranks.agree() == [([], [])] * 2
+    ranks.now_s = [12.1, 12.1]
+    assert ranks.agree() == [([PrefetchSettled(1, ())], [StopReading(1)])] * 2
+
+
+def test_in_line_too() -> None:
+    ranks = TwoRanks(PATIENT)
+    for number in range(1, NUM_LANES + 4):
+        ranks.begin(number)
+    ranks.agree()
+    for lanes in ranks.lanes:
+        lanes.block(NUM_LANES + 3)
+        lanes.block(NUM_LANES + 1)
+    ranks.now_s = [2.0, 2.1]
+    settled = [PrefetchSettled(NUM_LANES + 3, ()), PrefetchSettled(NUM_LANES + 1, ())]
+    assert ranks.agree() == [(settled, [])] * 2
 
 
 def test_what_landed_on_every_rank_is_kept_and_the_rest_given_back() -> None:
@@ -170,33 +214,73 @@ def test_a_rank_without_host_pages_votes_no_for_all() -> None:
     ranks.begin()
     ranks.handle(StorageAnswered(1, 4))
     ranks.agree()
-    for lanes in ranks.lanes:
-        lanes.reserve(1, 4, 0.0)
+    ranks.reserve()
     assert [pool.num_held for pool in ranks.pools] == [4, 0]
     assert ranks.agree() == [([PrefetchSettled(1, ())], [])] * 2
     assert [pool.num_free for pool in ranks.pools] == [10, 3]
 
 
-@pytest.mark.parametrize("when", ["querying", "voting", "reading"])
-def test_a_cancelled_prefetch_ends_and_gives_all_back(when: str) -> None:
+@pytest.mark.parametrize("when", ["in line", "querying", "voting", "reading"])
+def test_a_prefetch_that_is_given_up_leaves_at_once_and_gives_all_back(when: str) -> None:
+    """What a rank may still write to goes back when no rank does."""
     ranks = TwoRanks(HiCachePolicy())
+    if when == "in line":
+        for number in range(2, NUM_LANES + 2):
+            ranks.begin(number)
     if when == "reading":
         ranks.reading()
     else:
         ranks.begin()
-        ranks.handle(StorageAnswered(1, 4))
     if when == "voting":
+        ranks.handle(StorageAnswered(1, 4))
         ranks.agree()
-        for lanes in ranks.lanes:
-            lanes.reserve(1, 4, 0.0)
-    for lanes in ranks.lanes:
-        lanes.cancel(1)
-    if when == "reading":
-        assert ranks.agree() == [([], [StopReading(1)])] * 2
-        assert ranks.agree() == [([], [])] * 2  # told once
-        ranks.handle(ReadEnded(1))
-    assert ranks.agree() == [([PrefetchSettled(1, ())], [])] * 2
+        ranks.reserve()
+    drains, draining_pages = when in ("querying", "reading"), 4 * (when == "reading")
+    stops = [StopReading(1)] if drains else []
+    assert ranks.give_up() == [(PrefetchSettled(1, (), draining_pages), stops)] * 2
+    assert [pool.num_held for pool in ranks.pools] == [draining_pages] * 2
+    if drains:
+        assert [len(lanes) for lanes in ranks.lanes] == [1, 1]
+        end = ReadEnded(1) if when == "reading" else StorageAnswered(1, 4)
+        ranks.controllers[0].handle(end)
+        assert ranks.agree() == [([], [])] * 2
+        ranks.controllers[1].handle(end)
+        assert ranks.agree() == [([PrefetchDrained(1, draining_pages)], [])] * 2
+    assert [len(lanes) for lanes in ranks.lanes] == [NUM_LANES * (when == "in line")] * 2
     assert [pool.num_free for pool in ranks.pools] == [10, 10]
+
+
+def test_what_landed_everywhere_by_the_last_agreement_is_kept_at_once() -> None:
+    ranks = TwoRanks(HiCachePolicy())
+    ranks.reading()
+    ranks.controllers[0].handle(PagesLanded(1, 4))
+    ranks.controllers[1].handle(PagesLanded(1, 2))
+    ranks.agree()
+    ranks.controllers[1].handle(PagesLanded(1, 3))  # no other rank knows yet
+    ranks.controllers[1].handle(ReadEnded(1))
+    assert [(len(settled.host_pages), settled.num_draining_pages) for settled, _ in ranks.give_up()] == [(2, 2)] * 2
+    ranks.controllers[0].handle(ReadEnded(1))
+    assert [decisions for decisions, _ in ranks.agree()] == [[PrefetchDrained(1, 2)]] * 2
+    assert [(pool.num_cached, pool.num_held) for pool in ranks.pools] == [(2, 0)] * 2
+
+
+def test_who_is_given_up_leaves_the_lane_to_the_living() -> None:
+    ranks = TwoRanks(HiCachePolicy())
+    for number in range(1, NUM_LANES + 2):
+        ranks.begin(number)
+    for _, instructions in ranks.give_up(3):
+        assert instructions == [StopReading(3), QueryStorage(NUM_LANES + 1, DIGESTS)]
+
+
+def test_who_blocks_a_request_is_first_in_line() -> None:
+    ranks = TwoRanks(HiCachePolicy(prefetch="wait_complete"))
+    for number in range(1, NUM_LANES + 4):
+        ranks.begin(number)
+    for lanes in ranks.lanes:
+        lanes.block(NUM_LANES + 3)
+    ranks.handle(StorageAnswered(1, 0))
+    for _, instructions in ranks.agree():
+        assert instructions == [QueryStorage(NUM_LANES + 3, DIGESTS)]
 
 
 def test_prefetches_beyond_the_lanes_wait_their_turn() -> None:
@@ -226,7 +310,7 @@ def test_news_of_a_prefetch_that_is_over_is_told() -> None:
         ("clean_ahead_pages", -1),
         ("load_threshold_pages", True),
         ("prefetch_timeout_s", float("nan")),
-        ("prefetch_timeout_s_per_page", -0.1),
+        ("prefetch_timeout_s_per_ki_token", -0.1),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(field: str, value: object) -> None:

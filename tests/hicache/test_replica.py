@@ -155,6 +155,8 @@ AGREEMENTS = [
     "prefetch * reserved",
     "prefetch * landed",
     "prefetch * ended",
+    "prefetch * timed out",
+    "drains done",
 ]
 NOTHING = "no slot has this name"
 HARSH = FaultRates(max_latency_steps=10, failure=0.1, no_host_page=0.1, no_load_room=0.3, storage_outage=0.001)

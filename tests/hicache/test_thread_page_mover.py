@@ -20,6 +20,7 @@ pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-componen
 
 from scheduler_components import CacheIntegrityError, ParallelState
 from scheduler_components.hicache import (
+    CheckedPageStore,
     HiCachePolicy,
     HiRadixCache,
     HostPool,
@@ -37,7 +38,20 @@ from scheduler_components.hicache import (
     TierStepper,
     open_file_page_store,
 )
-from scheduler_components.page_operations import CopyToHost
+from scheduler_components.page_operations import (
+    BackupDone,
+    CopyToDevice,
+    CopyToHost,
+    Instruction,
+    IoEvent,
+    LoadDone,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StorageAnswered,
+    WriteDone,
+    WriteToStorage,
+)
 from scheduler_components.reference.engine import SimulatedKv
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=64)
@@ -221,9 +235,124 @@ def test_a_store_is_attached_and_detached_at_run_time(eventually: Eventually) ->
             rank.cache.preparations.forget("r")
 
 
-def test_an_instruction_that_cannot_be_obeyed_is_raised_on_the_schedulers_thread(eventually: Eventually) -> None:
+@pytest.mark.parametrize(
+    "instruction, answer",
+    [
+        (CopyToHost(1, (0,), (5,)), WriteDone(1, False)),
+        (CopyToDevice(1, (5,), (0,)), LoadDone(1, False)),
+        (WriteToStorage(1, bytes([1]) * 32, (5,)), BackupDone(1, False)),
+        (QueryStorage(1, b"short"), StorageAnswered(1, 0)),
+        (ReadStorage(1, bytes(32), (5,)), ReadEnded(1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_work_that_raises_is_answered_and_told(
+    instruction: Instruction, answer: IoEvent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Page 5 is free. The agreed way of failures is for all ranks; an error that ends one is not."""
     with opened() as rank:
-        rank.mover.submit([CopyToHost(1, (0,), (5,))])
+        store = MemoryPageStore(1 << 20)
+        rank.mover.attach(store, deadline_s=10)
+        CheckedPageStore(store=store, page_bytes=SHAPE.page_bytes).batch_set(
+            [rank.mover.keys.key(bytes(32))], [bytes(SHAPE.page_bytes)]
+        )
+        rank.mover.submit([instruction])
         rank.mover.wait(10)
-        with pytest.raises(CacheIntegrityError, match="page 5 is free"):
-            rank.mover.poll()
+        assert rank.mover.poll() == [answer]
+        assert "failed; repeats are counted" in caplog.text
+
+
+def test_a_copy_that_raises_is_given_up_and_the_rank_lives_on(
+    eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened() as rank:
+        with monkeypatch.context() as broken:
+            broken.setattr(HostPool, "load_from", _raise_memory_error)
+            rank.compute(0, 4)
+            eventually(rank.step)
+        assert rank.cache.stats().pages_not_written == 4
+        rank.compute(0, 4)
+        eventually(rank.step)
+        assert rank.cache.num_pages_on(Tier.HOST) == 4
+        rank.cache.evict(4)
+        with monkeypatch.context() as broken:
+            broken.setattr(HostPool, "load_back", _raise_memory_error)
+            eventually(lambda: rank.prepared("r", 0, 4))
+        assert rank.cached_pages(0, 4) == 0
+        eventually(lambda: rank.prepared("s", 0, 4))
+        assert rank.cached_pages(0, 4) == 4
+
+
+def _raise_memory_error(*_: object) -> None:
+    raise MemoryError("no memory for a copy")
+
+
+class SlowStore(MemoryPageStore):
+    """Answers one question when it is let go, and the ones after it at once."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.asked: list[Sequence[str]] = []
+        self.let_go, self.is_asked, self.is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        self.asked.append(keys)
+        self.is_asked.set()
+        self.let_go.wait(30)
+        return super().batch_exists(keys)
+
+    def close(self) -> None:
+        self.let_go.wait(30)
+        self.is_closed.set()
+
+
+def test_aborted_prefetches_do_not_stand_before_living_ones(eventually: Eventually) -> None:
+    """Storage is never asked for them, but for the one that it is at work on."""
+    with opened(prefetch="wait_complete") as rank:
+        store = SlowStore()
+        rank.mover.attach(store, deadline_s=30)
+        rank.step()
+        for chat in range(12):
+            rank.cache.preparations.expect(f"aborted {chat}", prompt(chat, 6))
+        rank.step()
+        assert store.is_asked.wait(30)
+        for chat in range(12):
+            rank.cache.preparations.forget(f"aborted {chat}")
+        rank.cache.preparations.expect("living", prompt(99, 6))
+        rank.step()
+        store.let_go.set()
+        eventually(lambda: rank.prepared("living", 99, 6))
+        assert len(store.asked) == 2
+        eventually(rank.step)
+
+
+def test_best_effort_never_waits_for_storage() -> None:
+    with opened(prefetch="best_effort") as rank:
+        store = SlowStore()
+        rank.mover.attach(store, deadline_s=30)
+        rank.step()
+        for chat in range(12):
+            rank.cache.preparations.expect(f"r{chat}", prompt(chat, 6))
+        rank.step()
+        assert store.is_asked.wait(30)
+        assert all(rank.cache.preparations.is_ready(f"r{chat}", prompt(chat, 6)) for chat in reversed(range(12)))
+        store.let_go.set()
+
+
+def test_a_step_does_not_wait_for_a_store_that_is_closed(eventually: Eventually) -> None:
+    """The store closes when it is let go, which is after the steps."""
+    with opened() as rank:
+        store = SlowStore()
+        rank.mover.attach(store, deadline_s=30)
+        rank.step()
+        rank.mover.detach()
+        rank.step()
+        rank.step()
+        assert not store.is_closed.is_set()
+        rank.mover.attach(MemoryPageStore(1 << 20), deadline_s=10)
+        store.let_go.set()
+        assert store.is_closed.wait(30)
+        rank.step()
+        rank.compute(0, 6)
+        eventually(rank.step)
+        assert rank.cache.num_pages_on(Tier.STORAGE) == 6

@@ -492,7 +492,7 @@ class SimulatedReplica:
         proposals = {number: self._proposal(rank) for number, rank in self.ranks.items()}
         agreed = self._agreement.agree(proposals)
         for number, rank in self.ranks.items():
-            rank.cache.settle(self.num_steps, agreed[number], now_s=self._now_s(rank))
+            rank.cache.settle(self.num_steps, agreed[number])
             rank.mover.submit(rank.cache.take_instructions())
             rank.scheduler.step(commands)
             # What expect() and insert() began goes out now, not a step later.

@@ -1,0 +1,210 @@
+"""How long a request waits for storage: bounded from its first blocked moment on, whatever storage is at.
+
+The model: two ranks, each with a reader that does one thing after the other, as a store behind one thread does, and
+that takes as many steps for each as the example says: perhaps for ever. Properties, for any number of prefetches ahead,
+living or aborted, and clocks that go differently:
+
+- ``best_effort``: a request that could run never waits for storage;
+- ``timeout``: it waits no longer than the formula says, by the fastest clock, and the steps of a load;
+- ``wait_complete``: aborted prefetches delay it by no more than what the readers are at work on;
+- ranks hold the same pages at every step, and in the end all pages are given back.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache, InProcessSync
+from scheduler_components.page_operations import (
+    CopyToDevice,
+    Instruction,
+    IoEvent,
+    LoadDone,
+    PagesLanded,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    StorageAnswered,
+)
+from scheduler_components.reference.device import SimulatedHostPages
+
+PAGE_SIZE, NUM_PAGES = 512, 6
+FOR_EVER = 10_000
+BASE_S, PER_KI_TOKEN_S = 3.0, 1.0
+
+
+@dataclass
+class Reader:
+    """Storage of one rank: holds everything, and takes its time."""
+
+    query_steps: int
+    page_steps: int
+    events: list[IoEvent] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)
+    jobs: deque[QueryStorage | ReadStorage] = field(default_factory=deque)
+    spent_steps: int = 0
+    num_worked_on: int = 0
+
+    def submit(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case QueryStorage() | ReadStorage():
+                    self.jobs.append(instruction)
+                case StopReading():
+                    self.stopped.add(instruction.op)
+                case CopyToDevice():
+                    self.events.append(LoadDone(instruction.op, True))
+
+    def poll(self) -> list[IoEvent]:
+        """Let a step pass: what is stopped and not begun costs none."""
+        while self.jobs and self.jobs[0].op in self.stopped and not self.spent_steps:
+            self._end(self.jobs.popleft())
+        if self.jobs:
+            self._work()
+        events, self.events = self.events, []
+        return events
+
+    def _work(self) -> None:
+        job = self.jobs[0]
+        self.num_worked_on += not self.spent_steps
+        self.spent_steps += 1
+        if isinstance(job, QueryStorage):
+            has_ended = self.spent_steps >= self.query_steps
+        else:
+            num_landed, rest = divmod(self.spent_steps, self.page_steps)
+            if not rest:
+                self.events.append(PagesLanded(job.op, num_landed))
+            has_ended = num_landed == len(job.host_pages) or (not rest and job.op in self.stopped)
+        if has_ended:
+            self.spent_steps = 0
+            self._end(self.jobs.popleft())
+
+    def _end(self, job: QueryStorage | ReadStorage) -> None:
+        if isinstance(job, ReadStorage):
+            self.events.append(ReadEnded(job.op))
+        else:
+            num_pages = 0 if job.op in self.stopped else len(job.digests) // DIGEST_BYTES
+            self.events.append(StorageAnswered(job.op, num_pages))
+
+
+class Ranks:
+    def __init__(self, policy: HiCachePolicy, readers: list[Reader], clock_rates: tuple[float, float]) -> None:
+        self.readers, self.clock_rates = readers, clock_rates
+        self.hosts = [SimulatedHostPages(400, rng=random.Random(0), failure=0.0) for _ in readers]
+        self.caches = [
+            HiRadixCache(
+                page_size=PAGE_SIZE, capacity_tokens=40 * PAGE_SIZE, host=host, num_host_pages=400, policy=policy
+            )
+            for host in self.hosts
+        ]
+        self._sync = InProcessSync({0: [(0, 1)], 1: [(0, 1)]})
+        self.num_steps = 0
+
+    def step(self) -> None:
+        self.num_steps += 1
+        proposals = {}
+        for rank, (cache, reader) in enumerate(zip(self.caches, self.readers, strict=True)):
+            reader.submit(cache.take_instructions())
+            for event in reader.poll():
+                cache.handle(event)
+            now_s = self.num_steps * self.clock_rates[rank]
+            proposals[rank] = cache.proposal(self.num_steps, has_storage=True, load_room_pages=100, now_s=now_s)
+        for rank, agreed in self._sync.agree(proposals).items():
+            self.caches[rank].settle(self.num_steps, agreed)
+            self.caches[rank].check_integrity()
+
+    def expect(self, rid: int) -> None:
+        for cache in self.caches:
+            cache.preparations.expect(str(rid), prompt(rid))
+
+    def forget(self, rid: int) -> None:
+        for cache in self.caches:
+            cache.preparations.forget(str(rid))
+
+    def is_ready(self, rid: int) -> bool:
+        [answer] = {cache.preparations.is_ready(str(rid), prompt(rid)) for cache in self.caches}
+        return answer
+
+    def steps_until_ready(self, rid: int, at_most: int) -> int:
+        """Steps from the first time that the request was asked for."""
+        for waited in range(at_most + 1):
+            if self.is_ready(rid):
+                return waited
+            self.step()
+        return at_most + 1
+
+    def drain(self) -> None:
+        """Let storage be quick again, and everything end."""
+        for reader in self.readers:
+            reader.query_steps = reader.page_steps = 1
+            reader.spent_steps = min(reader.spent_steps, 1)
+        for _ in range(400):
+            self.step()
+        for cache, host in zip(self.caches, self.hosts, strict=True):
+            assert not cache.num_operations
+            assert not host.pool.num_held
+            cache.clear()
+            assert host.pool.num_free == 400
+
+
+def prompt(rid: int) -> list[int]:
+    return [rid] * (NUM_PAGES * PAGE_SIZE)
+
+
+TIMES = st.sampled_from([1, 2, 7, FOR_EVER])
+READERS = st.builds(Reader, query_steps=TIMES, page_steps=TIMES)
+RATES = st.sampled_from([0.5, 1.0, 2.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prefetch=st.sampled_from(["best_effort", "timeout", "wait_complete"]),
+    readers=st.tuples(READERS, READERS),
+    clock_rates=st.tuples(RATES, RATES),
+    are_aborted=st.lists(st.booleans(), max_size=14),
+    num_steps_before=st.integers(0, 12),
+)
+@example("best_effort", (Reader(FOR_EVER, 1), Reader(1, 1)), (1.0, 1.0), [True] * 12, 1)
+@example("timeout", (Reader(FOR_EVER, 1), Reader(1, 1)), (1.0, 1.0), [False] * 12, 1)
+@example("timeout", (Reader(1, FOR_EVER), Reader(1, 1)), (1.0, 2.0), [], 3)
+@example("wait_complete", (Reader(7, 1), Reader(7, 1)), (1.0, 1.0), [True] * 12, 1)
+def test_no_request_waits_longer_than_its_policy_says(
+    prefetch: str,
+    readers: tuple[Reader, Reader],
+    clock_rates: tuple[float, float],
+    are_aborted: list[bool],
+    num_steps_before: int,
+) -> None:
+    policy = HiCachePolicy(prefetch=prefetch, prefetch_timeout_s=BASE_S, prefetch_timeout_s_per_ki_token=PER_KI_TOKEN_S)
+    ranks = Ranks(policy, [Reader(reader.query_steps, reader.page_steps) for reader in readers], clock_rates)
+    ranks.step()  # the ranks agree that all of them have storage
+    for rid in range(len(are_aborted)):
+        ranks.expect(rid)
+    for _ in range(num_steps_before):
+        ranks.step()
+    for rid, is_aborted in enumerate(are_aborted):
+        if is_aborted:
+            ranks.forget(rid)
+    num_worked_on = [reader.num_worked_on for reader in ranks.readers]
+    living = len(are_aborted)
+    ranks.expect(living)
+    load_steps = 2
+    bound_s = BASE_S + PER_KI_TOKEN_S * NUM_PAGES * PAGE_SIZE / 1024
+    bound_steps = {"best_effort": 0, "timeout": math.floor(bound_s / max(clock_rates)) + 2}.get(prefetch, 300)
+    waited = ranks.steps_until_ready(living, bound_steps + load_steps)
+    if prefetch != "wait_complete":
+        assert waited <= bound_steps + load_steps
+    elif waited <= bound_steps and all(are_aborted):
+        # One query and one read of its own, for each rank: nothing was begun for those that nobody waits for.
+        assert all(now.num_worked_on - before <= 2 for now, before in zip(ranks.readers, num_worked_on, strict=True))
+    for rid in range(living + 1):
+        ranks.forget(rid)
+    ranks.drain()
