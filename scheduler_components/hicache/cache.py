@@ -167,6 +167,18 @@ class HiRadixCache:
             raise CacheIntegrityError(f"{self.num_operations} operations are under way: step on, then clear")
         self._tiers.clear()
 
+    def forget_storage(self) -> None:
+        """Count nothing as stored any more: call it on every rank in the same step, once the store was cleared.
+
+        What is cached is written to storage again when a request next inserts it.
+
+        Raises:
+            CacheIntegrityError: pages are on their way; nothing has changed.
+        """
+        if self.num_operations:
+            raise CacheIntegrityError(f"{self.num_operations} operations are under way: step on, then forget")
+        self._transfers.forget_storage()
+
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events of all tiers since the last call, in order, and forget them."""
         return self._device.take_events()

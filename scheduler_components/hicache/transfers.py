@@ -417,7 +417,7 @@ class TierTransfers:
                 case PrefetchDrained():
                     self.reads.settle_drained(decision)
                 case StorageLost():
-                    self._forget_storage()
+                    self.forget_storage()
         self.loads.room_pages = self.controller.shared.load_room_pages
         self.writes.clean_ahead()
 
@@ -436,7 +436,8 @@ class TierTransfers:
                 f"{host.num_pages_used} of {host.num_pages} are used"
             )
 
-    def _forget_storage(self) -> None:
+    def forget_storage(self) -> None:
+        """What storage holds is no longer known."""
         for node in reversed(list(self.tiers.tree.walk())):  # children first, so that stored stays closed upwards
             self.tiers.membership.forget_storage(node)
 

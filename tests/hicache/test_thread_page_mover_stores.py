@@ -1,0 +1,119 @@
+"""What the mover reports of a store that takes half, and how far it reads once it was told to stop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
+
+from scheduler_components import ParallelState
+from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.hicache import (
+    HostPool,
+    KeySpace,
+    MemoryPageStore,
+    PageBytes,
+    PageShape,
+    Placement,
+    SimulatedDeviceMemory,
+    ThreadPageMover,
+)
+from scheduler_components.page_operations import (
+    BackupDone,
+    IoEvent,
+    PagesLanded,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    WriteToStorage,
+)
+
+SHAPE = PageShape(num_layers=1, layer_page_bytes=16)
+NUM_PAGES = 96
+DIGESTS = b"".join(at.to_bytes(DIGEST_BYTES, "big") for at in range(NUM_PAGES))
+Eventually = Callable[[Callable[[], object]], None]
+
+
+@pytest.fixture
+def mover() -> Iterator[ThreadPageMover]:
+    keys = KeySpace(
+        model="m", dtype="u8", page_size=1, layout="page_first", placement=Placement(), parallel=ParallelState()
+    )
+    host = HostPool(SHAPE, NUM_PAGES)
+    mover = ThreadPageMover(host=host, device=SimulatedDeviceMemory(SHAPE, 1), keys=keys)
+    yield mover
+    mover.close()
+
+
+class SelectiveStore(MemoryPageStore):
+    """Refuses the pages at these places of the whole write, and fails altogether after some."""
+
+    def __init__(self, refused: set[int], num_until_failure: int = NUM_PAGES) -> None:
+        super().__init__(1 << 20)
+        self._refused = refused
+        self._num_until_failure = num_until_failure
+        self._num_seen = 0
+
+    def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
+        if self._num_seen >= self._num_until_failure:
+            raise OSError("full")
+        held = super().batch_set(keys, pages)
+        first, self._num_seen = self._num_seen, self._num_seen + len(keys)
+        return [is_held and first + at not in self._refused for at, is_held in enumerate(held)]
+
+
+@pytest.mark.parametrize(
+    "store, is_good",
+    [
+        (SelectiveStore(set()), True),
+        (SelectiveStore({0}), False),
+        (SelectiveStore({50}), False),
+        (SelectiveStore({NUM_PAGES - 1}), False),
+        (SelectiveStore(set(), num_until_failure=32), False),
+    ],
+)
+def test_a_backup_is_good_only_where_every_page_was_taken(
+    mover: ThreadPageMover, eventually: Eventually, store: MemoryPageStore, is_good: bool
+) -> None:
+    pages = mover.host.reserve(NUM_PAGES)
+    for page in pages:
+        mover.host.write(page, bytes(SHAPE.page_bytes))
+    mover.host.commit(pages)
+    mover.attach(store, deadline_s=10)
+    mover.submit([WriteToStorage(1, DIGESTS, tuple(pages))])
+    events: list[IoEvent] = []
+    eventually(lambda: events.extend(mover.poll()) or events)
+    assert events == [BackupDone(1, is_good)]
+
+
+def test_reading_stops_after_the_slice_in_which_it_was_told_to(mover: ThreadPageMover, eventually: Eventually) -> None:
+    is_reading, may_answer = threading.Event(), threading.Event()
+
+    class SlowStore(MemoryPageStore):
+        def batch_get(self, keys: Sequence[str]) -> list[bytes | None]:
+            is_reading.set()
+            may_answer.wait()
+            return super().batch_get(keys)
+
+    pages = mover.host.reserve(NUM_PAGES)
+    for page in pages:
+        mover.host.write(page, bytes(SHAPE.page_bytes))
+    mover.host.commit(pages)
+    mover.attach(SlowStore(1 << 20), deadline_s=60)
+    mover.submit([WriteToStorage(1, DIGESTS, tuple(pages))])
+    events: list[IoEvent] = []
+    eventually(lambda: events.extend(mover.poll()) or events)
+    mover.host.release(pages)
+    pages = mover.host.reserve(NUM_PAGES)
+    mover.submit([ReadStorage(2, DIGESTS, tuple(pages))])
+    assert is_reading.wait(60)
+    mover.submit([StopReading(2)])
+    may_answer.set()
+    del events[:]
+    eventually(lambda: events.extend(mover.poll()) or ReadEnded(2) in events)
+    [landed, _] = events
+    assert isinstance(landed, PagesLanded)
+    assert 0 < landed.num_pages < NUM_PAGES

@@ -1,0 +1,364 @@
+"""The ways between tiers, from the tree's side: what each may take, when it gives up, and what it must not believe."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+from scheduler_components import CacheIntegrityError
+from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Tier
+from scheduler_components.page_operations import (
+    BackupDone,
+    CopyToDevice,
+    CopyToHost,
+    Instruction,
+    LoadDone,
+    PagesLanded,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    StorageAnswered,
+    WriteDone,
+    WriteToStorage,
+)
+from scheduler_components.reference.device import SimulatedHostPages
+
+PAGE_SIZE = 2
+PATIENT = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1)
+
+AnInstruction = TypeVar("AnInstruction", bound=Instruction)
+
+
+class Rank:
+    """One rank whose I/O ends when it is told to; its storage is attached until ``has_storage`` says otherwise."""
+
+    def __init__(self, policy: HiCachePolicy = PATIENT, *, num_device_pages: int = 8, num_host_pages: int = 16) -> None:
+        self.host = SimulatedHostPages(num_host_pages, rng=random.Random(0), failure=0.0)
+        self.cache = HiRadixCache(
+            page_size=PAGE_SIZE,
+            capacity_tokens=num_device_pages * PAGE_SIZE,
+            host=self.host,
+            num_host_pages=num_host_pages,
+            policy=policy,
+        )
+        self.has_storage, self.load_room_pages = True, 100
+        self._instructions: list[Instruction] = []
+        self._step = 0
+        self.step()
+
+    def step(self) -> None:
+        """Agree once; whatever is under way stays so."""
+        self._step += 1
+        cache = self.cache
+        proposal = cache.proposal(
+            self._step, has_storage=self.has_storage, load_room_pages=self.load_room_pages, now_s=float(self._step)
+        )
+        cache.settle(self._step, proposal.open(proposal.pack(0)), now_s=float(self._step))
+        cache.check_integrity()
+
+    def take(self, kind: type[AnInstruction]) -> list[AnInstruction]:
+        """The instructions of one kind that have not been taken yet."""
+        self._instructions += self.cache.take_instructions()
+        taken = [instruction for instruction in self._instructions if isinstance(instruction, kind)]
+        self._instructions = [instruction for instruction in self._instructions if not isinstance(instruction, kind)]
+        return taken
+
+    def end_writes(self, *, is_good: bool = True) -> None:
+        for copy in self.take(CopyToHost):
+            self.cache.handle(WriteDone(copy.op, is_good))
+
+    def end_loads(self) -> None:
+        for copy in self.take(CopyToDevice):
+            self.cache.handle(LoadDone(copy.op, True))
+
+    def end_backups(self) -> int:
+        """Return how many pages were stored."""
+        writes = self.take(WriteToStorage)
+        for write in writes:
+            self.cache.handle(BackupDone(write.op, True))
+        return sum(len(write.host_pages) for write in writes)
+
+    def compute(self, chat: int, num_pages: int) -> None:
+        """Serve a prompt of a chat, what is cached of it included, and let nothing of it end."""
+        tokens = prompt(chat, num_pages)
+        match = self.cache.match_prefix(tokens)
+        self.cache.lock(match.node)
+        self.cache.insert(tokens, [*match.pages, *self.cache.allocate(num_pages - len(match.pages))])
+        self.cache.unlock(match.node)
+
+    def cache_on_host(self, chat: int, num_pages: int) -> None:
+        """Compute a prompt; when this returns, the host has it and the device gave it up. Backups stay under way."""
+        self.compute(chat, num_pages)
+        self.end_writes()
+        self.step()
+        assert self.cache.evict(num_pages) == num_pages
+
+    def read(self, rid: str, chat: int, num_pages: int, *, num_hit: int) -> ReadStorage:
+        """Bring a prefetch to where it reads."""
+        self.cache.preparations.expect(rid, prompt(chat, num_pages))
+        [query] = self.take(QueryStorage)
+        self.cache.handle(StorageAnswered(query.op, num_hit))
+        self.step()
+        self.step()
+        [read] = self.take(ReadStorage)
+        return read
+
+    def end_read(self, read: ReadStorage, num_landed: int) -> None:
+        self.cache.handle(PagesLanded(read.op, num_landed))
+        self.cache.handle(ReadEnded(read.op))
+
+    def pages_on(self) -> tuple[int, int, int]:
+        device, host, storage = (self.cache.num_pages_on(tier) for tier in Tier)
+        return device, host, storage
+
+
+def prompt(chat: int, num_pages: int) -> list[int]:
+    return [chat * 100 + at for at in range(num_pages * PAGE_SIZE)]
+
+
+# --- what storage is believed to hold ---
+
+
+def test_a_backup_that_ends_in_the_step_in_which_storage_goes_does_not_count() -> None:
+    it = Rank()
+    it.cache_on_host(0, 4)
+    assert it.end_backups() == 4
+    it.has_storage = False
+    it.step()
+    assert it.pages_on() == (0, 4, 0)
+    assert it.cache.stats().pages_not_backed_up == 4
+
+
+def test_what_lands_in_the_step_in_which_storage_goes_is_kept_and_not_believed_to_be_stored() -> None:
+    it = Rank()
+    read = it.read("r", 0, 4, num_hit=4)
+    it.end_read(read, 4)
+    it.has_storage = False
+    it.step()
+    assert it.pages_on() == (0, 4, 0)
+
+
+def test_what_was_read_below_a_prefix_that_is_not_stored_does_not_count_as_stored() -> None:
+    it = Rank()
+    it.has_storage = False
+    it.step()
+    it.cache_on_host(0, 2)
+    it.has_storage = True
+    it.step()
+    read = it.read("r", 0, 6, num_hit=4)
+    it.end_read(read, 4)
+    it.step()
+    assert it.pages_on() == (0, 6, 0)
+
+
+def test_what_storage_forgot_is_written_again() -> None:
+    it = Rank()
+    it.compute(0, 4)
+    it.end_writes()
+    it.step()
+    with pytest.raises(CacheIntegrityError, match="step on, then forget"):
+        it.cache.forget_storage()
+    assert it.end_backups() == 4
+    it.step()
+    assert it.pages_on() == (4, 4, 4)
+    it.cache.forget_storage()
+    it.cache.check_integrity()
+    assert it.pages_on() == (4, 4, 0)
+    it.compute(0, 4)
+    assert it.end_backups() == 4
+    it.step()
+    assert it.pages_on() == (4, 4, 4)
+
+
+# --- prefetches ---
+
+
+def test_a_prefix_is_written_to_the_host_before_what_follows_is_read() -> None:
+    """What is read can only hang below it."""
+    it = Rank(HiCachePolicy(write="write_back", prefetch="wait_complete", prefetch_threshold_pages=1))
+    it.compute(0, 2)
+    assert it.take(CopyToHost) == []
+    it.cache.preparations.expect("r", prompt(0, 6))
+    it.end_writes()
+    [query] = it.take(QueryStorage)
+    it.cache.handle(StorageAnswered(query.op, 4))
+    it.step()
+    it.step()
+    [read] = it.take(ReadStorage)
+    it.end_read(read, 4)
+    it.step()
+    assert it.pages_on() == (2, 6, 0)
+
+
+def test_the_prefix_of_a_prefetch_stays_on_the_host_until_it_settles() -> None:
+    it = Rank(num_host_pages=8)
+    it.cache_on_host(0, 2)
+    it.end_backups()
+    it.step()
+    read = it.read("r", 0, 4, num_hit=2)
+    it.compute(1, 6)  # wants six of the four host pages that are left, and may not evict the prefix
+    it.end_writes()
+    it.step()
+    assert it.cache.stats().pages_not_written == 6
+    it.end_read(read, 2)
+    it.step()
+    assert it.pages_on()[1] == 4
+
+
+def test_pages_below_a_prefix_that_went_away_are_given_back() -> None:
+    """The prefix was on the device alone: nothing keeps it there while a request waits."""
+    it = Rank()
+    it.compute(0, 4)
+    it.end_writes(is_good=False)
+    it.step()
+    it.cache.preparations.expect("r", prompt(0, 7))
+    it.end_writes(is_good=False)
+    it.step()
+    [query] = it.take(QueryStorage)
+    it.cache.handle(StorageAnswered(query.op, 3))
+    it.step()
+    it.step()
+    [read] = it.take(ReadStorage)
+    assert it.cache.evict(4) == 4
+    it.end_read(read, 3)
+    it.step()
+    assert it.pages_on() == (0, 0, 0)
+    assert it.host.pool.num_free == 16
+    assert it.cache.stats().pages_revoked == 3
+
+
+def test_a_prefetch_takes_at_most_half_of_what_the_host_can_free() -> None:
+    it = Rank(num_host_pages=9)
+    read = it.read("r", 0, 8, num_hit=8)
+    assert len(read.host_pages) == 4
+    assert len(read.digests) == 4 * DIGEST_BYTES
+
+
+def test_a_request_that_is_forgotten_reads_no_further() -> None:
+    it = Rank()
+    read = it.read("r", 0, 4, num_hit=4)
+    it.cache.preparations.forget("r")
+    it.step()
+    assert it.take(StopReading) == [StopReading(read.op)]
+
+
+def test_nothing_is_cleared_while_a_prefetch_is_under_way() -> None:
+    """No page of the tree is locked by it: the operation itself must be asked."""
+    it = Rank()
+    read = it.read("r", 0, 4, num_hit=4)
+    with pytest.raises(CacheIntegrityError, match="1 operations are under way"):
+        it.cache.clear()
+    it.end_read(read, 4)
+    it.step()
+    it.cache.clear()
+    assert it.host.pool.num_free == 16
+
+
+# --- backups and loads ---
+
+
+def test_backups_lock_at_most_a_quarter_of_the_host() -> None:
+    it = Rank(num_host_pages=16)
+    for chat in range(3):
+        it.compute(chat, 2)
+    it.end_writes()
+    it.step()
+    assert [len(write.host_pages) for write in it.take(WriteToStorage)] == [2, 2]
+    assert it.cache.stats().pages_not_backed_up == 2
+
+
+def test_loads_of_one_step_share_the_agreed_room() -> None:
+    it = Rank()
+    for chat in range(2):
+        it.cache_on_host(chat, 3)
+    it.load_room_pages = 4
+    it.step()
+    for chat in range(2):
+        assert not it.cache.preparations.is_ready(f"r{chat}", prompt(chat, 3))
+    assert [len(copy.device_pages) for copy in it.take(CopyToDevice)] == [3, 1]
+
+
+def test_a_request_waits_for_room_only_where_a_load_under_way_gives_it_back() -> None:
+    it = Rank()
+    for chat in range(3):
+        it.cache_on_host(chat, 3)
+    it.load_room_pages = 0
+    it.step()
+    assert it.cache.preparations.is_ready("nobody loads", prompt(0, 3))
+    it.load_room_pages = 3
+    it.step()
+    assert not it.cache.preparations.is_ready("loads", prompt(1, 3))
+    assert not it.cache.preparations.is_ready("waits", prompt(2, 3))
+    it.end_loads()
+    it.step()
+    assert not it.cache.preparations.is_ready("waits", prompt(2, 3))
+    assert [len(copy.device_pages) for copy in it.take(CopyToDevice)] == [3]
+
+
+# --- what ranks compare ---
+
+
+def read_four(it: Rank) -> None:
+    it.read("r", 9, 6, num_hit=4)
+
+
+def read_five(it: Rank) -> None:
+    it.read("r", 9, 6, num_hit=5)
+
+
+def on_host_and_device(chat_on_host: int) -> Callable[[Rank], None]:
+    """Two chats of two pages: one on the host alone, the other on the device alone."""
+
+    def run(it: Rank) -> None:
+        it.has_storage = False
+        it.step()
+        it.cache_on_host(chat_on_host, 2)
+        it.compute(1 - chat_on_host, 2)
+        it.end_writes(is_good=False)
+        it.step()
+        assert it.pages_on() == (2, 2, 0)
+
+    return run
+
+
+def stored(chat_in_storage: int) -> Callable[[Rank], None]:
+    """Two chats of two pages on the host, one of them in storage too."""
+
+    def run(it: Rank) -> None:
+        for chat in (0, 1):
+            it.compute(chat, 2)
+        it.end_writes()
+        it.step()
+        for chat, write in enumerate(it.take(WriteToStorage)):
+            it.cache.handle(BackupDone(write.op, chat == chat_in_storage))
+        it.step()
+        it.step()
+        assert it.pages_on() == (4, 4, 2)
+
+    return run
+
+
+DIFFERENCES: dict[str, tuple[Callable[[Rank], object], Callable[[Rank], object]]] = {
+    "operations under way": (lambda it: None, lambda it: it.cache.preparations.expect("r", prompt(9, 6))),
+    "host pages in flight": (read_four, read_five),
+    "free device pages": (lambda it: None, lambda it: it.cache.allocate(1)),
+    "pages of the device and of the host": (on_host_and_device(0), on_host_and_device(1)),
+    "pages of storage": (stored(0), stored(1)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differ_have_digests_that_differ(name: str) -> None:
+    digests = []
+    for change in DIFFERENCES[name]:
+        it, twin = Rank(), Rank()
+        change(it)
+        change(twin)
+        assert it.cache.state_digest == twin.cache.state_digest
+        digests.append(it.cache.state_digest)
+    assert digests[0] != digests[1]
