@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import UNSET
@@ -52,7 +53,8 @@ class KVEventsConfig(BaseModel):
 
     Attributes:
         publisher: ``null`` (none), ``zmq``, or the name of a registered publisher. Publishing sends prompt token ids
-            over the network, so nobody gets it without asking: the default is ``null``.
+            over the network, so nobody gets it without asking: the default is ``null``. Other settings without this
+            one publish nothing, as in SGLang, and a warning says so.
         endpoint: base address of the PUB sockets; stream i is at port + i. 5557 is where consumers look by default.
         replay_endpoint: base address of the replay ROUTER sockets, which always bind. No port is claimed unasked.
         buffer_steps: batches kept for replay: minutes of a busy scheduler. 0 keeps none, which replay does not allow.
@@ -63,8 +65,11 @@ class KVEventsConfig(BaseModel):
         bind: whether the PUB sockets listen. None follows the host: wildcards, ipc and inproc bind, others connect.
         replay_framing: ``seed`` (all measured readers take it) or ``topic`` (as SGLang and vLLM answer today).
         seq_base: ``zero`` (as in the seed): plain consumers ignore a publisher that was started again until it has
-            passed its old number. ``clock`` starts at wall-clock microseconds, above every earlier life unless the
-            clock was set back, with AllBlocksCleared: plain consumers see the restart, and numbers take 9 bytes.
+            passed its old number. ``clock`` starts at wall-clock microseconds, with AllBlocksCleared: plain consumers
+            see the restart, and numbers take 9 bytes. It starts above every earlier life for as long as the clock is
+            not set back; with ``seq_floor_file``, also then.
+        seq_floor_file: for ``clock`` alone: a small file that must survive restarts, where the stream keeps a floor
+            for the numbers of its next life; stream i > 0 adds ``_dp{i}``. Without it nothing outlives the process.
         load_endpoint: base address of the load gauge's PUB sockets. No port is claimed unasked.
         buffer_bytes: bytes that batches kept for replay may take, whatever their number: 256 MiB holds 10,000
             batches of some 5,000 tokens each, and is small beside a scheduler process.
@@ -91,6 +96,7 @@ class KVEventsConfig(BaseModel):
     bind: bool | None = None
     replay_framing: str = "seed"
     seq_base: str = "zero"
+    seq_floor_file: str | None = None
     load_endpoint: str | None = None
     buffer_bytes: Annotated[int, Field(ge=1, le=2**63 - 1)] = 256 * 1024 * 1024
     auth: str = "none"
@@ -163,6 +169,9 @@ class KVEventsConfig(BaseModel):
             self.topic.encode()
         except UnicodeEncodeError:
             raise ConfigError("topic", self.topic, "has no UTF-8 form", "take out the lone surrogate") from None
+        if "\0" in self.topic:
+            raise ConfigError("topic", self.topic, "holds a NUL, where readers in C end it", "take it out")
+        self._check_floor()
         if self.replay_endpoint is not None and self.buffer_steps == 0:
             raise ConfigError(
                 "buffer_steps", 0, "leaves the replay endpoint nothing to answer with", "keep at least 1 batch"
@@ -173,6 +182,15 @@ class KVEventsConfig(BaseModel):
         plan.events.decide_bind(self.bind)
         self._check_auth(plan)
         return self
+
+    def _check_floor(self) -> None:
+        name = self.seq_floor_file
+        if name is None:
+            return
+        if self.seq_base != "clock":
+            raise ConfigError("seq_floor_file", name, f"is not used by seq_base {self.seq_base!r}", 'say "clock" there')
+        if "\0" in name or not name.isprintable() or not Path(name).name:
+            raise ConfigError("seq_floor_file", name, "is not the path of a file", "give one, or take it out")
 
     def _check_auth(self, plan: PortPlan) -> None:
         """Keys and ``auth`` come together, so that nobody relies on a protection that is not there."""

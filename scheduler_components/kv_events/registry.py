@@ -7,6 +7,7 @@ and the opener of its publisher gets it as it is. Nothing here knows a setting o
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -18,6 +19,8 @@ from scheduler_components.ports import EventPublisher, NullEventPublisher
 from scheduler_components.validators import check_integer
 
 __all__ = ["ENTRY_POINT_GROUP", "EventPublisherFactory", "PublisherConstructor", "open_event_publisher"]
+
+_log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "scheduler_components.event_publishers"
 """Packages name their publishers here: ``mine = "my_package.publisher:MyPublisher"``."""
@@ -33,7 +36,12 @@ Opener: TypeAlias = Callable[[KVEventsConfig, int], EventPublisher]
 """Opens the publisher of a configuration and a stream's index."""
 
 
-def _open_null_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPublisher:  # noqa: ARG001 - needs nothing
+def _open_null_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPublisher:
+    given = sorted(config.model_fields_set)
+    if given and "publisher" not in given:
+        # SGLang starts so too, and publishes nothing: no error, but somebody meant something by it.
+        text = 'kv_events_config gives %s and no publisher, so no KV events are published: add "publisher": "zmq"'
+        _log.warning(text, ", ".join(given))
     return NullEventPublisher(attn_dp_rank)
 
 

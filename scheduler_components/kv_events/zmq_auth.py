@@ -95,7 +95,8 @@ def read_key_pair(path: str | Path, *, field: str) -> KeyPair:
     """Read a secret file.
 
     Raises:
-        ConfigError: naming the setting ``field``: it cannot be read, others may read it, or it holds no pair.
+        ConfigError: naming the setting ``field``: it cannot be read, others may read or replace it, or it holds no
+            pair.
     """
     public, secret = _read(path, field=field, is_secret=True)
     if secret is None:
@@ -125,6 +126,9 @@ def _read(path: str | Path, *, field: str, is_secret: bool) -> tuple[bytes, byte
             raise ConfigError(field, str(path), "is not a key file", _MAKE_KEYS)
         if is_secret and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(field, str(path), "may be read by others than its owner", "run chmod 600 on it")
+        if is_secret:
+            _refuse_what_others_write(path, found, field=field)
+            _refuse_what_others_write(Path(path).resolve().parent, field=field, may_be_sticky=True)
         public, secret = zmq.auth.load_certificate(path)
     except OSError as error:
         raise ConfigError(field, str(path), f"cannot be read ({error.strerror})", _MAKE_KEYS) from error
@@ -135,6 +139,22 @@ def _read(path: str | Path, *, field: str, is_secret: bool) -> tuple[bytes, byte
     if not _is_key(public):
         raise ConfigError(field, str(path), "holds no sound public key", _MAKE_KEYS)
     return public, secret
+
+
+def _refuse_what_others_write(
+    path: str | Path, found: os.stat_result | None = None, *, field: str, may_be_sticky: bool = False
+) -> None:
+    """Whoever can write there is let in, or takes the stream's part. The system's administrator can do so anyway.
+
+    In a sticky directory nobody can replace the file of another; but anybody can add one.
+    """
+    found = found or os.stat(path)  # noqa: PTH116 - as in _read
+    if found.st_uid not in (0, os.geteuid()):
+        hint = "give it to the user that this process runs as"
+        raise ConfigError(field, str(path), f"belongs to another user ({found.st_uid}), who may write to it", hint)
+    is_sticky = may_be_sticky and found.st_mode & stat.S_ISVTX
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
+        raise ConfigError(field, str(path), "may be written to by others than its owner", "run chmod go-w on it")
 
 
 def _is_key(text: bytes) -> bool:
@@ -173,7 +193,7 @@ class StreamAccess:
         """Read and check all key files.
 
         Raises:
-            ConfigError: one of them cannot be used, the directory holds no key, or anybody may add one to it.
+            ConfigError: one of them cannot be used, the directory holds no key, or others may add or change one.
         """
         keys = read_key_pair(secret_key_file, field="secret_key_file")
         return cls(keys=keys, allowed=_read_allowed(client_keys_dir, field="client_keys_dir"))
@@ -217,13 +237,15 @@ class StreamAccess:
 
 def _read_allowed(directory: str, *, field: str) -> frozenset[bytes]:
     try:
-        mode = os.stat(directory).st_mode  # noqa: PTH116 - as in _read
+        _refuse_what_others_write(directory, field=field)
         files = sorted(Path(directory).glob(f"*{PUBLIC_SUFFIX}"))
+        for file in files:
+            _refuse_what_others_write(file, field=field)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         hint = "give the directory of the clients' public keys"
         raise ConfigError(field, directory, f"cannot be read ({error})", hint) from error
-    if mode & stat.S_IWOTH:
-        raise ConfigError(field, directory, "may be written to by anybody", "run chmod o-w on it")
     if not files:
         hint = f"put the public key ({PUBLIC_SUFFIX} file) of each client there"
         raise ConfigError(field, directory, "holds no key: nobody could connect", hint)

@@ -23,6 +23,8 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -34,6 +36,7 @@ from scheduler_components.fork_hook import tell_of_forks
 from scheduler_components.kv_events.codec import ENCODE_ERRORS, MAX_PAYLOAD_BYTES, BatchEncoder, halves
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.file_sequence_floor import SequenceFloor, open_sequence_floor
 from scheduler_components.kv_events.replay import END_SEQ, ReplayCursors
 from scheduler_components.kv_events.stream import EPOCH_BYTES, EventStream, collapse
 from scheduler_components.kv_events.thread_backstop import Backstop, Look
@@ -353,7 +356,17 @@ class ZmqStreamEdge:
         is_open_bind: True when it listens beyond loopback without authentication.
     """
 
-    __slots__ = ("_cursors", "_looked_at_s", "_num_drains", "_replay", "_stream", "is_open_bind", "live", "sockets")
+    __slots__ = (
+        "_cursors",
+        "_floor",
+        "_looked_at_s",
+        "_num_drains",
+        "_replay",
+        "_stream",
+        "is_open_bind",
+        "live",
+        "sockets",
+    )
 
     def __init__(
         self,
@@ -362,6 +375,7 @@ class ZmqStreamEdge:
         cursors: ReplayCursors,
         live: ZmqLiveSender,
         *,
+        floor: SequenceFloor,
         is_open_bind: bool,
     ) -> None:
         self.sockets = sockets
@@ -369,6 +383,7 @@ class ZmqStreamEdge:
         self.is_open_bind = is_open_bind
         self._stream = stream
         self._cursors = cursors
+        self._floor = floor
         self._replay = ZmqReplayServer(sockets.replay, cursors) if sockets.replay else None
         self._num_drains = 0
         self._looked_at_s = 0.0
@@ -391,6 +406,7 @@ class ZmqStreamEdge:
         self._num_drains += 1
         if self._num_drains % _DRAINS_PER_COUNT == 0:
             self.count_peers()
+            self._floor.keep_above(self._stream.next_sequence)
         if self._replay is None:
             return False
         has_looked = now_s - self._looked_at_s < _REQUESTS_EVERY_S and reason is not DrainReason.STALL
@@ -417,12 +433,17 @@ class ZmqStreamEdge:
         self.sockets.pub.close(linger=max(0, int((deadline - now) * 1000)))
         if self._replay:
             self._replay.finish(until=(now + deadline) / 2, deadline=deadline)
-        self.sockets.release()
+        self.release()
         was_cut = time.monotonic() >= deadline
         if was_cut:
             text = "%s closed at its deadline: a peer had not taken all of %d batches handed to libzmq (KV events)"
             _log.warning(text, self.sockets.endpoint, self.live.num_batches)
         return was_cut
+
+    def release(self) -> None:
+        """Let go of the sockets and of the file of the numbers."""
+        self.sockets.release()
+        self._floor.close(self._stream.next_sequence)
 
     def stats(self, lag_s: float) -> PublisherStats:
         """Counters since the stream was opened."""
@@ -457,7 +478,7 @@ def open_stream_edge(settings: KVEventsConfig, rank: int, inproc_context: Contex
 
     Raises:
         ConfigError: a key file cannot be used, or no port is left for this stream; nothing has been opened.
-        StartError: the system refused an address; nothing stays open.
+        StartError: the system refused an address or the file of the numbers; nothing stays open.
     """
     plan = settings.port_plan(rank + 1)  # so many streams there are at least
     events_at, replay_at = plan.event_endpoint(rank), plan.replay_endpoint(rank)
@@ -465,22 +486,35 @@ def open_stream_edge(settings: KVEventsConfig, rank: int, inproc_context: Contex
     access = StreamAccess.of(settings)
     topic = settings.topic.encode()
     encoder = BatchEncoder(settings.dialect)
+    floor = _open_floor(settings, rank)
     stream = EventStream(
         epoch=os.urandom(EPOCH_BYTES),
         max_steps=settings.buffer_steps if replay_at else 0,
         max_bytes=settings.buffer_bytes,
-        # Microseconds, because a busy stream sends more than one batch per millisecond and would outrun its successor.
-        first_sequence=0 if settings.seq_base == "zero" else time.time_ns() // 1000,
+        first_sequence=floor.first,
     )
     cursors = ReplayCursors(stream, encoder=encoder, rank=rank, framing=settings.replay_framing, topic=topic)
-    sockets = open_stream_sockets(
-        events_at, replay_at, hwm=settings.hwm, bind=binds, access=access, inproc_context=inproc_context
-    )
+    with ExitStack() as undo:
+        undo.callback(floor.close, floor.first)
+        sockets = open_stream_sockets(
+            events_at, replay_at, hwm=settings.hwm, bind=binds, access=access, inproc_context=inproc_context
+        )
+        undo.pop_all()
     live = ZmqLiveSender(
         sockets.pub, topic=topic, encoder=encoder, stream=stream, rank=rank, max_pending=settings.max_queue_size
     )
     is_open_bind = access is None and _warn_if_open(events_at if binds else None, replay_at)
-    return ZmqStreamEdge(sockets, stream, cursors, live, is_open_bind=is_open_bind)
+    return ZmqStreamEdge(sockets, stream, cursors, live, floor=floor, is_open_bind=is_open_bind)
+
+
+def _open_floor(settings: KVEventsConfig, rank: int) -> SequenceFloor:
+    """Choose the first number. Files of further streams get a suffix, as ipc paths do."""
+    if settings.seq_base == "zero":
+        return open_sequence_floor(None, wanted=0)
+    name = settings.seq_floor_file
+    path = Path(f"{name}_dp{rank}" if rank else name) if name else None
+    # Microseconds, because a busy stream sends more than one batch per millisecond and would outrun its successor.
+    return open_sequence_floor(path, wanted=time.time_ns() // 1000)
 
 
 def _warn_if_open(*bound: Endpoint | None) -> bool:
@@ -619,7 +653,7 @@ class ZmqEventPublisher(EventPublisher):
         try:
             self._backstop.start()  # noqa: SCH008 a publisher of SGLang's name listens once it is made
         except (OSError, RuntimeError) as error:
-            self._edge.sockets.release()
+            self._edge.release()
             hint = "raise the limits of open files and threads, or stop what uses them up"
             raise StartError(self.endpoint, f"cannot start its thread ({error})", hint) from error
 

@@ -264,3 +264,20 @@ def test_looking_publishers_up_loads_no_zmq() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("text", "warned"),
+    [
+        ('{"endpoint": "tcp://*:5557"}', True),
+        ('{"topic": "kv", "hwm": 5}', True),
+        ('{"publisher": "null", "endpoint": "tcp://*:5557"}', False),
+        ("{}", False),
+    ],
+)
+def test_settings_without_a_publisher_publish_nothing_and_say_so(
+    text: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(open_event_publisher(text, parallel=ParallelState.trivial()), NullEventPublisher)
+    assert ("no KV events are published" in caplog.text) == warned
+    assert len(caplog.records) == warned

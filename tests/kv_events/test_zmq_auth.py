@@ -109,7 +109,12 @@ def _make_fifo_like(paths: dict[str, Path]) -> None:
             "secret_key_file",
             "not a pair",
         ),
-        (lambda p: p["clients"].chmod(0o757), "client_keys_dir", "chmod o-w"),
+        (lambda p: p["clients"].chmod(0o757), "client_keys_dir", "chmod go-w"),
+        (lambda p: p["clients"].chmod(0o770), "client_keys_dir", "chmod go-w"),
+        (lambda p: p["clients"].chmod(0o1777), "client_keys_dir", "chmod go-w"),
+        (lambda p: (p["clients"] / "client.key").chmod(0o664), "client_keys_dir", "chmod go-w"),
+        (lambda p: p["secret"].parent.chmod(0o777), "secret_key_file", "chmod go-w"),
+        (lambda p: p["secret"].parent.chmod(0o770), "secret_key_file", "chmod go-w"),
         (lambda p: (p["clients"] / "client.key").unlink(), "client_keys_dir", "holds no key"),
         (
             lambda p: (p["clients"] / "b.key").write_text('public-key = "short"'),

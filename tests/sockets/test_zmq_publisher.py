@@ -238,6 +238,30 @@ def test_clock_base_starts_high_and_clears_first(opened: Open, ask_replay: Ask) 
     assert int.from_bytes(stored[-2], "big") == int.from_bytes(cleared[-2], "big") + 1 > 1_700_000_000_000
 
 
+def test_a_life_after_a_step_back_of_the_clock_starts_above_the_earlier_one(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    floor, clock_ns = str(tmp_path / "floor"), 1_800_000_000_000_000_000
+    monkeypatch.setattr("time.time_ns", lambda: clock_ns)
+    highest = 0
+    for life in range(3):
+        publisher = opened(attn_dp_rank=1, seq_base="clock", seq_floor_file=floor)
+        publisher.publish(batch(life))
+        first = publisher.stats().last_sequence - 1
+        assert first > highest
+        highest = publisher.stats().last_sequence
+        publisher.shutdown()
+        clock_ns -= 10**15
+    assert [each.name for each in tmp_path.iterdir()] == ["floor_dp1"]
+
+
+def test_a_start_that_fails_lets_go_of_the_floor(opened: Open, tmp_path: Path) -> None:
+    taken, floor = opened(), str(tmp_path / "floor")
+    with pytest.raises(StartError, match="cannot bind"):
+        opened(endpoint=taken.endpoint, seq_base="clock", seq_floor_file=floor)
+    opened(seq_base="clock", seq_floor_file=floor)
+
+
 def test_shutdown_sends_what_is_pending_and_lets_go(opened: Open, subscribe: Subscribe, connected: Connected) -> None:
     publisher = opened()
     subscriber = subscribe(publisher.endpoint)
