@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from scheduler_components.reference.engine.rank_loop import (
         Follower,
         FrontLoadSink,
+        Heartbeat,
         Leader,
         ReportSocket,
         StepExecutor,
@@ -110,6 +111,7 @@ __all__ = [
     "Follower",
     "Front",
     "FrontLoadSink",
+    "Heartbeat",
     "GenerateEndpoint",
     "GenerateRequest",
     "HiCacheConfig",
@@ -206,7 +208,7 @@ __getattr__ = lazy_names(
         ),
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
         "scheduler_components.reference.engine.rank_loop": (
-            "Follower FrontLoadSink Leader ReportSocket StepExecutor StopSignal"
+            "Follower FrontLoadSink Heartbeat Leader ReportSocket StepExecutor StopSignal"
         ),
         "scheduler_components.reference.engine.request": "Request RequestQueues RequestState SamplingLimits",
         "scheduler_components.reference.engine.scheduler": "Clocks Scheduler SchedulerSinks StepResult",

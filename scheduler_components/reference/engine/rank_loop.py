@@ -44,6 +44,7 @@ from scheduler_components.reference.engine.scheduler import Scheduler
 __all__ = [
     "Follower",
     "FrontLoadSink",
+    "Heartbeat",
     "Leader",
     "ReportSocket",
     "StepExecutor",
@@ -88,6 +89,37 @@ class ReportSocket:
 
 
 @dataclass(slots=True, kw_only=True)
+class Heartbeat:
+    """Tells the front that this rank runs. Who waits for another rank says it too: otherwise all that wait for a silent
+    rank were as silent as it, and chance would name one of them.
+
+    Attributes:
+        alive: what is said.
+        reports: the way to the front.
+        stop: the order to stop, which every wait hears.
+        clock: monotonic seconds.
+    """
+
+    alive: RankAlive
+    reports: ReportSocket
+    stop: StopSignal
+    clock: Callable[[], float] = time.monotonic
+    _due_s: float = field(default=0.0, init=False)
+
+    def beat(self) -> None:
+        """Say it, unless it was said lately."""
+        now_s = self.clock()
+        if now_s >= self._due_s:
+            self._due_s = now_s + ALIVE_EVERY_S
+            self.reports.send(self.alive)
+
+    def wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
+        """Do what ``StopSignal.wait`` does, for a short while at most: whoever still waits calls again."""
+        self.beat()
+        return self.stop.wait(socket, event, _IDLE_MS if timeout_ms is None else min(timeout_ms, _IDLE_MS))
+
+
+@dataclass(slots=True, kw_only=True)
 class FrontLoadSink:
     """A ``LoadSink`` over a ``ReportSocket``, for the ``LoadPublisher`` that says when a report is worth sending.
 
@@ -117,16 +149,7 @@ class StepExecutor:
     parallel: ParallelState
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
     reports: ReportSocket
-    clock: Callable[[], float] = time.monotonic
-    _alive_due_s: float = field(default=0.0, init=False)
     _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the step of its last chance
-
-    def say_alive(self) -> None:
-        """Tell the front that this rank's loop runs, if it has not been told lately. Called at every turn of a loop."""
-        now_s = self.clock()
-        if now_s >= self._alive_due_s:
-            self._alive_due_s = now_s + ALIVE_EVERY_S
-            self.reports.send(RankAlive(str(self.parallel), self.parallel.kv_stream_index))
 
     def execute(self, step: StepInput) -> None:
         """Obey the commands, take the step, report."""
@@ -189,14 +212,14 @@ class Leader:
         executor: takes the steps.
         commands: from the front.
         followers: one socket per follower.
-        stop: the order to stop.
+        heartbeat: waits, and hears the order to stop.
         load_publishers: of the load gauge that the operator asked for, and of the front's.
     """
 
     executor: StepExecutor
     commands: zmq.Socket[bytes]
     followers: Sequence[zmq.Socket[bytes]]
-    stop: StopSignal
+    heartbeat: Heartbeat
     load_publishers: Sequence[LoadPublisher]
 
     def run(self) -> None:
@@ -204,10 +227,9 @@ class Leader:
         scheduler = self.executor.scheduler
         step = 0
         while True:
-            self.executor.say_alive()
             if not scheduler.has_work:
                 self._tell_what_is_left()
-            if not self.stop.wait(self.commands, zmq.POLLIN, self._patience_ms()):
+            if not self.heartbeat.wait(self.commands, zmq.POLLIN, self._patience_ms()):
                 return
             commands = self._take_commands()
             if not commands and not scheduler.has_work:
@@ -256,7 +278,7 @@ class Leader:
                     follower.send(frame, zmq.DONTWAIT)
                     break
                 except zmq.Again:
-                    if not self.stop.wait(follower, zmq.POLLOUT, _SEND_RETRY_MS):
+                    if not self.heartbeat.wait(follower, zmq.POLLOUT, _SEND_RETRY_MS):
                         return False
         return True
 
@@ -267,7 +289,7 @@ class Follower:
 
     executor: StepExecutor
     steps: zmq.Socket[bytes]
-    stop: StopSignal
+    heartbeat: Heartbeat
 
     def run(self) -> None:
         """Returns when the order to stop comes.
@@ -275,8 +297,7 @@ class Follower:
         Raises:
             LockstepError: this rank's state is not its leader's.
         """
-        while self.stop.wait(self.steps, zmq.POLLIN, _IDLE_MS):
-            self.executor.say_alive()
+        while self.heartbeat.wait(self.steps, zmq.POLLIN, _IDLE_MS):
             try:
                 step = decode_step(self.steps.recv(zmq.DONTWAIT))
             except zmq.Again:

@@ -19,10 +19,11 @@ from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metr
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import RankConfig
-from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, OutputSocket, RankReady
+from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, OutputSocket, RankAlive, RankReady
 from scheduler_components.reference.engine.rank_loop import (
     Follower,
     FrontLoadSink,
+    Heartbeat,
     Leader,
     ReportSocket,
     StepExecutor,
@@ -65,10 +66,12 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         context: _Context = zmq.Context()
         opened.callback(context.destroy, linger=0)
         reports = ReportSocket(socket=_connect_push(context, config.paths.reports))
+        alive = RankAlive(str(parallel), parallel.kv_stream_index)
+        heartbeat = Heartbeat(alive=alive, reports=reports, stop=stop)
         events = open_event_publisher(config.engine.kv_events, parallel=parallel)
         opened.callback(events.shutdown)
         opened.enter_context(suppress(StopRequested))
-        tiers = _open_tiers(config, parallel, context, stop)
+        tiers = _open_tiers(config, parallel, context, heartbeat)
         if tiers is not None:
             opened.callback(tiers.close)
         metrics = open_shm_metrics_sink(Path(config.paths.directory), parallel)
@@ -84,28 +87,32 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
         gauge = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
         opened.callback(gauge.close)
-        loop = _open_loop(config, context, executor, stop, gauge)
-        executor.say_alive()  # before the engine is open, so that no rank can be stopped unheard of
+        loop = _open_loop(config, context, executor, heartbeat, gauge)
+        heartbeat.beat()  # before the engine is open, so that no rank can be stopped unheard of
         reports.send(RankReady(config.tp_rank, _stream_endpoint(events)))
         loop.run()
 
 
-def _open_tiers(config: RankConfig, parallel: ParallelState, context: _Context, stop: StopSignal) -> CacheTiers | None:
+def _open_tiers(
+    config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: Heartbeat
+) -> CacheTiers | None:
     """Open what is behind the device; None where the scheduler's own cache is enough."""
     if config.engine.hicache is None:
         return None
     # Imported here: the memory of a host tier needs numpy, which an engine without one need not have.
     from scheduler_components.reference.engine.host_tiers import open_host_tiers
 
-    return open_host_tiers(config, config.engine.hicache, parallel, context=context, wait_for=stop.wait)
+    return open_host_tiers(config, config.engine.hicache, parallel, context=context, wait_for=heartbeat.wait)
 
 
 def _open_loop(
-    config: RankConfig, context: _Context, executor: StepExecutor, stop: StopSignal, gauge: LoadPublisher
+    config: RankConfig, context: _Context, executor: StepExecutor, heartbeat: Heartbeat, gauge: LoadPublisher
 ) -> Leader | Follower:
     parallel, scheduler, paths = executor.parallel, executor.scheduler, config.paths
     if not parallel.leads_replica:
-        return Follower(executor=executor, steps=_bind_pull(context, paths.steps(parallel.tp_rank)), stop=stop)
+        return Follower(
+            executor=executor, steps=_bind_pull(context, paths.steps(parallel.tp_rank)), heartbeat=heartbeat
+        )
     first_follower = parallel.tp_rank + 1
     followers = range(first_follower, parallel.tp_rank + config.engine.ranks_per_replica)
     front = FrontLoadSink(reports=executor.reports, outputs=scheduler.output)
@@ -113,7 +120,7 @@ def _open_loop(
         executor=executor,
         commands=_bind_pull(context, paths.commands(parallel.kv_stream_index)),
         followers=[_connect_push(context, paths.steps(tp_rank), high_water_mark=_STEPS_AHEAD) for tp_rank in followers],
-        stop=stop,
+        heartbeat=heartbeat,
         load_publishers=(gauge, LoadPublisher(parallel=parallel, load=scheduler.load, sink=front)),
     )
 

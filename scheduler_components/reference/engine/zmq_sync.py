@@ -28,7 +28,7 @@ _Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 _Ranks: TypeAlias = tuple[int, ...]
 
 WaitFor: TypeAlias = Callable[["zmq.Socket[bytes]", int, "int | None"], bool]
-"""Wait for a socket's event up to a time in ms; False when the engine is to stop. ``StopSignal.wait`` is one."""
+"""Wait for a socket's event up to a time in ms or for less; False when the engine stops. ``Heartbeat.wait`` is one."""
 
 
 class StopRequested(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -29,9 +30,11 @@ from scheduler_components.reference.engine import (
     DumpCache,
     Follower,
     FrontLoadSink,
+    Heartbeat,
     Leader,
     LoadReport,
     OutputSocket,
+    RankAlive,
     Report,
     ReportSocket,
     RequestRefused,
@@ -145,7 +148,8 @@ class Rank:
             sinks.outputs = OutputSocket(socket=outputs)
         scheduler = Scheduler.compose(CONFIG, parallel, Device(self.order, last_batch), sinks=sinks)
         self.executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
-        self.stop = StopSignal(self.order.reader)
+        alive = RankAlive(str(parallel), parallel.kv_stream_index)
+        self.heartbeat = Heartbeat(alive=alive, reports=reports, stop=StopSignal(self.order.reader))
         self.load = ListSink()
         front = FrontLoadSink(reports=reports, outputs=scheduler.output)
         self.load_publishers = [
@@ -158,6 +162,13 @@ class Rank:
         while self.outputs.poll(0):
             found += decode_outputs(self.outputs.recv()).deltas
         return found
+
+    def wait_for(self, kind: type[Report]) -> None:
+        """Pass over reports up to the next of this kind."""
+        while self._reports.poll(10_000):
+            if isinstance(decode_report(self._reports.recv()), kind):
+                return
+        raise AssertionError(f"no {kind.__name__} came")
 
     def reports(self, kind: type[Report]) -> list[Any]:
         found = []
@@ -180,7 +191,7 @@ def lead(wires: Wires, rank: Rank, commands: list[Command], followers: list[zmq.
         executor=rank.executor,
         commands=pull,
         followers=followers,
-        stop=rank.stop,
+        heartbeat=rank.heartbeat,
         load_publishers=rank.load_publishers,
     ).run()
 
@@ -189,7 +200,7 @@ def test_leader_and_follower_take_the_same_steps_and_only_the_leader_answers(wir
     leader, follower = Rank(wires, 0, last_batch=3), Rank(wires, 1, last_batch=3)
     steps_out, steps_in = wires.pair()
     lead(wires, leader, [submit("a"), submit("b")], [steps_out])
-    Follower(executor=follower.executor, steps=steps_in, stop=follower.stop).run()
+    Follower(executor=follower.executor, steps=steps_in, heartbeat=follower.heartbeat).run()
     assert leader.executor.scheduler.state_digest == follower.executor.scheduler.state_digest
     outputs = leader.deltas()
     assert [delta.rid for delta in outputs if delta.finish_reason == FinishReason.LENGTH] == ["a", "b"]
@@ -204,7 +215,7 @@ def test_a_follower_whose_state_differs_is_caught_before_it_steps(wires: Wires) 
     steps_out, steps_in = wires.pair()
     steps_out.send(encode(StepInput(7, 0xBAD, ())))
     with pytest.raises(LockstepError, match=r"step 7: dp0/pp0/tp1.*00000bad"):
-        Follower(executor=rank.executor, steps=steps_in, stop=rank.stop).run()
+        Follower(executor=rank.executor, steps=steps_in, heartbeat=rank.heartbeat).run()
     assert rank.executor.scheduler.num_steps == 0
 
 
@@ -269,11 +280,31 @@ def test_an_idle_leader_offers_again_what_the_front_did_not_take(wires: Wires) -
     assert tokens == list(range(10, 60))
 
 
-def test_a_leader_waits_for_a_follower_that_is_far_behind_and_still_hears_the_stop(wires: Wires) -> None:
-    rank = Rank(wires, 0, last_batch=2)
+def test_a_leader_that_waits_for_a_follower_says_that_it_is_alive_and_hears_the_stop(wires: Wires) -> None:
+    """The follower is silent; were its leader silent too, the wrong one might be named."""
+    rank = Rank(wires, 0, last_batch=1000)
+    rank.heartbeat.clock = map(float, count()).__next__  # so that it speaks whenever it may
     steps_out, _ = wires.pair(high_water_mark=1)  # two in the pipe, and nobody reads
-    lead(wires, rank, [submit("a", max_new_tokens=50)], [steps_out])
+    leading = threading.Thread(target=lead, args=(wires, rank, [submit("a", max_new_tokens=50)], [steps_out]))
+    leading.start()
+    try:
+        for _ in range(6):  # three times before steps, the last of which cannot be told
+            rank.wait_for(RankAlive)
+    finally:
+        rank.order.give()
+        leading.join()
     assert rank.executor.scheduler.num_steps == 2
+
+
+def test_who_waits_for_long_is_asked_to_wait_again_and_speaks_each_time(wires: Wires) -> None:
+    """As in an agreement, which waits for a silent rank for a minute."""
+    rank = Rank(wires, 1, last_batch=1)
+    rank.heartbeat.clock = map(float, count()).__next__
+    _, silent = wires.pair()
+    assert all(rank.heartbeat.wait(silent, zmq.POLLIN, timeout_ms) for timeout_ms in (600_000, None))
+    assert len(rank.reports(RankAlive)) == 2
+    rank.order.give()
+    assert not rank.heartbeat.wait(silent, zmq.POLLIN, 600_000)
 
 
 def test_the_front_hears_that_a_replica_is_idle_when_its_last_statistics_are_written(wires: Wires) -> None:
