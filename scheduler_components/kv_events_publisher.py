@@ -32,13 +32,18 @@ _CLOSING = "closing the KV event publisher"
 
 
 def kv_metrics_from(load: LoadSnapshot) -> KvMetrics:
-    """Put a load snapshot in slots and blocks. A page in use counts whole, however many of its tokens are."""
+    """Put a load snapshot in slots and blocks.
+
+    A page in use counts whole, however many of its tokens are. Tokens beyond the last whole page of the pool are no
+    block, so that never more blocks are in use than there are.
+    """
     page_size = max(1, load.page_size)
+    total_blocks = load.max_total_num_tokens // page_size
     return KvMetrics(
         request_active_slots=load.num_running_reqs,
         request_total_slots=load.max_running_requests,
-        kv_active_blocks=-(-load.num_used_tokens // page_size),
-        kv_total_blocks=load.max_total_num_tokens // page_size,
+        kv_active_blocks=min(total_blocks, -(-load.num_used_tokens // page_size)),
+        kv_total_blocks=total_blocks,
         num_requests_waiting=load.num_waiting_reqs,
         gpu_cache_usage_perc=load.token_usage,
         gpu_prefix_cache_hit_rate=load.cache_hit_rate,

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from observability.kv_stream.cursor import NO_EPOCH, DigestCursor, PlainCursor, Position, StreamCursor
+from observability.kv_stream.cursor import (
+    NO_EPOCH,
+    QUESTIONS_AT_ONCE,
+    DigestCursor,
+    PlainCursor,
+    Position,
+    QuestionCredit,
+    StreamCursor,
+)
 from observability.kv_stream.follower import (
     BatchApplier,
     BatchEffect,
@@ -91,6 +99,8 @@ __all__ = [
     "PlainCursor",
     "Position",
     "NO_EPOCH",
+    "QuestionCredit",
+    "QUESTIONS_AT_ONCE",
     # what a cursor says
     "Instruction",
     "AskReplay",

@@ -42,6 +42,13 @@
 # asked again after a pause that the owner measures (``RetryLater``); while it is open, live batches belong in the
 # socket (``listening`` is false), so that they are there to go on from when the answer ends.
 #
+# What recovery costs the publisher is bounded, whatever comes. A stale queue or a forger may bring a gap with every
+# frame, and to ask at each would cost one answer per frame. So questions have a credit (``QuestionCredit``), which the
+# owner gives back by the clock. A gap that finds no credit is remembered, the frames behind it are read and dropped,
+# and one question about all of them follows with the next credit (``may_ask``). A batch is numbered before it is sent:
+# if the publisher, asked after a frame came, has not reached its number, that frame was a stray, of another life or of
+# nobody. Further gaps then leave a LIVE view as it is, until a question finds that something is missing.
+#
 # Which rules? A stream is asked in the words of the extension first. SGLang, vLLM and others read such a question as
 # one huge number and answer a bare end marker: they are followed plainly from then on, and are asked for the
 # extension again now and then, for a successor may have it. STATE_CHANGES (instructions) has the states' table.
@@ -70,15 +77,29 @@ from scheduler_components.kv_events import CHAIN_BYTES, EPOCH_BYTES, Kind, Meta,
 
 __all__ = [
     "NO_EPOCH",
+    "QUESTIONS_AT_ONCE",
     "DigestCursor",
     "PlainCursor",
     "Position",
+    "QuestionCredit",
     "StreamCursor",
 ]
+
+QUESTIONS_AT_ONCE = 4
+"""Enough for a status, a synchronisation, a snapshot and one that was cut, without a pause."""
+
+
+@dataclass(slots=True)
+class QuestionCredit:
+    """How many questions may be asked now. Whoever sends one takes it from here, and gives it back by the clock."""
+
+    left: int = QUESTIONS_AT_ONCE
+
 
 _NONE: tuple[Instruction, ...] = ()
 _FOLLOWING = (StreamState.LIVE, StreamState.PARTIAL)
 _UNCONNECTED = (StreamState.CONNECTING, StreamState.DEAD)
+_UNSETTLED = (*_UNCONNECTED, StreamState.RECOVERING)
 
 
 def _changed(old: StreamState, new: StreamState, counters: CursorCounters) -> StreamState:
@@ -178,19 +199,19 @@ class _SyncQuestion:
     Attributes:
         ask: its number.
         at: where the view stands; an incremental answer moves it.
+        gap_seen: highest live number beyond a gap that had come when this was asked, -1 for none.
         asked_at: where it stood when this was asked: a status is compared with that, not with what has come since.
         staging: where the staging view of a snapshot stands; None in an incremental answer.
         is_damaged: something in the snapshot could not be read.
-        newest_seen: highest live number that came, and could not be used, while this was open.
     """
 
     ask: int
     at: Position
     part: _Part
+    gap_seen: int
     asked_at: Position = field(init=False)
     staging: Position | None = None
     is_damaged: bool = False
-    newest_seen: int = -1
     num_chunks: int = 0
 
     def __post_init__(self) -> None:
@@ -247,6 +268,7 @@ class DigestCursor:
             markers, on a connection on which the extension never showed, mean that a successor does not have it;
             before it ever showed, the first failed question does.
         counters: to count in.
+        credit: for questions about gaps; shared with the rules for publishers without the extension.
 
     A method that returns instructions expects them to be carried out in order, before the next call. ``live`` is for
     batches of one connection: what comes on another follows ``disconnected`` and ``connected``.
@@ -257,12 +279,17 @@ class DigestCursor:
     """
 
     __slots__ = (
-        "_at", "_damaged_at", "_failures", "_is_shown", "_num_unproved", "_patience", "_question", "_state",
-        "counters", "is_foreign", "is_known",
+        "_at", "_credit", "_damaged_at", "_failures", "_gap_seen", "_has_strays", "_is_shown", "_num_unproved",
+        "_patience", "_question", "_state", "counters", "is_foreign", "is_known",
     )  # fmt: skip
 
-    def __init__(self, *, patience: int = 3, counters: CursorCounters | None = None) -> None:
+    def __init__(
+        self, *, patience: int = 3, counters: CursorCounters | None = None, credit: QuestionCredit | None = None
+    ) -> None:
         self.counters = counters or CursorCounters()
+        self._credit = credit or QuestionCredit()
+        self._gap_seen = -1
+        self._has_strays = False
         self.is_known = self.is_foreign = False
         self._state = StreamState.CONNECTING
         self._at = Position()
@@ -293,7 +320,14 @@ class DigestCursor:
     @property
     def listening(self) -> bool:
         """False while live batches would have to be dropped: leave them in the socket."""
-        return self._state in _FOLLOWING and (self._question is None or self._question.is_status)
+        if self._question is not None and not self._question.is_status:
+            return False
+        return self._state in _FOLLOWING or self._has_gap
+
+    @property
+    def _has_gap(self) -> bool:
+        """True while a live batch was dropped that no question has asked about."""
+        return self._gap_seen >= self._at.next and self._state not in _UNCONNECTED
 
     def connected(self) -> tuple[Instruction, ...]:
         """The live connection is up: anything may have happened while it was not."""
@@ -323,7 +357,7 @@ class DigestCursor:
         before = self.connected()
         if not self.listening:
             if self._question is not None:
-                self._question.newest_seen = max(seq, self._question.newest_seen)
+                self._gap_seen = max(seq, self._gap_seen)
             return before
         if seq == self._at.next:
             self._at.advance(payload)
@@ -334,7 +368,22 @@ class DigestCursor:
             self.counters.duplicates += 1
             return _NONE
         self.counters.gaps += 1
-        return self._sync()
+        self._gap_seen = max(seq, self._gap_seen)
+        return self._ask_about_gap()
+
+    def may_ask(self) -> tuple[Instruction, ...]:
+        """There is credit again: ask about the gap that had to wait for it."""
+        return self._ask_about_gap() if self._has_gap and not self._failures else _NONE
+
+    def _ask_about_gap(self) -> tuple[Instruction, ...]:
+        """Ask what is missing, now or when that may be. Strays cost a LIVE view nothing but a look at the status."""
+        if self._question is None and self._credit.left and self._has_strays and self._state in _FOLLOWING:
+            return self._ask(Verb.STATUS)
+        if self._question is None and self._credit.left:
+            return self._sync()
+        if not self._has_strays:
+            self._become(StreamState.RECOVERING)
+        return _NONE
 
     def answered(self, ask: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """One batch, or chunk of the base, of the answer to question ``ask``."""
@@ -369,13 +418,14 @@ class DigestCursor:
             return self._cut()
         if meta.kind is Kind.STATUS:
             self._question = None
-            return self._compare(question.asked_at, meta)
+            return self._compare(question, meta)
         if meta.kind is Kind.END:
-            return self._close(question)
+            return self._close(question, meta)
         return (BeginStaging(),) if meta.snap else _NONE
 
-    def _compare(self, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
+    def _compare(self, question: _SyncQuestion, meta: Meta) -> tuple[Instruction, ...]:
         """Compare a status with where the view stood when it was asked for: the view may have moved on since."""
+        asked_at = question.asked_at
         self._failures = 0
         if meta.epoch != asked_at.epoch:
             return self._sync()
@@ -390,18 +440,22 @@ class DigestCursor:
         self._num_unproved = 0
         if self._damaged_at is not None and meta.first > self._damaged_at:
             return self._sync(Verb.SNAPSHOT)  # what could not be read is folded, and readable now
-        if meta.next > self._at.next and not is_flowing:
+        self._has_strays = question.gap_seen >= meta.next
+        if meta.next > self._at.next and (not is_flowing or self._at.next <= question.gap_seen < meta.next):
             return self._sync()
+        if self._has_gap:
+            return self._ask_about_gap()
         self._settle()
         return _NONE
 
-    def _close(self, question: _SyncQuestion) -> tuple[Instruction, ...]:
+    def _close(self, question: _SyncQuestion, meta: Meta) -> tuple[Instruction, ...]:
         """The answer is over, and the digest of all that came is the publisher's."""
         self._question = None
         self._failures = self._num_unproved = 0
         self.counters.verified += 1
+        self._has_strays = question.gap_seen >= meta.next
         swap = _NONE if question.staging is None else self._swap_in(question, question.staging)
-        if question.newest_seen >= self._at.next:
+        if self._has_gap:
             return (*swap, *self._sync())
         self._settle()
         return swap
@@ -466,7 +520,8 @@ class DigestCursor:
 
     def _ask(self, verb: Verb) -> tuple[Instruction, ...]:
         self.counters.asks += 1
-        self._question = _SyncQuestion(self.counters.asks, self._at, _ASKED[verb])
+        self._question = _SyncQuestion(self.counters.asks, self._at, _ASKED[verb], self._gap_seen)
+        self._gap_seen = -1
         return (AskReplay(self._question.ask, self._at.next, verb, self._at.epoch),)
 
     def _distrust(self) -> tuple[Instruction, ...]:
@@ -492,6 +547,8 @@ class DigestCursor:
 
     def _drop_question(self) -> tuple[Instruction, ...]:
         question, self._question = self._question, None
+        if question is not None:
+            self._gap_seen = max(question.gap_seen, self._gap_seen)
         return _NONE if question is None or question.staging is None else (DropStaging(),)
 
     def _settle(self) -> None:
@@ -549,15 +606,27 @@ class PlainCursor:
     Args:
         has_replay: whether the publisher offers a replay channel.
         patience: unanswered questions in a row after which the stream is followed without history.
-        counters: to count in; shared with the rules for publishers with the extension.
+        counters, credit: shared with the rules for publishers with the extension.
 
     A method that returns instructions expects them to be carried out in order, before the next call.
     """
 
-    __slots__ = ("_failures", "_has_replay", "_last_heard", "_patience", "_question", "_run", "_state", "counters")
+    __slots__ = (
+        "_credit", "_failures", "_has_gap", "_has_replay", "_last_heard", "_patience", "_question", "_run", "_state",
+        "counters",
+    )  # fmt: skip
 
-    def __init__(self, *, has_replay: bool, patience: int = 3, counters: CursorCounters | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        has_replay: bool,
+        patience: int = 3,
+        counters: CursorCounters | None = None,
+        credit: QuestionCredit | None = None,
+    ) -> None:
         self.counters = counters or CursorCounters()
+        self._credit = credit or QuestionCredit()
+        self._has_gap = False
         self._state = StreamState.CONNECTING
         self._has_replay = has_replay
         self._patience = patience
@@ -588,7 +657,7 @@ class PlainCursor:
     @property
     def listening(self) -> bool:
         """False while live batches would have to be dropped: leave them in the socket."""
-        if self._question is not None or self._state is StreamState.RECOVERING:
+        if self._question is not None or (self._state is StreamState.RECOVERING and not self._has_gap):
             return False
         return self._state is not StreamState.SYNCING or not self._failures
 
@@ -612,6 +681,7 @@ class PlainCursor:
         """The live connection is gone. The view stays until the cursor is told to give up."""
         if self._state is not StreamState.DEAD:
             self._question = None
+            self._has_gap = False
             self._failures = 0
             self._last_heard = NOTHING_APPLIED
             self._become(StreamState.CONNECTING)
@@ -620,6 +690,7 @@ class PlainCursor:
     def gave_up(self) -> tuple[Instruction, ...]:
         """The publisher is taken for dead: its blocks are no longer worth routing to."""
         self._question = None
+        self._has_gap = False
         self._failures = 0
         self._run = _Run()
         self._become(StreamState.DEAD)
@@ -637,6 +708,8 @@ class PlainCursor:
             if self._question is not None and seq != run.last:
                 self._question.newer_seen = True
             return before
+        if self._has_gap:
+            return _NONE  # the answer brings it again
         if run.adopting:
             return (*before, *self._begin_run(seq, payload))
         if seq == run.last + 1:
@@ -650,8 +723,20 @@ class PlainCursor:
         elif run.last != NOTHING_APPLIED:
             self.counters.gaps += 1
         if self._has_replay and not self._replay_is_silent:
-            return self._ask(has_batches=True)
+            return self._ask_about_gap()
         return self._begin_run(seq, payload)
+
+    def may_ask(self) -> tuple[Instruction, ...]:
+        """There is credit again: ask about the gap that had to wait for it."""
+        return self._ask_about_gap() if self._has_gap and not self._failures else _NONE
+
+    def _ask_about_gap(self) -> tuple[Instruction, ...]:
+        if self._credit.left:
+            return self._ask(has_batches=True)
+        self._has_gap = True
+        if self._state is not StreamState.SYNCING:
+            self._become(StreamState.RECOVERING)
+        return _NONE
 
     # --- answers of the replay channel ---
 
@@ -766,6 +851,7 @@ class PlainCursor:
 
     def _ask(self, *, full: bool = False, probing: bool = False, has_batches: bool = False) -> tuple[Instruction, ...]:
         fresh = self._run.last == NOTHING_APPLIED
+        self._has_gap = False
         self.counters.asks += 1
         question = _PlainQuestion(ask=self.counters.asks, full=full or fresh, has_batches=has_batches)
         self._question = question
@@ -823,12 +909,19 @@ class StreamCursor:
         patience: failed questions in a row after which the stream is followed by lesser means.
 
     A method that returns instructions expects them to be carried out in order, before the next call.
+
+    Attributes:
+        credit: questions that may be asked now. The owner takes one for each that it sends, holds one back while there
+            is none, and calls ``may_ask`` when it has given some back.
     """
 
-    __slots__ = ("_extension_ask", "_has_replay", "_mode", "_patience", "_probes_left", "_was_extended", "counters")
+    __slots__ = (
+        "_extension_ask", "_has_replay", "_mode", "_patience", "_probes_left", "_was_extended", "counters", "credit",
+    )  # fmt: skip
 
     def __init__(self, *, has_replay: bool, patience: int = 3) -> None:
         self.counters = CursorCounters()
+        self.credit = QuestionCredit()
         self._has_replay = has_replay
         self._patience = patience
         self._extension_ask = 0
@@ -840,10 +933,12 @@ class StreamCursor:
         return f"<StreamCursor {self._mode!r}>"
 
     def _new_digest_cursor(self) -> DigestCursor:
-        return DigestCursor(patience=self._patience, counters=self.counters)
+        return DigestCursor(patience=self._patience, counters=self.counters, credit=self.credit)
 
     def _new_plain_cursor(self) -> PlainCursor:
-        return PlainCursor(has_replay=self._has_replay, patience=self._patience, counters=self.counters)
+        return PlainCursor(
+            has_replay=self._has_replay, patience=self._patience, counters=self.counters, credit=self.credit
+        )
 
     @property
     def state(self) -> StreamState:
@@ -882,7 +977,7 @@ class StreamCursor:
     @property
     def settled(self) -> bool:
         """True while connected with no recovery under way: the view will not get better by waiting."""
-        return self._mode.listening and self.state not in _UNCONNECTED
+        return self._mode.listening and self.state not in _UNSETTLED
 
     # --- the connection ---
 
@@ -949,6 +1044,10 @@ class StreamCursor:
         return (*cleared, *self._mode.connected())
 
     # --- time, which the owner measures ---
+
+    def may_ask(self) -> tuple[Instruction, ...]:
+        """The owner has given back some ``credit``: ask about a gap that had to wait for it."""
+        return self._mode.may_ask()
 
     def retry(self) -> tuple[Instruction, ...]:
         """The pause asked for by ``RetryLater`` is over."""

@@ -20,7 +20,7 @@ from typing import Protocol
 import attrs
 import msgspec
 
-from observability.kv_stream.cursor import StreamCursor
+from observability.kv_stream.cursor import QUESTIONS_AT_ONCE, StreamCursor
 from observability.kv_stream.instructions import (
     Apply,
     ApplyStaged,
@@ -358,6 +358,8 @@ class FollowPolicy:
             and stays deaf after one lost end marker.
         retry_min_s, retry_max_s: the pause after an unanswered question doubles between these, with jitter. A publisher
             that comes back is asked within the longest one.
+        ask_interval_s: a stream asks four questions at once, and then one per so much time, whatever comes: in ``t``
+            seconds at most ``4 + t / ask_interval_s``.
         probe_interval_s: time between two probes; it bounds how long a lost last batch stays unnoticed. A publisher
             without the extension is probed after so much silence.
         dead_after_s: time without a connection after which the publisher is taken for dead.
@@ -369,6 +371,7 @@ class FollowPolicy:
     answer_timeout_s: float = attrs.field(default=5.0, validator=is_number())
     retry_min_s: float = attrs.field(default=0.2, validator=is_number())
     retry_max_s: float = attrs.field(default=2.0, validator=is_number())
+    ask_interval_s: float = attrs.field(default=0.5, validator=is_number())
     probe_interval_s: float = attrs.field(default=2.0, validator=is_number())
     dead_after_s: float = attrs.field(default=15.0, validator=is_number())
 
@@ -396,18 +399,23 @@ class _Deadlines:
 
     answer_s: float = math.inf
     retry_s: float = math.inf
+    credit_s: float = math.inf
     probe_s: float = math.inf
     dead_s: float = math.inf
 
     def next_s(self) -> float:
-        return min(self.answer_s, self.retry_s, self.probe_s, self.dead_s)
+        return min(self.answer_s, self.retry_s, self.credit_s, self.probe_s, self.dead_s)
 
 
 @dataclass(slots=True)
 class _Told:
-    """What the others believe: the channel that a question is open, the listener what the state is."""
+    """What the others believe: the channel that a question is open, the listener what the state is.
+
+    ``held`` is a question that waits for credit: the cursor believes that it is open, the channel does not know it.
+    """
 
     asks: bool = False
+    held: AskReplay | None = None
     state: StreamState = StreamState.CONNECTING
 
 
@@ -440,7 +448,8 @@ class StreamFollower:
 
     def disconnected(self, now_s: float) -> None:
         """The live connection was lost."""
-        self._deadlines = _Deadlines(dead_s=now_s + self.policy.dead_after_s)
+        # A connection that comes and goes asks with each coming: the pace stays.
+        self._deadlines = _Deadlines(dead_s=now_s + self.policy.dead_after_s, credit_s=self._deadlines.credit_s)
         self._follow(self.cursor.disconnected(), now_s)
 
     def live(self, seq: int, payload: bytes, now_s: float) -> None:
@@ -485,6 +494,8 @@ class StreamFollower:
         if now_s >= due.retry_s:
             due.retry_s = math.inf
             self._follow(self.cursor.retry(), now_s)
+        if now_s >= due.credit_s:
+            self._give_credit(now_s)
         if now_s >= due.probe_s:
             self._await_probe(now_s)
             self._follow(self.cursor.probe(), now_s)
@@ -522,13 +533,38 @@ class StreamFollower:
             self.applier.view.clear(self.applier.rank)
             self.applier.listener.view_cleared(self.applier.rank, instruction.reason)
         elif isinstance(instruction, AskReplay):
-            self._told.asks = True
-            self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
-            self.channel.ask(instruction)
+            self._ask(instruction, now_s)
         elif isinstance(instruction, RetryLater):
             self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
         else:
             self.applier.drop_staging()
+
+    def _ask(self, question: AskReplay, now_s: float) -> None:
+        """Send a question, or hold it back until there is credit."""
+        credit, told = self.cursor.credit, self._told
+        if not credit.left:
+            told.held, told.asks = question, False
+            self._deadlines.answer_s = math.inf
+            self.channel.drop()
+            return
+        if credit.left == QUESTIONS_AT_ONCE:
+            self._deadlines.credit_s = now_s + self.policy.ask_interval_s
+        credit.left -= 1
+        told.held, told.asks = None, True
+        self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
+        self.channel.ask(question)
+
+    def _give_credit(self, now_s: float) -> None:
+        """Give one question back, and ask what waits for it."""
+        credit, held = self.cursor.credit, self._told.held
+        credit.left += 1
+        is_full = credit.left == QUESTIONS_AT_ONCE
+        self._deadlines.credit_s = math.inf if is_full else now_s + self.policy.ask_interval_s
+        if held is not None and held.ask == self.cursor.open_ask:
+            self._ask(held, now_s)
+        else:
+            self._told.held = None
+            self._follow(self.cursor.may_ask(), now_s)
 
     def _report(self, effect: BatchEffect) -> None:
         if effect is BatchEffect.CLEARED:

@@ -2,7 +2,8 @@
 
 All are the kit's real cores (stream, replay cursors, follower, view), without sockets, clock or threads. The publisher
 keeps the truth beside its stream: what it held after every batch of every life. After every step, no subscriber may say
-``LIVE`` of a view that differs from the truth; once faults stop, every view must become the truth in ``HEAL_S``.
+``LIVE`` of a view that differs from the truth, doubt an honest publisher, or have asked more than its pace allows;
+once faults stop, every view must become the truth in ``HEAL_S``.
 
 ``FaultyWorld(...).run(steps)`` carries out steps by name, so that Hypothesis can shrink them and a person can read
 them. Use it to break a core on purpose and see that it is caught, or to try a cursor of your own.
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from observability.kv_stream import (
+    QUESTIONS_AT_ONCE,
     AskReplay,
     BatchApplier,
     BlockView,
@@ -34,6 +36,8 @@ from scheduler_components.kv_events import (
     BatchDecoder,
     BatchEncoder,
     EventStream,
+    Kind,
+    Meta,
     ReplayCursors,
     collapse,
     plain_request,
@@ -48,6 +52,9 @@ Frame = tuple[int, bytes]
 """Number and payload of a live batch."""
 
 TOPIC = b"kv@pod1"
+FORGED = BatchEncoder("array").encode(KVEventBatch(0.0, (BlockStored((99,), None, (99,), 1, None),)), 0)
+"""Readable, and of nobody that is followed."""
+
 LONGER_TOPIC = b"kv@pod10"
 """Of another publisher behind the same proxy: a subscription to ``TOPIC`` brings its frames too."""
 
@@ -138,14 +145,21 @@ def _tier_of(event: BlockStored | BlockRemoved) -> Tier:
 
 # --- a subscriber at the other end ---
 
-POLICY = FollowPolicy(answer_timeout_s=1.0, retry_min_s=0.1, retry_max_s=0.5, probe_interval_s=2.0, dead_after_s=5.0)
+POLICY = FollowPolicy(
+    answer_timeout_s=1.0,
+    retry_min_s=0.1,
+    retry_max_s=0.5,
+    ask_interval_s=0.2,
+    probe_interval_s=2.0,
+    dead_after_s=5.0,
+)
 
 
 @dataclass
 class Connection:
     """A live connection: the publisher's life when it was made, and the frames under way, each with its life.
 
-    Frames of another publisher have no life of this one: None.
+    Frames of another publisher, and forged ones, have no life of this one: None.
     """
 
     life: int
@@ -173,9 +187,11 @@ class ModelSubscriber:
         self.connection: Connection | None = None
         self.question: AskReplay | None = None
         self.client: bytes | None = None
+        self.now_s = 0.0
+        self.asked_s: list[float] = []
         self.answering_life = -1
         self.proved_life = -1
-        self.is_spliced = False
+        self.is_spliced = self.is_spliced_since_asked = self.is_altered = self.is_in_base = False
         self.late: list[tuple[int, int, bytes]] = []
         self.follower.begin(0.0)
 
@@ -184,6 +200,15 @@ class ModelSubscriber:
     def ask(self, question: AskReplay) -> None:
         self.drop()
         self.question = question
+        self.is_spliced_since_asked = False
+        self.asked_s.append(self.now_s)
+        for number, asked_s in enumerate(reversed(self.asked_s), 1):
+            allowed = QUESTIONS_AT_ONCE + (self.now_s - asked_s) / POLICY.ask_interval_s
+            assert number <= allowed + 1e-6, f"{self.name} asks {number} times since {asked_s}"
+
+    def tick(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.follower.tick(now_s)
 
     def drop(self) -> None:
         """A question's connection ends with it; a message that is still under way comes late."""
@@ -230,18 +255,28 @@ class ModelSubscriber:
         sequence, payload = int.from_bytes(message[-2], "big", signed=True), message[-1]
         if fault == "garble" and message[-2] == END_SEQ:
             payload = b"junk"
+        if message[-2] == END_SEQ and message[-1]:
+            meta = Meta.decode(message[-1])
+            self.is_in_base = meta.kind is Kind.BEGIN and meta.snap
+        elif fault == "alter" and message[-2] != END_SEQ and question.verb is not None and not self.is_in_base:
+            payload = FORGED  # readable, and not what the publisher has under this number
+            self.is_altered = True
         for _ in range(2 if fault == "repeat" else 1):
             self.receive(question.ask, sequence, payload, now_s)
 
     def receive(self, ask: int, sequence: int, payload: bytes, now_s: float) -> None:
-        verified = self.follower.cursor.counters.verified
+        counters = self.follower.cursor.counters
+        verified, splices = counters.verified, counters.splices
+        may_distrust = self.is_spliced or self.is_altered
         if sequence == int.from_bytes(END_SEQ, "big", signed=True):
             self.follower.answer_marked(ask, payload, now_s)
         else:
             self.follower.answered(ask, sequence, payload, now_s)
-        if self.follower.cursor.counters.verified > verified:
+        assert counters.splices == splices or may_distrust, f"{self.name} distrusts an honest publisher"
+        if counters.verified > verified:
             self.proved_life = self.answering_life
-            self.is_spliced = False
+            self.is_altered = False
+            self.is_spliced = self.is_spliced_since_asked  # a status proves the place that was asked about
 
     def receive_late(self, now_s: float) -> None:
         while self.late:
@@ -272,10 +307,13 @@ class ModelSubscriber:
                 frames.appendleft(frame)
             if fault != "lose":
                 life, message = frame
-                self.is_spliced = self.is_spliced or life not in (self.proved_life, None)
                 read = self.frames.live(message)
                 if read is not None:
+                    applied = self.follower.cursor.counters.applied
                     self.follower.live(*read, now_s)
+                    is_applied = self.follower.cursor.counters.applied > applied
+                    if is_applied and life != self.proved_life:
+                        self.is_spliced = self.is_spliced_since_asked = True
 
     # --- what it believes ---
 
@@ -298,7 +336,6 @@ class ModelSubscriber:
             return
         if self.is_spliced if is_extended else self.connection.was_restarted:
             return
-        assert self.publisher.life or not self.follower.cursor.counters.splices, "an honest publisher is distrusted"
         life = self.proved_life if is_extended else self.connection.life
         last = self.follower.cursor.last_seq
         assert self.blocks == self.publisher.states[life, last], f"{self.name} is live at {last} and wrong"
@@ -306,8 +343,9 @@ class ModelSubscriber:
 
 # --- the network between them ---
 
-HEAL_S = 2 * POLICY.probe_interval_s + POLICY.answer_timeout_s + POLICY.retry_max_s
-"""How long recovery may take: two probe intervals plus the sync, after one lost question and the pause that follows."""
+HEAL_S = 2 * POLICY.probe_interval_s + POLICY.answer_timeout_s + POLICY.retry_max_s + 3 * POLICY.ask_interval_s
+"""How long recovery may take: two probe intervals plus the sync, after one lost question and the pause that follows. A
+status, a synchronisation and a snapshot may each have to wait for their credit."""
 
 Steps: TypeAlias = list[tuple[Any, ...]]
 """Each a method's name and its arguments."""
@@ -390,8 +428,20 @@ class FaultyWorld:
         connection = self.chosen(who).connection
         if connection is not None:
             number = max(0, self.publisher.stream.next_sequence + ahead)
-            payload = self.publisher.encoder.encode(KVEventBatch(0.0, (BlockStored((99,), None, (99,), 1, None),)), 0)
-            connection.frames.append((None, (LONGER_TOPIC, number.to_bytes(8, "big"), payload)))
+            self.put(connection, None, LONGER_TOPIC, number, 1)
+
+    def put(self, connection: Connection, life: int | None, topic: bytes, number: int, count: int) -> None:
+        connection.frames.extend([(life, (topic, number.to_bytes(8, "big"), FORGED))] * count)
+
+    def forge(self, who: int, ahead: int, count: int) -> None:
+        """Somebody sends ``count`` frames of this topic, each ``ahead`` of the number that is due.
+
+        Only to who asks by the extension: nothing tells another that a frame is not the publisher's.
+        """
+        each = self.chosen(who)
+        if each.connection is not None and each.has_extension:
+            number = self.publisher.stream.next_sequence + ahead
+            self.put(each.connection, None, TOPIC, number, count)
 
     def connect(self, who: int) -> None:
         """Make the live connection of one subscriber."""
@@ -406,7 +456,10 @@ class FaultyWorld:
         self.chosen(who).deliver(count, fault, self.now_s)
 
     def serve(self, who: int, count: int, fault: str) -> None:
-        """Hand it ``count`` messages of its open answer, with a fault: none, lose, repeat, cut or garble."""
+        """Hand it ``count`` messages of its open answer, with a fault: none, lose, repeat, cut, garble or alter.
+
+        Only a digest tells that a batch was altered, so that no plain answer is, and no chunk of a base.
+        """
         self.chosen(who).serve(count, fault, self.now_s)
 
     def deliver_late(self, who: int) -> None:
@@ -418,7 +471,8 @@ class FaultyWorld:
         until_s = self.now_s + tenths / 10
         for each in self.subscribers:
             while (due_s := each.follower.next_deadline_s) <= until_s:
-                each.follower.tick(max(due_s, self.now_s))
+                each.tick(max(due_s, self.now_s))
+            each.now_s = until_s
         self.now_s = until_s
 
     def restart(self, is_hidden: bool) -> None:

@@ -361,3 +361,33 @@ def test_cut_answers_of_a_publisher_that_has_shown_the_extension_change_no_rules
         cursor.retry()
     assert cursor.is_extended
     assert cursor.state is StreamState.RECOVERING
+
+
+def test_strays_leave_a_right_view_live_and_cost_one_question_for_many() -> None:
+    cursor = opened()
+    assert cursor.live(900, b"stray") == (AskReplay(2, 3, Verb.SYNC, OLD),)
+    assert cursor.state is StreamState.RECOVERING
+    meta(cursor, Kind.BEGIN, at(OLD, 3))
+    meta(cursor, Kind.END, at(OLD, 3))  # asked after it came, the publisher has not reached 900
+    cursor.credit.left = 0
+    for seq in range(901, 1_000):
+        assert cursor.live(seq, b"stray") == ()
+        assert (cursor.state, cursor.listening) == (StreamState.LIVE, True)
+    assert cursor.live(3, payload(3)) == (Apply(3, payload(3), False),)
+    assert cursor.live(5, payload(5)) == ()  # its own, after a gap: it may be, so it is asked about
+    cursor.credit.left = 1
+    assert cursor.may_ask() == (AskReplay(3, 4, Verb.STATUS, OLD),)
+    assert meta(cursor, Kind.STATUS, at(OLD, 4), next=6) == (AskReplay(4, 4, Verb.SYNC, OLD),)
+    assert cursor.state is StreamState.RECOVERING
+
+
+def test_a_gap_without_credit_is_asked_about_when_there_is_some() -> None:
+    cursor = opened()
+    cursor.credit.left = 0
+    assert cursor.live(5, payload(5)) == ()
+    assert (cursor.state, cursor.listening, cursor.settled) == (StreamState.RECOVERING, True, False)
+    assert cursor.live(3, payload(3)) == (Apply(3, payload(3), False),)
+    assert cursor.state is StreamState.RECOVERING
+    cursor.credit.left = 1
+    assert cursor.may_ask() == (AskReplay(2, 4, Verb.SYNC, OLD),)
+    assert cursor.may_ask() == ()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
@@ -26,10 +27,13 @@ from observability.kv_stream import (
     Instruction,
     PlainCursor,
     Position,
+    QuestionCredit,
     Tier,
+    cursor,
+    follower,
 )
 from observability.testing import FaultyWorld, Steps
-from scheduler_components.kv_events import EventStream, Meta, ReplayCursors
+from scheduler_components.kv_events import EventStream, Kind, Meta, ReplayCursors
 from scheduler_components.kv_events import stream as event_stream
 
 WHO = st.integers(0, 2)
@@ -40,10 +44,11 @@ TRACES = st.lists(
         st.just(("send",)),
         st.just(("send",)),
         st.tuples(st.just("deliver"), WHO, st.integers(1, 4), st.sampled_from([*FAULTS, "reorder"])),
-        st.tuples(st.just("serve"), WHO, st.integers(1, 8), st.sampled_from([*FAULTS, "cut", "garble"])),
+        st.tuples(st.just("serve"), WHO, st.integers(1, 8), st.sampled_from([*FAULTS, "cut", "garble", "alter"])),
         st.tuples(st.just("wait"), st.sampled_from([1, 5, 21])),
         st.tuples(st.sampled_from(["connect", "connect", "disconnect", "deliver_late"]), WHO),
         st.tuples(st.just("send_elsewhere"), WHO, st.integers(-2, 2)),
+        st.tuples(st.just("forge"), WHO, st.integers(0, 3), st.sampled_from([1, 20])),
         st.sampled_from([("clear",), ("poison",), ("restart", False), ("restart", True)]),
     ),
     max_size=40,
@@ -110,9 +115,9 @@ def neither_epoch_nor_digest_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Position, "is_at", lambda self, meta: self.next == meta.start)
     compare, extended = DigestCursor._compare, ReplayCursors._extended
 
-    def compare_any_life(self: DigestCursor, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
-        asked_at.epoch = meta.epoch
-        return compare(self, asked_at, meta)
+    def compare_any_life(self: DigestCursor, question: Any, meta: Meta) -> tuple[Instruction, ...]:
+        question.asked_at.epoch = meta.epoch
+        return compare(self, question, meta)
 
     def answer_any_life(self: ReplayCursors, client: bytes, request: Any) -> Any:
         known = request.epoch != NO_EPOCH
@@ -127,11 +132,71 @@ def neither_epoch_nor_digest_compared(patch: pytest.MonkeyPatch) -> None:
 def status_compared_with_the_digest_at_answer_time(patch: pytest.MonkeyPatch) -> None:
     compare = DigestCursor._compare
 
-    def compare_now(self: DigestCursor, asked_at: Position, meta: Meta) -> tuple[Instruction, ...]:
-        asked_at.chain = self._at.chain
-        return compare(self, asked_at, meta)
+    def compare_now(self: DigestCursor, question: Any, meta: Meta) -> tuple[Instruction, ...]:
+        question.asked_at.chain = self._at.chain
+        return compare(self, question, meta)
 
     patch.setattr(DigestCursor, "_compare", compare_now)
+
+
+@caught_by(("wait", 21), ("restart", True), ("serve", 0, 1, "none"))
+def epoch_not_compared_in_a_status(patch: pytest.MonkeyPatch) -> None:
+    compare = DigestCursor._compare
+
+    def distrust(self: DigestCursor, question: Any, meta: Meta) -> tuple[Instruction, ...]:
+        if meta.epoch != question.asked_at.epoch:
+            return self._distrust()  # as the digest, which has the epoch in it, would say
+        return compare(self, question, meta)
+
+    patch.setattr(DigestCursor, "_compare", distrust)
+
+
+def _hear_without(patch: pytest.MonkeyPatch, is_checked: Callable[[Any, Meta], bool]) -> None:
+    hear = cursor._SyncQuestion.hear
+
+    def hear_less(self: Any, meta: Meta) -> Any:
+        place = self.staging or self.at
+        if not is_checked(self, meta):
+            meta = msgspec.structs.replace(meta, epoch=place.epoch, start=place.next, chain=place.chain, chunks=None)
+        return hear(self, meta)
+
+    patch.setattr(cursor._SyncQuestion, "hear", hear_less)
+
+
+ALTERED_LAST_BATCH = [
+    *[("store", 3, 1, False), ("send",), ("deliver", 0, 1, "lose"), ("wait", 21), ("serve", 0, 1, "none")],
+    *[("serve", 0, 1, "none"), ("serve", 0, 1, "alter"), ("serve", 0, 1, "none")],
+]
+
+
+@caught_by(*ALTERED_LAST_BATCH)
+def end_not_checked(patch: pytest.MonkeyPatch) -> None:
+    _hear_without(patch, lambda question, meta: meta.kind is not Kind.END)
+
+
+def _take_hole(patch: pytest.MonkeyPatch, in_part: str) -> None:
+    take = cursor._SyncQuestion.take
+
+    def take_any(self: Any, seq: int, payload: bytes) -> Any:
+        place = self.staging or self.at
+        wanted = self.num_chunks if self.part is cursor._Part.BASE else place.next
+        return take(self, wanted if self.part.name == in_part and seq > wanted else seq, payload)
+
+    patch.setattr(cursor._SyncQuestion, "take", take_any)
+
+
+@caught_by(
+    *[("store", 3, 1, False), ("store", 4, 1, False), ("send",), ("deliver", 0, 1, "lose"), ("deliver", 0, 1, "none")],
+    *[("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none")],
+)
+def holes_inside_an_answer_accepted(patch: pytest.MonkeyPatch) -> None:
+    _take_hole(patch, "BATCHES")
+
+
+@caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
+def holes_inside_the_base_accepted(patch: pytest.MonkeyPatch) -> None:
+    _take_hole(patch, "BASE")
+    _hear_without(patch, lambda question, meta: meta.chunks is None)
 
 
 @mutant
@@ -182,6 +247,26 @@ def _live_mutant(patch: pytest.MonkeyPatch, is_taken: Callable[[int, int], bool]
     patch.setattr(DigestCursor, "live", take_more)
 
 
+@caught_by(
+    ("forge", 0, 3, 40), *[step for _ in range(9) for step in (("deliver", 0, 9, "none"), ("serve", 0, 9, "none"))]
+)
+def questions_without_a_pace(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(follower, "QUESTIONS_AT_ONCE", 10**6)
+    patch.setattr(QuestionCredit, "__init__", lambda self: setattr(self, "left", 10**6))
+
+
+ONE_LOST_OF_TWO = [
+    *[("store", 4, 1, False), ("store", 5, 1, False), ("send",), ("deliver", 0, 1, "lose")],
+    *[("deliver", 0, 1, "none"), ("serve", 0, 9, "none")],
+]
+
+
+@caught_by(*ONE_LOST_OF_TWO * 6)
+def gap_without_credit_forgotten(patch: pytest.MonkeyPatch) -> None:
+    for each in (DigestCursor, PlainCursor):
+        patch.setattr(each, "may_ask", lambda self: ())
+
+
 @mutant
 def topic_not_compared(patch: pytest.MonkeyPatch) -> None:
     live = FrameReader.live
@@ -228,7 +313,8 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
 def truncated_answer_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
     def believe(self: DigestCursor, ask: int) -> tuple[Instruction, ...]:
         question = self._question
-        return () if question is None or question.is_status else self._close(question)
+        status = Meta(b"", b"", 0, 0, Kind.END, False, 0, b"")
+        return () if question is None or question.is_status else self._close(question, status)
 
     patch.setattr(DigestCursor, "answer_ended", believe)
 

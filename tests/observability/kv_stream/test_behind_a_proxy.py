@@ -1,18 +1,25 @@
-"""Two streams whose topics begin alike, behind one proxy: ZeroMQ hands both to who subscribes to the shorter."""
+"""Behind a proxy frames of others arrive: of a topic that begins alike, of another life, of nobody."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import pytest
 import zmq
 
-from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
+from observability.kv_stream import (
+    QUESTIONS_AT_ONCE,
+    FollowPolicy,
+    StreamState,
+    Subscriber,
+    bare_address,
+    open_subscriber,
+)
 from scheduler_components import BlockStored, KVEventBatch
-from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
+from scheduler_components.kv_events import BatchEncoder, KVEventsConfig, ZmqEventPublisher
 
 DEADLINE_S = 20.0
 POLICY = FollowPolicy(probe_interval_s=0.1)
@@ -86,3 +93,45 @@ def test_each_view_holds_its_own_pod_and_says_so(stack: ExitStack) -> None:
     shorter, longer = (sub.stats()[0] for sub in subscribers)
     assert shorter.other_topics > 0
     assert (longer.other_topics, shorter.splices, longer.splices) == (0, 0, 0)
+
+
+def test_five_thousand_strays_cost_a_bounded_number_of_questions(stack: ExitStack) -> None:
+    proxy = Proxy()
+    stack.callback(proxy.close)
+    config = KVEventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", bind=True, topic="kv")
+    publisher = ZmqEventPublisher(0, config=config)
+    stack.callback(publisher.shutdown)
+    proxy.inside.connect(publisher.endpoint)
+    policy = FollowPolicy()
+    address = bare_address(proxy.endpoint, replay=publisher.replay_endpoint, topic="kv")
+    sub = stack.enter_context(open_subscriber([address], policy=policy))
+    publisher.publish(KVEventBatch(time.time(), (BlockStored((1,), None, (1,), 1, None),)))
+    began_s = time.monotonic()
+
+    def poll_until(is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            assert time.monotonic() < began_s + DEADLINE_S, sub.stats()
+            proxy.pass_on()
+            sub.poll(0.002)
+
+    poll_until(lambda: sub.stats()[0].state is StreamState.LIVE and sub.blocks(0) == {1})
+    asked = sub.stats()[0].replays_asked
+    payload = BatchEncoder("array").encode(KVEventBatch(0.0, (BlockStored((666,), None, (1,), 1, None),)), 0)
+    forged = 0
+    from_s = time.monotonic()
+
+    def all_read() -> bool:
+        """More strays at each look, so that some come while a question is open and some while none is."""
+        nonlocal forged
+        for _ in range(min(50, 5_000 - forged)):
+            proxy.outside.send_multipart((b"kv", (9_000 + forged).to_bytes(8, "big"), payload))
+            forged += 1
+        stats = sub.stats()[0]
+        return stats.gaps == 5_000 and stats.state is StreamState.LIVE
+
+    poll_until(all_read)
+    taken_s = time.monotonic() - from_s
+    assert sub.stats()[0].replays_asked - asked <= QUESTIONS_AT_ONCE + taken_s / policy.ask_interval_s + 1
+    publisher.publish(KVEventBatch(time.time(), (BlockStored((2,), None, (1,), 1, None),)))
+    poll_until(lambda: sub.stats()[0].state is StreamState.LIVE and sub.blocks(0) == {1, 2})
+    assert sub.stats()[0].splices == 0
