@@ -17,6 +17,7 @@ __all__ = [
     "OutOfPagesError",
     "PublisherClosedError",
     "PublisherNameTakenError",
+    "SettingsDivergenceError",
     "StartError",
     "StorageError",
     "StorageStallError",
@@ -170,6 +171,24 @@ class SyncDivergenceError(ComponentError):
 
 class SyncClosedError(ComponentError, RuntimeError):
     """An agreement was asked of a domain that has been closed: the caller is to blame."""
+
+
+class SettingsDivergenceError(ComponentError):
+    """Ranks of one replica were started with different settings: they would decide differently sooner or later.
+
+    Args:
+        operation: what the settings are for.
+        settings: field -> rank -> the value there, in words; only the fields that differ.
+    """
+
+    def __init__(self, operation: str, settings: dict[str, dict[int, str]]) -> None:
+        self.operation = operation
+        self.settings = settings
+        listed = "; ".join(
+            f"{field}: " + ", ".join(f"rank {rank} has {value}" for rank, value in sorted(values.items()))
+            for field, values in settings.items()
+        )
+        super().__init__(f"{operation}: ranks have different settings: {listed}. Give all of them the same")
 
 
 class TierDivergenceError(ComponentError):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_names
 from scheduler_components.errors import (
+    SettingsDivergenceError,
     StorageError,
     StorageStallError,
     SyncClosedError,
@@ -67,6 +68,7 @@ __all__ = [
     "Proposal",
     "RankSets",
     "SimulatedDeviceMemory",
+    "SettingsDivergenceError",
     "StorageError",
     "StorageStallError",
     "StorageStats",

@@ -41,7 +41,14 @@ from hashlib import blake2b
 import attrs
 import msgspec
 
-from scheduler_components.errors import ConfigError, SyncClosedError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.errors import (
+    ComponentError,
+    ConfigError,
+    SettingsDivergenceError,
+    SyncClosedError,
+    SyncDivergenceError,
+    SyncTimeoutError,
+)
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import SyncGroup
 from scheduler_components.values import MAX_OPERATION_BYTES, SyncCall, places_of
@@ -177,8 +184,11 @@ class Proposal:
 
     def _layout_digest(self) -> int:
         slots = "\0".join(f"{kind}:{name}" for name, kind in self._kinds.items())
-        digest = blake2b(f"{self.operation}\0{slots}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big", signed=True)
+        return _digest_of(f"{self.operation}\0{slots}")
+
+
+def _digest_of(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -201,7 +211,7 @@ class SyncDomain:
     groups: tuple[SyncGroup, ...] = ()
     num_calls: int = field(default=0, init=False)
     num_collectives: int = field(default=0, init=False)
-    _failure: SyncTimeoutError | SyncDivergenceError | SyncClosedError | None = field(default=None, init=False)
+    _failure: ComponentError | None = field(default=None, init=False)
 
     def agree(self, proposal: Proposal) -> AgreedValues:
         """Bring this rank's proposal and return what all ranks agreed on.
@@ -238,6 +248,27 @@ class SyncDomain:
         """Return when all ranks have come."""
         self.agree(Proposal(operation, step=step))
 
+    def expect_equal(self, operation: str, settings: Mapping[str, object], *, step: int) -> None:
+        """Return when all ranks have come with the same settings.
+
+        Args:
+            operation: what the settings are for.
+            settings: by field, in one order on all ranks; compared, and shown in the error, as ``repr`` writes them.
+            step: the caller's step.
+
+        Raises:
+            SettingsDivergenceError: naming each field that differs, and its value on each rank.
+        """
+        proposal = Proposal(operation, step=step)
+        for name, value in settings.items():
+            proposal.equal(name, _digest_of(repr(value)))
+        agreed = self.agree(proposal).flags
+        # The flags are the same on all ranks, so all of them gather, or none.
+        parted = {name: self._gathered(repr(settings[name]), step) for name in settings if not agreed[name]}
+        if parted:
+            self._failure = SettingsDivergenceError(operation, parted)
+            raise self._failure
+
     def close(self) -> None:
         """Let go of the groups; agreements raise from now on. Safe to call twice."""
         self._failure = SyncClosedError("the sync domain is closed")
@@ -251,10 +282,19 @@ class SyncDomain:
         return values
 
     def _divergence(self, call: SyncCall) -> SyncDivergenceError:
+        return SyncDivergenceError(call.number, places_of(self._gather(call)))
+
+    def _gathered(self, text: str, step: int) -> dict[int, str]:
+        """The beginning of each rank's text."""
+        shown = text.encode()[:MAX_OPERATION_BYTES].decode(errors="ignore")
+        call = SyncCall(self.rank, self.num_calls, step, shown)
+        return {each.rank: each.operation for each in self._gather(call)}
+
+    def _gather(self, call: SyncCall) -> list[SyncCall]:
         records = call.to_ints()
         for group in self.groups:
             records = group.all_gather(records, call)
-        return SyncDivergenceError(call.number, places_of(SyncCall.many_from_ints(records)))
+        return SyncCall.many_from_ints(records)
 
 
 def _as_ranks(ranks: Iterable[int] | None) -> tuple[int, ...] | None:

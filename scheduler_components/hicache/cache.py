@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import attrs
+
 from scheduler_components.cache import (
     PLAIN_NAMESPACE,
     PrefixMatch,
@@ -201,6 +203,16 @@ class HiRadixCache:
     # --- the step ---
 
     @property
+    def settings(self) -> dict[str, object]:
+        """What must be the same on every rank, by field: sizes and policy."""
+        sizes: dict[str, object] = {
+            "page_size": self.page_size,
+            "capacity_tokens": self.capacity_tokens,
+            "num_host_pages": self._tiers.host.num_pages,
+        }
+        return sizes | attrs.asdict(self.preparations.policy)
+
+    @property
     def num_operations(self) -> int:
         """Operations that have not settled; the same on every rank."""
         return self._controller.num_operations
@@ -282,13 +294,18 @@ class TierStepper:
     def step(self) -> None:
         """Bring this rank's facts, agree, carry out. Every rank calls it in each of its steps, without a condition.
 
+        The first step also compares the settings of all ranks.
+
         Raises:
+            SettingsDivergenceError: ranks have different settings; the error names fields and ranks.
             SyncTimeoutError, SyncDivergenceError: the ranks did not come together.
             TierDivergenceError: they hold different pages.
             CacheIntegrityError: the kit is to blame.
         """
-        self.num_steps += 1
         cache, mover = self.cache, self.mover
+        if not self.num_steps:
+            self.domain.expect_equal("hicache settings", cache.settings, step=0)
+        self.num_steps += 1
         for event in mover.poll():
             cache.handle(event)
         proposal = cache.proposal(

@@ -15,6 +15,7 @@ from scheduler_components.hicache import (
     InProcessSync,
     Proposal,
     RankSets,
+    SettingsDivergenceError,
     SyncCall,
     SyncClosedError,
     SyncDivergenceError,
@@ -132,7 +133,7 @@ def on_threads(hops: Hops, work: Callable[[SyncDomain], object], *, timeout_s: f
     def run(rank: int) -> object:
         try:
             return work(hub.domain(rank))
-        except (SyncDivergenceError, SyncTimeoutError) as error:
+        except (SettingsDivergenceError, SyncDivergenceError, SyncTimeoutError) as error:
             return error
 
     with ThreadPoolExecutor(len(hops)) as threads:
@@ -335,3 +336,33 @@ def test_equal_rank_sets_are_taken_once() -> None:
 def test_a_set_without_its_rank_is_refused(ranks: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="attn_cp"):
         RankSets(rank=0, attn_cp=ranks)
+
+
+def test_ranks_with_different_settings_are_told_field_and_ranks_at_the_start() -> None:
+    """Rank 2 alone: found over CP, then TP. And the domain is broken from then on."""
+
+    def start(domain: SyncDomain) -> None:
+        settings = {"page_size": 16, "prefetch": "timeout" if domain.rank == 2 else "best_effort", "write": "w" * 70}
+        with pytest.raises(SettingsDivergenceError) as raised:
+            domain.expect_equal("hicache settings", settings, step=0)
+        with pytest.raises(SettingsDivergenceError):
+            domain.barrier("step", step=1)
+        raise raised.value
+
+    errors = on_threads(grid(2, 2), start)
+    assert len(errors) == 4
+    for error in errors:
+        assert isinstance(error, SettingsDivergenceError)
+        assert error.settings == {
+            "prefetch": {0: "'best_effort'", 1: "'best_effort'", 2: "'timeout'", 3: "'best_effort'"}
+        }
+        assert "prefetch: rank 0 has 'best_effort'" in str(error)
+        assert "rank 2 has 'timeout'" in str(error)
+
+
+def test_ranks_with_the_same_settings_go_on() -> None:
+    def start(domain: SyncDomain) -> int:
+        domain.expect_equal("hicache settings", {"page_size": 16, "prefetch": "timeout"}, step=0)
+        return domain.num_collectives
+
+    assert on_threads(grid(2, 2), start) == [2] * 4

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from scheduler_components import AllBlocksCleared, BlockStored, CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Tier
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache, SettingsDivergenceError, Tier, TierStepper
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadDone, WriteDone
-from scheduler_components.reference.device import SimulatedHostPages
+from scheduler_components.reference.device import FaultRates, SimulatedHostPages
+from scheduler_components.reference.device.hicache_sim import SimulatedMover
+from scheduler_components.testing import ThreadSyncHub
 
 PAGE_SIZE = 2
 
@@ -198,3 +201,31 @@ def test_insert_checks_pages_before_it_changes_anything() -> None:
     with pytest.raises(CacheIntegrityError):
         it.cache.insert(prompt(0, 2), [4, 5])
     assert it.pages_on() == (0, 0)
+
+
+FIELDS: dict[str, dict[str, object]] = {
+    "page_size": {"page_size": 4},
+    "capacity_tokens": {"capacity_tokens": 6},
+    "num_host_pages": {"num_host_pages": 4},
+    "write": {"policy": HiCachePolicy(write="write_back")},
+    "prefetch_threshold_pages": {"policy": HiCachePolicy(prefetch_threshold_pages=2)},
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_the_first_step_compares_the_settings_of_all_ranks(field: str) -> None:
+    hub = ThreadSyncHub({0: ((0, 1),), 1: ((0, 1),)}, timeout_s=60)
+
+    def first_step(rank: int) -> SettingsDivergenceError:
+        host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
+        sizes = {"page_size": 2, "capacity_tokens": 8, "num_host_pages": 8} | (FIELDS[field] if rank else {})
+        mover = SimulatedMover(rng=random.Random(0), rates=FaultRates(), stored={}, writes=True)
+        stepper = TierStepper(cache=HiRadixCache(host=host, **sizes), domain=hub.domain(rank), mover=mover)
+        with pytest.raises(SettingsDivergenceError) as raised:
+            stepper.step()
+        return raised.value
+
+    with ThreadPoolExecutor(2) as threads:
+        for error in threads.map(first_step, (0, 1)):
+            assert list(error.settings) == [field]
+            assert list(error.settings[field]) == [0, 1]

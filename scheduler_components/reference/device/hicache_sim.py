@@ -12,7 +12,7 @@ is found out.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -63,6 +63,8 @@ __all__ = [
     "SimulatedRank",
     "SimulatedReplica",
     "SimulationConfig",
+    "SliceStorage",
+    "StoredSlice",
     "agreement_of",
     "make_rank",
     "run_simulation",
@@ -116,13 +118,29 @@ class SimulatedHostPages:
         self.pool.check(committed)
 
 
+class StoredSlice(Protocol):
+    """One slice of what all ranks share: digests of the pages whose slice is stored, with their content."""
+
+    def __contains__(self, digest: bytes, /) -> bool: ...
+
+    def get(self, digest: bytes, /) -> bytes | None: ...
+
+    def update(self, pages: Iterable[tuple[bytes, bytes]], /) -> None: ...
+
+
+class SliceStorage(Protocol):
+    """Storage that all ranks share."""
+
+    def slice_of(self, name: str) -> StoredSlice: ...
+
+
 @dataclass(slots=True)
 class SimulatedStorage:
-    """What all ranks share: slice -> digests of the pages whose slice is stored, with their content."""
+    """What all ranks of one process share."""
 
     pages: dict[str, dict[bytes, bytes]] = field(default_factory=dict)
 
-    def slice_of(self, name: str) -> dict[bytes, bytes]:
+    def slice_of(self, name: str) -> StoredSlice:
         return self.pages.setdefault(name, {})
 
 
@@ -148,7 +166,7 @@ class SimulatedMover:
 
     rng: random.Random
     rates: FaultRates
-    stored: dict[bytes, bytes]
+    stored: StoredSlice
     writes: bool
     _device: dict[int, bytes] = field(default_factory=dict, init=False)
     _host: dict[int, bytes] = field(default_factory=dict, init=False)
@@ -522,7 +540,7 @@ class SimulatedReplica:
         return self.num_steps * rank.clock_rate
 
 
-def make_rank(config: SimulationConfig, rank: int, storage: SimulatedStorage, seed: int) -> SimulatedRank:
+def make_rank(config: SimulationConfig, rank: int, storage: SliceStorage, seed: int) -> SimulatedRank:
     """Make one rank; what its I/O does follows from ``seed`` and ``rank``."""
     rng = random.Random(f"{seed}/{rank}")  # noqa: S311  a simulation
     cp_rank, tp_rank = divmod(rank, config.attn_tp_size)

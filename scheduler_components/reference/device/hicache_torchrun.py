@@ -3,24 +3,41 @@
     torchrun --standalone --nproc-per-node 4 -m scheduler_components.reference.device.hicache_torchrun --attn-cp-size 2
 
 Every rank serves the same requests, with I/O of its own that is slow and fails at random, and prints what it holds
-after each tenth of the run. All ranks print the same; one that does not ends all of them with an error.
+after each tenth of the run, and at the end what it read. All ranks print the same; one that does not ends all of them
+with an error.
+
+The ranks share one directory of pages, as they would share a store: what one writes, its peers read. Ranks of several
+machines are given one that all of them see.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import TierStepper, open_torch_sync_domains, world_rank_sets
+from scheduler_components.hicache import (
+    FilePageStore,
+    HiCachePolicy,
+    TierStepper,
+    open_file_page_store,
+    open_torch_sync_domains,
+    world_rank_sets,
+)
 from scheduler_components.reference.device.hicache_sim import (
-    SimulatedStorage,
+    FaultRates,
     SimulatedWorkload,
     SimulationConfig,
+    StoredSlice,
     make_rank,
 )
 
@@ -29,6 +46,41 @@ __all__ = [
 ]
 
 _LINES = 10
+_STORE_BYTES = 1 << 24
+_HOST_PAGES = 40  # fewer than the device has, so that pages leave both and are read again
+_MAX_PATH_BYTES = 4096
+
+
+@dataclass(slots=True)
+class _FileSlice:
+    """A ``StoredSlice`` in a directory that all ranks share."""
+
+    store: FilePageStore
+    name: str
+
+    def __contains__(self, digest: bytes, /) -> bool:
+        return self.store.batch_exists([self._key(digest)]) == 1
+
+    def get(self, digest: bytes, /) -> bytes | None:
+        [content] = self.store.batch_get([self._key(digest)])
+        return None if content is None else bytes(content)
+
+    def update(self, pages: Iterable[tuple[bytes, bytes]], /) -> None:
+        given = dict(pages)
+        self.store.batch_set([self._key(digest) for digest in given], list(given.values()))
+
+    def _key(self, digest: bytes) -> str:
+        return f"{self.name}/{digest.hex()}"
+
+
+@dataclass(slots=True)
+class _FileStorage:
+    """A ``SliceStorage`` over a store."""
+
+    store: FilePageStore
+
+    def slice_of(self, name: str) -> StoredSlice:
+        return _FileSlice(self.store, name)
 
 
 def main() -> None:
@@ -37,17 +89,44 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=arguments.timeout))
     try:
-        _run(arguments)
+        with _shared_folder(arguments.store) as folder:
+            _run(arguments, folder)
+            dist.barrier()  # before the directory goes away
     finally:
         dist.destroy_process_group()
 
 
-def _run(arguments: argparse.Namespace) -> None:
+@contextmanager
+def _shared_folder(given: str | None) -> Iterator[Path]:
+    """The directory that was given, or one of rank 0's that lasts as long as the run."""
+    if given is not None:
+        yield Path(given)
+    elif dist.get_rank() == 0:
+        with TemporaryDirectory(prefix="hicache-") as made:
+            yield _told_by_rank_0(made)
+    else:
+        yield _told_by_rank_0("")
+
+
+def _told_by_rank_0(path: str) -> Path:
+    told = torch.tensor(list(path.encode().ljust(_MAX_PATH_BYTES, b"\0")), dtype=torch.uint8)
+    dist.broadcast(told, 0)
+    return Path(bytes(told.tolist()).rstrip(b"\0").decode())
+
+
+def _run(arguments: argparse.Namespace, folder: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     parallel = ParallelState.from_tp_rank(rank, tp_size=size, attn_cp_size=arguments.attn_cp_size)
     domain = open_torch_sync_domains(world_rank_sets(parallel), ["scheduler"], timeout_s=arguments.timeout)["scheduler"]
-    config = SimulationConfig(attn_cp_size=parallel.attn_cp_size, attn_tp_size=parallel.attn_tp_size)
-    simulated = make_rank(config, rank, SimulatedStorage(), arguments.seed)
+    config = SimulationConfig(
+        attn_cp_size=parallel.attn_cp_size,
+        attn_tp_size=parallel.attn_tp_size,
+        policy=HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=2),
+        rates=FaultRates(no_host_page=0.05),
+        host_pages=_HOST_PAGES,
+    )
+    store = open_file_page_store(folder, capacity_bytes=_STORE_BYTES)
+    simulated = make_rank(config, rank, _FileStorage(store), arguments.seed)
     stepper = TierStepper(cache=simulated.cache, domain=domain, mover=simulated.mover)
     workload = SimulatedWorkload(seed=arguments.seed, page_size=config.page_size)
     try:
@@ -57,16 +136,23 @@ def _run(arguments: argparse.Namespace) -> None:
             simulated.cache.check_integrity()
             if step % max(1, arguments.steps // _LINES) == 0:
                 sys.stdout.write(f"rank {rank} step {step} holds {simulated.cache.state_digest:016x}\n")
+        stats = simulated.cache.stats()
+        sys.stdout.write(
+            f"rank {rank} read {stats.pages_prefetched} pages, revoked {stats.pages_revoked} pages, "
+            f"backed up {stats.pages_backed_up} pages\n"
+        )
         domain.barrier("end", step=arguments.steps)
     finally:
         stepper.close()
+        store.close()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="A simulated replica's rank that agrees over gloo.")
     parser.add_argument("--attn-cp-size", type=int, default=1, help="ranks along attention context parallelism")
-    parser.add_argument("--steps", type=int, default=200, help="steps to take")
+    parser.add_argument("--steps", type=int, default=300, help="steps to take")
     parser.add_argument("--seed", type=int, default=0, help="of workload and I/O")
+    parser.add_argument("--store", help="directory that all ranks share; by default one that rank 0 makes and removes")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for other ranks")
     return parser
 
