@@ -7,10 +7,11 @@ import random
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
-from scheduler_components import BlockRemoved, KVCacheEvent, KVEventBatch
+from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]
@@ -110,3 +111,28 @@ def test_hostile_requests_get_an_end_marker_or_nothing(
     large.send_multipart([b"", bytes(2_000)])
     assert not large.poll(50)
     assert read_replay(publisher.replay_endpoint) == [BlockRemoved((1,))]
+
+
+def test_a_new_client_gets_all_of_it_while_sixty_four_are_stuck(
+    tmp_path: Path, opened: Open, open_socket: OpenSocket, eventually: Eventually
+) -> None:
+    # A socket's buffer of ipc holds little, so clients are stuck soon. Nothing is published meanwhile.
+    publisher = opened(endpoint=f"ipc://{tmp_path}/kv", replay_endpoint=f"ipc://{tmp_path}/replay", hwm=1)
+    tokens = tuple(range(2**31, 2**31 + 2_048))
+    for number in range(2_000):
+        publisher.publish(KVEventBatch(1.0, (BlockStored((number,), None, tokens, 2_048, None),)))
+    for _ in range(64):
+        stuck = open_socket(zmq.DEALER)
+        stuck.setsockopt(zmq.RCVHWM, 1)
+        stuck.connect(publisher.replay_endpoint or "")
+        stuck.send_multipart([b"", bytes(8)])
+    eventually(lambda: publisher.stats().replays_open == 64)
+    client = open_socket(zmq.DEALER)
+    client.connect(publisher.replay_endpoint or "")
+    client.send_multipart([b"", bytes(8)])
+    numbers = []
+    while not numbers or numbers[-1] != -1:
+        numbers.append(int.from_bytes(client.recv_multipart()[-2], "big", signed=True))
+    assert numbers == [*range(2_000), -1]
+    stats = publisher.stats()
+    assert (stats.replays_served, stats.replays_refused, stats.replays_truncated, stats.replays_open) == (1, 0, 1, 63)
