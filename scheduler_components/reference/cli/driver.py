@@ -193,7 +193,7 @@ class ChatDriver:
                 self.tally.refused.add(f"{chat.chat_id}: {error}")
                 return
             except (httpx.HTTPError, msgspec.DecodeError, _UnexpectedAnswerError) as error:
-                self.tally.failed.add(f"{chat.chat_id}: {error or type(error).__name__}")
+                self.tally.failed.add(f"{chat.chat_id}: {str(error) or type(error).__name__}")
                 return  # without this answer the chat cannot go on
 
     async def _ask(self, client: httpx.AsyncClient, body: bytes) -> list[int]:

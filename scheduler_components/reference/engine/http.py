@@ -69,6 +69,10 @@ BODY_DEADLINE_S = 30.0
 HEAD_DEADLINE_S = 30.0
 """As long again for a request's first lines, which are short."""
 
+KEEP_ALIVE_S = 75
+"""How long an idle connection is kept: longer than clients keep theirs (httpx 5 s, aiohttp 15 s, balancers 60 s). Where
+the server hangs up first, now and then a request is on its way already, and its client reads nothing."""
+
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
@@ -315,6 +319,7 @@ def make_app(engine: Engine, registry: CollectorRegistry) -> Starlette:
     return Starlette(routes=[generate, *status_routes(EngineStatus(engine=engine), registry=registry)])
 
 
+_LINGER_S = 5  # for a client that still sends to read why it need not
 _GRACE_S = 2  # streams that are still open when the engine stops are cut after this
 
 
@@ -349,6 +354,11 @@ class _PunctualProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:  # answered before all was read: no second request can come
+            self.timeout_keep_alive = _LINGER_S
+        super().on_response_complete()
 
     def _expect_head(self) -> None:
         self._hang_up = self.loop.call_later(self._head_deadline_s, self.transport.close)
@@ -386,6 +396,7 @@ async def open_http_server(
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+from contextlib import suppress
 
 from scheduler_components.reference.cli import Lateness, Tally, TraceDriver
-from scheduler_components.reference.device import TraceRequest
+from scheduler_components.reference.cli.driver import ChatDriver
+from scheduler_components.reference.device import Chat, TraceRequest, Turn
 from scheduler_components.reference.engine import Front, LoadDispatcher, RankAlive, ReplicaLoad
 
 
@@ -56,3 +60,28 @@ def test_while_sending_is_held_up_it_is_known_how_far_it_is_behind() -> None:
         await asyncio.gather(replay, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+def test_a_connection_that_is_cut_says_what_happened() -> None:
+    """What the client raises then has no message of its own."""
+
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        with_reset = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, with_reset)
+        writer.transport.abort()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    turn = Turn(think_s=0.0, message_ids=(1, 2), output_tokens=1)
+    chat = Chat(chat_id="chat", start_s=0.0, system_ids=(), turns=(turn,))
+
+    async def scenario() -> Tally:
+        async with await asyncio.start_server(cut, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            driver = ChatDriver(url=f"http://{host}:{port}", speed=1.0, tally=Tally())
+            await driver.run([chat])
+            return driver.tally
+
+    tally = asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+    assert tally.failed.reasons == ["chat: ReadError"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -104,3 +106,23 @@ def test_half_sent_heads_are_cut_also_behind_a_whole_request_and_slow_answers_ar
                 assert (await asked).text == "slow"
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=60))
+
+
+def test_idle_connections_are_kept_for_longer_than_clients_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found once, with both at 5 s: a request met the server's hanging up, and failed without a message."""
+    kept_s: list[float] = []
+
+    class SeenConfig(uvicorn.Config):
+        def __init__(self, app: Any, **options: Any) -> None:
+            super().__init__(app, **options)
+            kept_s.append(self.timeout_keep_alive)
+
+    async def scenario() -> None:
+        async with open_http_server(APP, host="127.0.0.1", port=0):
+            pass
+
+    monkeypatch.setattr(uvicorn, "Config", SeenConfig)
+    asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+    client_keeps_s = httpx.Limits().keepalive_expiry
+    assert client_keeps_s is not None
+    assert kept_s[0] >= 10 * client_keeps_s
