@@ -13,7 +13,7 @@ written for that module works here. ``extra_keys`` and ``group_idx`` follow in v
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,7 @@ __all__ = [
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
+    "CheckedEvents",
     "EventBatch",
     "KVCacheEvent",
     "KVEventBatch",
@@ -149,6 +150,21 @@ BULK_FIELDS = frozenset({"token_ids", "extra_keys"})
 """Most of an event's bytes, and nothing that decides which blocks stand: folding does not read them."""
 
 
+if TYPE_CHECKING:
+    _BatchEvent: TypeAlias = KVCacheEvent  # a publisher may be given any event; it refuses others by name
+else:
+    _BatchEvent = WireEvent  # what ``msgspec.msgpack.Decoder(KVEventBatch)`` reads
+
+
+class CheckedEvents(tuple[KVCacheEvent, ...]):
+    """Events whose values are known to be sound, since they were made by a cache that checks what enters it.
+
+    An encoder looks at every value of other events before it writes them, and not at these.
+    """
+
+    __slots__ = ()
+
+
 class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Events of one scheduler step.
 
@@ -159,7 +175,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     ts: float
-    events: tuple[KVCacheEvent, ...]
+    events: tuple[_BatchEvent, ...]
     attn_dp_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -178,5 +194,7 @@ _DEVICE: Place = (MEDIUM_GPU, None)
 
 
 def place_of(medium: str | None, group_idx: int | None = None) -> Place:
-    """Return the place that an event speaks of; a medium of None is the device's."""
-    return _DEVICE if medium is None and group_idx is None else (medium or MEDIUM_GPU, group_idx)
+    """Return the place that an event speaks of; a medium of None is the device's, and of ``""`` nobody's."""
+    if medium is None:
+        return _DEVICE if group_idx is None else (MEDIUM_GPU, group_idx)
+    return medium, group_idx

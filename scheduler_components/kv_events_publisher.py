@@ -134,7 +134,9 @@ class SchedulerKvEventsPublisher:
         if not events or not self.parallel.owns_kv_stream:
             return
         try:
-            self.sink.publish(KVEventBatch(self.clock(), tuple(events), self.parallel.kv_stream_index))
+            # A tuple stays the one that it is: ``CheckedEvents`` of a cache need no second check.
+            frozen = events if isinstance(events, tuple) else tuple(events)
+            self.sink.publish(KVEventBatch(self.clock(), frozen, self.parallel.kv_stream_index))
         except Exception as error:  # noqa: BLE001 - as above; the batch is counted as dropped
             self.failures.failed(_PUBLISHING, error)
         else:

@@ -279,7 +279,7 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         batches_sent, events_sent, bytes_sent: handed to the PUB socket.
-        events_refused: could not be encoded; left out of their batch by name, the rest went out.
+        events_refused: readers would not take them; left out of their batch by name, the rest went out.
         batches_collapsed: merged with others into one, because more were pending than may be.
         batches_dropped: accepted by ``publish()`` and not sent before the deadline of ``close()``.
         replays_served, batches_replayed: finished replay answers, and batches in them.
@@ -288,6 +288,8 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
         replays_open: answers being sent now.
         batches_buffered, bytes_buffered: kept for replay one by one, now.
         blocks_in_base: standing blocks of batches that left that window, now.
+        bytes_in_base: size of the stored events that these blocks came in, now. An event counts whole until its last
+            block is gone. Besides, the base takes some 100 bytes per block and 350 per event.
         batches_pending: accepted and not yet sent, now.
         lag_s: how long the oldest of them has waited at most, namely since the publisher last drained its queue; 0
             when there are none.
@@ -311,6 +313,7 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
     batches_buffered: int = 0
     bytes_buffered: int = 0
     blocks_in_base: int = 0
+    bytes_in_base: int = 0
     batches_pending: int = 0
     lag_s: float = 0.0
     last_sequence: int = -1

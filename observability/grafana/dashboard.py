@@ -126,7 +126,7 @@ ROWS = (
             ),
             Panel("Open replays", ("kv_events_replays_open",)),
             Panel("Batches kept, and blocks in the base", ("kv_events_batches_buffered", "kv_events_blocks_in_base")),
-            Panel("Bytes kept for replay", ("kv_events_bytes_buffered",)),
+            Panel("Bytes kept for replay", ("kv_events_bytes_buffered", "kv_events_bytes_in_base")),
             Panel(
                 "Connections and refusals per second",
                 ("kv_events_subscribers_seen_total", "kv_events_peers_refused_total"),

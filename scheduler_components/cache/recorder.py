@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from scheduler_components.cache.block_hash import DIGEST_BYTES, block_hashes_of, unpack_tokens
+from scheduler_components.cache.block_hash import DIGEST_BYTES, PLAIN_NAMESPACE, block_hashes_of, unpack_tokens
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, CheckedEvents, KVCacheEvent
 
 __all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder", "on_device_alone"]
 
@@ -59,6 +59,7 @@ class EventRecorder:
     __slots__ = (
         "_collapsed",
         "_events",
+        "_is_checked",
         "_media_of",
         "_pending_blocks",
         "_removed",
@@ -83,6 +84,7 @@ class EventRecorder:
         self._removed_medium: str | None = None
         self._pending_blocks = 0
         self._collapsed = False
+        self._is_checked = True  # tokens and hashes are; what a request says of its namespace is not
 
     def stored(self, node: RadixNode, medium: str | None = None) -> None:
         """A node's pages became usable on a medium."""
@@ -111,7 +113,7 @@ class EventRecorder:
                 for medium in self._media_of(node):
                     self._events.extend(self._stored_events(node, medium))
         self._flush_removed()
-        events = tuple(self._events)
+        events = CheckedEvents(self._events) if self._is_checked else tuple(self._events)
         self._reset()
         return events
 
@@ -121,6 +123,7 @@ class EventRecorder:
         self._removed_medium = None
         self._pending_blocks = 0
         self._collapsed = False
+        self._is_checked = True
 
     def _has_room(self, num_blocks: int) -> bool:
         """Count blocks of an event; False when the backlog has collapsed, so that the event is not needed."""
@@ -143,6 +146,8 @@ class EventRecorder:
     def _stored_events(self, node: RadixNode, medium: str | None) -> Iterator[BlockStored]:
         assert node.parent is not None
         page_size, namespace = self._tree.page_size, node.namespace
+        if namespace is not PLAIN_NAMESPACE and namespace != PLAIN_NAMESPACE:
+            self._is_checked = False
         hashes, tokens = block_hashes_of(node.digests), unpack_tokens(node.tokens)
         above = block_hashes_of(node.parent.digests[-DIGEST_BYTES:])
         pages_per_event = max(1, MAX_EVENT_TOKENS // page_size)

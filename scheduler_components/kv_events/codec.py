@@ -6,8 +6,9 @@ flavour of the map writes the nil fields that vLLM's typed decoder asks for.
 
 The fields come from the structs in ``events``; writers and readers of both dialects are made from them here, once.
 
-Writing takes a batch whole. When an event cannot be encoded, it alone is refused. Reading takes the common case in
-one typed decode, and everything else event by event, so that a bad or unknown event costs itself and never its batch.
+Writing takes a batch whole. An event that readers would refuse, or take for another one, is refused by name; it alone.
+Reading takes the common case in one typed decode, and everything else event by event, so that a bad or unknown event
+costs itself and never its batch.
 Reading is more forgiving than writing: hashes may be unsigned or bytes, unknown fields and positions are skipped.
 """
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from operator import or_
+from struct import Struct
+from struct import error as PackError
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
@@ -29,6 +32,7 @@ from scheduler_components.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CheckedEvents,
     EventBatch,
     KVCacheEvent,
     WireEvent,
@@ -45,8 +49,10 @@ __all__ = [
     "blocks_between",
     "first_unfilled",
     "halves",
+    "why_too_large",
     "lower_to_arrays",
     "read_event",
+    "sound_event",
 ]
 
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
@@ -95,6 +101,112 @@ def first_unfilled(events):
     {},
 )
 """Return the first stored event whose tokens do not fill its blocks, or None."""
+
+
+# Checking events before they are written.
+#
+# A reader drops an event with a token id of -1, and some readers drop its whole batch. So no such event may take a
+# number. To look at each value in Python would cost several times what encoding costs; packing all of them at once
+# costs about as much as encoding them. Events of this kit's caches were checked when their tokens entered the cache
+# (``CheckedEvents``): they cost nothing here.
+
+
+@lru_cache(maxsize=1024)
+def _packer(code: str, count: int) -> Callable[..., bytes]:
+    return Struct(f"{count}{code}").pack
+
+
+def _are_sound(events: Sequence[KVCacheEvent]) -> bool:
+    """True when every value is one that all readers take; False where somebody must look closer.
+
+    One thing is overlooked: True and False among the tokens, which Python takes for 1 and 0.
+    """
+    hashes: list[int] = []
+    tokens: Any = []
+    are_many = len(events) > 1
+    for event in events:
+        kind = type(event)
+        if kind is BlockStored:
+            stored: Any = event
+            size, token_ids, parent = stored.block_size, stored.token_ids, stored.parent_block_hash
+            if (
+                type(size) is not int
+                or size < 1
+                or type(token_ids) is not tuple
+                or stored.lora_id is not None  # this one and those below are seldom given
+                or stored.lora_name is not None
+                or stored.extra_keys is not None
+                or stored.group_idx is not None
+                or stored.cache_salt is not None
+                or stored.session_id is not None
+            ):
+                return False
+            if are_many:
+                tokens += token_ids
+            else:
+                tokens = token_ids
+            if parent is not None:
+                hashes.append(parent)
+        elif kind is AllBlocksCleared:
+            continue
+        elif kind is not BlockRemoved or event.group_idx is not None:  # type: ignore[attr-defined]
+            return False
+        medium, block_hashes = event.medium, event.block_hashes  # type: ignore[attr-defined]
+        if type(block_hashes) is not tuple or not (medium is None or type(medium) is str):
+            return False
+        hashes += block_hashes
+    try:
+        packed = _packer("q", len(hashes))(*hashes)
+        _packer("I", len(tokens))(*tokens)
+    except PackError:
+        return False
+    # True and False among the hashes look like 1 and 0, which real hashes never are.
+    return not (_PACKED_TRUE in packed or _PACKED_FALSE in packed) or {*map(type, hashes)} == {int}
+
+
+_PACKED_TRUE, _PACKED_FALSE = Struct("q").pack(True), Struct("q").pack(False)
+
+
+_WRITTEN = {kind: get_type_hints(kind, include_extras=True) for kind in WIRE_EVENTS}
+
+
+def sound_event(event: KVCacheEvent) -> KVCacheEvent:
+    """Return ``event`` as it may go on the wire: unsigned hashes of 64 bits become the signed ones that readers make.
+
+    Raises:
+        TypeError: it is none of the three events.
+        ValueError: a reader would refuse it; the message names the field.
+    """
+    kind = _wire_kind(event)
+    if _are_sound((event,)):
+        return event
+    values: dict[str, Any] = {}
+    for name in kind.__struct_fields__:
+        value = getattr(event, name)
+        if name == "block_hashes" and isinstance(value, tuple):
+            value = tuple(map(_wrapped, value))
+        elif name == "parent_block_hash":
+            value = _wrapped(value)
+        _check_field(name, value, _WRITTEN[kind][name])
+        values[name] = value
+    sound = kind(**values)
+    if first_unfilled((sound,)) is not None:
+        raise _unfilled()
+    return sound
+
+
+def _check_field(name: str, value: object, wanted: Any) -> None:
+    if isinstance(value, set | frozenset | bytearray):  # msgspec takes them for arrays
+        raise ValueError(f"{name}: {type(value).__name__} is no tuple")
+    try:
+        msgspec.convert(value, wanted)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _wrapped(block_hash: object) -> object:
+    is_unsigned = type(block_hash) is int and _INT64_LIMIT <= block_hash < _UINT64
+    return block_hash - _UINT64 if is_unsigned else block_hash  # type: ignore[operator]
 
 
 # Writing events.
@@ -229,13 +341,19 @@ class BatchEncoder:
         """Encode ``[ts, events, rank]``; ``rank`` is used where the batch carries none.
 
         Raises:
-            TypeError, ValueError, OverflowError: some event cannot be encoded; see ``encode_sound``.
+            TypeError, ValueError, OverflowError: some event cannot be encoded, or has a value that readers refuse;
+                see ``encode_sound``.
         """
         owner = rank if batch.attn_dp_rank is None else batch.attn_dp_rank
+        if type(owner) is not int or not 0 <= owner < _INT64_LIMIT:
+            raise ValueError(f"attn_dp_rank {owner!r:.60} is not a rank")
+        events: Sequence[KVCacheEvent] = batch.events
+        if type(events) is not CheckedEvents and not _are_sound(events):
+            events = [sound_event(event) for event in events]
         ts = float(batch.ts)
         if not math.isfinite(ts):
             raise ValueError(f"batch time {ts} is not finite")
-        return self._encode((ts, self._lower(batch.events), owner))
+        return self._encode((ts, self._lower(events), owner))
 
     def encode_sound(
         self, batch: EventBatch, rank: int
@@ -245,18 +363,19 @@ class BatchEncoder:
         refused: list[RefusedEvent] = []
         for event in batch.events:
             try:
-                self.encode_event(event)
+                checked = sound_event(event)
+                self.encode_event(checked)
             except ENCODE_ERRORS as error:
                 refused.append(RefusedEvent(type(event).__name__, str(error)))
             else:
-                sound.append(event)
+                sound.append(checked)
         if not sound:
             return None, (), refused
-        kept = EventBatch(ts=_sound_time(batch.ts), events=tuple(sound), attn_dp_rank=batch.attn_dp_rank)
+        kept = EventBatch(ts=_sound_time(batch.ts), events=CheckedEvents(sound), attn_dp_rank=batch.attn_dp_rank)
         return self.encode(kept, rank), kept.events, refused
 
     def encode_event(self, event: KVCacheEvent) -> bytes:
-        """Encode one event alone, as it stands inside a batch.
+        """Encode one event alone, as it stands inside a batch. Its values are not looked at.
 
         Raises:
             TypeError, ValueError, OverflowError: it cannot be encoded.
@@ -296,6 +415,36 @@ def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tu
     if isinstance(event, BlockRemoved):
         return (replace(event, block_hashes=hashes[:middle]),), (replace(event, block_hashes=hashes[middle:]),)
     return (blocks_between(event, 0, middle),), (blocks_between(event, middle, len(hashes)),)
+
+
+_MAX_SHARED_BYTES = 256 * 1024
+"""What every part of a cut event repeats (its names and salts): beyond this, the parts add up to many times it."""
+
+_LARGEST_EVENT_BYTES = MAX_PAYLOAD_BYTES - 64
+"""It must still fit when it goes out beside the AllBlocksCleared of a base."""
+
+
+def why_too_large(events: Sequence[KVCacheEvent], encoder: BatchEncoder) -> str | None:
+    """Say why ``events``, too large for one payload, cannot go out in parts that readers take; None where they can."""
+    if len(events) > 1:
+        return None  # each half is asked again
+    event = events[0]
+    if not isinstance(event, BlockStored | BlockRemoved):
+        return None
+    num_blocks = len(event.block_hashes)
+    least = len(encoder.encode_event(_first_blocks(event, min(1, num_blocks))))
+    if least > _LARGEST_EVENT_BYTES:
+        return f"one block of it takes {least} bytes, readers take {MAX_PAYLOAD_BYTES}"
+    shared = len(encoder.encode_event(_first_blocks(event, 0)))
+    if num_blocks > 1 and shared > _MAX_SHARED_BYTES:
+        return f"{num_blocks} blocks share {shared} bytes, which each part of it would repeat"
+    return None
+
+
+def _first_blocks(event: BlockStored | BlockRemoved, count: int) -> BlockStored | BlockRemoved:
+    if isinstance(event, BlockStored):
+        return blocks_between(event, 0, count)
+    return replace(event, block_hashes=event.block_hashes[:count])
 
 
 # Reading events.

@@ -214,7 +214,8 @@ class ReplayCursors:
 
     An answer covers what had been sent when it was asked for; later batches reach the client live. A plain client
     whose start has left the window gets the folded base first, as ordinary batches numbered below the window, so
-    that it ends with the whole state.
+    that it ends with the whole state. Where these are too few numbers for messages that readers take, it gets the
+    window alone: it sees the gap, and may ask from 0.
 
     Beyond ``max_clients`` a request waits for its turn. An open client that is stuck gives way to it: it gets no end
     marker, for a plain client would take that as "this is all". Nor does a request that has no place to wait.
@@ -332,7 +333,10 @@ class ReplayCursors:
         yield _END
 
     def _folded(self, client: bytes, start: int) -> Messages:
-        """The base as batches numbered up to ``first - 1``, at most ``first - start`` of them."""
+        """The base as batches numbered up to ``first - 1``, at most ``first - start`` of them.
+
+        None at all where it does not fit into so many: then the numbers have a gap, which says so.
+        """
         yield from self._caught_up()
         with self._pinned(client):
             first = self._stream.first
@@ -342,10 +346,13 @@ class ReplayCursors:
                     yield None
                 else:
                     chunks = planned
+            if not chunks:
+                self.num_truncated += 1
+                return
             start = first - len(chunks)
             for number in range(start, first):
                 # Let go of one by one: to free a large plan at once would show in the scheduler's step.
-                yield _numbered(number, self._encode(chunks.pop(0), clear=number == start))
+                yield from self._chunk(number, chunks.pop(0), clear=number == start)
 
     def _caught_up(self) -> Messages:
         """Wait until what was held up by the last client is folded: to pin the base now would hold it up at once."""
@@ -361,11 +368,12 @@ class ReplayCursors:
                 continue
             num_chunks = len(planned)
             for number in range(num_chunks):
-                yield _numbered(number, self._encode(planned.pop(0), clear=number == 0))
+                yield from self._chunk(number, planned.pop(0), clear=number == 0)
         return num_chunks
 
-    def _encode(self, chunk: list[Segment[bytes]], *, clear: bool) -> bytes:
-        return self._stream.encode_chunk(chunk, self._encoder, self._rank, clear=clear)
+    def _chunk(self, number: int, chunk: list[Segment[bytes]], *, clear: bool) -> Messages:
+        for payload in self._stream.encode_chunk(chunk, self._encoder, self._rank, clear=clear):
+            yield None if payload is None else _numbered(number, payload)
 
     @contextmanager
     def _pinned(self, client: bytes) -> Iterator[None]:

@@ -28,7 +28,7 @@ from scheduler_components.events import (
     WireEvent,
     place_of,
 )
-from scheduler_components.kv_events.codec import BatchEncoder, blocks_between, read_event
+from scheduler_components.kv_events.codec import ENCODE_ERRORS, BatchEncoder, blocks_between, read_event, sound_event
 
 __all__ = [
     "CHAIN_BYTES",
@@ -75,7 +75,7 @@ __all__ = [
 #     BlockStored        its blocks stand, and belong to this event (its run), also those that stood before
 #     BlockRemoved       its blocks in that place stand no more; blocks that do not stand are no error
 #     AllBlocksCleared   nothing stands
-#     anything else      nothing: readers drop it too
+#     anything else      is refused by the encoder, and takes no number
 #
 # A run keeps the bytes of its event for as long as one of its blocks stands. So folding costs one dictionary update
 # per run, token ids are not copied or even parsed, and a whole run goes out again as it came. A run of which a part
@@ -104,6 +104,7 @@ class Run(msgspec.Struct, Generic[T], gc=False):
         parent: hash of the block before the first, None at a root.
         source: what the run was made from.
         serial: its place among all runs of its state, by the time of storing.
+        num_bytes: size of what it was made from.
         num_standing: how many have been neither removed nor stored again since.
     """
 
@@ -112,6 +113,7 @@ class Run(msgspec.Struct, Generic[T], gc=False):
     parent: int | None
     source: T
     serial: int
+    num_bytes: int = 0
     num_standing: int = 0
 
 
@@ -132,11 +134,16 @@ class Segment(msgspec.Struct, Generic[T], frozen=True, gc=False):
 
 
 class BlockState(Generic[T]):
-    """The standing blocks by place and hash. A block belongs to the run that stored it last."""
+    """The standing blocks by place and hash. A block belongs to the run that stored it last.
 
-    __slots__ = ("_num_stored", "_places", "_runs")
+    Attributes:
+        num_bytes: size of what the standing runs were made from. A run counts whole until its last block is gone.
+    """
+
+    __slots__ = ("_num_stored", "_places", "_runs", "num_bytes")
 
     def __init__(self) -> None:
+        self.num_bytes = 0
         self._places: dict[Place, dict[int, Run[T]]] = {}
         self._runs: dict[int, Run[T]] = {}
         self._num_stored = 0
@@ -145,19 +152,22 @@ class BlockState(Generic[T]):
         """Standing blocks, over all places."""
         return sum(map(len, self._places.values()))
 
-    def store(self, place: Place, block_hashes: Sequence[int], parent: int | None, source: T) -> None:
-        """Fold a stored event."""
+    def store(
+        self, place: Place, block_hashes: Sequence[int], parent: int | None, source: T, num_bytes: int = 0
+    ) -> None:
+        """Fold a stored event; ``num_bytes`` is the size of ``source``."""
         owners = self._places.get(place)
         if owners is None:
             owners = self._places[place] = {}
         serial = self._num_stored = self._num_stored + 1
-        run = Run(place, block_hashes, parent, source, serial)
+        run = Run(place, block_hashes, parent, source, serial, num_bytes)
         if len(block_hashes) == 1:  # most events of a decoding step; what follows costs twice as much
             block_hash = block_hashes[0]
             if block_hash in owners:
                 self._discard(owners, block_hashes)
             owners[block_hash] = self._runs[serial] = run
             run.num_standing = 1
+            self.num_bytes += num_bytes
             return
         if not owners.keys().isdisjoint(block_hashes):
             self._discard(owners, block_hashes)
@@ -166,6 +176,7 @@ class BlockState(Generic[T]):
         run.num_standing = len(owners) - num_before
         if run.num_standing:
             self._runs[serial] = run
+            self.num_bytes += num_bytes
 
     def remove(self, place: Place, block_hashes: Sequence[int]) -> None:
         """Fold a removed event; blocks that do not stand are nothing to remove."""
@@ -178,11 +189,13 @@ class BlockState(Generic[T]):
                 run.num_standing -= 1
                 if not run.num_standing:
                     del self._runs[run.serial]
+                    self.num_bytes -= run.num_bytes
 
     def clear(self) -> None:
         """Fold a cleared event."""
         self._places.clear()
         self._runs.clear()
+        self.num_bytes = 0
 
     def hashes(self, place: Place) -> set[int]:
         """Hashes standing in one place."""
@@ -246,7 +259,7 @@ class BlockState(Generic[T]):
 
 def _fold_stored(event: Any, state: BlockState[bytes], raw: bytes) -> None:
     place = place_of(event.medium, event.group_idx)
-    state.store(place, event.block_hashes, event.parent_block_hash, raw)
+    state.store(place, event.block_hashes, event.parent_block_hash, raw, len(raw))
 
 
 def _fold_removed(event: Any, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG001 - nothing of it is kept
@@ -267,15 +280,15 @@ _FOLD: dict[type[WireEvent], Callable[[Any, BlockState[bytes], bytes], None]] = 
 def _head(kind: type[WireEvent], **dialect: Any) -> Any:
     """What folding reads of an event: all fields but the bulk, which is skipped and not made into objects.
 
-    Ranges of numbers are not checked, as the encoder does not check them; the wrong type of a field is.
+    The encoder has checked all of them.
     """
     hints = get_type_hints(kind)
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
-        read_as = hints[field.name]
-        if field.name in BULK_FIELDS:
-            read_as = msgspec.Raw if field.required else msgspec.Raw | None
-        fields.append((field.name, read_as) if field.required else (field.name, read_as, field.default))
+        is_bulk = field.name in BULK_FIELDS
+        read_as = msgspec.Raw if is_bulk else hints[field.name]
+        default = msgspec.Raw(b"") if is_bulk else field.default
+        fields.append((field.name, read_as) if field.required else (field.name, read_as, default))
     return msgspec.defstruct(
         f"{kind.__name__}Head",
         fields,
@@ -305,41 +318,23 @@ _ARRAY_FIRST_BYTES = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}
 _HEADER_BYTES = 11
 """An array of three, eight bytes of time behind their tag, and the length of a list of up to fifteen events."""
 _LIST_OF_ONE = 0x91
-_ANY_RANK = b"\x00"
 
 
 def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
     """Fold one batch that a ``BatchEncoder`` wrote, in any dialect; a stored run keeps its event's bytes."""
-    try:
-        if payload[_HEADER_BYTES - 1] == _LIST_OF_ONE:
-            # Its bytes, which may be all of a large payload, are found without reading through them again.
-            _, heads, rank = _heads_reader_for(payload[_HEADER_BYTES])(payload)
-            heads[0].fold_into(state, payload[_HEADER_BYTES : len(payload) - len(bytes(rank))])
-            return
-        events = [bytes(event) for event in _read_events(payload)[1]]
-        if events:
-            for head, event in zip(_heads_reader_for(events[0][0])(payload)[1], events, strict=True):
-                head.fold_into(state, event)
-    except msgspec.ValidationError:
-        events = [bytes(event) for event in _read_events(payload)[1]]
-        if len(events) == 1:
-            _fold_odd_event(state, events[0])
-            return
-        for event in events:  # as batches of one, so that only the odd one is read as such
-            fold_payload(state, payload[: _HEADER_BYTES - 1] + bytes([_LIST_OF_ONE]) + event + _ANY_RANK)
+    if payload[_HEADER_BYTES - 1] == _LIST_OF_ONE:
+        # Its bytes, which may be all of a large payload, are found without reading through them again.
+        _, heads, rank = _heads_reader_for(payload[_HEADER_BYTES])(payload)
+        heads[0].fold_into(state, payload[_HEADER_BYTES : len(payload) - len(bytes(rank))])
+        return
+    events = [bytes(event) for event in _read_events(payload)[1]]
+    if events:
+        for head, event in zip(_heads_reader_for(events[0][0])(payload)[1], events, strict=True):
+            head.fold_into(state, event)
 
 
 def _heads_reader_for(first_byte: int) -> Callable[[bytes], _Heads]:
     return _read_array_heads if first_byte in _ARRAY_FIRST_BYTES else _read_map_heads
-
-
-def _fold_odd_event(state: BlockState[bytes], raw: bytes) -> None:
-    """A scheduler's odd event was encoded as it was given. What readers make of it is what is folded."""
-    try:
-        event = read_event(raw)
-    except DecodeError:
-        return
-    _FOLD[type(event)](event, state, raw)
 
 
 def segment_event(segment: Segment[bytes]) -> BlockStored:
@@ -358,14 +353,19 @@ def collapse(batches: Iterable[EventBatch]) -> KVEventBatch | None:
 
     Nothing is lost by it, so no consumer has to start over. Of a block that was stored and removed among them only
     the removal is left, 9 bytes on the wire, and a later clear takes that too. None when there were no batches.
-    Events that are none of the three are kept, to be refused by name when they are encoded.
+    Events that cannot be written are kept, to be refused by name when they are encoded.
     """
     state: BlockState[BlockStored] = BlockState()
     removed: dict[Place, dict[int, None]] = {}
     others: list[KVCacheEvent] = []
     cleared, last = False, None
     for last in batches:
-        for event in last.events:
+        for given in last.events:
+            try:
+                event = sound_event(given)  # a hash may be unsigned, and an event that is refused changes nothing
+            except ENCODE_ERRORS:
+                others.append(given)
+                continue
             if isinstance(event, BlockStored):
                 place = place_of(event.medium, event.group_idx)
                 state.store(place, event.block_hashes, event.parent_block_hash, event)
@@ -373,12 +373,10 @@ def collapse(batches: Iterable[EventBatch]) -> KVEventBatch | None:
                 place = place_of(event.medium, event.group_idx)
                 state.remove(place, event.block_hashes)
                 removed.setdefault(place, {}).update(dict.fromkeys(event.block_hashes))
-            elif isinstance(event, AllBlocksCleared):
+            else:
                 state.clear()
                 removed.clear()
                 cleared = True
-            else:
-                others.append(event)
     if last is None:
         return None
     events = [*([AllBlocksCleared()] if cleared else []), *others, *_removals(removed)]
@@ -402,6 +400,9 @@ _FOLDS_PER_DRAIN = 8
 
 _CHUNK_BYTES = 256 * 1024
 """Size at which a chunk of the base is full: large enough to amortise a send, small enough for one drain."""
+
+_MAX_CHUNK_BYTES = 2 * 1024 * 1024
+"""Where there are fewer numbers than chunks, several become one message; half of what readers take, never more."""
 
 
 def chain_at_start(epoch: bytes) -> bytes:
@@ -478,6 +479,11 @@ class EventStream:
     def num_base_blocks(self) -> int:
         return len(self._base)
 
+    @property
+    def num_base_bytes(self) -> int:
+        """Bytes of the stored events that the base keeps: each whole, for as long as one of its blocks stands."""
+        return self._base.num_bytes
+
     def append(self, payload: bytes) -> int:
         """Give ``payload`` the next sequence number and keep it; returns the number."""
         sequence = self.next_sequence
@@ -538,26 +544,62 @@ class EventStream:
     def plan_base(self, *, max_chunks: int | None = None) -> Iterator[list[list[Segment[bytes]]] | None]:
         """Cut the base into chunks of a size to send; yields None while it goes on, and at last the chunks.
 
-        The base must not change from the first step until the last chunk is encoded: the caller
-        holds ``pins``. There is at least one chunk and at most ``max_chunks``, the last then as large as it must be.
+        The base must not change from the first step until the last chunk is encoded: the caller holds ``pins``.
+        There is at least one chunk, save where ``max_chunks`` are too few for messages that readers take: then there
+        is none.
         """
         chunks: list[list[Segment[bytes]]] = [[]]
-        size = 0
+        sizes = [0]
         for number, segment in enumerate(self._base.segments(), start=1):
             length = len(segment.run.source)
-            if size and size + length > _CHUNK_BYTES and (max_chunks is None or len(chunks) < max_chunks):
+            if sizes[-1] and sizes[-1] + length > _CHUNK_BYTES:
                 chunks.append([])
-                size = 0
+                sizes.append(0)
             chunks[-1].append(segment)
-            size += length
+            sizes[-1] += length
             if number % _SEGMENTS_PER_STEP == 0:
                 yield None
+        if max_chunks is not None and len(chunks) > max_chunks:
+            yield None
+            chunks = _joined(chunks, sizes)
+            if len(chunks) > max_chunks:
+                chunks = []
         yield chunks
 
-    def encode_chunk(self, segments: list[Segment[bytes]], encoder: BatchEncoder, rank: int, *, clear: bool) -> bytes:
-        """A chunk of the base as the payload of a batch; ``clear`` puts AllBlocksCleared first."""
+    def encode_chunk(
+        self, segments: list[Segment[bytes]], encoder: BatchEncoder, rank: int, *, clear: bool
+    ) -> Iterator[bytes | None]:
+        """Write a chunk of the base as the payload of a batch; ``clear`` puts AllBlocksCleared first.
+
+        Yields None while it goes on, after each ``_CHUNK_BYTES`` that were looked at, and at last the payload.
+        """
         events = [encoder.encode_event(AllBlocksCleared())] if clear else []
+        num_read = 0
         for segment in segments:
-            events.append(segment.run.source if segment.is_whole else encoder.encode_event(segment_event(segment)))
+            if num_read > _CHUNK_BYTES:
+                yield None
+                num_read = 0
+            num_read += len(segment.run.source)
+            if segment.is_whole:
+                events.append(segment.run.source)
+                continue
+            try:
+                events.append(encoder.encode_event(segment_event(segment)))
+            except DecodeError:
+                continue  # no reader took the event when it was sent, so none has its blocks
         # The time of a folded batch is 0: what it says happened at many times.
-        return msgspec.msgpack.encode((0.0, [msgspec.Raw(event) for event in events], rank))
+        yield msgspec.msgpack.encode((0.0, [msgspec.Raw(event) for event in events], rank))
+
+
+def _joined(chunks: list[list[Segment[bytes]]], sizes: list[int]) -> list[list[Segment[bytes]]]:
+    """Neighbouring chunks as one, up to the largest size of a message."""
+    joined: list[list[Segment[bytes]]] = []
+    room = 0
+    for chunk, size in zip(chunks, sizes, strict=True):
+        if joined and size <= room:
+            joined[-1] += chunk
+            room -= size
+        else:
+            joined.append(chunk)
+            room = _MAX_CHUNK_BYTES - size
+    return joined

@@ -31,9 +31,9 @@ import zmq
 from msgspec import UNSET, UnsetType
 
 from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
-from scheduler_components.events import AllBlocksCleared, EventBatch, KVCacheEvent, KVEventBatch
+from scheduler_components.events import AllBlocksCleared, CheckedEvents, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.fork_hook import tell_of_forks
-from scheduler_components.kv_events.codec import ENCODE_ERRORS, MAX_PAYLOAD_BYTES, BatchEncoder, halves
+from scheduler_components.kv_events.codec import ENCODE_ERRORS, MAX_PAYLOAD_BYTES, BatchEncoder, halves, why_too_large
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.file_sequence_floor import SequenceFloor, open_sequence_floor
@@ -79,7 +79,7 @@ class ZmqLiveSender:
     Attributes:
         pending: accepted batches, oldest first; any thread may append.
         num_batches, num_events, num_bytes: sent.
-        num_refused: events that could not be encoded and were left out of their batch.
+        num_refused: events that readers would not take and that were left out of their batch.
         num_collapsed: batches that were merged with others, because more than ``max_pending`` were pending.
         num_dropped: batches that could not be sent at all.
     """
@@ -174,10 +174,18 @@ class ZmqLiveSender:
             payload, events = self._encode_sound(batch)
         if payload is None:
             return
-        if len(payload) > _LARGE_PAYLOAD_BYTES and (parts := halves(events)) is not None:
-            for part in parts:
-                self._send_batch(EventBatch(ts=batch.ts, events=part, attn_dp_rank=batch.attn_dp_rank))
-            return
+        if len(payload) > _LARGE_PAYLOAD_BYTES:
+            reason = why_too_large(events, self._encoder)
+            if reason is not None:
+                self._refuse(1, f"{type(events[0]).__name__} ({reason})")
+                return
+            parts = halves(events)
+            if parts is not None:
+                for part in parts:
+                    self._send_batch(
+                        EventBatch(ts=batch.ts, events=CheckedEvents(part), attn_dp_rank=batch.attn_dp_rank)
+                    )
+                return
         sequence = self._stream.append(payload)
         try:
             self._send(self._topic, _SNDMORE)
@@ -212,7 +220,7 @@ class ZmqLiveSender:
     def _refuse(self, count: int, what: str) -> None:
         """Count always; say it for as long as a scheduler's bug has not filled its log with it."""
         if self.num_refused < _MAX_REFUSALS_TOLD:
-            _log.error("KV events that cannot be encoded are left out: %s", what)
+            _log.error("KV events that readers would not take are left out: %s", what)
         self.num_refused += count
 
 
@@ -464,6 +472,7 @@ class ZmqStreamEdge:
             batches_buffered=len(stream),
             bytes_buffered=stream.kept_bytes,
             blocks_in_base=stream.num_base_blocks,
+            bytes_in_base=stream.num_base_bytes,
             batches_pending=len(live.pending),
             lag_s=lag_s if live.pending else 0.0,
             last_sequence=stream.next_sequence - 1,

@@ -95,7 +95,7 @@ ENCODER = BatchEncoder()
 
 
 def stored(block_hash: int) -> KVEventBatch:
-    return KVEventBatch(1.0, (BlockStored((block_hash,), None, (block_hash,), 1, None),))
+    return KVEventBatch(1.0, (BlockStored((block_hash,), None, (7,), 1, None),))
 
 
 def add(stream: EventStream, count: int) -> None:
@@ -340,6 +340,50 @@ def test_a_plain_client_overtaken_by_the_window_gets_the_base_instead() -> None:
     assert messages[-1][-2] == END_SEQ
     assert set(hashes(messages)) >= {1, 2, 3}
     assert numbers(messages)[:-1] == sorted(numbers(messages)[:-1])
+
+
+def stream_of_runs(count: int, *, max_steps: int) -> EventStream:
+    """Batches of 250 KB, so that some ten of the base fit into the largest message."""
+    stream = EventStream(epoch=EPOCH, max_steps=max_steps, max_bytes=10**9)
+    for number in range(count):
+        hashes = tuple(range(number * 50, number * 50 + 50))
+        stream.append(ENCODER.encode(KVEventBatch(1.0, (BlockStored(hashes, None, (2**31,) * 50_000, 1000, None),)), 0))
+        stream.fold_some()
+    return stream
+
+
+@pytest.mark.parametrize("behind", [3, 6, 20])
+def test_a_large_base_goes_out_in_bounded_messages_below_the_window(behind: int) -> None:
+    stream = stream_of_runs(25, max_steps=5)
+    cursors = cursors_of(stream)
+    ask(cursors, stream.first - behind)
+    messages = answer(cursors)
+    assert max(len(message[-1]) for message in messages) <= 2 * 1024 * 1024 + 64
+    assert numbers(messages)[-6:] == [20, 21, 22, 23, 24, -1]
+    assert numbers(messages)[:-1] == list(range(20 - (len(messages) - 6), 25))
+    assert len(messages) - 6 in range(1, behind + 1)
+    assert sorted(hashes(messages)) == list(range(25 * 50))
+    assert BatchDecoder().decode(messages[0][-1]).events[0] == AllBlocksCleared()
+
+
+def test_a_base_that_does_not_fit_below_the_window_shows_as_a_gap() -> None:
+    stream = stream_of_runs(25, max_steps=5)
+    cursors = cursors_of(stream)
+    ask(cursors, stream.first - 2)
+    assert numbers(answer(cursors)) == [20, 21, 22, 23, 24, -1]
+    assert (cursors.num_truncated, stream.pins) == (1, 0)
+
+
+def test_a_step_of_an_answer_builds_a_bounded_part_of_a_large_message() -> None:
+    """Ten runs of which each lacks a block are read and written again: not all of them in one call."""
+    stream = stream_of_runs(11, max_steps=1)
+    stream.append(ENCODER.encode(KVEventBatch(1.0, (BlockRemoved(tuple(range(7, 500, 50))),)), 0))
+    stream.append(ENCODER.encode(KVEventBatch(1.0, ()), 0))
+    stream.fold_some()
+    (chunks,) = [each for each in stream.plan_base(max_chunks=10) if each is not None]
+    steps = [list(stream.encode_chunk(chunk, ENCODER, 0, clear=False)) for chunk in chunks]
+    assert max(len(chunk) for chunk in chunks) >= 6
+    assert all(len(each) >= len(chunk) / 2 for each, chunk in zip(steps, chunks, strict=True))
 
 
 def test_cutting_short_ends_every_answer() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import zmq
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import ZmqEventPublisher
+from scheduler_components.kv_events import BatchEncoder, ZmqEventPublisher
 
 Open = Callable[..., ZmqEventPublisher]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]
@@ -85,6 +86,59 @@ def test_events_too_large_for_a_reader_go_out_in_parts(opened: Open, read_replay
     assert tuple(key for event in stored for key in event.extra_keys or ()) == keys
     assert sum(len(event.block_hashes) for event in removed) == 500_000
     assert {event.medium for event in removed} == {"CPU"}
+
+
+@pytest.mark.parametrize(
+    "harmful",
+    [
+        BlockStored((1,), None, (-1,), 1, None),
+        BlockStored((1,), None, (2**32,), 1, None),
+        BlockStored((1,), None, ("x",), 1, None),  # type: ignore[arg-type]
+        BlockStored((1,), None, (0.5,), 1, None),
+        BlockStored(("1",), None, (7,), 1, None),  # type: ignore[arg-type]
+        BlockStored((), None, (), 0, None),
+        BlockRemoved((b"\x01" * 8,)),  # type: ignore[arg-type]
+        BlockRemoved((1,), msgspec.Raw(b"\xc1")),  # type: ignore[arg-type]
+    ],
+    ids=["-1", "33 bits", "text", "float", "text hash", "no size", "bytes hash", "raw"],
+)
+@pytest.mark.parametrize("dialect", ["array", "map", "vllm"])
+def test_what_harms_a_reader_takes_no_number(
+    opened: Open, read_replay: ReadReplay, caplog: pytest.LogCaptureFixture, harmful: KVCacheEvent, dialect: str
+) -> None:
+    publisher = opened(dialect=dialect, buffer_steps=1)
+    publisher.publish(KVEventBatch(1.0, (BlockStored((5,), None, (7,), 1, None), harmful, BlockRemoved((6,)))))
+    publisher.publish(KVEventBatch(1.0, (harmful,)))
+    publisher.publish(batch(7))
+    publisher.publish(batch(8))
+    folded = [AllBlocksCleared(), BlockStored((5,), None, (7,), 1, None)]
+    assert read_replay(publisher.replay_endpoint) == [*folded, BlockRemoved((8,))]
+    stats = publisher.stats()
+    assert (stats.events_refused, stats.last_sequence, stats.blocks_in_base) == (2, 2, 1)
+    assert stats.bytes_in_base == len(BatchEncoder(dialect).encode_event(folded[1]))
+    assert type(harmful).__name__ in caplog.text
+
+
+@pytest.mark.parametrize(
+    "giant",
+    [
+        BlockStored((1,), None, (2**31,) * 900_000, 900_000, None),
+        BlockStored((1, 2, 3), None, (7,) * 15_000_000, 5_000_000, None),
+        BlockStored(tuple(range(64)), None, (7,) * 64, 1, None, lora_name="n" * 3_000_000),
+        BlockRemoved((1,), "m" * 5_000_000),
+        BlockRemoved(tuple(range(8)), "m" * 3_000_000),
+    ],
+    ids=["a block", "three blocks", "a name for many", "a medium", "a medium for many"],
+)
+def test_an_event_that_no_part_of_which_a_reader_takes_is_refused_once(
+    opened: Open, read_replay: ReadReplay, caplog: pytest.LogCaptureFixture, giant: KVCacheEvent
+) -> None:
+    publisher = opened()
+    publisher.publish(KVEventBatch(1.0, (BlockRemoved((5,)), giant, BlockRemoved((6,)))))
+    publisher.publish(batch(7))
+    assert read_replay(publisher.replay_endpoint) == [BlockRemoved((number,)) for number in (5, 6, 7)]
+    assert publisher.stats().events_refused == 1
+    assert "readers take" in caplog.text or "share" in caplog.text
 
 
 class Republishing(tuple):  # type: ignore[type-arg]
