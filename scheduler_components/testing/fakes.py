@@ -275,7 +275,10 @@ class PagedModel:
 
         Raises:
             IndexError: there is no page for a position.
+            ValueError: no position is left to compute, and so nothing tells the next token.
         """
+        if start >= len(token_ids):
+            raise ValueError(f"all {len(token_ids)} positions are computed; leave the last one out of a cached prefix")
         kv: list[int] = []
         for position, token in enumerate(token_ids):
             page = self.kv.setdefault(pages[position // self.page_size], [0] * self.page_size)

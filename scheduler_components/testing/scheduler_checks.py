@@ -27,8 +27,8 @@ _SYSTEM = tuple(range(1, 33))
 WORKLOAD: Workload = (
     (_SYSTEM, 4),
     (_SYSTEM + tuple(range(100, 120)), 6),
-    (tuple(range(500, 560)), 110),
     (_SYSTEM + tuple(range(100, 150)), 3),
+    (tuple(range(500, 560)), 110),
     (_SYSTEM + tuple(range(600, 630)), 120),
     (tuple(range(200, 203)), 1),
     (tuple(range(700, 761)), 130),
@@ -68,6 +68,9 @@ def check_aborted_requests_end(open_scheduler: OpenScheduler, workload: Workload
         session = _Session.open(title, open_scheduler, is_strict=True)
         session.abort("never-came")
         for _ in session.serve(workload, abort_delay=delay):
+            session.expect_aborts_told()
+        session.abort(session.submit(*workload[0]).rid)  # alone: nothing else keeps the scheduler at work
+        for _ in session.serve(()):
             session.expect_aborts_told()
         session.expect_all_ended()
         session.expect_nothing_held()
@@ -132,6 +135,7 @@ def _checked_load(session: _Session, sequence: int) -> LoadSnapshot:
     counts = (load.num_running_reqs, load.num_waiting_reqs, load.num_pending_tokens, load.num_used_tokens)
     trace.require(min(counts) >= 0, "no negative count", load)
     trace.require(load.num_used_tokens <= load.max_total_num_tokens, "used tokens within capacity", load)
+    trace.require(load.num_running_reqs <= load.max_running_requests, "no more running than there are slots", load)
     trace.require(0.0 <= load.token_usage <= 1.0, "token_usage from 0 to 1", load)
     trace.require(load.num_waiting_uncached_tokens <= load.num_pending_tokens, "uncached within pending", load)
     trace.expect(load.num_used_tokens + load.num_pending_tokens, load.num_total_tokens, "used and pending tokens")

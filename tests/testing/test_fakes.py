@@ -103,6 +103,8 @@ def test_a_paged_model_answers_from_its_pages(tokens: list[int], data: st.DataOb
     assert model.forward(tokens, pages, len(tokens) - 1) != next_token(tokens)
     with pytest.raises(IndexError):
         model.forward(tokens, [], 0)
+    with pytest.raises(ValueError, match="leave the last one out"):
+        model.forward(tokens, pages, len(tokens))
 
 
 @settings(deadline=None)

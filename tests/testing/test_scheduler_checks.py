@@ -360,6 +360,34 @@ class AbortsByPrefix(Reference):
         ]
 
 
+class SleepsOnAnAbort(Reference):
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.queues)
+
+
+class RunsOneTooMany(Reference):
+    def get_loads(self) -> LoadSnapshot:
+        return msgspec.structs.replace(super().get_loads(), max_running_requests=2)
+
+
+class _WholePrompts(RequestPages):
+    __slots__ = ()
+
+    def attach(self, request: Request) -> None:
+        super().attach(request)
+        if not request.num_retractions:
+            request.num_computed_tokens = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
+
+
+class ComputesTooLittle(Reference):
+    """It takes a position as cached that is not."""
+
+    def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
+        super().__init__(events, outputs)
+        become(self.scheduler.batcher.pages, _WholePrompts)
+
+
 class RefusesLateAborts(Reference):
     def abort(self, rid: str) -> object:
         if not self.scheduler.abort(rid):
@@ -495,6 +523,9 @@ class TiesByChance(Reference):
         (LeaksAtAbort, checks.check_aborted_requests_end, "(used, pending) tokens: (0, 0, 0, 0)"),
         (IgnoresAborts, checks.check_aborted_requests_end, "2 steps after its abort"),
         (AbortsByPrefix, checks.check_aborted_requests_end, "the end of r10 after"),
+        (SleepsOnAnAbort, checks.check_aborted_requests_end, "never told their end"),
+        (ComputesTooLittle, checks.check_every_request_is_answered, "the tokens of r"),
+        (RunsOneTooMany, checks.check_load_is_sound, "no more running than there are slots"),
         (RefusesLateAborts, checks.check_aborted_requests_end, "KeyError"),
         (ServesTheLatestFirst, checks.check_nobody_starves, "steps of newcomers"),
         (ServesTheShortestFirst, checks.check_nobody_starves, "steps of newcomers"),
