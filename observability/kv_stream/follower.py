@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -34,7 +34,7 @@ from observability.kv_stream.instructions import (
 )
 from observability.kv_stream.view import BlockView
 from scheduler_components import AllBlocksCleared, DecodeError
-from scheduler_components.kv_events import BatchDecoder, DecodedBatch, Meta
+from scheduler_components.kv_events import BatchDecoder, DecodedBatch, Kind, Meta
 from scheduler_components.validators import is_number
 
 __all__ = [
@@ -60,6 +60,9 @@ MAX_STREAMS = 1_024
 
 class StreamListener(Protocol):
     """Told of everything in the order in which it happens, on the thread that polls; what it raises ends that poll.
+
+    It may ask the subscriber, which answers with what has been applied so far. It must not wait for another thread
+    that asks: queries of others are answered between two messages.
 
     Batches between ``snapshot_begun`` and ``snapshot_ended`` are applied to a staging view, which begins empty and
     replaces the present one when it was used. Chunks of its base carry the number of the last batch in the base.
@@ -294,6 +297,11 @@ class BatchApplier:
         assert self.staging is not None
         return self._apply_to(self.staging, seq, payload, replayed=True, is_base=is_base)
 
+    def preparing_swap(self) -> Iterator[None]:
+        """Do beforehand, in slices, what makes ``swap_in_staged`` long; the view stays as it is."""
+        if self.staging is not None:
+            yield from self.view.preparing(self.rank, self.staging)
+
     def swap_in_staged(self) -> None:
         """Replace this rank's blocks by those of the snapshot."""
         assert self.staging is not None
@@ -467,6 +475,16 @@ class StreamFollower:
         if ask == self.cursor.open_ask:
             self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
         self._follow(self.cursor.answered(ask, seq, payload), now_s)
+
+    def preparing(self, payload: bytes) -> Iterator[None]:
+        """What an end marker with this payload would cost at once, in slices: ``answer_marked`` is short then."""
+        if payload and self.applier.staging is not None:
+            try:
+                is_end = Meta.decode(payload).kind is Kind.END
+            except DecodeError:
+                return
+            if is_end:
+                yield from self.applier.preparing_swap()
 
     def answer_marked(self, ask: int, payload: bytes, now_s: float) -> bool:
         """An end marker of the answer to question ``ask`` came, or a META in its place; False when it is neither."""

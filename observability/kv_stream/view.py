@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -58,6 +58,16 @@ class _RankBlocks:
         return next(iter(places.values())) if len(places) == 1 else set().union(*places.values())
 
 
+@dataclass(slots=True)
+class _Prepared:
+    """A replacement that needs only to be put in place: each tier's holders and, of one rank, its places."""
+
+    rank: int
+    other: BlockView
+    holders: list[dict[int, int]] = field(default_factory=list)
+    held: list[dict[Place, set[int]]] = field(default_factory=list)
+
+
 class BlockView:
     """The blocks of many ranks, by hash.
 
@@ -69,12 +79,13 @@ class BlockView:
     Not locked: one thread applies; a reader in another thread takes its owner's lock.
     """
 
-    __slots__ = ("_holders", "_rank_of_bit", "_ranks")
+    __slots__ = ("_holders", "_prepared", "_rank_of_bit", "_ranks")
 
     def __init__(self) -> None:
         self._holders: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
         self._ranks: dict[int, _RankBlocks] = {}
         self._rank_of_bit: dict[int, int] = {}
+        self._prepared: _Prepared | None = None
 
     def __repr__(self) -> str:
         return f"<BlockView blocks by rank: { {rank: self.block_count(rank) for rank in self._ranks} }>"
@@ -84,6 +95,7 @@ class BlockView:
     def apply(self, rank: int, events: Iterable[KVCacheEvent]) -> None:
         """Apply one rank's events in order."""
         blocks = self._ranks.get(rank) or self._add_rank(rank)
+        self._prepared = None
         opened = blocks.opened
         for event in events:
             if isinstance(event, BlockStored):
@@ -119,25 +131,46 @@ class BlockView:
         """Forget all blocks of one rank, on every tier; costs what that rank holds."""
         blocks = self._ranks.get(rank) or self._add_rank(rank)
         blocks.counters.clears += 1
+        self._prepared = None
         for tier, holders in zip(Tier, self._holders, strict=True):
             for block_hash in blocks.on_tier(tier):
                 _drop_bit(holders, block_hash, blocks.bit)
             blocks.held[tier].clear()
         blocks.opened.clear()
 
-    def replace(self, rank: int, other: BlockView) -> None:
-        """Let ``rank`` hold what it holds in ``other``, at once; costs what it holds in both."""
+    def preparing(self, rank: int, other: BlockView) -> Iterator[None]:
+        """Do beforehand, in slices, what makes a ``replace`` with these arguments long.
+
+        Whoever asks between two slices gets the view as it was. Neither view may change until ``replace``: a change of
+        this one makes the preparation useless, one of ``other`` is not noticed.
+        """
+        self._prepared = None
         blocks = self._ranks.get(rank) or self._add_rank(rank)
         fresh = other._ranks.get(rank) or _RankBlocks(0)
+        prepared = _Prepared(rank, other)
         for tier, holders in zip(Tier, self._holders, strict=True):
-            before, after = blocks.on_tier(tier), fresh.on_tier(tier)
-            for block_hash in before - after:
-                _drop_bit(holders, block_hash, blocks.bit)
-            for block_hash in after - before:
-                holders[block_hash] = holders.get(block_hash, 0) | blocks.bit
-        blocks.held = tuple({place: set(held) for place, held in places.items()} for places in fresh.held)
-        blocks.opened.clear()
-        blocks.counters.add(fresh.counters)
+            yield None
+            prepared.holders.append(dict(holders))
+            yield from _change_holder(prepared.holders[-1], blocks.bit, blocks.on_tier(tier), fresh.on_tier(tier))
+            prepared.held.append({place: set(held) for place, held in fresh.held[tier].items()})
+        self._prepared = prepared
+
+    def replace(self, rank: int, other: BlockView) -> None:
+        """Let ``rank`` hold what it holds in ``other``, at once; costs what all ranks hold if not prepared."""
+        prepared = self._prepared
+        if prepared is None or prepared.rank != rank or prepared.other is not other:
+            for _ in self.preparing(rank, other):
+                pass
+            prepared = self._prepared
+        assert prepared is not None
+        self._prepared = None
+        self._holders = tuple(prepared.holders)
+        blocks = self._ranks[rank]
+        blocks.held = tuple(prepared.held)
+        for each in self._ranks.values():
+            each.opened.clear()
+        if rank in other._ranks:
+            blocks.counters.add(other._ranks[rank].counters)
 
     def _add_rank(self, rank: int) -> _RankBlocks:
         bit = 1 << len(self._ranks)
@@ -250,6 +283,23 @@ def _remove(blocks: _RankBlocks, place: _OpenPlace, hashes: Sequence[int]) -> No
             del holders[block_hash]
         else:
             holders[block_hash] &= ~bit
+
+
+_SLICE = 4_096
+"""Blocks: a quarter of a millisecond."""
+
+
+def _change_holder(holders: dict[int, int], bit: int, before: Set[int], after: Set[int]) -> Iterator[None]:
+    """Let the rank of ``bit`` hold ``after`` in place of ``before``, a slice at a time."""
+    for number, block_hash in enumerate(before):
+        if block_hash not in after:
+            _drop_bit(holders, block_hash, bit)
+        if not number % _SLICE:
+            yield None
+    for number, block_hash in enumerate(after):
+        holders[block_hash] = holders.get(block_hash, 0) | bit
+        if not number % _SLICE:
+            yield None
 
 
 def _drop_bit(holders: dict[int, int], block_hash: int, bit: int) -> None:

@@ -23,7 +23,9 @@ _POLL_S = 0.05
 
 
 class AsyncSubscriber:
-    """Made by ``open_async_subscriber``; used on its event loop. Queries answer at once.
+    """Made by ``open_async_subscriber``; used on its event loop, and by its listener.
+
+    A query waits for at most one message to be applied, also while a snapshot of many comes.
 
     ``async for position in subscriber`` gives each stream's position when it has changed. Changes that nobody has
     taken are merged: a slow reader gets the newest, and nothing piles up. What it missed is in the view.
@@ -146,7 +148,7 @@ async def open_async_subscriber(
 ) -> AsyncIterator[AsyncSubscriber]:
     """Follow streams until the block is left; the parameters are those of ``open_subscriber``.
 
-    ``listener`` is called on the following thread.
+    ``listener`` is called on the following thread, and may ask the subscriber.
 
     Raises:
         ConfigError: as ``open_subscriber``.

@@ -135,6 +135,51 @@ class ZmqReplayChannel:
             return None
 
 
+class QueryLock:
+    """A lock between the thread that polls and those that ask: who asks is let in before the next message.
+
+    The polling thread holds it while it reads a slice of messages, and calls ``let_in`` between two of them. Without
+    that a slice would be one wait for everybody: who merely unlocks and locks again gets the lock back itself.
+
+    Its holder may take it again, so that a listener, which is called under it, may ask too.
+    """
+
+    __slots__ = ("_depth", "_holder", "_lock", "_turn")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # held while waiting for the lock, so that it goes to who waits
+        self._holder: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._holder != me:  # only this thread ever writes this value
+            with self._turn:
+                self._lock.acquire()
+            self._holder = me
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._holder = None
+            self._lock.release()
+
+    @property
+    def is_wanted(self) -> bool:
+        """True while another thread waits."""
+        return self._turn.locked()
+
+    def let_in(self) -> None:
+        """Let somebody in who waits, and go on after them; for the thread that has entered once."""
+        if self._turn.locked():
+            self.__exit__(None, None, None)
+            self.__enter__()
+
+
 class ZmqStream:
     """One stream's sockets and follower. Opened, used and closed on one thread.
 
@@ -143,11 +188,13 @@ class ZmqStream:
         address: where the stream is.
         follower: is told what comes; its channel is ``channel``.
         channel: the replay side.
+        lock: held by whoever drains; others are let in between two messages.
     """
 
     __slots__ = (
         "_dialer",
         "_is_connected",
+        "_lock",
         "_monitor",
         "_reopen_at_s",
         "_reopen_pause_s",
@@ -165,6 +212,7 @@ class ZmqStream:
         address: StreamAddress,
         follower: StreamFollower,
         channel: ZmqReplayChannel,
+        lock: QueryLock,
     ) -> None:
         self.address = address
         self.follower = follower
@@ -172,6 +220,7 @@ class ZmqStream:
         self.frames = FrameReader(address.topic.encode())
         self.disconnects = 0
         self._dialer = dialer
+        self._lock = lock
         self._is_connected = False
         self._sub: Socket | None = None
         self._monitor: Socket | None = None
@@ -250,6 +299,7 @@ class ZmqStream:
 
     def _read_answers(self, now_s: float) -> None:
         for _ in range(_SLICE):
+            self._lock.let_in()
             message = self.channel.read()
             if message is None:
                 return
@@ -259,6 +309,8 @@ class ZmqStream:
                 continue
             seq, payload = frame
             if seq == _END_SEQ:
+                for _ in self.follower.preparing(payload):
+                    self._lock.let_in()
                 self.frames.bad_frames += not self.follower.answer_marked(ask, payload, now_s)
             else:
                 self.follower.answered(ask, seq, payload, now_s)
@@ -267,6 +319,7 @@ class ZmqStream:
         for _ in range(limit):
             if self._sub is None or not self.follower.cursor.listening:
                 return
+            self._lock.let_in()
             try:
                 frames = self._sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -288,7 +341,7 @@ class Subscriber:
     """Follows streams and keeps one view of them; made by ``open_subscriber``.
 
     ``poll`` and ``wait_until`` belong to one thread, which also closes. Queries and ``stats`` may be called from any
-    thread: each takes a lock that ``poll`` holds only while it applies what has come.
+    thread, and by a listener: they wait for one message to be applied, not for a whole snapshot.
     """
 
     def __init__(
@@ -296,13 +349,14 @@ class Subscriber:
         streams: dict[int, ZmqStream],
         view: BlockView,
         context: zmq.Context[zmq.Socket[bytes]],
+        lock: QueryLock,
         clock: Callable[[], float],
     ) -> None:
         self._streams = streams
         self._view = view
         self._context = context
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = lock
 
     def __enter__(self) -> Subscriber:
         return self
@@ -429,7 +483,8 @@ def open_subscriber(
     Args:
         addresses: from ``discover``, or ``bare_address``.
         policy: how long to wait for what.
-        listener: is told of every batch and change of state.
+        listener: is told of every batch and change of state. It may ask the subscriber; it must not wait for another
+            thread that does.
         keys: for publishers that ask clients for keys (CURVE).
         clock: monotonic seconds, for deadlines; wall_clock: seconds since the epoch, for the lag.
 
@@ -447,7 +502,8 @@ def open_subscriber(
     dialer = Dialer(context, keys)
     view = BlockView()
     streams: dict[int, ZmqStream] = {}
-    subscriber = Subscriber(streams, view, context, clock)
+    lock = QueryLock()
+    subscriber = Subscriber(streams, view, context, lock, clock)
     try:
         for address in wanted:
             channel = ZmqReplayChannel(dialer, address.replay)
@@ -464,7 +520,7 @@ def open_subscriber(
                 policy=FollowPolicy() if policy is None else policy,
             )
             follower.begin(clock())
-            streams[address.rank] = ZmqStream(dialer, address, follower, channel)
+            streams[address.rank] = ZmqStream(dialer, address, follower, channel, lock)
             streams[address.rank].open()
     except BaseException:
         subscriber.close()

@@ -269,6 +269,8 @@ class ModelSubscriber:
         verified, splices = counters.verified, counters.splices
         may_distrust = self.is_spliced or self.is_altered
         if sequence == int.from_bytes(END_SEQ, "big", signed=True):
+            for _ in self.follower.preparing(payload):
+                self.check()
             self.follower.answer_marked(ask, payload, now_s)
         else:
             self.follower.answered(ask, sequence, payload, now_s)

@@ -134,6 +134,36 @@ def test_places_known_before_a_clear_or_a_replacement_are_found_anew() -> None:
     assert other.blocks(7) == {3}
 
 
+@given(ranks=st.lists(st.tuples(RANKS, EVENTS), max_size=20), staged=st.lists(EVENTS, max_size=20), late=EVENTS)
+def test_a_prepared_replacement_is_the_replacement_and_shows_nothing_before(
+    ranks: list[tuple[int, KVCacheEvent]], staged: list[KVCacheEvent], late: KVCacheEvent
+) -> None:
+    prepared, at_once, other = BlockView(), BlockView(), BlockView()
+    for rank, event in ranks:
+        prepared.apply(rank, [event])
+        at_once.apply(rank, [event])
+    other.apply(1, staged)
+
+    def shown(view: BlockView) -> list[object]:
+        holders = [sorted(view.ranks_holding(each, tier)) for tier in Tier for each in range(-4, 5)]
+        return [*holders, *(view.blocks(rank, tier) for tier in Tier for rank in range(4))]
+
+    before = shown(prepared)
+    for _ in prepared.preparing(1, other):
+        assert shown(prepared) == before
+    if len(staged) % 2:  # a change makes the preparation useless
+        prepared.apply(2, [late])
+        at_once.apply(2, [late])
+    prepared.replace(1, other)
+    at_once.clear(1)
+    at_once.apply(1, staged)
+    assert [shown(prepared), prepared.block_count(1)] == [shown(at_once), at_once.block_count(1)]
+    for rank in (1, 2):
+        prepared.apply(rank, [late])
+        at_once.apply(rank, [late])
+    assert shown(prepared) == shown(at_once)
+
+
 def test_ranks_that_end_at_one_place_are_all_named() -> None:
     view = BlockView()
     for rank in range(70):
