@@ -1,4 +1,5 @@
-"""The reference prefix cache: a radix tree of pages that records events from its own transitions."""
+"""The reference prefix cache: a radix tree of pages that records events from its own transitions. Beside it, the
+recorder for engines that keep a table of hashed blocks instead."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from scheduler_components.cache.block_hash import (
     page_digests,
     unpack_tokens,
 )
+from scheduler_components.cache.block_table import BlockTableRecorder, signed_block_hash
 from scheduler_components.cache.page_pool import PagePool
 from scheduler_components.cache.radix_cache import LowerTiers, PrefixMatch, RadixCache
 from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
@@ -21,6 +23,7 @@ __all__ = [
     "DIGEST_BYTES",
     "MAX_EVENT_TOKENS",
     "PLAIN_NAMESPACE",
+    "BlockTableRecorder",
     "Descent",
     "EventRecorder",
     "EvictionOrder",
@@ -36,5 +39,6 @@ __all__ = [
     "hash_pages",
     "pack_tokens",
     "page_digests",
+    "signed_block_hash",
     "unpack_tokens",
 ]

@@ -39,11 +39,17 @@ from scheduler_components.testing.ledger import RULES, EventLedger, Violation, W
 from scheduler_components.testing.page_store_checks import PAGE_STORE_CHECKS
 from scheduler_components.testing.parts import ConformanceError, Trace
 from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
+from scheduler_components.testing.recorder_checks import RECORDER_CHECKS
 from scheduler_components.testing.scheduler_checks import SCHEDULER_CHECKS
 
 if TYPE_CHECKING:
     from scheduler_components.testing import strategies
-    from scheduler_components.testing.machines import FollowerMachine, PageStoreMachine, PrefixCacheMachine
+    from scheduler_components.testing.machines import (
+        FollowerMachine,
+        PageStoreMachine,
+        PrefixCacheMachine,
+        RecorderMachine,
+    )
     from scheduler_components.testing.subscriber_checks import SUBSCRIBER_CHECKS
     from scheduler_components.testing.thread_ranks import ThreadSyncHub, run_ranks
     from scheduler_components.testing.zmq_probe import ProbeOptions, probe_streams
@@ -55,6 +61,7 @@ __all__ = [
     "PAGE_STORE_CHECKS",
     "PREFIX_CACHE_CHECKS",
     "PUBLISHER_CHECKS",
+    "RECORDER_CHECKS",
     "SCHEDULER_CHECKS",
     "SUBSCRIBER_CHECKS",
     "ConformanceError",
@@ -64,6 +71,7 @@ __all__ = [
     "FollowerMachine",
     "PageStoreMachine",
     "PrefixCacheMachine",
+    "RecorderMachine",
     "strategies",
     # fakes
     "ChainHistory",
@@ -98,7 +106,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "scheduler_components.testing.machines": "FollowerMachine PageStoreMachine PrefixCacheMachine",
+        "scheduler_components.testing.machines": "FollowerMachine PageStoreMachine PrefixCacheMachine RecorderMachine",
         "scheduler_components.testing.strategies": "strategies",
         "scheduler_components.testing.subscriber_checks": "SUBSCRIBER_CHECKS",
         "scheduler_components.testing.thread_ranks": "ThreadSyncHub run_ranks",

@@ -9,6 +9,7 @@
     TestMyCache = MyCacheMachine.TestCase
 
 - ``PrefixCacheMachine`` drives three equal caches and a model that knows pages only.
+- ``RecorderMachine`` drives a recorder of a block table, and a table that counts copies.
 - ``PageStoreMachine`` drives a page store and a dictionary.
 - ``FollowerMachine`` drives a subscriber's core on a network that loses, repeats and delays.
 """
@@ -24,12 +25,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError
-from scheduler_components.cache import PrefixNamespace
+from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.hicache import PageStore
 from scheduler_components.kv_events import END_SEQ, BatchEncoder
 from scheduler_components.testing.fakes import ChainHistory, Fault, FaultyNetwork
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import CachedPrefix, FollowerCore, PrefixCache, page_of
+from scheduler_components.testing.parts import (
+    BLOCK_SIZE,
+    BlockRecorder,
+    CachedPrefix,
+    FollowerCore,
+    PrefixCache,
+    page_of,
+)
+from scheduler_components.testing.recorder_checks import CountedBlocks, Place
 
 __all__ = [
     "FollowerMachine",
@@ -37,6 +46,7 @@ __all__ = [
     "PageStoreMachine",
     "PrefixCacheMachine",
     "PrefixCacheModel",
+    "RecorderMachine",
 ]
 
 # A prefix cache that is too simple to be wrong: one dictionary entry per page.
@@ -303,6 +313,88 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 _KEYS = st.lists(st.sampled_from(["a", "b", "c/d", "c-d", "../e"]), max_size=5)
+
+
+# A recorder of a block table.
+
+_SHORT_PROMPTS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=4).map(
+    lambda blocks: tuple(token for token in blocks for _ in range(BLOCK_SIZE))
+)
+"""Whole blocks of two kinds, so that prompts share prefixes and blocks come again."""
+
+
+def _as_engines_have_them(hashes: Sequence[int], form: str) -> list[int | bytes]:
+    if form == "bytes":
+        return [bytes(24) + (each % 2**64).to_bytes(8, "big") for each in hashes]
+    return [each % 2**64 if form == "unsigned" else each for each in hashes]
+
+
+class RecorderMachine(RuleBasedStateMachine):
+    """A recorder and ``CountedBlocks`` get the same calls, in any order; a ledger gets the events.
+
+    Attributes:
+        places: media and groups that the calls name.
+    """
+
+    places: ClassVar[tuple[Place, ...]] = ((None, None), ("CPU", None), (None, 1))
+
+    def open_recorder(self) -> BlockRecorder:
+        """Override: an empty recorder of blocks of ``BLOCK_SIZE`` tokens."""
+        raise NotImplementedError
+
+    @initialize()
+    def begin(self) -> None:
+        self.recorder, self.table = self.open_recorder(), CountedBlocks()
+        self.ledger = EventLedger(block_size=BLOCK_SIZE)
+
+    @rule(
+        prompt=_SHORT_PROMPTS,
+        first=st.integers(0, 3),
+        place=st.integers(0, 2),
+        form=st.sampled_from(["signed", "unsigned", "bytes"]),
+    )
+    def store(self, prompt: tuple[int, ...], first: int, place: int, form: str) -> None:
+        """A whole prompt, or its end below blocks that may not stand."""
+        medium, group_idx = at = self.places[place % len(self.places)]
+        whole = hash_pages(prompt, BLOCK_SIZE)
+        first = min(first, len(whole) - 1)
+        parent = whole[first - 1] if first else None
+        self.table.store(whole[first:], parent, at)
+        told = _as_engines_have_them(whole, form)
+        tokens = prompt[first * BLOCK_SIZE :]
+        above = told[first - 1] if first else None
+        self.recorder.store(told[first:], tokens, above, medium=medium, group_idx=group_idx)
+
+    @rule(prompt=_SHORT_PROMPTS, data=st.data(), place=st.integers(0, 2))
+    def remove(self, prompt: tuple[int, ...], data: st.DataObject, place: int) -> None:
+        """Some of a prompt's blocks, in any order, there or not."""
+        medium, group_idx = at = self.places[place % len(self.places)]
+        whole = hash_pages(prompt, BLOCK_SIZE)
+        gone = data.draw(st.permutations(whole))[: data.draw(st.integers(1, len(whole)))]
+        self.table.remove(gone, at)
+        self.recorder.remove(gone, medium=medium, group_idx=group_idx)
+
+    @rule()
+    def clear(self) -> None:
+        self.table.copies.clear()
+        self.recorder.clear()
+
+    @rule()
+    def take(self) -> None:
+        self.read(self.recorder.take_events())
+
+    def read(self, events: Sequence[KVCacheEvent]) -> None:
+        """Compare: no rule is broken, and what the events add up to is what can be reached in the table."""
+        assert self.ledger.apply_all(events) == []
+        for place in self.places:
+            assert self.ledger.hashes(*place) == self.table.told(place)
+
+    def teardown(self) -> None:
+        """Whatever the last calls were, they are read."""
+        self.take()
+
+
+# A page store.
 
 
 class PageStoreMachine(RuleBasedStateMachine):

@@ -6,6 +6,7 @@ A check is a plain function. It takes a part of yours, or a function that opens 
 | checks | a check takes | the part is |
 | --- | --- | --- |
 | ``PREFIX_CACHE_CHECKS`` | ``open_cache(num_pages)`` | a ``PrefixCache`` of pages of ``PAGE_SIZE`` tokens |
+| ``RECORDER_CHECKS`` | ``open_recorder()`` | a ``BlockRecorder`` of blocks of ``BLOCK_SIZE`` tokens |
 | ``PAGE_STORE_CHECKS`` | ``store, prefix`` | a ``PageStore``, open; no key of it begins with ``prefix`` |
 | ``PUBLISHER_CHECKS`` | ``open_publisher()`` | a ``ListeningPublisher`` |
 | ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``FollowingSubscriber`` of what is at ``place`` |
@@ -25,19 +26,21 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from scheduler_components import EventBatch, KVCacheEvent, LoadSnapshot
-from scheduler_components.cache import PrefixNamespace
+from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
 
 __all__ = [
     # prefix caches
     "PAGE_SIZE",
     "CachedPrefix",
     "PrefixCache",
+    # recorders of block tables
+    "BLOCK_SIZE",
+    "BlockRecorder",
     # page stores
     "MAX_BYTES",
     "PAGE_BYTES",
     "page_of",
     # publishers and subscribers
-    "BLOCK_SIZE",
     "FollowerCore",
     "FollowingSubscriber",
     "Frames",
@@ -131,6 +134,44 @@ class PrefixCache(Protocol):
     def check_integrity(self) -> None: ...
 
 
+# Recorders of block tables, publishers and subscribers of KV events.
+
+BLOCK_SIZE = 2
+"""Tokens per block of the events that the checks record and publish."""
+
+
+class BlockRecorder(Protocol):
+    """A recorder for an engine with a table of hashed blocks; what ``BlockTableRecorder`` promises."""
+
+    def store(
+        self,
+        block_hashes: Sequence[int | bytes],
+        token_ids: Sequence[int],
+        parent_block_hash: int | bytes | None = None,
+        *,
+        medium: str | None = None,
+        group_idx: int | None = None,
+        namespace: PrefixNamespace = PLAIN_NAMESPACE,
+        extra_keys: Sequence[Sequence[str | int] | None] | None = None,
+    ) -> None:
+        """One more copy of each block, parents first; their parent may be unknown."""
+        ...
+
+    def remove(
+        self, block_hashes: Sequence[int | bytes], *, medium: str | None = None, group_idx: int | None = None
+    ) -> None:
+        """One copy less of each block, in any order; what is not there changes nothing."""
+        ...
+
+    def clear(self) -> None:
+        """Every copy is gone."""
+        ...
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """The events since the last call."""
+        ...
+
+
 # Page stores.
 
 PAGE_BYTES = 4096
@@ -147,9 +188,6 @@ def page_of(key: str) -> bytes:
 
 
 # Publishers and subscribers of KV events.
-
-BLOCK_SIZE = 2
-"""Tokens per block of the events that the checks publish."""
 
 Frames = tuple[bytes, ...]
 """One message of a socket."""

@@ -1,0 +1,206 @@
+"""Whatever an engine does to its block table, the recorder's events break no rule and add up to the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import invariant
+
+from observability.kv_stream import BlockView
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVCacheEvent
+from scheduler_components.cache import (
+    MAX_EVENT_TOKENS,
+    BlockTableRecorder,
+    PrefixNamespace,
+    signed_block_hash,
+)
+from scheduler_components.kv_events import BatchDecoder, Tier
+from scheduler_components.testing import EventLedger, RecorderMachine
+from scheduler_components.testing.parts import BLOCK_SIZE
+
+
+class BlockTableMachine(RecorderMachine):
+    """The kit's machine over the kit's recorder, with a router's view that gets the events, too."""
+
+    max_pending_blocks = 1_000
+
+    def open_recorder(self) -> BlockTableRecorder:
+        self.view = BlockView()
+        self.own = BlockTableRecorder(BLOCK_SIZE, self.max_pending_blocks)
+        return self.own
+
+    def read(self, events: Sequence[KVCacheEvent]) -> None:
+        super().read(events)
+        self.view.apply(0, events)
+        for medium, tier in ((None, Tier.DEVICE), ("CPU", Tier.HOST)):
+            told = set().union(*(self.table.told(place) for place in self.places if place[0] == medium))
+            assert self.view.blocks(0, tier) == told
+        counters = self.view.counters(0)
+        assert (counters.duplicate_stores, counters.unknown_removals) == (0, 0)
+
+    @invariant()
+    def it_knows_what_it_told(self) -> None:
+        held = {(place[1], each) for (place, each), count in self.table.copies.items() if count}
+        told = {(place[1], each) for place in self.places for each in self.table.told(place)}
+        assert self.own.num_blocks == len(held)
+        assert self.own.num_hidden_blocks == len(held - told)
+        for place in self.places:
+            assert set(self.own.block_hashes(*place)) == self.table.told(place)
+
+
+class CrampedTableMachine(BlockTableMachine):
+    """Nearly every drain comes after a collapse."""
+
+    max_pending_blocks = 3
+
+
+TestBlockTable = BlockTableMachine.TestCase
+TestCrampedTable = CrampedTableMachine.TestCase
+TestBlockTable.settings = TestCrampedTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# What a sequence of calls gives, event by event.
+
+
+def stored(event: KVCacheEvent) -> BlockStored:
+    assert isinstance(event, BlockStored)
+    return event
+
+
+def test_blocks_of_one_chain_become_one_event_over_several_calls() -> None:
+    recorder = BlockTableRecorder(1)
+    recorder.store((1,), (11,))
+    recorder.store((2, 3), (12, 13), 1)
+    recorder.store((9,), (19,), 1)
+    recorder.remove((9, 3))
+    recorder.remove((2,))
+    chain, branch, removed = recorder.take_events()
+    assert chain == BlockStored((1, 2, 3), None, (11, 12, 13), 1, None)
+    assert stored(branch).parent_block_hash == 1
+    assert removed == BlockRemoved((9, 3, 2))
+
+
+def test_a_very_long_run_takes_several_events() -> None:
+    recorder, many = BlockTableRecorder(1), MAX_EVENT_TOKENS + 1
+    recorder.store(range(1, many + 1), [5] * many)
+    first, second = (stored(event) for event in recorder.take_events())
+    assert (len(first.block_hashes), second.block_hashes, second.parent_block_hash) == (many - 1, (many,), many - 1)
+    recorder.remove(range(1, many + 1))
+    assert [len(event.block_hashes) for event in recorder.take_events()] == [many - 1, 1]  # type: ignore[attr-defined]
+
+
+def test_orphans_are_counted_and_told_with_their_parent() -> None:
+    recorder = BlockTableRecorder(1)
+    recorder.store((2,), (12,), 1)
+    assert (recorder.num_orphans, recorder.num_hidden_blocks, recorder.take_events()) == (1, 1, ())
+    assert repr(recorder) == "<BlockTableRecorder 1 blocks, 1 hidden>"
+    recorder.store((1,), (11,))
+    assert recorder.take_events() == (BlockStored((1, 2), None, (11, 12), 1, None),)
+    assert (recorder.num_orphans, recorder.num_hidden_blocks) == (1, 0)
+
+
+def test_a_copy_with_another_content_is_counted_and_changes_nothing() -> None:
+    recorder = BlockTableRecorder(1)
+    recorder.store((1,), (11,))
+    recorder.store((1,), (99,))
+    recorder.store((1,), (11,), 5)
+    assert recorder.num_conflicts == 2
+    recorder.remove((1, 1))
+    assert len(recorder.take_events()) == 1
+    recorder.remove((1,))
+    assert recorder.take_events() == (BlockRemoved((1,)),)
+
+
+def test_blocks_that_are_their_own_ancestors_are_never_told() -> None:
+    recorder = BlockTableRecorder(1)
+    recorder.store((1,), (11,), 2)
+    recorder.store((2,), (12,), 1)
+    recorder.store((3,), (13,), 3)
+    assert (recorder.take_events(), recorder.num_hidden_blocks) == ((), 3)
+    recorder.remove((1, 2, 3))
+    assert (recorder.take_events(), recorder.num_blocks) == ((), 0)
+
+
+def test_the_device_has_two_names() -> None:
+    recorder = BlockTableRecorder(1)
+    recorder.store((1,), (11,), medium="GPU")
+    recorder.store((1,), (11,))
+    recorder.remove((1,), medium="GPU")
+    assert list(recorder.block_hashes("GPU")) == [1]
+    recorder.remove((1,))
+    assert [event.medium for event in recorder.take_events()] == [None, None]  # type: ignore[attr-defined]
+
+
+def test_a_block_that_leaves_one_of_two_media_takes_nobody_along() -> None:
+    recorder = BlockTableRecorder(1)
+    recorder.store((1, 2), (11, 12))
+    recorder.store((1,), (11,), medium="CPU")
+    recorder.take_events()
+    recorder.remove((1,))
+    assert recorder.take_events() == (BlockRemoved((2, 1)), BlockStored((2,), 1, (12,), 1, None))
+
+
+def test_the_identity_of_a_prefix_splits_events_and_stands_in_them() -> None:
+    recorder = BlockTableRecorder(1)
+    tenant = PrefixNamespace(lora_id=1, lora_name="a", cache_salt="s", extra_key="v", session_id="x")
+    recorder.store((1, 2), (11, 12), namespace=tenant, extra_keys=[None, ["image", 3]])
+    recorder.store((3,), (13,), 2)
+    named, plain = (stored(event) for event in recorder.take_events())
+    assert (named.lora_id, named.lora_name, named.cache_salt, named.session_id) == (1, "a", "s", "x")
+    assert named.extra_keys == (("v",), ("v", "image", 3))
+    assert (plain.block_hashes, plain.extra_keys, plain.cache_salt) == ((3,), None, None)
+
+
+def test_events_that_nobody_takes_collapse_into_the_table() -> None:
+    recorder, ledger = BlockTableRecorder(1, max_pending_blocks=4), EventLedger()
+    recorder.store((1, 2, 3), (11, 12, 13))
+    recorder.store((5, 6), (15, 16), 1)
+    recorder.store((8,), (18,), 7)
+    recorder.remove((3,))
+    events = recorder.take_events()
+    assert recorder.num_collapses == 1
+    assert events[0] == AllBlocksCleared()
+    assert ledger.apply_all(events) == []
+    assert ledger.hashes() == {1, 2, 5, 6} == set(recorder.block_hashes())
+    recorder.remove((6,))
+    assert recorder.take_events() == (BlockRemoved((6,)),)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [(5, 5), (-5, -5), (2**64 - 5, -5), (2**63, -(2**63)), (2**100 + 7, 7), (b"\x07", 7), (b"\1" + b"\xff" * 8, -1)],
+)
+def test_a_hash_is_folded_to_its_low_64_bits_as_readers_fold_it(given: int | bytes, told: int) -> None:
+    assert signed_block_hash(given) == told
+    if isinstance(given, bytes) or given < 2**64:
+        peer = msgspec.msgpack.encode([1.0, [["BlockRemoved", [given]]], 0])
+        assert BatchDecoder().decode(peer).events == (BlockRemoved((told,)),)
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("block_hash", {"block_hashes": ["1"], "token_ids": [1]}),
+        ("block_hash", {"block_hashes": [b""], "token_ids": [1]}),
+        ("block_hash", {"block_hashes": [1], "token_ids": [1], "parent_block_hash": 1.5}),
+        ("token_ids", {"block_hashes": [1, 2], "token_ids": [1]}),
+        ("token_ids", {"block_hashes": [1], "token_ids": [-1]}),
+        ("extra_keys", {"block_hashes": [1], "token_ids": [1], "extra_keys": []}),
+    ],
+)
+def test_what_cannot_be_told_is_refused_whole(field: str, call: dict[str, Any]) -> None:
+    recorder = BlockTableRecorder(1)
+    with pytest.raises(ConfigError) as refused:
+        recorder.store(**call)
+    assert refused.value.field == field
+    assert (recorder.num_blocks, recorder.take_events()) == (0, ())
+
+
+def test_sizes_below_one_are_refused() -> None:
+    for sizes in ((0,), (1, 0)):
+        with pytest.raises(ConfigError):
+            BlockTableRecorder(*sizes)
