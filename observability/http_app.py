@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import msgspec
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from observability.http_status_page import PAGE_POLICY, render_status_page
 from observability.prometheus_page import render_metrics
 from scheduler_components import ConfigError, LoadSnapshot, __version__
 
@@ -179,9 +180,9 @@ def status_routes(
 ) -> list[Route]:
     """Return the routes of the status answers, to mount in an application.
 
-    ``/health``, ``/server_info`` (``/get_server_info``), ``/model_info`` (``/get_model_info``), ``/v1/models``,
-    ``/v1/loads`` and ``/metrics``; all answer GET and HEAD. A client's mistake gets 400 with one sentence. An error of
-    ``source`` gets 500; its details go to the log.
+    ``/`` (a page for people), ``/health``, ``/server_info`` (``/get_server_info``), ``/model_info``
+    (``/get_model_info``), ``/v1/models``, ``/v1/loads`` and ``/metrics``; all answer GET and HEAD. A client's mistake
+    gets 400 with one sentence. An error of ``source`` gets 500; its details go to the log.
 
     Args:
         source: who answers.
@@ -189,6 +190,16 @@ def status_routes(
         clock: wall-clock seconds since the epoch.
     """
     created_s = int(clock())
+
+    async def page(request: Request) -> Response:
+        text = render_status_page(
+            str(request.base_url),
+            problem=source.health_problem(),
+            info=source.server_info(),
+            loads=source.load_snapshots(),
+            now=clock(),
+        )
+        return HTMLResponse(text, headers={"content-security-policy": PAGE_POLICY, "cache-control": "no-store"})
 
     async def health(_: Request) -> Response:
         problem = source.health_problem()
@@ -217,6 +228,7 @@ def status_routes(
         return Response(page, headers={"content-type": content_type, "vary": "accept"})
 
     endpoints: dict[str, _Endpoint] = {
+        "/": page,
         "/health": health,
         "/server_info": server_info,
         "/get_server_info": server_info,

@@ -34,6 +34,7 @@ FLOORS = (
     ("reference", "reference.device"),
     ("reference.engine",),
     ("reference.cli",),
+    ("__main__",),
 )
 """From the ground: a room may import rooms of lower floors, and its own. Names are below ``scheduler_components``."""
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

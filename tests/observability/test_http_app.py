@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from observability import PrometheusSink, status_routes
+from observability.http_status_page import render_status_page
 from scheduler_components import (
     DisaggregationLoad,
     LoadSnapshot,
@@ -79,6 +84,7 @@ def ask(
 @pytest.mark.parametrize(
     "path",
     [
+        "/",
         "/health",
         "/server_info",
         "/get_server_info",
@@ -92,10 +98,77 @@ def ask(
 def test_every_path_answers_get_and_head_and_nothing_else(path: str) -> None:
     answer = ask(path)
     assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/plain" if path == "/metrics" else "application/json")
+    assert answer.headers["content-type"].startswith(
+        {"/": "text/html", "/metrics": "text/plain"}.get(path, "application/json")
+    )
     head = ask(path, method="HEAD")
     assert (head.status_code, head.content) == (200, b"")
     assert ask(path, method="POST").status_code == 405
+
+
+STREAMS = {
+    "endpoint_host": "*",
+    "endpoint_port_base": 5557,
+    "replay_endpoint_port_base": 5657,
+    "dp_size": 2,
+    "topic": "kv",
+}
+
+
+class Described(Engine):
+    info: Mapping[str, Any] = {"served_model_name": "tiny", "kv_events": STREAMS}
+
+    def server_info(self) -> Mapping[str, Any]:
+        return self.info
+
+
+def test_the_page_shows_ranks_load_streams_and_links() -> None:
+    answer = ask("/", Described(make_load(1, num_running_reqs=1234), make_load(0)))
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    for shown in ("tiny", "healthy", "1,234", "1.5 s", "tcp://engine:5558", "tcp://engine:5658"):
+        assert shown in answer.text
+    for link in re.findall(r'href="([^"]*)"', answer.text):
+        assert ask(link, Described()).status_code == 200
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_says_what_is_wrong() -> None:
+    engine = Described()
+    engine.problem = "rank 3 has said nothing for 12 s"
+    page = ask("/", engine).text
+    assert "rank 3 has said nothing for 12 s" in page
+    assert "No rank has reported yet." in page
+    assert not re.search(r"https?:|<script|<img|<link|@import|url\(", page)
+
+
+@given(st.text(), st.text(), st.text(), st.text())
+@example("<b>&\"'", "</title><script>", "</p><img src=x onerror=alert(1)>", "*<i>")
+def test_the_page_escapes_what_it_shows(name: str, problem: str, reason: str, host: str) -> None:
+    engine = Described()
+    engine.problem = problem
+    for described in ({"kv_events": None, "kv_events_error": reason}, {"kv_events": STREAMS | {"endpoint_host": host}}):
+        engine.info = {"served_model_name": name} | described
+        text = render_status_page("http://engine/", problem=problem, info=engine.info, loads=[make_load(0)], now=NOW)
+        parser = Tags()
+        parser.feed(text)
+        assert parser.seen <= SAFE_TAGS
+        assert parser.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class", "href"}
+
+
+SAFE_TAGS = {"html", "meta", "title", "style", "h1", "h2", "p", "span", "div", "table", "tr", "th", "td", "a"}
+
+
+class Tags(HTMLParser):
+    """The elements that a browser would make of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.attributes |= {name for name, _ in attrs}
 
 
 def test_health_follows_the_engine() -> None:
@@ -222,7 +295,7 @@ def test_metrics_are_those_of_the_injected_registry() -> None:
     assert accepted.text.endswith("# EOF\n")
 
 
-@pytest.mark.parametrize("path", ["/health", "/server_info", "/v1/models", "/v1/loads"])
+@pytest.mark.parametrize("path", ["/", "/health", "/server_info", "/v1/models", "/v1/loads"])
 def test_an_engine_that_raises_shows_no_traceback(path: str, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Engine):
         def health_problem(self) -> str | None:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import attrs
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -62,11 +63,11 @@ def tier_facts(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
 
 _NO_LOAD = LoadSnapshot()
 _HEADINGS = (
-    "dp rank",
+    "dp",
     "running",
     "waiting",
-    "token usage",
-    "hit rate",
+    "KV used",
+    "hits",
     "tokens/s",
     "events/s",
     "batches/s",
@@ -74,6 +75,7 @@ _HEADINGS = (
     "gaps",
     "stream",
 )
+"""Eleven columns that fit 100 characters with their numbers: a heading that is cut says nothing."""
 
 
 @attrs.frozen(kw_only=True)
@@ -140,9 +142,9 @@ def progress_text(tally: Tally, elapsed_s: float, *, behind_s: float = 0.0) -> s
 
 def render_table(rows: Sequence[Row], title: str) -> Table:
     """The table as a terminal shows it."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for heading in _HEADINGS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row))
     return table
@@ -172,7 +174,7 @@ def _cells(row: Row) -> list[str]:
 
 def _plain_cells(row: Row) -> str:
     cells = dict(zip(_HEADINGS, _cells(row), strict=True))
-    dp_rank = cells.pop("dp rank")
+    dp_rank = cells.pop("dp")
     return f"dp{dp_rank} " + ", ".join(f"{heading} {cell}" for heading, cell in cells.items())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +69,21 @@ def test_table_and_line_show_the_same_facts() -> None:
     for fact in ("7", "3", "25%", "50%", "99", "6", "live", "title"):
         assert fact in shown.getvalue()
         assert fact in line
+
+
+def test_the_table_of_a_large_engine_fits_100_columns_with_whole_headings() -> None:
+    load = report(num_running_reqs=4096, num_waiting_reqs=12345, token_usage=1, cache_hit_rate=1, gen_throughput=123456)
+    rates = RateWindow()
+    many = [stream(15, events=events, batches=batches, gaps=999) for events, batches in ((0, 0), (500_000, 99_999))]
+    recovering = [msgspec.structs.replace(each, state=StreamState.RECOVERING) for each in many]
+    for now_s, seen in enumerate(recovering):
+        rows = make_rows({15: load}, {15: seen}, rates=rates, now_s=float(now_s))
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(render_table(rows, "title"))
+    assert "\u2026" not in shown.getvalue(), "something was cut"
+    cells = shown.getvalue().split()
+    for whole in ("running", "waiting", "tokens/s", "batches/s", "sequence", "recovering", "123456", "500000", "99998"):
+        assert whole in cells
 
 
 def test_progress_counts_what_has_ended_and_what_is_open() -> None:
