@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -89,6 +90,22 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(built: tuple[Path
     assert names == files_of(PACKAGES[0]) | files_of(PACKAGES[1])
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert "observability/grafana/dashboard.json" in names
+
+
+def test_the_description_on_an_index_page_has_no_link_that_breaks_there(built: tuple[Path, Path]) -> None:
+    """An index page has none of the repository's files: a link is to the web, or to a heading of the page."""
+    with zipfile.ZipFile(built[1]) as archive:
+        [path] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        fields, _, description = archive.read(path).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in fields
+    targets = re.findall(r"\]\(([^)]*)\)", description)
+    assert [target for target in targets if not target.startswith(("https://", "http://", "#"))] == []
+    headings = re.findall(r"^#+ (.+)$", description, re.MULTILINE)
+    anchors = {"#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert {target for target in targets if target.startswith("#")} <= anchors
+    readme = (ROOT / "README.md").read_text()
+    assert headings == re.findall(r"^#+ (.+)$", readme, re.MULTILINE), "the description is the README"
+    assert "ARCHITECTURE.md says where everything is" in " ".join(description.split()), "a link lost its text"
 
 
 def test_the_sdist_has_what_a_reader_needs(built: tuple[Path, Path]) -> None:
