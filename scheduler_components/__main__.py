@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_components.reference.cli.main import main
+from scheduler_components.reference.cli import main
 
 if __name__ == "__main__":
-    main()
+    main.main()

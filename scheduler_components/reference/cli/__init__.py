@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         HiCacheOptions,
         engine_config,
     )
-    from scheduler_components.reference.cli.hicache_sim_command import draw_divergence, report_of
+    from scheduler_components.reference.cli.hicache_sim_command import RunProgress, draw_divergence, report_of
     from scheduler_components.reference.cli.run_report import (
         Evidence,
         PortProbe,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         speaks_zmq,
     )
     from scheduler_components.reference.cli.screen import (
+        JsonScreen,
         RateWindow,
         Screen,
         make_rows,
@@ -39,9 +40,11 @@ __all__ = [
     "EngineOptions",
     "Evidence",
     "HiCacheOptions",
+    "JsonScreen",
     "Lateness",
     "PortProbe",
     "RateWindow",
+    "RunProgress",
     "RunReport",
     "Screen",
     "StreamEvidence",
@@ -69,12 +72,12 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.cli.commands": "COMMANDS make_app run_command",
         "scheduler_components.reference.cli.driver": "Lateness Tally TraceDriver percentile",
         "scheduler_components.reference.cli.engine_commands": "DemoOptions EngineOptions HiCacheOptions engine_config",
-        "scheduler_components.reference.cli.hicache_sim_command": "draw_divergence report_of",
+        "scheduler_components.reference.cli.hicache_sim_command": "RunProgress draw_divergence report_of",
         "scheduler_components.reference.cli.run_report": (
             "Evidence PortProbe RunReport StreamEvidence judge probe_ports speaks_zmq"
         ),
         "scheduler_components.reference.cli.screen": (
-            "RateWindow Screen make_rows plain_line progress_text render_table"
+            "JsonScreen RateWindow Screen make_rows plain_line progress_text render_table"
         ),
     },
 )

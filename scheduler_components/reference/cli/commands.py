@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
@@ -35,6 +35,8 @@ from scheduler_components.testing import ProbeOptions
 
 __all__ = [
     "COMMANDS",
+    "Shell",
+    "completion",
     "conformance",
     "doctor",
     "keygen",
@@ -45,6 +47,7 @@ __all__ = [
 
 _UNREACHABLE, _INTERRUPTED, _TERMINATED = 3, 130, 143
 
+Shell: TypeAlias = Literal["bash", "zsh", "fish"]
 Target = Annotated[str, Parameter(help="A worker's URL (http://host:port) or one endpoint (tcp://host:port).")]
 AsJson = Annotated[bool, Parameter(name="--json", show_default=False)]
 ReplayEndpoint = Annotated[str | None, Parameter(help="Replay address of a bare endpoint.")]
@@ -145,6 +148,12 @@ def keygen(
     return 0
 
 
+def completion(shell: Annotated[Shell, Parameter(help="Whose completions to write.")], /) -> int:
+    """Write a script that completes commands and options: ``eval "$(scheduler-components completion bash)"``."""
+    say_plainly((make_app().generate_completion(shell=shell),))
+    return 0
+
+
 def _client_keys(secret_key_file: str | None, publisher_key_file: str | None) -> ClientKeys | None:
     if secret_key_file is None and publisher_key_file is None:
         return None
@@ -162,6 +171,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "conformance": conformance,
     "hicache-sim": hicache_sim,
     "keygen": keygen,
+    "completion": completion,
 }
 """By the names that a person types."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +12,11 @@ import attrs
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from scheduler_components import StartError
 from scheduler_components.hicache import HiCachePolicy, PrefetchStop, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load import check_load_endpoint
-from scheduler_components.reference.cli.screen import Screen
+from scheduler_components.reference.cli.screen import JsonScreen, Screen, SessionScreen
 from scheduler_components.reference.cli.session import SessionConfig, run_session
 from scheduler_components.reference.device import WorkloadConfig
 from scheduler_components.reference.engine import (
@@ -44,6 +46,9 @@ Port = Annotated[
     int, Parameter(validator=Number(gte=0, lte=65535), help="Port of the HTTP server; 0 lets the system choose.")
 ]
 KvTokens = Annotated[int, Parameter(help="Capacity of each replica's KV pool, in tokens.")]
+AsJson = Annotated[
+    bool, Parameter(name="--json", show_default=False, help="One JSON object per line, each with a kind.")
+]
 RunningRequests = Annotated[int, Parameter(help="Request slots of each replica.")]
 ChunkTokens = Annotated[int, Parameter(help="The most that one request prefills in a step, in tokens.")]
 
@@ -111,11 +116,12 @@ class HiCacheOptions:
 
         Raises:
             ConfigError: naming what cannot work.
+            StartError: a library of an extra is not installed.
         """
         if not self.hicache:
             return None
         path = self.hicache_storage_path
-        return HiCacheConfig(
+        config = HiCacheConfig(
             host_tokens=_HOST_TO_DEVICE * kv_tokens if self.hicache_host_tokens is None else self.hicache_host_tokens,
             storage=self.hicache_storage,
             storage_path=str(path.absolute()) if path is not None else "",
@@ -123,6 +129,16 @@ class HiCacheOptions:
             mooncake_metadata=self.hicache_mooncake_metadata,
             policy=HiCachePolicy(write=self.hicache_write, prefetch=self.hicache_prefetch),
         )
+        _require("numpy", "hicache", "leave --hicache out")
+        if self.hicache_storage == "mooncake":
+            _require("mooncake", "mooncake", "choose another --hicache-storage")
+        return config
+
+
+def _require(module: str, extra: str, otherwise: str) -> None:
+    """Look for a library that the ranks import, so that it is missed once and not by each of them."""
+    if find_spec(module) is None:
+        raise StartError(module, "is not installed", f"pip install 'scheduler-components[{extra}]', or {otherwise}")
 
 
 _SERVE, _DEMO, _NO_TIERS = EngineOptions(), DemoOptions(), HiCacheOptions()
@@ -178,6 +194,7 @@ def serve(
     duration: Annotated[
         float | None, Parameter(validator=Number(gte=0), help="Stop serving after so many seconds.")
     ] = None,
+    as_json: AsJson = False,
 ) -> int:
     """Run the engine and serve HTTP until Ctrl-C, or replay a trace against it."""
     return _run(
@@ -190,7 +207,8 @@ def serve(
             limit=limit,
             keep_serving=keep_serving,
             duration_s=duration,
-        )
+        ),
+        as_json=as_json,
     )
 
 
@@ -202,6 +220,7 @@ def demo(
         int, Parameter(help="Requests of the generated multi-turn chats.")
     ] = _DEFAULT_WORKLOAD.num_requests,
     chats_per_s: Annotated[float, Parameter(help="Chats that begin per second.")] = _DEFAULT_WORKLOAD.chats_per_s,
+    as_json: AsJson = False,
 ) -> int:
     """Run the engine under a generated workload, follow its event streams, and check what was seen."""
     return _run(
@@ -211,17 +230,19 @@ def demo(
             port=options.port,
             affinity_tokens=options.affinity_tokens,
             workload=WorkloadConfig(num_requests=requests, seed=options.seed, chats_per_s=chats_per_s),
-        )
+        ),
+        as_json=as_json,
     )
 
 
-def _run(config: SessionConfig) -> int:
-    return 0 if asyncio.run(_until_terminated(config)) else 1
+def _run(config: SessionConfig, *, as_json: bool) -> int:
+    screen = JsonScreen.standard() if as_json else Screen.standard()
+    return 0 if asyncio.run(_until_terminated(config, screen)) else 1
 
 
-async def _until_terminated(config: SessionConfig) -> bool:
+async def _until_terminated(config: SessionConfig, screen: SessionScreen) -> bool:
     """Ctrl-C cancels this task by itself (``asyncio.run``); SIGTERM shall do the same."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await run_session(config, Screen.standard())
+    return await run_session(config, screen)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, TextIO, get_args
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -17,12 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "RunProgress",
     "draw_divergence",
     "hicache_sim",
     "report_of",
 ]
 
 _NUM_SAMPLES = 100
+_PROGRESS_EVERY_S = 10.0
 _COLOURS = ("#c2410c", "#1d4ed8")
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -47,9 +52,14 @@ def hicache_sim(
     figure = _new_figure() if picture is not None else None  # refused before the simulation has cost a minute
     runs: dict[AgreementScope, list[SimulationRun]] = {}
     sample_steps = steps // _NUM_SAMPLES
+    progress = RunProgress(out=sys.stderr, num_runs=seeds * len(get_args(AgreementScope)))
     for scope in get_args(AgreementScope):
         config = SimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, scope=scope)
-        runs[scope] = run_simulation(config, seeds=range(seeds), num_steps=steps, sample_steps=sample_steps)
+        runs[scope] = []
+        for seed in range(seeds):
+            runs[scope] += run_simulation(config, seeds=[seed], num_steps=steps, sample_steps=sample_steps)
+            progress.ran()
+        progress.clear()
         say_plainly(report_of(scope, runs[scope], num_steps=steps))
     if picture is not None and figure is not None:
         title = (
@@ -59,6 +69,45 @@ def hicache_sim(
         _write(figure, picture)
         say_plainly((f"picture: {picture}",))
     return int(any(run.parted_at is not None for run in runs["cp x tp"]))
+
+
+@dataclass(slots=True, kw_only=True)
+class RunProgress:
+    """How many runs are done: on one line of a terminal that is written over, otherwise a line every ten seconds.
+
+    Attributes:
+        out: standard error, so that what other programs read stays as it is.
+        num_runs: in all.
+        clock: monotonic seconds.
+    """
+
+    out: TextIO
+    num_runs: int
+    clock: Callable[[], float] = time.monotonic
+    _num_done: int = 0
+    _next_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next_s = self.clock() + _PROGRESS_EVERY_S
+
+    def ran(self) -> None:
+        """Count one run."""
+        self._num_done += 1
+        text = f"{self._num_done} of {self.num_runs} runs done"
+        if self.out.isatty():
+            self._write(f"\r{text}")
+        elif (now_s := self.clock()) >= self._next_s:
+            self._next_s = now_s + _PROGRESS_EVERY_S
+            self._write(f"{text}\n")
+
+    def clear(self) -> None:
+        """Make room for other text."""
+        if self.out.isatty():
+            self._write("\r\033[K")
+
+    def _write(self, text: str) -> None:
+        self.out.write(text)
+        self.out.flush()
 
 
 def report_of(scope: AgreementScope, runs: Sequence[SimulationRun], *, num_steps: int) -> Iterator[str]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol, TextIO
 
 import attrs
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
@@ -22,11 +26,13 @@ from scheduler_components.reference.cli.driver import Lateness, Tally, percentil
 from scheduler_components.reference.cli.run_report import RunReport
 
 __all__ = [
+    "JsonScreen",
     "NoStreams",
     "RateWindow",
     "Row",
     "RunView",
     "Screen",
+    "SessionScreen",
     "make_rows",
     "plain_line",
     "progress_text",
@@ -214,20 +220,65 @@ class RunView:
     lateness: Lateness = field(default_factory=Lateness)
     clock: Callable[[], float] = time.monotonic
     _start_s: float = field(init=False)
+    _end_s: float = field(default=math.inf, init=False)
     _rates: RateWindow = field(default_factory=RateWindow)
 
     def __post_init__(self) -> None:
         self._start_s = self.clock()
 
+    def end(self) -> None:
+        """The workload is over: its time stands still."""
+        self._end_s = self.clock()
+
     @property
     def elapsed_s(self) -> float:
-        return self.clock() - self._start_s
+        return min(self.clock(), self._end_s) - self._start_s
 
     def title(self) -> str:
         return progress_text(self.tally, self.elapsed_s, behind_s=self.lateness.behind_s(self.clock()))
 
     def rows(self) -> list[Row]:
         return make_rows(self.board.read(), self.streams.stats(), rates=self._rates, now_s=self.clock())
+
+
+class SessionScreen(Protocol):
+    """Where a session says what it does: for a person (``Screen``) or a program (``JsonScreen``)."""
+
+    def say(self, text: str) -> None:
+        """Tell what happens."""
+        ...
+
+    def say_ready(self, url: str) -> None:
+        """Tell that the engine answers at ``url``."""
+        ...
+
+    def complain(self, text: str) -> None:
+        """Pass on a line of a rank's standard error."""
+        ...
+
+    def showing(self, view: RunView) -> AbstractAsyncContextManager[None]:
+        """Show the view until the block is left."""
+        ...
+
+    def show_summary(self, view: RunView, tiers: Sequence[TierStats]) -> None:
+        """Tell what the run came to; ``tiers`` are those of each replica that has them."""
+        ...
+
+    def show_report(self, report: RunReport) -> None:
+        """Tell what was checked."""
+        ...
+
+
+@asynccontextmanager
+async def _meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Do ``work`` until the block is left."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -253,16 +304,14 @@ class Screen:
     def complain(self, text: str) -> None:
         self.err.print(text, markup=False, soft_wrap=True)
 
+    def say_ready(self, url: str) -> None:
+        self.say(f"ready at {url}; see /server_info, /v1/loads and /metrics")
+
     @asynccontextmanager
     async def showing(self, view: RunView) -> AsyncIterator[None]:
         """Keep the view on the screen until the block is left."""
-        task = asyncio.create_task(self._show_table(view) if self.out.is_terminal else self._show_lines(view))
-        try:
+        async with _meanwhile(self._show_table(view) if self.out.is_terminal else self._show_lines(view)):
             yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
     async def _show_table(self, view: RunView) -> None:
         with Live(console=self.out, auto_refresh=False) as live:
@@ -278,15 +327,10 @@ class Screen:
             await asyncio.sleep(_LINE_EVERY_S)
             self.say(plain_line(view.rows(), view.title()))
 
-    def show_summary(self, view: RunView) -> None:
-        """What the run came to."""
+    def show_summary(self, view: RunView, tiers: Sequence[TierStats]) -> None:
+        """What the run came to, and what of the prompts each tier of a hierarchical cache had."""
         self.say("\nSummary")
-        for name, facts in _summary(view):
-            self.say(f"  {name:<18} {facts}")
-
-    def show_tiers(self, tiers: Sequence[TierStats]) -> None:
-        """What of the prompts each tier of a hierarchical cache had; nothing without one."""
-        for name, facts in tier_facts(tiers):
+        for name, facts in chain(_summary(view), tier_facts(tiers)):
             self.say(f"  {name:<18} {facts}")
 
     def show_report(self, report: RunReport) -> None:
@@ -295,6 +339,81 @@ class Screen:
         for check in report.checks:
             self.say(f"  {check.name:<18} {'ok  ' if check.passed else 'FAIL'}  {check.facts}")
         self.say("PASSED" if report.passed else "FAILED")
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class JsonScreen:
+    """One JSON object per line, each with a ``kind``: note, ready, progress, summary, report.
+
+    Attributes:
+        out: where the lines go.
+        err: what ranks complain of, as text.
+    """
+
+    out: TextIO
+    err: TextIO
+
+    @classmethod
+    def standard(cls) -> JsonScreen:
+        """Standard output and standard error."""
+        return cls(out=sys.stdout, err=sys.stderr)
+
+    def say(self, text: str) -> None:
+        self._write("note", text=text)
+
+    def say_ready(self, url: str) -> None:
+        self._write("ready", url=url)
+
+    def complain(self, text: str) -> None:
+        self.err.write(f"{text}\n")
+        self.err.flush()
+
+    @asynccontextmanager
+    async def showing(self, view: RunView) -> AsyncIterator[None]:
+        """Write a line of progress every two seconds until the block is left."""
+        async with _meanwhile(self._write_progress(view)):
+            yield
+
+    async def _write_progress(self, view: RunView) -> None:
+        while True:
+            await asyncio.sleep(_LINE_EVERY_S)
+            self._write("progress", **_progress_facts(view), ranks=[attrs.asdict(row) for row in view.rows()])
+
+    def show_summary(self, view: RunView, tiers: Sequence[TierStats]) -> None:
+        tally, totals = view.tally, [report.totals for report in view.board.read().values()]
+        self._write(
+            "summary",
+            **_progress_facts(view),
+            prompt_tokens=tally.tokens.prompt,
+            cached_tokens=tally.tokens.cached,
+            output_tokens=tally.tokens.output,
+            first_token_s={"p50": percentile(tally.first_token_s, 0.5), "p95": percentile(tally.first_token_s, 0.95)},
+            evicted_tokens=sum(total.evicted_tokens_total for total in totals),
+            retractions=sum(total.num_retractions_total for total in totals),
+            refusals=tally.refused.reasons,
+            failures=tally.failed.reasons,
+            tiers=tiers,
+        )
+
+    def show_report(self, report: RunReport) -> None:
+        self._write("report", passed=report.passed, checks=[attrs.asdict(check) for check in report.checks])
+
+    def _write(self, kind: str, **facts: Any) -> None:
+        self.out.write(msgspec.json.encode({"kind": kind, **facts}).decode() + "\n")
+        self.out.flush()
+
+
+def _progress_facts(view: RunView) -> dict[str, Any]:
+    tally = view.tally
+    return {
+        "elapsed_s": round(view.elapsed_s, 3),
+        "requests": tally.total,
+        "sent": tally.sent,
+        "finished": tally.finished,
+        "refused": tally.refused.count,
+        "failed": tally.failed.count,
+        "behind_s": round(view.lateness.behind_s(view.clock()), 3),
+    }
 
 
 def _summary(view: RunView) -> Iterator[tuple[str, str]]:

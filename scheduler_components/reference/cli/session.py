@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -23,13 +24,15 @@ from observability.kv_stream import NoStreamsError, Tier
 from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.cli.driver import ChatDriver, Tally, TraceDriver
 from scheduler_components.reference.cli.run_report import Evidence, RunReport, StreamEvidence, judge, probe_ports
-from scheduler_components.reference.cli.screen import NoStreams, RunView, Screen
+from scheduler_components.reference.cli.screen import NoStreams, RunView, SessionScreen
 from scheduler_components.reference.device import TraceFacts, WorkloadConfig, check_trace, generate_chats, open_trace
 from scheduler_components.reference.engine import (
     DEFAULT_HOST,
     Engine,
     EngineConfig,
     EngineFailedError,
+    bind_http,
+    check_ports_free,
     make_app,
     open_engine,
     open_http_server,
@@ -73,12 +76,12 @@ class SessionConfig:
 _SETTLE_S = 30.0  # a healthy stream is read to its end in well under a second; a stuck one must end too
 
 
-async def run_session(config: SessionConfig, screen: Screen) -> bool:
+async def run_session(config: SessionConfig, screen: SessionScreen) -> bool:
     """Start the engine, play or replay what is asked for, check the run, stop. False when a check failed.
 
     Raises:
         ConfigError: the trace cannot be read, has no requests, or a line of it is wrong.
-        StartError: a rank or the HTTP server did not start.
+        StartError: a port is taken, or a rank did not start.
         EngineFailedError: a rank ended while the engine ran.
     """
     engine_config = config.engine
@@ -86,6 +89,13 @@ async def run_session(config: SessionConfig, screen: Screen) -> bool:
         trace = check_trace(config.trace, limit=config.limit)  # before eight processes start
         screen.say(_trace_text(trace, engine_config.speed))
         config = attrs.evolve(config, limit=trace.num_requests)  # what is replayed is what was checked
+    check_ports_free(engine_config)
+    with bind_http(config.host, config.port) as listener:  # taken here too, and kept
+        return await _run_engine(config, listener, screen)
+
+
+async def _run_engine(config: SessionConfig, listener: socket.socket, screen: SessionScreen) -> bool:
+    engine_config = config.engine
     screen.say(
         f"starting {engine_config.world_size} scheduler processes: dp {engine_config.dp_size} x"
         f" attention-CP {engine_config.attn_cp_size} x attention-TP {engine_config.attn_tp_size}"
@@ -94,8 +104,8 @@ async def run_session(config: SessionConfig, screen: Screen) -> bool:
     async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.complain) as engine:
         PrometheusBoard(registry, board=engine.stats, model_name=engine_config.model_name)
         OutputCollector(registry, engine, model_name=engine_config.model_name)
-        async with open_http_server(make_app(engine, registry), host=config.host, port=config.port) as url:
-            screen.say(f"ready at {url}; see /server_info, /v1/loads and /metrics")
+        async with open_http_server(make_app(engine, registry), listener) as url:
+            screen.say_ready(url)
             try:
                 return await _use(config, engine, url, registry, screen)
             finally:
@@ -106,7 +116,9 @@ def _trace_text(trace: TraceFacts, speed: float) -> str:
     return f"trace: {trace.num_requests:,} requests, sent in {trace.duration_s / speed:,.0f} s at speed {speed:g}"
 
 
-async def _use(config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: Screen) -> bool:
+async def _use(
+    config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: SessionScreen
+) -> bool:
     passed = True
     if config.has_work:
         report = await engine.run(_run_workload(config, engine, url, registry, screen))
@@ -126,7 +138,7 @@ async def _serve(duration_s: float | None) -> None:
 
 
 async def _run_workload(
-    config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: Screen
+    config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: SessionScreen
 ) -> RunReport:
     tally = Tally()
     async with _observing(url, registry) as observed:
@@ -134,10 +146,10 @@ async def _run_workload(
         async with screen.showing(view):
             await _drive(config, engine, url, view, screen)
             await engine.wait_until_idle()
-        screen.show_summary(view)
+        view.end()
         evidence = await _gather_evidence(engine, observed, tally)
         tiers = [dump.tiers for leader in evidence.leaders if (dump := evidence.dumps[leader]).tiers is not None]
-        screen.show_tiers(tiers)
+        screen.show_summary(view, tiers)
         return judge(evidence)
 
 
@@ -170,7 +182,7 @@ async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[_Ob
             collector.close()
 
 
-async def _drive(config: SessionConfig, engine: Engine, url: str, view: RunView, screen: Screen) -> None:
+async def _drive(config: SessionConfig, engine: Engine, url: str, view: RunView, screen: SessionScreen) -> None:
     speed, tally = config.engine.speed, view.tally
     if config.trace is not None:
         driver = TraceDriver(front=engine.front, speed=speed, tally=tally, lateness=view.lateness)

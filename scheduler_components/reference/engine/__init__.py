@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RankConfig,
         SchedulerConfig,
         StorageKind,
+        check_ports_free,
         default_kv_events,
     )
     from scheduler_components.reference.engine.engine import Engine, open_engine
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         BadBodyError,
         EngineStatus,
         GenerateEndpoint,
+        bind_http,
         make_app,
         open_http_server,
         parse_body,
@@ -156,6 +158,8 @@ __all__ = [
     "MAX_BODY_BYTES",
     "MOONCAKE_MASTER",
     "MOONCAKE_METADATA",
+    "bind_http",
+    "check_ports_free",
     "check_request_fits",
     "decode_command",
     "decode_outputs",
@@ -190,7 +194,7 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.engine.cache_tiers": "CacheTiers DeviceTier",
         "scheduler_components.reference.engine.config": (
             "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA EngineConfig EnginePaths HiCacheConfig RankConfig "
-            "SchedulerConfig StorageKind default_kv_events"
+            "SchedulerConfig StorageKind check_ports_free default_kv_events"
         ),
         "scheduler_components.reference.engine.engine": "Engine open_engine",
         "scheduler_components.reference.engine.front": (
@@ -199,7 +203,7 @@ __getattr__ = lazy_names(
         ),
         "scheduler_components.reference.engine.host_tiers": "HostTiers SimulatedKv",
         "scheduler_components.reference.engine.http": (
-            "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint make_app open_http_server parse_body"
+            "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint bind_http make_app open_http_server parse_body"
         ),
         "scheduler_components.reference.engine.messages": (
             "ALIVE_EVERY_S FRONT AbortRequest CacheDump Command DumpCache LoadReport OutputSocket RankAlive RankReady "

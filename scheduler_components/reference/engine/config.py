@@ -5,6 +5,7 @@ The values are start-up facts: checked once in the process that a person talks t
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgspec
 
 from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
 from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
+from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.validators import is_integer, is_number
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "EnginePaths",
     "SchedulerConfig",
     "StorageKind",
+    "check_ports_free",
     "default_kv_events",
 ]
 
@@ -277,6 +280,41 @@ def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
             "bind": True,
         }
     ).decode()
+
+
+def check_ports_free(engine: EngineConfig) -> None:
+    """Look whether the event stream's tcp ports can be had, so that a taken one costs no process.
+
+    A port may still be taken before a rank binds it: then the rank says so.
+
+    Raises:
+        StartError: naming the first endpoint that is in use.
+    """
+    if engine.kv_events is None:
+        return
+    settings = KVEventsConfig.from_cli(engine.kv_events)
+    if settings.publisher != "zmq":
+        return
+    plan = settings.port_plan(engine.dp_size)
+    bound = [plan.replay, plan.load]
+    if plan.events.decide_bind(settings.bind):
+        bound.append(plan.events)
+    for base in bound:
+        for index in range(engine.dp_size if base is not None and base.port else 0):
+            assert base is not None
+            endpoint = base.offset(index)
+            if _is_taken(endpoint.host, endpoint.port or 0):
+                raise StartError(str(endpoint), "is in use", "stop who listens there, or give another port")
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """True when somebody listens there; what else keeps a rank from binding is left to the rank to say."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server(("" if host == "*" else host, port), family=family).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def _free_ports(host: str, count: int) -> int:

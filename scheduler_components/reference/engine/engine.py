@@ -8,10 +8,11 @@ itself when the parent dies, however it dies. Ranks are in sessions of their own
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,11 +145,14 @@ async def open_ranks(
 
 
 async def _start(name: str) -> asyncio.subprocess.Process:
+    search_path = os.pathsep.join(_absolute(sys.path))
     try:
         return await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # a rank imports what this process does, whatever lies in the working directory
             "-m",
             _RANK_MODULE,
+            env=os.environ | {"PYTHONPATH": search_path},  # noqa: SCH007 a rank's environment is its parent's
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_LONGEST_LINE_BYTES,
@@ -156,6 +160,11 @@ async def _start(name: str) -> asyncio.subprocess.Process:
         )
     except OSError as error:
         raise StartError(f"rank {name}", str(error), "free memory or process slots") from error
+
+
+def _absolute(paths: Iterable[str]) -> Iterator[str]:
+    """As Python reads its own search path: an empty entry is the working directory."""
+    return (str(Path(path).absolute()) for path in paths)
 
 
 async def _stop(ranks: Sequence[RankProcess], watchers: Sequence[asyncio.Task[RankExit]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +56,7 @@ __all__ = [
     "GenerateEndpoint",
     "parse_body",
     "EngineStatus",
+    "bind_http",
     "make_app",
     "open_http_server",
 ]
@@ -320,6 +321,7 @@ def make_app(engine: Engine, registry: CollectorRegistry) -> Starlette:
 
 
 _LINGER_S = 5  # for a client that still sends to read why it need not
+_BACKLOG = 512
 _GRACE_S = 2  # streams that are still open when the engine stops are cut after this
 
 
@@ -369,26 +371,59 @@ class _PunctualProtocol(H11Protocol):
             self._hang_up = None
 
 
+@contextmanager
+def bind_http(host: str, port: int) -> Iterator[socket.socket]:
+    """Take the server's address until the block is left, without listening: who connects is refused until it serves.
+
+    Args:
+        host: address or name; a wildcard is bound only if a person asks for it.
+        port: 0 lets the system choose.
+
+    Raises:
+        StartError: the address is taken or not this machine's.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, OverflowError) as error:
+        raise _address_error(host, port, error) from error
+    with bound:
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that ended a moment ago
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(address[:2])
+        except OSError as error:
+            raise _address_error(host, port, error) from error
+        yield bound
+
+
+def _address_error(host: str, port: int, error: Exception) -> StartError:
+    return StartError(f"{host}:{port}", str(error), "give another --host or --port")
+
+
 @asynccontextmanager
 async def open_http_server(
-    app: ASGIApp, *, host: str, port: int, head_deadline_s: float = HEAD_DEADLINE_S
+    app: ASGIApp, listener: socket.socket, *, head_deadline_s: float = HEAD_DEADLINE_S
 ) -> AsyncIterator[str]:
     """Serve ``app`` until the block is left.
 
     Args:
         app: any ASGI application.
-        host: address or name to bind; a wildcard is bound only if a person asks for it.
-        port: 0 lets the system choose.
+        listener: of ``bind_http``.
         head_deadline_s: who has not sent a request's head by then is hung up on, also who has sent nothing.
 
     Yields:
         A URL at which this machine reaches the server, with the port that was really bound.
 
     Raises:
-        StartError: the address is taken or not this machine's.
+        StartError: somebody else began to listen at the address.
     """
-    listener = _listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise _address_error(bound_host, bound_port, error) from error
     config = uvicorn.Config(
         app,
         http=cast("type[H11Protocol]", partial(_PunctualProtocol, head_deadline_s=head_deadline_s)),
@@ -405,15 +440,6 @@ async def open_http_server(
     finally:
         server.should_exit = True
         await serving
-        listener.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=512)
-    except (OSError, OverflowError) as error:
-        raise StartError(f"{host}:{port}", str(error), "give another --host or --port") from error
 
 
 def _url(host: IPv4Address | IPv6Address, port: int) -> str:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import scheduler_components
 from scheduler_components import __version__
 from scheduler_components.kv_events import ClientKeys
 from scheduler_components.reference.cli import COMMANDS
 
+KIT = Path(scheduler_components.__file__).parent.parent
 MISTAKES = [
     (["frobnicate"], "frobnicate"),
     (["serve", "stray"], "stray"),
@@ -51,13 +57,14 @@ ENGINE = """
     kv-tokens max-running-requests page-size port seed speed
 """
 OPTIONS = {
-    "serve": f"{ENGINE} duration keep-serving limit trace",
-    "demo": f"{ENGINE} chats-per-s requests",
+    "serve": f"{ENGINE} duration json keep-serving limit trace",
+    "demo": f"{ENGINE} chats-per-s json requests",
     "watch": "count duration history json publisher-key-file replay-endpoint secret-key-file topic",
     "doctor": "json listen publisher-key-file secret-key-file timeout",
     "conformance": "batches block-size json listen replay-endpoint timeout topic",
     "hicache-sim": "attn-cp-size attn-tp-size picture seeds steps",
     "keygen": "",
+    "completion": "",
 }
 """Scripts rely on these names: one that goes, or comes, is told in the changelog."""
 
@@ -109,6 +116,78 @@ def test_a_worker_that_does_not_answer_is_exit_code_3_and_one_line(command_line:
     ran = command_line(command, "http://127.0.0.1:1")
     assert (ran.code, ran.out) == (3, "")
     assert "refused" in ran.complaint
+
+
+def test_a_flag_is_shown_as_a_flag(command_line: Callable) -> None:
+    """It takes no value, so none is named behind it, and it has no opposite."""
+    shown = command_line("serve", "--help").out
+    for flag in ("--hicache", "--keep-serving", "--json"):
+        assert re.search(rf"^│ {flag} {{2,}}\S", shown, re.MULTILINE), flag
+    assert "--no-" not in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"), [("serve", ["--port", "0"]), ("demo", ["--requests", "1"])], ids=["serve", "demo"]
+)
+def test_without_numpy_the_hierarchical_cache_names_its_extra_before_anything_starts(
+    command_line: Callable, monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    ran = command_line(command, *arguments, "--hicache")
+    assert (ran.code, ran.out) == (1, "")
+    assert "scheduler-components[hicache]" in ran.complaint
+
+
+def test_a_taken_port_is_told_before_anything_starts(command_line: Callable) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ran = command_line("serve", "--port", str(port))
+        assert (ran.code, ran.out) == (1, "")
+        assert f"127.0.0.1:{port}" in ran.complaint
+        for field in ("endpoint", "replay_endpoint", "load_endpoint"):
+            config = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "bind": True}
+            # The second of the two streams gets the port that is taken.
+            config[field] = f"tcp://127.0.0.1:{port - 1}"
+            ran = command_line("serve", "--port", "0", "--kv-events-config", json.dumps(config))
+            assert (ran.code, ran.out) == (1, "")
+            assert f"tcp://127.0.0.1:{port}: is in use" in ran.complaint
+
+
+COMMAND = [sys.executable, "-m", "scheduler_components"]
+
+
+def test_the_package_runs_as_a_module() -> None:
+    ran = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize("text", ["", "from gone import nothing\n"])
+@pytest.mark.parametrize("name", ["observability.py", "observability/__init__.py"])
+def test_another_package_of_the_same_name_is_named_with_a_way_on(tmp_path: Path, name: str, text: str) -> None:
+    stranger = tmp_path / name
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text(text)
+    path = os.pathsep.join(sys.path[1:])
+    ran = subprocess.run(
+        [*COMMAND, "--version"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{KIT}:{path}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert str(stranger) in ran.stderr
+    assert "python -m: add -P" in ran.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_how_to_complete_all_commands(command_line: Callable, shell: str) -> None:
+    ran = command_line("completion", shell)
+    assert ran.code == 0
+    assert all(command in ran.out for command in COMMANDS)
+    assert "--hicache-storage" in ran.out
+    assert command_line("completion", "tcl").code == 2
 
 
 def test_keygen_writes_what_the_kit_reads_and_overwrites_nothing(command_line: Callable, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import zmq
 
+import scheduler_components
 from scheduler_components.reference.engine import EngineConfig, default_kv_events
 
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main"]
@@ -65,6 +66,30 @@ def test_the_demo_passes_its_own_checks() -> None:
     assert re.search(r"no gap +ok +[1-9]\d* batches", out)
     assert re.search(r"view equals cache +ok +dp0: [1-9]\d* blocks equal; dp1: [1-9]\d* blocks equal", out)
     assert out.endswith("PASSED\n")
+
+
+def test_the_demo_tells_a_program_in_json_lines_what_it_tells_a_person() -> None:
+    with started("demo", *TWO_BY_TWO, "--requests", "8", "--speed", "4", "--json") as process:
+        code, out, err = finish(process)
+    assert (code, err) == (0, "")
+    told = [json.loads(line) for line in out.splitlines()]
+    by_kind = {each["kind"]: each for each in told}
+    assert by_kind.keys() - {"progress"} == {"note", "ready", "summary", "report"}
+    assert by_kind["ready"]["url"].startswith("http://127.0.0.1:")
+    assert (by_kind["summary"]["requests"], by_kind["summary"]["finished"], by_kind["summary"]["failed"]) == (8, 8, 0)
+    assert by_kind["report"]["passed"] is True
+    assert {check["name"] for check in by_kind["report"]["checks"]} >= {"requests", "view equals cache"}
+    assert told[-1]["kind"] == "report"
+
+
+def test_a_package_of_the_kits_name_in_the_working_directory_reaches_no_rank(tmp_path: Path) -> None:
+    """The command's own script does not look there, and neither may its ranks."""
+    (tmp_path / "observability.py").write_text("raise SystemExit('the wrong package')\n")
+    kit = str(Path(scheduler_components.__file__).parent.parent)
+    script = f"import sys; sys.path[0] = {kit!r}; from scheduler_components.reference.cli.main import main; main()"
+    arguments = [sys.executable, "-c", script, "demo", *TWO_BY_TWO, "--requests", "4", "--speed", "8"]
+    ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_context_parallel_ranks_publish_no_stream_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scheduler_components.reference.cli import draw_divergence
+from scheduler_components.reference.cli import RunProgress, draw_divergence
 from scheduler_components.reference.device import SimulationRun
 
 matplotlib_figure = pytest.importorskip("matplotlib.figure", reason="pip install scheduler-components[plot]")
@@ -26,6 +27,29 @@ def test_ranks_part_over_tp_and_never_over_cp_x_tp(command_line: Callable, tmp_p
     assert lines[-2] == "  ranks never parted"
     assert "CP 2 x TP 2 ranks" in picture.read_text()
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_one_line_shows_how_many_runs_are_done_and_then_goes() -> None:
+    out = Terminal()
+    progress = RunProgress(out=out, num_runs=2)
+    progress.ran()
+    progress.ran()
+    progress.clear()
+    assert out.getvalue() == "\r1 of 2 runs done\r2 of 2 runs done\r\033[K"
+
+
+def test_in_a_log_a_line_comes_every_ten_seconds() -> None:
+    out, ticks = io.StringIO(), iter([0.0, 4.0, 8.0, 12.0, 16.0, 30.0])
+    progress = RunProgress(out=out, num_runs=5, clock=lambda: next(ticks))
+    for _ in range(5):
+        progress.ran()
+    progress.clear()
+    assert out.getvalue() == "3 of 5 runs done\n5 of 5 runs done\n"
 
 
 def test_the_picture_has_a_line_per_run_and_their_mean() -> None:

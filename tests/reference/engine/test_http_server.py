@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +18,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from scheduler_components import StartError
-from scheduler_components.reference.engine import Front, GenerateEndpoint, LoadDispatcher, open_http_server
+from scheduler_components.reference.engine import Front, GenerateEndpoint, LoadDispatcher, bind_http, open_http_server
 
 
 async def hello(_: Request) -> PlainTextResponse:
@@ -26,11 +28,18 @@ async def hello(_: Request) -> PlainTextResponse:
 APP = Starlette(routes=[Route("/", hello)])
 
 
+@asynccontextmanager
+async def serving(app: Starlette, **settings: float) -> AsyncIterator[str]:
+    with bind_http("127.0.0.1", 0) as listener:
+        async with open_http_server(app, listener, **settings) as url:
+            yield url
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
 def test_it_answers_at_the_url_that_it_gives_and_lets_go_of_the_port(host: str) -> None:
     async def scenario() -> str:
-        async with open_http_server(APP, host=host, port=0) as url:
-            async with httpx.AsyncClient() as client:
+        with bind_http(host, 0) as listener:
+            async with open_http_server(APP, listener) as url, httpx.AsyncClient() as client:
                 assert (await client.get(url)).text == "hello"
             assert "0.0.0.0" not in url
             return url
@@ -41,13 +50,25 @@ def test_it_answers_at_the_url_that_it_gives_and_lets_go_of_the_port(host: str) 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "host.invalid"])
 def test_an_address_that_cannot_be_had_is_a_start_error(host: str) -> None:
-    async def scenario(port: int) -> None:
-        async with open_http_server(APP, host=host, port=port):
-            raise AssertionError("it started")
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(StartError, match="--port"):
-            asyncio.run(scenario(taken.getsockname()[1]))
+        with pytest.raises(StartError, match="--port"), bind_http(host, taken.getsockname()[1]):
+            raise AssertionError("it was bound")
+
+
+def test_who_connects_before_it_serves_is_refused() -> None:
+    with bind_http("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname())
+
+
+def test_an_address_at_which_somebody_else_listens_by_then_is_a_start_error() -> None:
+    async def scenario() -> None:
+        with bind_http("127.0.0.1", 0) as listener, bind_http(*listener.getsockname()) as other:
+            other.listen()
+            async with open_http_server(APP, listener):
+                raise AssertionError("it started")
+
+    with pytest.raises(StartError, match="--port"):
+        asyncio.run(scenario())
 
 
 def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
@@ -65,7 +86,7 @@ def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
 
     async def scenario() -> None:
         app = Starlette(routes=[Route("/", hello), generate])
-        async with open_http_server(app, host="127.0.0.1", port=0) as url:
+        async with serving(app) as url:
             cut = asyncio.gather(*(send_half(url) for _ in range(200)))
             async with httpx.AsyncClient() as client:
                 assert (await client.get(url)).text == "hello"
@@ -96,7 +117,7 @@ def test_half_sent_heads_are_cut_also_behind_a_whole_request_and_slow_answers_ar
 
     async def scenario() -> None:
         app = Starlette(routes=[Route("/", hello), Route("/slow", answer_slowly)])
-        async with open_http_server(app, host="127.0.0.1", port=0, head_deadline_s=0.3) as url:
+        async with serving(app, head_deadline_s=0.3) as url:
             async with httpx.AsyncClient(timeout=20) as client:
                 asked = asyncio.create_task(client.get(f"{url}/slow"))
                 whole, half = b"GET / HTTP/1.1\r\nhost: engine\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost:"
@@ -118,7 +139,7 @@ def test_idle_connections_are_kept_for_longer_than_clients_use_them(monkeypatch:
             kept_s.append(self.timeout_keep_alive)
 
     async def scenario() -> None:
-        async with open_http_server(APP, host="127.0.0.1", port=0):
+        async with serving(APP):
             pass
 
     monkeypatch.setattr(uvicorn, "Config", SeenConfig)
