@@ -138,9 +138,9 @@ def test_without_numpy_the_hierarchical_cache_names_its_extra_before_anything_st
     assert "scheduler-components[hicache]" in ran.complaint
 
 
-def test_a_taken_port_is_told_before_anything_starts(command_line: Callable) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_a_taken_port_is_told_before_anything_starts(command_line: Callable, free_ports: Callable[[int], int]) -> None:
+    port = free_ports(2) + 1
+    with socket.create_server(("127.0.0.1", port)):
         ran = command_line("serve", "--port", str(port))
         assert (ran.code, ran.out) == (1, "")
         assert f"127.0.0.1:{port}" in ran.complaint
