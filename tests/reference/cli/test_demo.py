@@ -82,9 +82,10 @@ def test_the_demo_tells_a_program_in_json_lines_what_it_tells_a_person() -> None
     assert told[-1]["kind"] == "report"
 
 
-def test_a_package_of_the_kits_name_in_the_working_directory_reaches_no_rank(tmp_path: Path) -> None:
+def test_modules_in_the_working_directory_reach_no_rank(tmp_path: Path) -> None:
     """The command's own script does not look there, and neither may its ranks."""
-    (tmp_path / "observability.py").write_text("raise SystemExit('the wrong package')\n")
+    for name in ("observability", "zmq"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
     kit = str(Path(scheduler_components.__file__).parent.parent)
     script = f"import sys; sys.path[0] = {kit!r}; from scheduler_components.reference.cli.main import main; main()"
     arguments = [sys.executable, "-c", script, "demo", *TWO_BY_TWO, "--requests", "4", "--speed", "8"]
