@@ -67,6 +67,7 @@ class RadixNode:
         digests: 32 bytes per page; empty in a tree that does not hash.
         namespace: of the whole prefix.
         lock_count: holders of this node's device pages, or of those of a node below it.
+        num_hits: requests that found it, where a policy counts them (hierarchical cache only).
         children: by the first page of their runs.
     """
 
@@ -78,6 +79,7 @@ class RadixNode:
     digests: bytearray = field(default_factory=bytearray)
     namespace: PrefixNamespace = PLAIN_NAMESPACE
     lock_count: int = 0
+    num_hits: int = 0
     children: dict[bytes, RadixNode] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -179,6 +181,7 @@ class RadixTree:
             digests=node.digests,
             namespace=node.namespace,
             lock_count=node.lock_count,
+            num_hits=node.num_hits,
         )
         node.tokens = _take_tail(upper.tokens, cut * self.page_bytes)
         node.pages = upper.pages[cut:]  # empty in both parts where the run is not on the device

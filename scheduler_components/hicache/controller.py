@@ -59,12 +59,12 @@ __all__ = [
     "WritePolicy",
 ]
 
-WritePolicy: TypeAlias = Literal["write_through", "write_back"]
+WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchStop: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
 
 
 def _check_write(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    _check_choice(attribute.name, value, ("write_through", "write_back"))
+    _check_choice(attribute.name, value, ("write_through", "write_through_selective", "write_back"))
 
 
 def _check_stop(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -81,8 +81,10 @@ class HiCachePolicy:
     """When a hierarchical cache writes, and when it stops prefetching; the same on every rank of a replica.
 
     Attributes:
-        write: copy pages to the host as soon as they are cached (``write_through``), or when they near eviction from
-            the device (``write_back``).
+        write: copy pages to the host as soon as they are cached (``write_through``), once enough requests have found
+            them (``write_through_selective``), or when they near eviction from the device (``write_back``).
+        write_threshold_hits: with ``write_through_selective``, how many requests must have found a page in the cache.
+            ``Preparations.is_ready`` counts, once per request. What is evicted before is lost.
         clean_ahead_pages: with ``write_back``, how many of the next pages to evict are kept copied ahead of need.
             What is evicted uncopied is lost, never waited for.
         prefetch: when a prefetch from storage ends before it is complete: as soon as its request could run
@@ -98,6 +100,8 @@ class HiCachePolicy:
     """
 
     write: WritePolicy = attrs.field(default="write_through", validator=_check_write)
+    # SGLang writes at the second use; the first is the computing, which is no hit here.
+    write_threshold_hits: int = attrs.field(default=1, validator=is_integer("is not a count"))
     clean_ahead_pages: int = attrs.field(default=64, validator=is_integer("is not a count"))
     prefetch: PrefetchStop = attrs.field(default="best_effort", validator=_check_stop)
     prefetch_threshold_pages: int = attrs.field(default=4, validator=is_integer("is not a count"))

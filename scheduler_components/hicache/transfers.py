@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace, RadixNode, pack_tokens, page_digests
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
@@ -153,8 +154,20 @@ class HostWrites:
         """With ``write_through``: copy a path that a request has just cached. With ``write_back``: look ahead soon."""
         if self.policy.write == "write_through":
             self.write_path(path)
-        else:
+        elif self.policy.write == "write_back":
             self._has_news = True
+        else:
+            self._write_what_was_found(path)
+
+    def after_hit(self, path: list[RadixNode]) -> None:
+        """Count one more request that found a path in the tree; copy what has been found often enough by now."""
+        for node in path:
+            node.num_hits += 1
+        self._write_what_was_found(path)
+
+    def _write_what_was_found(self, path: list[RadixNode]) -> None:
+        # Who finds a node finds what is above it, so those that were found often enough come first.
+        self.write_path(takewhile(lambda node: node.num_hits >= self.policy.write_threshold_hits, path))
 
     def write_path(self, path: Iterable[RadixNode]) -> None:
         """Copy what of a path on the device is not on the host, parents first; back up what is on the host."""
@@ -450,6 +463,7 @@ class _Preparation:
     load: Load | None = None
     num_loaded_pages: int = 0
     has_given_up: bool = False
+    is_counted: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -488,6 +502,10 @@ class Preparations:
                 under ``timeout`` its time runs.
         """
         preparation = self._by_rid.setdefault(rid, _Preparation())
+        if self.policy.write == "write_through_selective" and not preparation.is_counted:
+            preparation.is_counted = True
+            seed = (namespace or PLAIN_NAMESPACE).seed()
+            self.transfers.writes.after_hit(self.transfers.tiers.path_to(pack_tokens(token_ids), seed))
         prefetch, load = preparation.prefetch, preparation.load
         if prefetch is not None and prefetch.num_landed is None:
             if not is_next:

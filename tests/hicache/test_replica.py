@@ -41,7 +41,7 @@ from scheduler_components.reference.device import (
 
 POLICIES = st.builds(
     HiCachePolicy,
-    write=st.sampled_from(["write_through", "write_back"]),
+    write=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
     prefetch=st.sampled_from(["best_effort", "wait_complete", "timeout"]),
     prefetch_threshold_pages=st.integers(1, 3),
     prefetch_timeout_s=st.sampled_from([0.0, 2.0, 5.0]),

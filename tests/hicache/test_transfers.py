@@ -58,7 +58,7 @@ class Rank:
         proposal = cache.proposal(
             self._step, has_storage=self.has_storage, load_room_pages=self.load_room_pages, now_s=float(self._step)
         )
-        cache.settle(self._step, proposal.open(proposal.pack(0)), now_s=float(self._step))
+        cache.settle(self._step, proposal.open(proposal.pack(0)))
         cache.check_integrity()
 
     def take(self, kind: type[AnInstruction]) -> list[AnInstruction]:
@@ -134,13 +134,17 @@ def test_a_backup_that_ends_in_the_step_in_which_storage_goes_does_not_count() -
     assert it.cache.stats().pages_not_backed_up == 4
 
 
-def test_what_lands_in_the_step_in_which_storage_goes_is_kept_and_not_believed_to_be_stored() -> None:
+def test_what_has_landed_when_storage_goes_is_kept_and_not_believed_to_be_stored() -> None:
     it = Rank()
     read = it.read("r", 0, 4, num_hit=4)
-    it.end_read(read, 4)
+    it.cache.handle(PagesLanded(read.op, 4))
+    it.step()
     it.has_storage = False
     it.step()
     assert it.pages_on() == (0, 4, 0)
+    it.cache.handle(ReadEnded(read.op))
+    it.step()
+    assert it.cache.num_operations == 0
 
 
 def test_what_was_read_below_a_prefix_that_is_not_stored_does_not_count_as_stored() -> None:
@@ -298,6 +302,38 @@ def test_a_request_waits_for_room_only_where_a_load_under_way_gives_it_back() ->
     it.step()
     assert not it.cache.preparations.is_ready("waits", prompt(2, 3))
     assert [len(copy.device_pages) for copy in it.take(CopyToDevice)] == [3]
+
+
+# --- what is worth a copy ---
+
+
+@pytest.mark.parametrize("num_hits", [1, 2])
+def test_a_prefix_is_copied_once_enough_requests_have_found_it(num_hits: int) -> None:
+    it = Rank(HiCachePolicy(write="write_through_selective", write_threshold_hits=num_hits))
+    it.compute(0, 4)
+    for hit in range(num_hits):
+        assert it.take(CopyToHost) == []
+        for _ in range(5):  # asked at every step, counted once
+            assert it.cache.preparations.is_ready(f"r{hit}", prompt(0, 2))
+        it.cache.preparations.book_admission(f"r{hit}", prompt_tokens=5, cached_tokens=4)
+    [copy] = it.take(CopyToHost)
+    assert len(copy.device_pages) == 2, "the part that was found, and not what follows"
+    it.cache.handle(WriteDone(copy.op, True))
+    it.step()
+    it.compute(0, 6)
+    assert it.take(CopyToHost) == []
+    assert it.pages_on() == (6, 2, 0)
+
+
+def test_what_was_found_often_enough_is_tried_again_when_its_copy_failed() -> None:
+    it = Rank(HiCachePolicy(write="write_through_selective"))
+    it.compute(0, 2)
+    it.cache.preparations.is_ready("r", prompt(0, 2))
+    it.end_writes(is_good=False)
+    it.step()
+    it.compute(0, 3)
+    [copy] = it.take(CopyToHost)
+    assert len(copy.device_pages) == 2
 
 
 # --- what ranks compare ---
