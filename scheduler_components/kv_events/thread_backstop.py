@@ -63,6 +63,7 @@ class Backstop:
     __slots__ = (
         "_drained",
         "_ends_itself",
+        "_inherited",
         "_looking",
         "_name",
         "_pipe",
@@ -79,6 +80,7 @@ class Backstop:
         self.has_ended = False
         self._looking = False
         self._stopping = self._ends_itself = False
+        self._inherited: object = None
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
 
@@ -125,6 +127,14 @@ class Backstop:
         self._close_pipe()
         self._thread = None
         return True
+
+    def disown(self, inherited: object) -> None:
+        """In a forked child: keep ``inherited`` for as long as the child lives, for its sockets are the parent's.
+
+        The thread is not there, but its stack is and holds this object. So nothing is collected, at exit either, and no
+        finalizer of a socket complains.
+        """
+        self._inherited = inherited
 
     def _close_pipe(self) -> None:
         pipe, self._pipe = self._pipe, None

@@ -726,6 +726,7 @@ class ZmqEventPublisher(EventPublisher):
         """In a forked child: sockets and stream are the parent's, and every call says so."""
         self._is_forked = True
         self._may_defer = False
+        self._backstop.disown(self._edge)
 
     def stop_deferring(self) -> None:
         """The backstop stops looking: the next batch goes out inside ``publish()``."""
