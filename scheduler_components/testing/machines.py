@@ -352,18 +352,20 @@ class RecorderMachine(RuleBasedStateMachine):
         first=st.integers(0, 3),
         place=st.integers(0, 2),
         form=st.sampled_from(["signed", "unsigned", "bytes"]),
+        num_copies=st.integers(1, 2),
     )
-    def store(self, prompt: tuple[int, ...], first: int, place: int, form: str) -> None:
-        """A whole prompt, or its end below blocks that may not stand."""
+    def store(self, prompt: tuple[int, ...], first: int, place: int, form: str, num_copies: int) -> None:
+        """A whole prompt, or its end below blocks that may not stand; twice where two requests computed it."""
         medium, group_idx = at = self.places[place % len(self.places)]
         whole = hash_pages(prompt, BLOCK_SIZE)
         first = min(first, len(whole) - 1)
         parent = whole[first - 1] if first else None
-        self.table.store(whole[first:], parent, at)
         told = _as_engines_have_them(whole, form)
         tokens = prompt[first * BLOCK_SIZE :]
         above = told[first - 1] if first else None
-        self.recorder.store(told[first:], tokens, above, medium=medium, group_idx=group_idx)
+        for _ in range(num_copies):
+            self.table.store(whole[first:], parent, at)
+            self.recorder.store(told[first:], tokens, above, medium=medium, group_idx=group_idx)
 
     @rule(prompt=_SHORT_PROMPTS, data=st.data(), place=st.integers(0, 2))
     def remove(self, prompt: tuple[int, ...], data: st.DataObject, place: int) -> None:
