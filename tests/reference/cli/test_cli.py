@@ -127,7 +127,9 @@ def test_a_flag_is_shown_as_a_flag(command_line: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments"), [("serve", ["--port", "0"]), ("demo", ["--requests", "1"])], ids=["serve", "demo"]
+    ("command", "arguments"),
+    [("serve", ["--port", "0", "--duration", "0"]), ("demo", ["--requests", "1"])],
+    ids=["serve", "demo"],
 )
 def test_without_numpy_the_hierarchical_cache_names_its_extra_before_anything_starts(
     command_line: Callable, monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str]
