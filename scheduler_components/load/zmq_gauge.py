@@ -203,6 +203,7 @@ class ZmqLoadReader:
         connections: _Connections,
         socket: zmq.Socket[bytes],
         *,
+        dialed_s: float,
         stall_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -212,7 +213,7 @@ class ZmqLoadReader:
         self._socket = socket
         self._stall_s = stall_s
         self._clock = clock
-        self._looked_s = clock()
+        self._looked_s = dialed_s  # from before the dialing: a process may be stopped right after it
 
     def read(self, timeout_s: float = 0.0) -> LoadView:
         """Take in what has arrived, waiting up to ``timeout_s`` for a first sample; returns ``view``.
@@ -306,10 +307,11 @@ def open_zmq_load_reader(
             raise ConfigError("load_endpoint", str(address), "is of another context", "give a tcp or ipc address")
         address.decide_bind(False, field="load_endpoint")
     connections = _Connections(zmq.Context(), addresses, keys)
+    dialed_s = clock()
     try:
         socket = connections.dial()
     except zmq.ZMQError as error:
         connections.context.destroy(linger=0)
         hint = "give addresses that this machine can dial"
         raise StartError(str(addresses[0]), f"cannot dial the load gauges: {error.strerror}", hint) from error
-    return ZmqLoadReader(connections, socket, stall_s=stall_s, clock=clock)
+    return ZmqLoadReader(connections, socket, dialed_s=dialed_s, stall_s=stall_s, clock=clock)

@@ -1,0 +1,100 @@
+"""Wherever a reader of the load gauge is stopped, what waited meanwhile is never taken for the present."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from scheduler_components import LoadSnapshot
+from scheduler_components.load import ZmqLoadReader, encode_load_stat, load_stat_from
+
+STALL_S = 0.5
+STEP_S = 0.01
+KEPT = 40
+"""Samples that fit between a publisher and a reader that does not read; further ones are dropped."""
+
+
+@dataclass
+class Line:
+    """A connection: what was sent since it was dialled, and not yet read."""
+
+    world: World
+    waiting: deque[bytes] = field(default_factory=deque)
+
+    def poll(self, timeout_ms: int, flags: int) -> int:
+        self.world.step()
+        return len(self.waiting)
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        self.world.step(num_sent=0)  # a reader is quicker than a publisher
+        if not self.waiting:
+            raise zmq.Again
+        return [b"load", b"", self.waiting.popleft()]
+
+    def close(self, linger: int) -> None:
+        self.world.step()
+
+
+@dataclass
+class World:
+    """A publisher that sends at each step, a clock, and one stop of this process before the step ``stop_at``."""
+
+    stop_at: int
+    stop_s: float
+    now_s: float = 0.0
+    num_steps: int = 0
+    sent_s: list[float] = field(default_factory=list)
+    line: Line | None = None
+    continued_s: float = float("inf")
+
+    def step(self, num_sent: int = 1) -> None:
+        if self.num_steps == self.stop_at:
+            for _ in range(round(self.stop_s / STEP_S)):
+                self.send()
+            self.continued_s = self.now_s
+        self.num_steps += 1
+        for _ in range(num_sent):
+            self.send()
+
+    def send(self) -> None:
+        self.now_s += STEP_S
+        load = load_stat_from(LoadSnapshot(), sequence=len(self.sent_s), life=1)
+        self.sent_s.append(self.now_s)
+        if self.line is not None and len(self.line.waiting) < KEPT:
+            self.line.waiting.append(encode_load_stat(load))
+
+    def dial(self) -> Any:
+        self.step()
+        self.line = Line(self)
+        self.step()
+        return self.line
+
+    def clock(self) -> float:
+        self.step()
+        return self.now_s
+
+
+@given(
+    stop_at=st.integers(0, 200),
+    stop_s=st.sampled_from([0.2, 0.8, 1.5, 30.0]),
+    timeout_s=st.sampled_from([0.0, 5.0]),
+)
+@example(stop_at=2, stop_s=1.5, timeout_s=0.0)  # between the first dialing and the first look
+def test_no_sample_is_older_than_a_stall_when_it_is_taken(stop_at: int, stop_s: float, timeout_s: float) -> None:
+    world = World(stop_at, stop_s)
+    connections: Any = world
+    dialed_s = world.clock()
+    reader = ZmqLoadReader(connections, world.dial(), dialed_s=dialed_s, stall_s=STALL_S, clock=world.clock)
+    taken = -1
+    while world.num_steps < 300:
+        for sample in reader.read(timeout_s).samples.values():
+            age_s = sample.received_s - world.sent_s[sample.stat.sequence]
+            taken = sample.stat.sequence
+            assert age_s <= 1.5 * STALL_S, f"sample {taken} was sent {age_s} s before it was taken"
+    assert taken >= 0
+    assert world.sent_s[taken] > world.continued_s
