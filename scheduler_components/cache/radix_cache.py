@@ -53,6 +53,10 @@ class LowerTiers(Protocol):
         """A node was cut in two and is now ``lower``."""
         ...
 
+    def join(self, upper: RadixNode, lower: RadixNode) -> bool:
+        """``lower`` is to take in the run of ``upper``; do so, or return False where they are not alike."""
+        ...
+
     def computed(self, node: RadixNode) -> None:
         """The device has pages of this node now that a request computed."""
         ...
@@ -70,6 +74,10 @@ class _NoLowerTiers:
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Nothing to cut."""
+
+    def join(self, upper: RadixNode, lower: RadixNode) -> bool:  # noqa: ARG002 - the port's
+        """Nothing to tell them apart."""
+        return True
 
     def computed(self, node: RadixNode) -> None:
         """Nothing to do."""
@@ -205,6 +213,9 @@ class RadixCache:
         if path and not node.lock_count:
             raise CacheIntegrityError(f"{node} is not locked: unlocked twice?")
         self.order.unlock(path)
+        if len(node.children) == 1:  # perhaps the holder has locked a longer prefix, and nobody ends here any more
+            [child] = node.children.values()
+            self.may_join(child)
 
     def allocate(self, num_pages: int) -> list[int]:
         """Hand out pages to a request, evicting the least recently used ones as needed.
@@ -233,6 +244,7 @@ class RadixCache:
         Returns:
             Pages freed: exactly ``num_pages``, or all that are evictable when those are fewer.
         """
+        self._join_runs()
         goal = min(num_pages, self.order.num_pages)
         freed = 0
         while freed < goal:
@@ -306,6 +318,14 @@ class RadixCache:
         self.lower.split(upper, node)
         return upper
 
+    def may_join(self, node: RadixNode) -> None:
+        """The holders of a node, or what is under way for it, have changed: look whether it fits its parent now.
+
+        Only while it is locked: what nobody holds may have been used at another time than its parent.
+        """
+        if node.lock_count:
+            self.tree.joinable[node] = None
+
     def place(self, node: RadixNode, pages: Sequence[int]) -> None:
         """Give pages that a request or a transfer holds to a node that is not on the device; touch its path next."""
         self.pool.to_cache(pages)
@@ -343,6 +363,14 @@ class RadixCache:
         """Return a path on the device as a match."""
         pages = _pages_of(path)
         return PrefixMatch(len(pages) * self.page_size, tuple(pages), path[-1] if path else self.tree.root)
+
+    def _join_runs(self) -> None:
+        joinable, self.tree.joinable = self.tree.joinable, {}
+        for node in joinable:
+            upper = node.parent
+            if upper is not None and self.tree.can_join(node) and self.lower.join(upper, node):
+                self.order.joined(upper)
+                self.tree.join(node)
 
     def _take_over(self, path: list[RadixNode], pages: Sequence[int], first_page: int) -> None:
         """Give the caller's pages, from ``first_page`` on, to the nodes of a path that are on lower tiers alone."""

@@ -13,6 +13,12 @@ namespaces share one root: below it, a child's key begins with the namespace's s
 the node itself becomes the lower part. Whoever holds the node still holds the same prefix. No page moves and nothing
 changes for readers of events.
 
+**Joins.** A prefix that grows page by page would be a chain of short runs, and every walk would cost its length. So a
+run is joined with the one above it when nothing tells the two apart: the upper one has no other child, the same holders
+have both, and both were used together. The lower node stays, so whoever holds it holds the same prefix; nobody holds
+the end of the upper one, for a holder there would be counted on it alone. Joins wait for the next call that may evict,
+until which a node that nobody has locked yet may be kept.
+
 **Locks.** A lock keeps a whole prefix: it is counted on the node where the prefix ends and on all nodes above it. So a
 node's count is at least the sum of its children's counts, and an unlocked node has no locked node below it. A split
 gives both parts the same count.
@@ -106,15 +112,19 @@ class RadixTree:
     Args:
         page_size: tokens per page.
         hashed: keep every page's digest, from which events and storage keys are made.
+
+    Attributes:
+        joinable: nodes that may be joined with their parents by now; a set in order of entry.
     """
 
-    __slots__ = ("hashed", "page_bytes", "page_size", "root")
+    __slots__ = ("hashed", "joinable", "page_bytes", "page_size", "root")
 
     def __init__(self, page_size: int, *, hashed: bool) -> None:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.hashed = hashed
         self.root = RadixNode()
+        self.joinable: dict[RadixNode, None] = {}
 
     def find(self, packed: bytes, seed: bytes) -> Descent:
         """Follow packed tokens from the root as far as whole pages are there. Changes nothing."""
@@ -163,6 +173,7 @@ class RadixTree:
                 page_digests(packed, self.page_size, seed or bytes(parent.digests[-DIGEST_BYTES:]))
             )
         parent.children[node.key] = node
+        self.joinable[node] = None
         return node
 
     def split(self, node: RadixNode, cut: int) -> RadixNode:
@@ -194,6 +205,35 @@ class RadixTree:
         upper.children[node.key] = node
         return upper
 
+    def can_join(self, node: RadixNode) -> bool:
+        """Say whether nothing that the tree knows tells a node on the device from its parent."""
+        upper = node.parent
+        return (
+            upper is not None
+            and upper is not self.root
+            and len(upper.children) == 1
+            and upper.lock_count == node.lock_count
+            and bool(upper.pages and node.pages)
+        )
+
+    def join(self, node: RadixNode) -> None:
+        """Put the run of a node's parent before its own, and take the parent out: what undoes a ``split``.
+
+        Costs what the node's own bytes cost to move. Tell whatever keeps facts of nodes, before.
+        """
+        upper = node.parent
+        assert upper is not None
+        assert upper.parent is not None
+        for above, own in ((upper.tokens, node.tokens), (upper.digests, node.digests)):
+            above += own
+        upper.pages.extend(node.pages)
+        node.tokens, node.digests, node.pages = upper.tokens, upper.digests, upper.pages
+        node.num_pages += upper.num_pages
+        node.key, node.parent = upper.key, upper.parent
+        node.parent.children[node.key] = node
+        upper.parent = None
+        upper.children = {}
+
     def remove(self, leaf: RadixNode) -> None:
         """Take a leaf out of the tree."""
         assert leaf.parent is not None
@@ -207,6 +247,7 @@ class RadixTree:
             node.parent = None
             node.children.clear()
         self.root.children.clear()
+        self.joinable.clear()
 
     def path_of(self, node: RadixNode) -> list[RadixNode]:
         """Return the nodes from ``node`` up to the child of the root.
@@ -316,6 +357,11 @@ class EvictionOrder:
         """A node was cut in two and is now ``lower``. If it was here, so is the upper part, as just used."""
         if lower in self._nodes:
             self._nodes[upper] = None  # its pages are counted already
+
+    def joined(self, upper: RadixNode) -> None:
+        """A node's run is about to go to its only child, of which the same is true here: its pages stay counted."""
+        if upper in self._nodes:
+            del self._nodes[upper]
 
     def lock(self, path_up: Iterable[RadixNode]) -> None:
         """Count one more holder on every node of a path."""

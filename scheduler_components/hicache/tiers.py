@@ -113,6 +113,17 @@ class TierMembership:
         if lower in self.stored:
             self.stored.add(upper)
 
+    def join(self, upper: RadixNode, lower: RadixNode) -> bool:
+        """``lower`` is to take in the run of ``upper``: do so if both are on the same tiers."""
+        if self.tiers_of(upper) != self.tiers_of(lower):
+            return False
+        if upper in self.host_pages:
+            pages = self.host_pages.pop(upper)
+            pages.extend(self.host_pages[lower])
+            self.host_pages[lower] = pages
+        self.stored.discard(upper)
+        return True
+
     def clear(self) -> None:
         """Every page has left every tier; the device's cache records it."""
         self.host_pages.clear()
@@ -166,6 +177,10 @@ class HostTier:
             if not self._locks[node]:
                 del self._locks[node]
                 self.touch((node,))
+
+    def forget(self, node: RadixNode) -> None:
+        """A node on the device has left the tree for a run that has as many holders."""
+        self._locks.pop(node, None)
 
     def num_locks(self, node: RadixNode) -> int:
         """Return how many holders keep the host pages of a node, or of a node below it."""
@@ -247,6 +262,16 @@ class TierTree:
         for under_way in (self.writing, self.backing_up):
             if lower in under_way:
                 under_way.add(upper)
+
+    def join(self, upper: RadixNode, lower: RadixNode) -> bool:
+        """``lower`` is to take in the run of ``upper``: do so if both are where the other is, and nothing is under way.
+
+        An operation ends at a node, and begins at another; neither may vanish inside a longer run. Where a holder of
+        host pages ends at ``upper``, it has more of them than ``lower``.
+        """
+        if any(node in under_way for node in (upper, lower) for under_way in (self.writing, self.backing_up)):
+            return False
+        return self.host.num_locks(upper) == self.host.num_locks(lower) and self._join_alike(upper, lower)
 
     def computed(self, node: RadixNode) -> None:
         """The device has pages of this node now that a request computed."""
@@ -406,6 +431,12 @@ class TierTree:
             "has not one host page per page": host_pages is not None and len(host_pages) != node.num_pages,
         }
         return [problem for problem, is_so in problems.items() if is_so]
+
+    def _join_alike(self, upper: RadixNode, lower: RadixNode) -> bool:
+        are_alike = self.membership.join(upper, lower)
+        if are_alike:
+            self.host.forget(upper)
+        return are_alike
 
     def _enter_device(self, node: RadixNode) -> None:
         self.host.order.discard(node)

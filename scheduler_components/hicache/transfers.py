@@ -227,6 +227,8 @@ class HostWrites:
             tiers.host.num_pages_used -= num_pages - len(host_pages)
             self.stats.pages_not_written += num_pages
         tiers.device.unlock(end)
+        for node in run:
+            tiers.device.may_join(node)
 
     def _back_up(self, node: RadixNode) -> None:
         """Write a node on the host to storage, unless its parent is not there and not on the way."""
@@ -262,6 +264,8 @@ class HostWrites:
         else:
             self.stats.pages_not_backed_up += num_pages
         tiers.host.unlock(tiers.tree.path_of(end))
+        for node in run:
+            tiers.device.may_join(node)
 
 
 @dataclass(slots=True, kw_only=True)
