@@ -101,7 +101,7 @@ def test_interpreter_exit_does_not_wait_for_readers_that_never_read(start_publis
 
 
 FORKING = """
-import os, sys
+import os, sys, warnings
 from scheduler_components import AllBlocksCleared, ForkedPublisherError, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
@@ -117,6 +117,8 @@ if child == 0:
     try:
         publisher.publish(batch)
     except ForkedPublisherError:
+        # Copies of the parent's sockets, which pyzmq lets no child close.
+        warnings.filterwarnings("ignore", "Unclosed socket", ResourceWarning)
         sys.exit(7)  # the ordinary way out: atexit, garbage collection, everything
     sys.exit(1)
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
