@@ -325,6 +325,14 @@ def test_a_prefix_is_copied_once_enough_requests_have_found_it(num_hits: int) ->
     assert it.pages_on() == (6, 2, 0)
 
 
+def test_both_parts_of_a_run_that_was_split_have_been_found_as_often() -> None:
+    it = Rank(HiCachePolicy(write="write_through_selective", write_threshold_hits=2))
+    it.compute(0, 4)
+    for rid, num_pages, copied in (("a", 4, []), ("b", 2, [2]), ("c", 4, [2])):
+        it.cache.preparations.is_ready(rid, prompt(0, num_pages))
+        assert [len(copy.device_pages) for copy in it.take(CopyToHost)] == copied
+
+
 def test_what_was_found_often_enough_is_tried_again_when_its_copy_failed() -> None:
     it = Rank(HiCachePolicy(write="write_through_selective"))
     it.compute(0, 2)
