@@ -42,7 +42,6 @@ def test_what_the_device_evicts_is_found_on_the_host_and_by_the_next_engine_in_s
     assert first["host"] > 0
     second = hits(run(tmp_path, "--hicache-prefetch", "wait_complete", "--hicache-write", "write_back"))
     assert second["storage"] > 0
-    assert sum(second.values()) > sum(first.values())
 
 
 @pytest.mark.parametrize(
