@@ -75,7 +75,7 @@ __all__ = [
 #     BlockStored        its blocks stand, and belong to this event (its run), also those that stood before
 #     BlockRemoved       its blocks in that place stand no more; blocks that do not stand are no error
 #     AllBlocksCleared   nothing stands
-#     anything else      is refused by the encoder, and takes no number
+#     anything else      nothing: the encoder refuses it, and readers drop it
 #
 # A run keeps the bytes of its event for as long as one of its blocks stands. So folding costs one dictionary update
 # per run, token ids are not copied or even parsed, and a whole run goes out again as it came. A run of which a part
@@ -321,16 +321,29 @@ _LIST_OF_ONE = 0x91
 
 
 def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
-    """Fold one batch that a ``BatchEncoder`` wrote, in any dialect; a stored run keeps its event's bytes."""
-    if payload[_HEADER_BYTES - 1] == _LIST_OF_ONE:
-        # Its bytes, which may be all of a large payload, are found without reading through them again.
-        _, heads, rank = _heads_reader_for(payload[_HEADER_BYTES])(payload)
-        heads[0].fold_into(state, payload[_HEADER_BYTES : len(payload) - len(bytes(rank))])
+    """Fold one batch of any dialect; a stored run keeps its event's bytes."""
+    try:
+        if payload[_HEADER_BYTES - 1] == _LIST_OF_ONE:
+            # Its bytes, which may be all of a large payload, are found without reading through them again.
+            _, heads, rank = _heads_reader_for(payload[_HEADER_BYTES])(payload)
+            heads[0].fold_into(state, payload[_HEADER_BYTES : len(payload) - len(bytes(rank))])
+            return
+        events = [bytes(event) for event in _read_events(payload)[1]]
+        if events:
+            for head, event in zip(_heads_reader_for(events[0][0])(payload)[1], events, strict=True):
+                head.fold_into(state, event)
+    except msgspec.ValidationError:
+        for raw in _read_events(payload)[1]:
+            _fold_odd_event(state, bytes(raw))
+
+
+def _fold_odd_event(state: BlockState[bytes], raw: bytes) -> None:
+    """Of a payload that no encoder of this kit wrote: what readers make of an event is what is folded."""
+    try:
+        event = read_event(raw)
+    except DecodeError:
         return
-    events = [bytes(event) for event in _read_events(payload)[1]]
-    if events:
-        for head, event in zip(_heads_reader_for(events[0][0])(payload)[1], events, strict=True):
-            head.fold_into(state, event)
+    _FOLD[type(event)](event, state, raw)
 
 
 def _heads_reader_for(first_byte: int) -> Callable[[bytes], _Heads]:
