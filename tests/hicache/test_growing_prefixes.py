@@ -209,3 +209,37 @@ def test_the_end_that_somebody_holds_stays_an_end() -> None:
     growing.grow(0)
     growing.grow(0)
     assert held.parent is None, "and no longer"
+
+
+def test_a_page_that_is_backed_up_alone_is_not_joined_with_one_whose_backup_failed() -> None:
+    tiers = Tiers()
+    growing = Growing(tiers.cache)
+    tiers.step(0)
+    growing.grow(0)
+    tiers.step(1000)
+    growing.grow(0)
+    backup, copy = tiers.cache.take_instructions()
+    tiers.cache.handle(WriteDone(copy.op, True))
+    tiers.step(0)
+    tiers.cache.handle(BackupDone(backup.op, False))
+    tiers.step(0)
+    tiers.cache.evict(0)
+    tiers.step(1000)
+    growing.check()
+
+
+def test_the_end_that_a_prefetch_hangs_on_is_not_joined() -> None:
+    tiers = Tiers()
+    growing = Growing(tiers.cache)
+    growing.grow(0)
+    for _ in range(3):
+        tiers.step(1000)
+    tiers.cache.preparations.expect("r", tokens_of(1, 8))
+    [query] = tiers.cache.take_instructions()
+    growing.grow(0)
+    for _ in range(3):
+        tiers.step(1000)
+    tiers.cache.evict(0)
+    tiers.cache.handle(StorageAnswered(query.op, 0))
+    tiers.step(1000)
+    growing.check()
