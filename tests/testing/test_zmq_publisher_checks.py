@@ -74,7 +74,7 @@ class BurnsNumbers(ScriptedPublisher):
     def publish(self, events: EventBatch) -> None:
         try:
             super().publish(events)
-        except OverflowError:
+        except (OverflowError, ValueError):
             self.burnt += 1
 
     @property

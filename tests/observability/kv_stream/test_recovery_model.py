@@ -229,8 +229,10 @@ def base_folded_under_an_open_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def plain_base_without_its_clear(patch: pytest.MonkeyPatch) -> None:
-    encode = ReplayCursors._encode
-    patch.setattr(ReplayCursors, "_encode", lambda self, chunk, *, clear: encode(self, chunk, clear=False))
+    chunk_of = ReplayCursors._chunk
+    patch.setattr(
+        ReplayCursors, "_chunk", lambda self, number, chunk, *, clear: chunk_of(self, number, chunk, clear=False)
+    )
 
 
 def _live_mutant(patch: pytest.MonkeyPatch, is_taken: Callable[[int, int], bool]) -> None:
