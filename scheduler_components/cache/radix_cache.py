@@ -368,7 +368,9 @@ class RadixCache:
         joinable, self.tree.joinable = self.tree.joinable, {}
         for node in joinable:
             upper = node.parent
-            if upper is not None and self.tree.can_join(node) and self.lower.join(upper, node):
+            if upper is None or not self.tree.can_join(node) or not self.order.are_used_together(upper, node):
+                continue
+            if self.lower.join(upper, node):
                 self.order.joined(upper)
                 self.tree.join(node)
 

@@ -326,10 +326,11 @@ class EvictionOrder:
     (``discard``) and in (``touch``).
     """
 
-    __slots__ = ("_nodes", "num_pages")
+    __slots__ = ("_nodes", "_uses", "num_pages")
 
     def __init__(self) -> None:
-        self._nodes: OrderedDict[RadixNode, None] = OrderedDict()
+        self._nodes: OrderedDict[RadixNode, int] = OrderedDict()  # node -> the use that put it where it stands
+        self._uses = 0
         self.num_pages = 0  # pages of all nodes in the order
 
     def __iter__(self) -> Iterator[RadixNode]:
@@ -345,18 +346,24 @@ class EvictionOrder:
             path_up: from the deepest node up.
         """
         nodes = self._nodes
+        self._uses += 1
         for node in path_up:
             if not node.lock_count:
                 if node in nodes:
                     nodes.move_to_end(node)
                 else:
-                    nodes[node] = None
                     self.num_pages += node.num_pages
+                nodes[node] = self._uses
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """A node was cut in two and is now ``lower``. If it was here, so is the upper part, as just used."""
         if lower in self._nodes:
-            self._nodes[upper] = None  # its pages are counted already
+            self._uses += 1
+            self._nodes[upper] = self._uses  # its pages are counted already
+
+    def are_used_together(self, upper: RadixNode, lower: RadixNode) -> bool:
+        """Say whether no other node stands between a node and its child: one use put both here, or neither is here."""
+        return self._nodes.get(upper) == self._nodes.get(lower)
 
     def joined(self, upper: RadixNode) -> None:
         """A node's run is about to go to its only child, of which the same is true here: its pages stay counted."""
@@ -373,10 +380,11 @@ class EvictionOrder:
 
     def unlock(self, path_up: Iterable[RadixNode]) -> None:
         """Count one holder less on every node of a path. What nobody holds any more becomes the most recently used."""
+        self._uses += 1
         for node in path_up:
             node.lock_count -= 1
             if not node.lock_count:
-                self._nodes[node] = None
+                self._nodes[node] = self._uses
                 self.num_pages += node.num_pages
 
     def pop_oldest(self) -> RadixNode:
@@ -387,7 +395,8 @@ class EvictionOrder:
 
     def put_oldest(self, node: RadixNode) -> None:
         """Take in what is left of the node that ``pop_oldest`` returned, as the next one to go."""
-        self._nodes[node] = None
+        self._uses += 1
+        self._nodes[node] = self._uses
         self._nodes.move_to_end(node, last=False)
         self.num_pages += node.num_pages
 

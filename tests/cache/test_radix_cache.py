@@ -104,6 +104,19 @@ def test_the_least_recently_used_pages_go_first_and_a_prefix_from_its_end() -> N
     assert len(removed.block_hashes) == 2
 
 
+def test_runs_that_were_used_at_different_times_are_not_joined() -> None:
+    """Joined, the end of the run would take its beginning along: younger pages would go before older ones."""
+    cache = make_cache(num_pages=6, page_size=1)
+    page = cache.allocate(1)  # runs are joined where pages are needed, so no page is needed from here on
+    store(cache, [1, 2])
+    store(cache, [1, 2, 3, 4])
+    cache.insert([9], page)
+    cache.match_prefix([1, 2])
+    cache.evict(3)
+    assert cache.match_prefix([9]).num_tokens == 0
+    assert cache.match_prefix([1, 2, 3, 4]).num_tokens == 2
+
+
 def test_a_locked_prefix_stays_and_nothing_is_evicted_in_vain() -> None:
     cache = make_cache(num_pages=4)
     kept = store(cache, [1, 1, 2, 2])
