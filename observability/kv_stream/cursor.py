@@ -322,12 +322,17 @@ class DigestCursor:
         """False while live batches would have to be dropped: leave them in the socket."""
         if self._question is not None and not self._question.is_status:
             return False
-        return self._state in _FOLLOWING or self._has_gap
+        return self._state in _FOLLOWING or self._has_gap or self._waits_for_credit
 
     @property
     def _has_gap(self) -> bool:
         """True while a live batch was dropped that no question has asked about."""
         return self._gap_seen >= self._at.next and self._state not in _UNCONNECTED
+
+    @property
+    def _waits_for_credit(self) -> bool:
+        """True while a gap has ended LIVE and no question is open: also when what was missing has come late since."""
+        return self._state is StreamState.RECOVERING and self._question is None and not self._failures
 
     def connected(self) -> tuple[Instruction, ...]:
         """The live connection is up: anything may have happened while it was not."""
@@ -373,7 +378,8 @@ class DigestCursor:
 
     def may_ask(self) -> tuple[Instruction, ...]:
         """There is credit again: ask about the gap that had to wait for it."""
-        return self._ask_about_gap() if self._has_gap and not self._failures else _NONE
+        is_due = self._waits_for_credit or (self._has_gap and not self._failures)
+        return self._ask_about_gap() if is_due else _NONE
 
     def _ask_about_gap(self) -> tuple[Instruction, ...]:
         """Ask what is missing, now or when that may be. Strays cost a LIVE view nothing but a look at the status."""
@@ -431,9 +437,11 @@ class DigestCursor:
             return self._sync()
         is_flowing = self._at.next > asked_at.next
         if meta.start != asked_at.next:
-            # The publisher's window has passed the place. In a busy stream what is missing may be on its way.
+            # The publisher's window has passed the place. In a busy stream what is missing may be on its way: a view
+            # that is followed waits for the next probe. No probe comes for one that a gap has made doubtful.
             self._num_unproved += 1
-            return _NONE if is_flowing and self._num_unproved == 1 else self._sync()
+            may_wait = is_flowing and self._num_unproved == 1 and self._state in _FOLLOWING
+            return _NONE if may_wait else self._sync()
         if not asked_at.is_at(meta):
             return self._distrust()
         self.counters.verified += 1

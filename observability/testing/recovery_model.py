@@ -191,7 +191,8 @@ class ModelSubscriber:
         self.asked_s: list[float] = []
         self.answering_life = -1
         self.proved_life = -1
-        self.is_spliced = self.is_spliced_since_asked = self.is_altered = self.is_in_base = False
+        self.is_spliced = self.is_altered = self.is_in_base = False
+        self.spliced_after = 0  # the number of the newest question then
         self.late: list[tuple[int, int, bytes]] = []
         self.follower.begin(0.0)
 
@@ -200,7 +201,6 @@ class ModelSubscriber:
     def ask(self, question: AskReplay) -> None:
         self.drop()
         self.question = question
-        self.is_spliced_since_asked = False
         self.asked_s.append(self.now_s)
         for number, asked_s in enumerate(reversed(self.asked_s), 1):
             allowed = QUESTIONS_AT_ONCE + (self.now_s - asked_s) / POLICY.ask_interval_s
@@ -278,7 +278,8 @@ class ModelSubscriber:
         if counters.verified > verified:
             self.proved_life = self.answering_life
             self.is_altered = False
-            self.is_spliced = self.is_spliced_since_asked  # a status proves the place that was asked about
+            # A status proves the place that was asked about, and this answer may have opened the next question.
+            self.is_spliced = self.is_spliced and self.spliced_after >= ask
 
     def receive_late(self, now_s: float) -> None:
         while self.late:
@@ -315,7 +316,7 @@ class ModelSubscriber:
                     self.follower.live(*read, now_s)
                     is_applied = self.follower.cursor.counters.applied > applied
                     if is_applied and life != self.proved_life:
-                        self.is_spliced = self.is_spliced_since_asked = True
+                        self.is_spliced, self.spliced_after = True, self.follower.cursor.counters.asks
 
     # --- what it believes ---
 

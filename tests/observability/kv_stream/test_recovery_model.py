@@ -67,6 +67,27 @@ OVERTAKEN_AT_THE_END = [
     ("store", 3, 1, False), ("send",), ("deliver", 0, 1, "lose"), ("wait", 21), ("serve", 0, 3, "none"),
     *[("store", 4, 1, False), ("send",)] * 8, ("serve", 0, 3, "none"),
 ]  # fmt: skip
+# A gap comes while a status is open, and the window has passed the place that was asked about when it is answered.
+GAP_BEHIND_A_STATUS = [
+    *[("store", 0, 1, False)] * 2, ("forge", 0, 2, 1), *[("store", 0, 1, False)] * 5, ("send",), ("wait", 21),
+    *[("store", 0, 1, False)] * 2, ("deliver", 0, 2, "none"),
+]  # fmt: skip
+# The same, with a forged batch that follows on.
+FORGED_BEHIND_A_STATUS = [*GAP_BEHIND_A_STATUS[:2], ("forge", 0, 0, 1), *GAP_BEHIND_A_STATUS[2:]]
+# The status that proves the view before a forged batch opens the question that finds it.
+FORGED_SINCE_THE_STATUS = [
+    ("wait", 21), ("forge", 0, 0, 1), ("forge", 0, 2, 1), *[("store", 0, 1, False)] * 8, ("deliver", 0, 2, "none"),
+]  # fmt: skip
+# A gap finds the credit spent, and what was missing comes before there is some: nothing is missing any more, and one
+# question must follow all the same.
+GAP_FILLED_BEFORE_CREDIT = [
+    *[
+        ("store", 4, 1, False), ("store", 5, 1, False), ("send",), ("deliver", 0, 1, "lose"),
+        ("deliver", 0, 1, "none"), ("serve", 0, 9, "none"),
+    ] * 3,
+    *[("store", 4, 1, False), ("store", 5, 1, False), ("send",), ("deliver", 0, 1, "reorder")],
+    *[("deliver", 0, 1, "none"), ("forge", 0, -1, 1), ("deliver", 0, 1, "none")],
+]  # fmt: skip
 
 
 @pytest.mark.soak
@@ -74,6 +95,10 @@ OVERTAKEN_AT_THE_END = [
 @given(trace=TRACES, window=WINDOWS, seq_base=SEQ_BASES)
 @example(trace=SILENT_AFTER_RESTART, window=1, seq_base="zero")
 @example(trace=OVERTAKEN_AT_THE_END, window=3, seq_base="zero")
+@example(trace=GAP_BEHIND_A_STATUS, window=1, seq_base="zero")
+@example(trace=FORGED_BEHIND_A_STATUS, window=1, seq_base="zero")
+@example(trace=FORGED_SINCE_THE_STATUS, window=1, seq_base="zero")
+@example(trace=GAP_FILLED_BEFORE_CREDIT, window=3, seq_base="zero")
 @settings(max_examples=10 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
 def test_never_live_while_wrong_and_converges(trace: Steps, window: int, seq_base: str) -> None:
     FaultyWorld(window=window, seq_base=seq_base).run(trace)
