@@ -11,10 +11,10 @@ Each docstring says who has the members and who uses them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, MutableSequence, Sequence, Sized
+from collections.abc import Collection, Container, Iterable, Mapping, MutableSequence, Sequence, Sized
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
-from scheduler_components.events import EventBatch, KVCacheEvent
+from scheduler_components.events import EventBatch, KVCacheEvent, Place
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.values import (
     KvMetrics,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KvEventSource",
+    "KvPoolOracle",
+    "NO_POOL_ORACLE",
     "QueuedRequest",
     "QueueSource",
     "PoolSource",
@@ -84,6 +86,31 @@ class KvEventSource(Protocol):
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Return the events since the last call, in order, and forget them."""
         ...
+
+
+class KvPoolOracle(Protocol):
+    """Says what the KV pool really holds: ``RadixCache``, ``HiRadixCache``, an adapter over any engine's block table.
+
+    It reads the pool itself, never what was told of it: whoever compares the two finds what a stream forgot. It may
+    walk everything, so it is asked by checks and by ``/kv_pool``, never in a step.
+    """
+
+    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+        """Return the hash of each block that a request could use now, signed 64-bit, by medium and KV-cache group.
+
+        A place that is not named is one that this oracle knows nothing of; one with no hashes is known to be empty.
+        ``events.place_of`` makes a place of what an event says.
+        """
+        ...
+
+
+class _NoPoolOracle:
+    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+        return {}
+
+
+NO_POOL_ORACLE: KvPoolOracle = _NoPoolOracle()
+"""The oracle of an engine whose pool nobody can read: it names no place, so nothing is compared."""
 
 
 class QueuedRequest(Protocol):

@@ -1,14 +1,17 @@
 """The values that travel: between packages, to sinks, and over the wire. Nothing here has behaviour of its own.
 
-In order: why a request ended, load, caches over tiers, latencies, statistics, outputs, agreement between ranks.
+In order: why a request ended, load, caches over tiers, what a pool held, latencies, statistics, outputs, agreement
+between ranks.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
+
+from scheduler_components.events import Place
 
 __all__ = [
     "FinishReason",
@@ -20,6 +23,7 @@ __all__ = [
     "QueueLoad",
     "SpeculativeLoad",
     "TierStats",
+    "PoolReading",
     "HistogramSnapshot",
     "LatencyTotals",
     "KvMetrics",
@@ -213,6 +217,26 @@ class TierStats(msgspec.Struct, gc=False):
     def copy(self) -> TierStats:
         """Return the counts of this moment."""
         return msgspec.structs.replace(self)
+
+
+class PoolReading(msgspec.Struct, frozen=True):
+    """What a KV pool held at one moment, and where its stream stood then.
+
+    Attributes:
+        blocks: hashes by medium and KV-cache group, as ``KvPoolOracle.held_blocks`` gives them.
+        sequence: number of the last batch of the stream that tells of changes before this moment; all later ones tell
+            of changes after it. -1 when no batch had gone out; None when whoever read the pool does not know.
+        rank: index of the stream.
+    """
+
+    blocks: Mapping[Place, Collection[int]]
+    sequence: int | None = None
+    rank: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all places; one that lies in two counts twice."""
+        return sum(map(len, self.blocks.values()))
 
 
 class HistogramSnapshot(msgspec.Struct, frozen=True, gc=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from scheduler_components.cache.page_pool import PagePool
 from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
 from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder, on_device_alone
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.events import KVCacheEvent
+from scheduler_components.events import KVCacheEvent, Place, place_of
 from scheduler_components.validators import check_integer
 
 __all__ = ["LowerTiers", "PrefixMatch", "RadixCache"]
@@ -92,7 +92,7 @@ _NO_LOWER_TIERS = _NoLowerTiers()
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class RadixCache:
-    """A radix cache over a pool of KV pages; a ``KvEventSource`` and a ``PoolSource``.
+    """A radix cache over a pool of KV pages; a ``KvEventSource``, ``PoolSource`` and ``KvPoolOracle``.
 
     A page is free, held by a request (``allocate``), or cached by the tree (``insert``); the tree's pages are evicted
     least recently used first, except those that a request has locked. Everything is decided by the order of calls,
@@ -283,6 +283,10 @@ class RadixCache:
     def block_hashes(self) -> Iterator[int]:
         """The hash of every cached page, parents before children. Walks the tree: for checks, not for steps."""
         return self.tree.block_hashes()
+
+    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+        """Every cached page, as ``KvPoolOracle`` asks: all on the device. Costs what ``block_hashes`` does."""
+        return {place_of(None): frozenset(self.block_hashes())}
 
     def check_integrity(self) -> None:
         """Check tree, pool and eviction order against each other. Walks everything: for tests and doctors.

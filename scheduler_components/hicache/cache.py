@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import attrs
@@ -20,7 +20,7 @@ from scheduler_components.cache import (
     pack_tokens,
 )
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
-from scheduler_components.events import KVCacheEvent, Tier
+from scheduler_components.events import MEDIUM_OF, KVCacheEvent, Place, Tier, place_of
 from scheduler_components.hicache.agreement import AgreedValues, Proposal, SyncDomain
 from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy, PrefetchLanes
 from scheduler_components.hicache.tiers import TierTree
@@ -35,7 +35,9 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, so that counts that differ give digests tha
 
 
 class HiRadixCache:
-    """What ``RadixCache`` is to a scheduler, over three tiers. A ``KvEventSource`` and a ``PoolSource``. Pure.
+    """What ``RadixCache`` is to a scheduler, over three tiers. Pure.
+
+    A ``KvEventSource``, ``PoolSource`` and ``KvPoolOracle``.
 
     To requests only what is on the device is a match; ``preparations`` brings the rest there. Ranks that make the same
     calls and settle the same agreed values hold the same pages on every tier, whatever their I/O does. Once per step:
@@ -190,6 +192,15 @@ class HiRadixCache:
         for node in self._tiers.tree.walk():
             if tier in self._tiers.membership.tiers_of(node):
                 yield from block_hashes_of(node.digests)
+
+    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+        """Every page of the tree on every tier, as ``KvPoolOracle`` asks. Walks the tree once."""
+        held: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        for node in self._tiers.tree.walk():
+            hashes = block_hashes_of(node.digests)
+            for tier in self._tiers.membership.tiers_of(node):
+                held[tier] += hashes
+        return {place_of(MEDIUM_OF[tier]): frozenset(hashes) for tier, hashes in held.items()}
 
     def check_integrity(self) -> None:
         """Check tree, pools, orders, tiers and ledger against each other. Walks everything.

@@ -9,7 +9,8 @@ installs, and nothing needs pytest. Read ``parts`` first: what is asked of a par
 - fakes: clock, sources, sinks, device and network with plain attributes; ``ScriptedPublisher`` is a publisher on real
   sockets whose every fault is an attribute; ``run_ranks`` runs agreeing ranks on threads.
 - judge: ``RULES`` are the rules of the wire. ``EventLedger`` applies events and reports the rules that they break,
-  ``stream_judge`` does it for recorded frames, ``probe_streams`` records them.
+  ``stream_judge`` does it for recorded frames, ``probe_streams`` records them. ``PoolJudge`` compares a stream with
+  what the pool really holds.
 - golden: bytes of every dialect and peer, with their reader.
 """
 
@@ -38,9 +39,10 @@ from scheduler_components.testing.fakes import (
 from scheduler_components.testing.ledger import RULES, EventLedger, Violation, Weight
 from scheduler_components.testing.page_store_checks import PAGE_STORE_CHECKS
 from scheduler_components.testing.parts import ConformanceError, Trace
+from scheduler_components.testing.pool_judge import PoolDifference, PoolJudge
 from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
 from scheduler_components.testing.recorder_checks import RECORDER_CHECKS
-from scheduler_components.testing.scheduler_checks import SCHEDULER_CHECKS
+from scheduler_components.testing.scheduler_checks import POOL_CHECKS, SCHEDULER_CHECKS
 
 if TYPE_CHECKING:
     from scheduler_components.testing import strategies
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     # checks
     "PAGE_STORE_CHECKS",
+    "POOL_CHECKS",
     "PREFIX_CACHE_CHECKS",
     "PUBLISHER_CHECKS",
     "RECORDER_CHECKS",
@@ -94,6 +97,8 @@ __all__ = [
     # judge
     "RULES",
     "EventLedger",
+    "PoolDifference",
+    "PoolJudge",
     "ProbeOptions",
     "Violation",
     "Weight",

@@ -11,6 +11,7 @@ A check is a plain function. It takes a part of yours, or a function that opens 
 | ``PUBLISHER_CHECKS`` | ``open_publisher()`` | a ``ListeningPublisher`` |
 | ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``FollowingSubscriber`` of what is at ``place`` |
 | ``SCHEDULER_CHECKS`` | ``open_scheduler(events, outputs), workload`` | a ``ServingScheduler`` over two sinks |
+| ``POOL_CHECKS`` | the same | a ``PooledScheduler``: one that can read its pool |
 
 ``FollowerMachine`` drives a ``FollowerCore``. Where your part has other names, wrap it. These ports have more members
 than a component's: a check looks at the whole part, a component never does.
@@ -27,6 +28,7 @@ import msgspec
 
 from scheduler_components import EventBatch, KVCacheEvent, LoadSnapshot
 from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
+from scheduler_components.ports import KvPoolOracle
 
 __all__ = [
     # prefix caches
@@ -48,6 +50,7 @@ __all__ = [
     "StreamPlace",
     # schedulers
     "MIN_POOL_TOKENS",
+    "PooledScheduler",
     "ServingScheduler",
     "Workload",
     "kv_value",
@@ -333,6 +336,10 @@ class ServingScheduler(Protocol):
     def block_hashes(self) -> Iterable[int]:
         """Every block that its cache holds on the device."""
         ...
+
+
+class PooledScheduler(ServingScheduler, KvPoolOracle, Protocol):
+    """A scheduler that can read its KV pool: ``held_blocks`` says what it holds, by medium and group."""
 
 
 # Metrics sinks.

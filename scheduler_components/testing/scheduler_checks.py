@@ -7,6 +7,8 @@ answers ``parts.next_token``: ``PagedModel``, or any other that does.
 
 A request is told of by its id. The end is told once, after all tokens, and nothing after it. No check asks a scheduler
 to retract: one that reserves the pages of a whole request passes too.
+
+``POOL_CHECKS`` take a scheduler that can also read its pool (``KvPoolOracle``): they name the batch that forgot.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from dataclasses import dataclass, field
 from scheduler_components import FinishReason, KvEventSink, LoadSnapshot, OutputDelta, OutputSink
 from scheduler_components.testing.fakes import ListEventSink, ListOutputSink
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import ServingScheduler, Trace, Workload, next_token
+from scheduler_components.testing.parts import PooledScheduler, ServingScheduler, Trace, Workload, next_token
+from scheduler_components.testing.pool_judge import PoolJudge
+from scheduler_components.values import PoolReading
 
-__all__ = ["SCHEDULER_CHECKS", "WORKLOAD", "OpenScheduler"]
+__all__ = ["POOL_CHECKS", "SCHEDULER_CHECKS", "WORKLOAD", "OpenPooledScheduler", "OpenScheduler"]
 
 OpenScheduler = Callable[[KvEventSink, OutputSink], ServingScheduler]
+OpenPooledScheduler = Callable[[KvEventSink, OutputSink], PooledScheduler]
 
 _SYSTEM = tuple(range(1, 33))
 WORKLOAD: Workload = (
@@ -110,6 +115,26 @@ def check_events_are_the_cache(open_scheduler: OpenScheduler, workload: Workload
     trace.require(num_applied > 0 or workload is not WORKLOAD, "events of a workload that fills pages", "none")
     empty = [number for number, batch in enumerate(batches) if not batch.events]
     trace.expect([], empty, "batches without events")
+
+
+def check_the_stream_is_the_pool(open_scheduler: OpenPooledScheduler, workload: Workload = WORKLOAD) -> None:
+    """After every step the pool holds on each tier exactly what the events say; if not, the batch is named."""
+    opened: list[PooledScheduler] = []
+
+    def open_and_keep(events: KvEventSink, outputs: OutputSink) -> PooledScheduler:
+        opened.append(open_scheduler(events, outputs))
+        return opened[0]
+
+    session = _Session.open("The events of every step tell what the pool holds, on each tier", open_and_keep)
+    trace, batches = session.trace, session.events.batches
+    judge, num_applied = PoolJudge(), 0
+    for _ in session.serve(workload):
+        for number, batch in enumerate(batches[num_applied:], start=num_applied):
+            judge.apply(number, batch.events)
+        num_applied = len(batches)
+        reading = PoolReading(opened[0].held_blocks(), sequence=num_applied - 1)
+        trace.require(bool(reading.blocks), "at least one place named by held_blocks()", "none")
+        trace.expect([], [str(each) for each in judge.compare(reading)], "differences between pool and stream")
 
 
 def check_load_is_sound(open_scheduler: OpenScheduler, workload: Workload = WORKLOAD) -> None:
@@ -351,3 +376,6 @@ SCHEDULER_CHECKS: tuple[Callable[[OpenScheduler, Workload], None], ...] = (
     check_equal_work_gives_equal_events,
 )
 """All of them; ``strategies.workloads`` makes workloads to run them on, besides the fixed one."""
+
+POOL_CHECKS: tuple[Callable[[OpenPooledScheduler, Workload], None], ...] = (check_the_stream_is_the_pool,)
+"""For a scheduler that is a ``KvPoolOracle`` too, whatever tiers it has."""

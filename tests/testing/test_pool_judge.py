@@ -1,0 +1,345 @@
+"""Pool against stream: the judge names the batch that forgot; a scheduler of one's own is held to its own pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ConfigError,
+    EventBatch,
+    KVCacheEvent,
+    KvEventSink,
+    KvPoolOracle,
+    LoadSnapshot,
+    OutputSink,
+    ParallelState,
+    PoolReading,
+    RadixCache,
+)
+from scheduler_components.events import MEDIUM_OF, Place, Tier, place_of
+from scheduler_components.ports import NO_POOL_ORACLE
+from scheduler_components.reference.device import DeviceRequest, ScheduledBatch
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
+from scheduler_components.reference.engine.cache_tiers import CacheTiers
+from scheduler_components.testing import (
+    POOL_CHECKS,
+    ConformanceError,
+    InstantDevice,
+    ListEventSink,
+    PagedModel,
+    PoolDifference,
+    PoolJudge,
+    parts,
+)
+
+GPU, CPU = place_of(None), place_of("CPU")
+
+
+def stored(*hashes: int, medium: str | None = None) -> BlockStored:
+    return BlockStored(hashes, None, tuple(range(len(hashes))), 1, None, medium)
+
+
+def reading(sequence: int | None, *hashes: int, place: Place = GPU) -> PoolReading:
+    return PoolReading({place: hashes}, sequence)
+
+
+def judge_of(*batches: Sequence[KVCacheEvent]) -> PoolJudge:
+    judge = PoolJudge()
+    for number, events in enumerate(batches):
+        judge.apply(number, events)
+    return judge
+
+
+def test_a_stream_that_tells_everything_differs_in_nothing() -> None:
+    judge = judge_of([stored(1, 2, 3), stored(1, medium="CPU")], [BlockRemoved((2,))])
+    assert judge.compare(PoolReading({GPU: {1, 3}, CPU: (1,)}, 1)) == []
+    assert judge.num_compared == 3
+
+
+def test_a_forgotten_removal_is_bounded_by_the_readings_around_it() -> None:
+    judge = judge_of([stored(1, 2)], [stored(3)])
+    assert judge.compare(reading(1, 1, 2, 3)) == []
+    for number in (2, 3, 4):
+        judge.apply(number, [stored(10 + number)])
+    (found,) = judge.compare(reading(4, 1, 3, 12, 13, 14))
+    assert found == PoolDifference("pool-extra", 2, GPU, told_by=0, since=2, found_at=4)
+    assert str(found) == (
+        "block 2 on GPU: batch 0 stored it and the pool does not hold it; wrong since one of the batches 2 to 4"
+    )
+
+
+def test_a_forgotten_store_is_named_with_its_batch() -> None:
+    judge = judge_of([stored(1)])
+    assert judge.compare(reading(0, 1)) == []
+    judge.apply(1, [stored(2)])
+    (found,) = judge.compare(reading(1, 1, 2, 3))
+    assert str(found) == "block 3 on GPU: the pool holds it and no batch stored it; wrong since batch 1"
+
+
+def test_the_removal_of_one_copy_told_as_the_removal_of_all_is_named() -> None:
+    judge = judge_of([stored(1)])
+    assert judge.compare(reading(0, 1)) == []
+    judge.apply(1, [stored(2)])
+    judge.apply(2, [BlockRemoved((1,))])
+    judge.apply(3, [stored(4)])
+    (found,) = judge.compare(reading(3, 1, 2, 4))
+    assert (found.rule, found.told_by, found.since) == ("pool-missing", 2, 2)
+    assert "the pool holds it and batch 2 removed it; wrong since one of the batches 2 to 3" in str(found)
+
+
+def test_a_batch_that_never_came_is_said_so() -> None:
+    judge = judge_of([stored(1)])
+    assert judge.compare(reading(0, 1)) == []
+    (found,) = judge.compare(reading(0, 1, 2))
+    assert str(found).endswith("a batch is missing after 0")
+    (found,) = PoolJudge().compare(reading(-1, 1))
+    assert str(found).endswith("no batch was ever sent")
+
+
+def test_a_clear_that_is_not_true_is_named() -> None:
+    judge = judge_of([stored(1)], [AllBlocksCleared()])
+    (found,) = judge.compare(reading(1, 1))
+    assert (found.told_by, found.since) == (1, 1)
+
+
+def test_a_difference_is_told_once_until_it_was_right_again() -> None:
+    judge = judge_of([stored(1)])
+    assert len(judge.compare(reading(0))) == 1
+    assert judge.compare(reading(0)) == []
+    assert judge.compare(reading(0, 1)) == []
+    assert len(judge.compare(reading(0))) == 1
+
+
+def test_places_that_the_oracle_does_not_name_are_not_compared() -> None:
+    judge = judge_of([stored(1), stored(1, 2, medium="CPU")])
+    assert judge.compare(reading(0, 1)) == []
+    assert judge.compare(PoolReading(NO_POOL_ORACLE.held_blocks(), 0)) == []
+    (found,) = judge.compare(PoolReading({GPU: {1}, ("CPU", None): {1}, ("GPU", 1): {7}}, 0))[:1]
+    assert (found.place, found.block_hash) == (CPU, 2)
+
+
+def test_what_was_told_before_the_judge_listened_is_not_missed() -> None:
+    judge = PoolJudge(is_complete=False)
+    judge.apply(50, [stored(2)])
+    assert judge.compare(reading(50, 1, 2)) == []
+    judge.apply(51, [BlockRemoved((1,))])
+    assert [str(each)[:16] for each in judge.compare(reading(51, 1, 2))] == ["block 1 on GPU: "]
+    judge.apply(52, [AllBlocksCleared()])
+    assert judge.compare(reading(52)) == []
+    assert len(judge.compare(reading(52, 9))) == 1
+
+
+def test_what_was_told_before_a_loss_is_not_compared() -> None:
+    judge = judge_of([stored(1, 2)])
+    judge.lost()
+    judge.apply(7, [stored(3)])
+    assert judge.compare(reading(7, 2, 3, 4)) == []
+
+
+def test_a_reading_from_elsewhere_is_refused() -> None:
+    judge = judge_of([stored(1)], [stored(2)])
+    with pytest.raises(ConfigError, match="before the last batch"):
+        judge.compare(reading(0, 1))
+    with pytest.raises(ConfigError, match="says not where the stream stood"):
+        judge.compare(reading(None, 1))
+
+
+HASHES = st.integers(1, 6)
+CHANGES = st.lists(st.lists(st.tuples(st.booleans(), HASHES), max_size=4), max_size=12)
+
+
+@given(steps=CHANGES, lies=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 3)), max_size=1))
+def test_read_after_each_batch_a_difference_names_the_batch_that_forgot(
+    steps: list[list[tuple[bool, int]]], lies: list[tuple[int, int]]
+) -> None:
+    """Without a lie there is none; a lie may be made good within its batch."""
+    judge, pool = PoolJudge(), set[int]()
+    for number, changes in enumerate(steps):
+        events: list[KVCacheEvent] = []
+        for at, (adds, block) in enumerate(changes):
+            (pool.add if adds else pool.discard)(block)
+            if (number, at) not in lies:
+                events.append(stored(block) if adds else BlockRemoved((block,)))
+        judge.apply(number, events)
+        for each in judge.compare(reading(number, *pool)):
+            assert [each.since, each.found_at] == [lie for lie, _ in lies] * 2 == [number] * 2
+
+
+# A scheduler of one's own.
+
+PAGE_SIZE = 4
+
+
+class Reference:
+    """The reference scheduler, with a pool that is full and, where asked, a host tier; ``change`` edits what it tells.
+
+    ``change`` is given the number of the batch and its events.
+    """
+
+    def __init__(
+        self,
+        events: KvEventSink,
+        outputs: OutputSink,
+        change: Callable[[int, Iterable[KVCacheEvent]], Iterable[KVCacheEvent]] = lambda _, events: events,
+        tiers: CacheTiers | None = None,
+    ) -> None:
+        self.model = PagedModel(PAGE_SIZE)
+        config = SchedulerConfig(page_size=PAGE_SIZE, kv_tokens=parts.MIN_POOL_TOKENS, max_running_requests=3,
+                                 chunk_tokens=16, max_prefill_tokens=32, new_token_ratio=0.1)  # fmt: skip
+        self.scheduler = Scheduler.compose(
+            config, ParallelState.trivial(), InstantDevice(self.compute), tiers=tiers,
+            sinks=SchedulerSinks(events=_Changed(events, change), outputs=outputs),
+        )  # fmt: skip
+        self.pool: KvPoolOracle = self.scheduler.cache
+
+    def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
+        return tuple(
+            self.model.forward(work.request.token_ids[: work.end], work.request.pages, work.start)
+            for work in batch.works
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
+        self.scheduler.submit(Request(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens)))
+
+    def abort(self, rid: str) -> object:
+        return self.scheduler.abort(rid)
+
+    def step(self) -> object:
+        return self.scheduler.step()
+
+    def get_loads(self) -> LoadSnapshot:
+        return self.scheduler.load.get_loads()
+
+    def block_hashes(self) -> Iterable[int]:
+        return self.scheduler.cache.block_hashes()
+
+    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+        return self.pool.held_blocks()
+
+
+class _Changed(ListEventSink):
+    """Tells something else than it is given."""
+
+    def __init__(self, to: KvEventSink, change: Callable[[int, Iterable[KVCacheEvent]], Iterable[KVCacheEvent]]):
+        super().__init__()
+        self.to, self.change = to, change
+
+    def publish(self, events: EventBatch) -> None:
+        changed = msgspec.structs.replace(events, events=tuple(self.change(len(self.batches), events.events)))
+        super().publish(changed)
+        self.to.publish(changed)
+
+
+@pytest.mark.parametrize("check", POOL_CHECKS)
+def test_the_reference_scheduler_passes(check: Callable[..., None]) -> None:
+    check(Reference)
+
+
+class ForgetsOne:
+    """Leaves out the first event of a kind on a medium; remembers in which batch."""
+
+    def __init__(self, kind: type[KVCacheEvent], medium: str | None = None) -> None:
+        self.kind, self.medium = kind, medium
+        self.forgot_in: int | None = None
+
+    def __call__(self, number: int, events: Iterable[KVCacheEvent]) -> Iterator[KVCacheEvent]:
+        for event in events:
+            is_meant = isinstance(event, self.kind) and getattr(event, "medium", None) == self.medium
+            if is_meant and self.forgot_in is None:
+                self.forgot_in = number
+            else:
+                yield event
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(BlockStored, "no batch stored it"), (BlockRemoved, "stored it and the pool does not hold it")]
+)
+def test_a_scheduler_that_forgets_is_named_with_its_batch(kind: type[KVCacheEvent], told: str) -> None:
+    forgets = ForgetsOne(kind)
+    with pytest.raises(ConformanceError) as failed:
+        POOL_CHECKS[0](lambda events, outputs: Reference(events, outputs, forgets))
+    assert forgets.forgot_in is not None
+    assert told in str(failed.value)
+    assert f"wrong since batch {forgets.forgot_in}'" in str(failed.value)
+
+
+@pytest.fixture
+def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
+    """A host tier of 200 pages behind the device of ``Reference``; closed after the test."""
+    pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
+    from scheduler_components.hicache import (
+        HiRadixCache,
+        HostPool,
+        KeySpace,
+        PageShape,
+        Placement,
+        SimulatedDeviceMemory,
+        SyncDomain,
+        ThreadPageMover,
+        TierStepper,
+    )  # fmt: skip
+    from scheduler_components.reference.engine import HostTiers
+
+    opened: list[HostTiers] = []
+
+    def open_one() -> HostTiers:
+        parallel, shape = ParallelState.trivial(), PageShape(num_layers=1, layer_page_bytes=8)
+        host, device = HostPool(shape, 200), SimulatedDeviceMemory(shape, parts.MIN_POOL_TOKENS // PAGE_SIZE)
+        keys = KeySpace(model="m", dtype="d", page_size=PAGE_SIZE, layout="page_first", placement=Placement(),
+                        parallel=parallel)  # fmt: skip
+        mover = ThreadPageMover(host=host, device=device, keys=keys)
+        cache = HiRadixCache(page_size=PAGE_SIZE, capacity_tokens=parts.MIN_POOL_TOKENS, host=host,
+                             num_host_pages=200, record=True)  # fmt: skip
+        opened.append(HostTiers(stepper=TierStepper(cache=cache, domain=SyncDomain(), mover=mover), mover=mover))
+        return opened[-1]
+
+    yield open_one
+    for each in opened:
+        each.close()
+
+
+def test_all_tiers_are_compared_and_one_forgotten_change_of_tier_is_named(
+    open_host_tier: Callable[[], CacheTiers],
+) -> None:
+    """The model that reads KV by page cannot stand behind a tier that moves pages: it answers from the tokens."""
+
+    class Tiered(Reference):
+        def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
+            return tuple(parts.next_token(work.request.token_ids[: work.end]) for work in batch.works)
+
+    POOL_CHECKS[0](lambda events, outputs: Tiered(events, outputs, tiers=open_host_tier()))
+    forgets = ForgetsOne(BlockStored, MEDIUM_OF[Tier.HOST])
+    with pytest.raises(ConformanceError) as failed:
+        POOL_CHECKS[0](lambda events, outputs: Tiered(events, outputs, forgets, open_host_tier()))
+    assert forgets.forgot_in is not None
+    assert "on CPU: the pool holds it and no batch stored it" in str(failed.value)
+    assert f"wrong since batch {forgets.forgot_in}'" in str(failed.value)
+
+
+def test_an_oracle_that_names_no_place_proves_nothing() -> None:
+    class Blind(Reference):
+        def held_blocks(self) -> Mapping[Place, Collection[int]]:
+            return NO_POOL_ORACLE.held_blocks()
+
+    with pytest.raises(ConformanceError, match="at least one place"):
+        POOL_CHECKS[0](Blind)
+
+
+def test_a_radix_cache_says_what_it_holds() -> None:
+    cache = RadixCache(page_size=2, capacity_tokens=8, record=True)
+    cache.insert([1, 2, 3, 4], cache.allocate(2))
+    assert cache.held_blocks() == {GPU: frozenset(cache.block_hashes())}
+    cache.clear()
+    assert cache.held_blocks() == {GPU: frozenset()}
