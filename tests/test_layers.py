@@ -27,6 +27,7 @@ FLOORS = (
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "batch_result_processor"),
     ("load_publisher", "server_info"),
     ("scheduler_components",),
+    ("engines",),
     ("testing", "component_lint"),
     ("observability.kv_stream",),
     ("observability",),

@@ -6,8 +6,17 @@ installed, and has the name of its engine in its own: by this, `make engines` kn
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import random
+import signal
+import socket
+import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,3 +63,118 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.save_pretrained(folder)
     return folder
+
+
+# SGLang as a server.
+
+PROBES = Path(__file__).parent / "probes"
+START_S = 300.0
+"""A quiet machine needs 15 s."""
+
+
+class SglangServer:
+    """One `sglang.launch_server` with the tiny model on the CPU, its streams and a probe in its schedulers.
+
+    Attributes:
+        url: where it serves.
+        events_port: base port of its streams; their replay is at ``events_port + 10``.
+        log: what it wrote so far.
+    """
+
+    def __init__(self, model: Path, folder: Path, ports: int, *, env: dict[str, str], args: tuple[str, ...]) -> None:
+        self.url, self.events_port, self._folder = f"http://127.0.0.1:{ports}", ports + 1, folder
+        self._log, self._ranks, self._questions = folder / "log", 1, 0
+        for size in {"--tp-size", "--dp-size"} & {*args}:
+            self._ranks = int(args[args.index(size) + 1])
+        events = {
+            "publisher": "zmq",
+            "endpoint": f"tcp://127.0.0.1:{self.events_port}",
+            "replay_endpoint": f"tcp://127.0.0.1:{self.events_port + 10}",
+            "bind": True,
+            "buffer_steps": 20,
+        }
+        command = [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu"),
+            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32"),
+            *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--skip-server-warmup"),
+            *("--mem-fraction-static", "0.3", "--max-total-tokens", "2048", "--page-size", "16", "--enable-metrics"),
+            *("--host", "127.0.0.1", "--port", str(ports), "--random-seed", "7"),
+            *("--kv-events-config", json.dumps(events), *args),
+        ]
+        (folder / "probe-1.dist-info").mkdir()
+        (folder / "probe-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1\n")
+        (folder / "probe-1.dist-info" / "entry_points.txt").write_text(
+            "[sglang.srt.plugins]\nprobe = sglang_probe:load_plugin\n"
+        )
+        path = os.pathsep.join([str(folder), str(PROBES), os.environ["PYTHONPATH"]])
+        own = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "SGLANG_PROBE": str(folder), "SGLANG_PLUGINS": "probe"}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                list(map(str, command)), env=os.environ | own | env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_until_up(self) -> None:
+        deadline_s = time.monotonic() + START_S
+        while True:
+            try:
+                return self.get("/server_info")
+            except OSError:
+                assert self._process.poll() is None and time.monotonic() < deadline_s, self.log[-4000:]
+                time.sleep(0.2)
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return answer.read()
+
+    def generate(self, input_ids: list, max_new_tokens: int = 8, **options: object) -> list:
+        """Greedy tokens of each prompt, all sent at once."""
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        body = json.dumps({"input_ids": input_ids, "sampling_params": sampling, **options}).encode()
+        request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return [one["output_ids"] for one in json.load(answer)]
+
+    def ask(self, prompts: list) -> dict:
+        """What the probe says of each (dp rank, tp rank), once all schedulers have nothing to do."""
+        self._questions += 1
+        name = f"q{self._questions}"
+        (self._folder / f"{name}.unfinished").write_text(json.dumps(prompts))
+        (self._folder / f"{name}.unfinished").rename(self._folder / f"{name}.question")
+        deadline_s = time.monotonic() + 60
+        while len(answers := list(self._folder.glob(f"{name}.*.answer"))) < self._ranks:
+            assert time.monotonic() < deadline_s, f"{len(answers)} of {self._ranks} ranks answered\n{self.log[-4000:]}"
+            time.sleep(0.01)
+        return {tuple(map(int, path.stem.split(".")[1:])): json.loads(path.read_text()) for path in answers}
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def sglang_servers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., SglangServer]]:
+    """Start servers: ``sglang_servers(*arguments, **environment)``. All of them are stopped after the module."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*args: str, **env: str) -> SglangServer:
+            server = SglangServer(tiny_llama, tmp_path_factory.mktemp("sglang"), _free_block(20), env=env, args=args)
+            stack.callback(server.stop)
+            server.wait_until_up()
+            return server
+
+        yield start
+
+
+def _free_block(count: int) -> int:
+    """The first of so many neighbouring ports that are free just now, below those that the system gives away."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for neighbour in range(port, port + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", neighbour))
+            return port
