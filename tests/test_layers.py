@@ -139,7 +139,8 @@ def test_a_door_opens_for_every_name_on_it(path: Path) -> None:
 
 
 DOORS = "scheduler_components scheduler_components.kv_events scheduler_components.cache scheduler_components.load "
-DOORS += "scheduler_components.metrics scheduler_components.hicache scheduler_components.testing observability"
+DOORS += "scheduler_components.metrics scheduler_components.hicache scheduler_components.testing observability "
+DOORS += "scheduler_components.engines"
 
 
 @pytest.mark.parametrize("module", DOORS.split())

@@ -19,7 +19,7 @@ from scheduler_components.kv_events.codec import DIALECTS
 from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
 from scheduler_components.kv_events.replay import REPLAY_FRAMINGS
 
-__all__ = ["AUTHS", "SEQ_BASES", "KVEventsConfig", "suggest"]
+__all__ = ["AUTHS", "SEQ_BASES", "KVEventsConfig", "read_json_object", "suggest"]
 
 SEQ_BASES = ("zero", "clock")
 AUTHS = ("none", "required")
@@ -30,6 +30,8 @@ _MAX_COUNT = 2**31 - 1
 _Count = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
 
 _CHOICES = {"dialect": DIALECTS, "replay_framing": REPLAY_FRAMINGS, "seq_base": SEQ_BASES, "auth": AUTHS}
+
+_EXAMPLE = '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'
 
 _TYPE_NAMES = {
     "bool_type": "true or false",
@@ -117,16 +119,7 @@ class KVEventsConfig(BaseModel):
         Raises:
             ConfigError: not JSON, not an object, a key twice, an unknown key, or a bad value.
         """
-        hint = 'give a JSON object, such as {"publisher": "zmq", "endpoint": "tcp://*:5557"}'
-        try:
-            settings = json.loads(text, object_pairs_hook=_object_without_repeats)
-        except ConfigError:
-            raise
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError("kv_events_config", text, f"is not JSON ({error})", hint) from None
-        if not isinstance(settings, dict):
-            raise ConfigError("kv_events_config", text, "is JSON, but not an object", hint)
-        return cls(**settings)
+        return cls(**read_json_object(text, field="kv_events_config", example=_EXAMPLE))
 
     @classmethod
     def read(cls, config: str | KVEventsConfig) -> KVEventsConfig:
@@ -221,6 +214,24 @@ class KVEventsConfig(BaseModel):
 
 def _optional_endpoint(field: str, text: str | None) -> Endpoint | None:
     return None if text is None else Endpoint.parse(text, field=field)
+
+
+def read_json_object(text: str, *, field: str, example: str) -> dict[str, Any]:
+    """Read the JSON object that a person wrote as the setting ``field``; ``example`` is one that would do.
+
+    Raises:
+        ConfigError: not JSON, not an object, or a key twice.
+    """
+    hint = f"give a JSON object, such as {example}"
+    try:
+        settings = json.loads(text, object_pairs_hook=_object_without_repeats)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(field, text, f"is not JSON ({error})", hint) from None
+    if not isinstance(settings, dict):
+        raise ConfigError(field, text, "is JSON, but not an object", hint)
+    return settings
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

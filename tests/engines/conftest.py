@@ -33,8 +33,8 @@ if find_spec("sglang") and not find_spec("torchvision"):
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama as engines load it: config, weights and a tokenizer of one word per token.
 
-    2 layers, hidden size 64, 4 heads, 2 KV heads, 1,000 tokens (``w0`` to ``w999``; 0 begins, 1 ends, 2 pads), context
-    2,048, float32. The weights are the same in every run.
+    2 layers, hidden size 64, 4 heads of 32, 2 KV heads, 1,000 tokens (``w0`` to ``w999``; 0 begins, 1 ends, 2 pads),
+    context 2,048, float32. The weights are the same in every run.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -48,6 +48,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,  # the smallest that vLLM's attention on CPUs takes
         max_position_embeddings=2_048,
         bos_token_id=0,
         eos_token_id=1,

@@ -1,0 +1,80 @@
+"""The environment variable of the plugins: what it takes, and one sentence for what it does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from scheduler_components import ConfigError
+from scheduler_components.engines.settings import (
+    ENGINE_SETTINGS,
+    KV_EVENTS_VARIABLE,
+    PUBLISHER_SETTINGS,
+    may_ask_for_keys,
+    read_plugin_settings,
+)
+from scheduler_components.kv_events import KVEventsConfig
+
+DEFAULTS = {"replay_framing": "topic"}
+
+
+def read(given: Any, **switches: Any) -> Any:
+    text = given if isinstance(given, str) else json.dumps(given)
+    return read_plugin_settings({KV_EVENTS_VARIABLE: text}, defaults=DEFAULTS, switches=("count_copies", "other"))
+
+
+@pytest.mark.parametrize("environ", [{}, {KV_EVENTS_VARIABLE: ""}, {KV_EVENTS_VARIABLE: " \n"}])
+def test_without_the_variable_there_are_the_defaults(environ: dict[str, str]) -> None:
+    settings = read_plugin_settings(environ, defaults=DEFAULTS)
+    assert settings.publisher == KVEventsConfig(publisher="zmq", replay_framing="topic")
+    assert settings.switches == frozenset()
+
+
+def test_settings_reach_the_publisher_and_switches_the_plugin() -> None:
+    settings = read({"seq_base": "clock", "replay_framing": "seed", "count_copies": True, "other": False})
+    assert settings.publisher == KVEventsConfig(publisher="zmq", seq_base="clock", replay_framing="seed")
+    assert settings.switches == {"count_copies"}
+
+
+def test_every_setting_is_the_engines_or_this_variables_or_of_no_use_here() -> None:
+    """A new setting of ``KVEventsConfig`` is offered by itself."""
+    assert {*KVEventsConfig.model_fields} - {*ENGINE_SETTINGS, *PUBLISHER_SETTINGS} == {
+        "dialect",
+        "load_endpoint",
+        "options",
+    }
+    assert {"auth", "secret_key_file", "client_keys_dir", "seq_base", "buffer_bytes"} <= {*PUBLISHER_SETTINGS}
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "words"),
+    [
+        ("{", KV_EVENTS_VARIABLE, "is not JSON"),
+        ("[1]", KV_EVENTS_VARIABLE, "is JSON, but not an object"),
+        ('{"seq_base": "zero", "seq_base": "clock"}', "seq_base", "is given twice"),
+        ({"endpoint": "tcp://*:5557"}, "endpoint", "give it in the engine's own --kv-events-config"),
+        ({"buffer_byts": 1}, "buffer_byts", "give some of bind, replay_framing"),
+        ({"dialect": "map"}, "dialect", "is not a setting of SCHEDULER_COMPONENTS_KV_EVENTS"),
+        ({"buffer_bytes": "1"}, "buffer_bytes", "is not an integer"),
+        ({"buffer_bytes": 0}, "buffer_bytes", "give at least 1"),
+        ({"seq_base": "clok"}, "seq_base", "did you mean 'clock'?"),
+        ({"auth": "required"}, "secret_key_file", "is missing"),
+        ({"count_copies": 1}, "count_copies", "give true or false"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(given: Any, field: str, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(given)
+    assert raised.value.field == field
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [('{"auth": "required"', True), ('{"client_keys_dir": 1}', True), ('{"seq_base": "clok"}', False), ("{", False)],
+)
+def test_keys_are_asked_for_also_where_the_rest_cannot_be_read(text: str, asked: bool) -> None:
+    assert may_ask_for_keys({KV_EVENTS_VARIABLE: text}) is asked

@@ -1,0 +1,272 @@
+"""The plugin over vLLM's own declarations where vLLM is installed, and over a double of them elsewhere.
+
+``make test`` runs it over the double, ``make engines`` over vLLM. Whole engines are in ``test_vllm_engine.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_components import StartError
+from scheduler_components.engines.settings import KV_EVENTS_VARIABLE
+from scheduler_components.engines.vllm import PLUGIN_NAME, VllmEventPublisher, register
+from scheduler_components.kv_events import write_key_pair
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
+
+ASKED = {"VLLM_PLUGINS": f"another,{PLUGIN_NAME}"}
+
+
+def variable(**settings: Any) -> dict[str, str]:
+    return {KV_EVENTS_VARIABLE: json.dumps(settings)}
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Any]:
+    """vLLM's module of KV events, or its double."""
+    if find_spec("vllm"):
+        yield import_module("vllm.distributed.kv_events")
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent / "doubles"))
+        yield import_module("vllm.distributed.kv_events")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            patch.delitem(sys.modules, name)
+
+
+@pytest.fixture(autouse=True)
+def factory(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's factory, whose table is put back after each test."""
+    monkeypatch.setattr(vllm.EventPublisherFactory, "_registry", dict(vllm.EventPublisherFactory._registry))
+    return vllm.EventPublisherFactory
+
+
+@pytest.fixture
+def create(vllm: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Open a publisher as vLLM's scheduler does; it is shut down at the end."""
+    opened = []
+
+    def open_one(rank: int = 0, **settings: Any) -> Any:
+        config = vllm.KVEventsConfig(
+            **({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/e"} | settings)
+        )
+        opened.append(vllm.EventPublisherFactory.create(config, rank))
+        return opened[-1]
+
+    yield open_one
+    for each in opened:
+        each.shutdown()
+
+
+# --- when it acts ---
+
+
+@pytest.mark.parametrize(
+    ("environ", "acts"),
+    [
+        ({}, False),
+        ({"VLLM_PLUGINS": ""}, False),
+        ({"VLLM_PLUGINS": "another"}, False),
+        ({"VLLM_PLUGINS": f"{PLUGIN_NAME}_of_mine"}, False),
+        ({KV_EVENTS_VARIABLE: " "}, False),
+        (ASKED, True),
+        (variable(), True),
+        (variable(seq_base="clock"), True),
+    ],
+)
+def test_it_acts_when_it_is_asked_to(
+    vllm: Any, create: Callable[..., Any], environ: dict[str, str], acts: bool
+) -> None:
+    register(environ)
+    assert (type(create()) is VllmEventPublisher) is acts
+
+
+def test_unasked_it_imports_nothing_of_vllm() -> None:
+    """vLLM loads every plugin that is installed, in each of its processes."""
+    script = "import sys\nfrom scheduler_components.engines.vllm import register\nregister({})\n"
+    script += "print(*[name for name in sys.modules if name.split('.')[0] in ('vllm', 'torch')])"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
+
+
+def test_a_second_load_changes_nothing_but_the_settings(vllm: Any, factory: Any, create: Callable[..., Any]) -> None:
+    first = factory._registry["zmq"]
+    register(ASKED)
+    register(ASKED)
+    assert factory._registry["zmq"].own is first
+    register(variable(seq_base="clock"))
+    assert factory._registry["zmq"].own is first
+    assert create().publisher.stats().last_sequence > 1_000_000  # the clock's microseconds
+
+
+def test_the_entry_point_is_vllms_and_leads_to_the_plugin() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'[project.entry-points."vllm.general_plugins"]\n{PLUGIN_NAME} = "scheduler_components.engines.vllm:' in text
+    offer = EntryPoint(PLUGIN_NAME, "scheduler_components.engines.vllm:register", "vllm.general_plugins")
+    assert offer.load() is register
+
+
+def test_the_publisher_is_one_of_vllms(vllm: Any, create: Callable[..., Any]) -> None:
+    register(ASKED)
+    assert isinstance(create(), vllm.EventPublisher)
+
+
+# --- addresses, as vLLM has them ---
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_ranks_are_offset_as_vllm_does(
+    vllm: Any, create: Callable[..., Any], free_ports: Callable[[int], int], rank: int
+) -> None:
+    base = free_ports(12)
+    register(ASKED)
+    settings = {"endpoint": f"tcp://*:{base}", "replay_endpoint": f"tcp://127.0.0.1:{base + 6}", "topic": "kv"}
+    publisher = create(rank, **settings)
+    told = publisher.get_publisher_config()
+    assert type(told) is vllm.KVEventsConfig
+    assert (told.endpoint, told.replay_endpoint) == (f"tcp://*:{base + rank}", f"tcp://127.0.0.1:{base + 6 + rank}")
+    assert (told.topic, told.enable_kv_cache_events, told.publisher) == ("kv", True, "zmq")
+    assert publisher.publisher.endpoint == f"tcp://0.0.0.0:{base + rank}"
+    assert publisher.publisher.replay_endpoint == told.replay_endpoint
+
+
+def test_port_0_is_a_port_of_this_nodes_address_and_is_told(vllm: Any, create: Callable[..., Any]) -> None:
+    register(ASKED)
+    publisher = create(2, endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
+    told = publisher.get_publisher_config()
+    here = import_module("vllm.utils.network_utils").get_ip()
+    for address in (told.endpoint, told.replay_endpoint):
+        host, _, port = address.rpartition(":")
+        assert host == f"tcp://{here}"
+        assert int(port) > 0
+    assert (told.endpoint, told.replay_endpoint) == (publisher.publisher.endpoint, publisher.publisher.replay_endpoint)
+
+
+def test_a_node_without_an_address_is_told_so(
+    vllm: Any, create: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm.utils.network_utils.get_ip", lambda: "0.0.0.0")
+    register(variable(auth="none"))  # so that nothing is opened instead
+    assert type(create(endpoint="tcp://*:0")) is vllm.NullEventPublisher
+    assert "set VLLM_HOST_IP" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bind", "at"),
+    [
+        ("tcp://127.0.0.1:{}", None, "tcp://127.0.0.1:{}"),
+        ("tcp://0.0.0.0:{}", None, "tcp://127.0.0.1:{}"),  # vLLM dials it, which leads to this machine
+        ("tcp://0.0.0.0:{}", True, "tcp://0.0.0.0:{}"),
+        ("tcp://[::1]:{}", None, "tcp://[::1]:{}"),
+    ],
+)
+def test_what_vllm_dials_is_dialled(
+    create: Callable[..., Any], free_ports: Callable[[int], int], endpoint: str, bind: bool | None, at: str
+) -> None:
+    port = free_ports(1)
+    register(variable(bind=bind) if bind is not None else ASKED)
+    publisher = create(endpoint=endpoint.format(port))
+    assert publisher.publisher.endpoint == at.format(port)
+    assert publisher.get_publisher_config().endpoint == endpoint.format(port)
+
+
+def test_limits_of_zero_are_none_as_in_vllm(create: Callable[..., Any]) -> None:
+    register(ASKED)
+    assert type(create(hwm=0, max_queue_size=0)) is VllmEventPublisher
+
+
+def test_an_address_in_use_stops_the_start_as_vllms_own_does(create: Callable[..., Any]) -> None:
+    register(ASKED)
+    create()
+    with pytest.raises(StartError, match="another publisher is bound there"):
+        create()
+
+
+# --- what is wrong is said, and the engine goes on ---
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ('{"buffer_byts": 1}', "buffer_byts=1: is not a setting"),
+        ('{"topic": "x"}', "give it in the engine's own --kv-events-config"),
+    ],
+)
+def test_a_wrong_variable_leaves_vllms_own_publisher(
+    vllm: Any, factory: Any, create: Callable[..., Any], caplog: pytest.LogCaptureFixture, text: str, words: str
+) -> None:
+    own = factory._registry["zmq"]
+    register(ASKED)
+    with caplog.at_level(logging.ERROR):
+        register({KV_EVENTS_VARIABLE: text})
+    assert factory._registry["zmq"] is own
+    assert [words in each.getMessage() for each in caplog.records] == [True]
+    assert "by vLLM itself" in caplog.text
+
+
+@pytest.mark.parametrize("text", ['{"auth": "required"', '{"auth": "required"}', '{"secret_key_file": 7}'])
+def test_a_wrong_variable_that_asks_for_keys_opens_nothing(
+    vllm: Any, create: Callable[..., Any], caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    register({KV_EVENTS_VARIABLE: text})
+    publisher = create()
+    assert type(publisher) is vllm.NullEventPublisher
+    assert publisher.get_publisher_config() is None
+    assert "by nobody, for keys were asked for" in caplog.text
+
+
+def test_missing_key_files_open_nothing(
+    vllm: Any, create: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    register(variable(auth="required", secret_key_file=str(tmp_path / "none"), client_keys_dir=str(tmp_path)))
+    assert type(create()) is vllm.NullEventPublisher
+    assert "secret_key_file" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"endpoint": "udp://127.0.0.1:5557"}, "has the transport 'udp'"),
+        ({"endpoint": "inproc://kv", "replay_endpoint": "inproc://kv"}, "overlaps"),
+        ({"replay_endpoint": "inproc://r", "buffer_steps": 0}, "leaves the replay endpoint nothing"),
+    ],
+)
+def test_settings_of_vllms_that_do_not_fit_leave_its_own_publisher(
+    vllm: Any, factory: Any, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], words: str
+) -> None:
+    asked: list[dict[str, Any]] = []
+    factory._registry["zmq"] = lambda **given: asked.append(given) or vllm.NullEventPublisher()
+    register(ASKED)
+    config = vllm.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **settings)
+    factory.create(config, 1)
+    assert words in caplog.text
+    assert [(each["data_parallel_rank"], each["endpoint"]) for each in asked] == [(1, config.endpoint)]
+
+
+def test_a_setting_of_a_later_vllm_counts_where_it_says_something(
+    vllm: Any, factory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    factory._registry["zmq"] = lambda **given: vllm.NullEventPublisher()
+    register(ASKED)
+    other = factory._registry["zmq"](data_parallel_rank=0, endpoint=f"ipc://{tmp_path}/e", compression="zstd")
+    assert type(other) is vllm.NullEventPublisher
+    assert "compression='zstd': is a setting of vLLM's that scheduler-components does not know" in caplog.text
+
+
+def test_keys_reach_the_stream(create: Callable[..., Any], tmp_path: Path) -> None:
+    _, secret = write_key_pair(tmp_path / "engine", "engine")
+    write_key_pair(tmp_path / "clients", "router")
+    register(variable(auth="required", secret_key_file=str(secret), client_keys_dir=str(tmp_path / "clients")))
+    assert type(create()) is VllmEventPublisher
