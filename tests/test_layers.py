@@ -31,7 +31,7 @@ FLOORS = (
     ("testing", "component_lint"),
     ("observability.kv_stream",),
     ("observability",),
-    ("observability.testing", "observability.grafana"),
+    ("observability.testing", "observability.grafana", "observability.relay"),
     ("reference", "reference.device"),
     ("reference.engine",),
     ("reference.cli",),

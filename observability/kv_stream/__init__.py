@@ -42,7 +42,7 @@ from observability.kv_stream.instructions import (
     SwapInStaged,
     token_of,
 )
-from observability.kv_stream.view import BlockView, ViewCounters
+from observability.kv_stream.view import BlockView, CountingView, ViewCounters
 from scheduler_components._lazy import lazy_names
 from scheduler_components.events import Tier, tier_of
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         worker_url,
     )
     from observability.kv_stream.zmq_async_subscriber import AsyncSubscriber, open_async_subscriber
-    from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
+    from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber, wait_together
 
 __all__ = [
     # where a worker's streams are
@@ -75,6 +75,7 @@ __all__ = [
     # following them
     "open_subscriber",
     "Subscriber",
+    "wait_together",
     "open_async_subscriber",
     "AsyncSubscriber",
     "FollowPolicy",
@@ -85,6 +86,7 @@ __all__ = [
     "StreamStats",
     # who holds which block
     "BlockView",
+    "CountingView",
     "ViewCounters",
     "Tier",
     "tier_of",
@@ -122,6 +124,6 @@ __getattr__ = lazy_names(
             "worker_url"
         ),
         "observability.kv_stream.zmq_async_subscriber": "AsyncSubscriber open_async_subscriber",
-        "observability.kv_stream.zmq_subscriber": "Subscriber open_subscriber",
+        "observability.kv_stream.zmq_subscriber": "Subscriber open_subscriber wait_together",
     },
 )

@@ -49,6 +49,9 @@
 # if the publisher, asked after a frame came, has not reached its number, that frame was a stray, of another life or of
 # nobody. Further gaps then leave a LIVE view as it is, until a question finds that something is missing.
 #
+# A relay may not know all of what it publishes: its META says so (``upstream``). The digest then proves that the view
+# is what the relay sent, and nothing proves that this is what its engine holds: PARTIAL, until a META says otherwise.
+#
 # Which rules? A stream is asked in the words of the extension first. SGLang, vLLM and others read such a question as
 # one huge number and answer a bare end marker: they are followed plainly from then on, and are asked for the
 # extension again now and then, for a successor may have it. STATE_CHANGES (instructions) has the states' table.
@@ -276,11 +279,12 @@ class DigestCursor:
     Attributes:
         is_known: the publisher has shown the extension.
         is_foreign: it has not, or not any more: follow it by the plain rules.
+        upstream: what its last status or end said of it, see ``Meta``.
     """
 
     __slots__ = (
         "_at", "_credit", "_damaged_at", "_failures", "_gap_seen", "_has_strays", "_is_shown", "_num_unproved",
-        "_patience", "_question", "_state", "counters", "is_foreign", "is_known",
+        "_patience", "_question", "_state", "counters", "is_foreign", "is_known", "upstream",
     )  # fmt: skip
 
     def __init__(
@@ -298,6 +302,7 @@ class DigestCursor:
         self._failures = self._num_unproved = 0
         self._is_shown = False
         self._damaged_at: int | None = None
+        self.upstream: str | None = None
 
     def __repr__(self) -> str:
         return f"<DigestCursor {self._state} at {self.last_seq}, asks #{self.open_ask}>"
@@ -435,6 +440,7 @@ class DigestCursor:
         self._failures = 0
         if meta.epoch != asked_at.epoch:
             return self._sync()
+        self._hear_upstream(meta)
         is_flowing = self._at.next > asked_at.next
         if meta.start != asked_at.next:
             # The publisher's window has passed the place. In a busy stream what is missing may be on its way: a view
@@ -460,6 +466,7 @@ class DigestCursor:
         """The answer is over, and the digest of all that came is the publisher's."""
         self._question = None
         self._failures = self._num_unproved = 0
+        self._hear_upstream(meta)
         self.counters.verified += 1
         self._has_strays = question.gap_seen >= meta.next
         swap = _NONE if question.staging is None else self._swap_in(question, question.staging)
@@ -559,8 +566,15 @@ class DigestCursor:
             self._gap_seen = max(question.gap_seen, self._gap_seen)
         return _NONE if question is None or question.staging is None else (DropStaging(),)
 
+    def _hear_upstream(self, meta: Meta) -> None:
+        """A relay that doubts its own stream ends LIVE, whatever else its answer proves."""
+        self.upstream = meta.upstream
+        if self.upstream is not None and self._state is StreamState.LIVE:
+            self._become(StreamState.PARTIAL)
+
     def _settle(self) -> None:
-        self._become(StreamState.LIVE if self._damaged_at is None else StreamState.PARTIAL)
+        is_whole = self._damaged_at is None and self.upstream is None
+        self._become(StreamState.LIVE if is_whole else StreamState.PARTIAL)
 
     def _become(self, state: StreamState) -> None:
         if state is not self._state:

@@ -289,7 +289,7 @@ class BatchApplier:
 
     def begin_staging(self) -> None:
         """Begin a snapshot, from nothing."""
-        self.staging = BlockView()
+        self.staging = self.view.new_staging()
         self.listener.snapshot_begun(self.rank)
 
     def apply_staged(self, seq: int, payload: bytes, *, is_base: bool) -> BatchEffect:

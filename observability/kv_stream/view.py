@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.kv_events import Place, Tier, place_of, tier_of
 
-__all__ = ["BlockView", "ViewCounters"]
+__all__ = ["BlockView", "CountingView", "ViewCounters"]
 
 
 _PlaceKey = str | None | tuple[str | None, int | None]
@@ -126,6 +126,10 @@ class BlockView:
             places[place] = set()
         blocks.opened[key] = opened = (places[place], places, self._holders[tier])
         return opened
+
+    def new_staging(self) -> BlockView:
+        """An empty view of the same kind, for a snapshot that is to replace this one's blocks."""
+        return type(self)()
 
     def clear(self, rank: int) -> None:
         """Forget all blocks of one rank, on every tier; costs what that rank holds."""
@@ -245,6 +249,25 @@ class BlockView:
         """What the events of one rank did; zeros for a rank that was never seen."""
         known = self._ranks.get(rank)
         return known.counters if known else ViewCounters()
+
+
+class CountingView(BlockView):
+    """Counts what events do and keeps no block: for a listener that keeps them itself, such as a relay."""
+
+    __slots__ = ()
+
+    def apply(self, rank: int, events: Iterable[KVCacheEvent]) -> None:
+        """Count one rank's events."""
+        counters = (self._ranks.get(rank) or self._add_rank(rank)).counters
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                counters.clears += 1
+            elif tier_of(event.medium) is None:  # type: ignore[attr-defined]
+                counters.unknown_media += 1
+            elif isinstance(event, BlockStored):
+                counters.stored_blocks += len(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                counters.removed_blocks += len(event.block_hashes)
 
 
 # Events of one block are common, so neither loop makes a call that it can avoid.

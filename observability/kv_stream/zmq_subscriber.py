@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from types import TracebackType
 
 import attrs
@@ -44,7 +44,7 @@ from scheduler_components.kv_events import (
     apply_client_keys,
 )
 
-__all__ = ["Subscriber", "open_subscriber"]
+__all__ = ["Subscriber", "open_subscriber", "wait_together"]
 
 Socket = zmq.Socket[bytes]
 
@@ -375,16 +375,25 @@ class Subscriber:
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Wait up to ``timeout_s`` for input, then apply what has come. True when anything had."""
-        streams = self._streams.values()
-        waiting = [(socket, zmq.POLLIN) for stream in streams for socket in stream.sockets()]
-        due_in_s = min(stream.next_deadline_s for stream in streams) - self._clock()
-        # poll() cuts to whole milliseconds: one more, or it would return just before the deadline.
-        ready = zmq.zmq_poll(waiting, max(0, int(1000 * min(timeout_s, due_in_s + 0.001))))
+        has_input = wait_together((self,), timeout_s)
+        self.drain()
+        return has_input
+
+    def sockets(self) -> list[Socket]:
+        """What to wait for now."""
+        return [socket for stream in self._streams.values() for socket in stream.sockets()]
+
+    @property
+    def due_in_s(self) -> float:
+        """When ``drain`` must be called at the latest, in seconds from now."""
+        return min(stream.next_deadline_s for stream in self._streams.values()) - self._clock()
+
+    def drain(self) -> None:
+        """Apply what has come, a slice of each stream, and do what is due."""
         now_s = self._clock()
-        for stream in streams:
+        for stream in self._streams.values():
             with self._lock:
                 stream.drain(now_s)
-        return bool(ready)
 
     def wait_until(self, rank: int, seq: int, timeout_s: float) -> bool:
         """Poll until the view of ``rank`` has batch ``seq`` and no recovery is under way; False after ``timeout_s``.
@@ -467,12 +476,24 @@ class Subscriber:
             return self._view.ranks_holding(block_hash, tier)
 
 
+def wait_together(subscribers: Sequence[Subscriber], timeout_s: float) -> bool:
+    """Wait up to ``timeout_s`` until any of ``subscribers`` has to be drained; True when there is input.
+
+    For one thread that polls several subscribers: it drains each of them then.
+    """
+    waiting = [(socket, zmq.POLLIN) for subscriber in subscribers for socket in subscriber.sockets()]
+    due_in_s = min((subscriber.due_in_s for subscriber in subscribers), default=timeout_s)
+    # poll() cuts to whole milliseconds: one more, or it would return just before the deadline.
+    return bool(zmq.zmq_poll(waiting, max(0, int(1000 * min(timeout_s, due_in_s + 0.001)))))
+
+
 def open_subscriber(
     addresses: Iterable[StreamAddress],
     *,
     policy: FollowPolicy | None = None,
     listener: StreamListener | None = None,
     keys: ClientKeys | None = None,
+    view: BlockView | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> Subscriber:
@@ -486,6 +507,7 @@ def open_subscriber(
         listener: is told of every batch and change of state. It may ask the subscriber; it must not wait for another
             thread that does.
         keys: for publishers that ask clients for keys (CURVE).
+        view: an empty one to keep the blocks in; by default a ``BlockView``.
         clock: monotonic seconds, for deadlines; wall_clock: seconds since the epoch, for the lag.
 
     Raises:
@@ -500,10 +522,10 @@ def open_subscriber(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _SPARE_SOCKETS + _SOCKETS_PER_STREAM * len(wanted))
     dialer = Dialer(context, keys)
-    view = BlockView()
+    blocks = BlockView() if view is None else view
     streams: dict[int, ZmqStream] = {}
     lock = QueryLock()
-    subscriber = Subscriber(streams, view, context, lock, clock)
+    subscriber = Subscriber(streams, blocks, context, lock, clock)
     try:
         for address in wanted:
             channel = ZmqReplayChannel(dialer, address.replay)
@@ -511,7 +533,7 @@ def open_subscriber(
                 cursor=StreamCursor(has_replay=address.replay is not None),
                 applier=BatchApplier(
                     rank=address.rank,
-                    view=view,
+                    view=blocks,
                     decoder=BatchDecoder(),
                     listener=NullListener() if listener is None else listener,
                     wall_clock=wall_clock,

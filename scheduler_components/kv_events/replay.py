@@ -74,6 +74,8 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
         start: the number that the digest stands before.
         chain: the digest of everything below ``start``.
         chunks: how many chunks of the base went before; said where batches begin after a snapshot, None elsewhere.
+        upstream: said by a relay while it does not know all of what it publishes: how far it does (a reader's
+            ``StreamState``, such as ``partial``). None where the stream is its publisher's own cache, or known whole.
     """
 
     token: bytes
@@ -85,6 +87,7 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     start: int
     chain: bytes
     chunks: int | None = None
+    upstream: str | None = None
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -229,6 +232,7 @@ class ReplayCursors:
         max_clients: open answers at once.
 
     Attributes:
+        upstream: what every META says of it, see there; None unless a relay says more.
         num_served, num_batches, num_refused, num_truncated: answers ended, batches in them, requests that were
             malformed or had no place to wait, and answers cut before their end.
 
@@ -250,6 +254,7 @@ class ReplayCursors:
         "num_refused",
         "num_served",
         "num_truncated",
+        "upstream",
     )
 
     def __init__(
@@ -273,6 +278,7 @@ class ReplayCursors:
         self._cursors: OrderedDict[bytes, _Cursor] = OrderedDict()
         self._waiting: OrderedDict[bytes, Request] = OrderedDict()
         self._pinning: set[bytes] = set()
+        self.upstream: str | None = None
         self.num_served = self.num_batches = self.num_refused = self.num_truncated = 0
 
     def __len__(self) -> int:
@@ -420,7 +426,10 @@ class ReplayCursors:
     ) -> Numbered:
         stream = self._stream
         chain = stream.chain_before(start)
-        meta = Meta(request.token, stream.epoch, stream.first, stream.next_sequence, kind, snap, start, chain, chunks)
+        meta = Meta(
+            request.token, stream.epoch, stream.first, stream.next_sequence, kind, snap, start, chain, chunks,
+            self.upstream,
+        )  # fmt: skip
         return END_SEQ, meta.encode()
 
     def message(self, client: bytes) -> tuple[bytes, ...] | None:

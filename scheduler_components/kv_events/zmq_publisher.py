@@ -423,6 +423,10 @@ class ZmqStreamEdge:
         self._looked_at_s = now_s
         return self._replay.serve_slice(now_s, is_waiting=reason is DrainReason.WAIT)
 
+    def say_upstream(self, state: str | None) -> None:
+        """Let every META say ``state`` from now on; see ``Meta.upstream``."""
+        self._cursors.upstream = state
+
     @property
     def has_waiting(self) -> bool:
         """True while a replay client waits for another to go on or to be stuck for long enough."""
@@ -721,6 +725,15 @@ class ZmqEventPublisher(EventPublisher):
                 self._may_defer = True
                 if not self._backstop.watch():
                     self._may_defer = False
+
+    def say_upstream(self, state: str | None) -> None:
+        """Tell readers how far the publisher itself knows what it publishes; for relays, see ``Meta.upstream``.
+
+        Args:
+            state: None where all of it is known, else a ``StreamState``: no reader that asks by the extension takes
+                its view for proved then.
+        """
+        self._edge.say_upstream(state)
 
     def disown(self) -> None:
         """In a forked child: sockets and stream are the parent's, and every call says so."""

@@ -68,6 +68,18 @@ def test_meta_is_a_map_of_the_named_fields() -> None:
     assert Meta.decode(meta().encode()) == meta()
 
 
+def test_what_a_relay_says_of_its_upstream_is_the_golden_bytes() -> None:
+    *_, golden = replay_frame_vectors()["META of a relay whose upstream is partial"].message
+    stream = EventStream(epoch=EPOCH, max_steps=8, max_bytes=1_000, first_sequence=3)
+    cursors = cursors_of(stream)
+    status = Request(0, Verb.STATUS, TOKEN, EPOCH)
+    cursors.upstream = "partial"
+    cursors.ask([b"c", b"", status.encode()])
+    assert cursors.message(b"c") == (b"c", b"", END_SEQ, golden)
+    assert Meta.decode(golden).upstream == "partial"
+    assert Meta.decode(meta().encode()).upstream is None
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"token": b""}, {"epoch": bytes(15)}, {"chain": bytes(9)}, {"first": -1}, {"start": 0}, {"start": 10}, {"next": 3},

@@ -27,9 +27,11 @@ from observability import (
 )
 from observability.kv_stream import UnreachableError
 from scheduler_components import ComponentError, ConfigError, __version__
-from scheduler_components.kv_events import ClientKeys, write_key_pair
+from scheduler_components.kv_events import write_key_pair
+from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, client_keys
 from scheduler_components.reference.cli.engine_commands import demo, serve
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
+from scheduler_components.reference.cli.relay_command import relay
 from scheduler_components.reference.cli.screen import say_plainly
 from scheduler_components.testing import ProbeOptions
 
@@ -51,8 +53,6 @@ Shell: TypeAlias = Literal["bash", "zsh", "fish"]
 Target = Annotated[str, Parameter(help="A worker's URL (http://host:port) or one endpoint (tcp://host:port).")]
 AsJson = Annotated[bool, Parameter(name="--json", show_default=False)]
 ReplayEndpoint = Annotated[str | None, Parameter(help="Replay address of a bare endpoint.")]
-SecretKey = Annotated[str | None, Parameter(help="This client's secret key, for a stream that asks for keys.")]
-PublisherKey = Annotated[str | None, Parameter(help="The stream's public key, given with --secret-key-file.")]
 
 
 def watch(
@@ -76,7 +76,7 @@ def watch(
         topic=topic,
         max_events=count,
         duration_s=duration,
-        keys=_client_keys(secret_key_file, publisher_key_file),
+        keys=client_keys(secret_key_file, publisher_key_file),
     )
     with suppress(KeyboardInterrupt):  # the usual end of it
         watch_streams(target, sys.stdout, options)
@@ -97,7 +97,7 @@ def doctor(
 
     Exit code 1 when something is wrong, 3 when nothing answers there.
     """
-    keys = _client_keys(secret_key_file, publisher_key_file)
+    keys = client_keys(secret_key_file, publisher_key_file)
     report = examine(url, DoctorOptions(timeout_s=timeout, listen_s=listen, keys=keys))
     say_plainly((report_json(url, report),) if as_json else map(str, report))
     return exit_code(report)
@@ -154,21 +154,13 @@ def completion(shell: Annotated[Shell, Parameter(help="Whose completions to writ
     return 0
 
 
-def _client_keys(secret_key_file: str | None, publisher_key_file: str | None) -> ClientKeys | None:
-    if secret_key_file is None and publisher_key_file is None:
-        return None
-    if secret_key_file is None or publisher_key_file is None:
-        missing = "secret_key_file" if secret_key_file is None else "publisher_key_file"
-        raise ConfigError(missing, None, "is missing", "give both key files, or neither")
-    return ClientKeys.read(secret_key_file, publisher_key_file)
-
-
 COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
     "demo": demo,
     "watch": watch,
     "doctor": doctor,
     "conformance": conformance,
+    "relay": relay,
     "hicache-sim": hicache_sim,
     "keygen": keygen,
     "completion": completion,

@@ -391,3 +391,22 @@ def test_a_gap_without_credit_is_asked_about_when_there_is_some() -> None:
     cursor.credit.left = 1
     assert cursor.may_ask() == (AskReplay(2, 4, Verb.SYNC, OLD),)
     assert cursor.may_ask() == ()
+
+
+def test_a_relay_that_does_not_know_its_upstream_is_partial_whatever_the_digest_proves() -> None:
+    cursor = StreamCursor(has_replay=True)
+    cursor.connected()
+    meta(cursor, Kind.BEGIN, at(OLD, 0), snap=True)
+    meta(cursor, Kind.BEGIN, at(OLD, 0))
+    assert meta(cursor, Kind.END, at(OLD, 0), upstream="connecting") == (SwapInStaged(),)
+    assert (cursor.state, cursor.counters.verified) == (StreamState.PARTIAL, 1)
+    cursor.live(0, payload(0))
+    cursor.cleared()  # of all blocks: the relay's doubt stays
+    assert cursor.state is StreamState.PARTIAL
+    cursor.probe()
+    assert meta(cursor, Kind.STATUS, at(OLD, 1)) == ()
+    assert cursor.state is StreamState.LIVE
+    cursor.probe()
+    cursor.live(1, payload(1))
+    meta(cursor, Kind.STATUS, at(OLD, 1), first=1, upstream="partial")
+    assert cursor.state is StreamState.PARTIAL

@@ -48,6 +48,17 @@ MISTAKES = [
     (["watch", "localhost"], "localhost"),
     (["watch", "tcp://*:5557"], "cannot be dialled"),
     (["doctor", "ftp://host"], "ftp://host"),
+    (["relay", "--kv-events-config", "{}"], "SOURCE"),
+    (["relay", "localhost:5557", "--kv-events-config", "{}"], "localhost:5557"),
+    (["relay", "tcp://*:5557", "--kv-events-config", "{}"], "cannot be dialled"),
+    (["relay", "tcp://127.0.0.1:5557,tcp://127.0.0.1", "--kv-events-config", "{}"], "has no port"),
+    (["relay", "9999=tcp://127.0.0.1:5557", "--kv-events-config", "{}"], "rank 9999"),
+    (["relay", "http://", "--kv-events-config", "{}"], "http://"),
+    (["relay", "tcp://127.0.0.1:5557"], "--kv-events-config"),
+    (["relay", "tcp://127.0.0.1:5557", "--kv-events-config", '{"publisher": "null"}'], "publisher='null'"),
+    (["relay", "tcp://127.0.0.1:5557", "--kv-events-config", '{"endpont": "tcp://*:1"}'], "did you mean"),
+    (["relay", "tcp://127.0.0.1:5557", "--kv-events-config", "{}", "--secret-key-file", "x"], "publisher_key_file"),
+    (["relay", "tcp://127.0.0.1:5557", "--kv-events-config", "{}", "--jetstraem", "x"], "--jetstraem"),
 ]
 
 
@@ -62,6 +73,7 @@ OPTIONS = {
     "watch": "count duration history json publisher-key-file replay-endpoint secret-key-file topic",
     "doctor": "json listen publisher-key-file secret-key-file timeout",
     "conformance": "batches block-size json listen replay-endpoint timeout topic",
+    "relay": "block-size host kv-events-config port publisher-key-file secret-key-file topic",
     "hicache-sim": "attn-cp-size attn-tp-size picture seeds steps",
     "keygen": "",
     "completion": "",
@@ -87,7 +99,7 @@ def test_the_help_of_a_command_names_each_of_its_options_and_no_other(command_li
     ran = command_line(command, "--help")
     assert ran.code == 0
     assert f"scheduler-components {command}" in ran.out
-    assert set(re.findall(r"^│ --(\S+)", ran.out, re.MULTILINE)) == set(OPTIONS[command].split())
+    assert set(re.findall(r"^│ (?:\*  |   )?--(\S+)", ran.out, re.MULTILINE)) == set(OPTIONS[command].split())
 
 
 def test_without_a_command_the_help_is_shown(command_line: Callable) -> None:

@@ -1,0 +1,218 @@
+"""Several sources of one worker become one stream, without sockets: what subscribers say in, events to publish out."""
+
+# The theory
+# ==========
+#
+# A worker's blocks may be told by more than one source: its engine, an offload tier beside it. Each source is followed
+# by a subscriber, which is told of batches, of snapshots, of lives that end. A relay publishes one stream of all that.
+#
+#     published  =  union over the sources of (what the source holds  +  what its snapshot, while one comes, holds)
+#
+# That is kept after every call, and each call returns the events that lead there from what was published before. From
+# it follows what happens to an event of one source:
+#
+#     stored      is published, unless all of it stands already (a snapshot tells again what is known)
+#     removed     is published without the blocks that another source still holds
+#     cleared     becomes the removal of what only this source held; where nothing else stands, it is a clear itself
+#     snapshot    its stores are published as they come; when it has replaced the view, what it lacks is removed; when
+#                 it came to nothing, what only it had is removed
+#
+# So a restart of a source never empties the stream in between: readers see the difference. And a worker with one source
+# sees its events unchanged.
+#
+# The relay's own knowledge is as good as the worst of its sources. ``upstream`` says it to readers: None only while
+# every source is LIVE. While a snapshot comes, its source is not.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from observability.kv_stream import StreamState
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.kv_events import MEDIUM_GPU, Place, place_of
+
+__all__ = ["SourceMerger", "worst_state"]
+
+_WORST_FIRST = (
+    StreamState.DEAD,
+    StreamState.CONNECTING,
+    StreamState.SYNCING,
+    StreamState.RECOVERING,
+    StreamState.PARTIAL,
+    StreamState.LIVE,
+)
+
+_Blocks = dict[Place, dict[int, None]]
+"""Hashes by place, in the order in which they were stored: parents before children."""
+
+Events = tuple[KVCacheEvent, ...]
+
+
+def worst_state(states: Iterable[StreamState]) -> StreamState:
+    """The state of what was put together from streams in ``states``; ``CONNECTING`` for none."""
+    return min(states, key=_WORST_FIRST.index, default=StreamState.CONNECTING)
+
+
+@dataclass(slots=True)
+class _Source:
+    """What one source holds; ``staged`` is what its snapshot holds so far, None while none comes."""
+
+    state: StreamState = StreamState.CONNECTING
+    held: _Blocks = field(default_factory=dict)
+    staged: _Blocks | None = None
+
+    def has(self, place: Place, block_hash: int) -> bool:
+        staged = self.staged
+        return block_hash in self.held.get(place, ()) or (staged is not None and block_hash in staged.get(place, ()))
+
+
+class SourceMerger:
+    """The one stream of several sources; each is known by a key of the caller's.
+
+    Methods that return events expect them to be published in order, before the next call. A source that was not named
+    before is new: connecting, and holding nothing.
+    """
+
+    __slots__ = ("_sources",)
+
+    def __init__(self, sources: Iterable[int] = ()) -> None:
+        self._sources: dict[int, _Source] = {key: _Source() for key in sources}
+
+    def __repr__(self) -> str:
+        counts = {key: (str(source.state), _count(source.held)) for key, source in self._sources.items()}
+        return f"<SourceMerger {counts}>"
+
+    # --- what a subscriber says of a source ---
+
+    def applied(self, key: int, events: Events) -> Events:
+        """A batch of the source, or of its snapshot while one comes."""
+        source = self._source(key)
+        if source.staged is None and len(self._sources) == 1:
+            for event in events:
+                _fold(source.held, event)
+            return events
+        into = source.held if source.staged is None else source.staged
+        return tuple(each for event in events for each in self._apply(into, event))
+
+    def cleared(self, key: int) -> Events:
+        """What was known of the source is known no more: it restarted, or is dead."""
+        source = self._source(key)
+        gone, source.held = source.held, {}
+        return self._no_longer_standing(gone)
+
+    def snapshot_begun(self, key: int) -> None:
+        """Batches of this source belong to a snapshot from now on."""
+        self._source(key).staged = {}
+
+    def snapshot_ended(self, key: int, *, was_used: bool) -> Events:
+        """The snapshot is what the source holds, or came to nothing."""
+        source = self._source(key)
+        staged, source.staged = source.staged or {}, None
+        if was_used:
+            staged, source.held = source.held, staged
+        return self._no_longer_standing(staged)
+
+    def state_changed(self, key: int, state: StreamState) -> None:
+        """How far the source can be trusted from now on."""
+        self._source(key).state = state
+
+    def expect(self, key: int) -> None:
+        """The source is one of this stream's; it is connecting, if it was not before."""
+        self._source(key)
+
+    def lost(self, key: int) -> Events:
+        """Nobody follows the source now; what it held stays until somebody says more."""
+        source = self._source(key)
+        source.state = StreamState.CONNECTING
+        staged, source.staged = source.staged or {}, None
+        return self._no_longer_standing(staged)
+
+    def forget(self, key: int) -> Events:
+        """The source is none of this stream's any more."""
+        source = self._sources.pop(key, None)
+        return () if source is None else self._no_longer_standing(source.held)
+
+    # --- what is known ---
+
+    @property
+    def state(self) -> StreamState:
+        """That of the source that is known least."""
+        return worst_state(source.state for source in self._sources.values())
+
+    @property
+    def upstream(self) -> str | None:
+        """What readers are told of this stream, see ``Meta``; None while all sources are known whole."""
+        state = self.state
+        return None if state is StreamState.LIVE else state.value
+
+    def num_blocks(self, key: int) -> int:
+        """Blocks that one source holds, over all places."""
+        return _count(self._source(key).held)
+
+    # --- from one source's event to the stream's ---
+
+    def _source(self, key: int) -> _Source:
+        source = self._sources.get(key)
+        if source is None:
+            source = self._sources[key] = _Source()
+        return source
+
+    def _apply(self, into: _Blocks, event: KVCacheEvent) -> Iterator[KVCacheEvent]:
+        if isinstance(event, BlockStored):
+            place = place_of(event.medium, event.group_idx)
+            is_new = not all(self._stands(place, each) for each in event.block_hashes)
+            _fold(into, event)
+            if is_new:
+                yield event
+        elif isinstance(event, BlockRemoved):
+            place = place_of(event.medium, event.group_idx)
+            _fold(into, event)
+            gone = tuple([each for each in event.block_hashes if not self._stands(place, each)])
+            if len(gone) == len(event.block_hashes):
+                yield event
+            elif gone:
+                yield msgspec.structs.replace(event, block_hashes=gone)
+        else:
+            gone_blocks = dict(into)
+            into.clear()
+            yield from self._no_longer_standing(gone_blocks)
+
+    def _stands(self, place: Place, block_hash: int) -> bool:
+        return any(source.has(place, block_hash) for source in self._sources.values())
+
+    def _no_longer_standing(self, blocks: _Blocks) -> Events:
+        """Take back those of ``blocks`` that no source holds, children before their parents."""
+        if not any(blocks.values()):
+            return ()
+        if not any(_count(each.held) or _count(each.staged or {}) for each in self._sources.values()):
+            return (AllBlocksCleared(),)
+        removals: list[KVCacheEvent] = []
+        for place, hashes in blocks.items():
+            gone = tuple([each for each in reversed(hashes) if not self._stands(place, each)])
+            if gone:
+                medium, group_idx = place
+                removals.append(BlockRemoved(gone, None if medium == MEDIUM_GPU else medium, group_idx))
+        return tuple(removals)
+
+
+def _fold(blocks: _Blocks, event: KVCacheEvent) -> None:
+    if isinstance(event, BlockStored):
+        place = place_of(event.medium, event.group_idx)
+        held = blocks.get(place)
+        if held is None:
+            held = blocks[place] = {}
+        for block_hash in event.block_hashes:
+            held[block_hash] = None
+    elif isinstance(event, BlockRemoved):
+        held = blocks.get(place_of(event.medium, event.group_idx), {})
+        for block_hash in event.block_hashes:
+            held.pop(block_hash, None)
+    else:
+        blocks.clear()
+
+
+def _count(blocks: _Blocks) -> int:
+    return sum(map(len, blocks.values()))

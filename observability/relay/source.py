@@ -1,0 +1,64 @@
+"""What a person gives a relay to follow: the URL of a worker, or the endpoints of one stream."""
+
+from __future__ import annotations
+
+import attrs
+
+from observability.kv_stream import bare_address, discover, worker_url
+from scheduler_components import ConfigError
+from scheduler_components.kv_events import StreamAddress
+
+__all__ = ["RelaySource"]
+
+_SHAPES = "give http://host:port, or tcp://host:port,tcp://host:replay_port, with 1= before it for rank 1"
+_LAST_RANK = 1_023
+
+
+@attrs.frozen(kw_only=True)
+class RelaySource:
+    """One source of a worker's events.
+
+    Attributes:
+        text: as a person wrote it; ``url`` or ``address`` says what it means, the other is empty.
+        topic: put in the place of what a worker advertises; None leaves that.
+    """
+
+    text: str
+    url: str = ""
+    address: StreamAddress | None = None
+    topic: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, *, topic: str | None = None) -> RelaySource:
+        """Read ``http://host:port``, or ``[RANK=]EVENTS[,REPLAY]`` with two endpoints.
+
+        Raises:
+            ConfigError: neither of them, or an endpoint that cannot be dialled.
+        """
+        head, _, _ = text.partition("://")
+        if head in ("http", "https"):
+            worker_url(text)
+            return cls(text=text, url=text, topic=topic)
+        number, equals, endpoints = text.partition("=")
+        rank = 0
+        if equals and number.isascii() and number.isdecimal():
+            rank = int(number)
+        else:
+            endpoints = text
+        if rank > _LAST_RANK:
+            raise ConfigError("source", text, f"names rank {rank}", f"give a rank of at most {_LAST_RANK}")
+        if not endpoints.startswith(("tcp://", "ipc://")):
+            raise ConfigError("source", text, "is neither a URL nor an endpoint", _SHAPES)
+        events, _, replay = endpoints.partition(",")
+        return cls(text=text, address=bare_address(events, replay=replay or None, topic=topic or "", rank=rank))
+
+    def find(self, *, timeout_s: float) -> tuple[StreamAddress, ...]:
+        """Ask where its streams are; a source given by endpoints says it without asking anybody.
+
+        Raises:
+            UnreachableError, StartError, NoStreamsError, DecodeError: as ``discover``.
+        """
+        if self.address is not None:
+            return (self.address,)
+        found = discover(self.url, timeout_s=timeout_s)
+        return found if self.topic is None else tuple(attrs.evolve(each, topic=self.topic) for each in found)

@@ -1,0 +1,105 @@
+"""What a relay says of itself over HTTP: a ``StatusSource``, and the configuration that it publishes by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from observability.kv_stream import StreamState
+from observability.relay.stream import RelaySinks
+from observability.relay.zmq_relay import RelayedStats, SourceStats, ZmqRelay
+from scheduler_components import ConfigError, LoadSnapshot, __version__
+from scheduler_components.kv_events import KVEventsConfig
+
+__all__ = ["RelayStatus", "relay_settings"]
+
+
+def relay_settings(text: str) -> KVEventsConfig:
+    """Read what follows ``--kv-events-config``; what is not given has the relay's defaults.
+
+    A relay publishes by ``zmq``, for it was started to. It begins at the clock's numbers, so that plain readers see
+    that it restarted.
+
+    Raises:
+        ConfigError: as ``KVEventsConfig.from_cli``, or another publisher is asked for.
+    """
+    settings = KVEventsConfig.from_cli(text)
+    given = settings.model_fields_set
+    settings = settings.changed(
+        publisher=settings.publisher if "publisher" in given else "zmq",
+        seq_base=settings.seq_base if "seq_base" in given else "clock",
+    )
+    if settings.publisher != "zmq":
+        raise ConfigError("publisher", settings.publisher, "is none that a relay publishes by", 'give "zmq"')
+    return settings
+
+
+@dataclass(slots=True, kw_only=True)
+class RelayStatus:
+    """A ``StatusSource`` of a relay.
+
+    Attributes:
+        sinks: where the relay publishes.
+        block_size: tokens per block as a person gave it; None to say what was seen.
+    """
+
+    relay: ZmqRelay
+    sinks: RelaySinks
+    block_size: int | None = None
+
+    def health_problem(self) -> str | None:
+        """None while every source is known whole; else which is not, and how far it is."""
+        return "; ".join(_problems(self.relay.source_stats())) or None
+
+    def server_info(self) -> Mapping[str, Any]:
+        """The descriptor of the published streams, and how far each source and stream is known."""
+        sources, streams = self.relay.source_stats(), self.relay.stream_stats()
+        info = {"version": __version__, "relay": _relay_info(sources, streams), **self._descriptor(streams)}
+        problems = _problems(sources)
+        if problems and info["kv_events"] is not None:
+            known = [str(info["kv_events_warning"])] if "kv_events_warning" in info else []
+            info["kv_events_warning"] = "; ".join([*known, *problems])
+        return info
+
+    def _descriptor(self, streams: Sequence[RelayedStats]) -> dict[str, object]:
+        if not streams:
+            return {"kv_events": None, "kv_events_error": "no source has answered yet, so nothing is relayed"}
+        sizes = {stream.block_size for stream in streams} - {None}
+        seen = sizes.pop() if len(sizes) == 1 else None
+        return self.sinks.server_info(self.block_size or seen, streams[-1].rank + 1)
+
+    def model_info(self) -> Mapping[str, Any]:
+        """A relay has no model."""
+        return {"model_path": "relay"}
+
+    def load_snapshots(self) -> Sequence[LoadSnapshot]:
+        """A relay has no load."""
+        return ()
+
+
+def _problems(sources: Sequence[SourceStats]) -> list[str]:
+    problems = []
+    for each in sources:
+        if each.problem:
+            problems.append(f"{each.source} is not relayed: {each.problem}")
+        problems += [
+            f"stream {rank} of {each.source} is {stats.state}"
+            for rank, stats in each.streams.items()
+            if stats.state is not StreamState.LIVE
+        ]
+    return problems
+
+
+def _relay_info(sources: Sequence[SourceStats], streams: Sequence[RelayedStats]) -> dict[str, Any]:
+    return {
+        "sources": [
+            {
+                "source": each.source,
+                "problem": each.problem or None,
+                "streams": {str(rank): stats.state.value for rank, stats in each.streams.items()},
+            }
+            for each in sources
+        ],
+        "streams": {str(each.rank): each.state.value for each in streams},
+    }

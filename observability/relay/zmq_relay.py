@@ -1,0 +1,312 @@
+"""The relay: subscribers of all sources and the sinks of all streams, polled by one thread.
+
+A source that does not answer is asked again and again, on another thread, while the others are relayed. A worker that
+comes back at other addresses is dialled there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import attrs
+import msgspec
+
+from observability.kv_stream import (
+    CountingView,
+    FollowPolicy,
+    StreamState,
+    StreamStats,
+    Subscriber,
+    open_subscriber,
+    wait_together,
+)
+from observability.relay.source import RelaySource
+from observability.relay.stream import RelayedStream, RelaySink, RelaySinks, SourceListener
+from scheduler_components import ComponentError, PublisherStats, kv_events_server_info
+from scheduler_components.kv_events import ClientKeys, KVEventsConfig, StreamAddress, ZmqEventPublisher
+
+__all__ = ["RelayConfig", "RelayedStats", "SourceStats", "ZmqRelay", "ZmqSinks", "open_relay"]
+
+_FIND_TIMEOUT_S = 5.0
+_FIND_EVERY_S = 2.0
+"""A worker that starts again is found within this; one small page per so much time costs it nothing."""
+
+
+@attrs.frozen(kw_only=True)
+class RelayConfig:
+    """What to relay.
+
+    Attributes:
+        sources: all of one worker.
+        keys: for sources that ask clients for keys.
+        policy: how long to wait for what.
+    """
+
+    sources: tuple[RelaySource, ...]
+    keys: ClientKeys | None = None
+    policy: FollowPolicy = attrs.field(factory=FollowPolicy)
+
+
+class SourceStats(msgspec.Struct, frozen=True):
+    """One source at one moment.
+
+    Attributes:
+        source: as a person gave it.
+        problem: why it is not followed; empty where it is.
+        streams: by rank; empty where it is not followed.
+    """
+
+    source: str
+    problem: str
+    streams: Mapping[int, StreamStats]
+
+
+class RelayedStats(msgspec.Struct, frozen=True):
+    """One published stream at one moment.
+
+    Attributes:
+        rank: its number.
+        state: that of the source that is known least.
+        block_size: tokens per block as they were last seen, None before.
+        publisher: the counters of where it is published.
+    """
+
+    rank: int
+    state: StreamState
+    block_size: int | None
+    publisher: PublisherStats
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A source and how it is followed; ``addresses`` is empty until it was found."""
+
+    source: RelaySource
+    problem: str = ""
+    addresses: tuple[StreamAddress, ...] = ()
+    subscriber: Subscriber | None = None
+    search: Future[tuple[StreamAddress, ...]] | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """True while there is no reason to ask where its streams are."""
+        if self.subscriber is None:
+            return False
+        positions = self.subscriber.positions().values()
+        lost = (StreamState.CONNECTING, StreamState.DEAD)
+        return not self.source.url or not any(position.state in lost for position in positions)
+
+
+class ZmqSinks:
+    """Publishers of one configuration, one per rank; see ``RelaySinks``."""
+
+    def __init__(self, settings: KVEventsConfig) -> None:
+        self._settings = settings
+        self._publishers: dict[int, ZmqEventPublisher] = {}
+
+    def open(self, rank: int) -> RelaySink:
+        """Open the publisher of one rank, at the settings' ports + rank."""
+        publisher = self._publishers[rank] = ZmqEventPublisher(rank, config=self._settings)
+        return publisher
+
+    def server_info(self, block_size: int | None, num_streams: int) -> dict[str, object]:
+        """Describe the streams; a port that the system chose is told where there is only one stream."""
+        # The descriptor asks for a size; where none has been seen yet, it is taken out again.
+        info = kv_events_server_info(self._bound(), block_size=block_size or 1, dp_size=num_streams)
+        described = info["kv_events"]
+        return info if block_size or not isinstance(described, dict) else info | {"kv_events": _unsized(described)}
+
+    def _bound(self) -> KVEventsConfig:
+        if list(self._publishers) != [0]:
+            return self._settings
+        publisher = self._publishers[0]
+        return self._settings.changed(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+
+
+def _unsized(described: dict[str, object]) -> dict[str, object]:
+    return described | {"block_size": None}
+
+
+@dataclass(slots=True, kw_only=True)
+class ZmqRelay:
+    """Made by ``open_relay``. ``poll`` belongs to one thread, which also closes; the rest may be asked from any.
+
+    Attributes:
+        sinks: where the streams go.
+        say: takes one sentence for people, whenever a source is lost or found.
+    """
+
+    config: RelayConfig
+    sinks: RelaySinks
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    streams: dict[int, RelayedStream] = field(default_factory=dict)
+    _followed: list[_Followed] = field(default_factory=list)
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(max_workers=4, thread_name_prefix="kv-relay-search")
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _look_at_s: float = 0.0
+
+    def __enter__(self) -> ZmqRelay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Send what is pending, close every socket and stop every thread. Safe to call twice."""
+        self._closing.set()
+        with self._lock:
+            for followed in self._followed:
+                if followed.subscriber is not None:
+                    followed.subscriber.close()
+            for stream in self.streams.values():
+                stream.sink.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- following ---
+
+    def begin(self) -> None:
+        """Look for every source once, and follow those that answer.
+
+        Raises:
+            ConfigError, StartError: a sink cannot be opened.
+        """
+        self._followed = [_Followed(source) for source in self.config.sources]
+        for followed in self._followed:
+            self._search(followed)
+        for key, followed in enumerate(self._followed):
+            assert followed.search is not None
+            followed.search.exception()  # waits for it
+            self._take_search(key, followed)
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait up to ``timeout_s`` for news of any source, and relay what has come."""
+        subscribers = [each.subscriber for each in self._followed if each.subscriber is not None]
+        has_input = wait_together(subscribers, timeout_s) if subscribers else self._closing.wait(timeout_s)
+        with self._lock:
+            for subscriber in subscribers:
+                subscriber.drain()
+            for stream in self.streams.values():
+                stream.flush()
+            if not has_input or self.clock() >= self._look_at_s:
+                self._look()
+
+    def _look(self) -> None:
+        """Ask after sources that are not there, and follow those that answered."""
+        now_s = self.clock()
+        is_due = now_s >= self._look_at_s
+        if is_due:
+            self._look_at_s = now_s + _FIND_EVERY_S
+        for key, followed in enumerate(self._followed):
+            if followed.search is not None and followed.search.done():
+                try:
+                    self._take_search(key, followed)
+                except ComponentError as error:  # no sink for a rank that was not there before
+                    self._set_problem(followed, str(error))
+            if is_due and followed.search is None and not followed.is_settled:
+                self._search(followed)
+
+    def _search(self, followed: _Followed) -> None:
+        followed.search = self._threads.submit(followed.source.find, timeout_s=_FIND_TIMEOUT_S)
+
+    def _take_search(self, key: int, followed: _Followed) -> None:
+        search, followed.search = followed.search, None
+        assert search is not None
+        try:
+            addresses = search.result()
+        except ComponentError as error:
+            if followed.subscriber is None:
+                self._set_problem(followed, str(error))
+            return
+        if followed.subscriber is None or addresses != followed.addresses:
+            self._follow(key, followed, addresses)
+
+    def _follow(self, key: int, followed: _Followed, addresses: tuple[StreamAddress, ...]) -> None:
+        """Follow a source at ``addresses``, and no more where it was."""
+        ranks = sorted(address.rank for address in addresses)
+        for rank in ranks:
+            if rank not in self.streams:
+                self.streams[rank] = RelayedStream(rank, self.sinks.open(rank))
+        if followed.subscriber is not None:
+            followed.subscriber.close()
+            followed.subscriber = None
+        followed.addresses = addresses
+        self._share_sources()
+        for rank in ranks:
+            stream = self.streams[rank]
+            stream.publish(stream.merger.lost(key), stream.wall_clock())
+        for stream in self.streams.values():
+            stream.tell()
+        followed.subscriber = open_subscriber(
+            addresses,
+            policy=self.config.policy,
+            listener=SourceListener(key, self.streams),
+            keys=self.config.keys,
+            view=CountingView(),
+        )
+        self._set_problem(followed, "")
+
+    def _share_sources(self) -> None:
+        """Each stream waits for every source of its rank, and for those of which nobody knows the ranks yet."""
+        for rank, stream in self.streams.items():
+            for key, followed in enumerate(self._followed):
+                if not followed.addresses or any(address.rank == rank for address in followed.addresses):
+                    stream.merger.expect(key)
+                else:
+                    stream.publish(stream.merger.forget(key), stream.wall_clock())
+
+    def _set_problem(self, followed: _Followed, problem: str) -> None:
+        if problem == followed.problem:
+            return
+        followed.problem = problem
+        self.say(f"{followed.source.text} is not relayed: {problem}" if problem else f"{followed.source.text} is found")
+
+    # --- what others see ---
+
+    def source_stats(self) -> Sequence[SourceStats]:
+        """Each source, in the order in which they were given."""
+        with self._lock:
+            return [
+                SourceStats(each.source.text, each.problem, each.subscriber.stats() if each.subscriber else {})
+                for each in self._followed
+            ]
+
+    def stream_stats(self) -> Sequence[RelayedStats]:
+        """Each published stream, by rank."""
+        with self._lock:
+            return [
+                RelayedStats(rank, stream.merger.state, stream.block_size, stream.sink.stats())
+                for rank, stream in sorted(self.streams.items())
+            ]
+
+
+def open_relay(config: RelayConfig, *, sinks: RelaySinks, say: Callable[[str], None]) -> ZmqRelay:
+    """Follow every source that answers, and publish; use it in a ``with`` block, or close it.
+
+    A source that does not answer is said, and asked again every few seconds.
+
+    Args:
+        config: what to relay.
+        sinks: where the streams go.
+        say: takes one sentence for people.
+
+    Raises:
+        ConfigError, StartError: a sink cannot be opened.
+    """
+    relay = ZmqRelay(config=config, sinks=sinks, say=say)
+    try:
+        relay.begin()
+    except BaseException:
+        relay.close()
+        raise
+    return relay

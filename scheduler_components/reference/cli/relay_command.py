@@ -1,0 +1,106 @@
+"""The command ``relay``: a sidecar that follows an engine's streams and publishes them again, with its HTTP answers."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+
+from observability import status_routes
+from observability.relay import (
+    RelayConfig,
+    RelaySource,
+    RelayStatus,
+    ZmqRelay,
+    ZmqSinks,
+    open_relay,
+    relay_settings,
+)
+from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, client_keys
+from scheduler_components.reference.cli.screen import say_plainly
+from scheduler_components.reference.engine import DEFAULT_HOST, bind_http, open_http_server
+
+__all__ = ["relay"]
+
+_POLL_S = 0.1
+_ROUTES = ("/health", "/server_info", "/get_server_info", "/metrics")
+"""What a relay can answer; it has neither model nor load."""
+
+
+Source = Annotated[
+    str,
+    Parameter(
+        help="A worker's URL (http://host:port), or the endpoints of one stream (tcp://host:port,tcp://host:port:"
+        " events, then replay; 1= before them for rank 1). Several are sources of one worker."
+    ),
+]
+
+
+def relay(
+    source: Source,
+    /,
+    *more_sources: Annotated[str, Parameter(help="Further sources of the same worker.")],
+    kv_events_config: Annotated[str, Parameter(help="Where and how to publish, as JSON; as an engine's.")],
+    host: Annotated[str, Parameter(help="Address of the HTTP server.")] = DEFAULT_HOST,
+    port: Annotated[
+        int, Parameter(validator=Number(gte=0, lte=65535), help="Port of the HTTP server; 0 lets the system choose.")
+    ] = 0,
+    topic: Annotated[str | None, Parameter(help="Topic of the sources. Default: what a worker says, or all.")] = None,
+    block_size: Annotated[
+        int | None, Parameter(validator=Number(gte=1), help="Tokens per block, to advertise. Default: as seen.")
+    ] = None,
+    secret_key_file: SecretKey = None,
+    publisher_key_file: PublisherKey = None,
+) -> int:
+    """Follow an engine's event streams and publish them again, with replay from any point, until Ctrl-C."""
+    config = RelayConfig(
+        sources=tuple(RelaySource.parse(text, topic=topic) for text in (source, *more_sources)),
+        keys=client_keys(secret_key_file, publisher_key_file),
+    )
+    asyncio.run(_relay(config, ZmqSinks(relay_settings(kv_events_config)), host, port, block_size))
+    return 0
+
+
+async def _relay(config: RelayConfig, sinks: ZmqSinks, host: str, port: int, block_size: int | None) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    with bind_http(host, port) as listener, open_relay(config, sinks=sinks, say=_complain) as opened:
+        registry = CollectorRegistry()
+        status = RelayStatus(relay=opened, sinks=sinks, block_size=block_size)
+        routes = [route for route in status_routes(status, registry=registry) if route.path in _ROUTES]
+        async with open_http_server(Starlette(routes=routes), listener) as url:
+            say_plainly((f"relaying {_named(config)}; {url}/health says how it is; Ctrl-C stops",))
+            await _follow(opened)
+
+
+async def _follow(opened: ZmqRelay) -> None:
+    """Poll on a thread of its own until this task is cancelled."""
+    stopping = threading.Event()
+
+    def run() -> None:
+        while not stopping.is_set():
+            opened.poll(_POLL_S)
+
+    following = asyncio.ensure_future(asyncio.to_thread(run))
+    try:
+        await asyncio.shield(following)
+    finally:
+        stopping.set()
+        await asyncio.wait([following])
+
+
+def _named(config: RelayConfig) -> str:
+    return " and ".join(source.text for source in config.sources)
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"scheduler-components: {text}\n")
+    sys.stderr.flush()

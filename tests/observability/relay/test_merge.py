@@ -1,0 +1,230 @@
+"""Several sources become one stream: whatever they do, it is the union of what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from observability.kv_stream import BlockView, StreamState, Tier
+from observability.relay import SourceMerger, merge, worst_state
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+
+State = set[tuple[str, int]]
+
+
+def stored(first: int, count: int, medium: str | None = None) -> BlockStored:
+    hashes = tuple(range(first, first + count))
+    return BlockStored(hashes, first - 1 if first else None, hashes, 1, None, medium)
+
+
+def removed(first: int, count: int, medium: str | None = None) -> BlockRemoved:
+    return BlockRemoved(tuple(range(first, first + count)), medium)
+
+
+class ModelSource:
+    """A source as its own subscriber's view has it, and the snapshot under way."""
+
+    def __init__(self) -> None:
+        self.held: State = set()
+        self.staged: State | None = None
+
+    def apply(self, event: KVCacheEvent) -> None:
+        into = self.held if self.staged is None else self.staged
+        if isinstance(event, BlockStored):
+            into.update((event.medium or "GPU", each) for each in event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            into.difference_update((event.medium or "GPU", each) for each in event.block_hashes)
+        else:
+            into.clear()
+
+
+class World:
+    """Sources, the merger, and a reader of what it publishes."""
+
+    def __init__(self, num_sources: int) -> None:
+        self.sources = [ModelSource() for _ in range(num_sources)]
+        self.merger = SourceMerger(range(num_sources))
+        self.reader = BlockView()
+        self.published: list[KVCacheEvent] = []
+
+    def take(self, events: tuple[KVCacheEvent, ...]) -> None:
+        self.published += events
+        self.reader.apply(0, events)
+
+    def apply(self, who: int, event: KVCacheEvent) -> None:
+        key = who % len(self.sources)
+        self.sources[key].apply(event)
+        self.take(self.merger.applied(key, (event,)))
+
+    def store(self, who: int, first: int, count: int, on_host: bool) -> None:
+        self.apply(who, stored(first, count, "CPU" if on_host else None))
+
+    def remove(self, who: int, first: int, count: int, on_host: bool) -> None:
+        self.apply(who, removed(first, count, "CPU" if on_host else None))
+
+    def clear(self, who: int) -> None:
+        self.apply(who, AllBlocksCleared())
+
+    def restart(self, who: int) -> None:
+        """The subscriber forgets what it knew; a snapshot under way was dropped before."""
+        self.end(who, False)
+        key = who % len(self.sources)
+        self.sources[key].held = set()
+        self.take(self.merger.cleared(key))
+
+    def begin(self, who: int) -> None:
+        key = who % len(self.sources)
+        self.end(who, False)
+        self.sources[key].staged = set()
+        self.merger.snapshot_begun(key)
+
+    def end(self, who: int, was_used: bool) -> None:
+        key = who % len(self.sources)
+        source = self.sources[key]
+        if source.staged is not None:
+            if was_used:
+                source.held = source.staged
+            source.staged = None
+            self.take(self.merger.snapshot_ended(key, was_used=was_used))
+
+    def lose(self, who: int) -> None:
+        key = who % len(self.sources)
+        self.sources[key].staged = None
+        self.take(self.merger.lost(key))
+
+    def check(self) -> None:
+        known = [each.held for each in self.sources] + [each.staged or set() for each in self.sources]
+        union: State = set().union(*known)
+        seen = {("GPU", each) for each in self.reader.blocks(0, Tier.DEVICE)}
+        seen |= {("CPU", each) for each in self.reader.blocks(0, Tier.HOST)}
+        assert seen == union
+
+    def run(self, steps: list[tuple]) -> None:
+        for name, *arguments in steps:
+            getattr(self, name)(*arguments)
+            self.check()
+
+
+WHO = st.integers(0, 2)
+BLOCKS = st.integers(0, 5)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["store", "store", "remove"]), WHO, BLOCKS, st.integers(1, 3), st.booleans()),
+        st.tuples(st.sampled_from(["clear", "restart", "begin", "lose"]), WHO),
+        st.tuples(st.just("end"), WHO, st.sampled_from([True, True, False])),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+@pytest.mark.soak
+@settings(max_examples=3 * settings().max_examples)
+@given(steps=STEPS, num_sources=st.integers(1, 3))
+def test_the_stream_is_the_union_of_what_is_known_of_each_source(steps: list[tuple], num_sources: int) -> None:
+    World(num_sources).run(steps)
+
+
+# --- broken variants: each is caught by the property ---
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def a_restart_forgets_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SourceMerger, "cleared", lambda *_: ())
+
+
+def a_clear_of_one_source_clears_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SourceMerger, "_no_longer_standing", lambda *_: (AllBlocksCleared(),))
+
+
+def a_removal_counts_for_all_sources(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SourceMerger, "_stands", lambda *_: False)
+
+
+def a_snapshot_replaces_nothing(patch: pytest.MonkeyPatch) -> None:
+    def ended(self: SourceMerger, key: int, *, was_used: bool) -> tuple:
+        source = self._sources[key]
+        source.held |= source.staged or {}
+        source.staged = None
+        return ()
+
+    patch.setattr(SourceMerger, "snapshot_ended", ended)
+
+
+def a_cut_snapshot_is_kept(patch: pytest.MonkeyPatch) -> None:
+    right = SourceMerger.snapshot_ended
+    patch.setattr(SourceMerger, "snapshot_ended", lambda self, key, *, was_used: right(self, key, was_used=True))
+
+
+def a_snapshot_is_applied_to_the_view(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SourceMerger, "snapshot_begun", lambda *_: None)
+
+
+def media_are_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(merge, "place_of", lambda *_: ("GPU", None))
+
+
+BROKEN = [
+    a_restart_forgets_nothing, a_clear_of_one_source_clears_all, a_removal_counts_for_all_sources,
+    a_snapshot_replaces_nothing, a_cut_snapshot_is_kept, a_snapshot_is_applied_to_the_view, media_are_one,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_merger_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    @settings(max_examples=500, database=None, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
+    @given(steps=STEPS, num_sources=st.integers(1, 3))
+    def search(steps: list[tuple], num_sources: int) -> None:
+        World(num_sources).run(steps)
+
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        search()
+
+
+# --- by example ---
+
+
+def test_a_worker_with_one_source_sees_its_events_unchanged() -> None:
+    merger = SourceMerger([0])
+    events = (stored(0, 3), removed(2, 1), removed(77, 1), AllBlocksCleared(), stored(0, 1))
+    assert merger.applied(0, events) is events
+
+
+def test_a_clear_of_one_source_takes_back_only_what_came_from_it_children_first() -> None:
+    merger = SourceMerger([0, 1])
+    merger.applied(0, (stored(0, 4),))
+    merger.applied(1, (stored(0, 2), stored(0, 4, "CPU")))
+    assert merger.applied(0, (AllBlocksCleared(),)) == (BlockRemoved((3, 2)),)
+    assert merger.cleared(1) == (AllBlocksCleared(),)
+
+
+def test_what_a_snapshot_tells_again_is_not_published_again() -> None:
+    merger = SourceMerger([0])
+    merger.applied(0, (stored(0, 3),))
+    merger.snapshot_begun(0)
+    assert merger.applied(0, (stored(0, 2), stored(3, 1))) == (stored(3, 1),)
+    assert merger.snapshot_ended(0, was_used=True) == (BlockRemoved((2,)),)
+
+
+def test_a_source_that_held_nothing_is_forgotten_without_a_word() -> None:
+    merger = SourceMerger([0, 1])
+    assert merger.cleared(0) == merger.forget(1) == merger.forget(1) == ()
+
+
+def test_the_stream_is_known_as_far_as_the_source_that_is_known_least() -> None:
+    merger = SourceMerger([0, 1])
+    assert merger.upstream == "connecting"
+    merger.state_changed(0, StreamState.LIVE)
+    merger.state_changed(1, StreamState.PARTIAL)
+    assert merger.upstream == "partial"
+    merger.state_changed(1, StreamState.LIVE)
+    assert merger.upstream is None
+    merger.lost(0)
+    assert merger.upstream == "connecting"
+    merger.forget(0)
+    assert merger.upstream is None
+    assert worst_state([]) is StreamState.CONNECTING
