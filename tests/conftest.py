@@ -7,17 +7,27 @@ long form of a test that asks for ``soaking``. To repeat a failure: ``pytest TES
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Loaded machines are slow: a deadline per example says more about the machine than about the code.
 settings.register_profile("default", deadline=None, max_examples=100, print_blob=True)
 settings.register_profile("soak", settings.get_profile("default"), max_examples=1_000)
+# `make mutants`: the same examples for each broken variant, and no shrinking of what will be thrown away.
+settings.register_profile(
+    "mutants",
+    settings.get_profile("default"),
+    derandomize=True,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),
+)
 settings.load_profile("default")
 
 
@@ -52,6 +62,22 @@ def free_ports() -> Callable[[int], int]:
         raise AssertionError(f"no {count} free ports in a row")
 
     return find
+
+
+@pytest.fixture
+def trace_beyond_the_host(tmp_path: Path) -> Path:
+    """A trace that needs storage, whatever the machine is doing: 12 prompts of 1,024 tokens, three times in a circle.
+
+    Tiers that evict the least recently used, and have fewer than 12,288 tokens together, never hold a prompt when it
+    comes again.
+    """
+    lines = [
+        {"timestamp": 400 * at, "input_length": 1024, "output_length": 4, "hash_ids": [2 * (at % 12), 2 * (at % 12) + 1]}
+        for at in range(36)
+    ]
+    trace = tmp_path / "circle.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return trace
 
 
 @pytest.fixture

@@ -14,15 +14,22 @@ pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-componen
 from scheduler_components import ConfigError
 from scheduler_components.reference.engine import HiCacheConfig
 
-COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main", "demo", "--hicache", "--speed", "4"]
-SMALL = ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "2", "--requests", "40", "--kv-tokens", "2048"]
+MODULE = [sys.executable, "-m", "scheduler_components"]
+COMMAND = [*MODULE, "demo", "--hicache", "--speed", "4"]
+SMALL = ["--hicache", "--speed", "4", "--dp-size", "1", "--kv-tokens", "2048"]
 DEADLINE_S = 90
 
 
-def run(folder: Path, *arguments: str) -> str:
-    """What a demo over file storage says; it must pass its checks."""
-    command = [*COMMAND, *SMALL, "--hicache-storage", "file", "--hicache-storage-path", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+def run(folder: Path, command: str, *arguments: str) -> str:
+    """What a run over file storage says; it must pass its checks."""
+    storage = ["--hicache-storage", "file", "--hicache-storage-path", str(folder)]
+    done = subprocess.run(
+        [*MODULE, command, *SMALL, *storage, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
     assert "4 ranks in 1 replicas, each in lockstep with its leader" in done.stdout
@@ -37,11 +44,24 @@ def hits(summary: str) -> dict[str, float]:
 
 def test_what_the_device_evicts_is_found_on_the_host_and_by_the_next_engine_in_storage(tmp_path: Path) -> None:
     """Every page that comes back is compared with its bytes on the way; all ranks hold the same pages at every step."""
-    first = hits(run(tmp_path))
+    first = hits(run(tmp_path, "demo", "--requests", "40"))
     assert first["device"] > 0
     assert first["host"] > 0
-    second = hits(run(tmp_path, "--hicache-prefetch", "wait_complete", "--hicache-write", "write_back"))
+    waiting = ["--hicache-prefetch", "wait_complete", "--hicache-write", "write_back"]
+    second = hits(run(tmp_path, "demo", "--requests", "40", *waiting))
     assert second["storage"] > 0
+
+
+def test_prompts_in_a_circle_larger_than_device_and_host_come_from_storage(
+    tmp_path: Path, trace_beyond_the_host: Path
+) -> None:
+    """The twin of the test over Mooncake's store."""
+    storage = tmp_path / "pages"
+    storage.mkdir()
+    waiting = ["--port", "0", "--hicache-host-tokens", "4096", "--hicache-prefetch", "wait_complete"]
+    found = hits(run(storage, "serve", "--trace", str(trace_beyond_the_host), *waiting))
+    assert found["storage"] > 5
+    assert found["device"] + found["host"] < found["storage"]
 
 
 @pytest.mark.parametrize(
