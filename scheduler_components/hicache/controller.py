@@ -91,6 +91,10 @@ class HiCachePolicy:
             (``best_effort``), never (``wait_complete``), or when any rank's clock says so (``timeout``). Whatever the
             prefetch is at then: waiting for others, asking, or reading. What has landed by then is used.
         prefetch_threshold_pages: shorter hits are not worth a transfer and are revoked.
+        prefetch_retry_steps: how many steps a request waits after a prefetch that brought nothing, until storage is
+            asked again: another request may have been writing the same prefix. ``Preparations.is_ready`` counts them.
+            0 asks once. A request that is the next to run asks no more.
+        prefetch_max_retries: how often at most.
         prefetch_timeout_s, prefetch_timeout_s_per_ki_token: with ``timeout``, how long a request that could run waits:
             a base, and as much for each 1,024 tokens that storage holds. SGLang's formula and its defaults.
         load_threshold_pages: shorter runs are computed anew instead of loaded from the host.
@@ -105,6 +109,9 @@ class HiCachePolicy:
     clean_ahead_pages: int = attrs.field(default=64, validator=is_integer("is not a count"))
     prefetch: PrefetchStop = attrs.field(default="best_effort", validator=_check_stop)
     prefetch_threshold_pages: int = attrs.field(default=4, validator=is_integer("is not a count"))
+    # SGLang's defaults (``hicache_storage_prefetch_retry_*`` in 0.5.23).
+    prefetch_retry_steps: int = attrs.field(default=8, validator=is_integer("is not a count", at_least=0))
+    prefetch_max_retries: int = attrs.field(default=8, validator=is_integer("is not a count", at_least=0))
     prefetch_timeout_s: float = attrs.field(default=1.0, validator=is_number(or_zero=True))
     prefetch_timeout_s_per_ki_token: float = attrs.field(default=0.25, validator=is_number(or_zero=True))
     load_threshold_pages: int = attrs.field(default=1, validator=is_integer("is not a count"))

@@ -468,6 +468,8 @@ class _Preparation:
     num_loaded_pages: int = 0
     has_given_up: bool = False
     is_counted: bool = False
+    num_steps_since_miss: int = 0
+    num_retries: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -487,13 +489,19 @@ class Preparations:
 
     def expect(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
         """A request has come that will match ``token_ids``: begin to read from storage what no nearer tier has."""
-        namespace, packed = namespace or PLAIN_NAMESPACE, pack_tokens(token_ids)
-        tiers, transfers = self.transfers.tiers, self.transfers
+        prefetch = self._begin_prefetch(token_ids, namespace or PLAIN_NAMESPACE)
+        if prefetch is not None:
+            self._by_rid[rid] = _Preparation(prefetch=prefetch)
+
+    def _begin_prefetch(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> Prefetch | None:
+        """Begin to read what no nearer tier has; None where that is not worth it."""
+        tiers, transfers, packed = self.transfers.tiers, self.transfers, pack_tokens(token_ids)
         path = tiers.path_to(packed, namespace.seed())
-        if transfers.reads.is_worth_it(packed, path):
-            # What is read can only hang below a prefix that is on the host.
-            transfers.writes.write_path(path[: tiers.num_on_device(path)])
-            self._by_rid[rid] = _Preparation(prefetch=transfers.reads.begin(packed, namespace, path))
+        if not transfers.reads.is_worth_it(packed, path):
+            return None
+        # What is read can only hang below a prefix that is on the host.
+        transfers.writes.write_path(path[: tiers.num_on_device(path)])
+        return transfers.reads.begin(packed, namespace, path)
 
     def is_ready(
         self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None, *, is_next: bool = True
@@ -503,13 +511,15 @@ class Preparations:
         Args:
             rid, token_ids, namespace: as given to ``expect``; a request that was not given to it waits for loads alone.
             is_next: this request is the next to run. Under ``best_effort`` it does not wait for storage from here on,
-                under ``timeout`` its time runs.
+                under ``timeout`` its time runs. One that is not the next asks storage again after a miss.
         """
-        preparation = self._by_rid.setdefault(rid, _Preparation())
+        preparation, namespace = self._by_rid.setdefault(rid, _Preparation()), namespace or PLAIN_NAMESPACE
         if self.policy.write == "write_through_selective" and not preparation.is_counted:
             preparation.is_counted = True
-            seed = (namespace or PLAIN_NAMESPACE).seed()
-            self.transfers.writes.after_hit(self.transfers.tiers.path_to(pack_tokens(token_ids), seed))
+            path = self.transfers.tiers.path_to(pack_tokens(token_ids), namespace.seed())
+            self.transfers.writes.after_hit(path)
+        if not is_next:
+            self._retry_after_miss(preparation, token_ids, namespace)
         prefetch, load = preparation.prefetch, preparation.load
         if prefetch is not None and prefetch.num_landed is None:
             if not is_next:
@@ -522,7 +532,21 @@ class Preparations:
             if not load.is_settled:
                 return False
             preparation.has_given_up = preparation.has_given_up or load.has_failed
-        return preparation.has_given_up or not self._begin_load(preparation, token_ids, namespace or PLAIN_NAMESPACE)
+        return preparation.has_given_up or not self._begin_load(preparation, token_ids, namespace)
+
+    def _retry_after_miss(
+        self, preparation: _Preparation, token_ids: Sequence[int], namespace: PrefixNamespace
+    ) -> None:
+        """Ask storage again for a request whose prefetch brought nothing, once in ``prefetch_retry_steps`` calls."""
+        policy, missed = self.policy, preparation.prefetch
+        if missed is None or missed.num_landed != 0 or preparation.num_retries >= policy.prefetch_max_retries:
+            return
+        preparation.num_steps_since_miss += 1
+        if not policy.prefetch_retry_steps or preparation.num_steps_since_miss < policy.prefetch_retry_steps:
+            return
+        preparation.num_steps_since_miss = 0
+        preparation.num_retries += 1
+        preparation.prefetch = self._begin_prefetch(token_ids, namespace) or missed
 
     def forget(self, rid: str) -> None:
         """A request is gone before it ran: nothing is brought closer for it any more."""

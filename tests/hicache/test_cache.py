@@ -208,6 +208,7 @@ FIELDS: dict[str, dict[str, object]] = {
     "capacity_tokens": {"capacity_tokens": 6},
     "num_host_pages": {"num_host_pages": 4},
     "write": {"policy": HiCachePolicy(write="write_back")},
+    "prefetch_retry_steps": {"policy": HiCachePolicy(prefetch_retry_steps=0)},
     "prefetch_threshold_pages": {"policy": HiCachePolicy(prefetch_threshold_pages=2)},
 }
 

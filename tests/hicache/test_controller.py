@@ -309,6 +309,8 @@ def test_news_of_a_prefetch_that_is_over_is_told() -> None:
         ("prefetch_threshold_pages", 0),
         ("clean_ahead_pages", -1),
         ("load_threshold_pages", True),
+        ("prefetch_retry_steps", -1),
+        ("prefetch_max_retries", 0.5),
         ("prefetch_timeout_s", float("nan")),
         ("prefetch_timeout_s_per_ki_token", -0.1),
     ],

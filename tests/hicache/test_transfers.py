@@ -182,6 +182,86 @@ def test_what_storage_forgot_is_written_again() -> None:
 # --- prefetches ---
 
 
+class Waiter:
+    """A request that waits behind others, for a prompt of four pages."""
+
+    def __init__(self, policy: HiCachePolicy) -> None:
+        self.rank = Rank(policy)
+        self.rank.cache.preparations.expect("r", prompt(0, 4))
+
+    def answer(self, num_hit: int) -> None:
+        [query] = self.rank.take(QueryStorage)
+        self.rank.cache.handle(StorageAnswered(query.op, num_hit))
+        self.rank.step()
+
+    def steps_until_asked(self, at_most: int, *, is_next: bool = False) -> int | None:
+        """Steps that it waits until storage is asked again; None when it is not."""
+        for num_steps in range(1, at_most + 1):
+            self.rank.cache.preparations.is_ready("r", prompt(0, 4), is_next=is_next)
+            self.rank.step()
+            if self.rank.cache.num_operations:
+                return num_steps
+        return None
+
+
+RETRYING = HiCachePolicy(prefetch_threshold_pages=2, prefetch_retry_steps=3, prefetch_max_retries=2)
+
+
+@pytest.mark.parametrize("num_hit", [0, 1])
+def test_after_a_miss_storage_is_asked_again_at_its_pace_and_not_for_ever(num_hit: int) -> None:
+    """What another request was writing at the first question is there at a later one. Too short a hit is a miss."""
+    it = Waiter(RETRYING)
+    it.answer(num_hit)
+    assert it.steps_until_asked(9) == 3
+    it.answer(num_hit)
+    assert it.steps_until_asked(9) == 3
+    it.answer(num_hit)
+    assert it.steps_until_asked(9) is None
+    assert it.rank.cache.stats().prefetches == 3
+
+
+def test_what_a_retry_finds_is_used() -> None:
+    it = Waiter(RETRYING)
+    it.answer(0)
+    it.steps_until_asked(3)
+    it.answer(4)
+    it.rank.step()
+    [read] = it.rank.take(ReadStorage)
+    it.rank.end_read(read, 4)
+    it.rank.step()
+    assert it.rank.pages_on() == (0, 4, 4)
+    assert it.steps_until_asked(9) == 1  # a load: storage is asked no more
+    assert not it.rank.take(QueryStorage)
+
+
+def test_a_request_that_is_next_asks_no_more() -> None:
+    it = Waiter(RETRYING)
+    it.answer(0)
+    assert it.steps_until_asked(2) is None
+    assert it.steps_until_asked(9, is_next=True) is None
+    assert it.rank.cache.preparations.is_ready("r", prompt(0, 4))
+
+
+@pytest.mark.parametrize("policy", [{"prefetch_retry_steps": 0}, {"prefetch_max_retries": 0}])
+def test_without_retries_storage_is_asked_once(policy: dict[str, int]) -> None:
+    it = Waiter(HiCachePolicy(prefetch_threshold_pages=2, **policy))
+    it.answer(0)
+    assert it.steps_until_asked(20) is None
+
+
+def test_after_a_miss_nothing_is_asked_for_what_has_come_nearer_meanwhile() -> None:
+    it = Waiter(RETRYING)
+    it.answer(0)
+    it.rank.cache_on_host(0, 4)
+    it.rank.end_backups()
+    it.rank.step()
+    it.rank.cache.preparations.is_ready("r", prompt(0, 4), is_next=False)
+    it.rank.end_loads()
+    it.rank.step()
+    assert it.steps_until_asked(9) is None
+    assert it.rank.cache.stats().prefetches == 1
+
+
 def test_a_prefix_is_written_to_the_host_before_what_follows_is_read() -> None:
     """What is read can only hang below it."""
     it = Rank(HiCachePolicy(write="write_back", prefetch="wait_complete", prefetch_threshold_pages=1))

@@ -90,6 +90,9 @@ class DemoOptions(EngineOptions):
     chunk_tokens: ChunkTokens = 512
 
 
+_POLICY = HiCachePolicy()
+
+
 @Parameter(name="*", group=Group("Hierarchical cache", sort_key=3))
 @attrs.frozen(kw_only=True)
 class HiCacheOptions:
@@ -109,7 +112,16 @@ class HiCacheOptions:
     )
     hicache_mooncake_metadata: Annotated[str, Parameter(help="URL of Mooncake's metadata server.")] = MOONCAKE_METADATA
     hicache_write: Annotated[WritePolicy, Parameter(help="When pages are copied to the host.")] = "write_through"
+    hicache_write_threshold_hits: Annotated[
+        int, Parameter(validator=Number(gte=1), help="Of write_through_selective: copied once found so often.")
+    ] = _POLICY.write_threshold_hits
     hicache_prefetch: Annotated[PrefetchStop, Parameter(help="When a prefetch from storage ends.")] = "best_effort"
+    hicache_prefetch_retry_steps: Annotated[
+        int, Parameter(validator=Number(gte=0), help="After a miss, storage is asked again so much later; 0: never.")
+    ] = _POLICY.prefetch_retry_steps
+    hicache_load_threshold_pages: Annotated[
+        int, Parameter(validator=Number(gte=1), help="Shorter runs are computed and not loaded from the host.")
+    ] = _POLICY.load_threshold_pages
 
     def config(self, kv_tokens: int) -> HiCacheConfig | None:
         """Put the options together, for a device of ``kv_tokens``; None without ``--hicache``.
@@ -127,7 +139,13 @@ class HiCacheOptions:
             storage_path=str(path.absolute()) if path is not None else "",
             mooncake_master=self.hicache_mooncake_master,
             mooncake_metadata=self.hicache_mooncake_metadata,
-            policy=HiCachePolicy(write=self.hicache_write, prefetch=self.hicache_prefetch),
+            policy=HiCachePolicy(
+                write=self.hicache_write,
+                write_threshold_hits=self.hicache_write_threshold_hits,
+                prefetch=self.hicache_prefetch,
+                prefetch_retry_steps=self.hicache_prefetch_retry_steps,
+                load_threshold_pages=self.hicache_load_threshold_pages,
+            ),
         )
         _require("numpy", "hicache", "leave --hicache out")
         if self.hicache_storage == "mooncake":

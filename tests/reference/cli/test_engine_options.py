@@ -56,6 +56,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         *("--hicache-storage", "file", "--hicache-storage-path", str(tmp_path)),
         *("--hicache-mooncake-master", "m:1", "--hicache-mooncake-metadata", "http://m:2"),
         *("--hicache-write", "write_back", "--hicache-prefetch", "timeout"),
+        *("--hicache-write-threshold-hits", "4", "--hicache-prefetch-retry-steps", "5"),
+        *("--hicache-load-threshold-pages", "6"),
     )
     engine = engine_config(bound["options"], bound["hicache"])
     assert (engine.dp_size, engine.attn_cp_size, engine.attn_tp_size) == (1, 3, 4)
@@ -69,7 +71,13 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         storage_path=str(tmp_path),
         mooncake_master="m:1",
         mooncake_metadata="http://m:2",
-        policy=HiCachePolicy(write="write_back", prefetch="timeout"),
+        policy=HiCachePolicy(
+            write="write_back",
+            write_threshold_hits=4,
+            prefetch="timeout",
+            prefetch_retry_steps=5,
+            load_threshold_pages=6,
+        ),
     )
 
 
