@@ -11,6 +11,7 @@ BENCH_ARGS ?=
 # a file builds once (wheel, site, groups of ranks) is built once. To debug: make test TEST_WORKERS=0 TEST_ARGS='--pdb'
 TEST_WORKERS ?= 3
 SOAK_SECONDS ?= 60
+MUTANTS ?=
 DOCS_PORT ?= 8000
 ENGINES ?= transformers vllm sglang
 
@@ -26,7 +27,7 @@ NEEDS_sglang := transformers==5.19.0 aiohttp compressed-tensors dill einops fast
 	scipy sentencepiece setproctitle soundfile tiktoken uvicorn uvloop xgrammar
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench soak engines lint types format docs docs-serve generated clean
+.PHONY: help demo test bench soak mutants engines lint types format docs docs-serve generated clean
 
 help:
 	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
@@ -34,6 +35,7 @@ help:
 	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
 	@echo "make soak    run the long searches, and the soak test for SOAK_SECONDS (60; make test runs shorter forms)"
 	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang')"
+	@echo "make mutants break the pure parts on purpose, and report what no test notices (MUTANTS='scheduler_components.cache.*')"
 	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"
 	@echo "make docs    build the documentation into site/, strictly;  make docs-serve  show it on loopback"
 	@echo "make generated   write what comes from the catalogue: metrics table, dashboard"
@@ -58,6 +60,11 @@ engines: $(ENGINES:%=engine-%)
 $(ENGINES:%=engine-%): engine-%: $(ENGINE_VENVS)/%/.ready
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$*/bin/python -m pytest -W default --timeout 600 \
 		$(or $(wildcard tests/engines/test_*$**.py),tests/engines) $(TEST_ARGS)
+
+# Hours for all. A part: make mutants MUTANTS='scheduler_components.hicache.transfers.*'. What survives: mutmut show NAME.
+mutants: $(VENV)/.mutants
+	$(BIN)/mutmut run --max-children 2 $(MUTANTS)
+	$(BIN)/mutmut results
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -84,6 +91,7 @@ generated: $(VENV)/.dev
 
 clean:
 	rm -rf $(VENV) $(ENGINE_VENVS) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say what is installed; a change of pyproject.toml installs again. `.dev` includes all of `.engine`.
@@ -105,4 +113,6 @@ $(ENGINE_VENVS)/%/.ready: pyproject.toml
 	$(if $(WITHOUT_DEPS_$*),$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --no-deps $(WITHOUT_DEPS_$*))
 	$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --editable '.[runner,torch]' $(NEEDS_$*)
 	$(if $(UNFIT_$*),$(ENGINE_VENVS)/$*/bin/pip uninstall $(QUIET) --yes $(UNFIT_$*))
+$(VENV)/.mutants: $(VENV)/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[mutants]'
 	touch $@
