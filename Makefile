@@ -90,8 +90,7 @@ generated: $(VENV)/.dev
 	$(BIN)/python -m observability.grafana.dashboard
 
 clean:
-	rm -rf $(VENV) $(ENGINE_VENVS) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -rf $(VENV) build dist site mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENVS) build dist site mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say what is installed; a change of pyproject.toml installs again. `.dev` includes all of `.engine`.

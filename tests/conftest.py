@@ -72,8 +72,8 @@ def trace_beyond_the_host(tmp_path: Path) -> Path:
     comes again.
     """
     lines = [
-        {"timestamp": 400 * at, "input_length": 1024, "output_length": 4, "hash_ids": [2 * (at % 12), 2 * (at % 12) + 1]}
-        for at in range(36)
+        {"timestamp": 400 * at, "input_length": 1024, "output_length": 4, "hash_ids": [2 * chat, 2 * chat + 1]}
+        for at, chat in enumerate([*range(12)] * 3)
     ]
     trace = tmp_path / "circle.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
