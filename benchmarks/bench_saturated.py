@@ -20,7 +20,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
     for _ in range(scale.turns):
         for subject in subjects:
             spec = LoopSpec(
-                subject=subject, shape=_SHAPE, steps=scale.of(_STEPS), waits=False, subscribes=subject != OFF
+                subject=subject, shape=_SHAPE, steps=scale.of(_STEPS), loop="never lets go", subscribes=subject != OFF
             )
             runs[subject].append(run_loop(spec))
 

@@ -20,7 +20,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
         runs: dict[str, list[LoopResult]] = {subject: [] for subject in (KIT_WITHOUT_IDLE, LIMIT, *peers)}
         for _ in range(scale.turns):
             for subject in runs:
-                spec = LoopSpec(subject=subject, shape=shape, steps=scale.of(steps), waits=False, works=False)
+                spec = LoopSpec(subject=subject, shape=shape, steps=scale.of(steps), loop="never lets go", works=False)
                 runs[subject].append(run_loop(spec))
         runs[KIT] = runs.pop(KIT_WITHOUT_IDLE)
         rates = {name: [_rate(each) for each in found] for name, found in runs.items()}

@@ -21,6 +21,7 @@ _WORK_LOOPS = 4_000
 """Some 200 microseconds of Python. A count and not a time: what steals the GIL must show in the step's length."""
 
 _DEVICE_S = 0.001
+_LET_GO_S = 0.0002
 _BETWEEN_S = 0.002
 _CHILD_TIMEOUT_S = 120
 _SETTLE_S = 1.5
@@ -77,10 +78,12 @@ def _run_steps(subject: Subject, spec: LoopSpec) -> LoopResult:
     for step in range(spec.steps):
         begun = clock()
         _work()
-        if spec.waits:
+        if spec.loop == "waits":
             device_done = clock() + _DEVICE_S
             idle()
             time.sleep(max(0.0, device_done - clock()))
+        elif spec.loop == "lets go":
+            time.sleep(_LET_GO_S)
         making = clock()
         batch = subject.make_batch(subject.make_events(spec.kept + step), time.time())
         made = clock()

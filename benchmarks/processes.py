@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,11 +23,12 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
         subject: ``subjects.open_subject``'s name.
         shape: a name of ``workloads.SHAPES``.
         steps: measured steps, one batch each.
-        waits: the loop waits for its device every step; otherwise it never lets go of the GIL.
+        loop: what a step does besides its work: ``"waits"`` 1 ms for its device, where it calls ``idle()``; ``"lets
+            go"`` of the GIL for 0.2 ms; ``"never lets go"`` of it.
         works: the loop does something besides publishing; without it, it publishes as fast as it can, and all its
             batches were made before.
         subscribes: start a subscriber process.
-        kept: batches published before the loop, for replays.
+        kept: batches published before the loop, for replays, or to fill the window.
         buffer_steps: batches that the publisher keeps for replays.
         replay: what the replay client does: ``"none"``, ``"prompt"``, ``"slow"``, ``"loop"`` or ``"last"``.
     """
@@ -35,7 +36,7 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
     subject: str
     shape: str
     steps: int
-    waits: bool = True
+    loop: Literal["waits", "lets go", "never lets go"] = "waits"
     works: bool = True
     subscribes: bool = True
     kept: int = 0

@@ -97,7 +97,7 @@ class PeerEvents:
     def __init__(self, peer: str, shape: Shape) -> None:
         self._module = load_peer(peer)
         self._shape = shape
-        self._extra = {"medium": None, "lora_name": None} if peer == "vLLM" else {}
+        self._extra = {"lora_name": None} if peer == "vLLM" else {}
 
     def make_events(self, step: int) -> Any:
         return [self._module.BlockStored(**fields, **self._extra) for fields in self._shape.fields(step)]

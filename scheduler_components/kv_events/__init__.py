@@ -54,7 +54,7 @@ from scheduler_components.kv_events.stream import (
 from scheduler_components.ports import EventPublisher, NullEventPublisher
 
 if TYPE_CHECKING:
-    from scheduler_components.kv_events.config import SEQ_BASES, KVEventsConfig, read_json_object
+    from scheduler_components.kv_events.config import SEND_MODES, SEQ_BASES, KVEventsConfig, read_json_object
     from scheduler_components.kv_events.registry import EventPublisherFactory, open_event_publisher
     from scheduler_components.kv_events.zmq_auth import (
         ClientKeys,
@@ -105,6 +105,7 @@ __all__ = [
     "MAX_PORT",
     "MEDIUM_GPU",
     "REPLAY_FRAMINGS",
+    "SEND_MODES",
     "SEQ_BASES",
     "apply_client_keys",
     "chain_after",
@@ -125,7 +126,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "scheduler_components.kv_events.config": "SEQ_BASES KVEventsConfig read_json_object",
+        "scheduler_components.kv_events.config": "SEND_MODES SEQ_BASES KVEventsConfig read_json_object",
         "scheduler_components.kv_events.registry": "EventPublisherFactory open_event_publisher",
         "scheduler_components.kv_events.zmq_auth": (
             "ClientKeys StreamAccess apply_client_keys read_key_pair read_public_key write_key_pair"

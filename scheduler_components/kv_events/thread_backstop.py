@@ -1,18 +1,20 @@
-"""The backstop: a thread that drains the publisher when the scheduler does not.
+"""The backstop: a thread that drains the publisher where the scheduler does not.
 
-The scheduler's own thread encodes, sends and serves replays; a second thread would starve whenever the scheduler
-keeps the GIL. The backstop sleeps, without any wake-up of its own, until it is woken: by the first deferred batch
-of a busy period, or by the replay socket. Then it looks every few milliseconds whether the scheduler still drains,
-drains in its place when it does not, and goes back to sleep when nothing is left to watch.
+A scheduler that calls ``idle()`` encodes, sends and serves replays there. One that does not leaves it to this thread,
+for as long as it lets the thread have the GIL; the thread says how late it came. The backstop sleeps, without any
+wake-up of its own, until it is woken: by the first batch of a busy period that waits, or by the replay socket. Then it
+looks every few milliseconds whether there is something to do, and goes back to sleep when nothing is left to watch.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import math
 import os
 import select
 import threading
+import time
 import weakref
 from typing import Protocol
 
@@ -23,7 +25,14 @@ _log = logging.getLogger(__name__)
 _LOOK_EVERY_MS = 8.0
 """Twice as often would halve how long a last batch waits, and cost every step of a busy scheduler some microseconds."""
 
+_SOON_MS = 1.0
+"""Between two looks of a scheduler that hands its batches over: several of a busy one go out together."""
+
+_BREATHER_S = 0.0001
+"""Between two slices of work: whoever waits for the GIL gets it, which a short release inside a send does not grant."""
+
 _LOOKS_BEFORE_SLEEP = 60
+_EARLY_LOOKS_BEFORE_SLEEP = 4
 
 
 class Look(enum.Enum):
@@ -31,15 +40,21 @@ class Look(enum.Enum):
 
     DRAINING = "the scheduler drains by itself: look again in a while, and leave the sockets to it"
     BUSY = "drained, and there is more to do at once"
+    SHARING = "drained a slice, and there is more to do once the scheduler has had the GIL"
+    HANDED_OVER = "drained, and the scheduler will hand over more: look again soon"
     WAITING = "drained, and something is to be done when time has passed"
+    LULL = "nothing was handed over: look again soon, for a short while"
     QUIET = "drained, and nothing is left"
 
 
 class Drained(Protocol):
     """What the backstop drains."""
 
-    def drain_if_stalled(self) -> Look:
-        """Drain if the scheduler has not drained lately."""
+    def drain_for_scheduler(self, late_s: float) -> Look:
+        """Drain what was handed over, or if the scheduler has not drained lately.
+
+        ``late_s`` is how long after its time the look comes: the GIL was not free, or the machine is busy.
+        """
         ...
 
     def stop_deferring(self) -> None:
@@ -62,6 +77,7 @@ class Backstop:
 
     __slots__ = (
         "_drained",
+        "_due_s",
         "_ends_itself",
         "_inherited",
         "_looking",
@@ -79,6 +95,7 @@ class Backstop:
         self._name = name
         self.has_ended = False
         self._looking = False
+        self._due_s = math.inf
         self._stopping = self._ends_itself = False
         self._inherited: object = None
         self._pipe: tuple[int, int] | None = None
@@ -106,6 +123,7 @@ class Backstop:
         """Begin to look, if not looking already; False when the thread is gone. A system call only if it sleeps."""
         if not self._looking:
             self._looking = True
+            self._due_s = time.monotonic()
             self._wake()
         return not self.has_ended
 
@@ -169,10 +187,12 @@ class Backstop:
             if self._ends_itself:
                 self._close_pipe()
 
-    def _drain_if_stalled(self) -> Look:
+    def _drain(self) -> Look:
         """No reference to who is drained outlives this call. Whoever is gone leaves nothing to look at."""
         drained = self._drained()
-        return Look.QUIET if drained is None else drained.drain_if_stalled()
+        if drained is None:
+            return Look.QUIET
+        return drained.drain_for_scheduler(max(0.0, time.monotonic() - self._due_s))
 
     def _stop_deferring(self) -> None:
         drained = self._drained()
@@ -183,19 +203,33 @@ class Backstop:
         """Look until there has been nothing to do for a while."""
         quiet_looks = 0
         while not self._stopping:
-            found = self._drain_if_stalled()
-            quiet_looks = quiet_looks + 1 if found is Look.QUIET else 0
-            if quiet_looks > _LOOKS_BEFORE_SLEEP:
+            found = self._drain()
+            most = _LOOKS_BEFORE_QUIET.get(found)
+            quiet_looks = 0 if most is None else quiet_looks + 1
+            if most is not None and quiet_looks > most:
+                self._due_s = math.inf
                 self._looking = False
                 self._stop_deferring()
                 # A batch may have been deferred just before the flags fell: its publisher saw them still set.
-                if self._drain_if_stalled() is Look.QUIET:
+                if self._drain() in _LOOKS_BEFORE_QUIET:
                     return
                 self._looking = True
-            if found is Look.DRAINING:
-                _wait(woken, reader, _LOOK_EVERY_MS)
-            elif found is not Look.BUSY:
-                _wait(woken_or_asked, reader, _LOOK_EVERY_MS)
+            self._wait_after(found, reader, woken, woken_or_asked)
+
+    def _wait_after(self, found: Look, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
+        if found is Look.BUSY:
+            self._due_s = math.inf
+        elif found is Look.SHARING:
+            self._due_s = time.monotonic() + _BREATHER_S
+            time.sleep(_BREATHER_S)
+        else:
+            wait_ms = _SOON_MS if found in (Look.HANDED_OVER, Look.LULL) else _LOOK_EVERY_MS
+            self._due_s = time.monotonic() + wait_ms / 1e3
+            _wait(woken if found is Look.DRAINING else woken_or_asked, reader, wait_ms)
+
+
+_LOOKS_BEFORE_QUIET = {Look.QUIET: _LOOKS_BEFORE_SLEEP, Look.LULL: _EARLY_LOOKS_BEFORE_SLEEP}
+"""Where nothing was found: after so many of them in a row the thread sleeps."""
 
 
 def _wait(poller: select.poll, reader: int, timeout_ms: float | None = None) -> list[tuple[int, int]]:

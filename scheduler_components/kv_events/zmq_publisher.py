@@ -3,13 +3,12 @@
 The file is read from the sockets up: ``ZmqLiveSender`` (encode, number, send), ``ZmqReplayServer`` (answers in slices),
 ``ZmqStreamEdge`` (both, and all else of one stream), ``ZmqEventPublisher`` (who works, and when).
 
-Who works: the scheduler's own thread. ``publish()`` appends; ``idle()``, called where the scheduler waits for its
-device, encodes, sends and serves replays: it drains. A scheduler that never calls ``idle()`` has its batches sent
-inside ``publish()``, a burst of them in groups. A sending thread, as SGLang and vLLM have it, starves when the
-scheduler keeps the GIL.
+Who works: ``publish()`` appends; ``idle()``, called where the scheduler waits for its device, encodes, sends and serves
+replays: it drains. A scheduler that never calls ``idle()`` hands its batches over to the backstop thread. A sending
+thread alone, as SGLang and vLLM have it, starves when the scheduler keeps the GIL. So ``publish()`` drains by itself
+what has become too much, or too old (``backlog.py``).
 
 Who owns the sockets: the thread that drains. It holds the owner lock, for which the scheduler's thread never waits.
-The only other owner is the backstop thread, when the scheduler has stopped draining.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import atexit
 import enum
 import inspect
 import logging
+import math
 import os
 import threading
 import time
@@ -33,6 +33,7 @@ from msgspec import UNSET, UnsetType
 from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
 from scheduler_components.events import AllBlocksCleared, CheckedEvents, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.fork_hook import tell_of_forks
+from scheduler_components.kv_events.backlog import Backlog, Bursts, cost_of
 from scheduler_components.kv_events.codec import ENCODE_ERRORS, MAX_PAYLOAD_BYTES, BatchEncoder, halves, why_too_large
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
@@ -125,14 +126,16 @@ class ZmqLiveSender:
         self.num_batches = self.num_events = self.num_bytes = self.num_refused = 0
         self.num_collapsed = self.num_dropped = 0
 
-    def send_pending(self) -> None:
-        """Send all that is pending, also what comes meanwhile."""
+    def send_pending(self, until_s: float = math.inf) -> None:
+        """Send all that is pending, also what comes meanwhile; begin no further batch after ``until_s``."""
         while self.pending:
             if len(self.pending) > self._max_pending:
                 self._collapse_overflow()
             else:
                 self._is_overflowing = False
                 self._send_batch(self.pending.popleft())
+            if time.monotonic() >= until_s:
+                return
 
     def send_until(self, deadline: float) -> None:
         """Send what is pending until ``deadline`` (``time.monotonic``)."""
@@ -343,6 +346,9 @@ class ZmqReplayServer:
 _REQUESTS_EVERY_S = 0.004
 """To look for replay requests costs a system call: a scheduler of quick steps does it in some of them."""
 
+_SLICE_S = 0.0002
+"""So long the thread works before it offers the GIL: a scheduler that wakes up meanwhile waits for it."""
+
 _DRAINS_PER_COUNT = 64
 """Peers come rarely: their reports are looked for once in so many drains of a busy scheduler."""
 
@@ -351,6 +357,8 @@ class DrainReason(enum.Enum):
     """Why the stream is drained now, which decides how much time that may take."""
 
     STEP = "inside the scheduler's step, where every microsecond shows"
+    RELIEF = "the same, for the thread: too much was left to it; it serves the replays"
+    HANDED_OVER = "by the thread that the scheduler leaves its batches to, a slice at a time"
     WAIT = "while the scheduler waits for its device: there is some time"
     STALL = "by the backstop, for a scheduler that has stopped draining"
 
@@ -407,7 +415,7 @@ class ZmqStreamEdge:
 
         ``now_s`` is ``time.monotonic``.
         """
-        self.live.send_pending()
+        self.live.send_pending(now_s + _SLICE_S if reason is DrainReason.HANDED_OVER else math.inf)
         self._stream.fold_some()
         if self._stream.is_held_up:
             self._cursors.cut_pinned()
@@ -415,8 +423,10 @@ class ZmqStreamEdge:
         if self._num_drains % _DRAINS_PER_COUNT == 0:
             self.count_peers()
             self._floor.keep_above(self._stream.next_sequence)
-        if self._replay is None:
+        if self._replay is None or reason is DrainReason.RELIEF:
             return False
+        if self.live.pending:
+            return True  # an answer covers what was published before it was asked for
         has_looked = now_s - self._looked_at_s < _REQUESTS_EVERY_S and reason is not DrainReason.STALL
         if has_looked and not len(self._cursors):
             return False
@@ -439,7 +449,7 @@ class ZmqStreamEdge:
 
     def close(self, deadline: float) -> bool:
         """Send, end and close everything; True when some peer had not taken all of it by ``deadline``."""
-        self.live.send_until(deadline)
+        self.live.send_until(max(deadline, time.monotonic() + _SLICE_S))  # what was left to the thread is little
         # The live tail goes first, for nobody can ask for it again. linger 0 would lose what libzmq has queued.
         now = time.monotonic()
         self.sockets.pub.close(linger=max(0, int((deadline - now) * 1000)))
@@ -538,14 +548,11 @@ def _warn_if_open(*bound: Endpoint | None) -> bool:
     return bool(listening)
 
 
-_GROUP = 8
-"""Batches of a burst that go out together: what costs most is to wake libzmq's thread, and it wakes once for all."""
-
-_BURST_GAP_S = 0.0001
-"""Calls that follow each other within this are a burst once ``_GROUP`` of them have: no scheduler steps as quickly."""
-
 _STALLED_AFTER_S = 0.005
 """A scheduler that has not published or idled for this long has stopped draining: the backstop drains for it."""
+
+_LATE_S = 0.003
+"""A thread that comes so late did not get the GIL until the interpreter took it away from the scheduler."""
 
 _LET_GO_S = 1.0
 """Time for another thread to end its drain, which takes milliseconds: also a ``close(0)`` closes its sockets."""
@@ -643,9 +650,11 @@ class ZmqEventPublisher(EventPublisher):
         self._is_forked = False
         # True while the next batch may wait: ``idle()`` has just been called, and the backstop looks.
         self._may_defer = False
-        self._group = min(_GROUP, settings.max_queue_size)
-        self._num_close_calls = 0
-        self._called_at_s = self._drained_at_s = 0.0
+        self._hands_over = settings.send_mode == "background"
+        self._backlog = (Backlog if self._hands_over else Bursts)(settings.max_queue_size)
+        # True while batches are left to the thread: the scheduler publishes, and does not call ``idle()``.
+        self._is_handing_over = False
+        self._drained_at_s = 0.0
         self._closed: CloseReport | None = None
         self._close_by_s: float | None = None
         self._edge = open_stream_edge(settings, attn_dp_rank, context)  # noqa: SCH008 a publisher of SGLang's name listens once it is made
@@ -671,9 +680,11 @@ class ZmqEventPublisher(EventPublisher):
             raise StartError(self.endpoint, f"cannot start its thread ({error})", hint) from error
 
     def publish(self, events: EventBatch) -> None:
-        """Accept one batch; never blocks. It goes out now, at the next ``idle()``, or with the rest of a burst.
+        """Accept one batch; never blocks. It goes out at the next ``idle()``, or else by the publisher's thread.
 
-        Batches keep their order. What waits goes out within some ten milliseconds when nothing is called any more.
+        Batches keep their order. Where neither comes soon, one of the next calls sends what waits. What waits goes out
+        within some ten milliseconds when nothing is called any more. With ``send_mode`` ``inline`` a batch that does
+        not wait for ``idle()`` goes out inside this call, a burst of them in groups.
 
         Raises:
             PublisherClosedError: after ``shutdown()``, and for a batch that a signal handler's ``shutdown()`` overtook.
@@ -685,22 +696,20 @@ class ZmqEventPublisher(EventPublisher):
             if self._may_defer:
                 self._may_defer = False
                 return
-        elif self._joins_group(events):
+        elif self._may_wait(events):
             return
-        self._drain(DrainReason.STEP)
+        self._drain(DrainReason.RELIEF if self._hands_over and self._backlog.is_prompt else DrainReason.STEP)
 
-    def _joins_group(self, events: EventBatch) -> bool:
-        """Make a batch pending; True when it is one of a burst and waits for the rest of its group."""
+    def _may_wait(self, batch: EventBatch) -> bool:
+        """Make a batch pending; True when it is left to the thread, or to the rest of its burst."""
         self._check_usable()
-        now = time.monotonic()
         pending = self._pending
-        pending.append(events)
-        if now - self._called_at_s > _BURST_GAP_S:
-            self._num_close_calls = 0
-        self._called_at_s = now
-        self._num_close_calls += 1
-        # The backstop watches what waits.
-        return self._num_close_calls > _GROUP and len(pending) < self._group and self._backstop.watch()
+        pending.append(batch)
+        self._is_handing_over = self._hands_over
+        if not self._backlog.may_wait(cost_of(batch), time.monotonic(), len(pending)):
+            return False
+        # The thread watches what waits. A signal handler may have closed just before the batch became pending.
+        return self._backstop.watch() and self._closed is None
 
     def _check_usable(self) -> None:
         if self._is_forked:
@@ -717,8 +726,8 @@ class ZmqEventPublisher(EventPublisher):
         if self._is_forked:
             raise ForkedPublisherError(self._pid)
         if self._closed is None:
-            is_busy = bool(self._pending) or self._num_close_calls > 0
-            self._num_close_calls = 0
+            is_busy = bool(self._pending) or self._is_handing_over
+            self._is_handing_over = False
             self._drain(DrainReason.WAIT)
             if is_busy:  # a scheduler that only idles keeps no thread awake
                 # In this order: a backstop that goes to sleep in between takes the permission back.
@@ -766,10 +775,13 @@ class ZmqEventPublisher(EventPublisher):
             self._edge.live.drop_pending()
             raise PublisherClosedError("publish() after shutdown(): the batch was not taken")
 
-    def drain_if_stalled(self) -> Look:
-        """The backstop's look: drain when the scheduler has not drained lately."""
+    def drain_for_scheduler(self, late_s: float) -> Look:
+        """The thread's look: drain what was handed over, or when the scheduler has not drained lately."""
         now = time.monotonic()
-        if now - self._drained_at_s < _STALLED_AFTER_S:
+        is_prompt = self._backlog.is_prompt = late_s < _LATE_S
+        if self._is_handing_over and is_prompt:
+            return self._drain_handed_over(now)
+        if now - max(self._drained_at_s, self._backlog.last_s) < _STALLED_AFTER_S:
             return Look.DRAINING
         unfinished = False
         while self._closed is None:
@@ -787,6 +799,30 @@ class ZmqEventPublisher(EventPublisher):
         if unfinished or self._pending:
             return Look.BUSY
         return Look.WAITING if self._edge.has_waiting else Look.QUIET
+
+    def _drain_handed_over(self, now_s: float) -> Look:
+        """Drain a slice. Whoever found the sockets taken meanwhile is seen after they were let go."""
+        had_work = bool(self._pending)
+        unfinished = False
+        if self._closed is None:
+            if not self._owner.acquire(blocking=False):
+                return Look.SHARING
+            try:
+                if had_work:
+                    unfinished = self._edge.drain(DrainReason.HANDED_OVER, now_s)
+                else:
+                    unfinished = self._edge.drain(DrainReason.STALL, now_s) | self._edge.count_peers()
+            finally:
+                self._owner.release()
+        if self._close_by_s is not None:
+            self._close_edge()
+        if time.monotonic() - now_s > _LATE_S:
+            self._backlog.is_prompt = False
+        if unfinished or self._pending:
+            return Look.SHARING
+        if self._edge.has_waiting:
+            return Look.WAITING
+        return Look.HANDED_OVER if had_work else Look.LULL
 
     def shutdown(self) -> None:
         """``close`` within ``SHUTDOWN_TIMEOUT`` seconds; safe to call twice."""
@@ -846,7 +882,9 @@ class ZmqEventPublisher(EventPublisher):
 
     def stats(self) -> PublisherStats:
         """Counters since the publisher was opened."""
-        return self._edge.stats(lag_s=time.monotonic() - self._drained_at_s)
+        num_pending = len(self._pending)
+        since_s = self._backlog.oldest_s(num_pending) if self._is_handing_over else self._drained_at_s
+        return self._edge.stats(lag_s=time.monotonic() - since_s)
 
     @staticmethod
     def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, ParallelState
 from scheduler_components.cache import PrefixNamespace, RadixCache
-from scheduler_components.kv_events import DIALECTS, MAX_PORT, REPLAY_FRAMINGS, SEQ_BASES, Endpoint
+from scheduler_components.kv_events import DIALECTS, MAX_PORT, REPLAY_FRAMINGS, SEND_MODES, SEQ_BASES, Endpoint
 from scheduler_components.testing.fakes import Fault
 from scheduler_components.testing.parts import Workload
 
@@ -198,6 +198,7 @@ _MISTAKES: dict[str, list[Any]] = {
     "bind": ["true", 1],
     "replay_framing": ["seeds", ""],
     "seq_base": ["one", 0],
+    "send_mode": ["thread", None],
     "seq_floor_file": ["", "a\0b", 7],
     "load_endpoint": ["tcp://*:5557", "nonsense"],
     "buffer_bytes": [0, "1G"],
@@ -223,6 +224,7 @@ def config_texts(draw: st.DrawFn) -> str:
                 "bind": st.sampled_from([None, True]),
                 "replay_framing": st.sampled_from(REPLAY_FRAMINGS),
                 "seq_base": st.sampled_from(SEQ_BASES),
+                "send_mode": st.sampled_from(SEND_MODES),
                 "buffer_bytes": st.integers(1, 2**40),
             },
         )

@@ -36,6 +36,7 @@ def test_the_defaults_are_those_of_the_seed() -> None:
     }
     assert (config.dialect, config.bind, config.replay_framing, config.seq_base) == ("array", None, "seed", "zero")
     assert (config.load_endpoint, config.buffer_bytes, config.options) == (None, 256 * 1024 * 1024, {})
+    assert config.send_mode == "background"
 
 
 @settings(deadline=None)

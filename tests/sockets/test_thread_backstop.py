@@ -22,7 +22,7 @@ class Scheduler:
         self.look: Callable[[], Look] = lambda: Look.QUIET
         self.sleeps = threading.Event()
 
-    def drain_if_stalled(self) -> Look:
+    def drain_for_scheduler(self, late_s: float) -> Look:
         self.notes.append("look")
         if "stop deferring" in self.notes[-2:]:
             self.sleeps.set()

@@ -101,7 +101,7 @@ def test_the_tail_arrives_when_the_scheduler_stops_calling(
 def test_a_burst_goes_out_in_groups_and_its_tail_on_its_own(
     opened: Open, subscribe: Subscribe, connected: Connected
 ) -> None:
-    publisher = opened()
+    publisher = opened(send_mode="inline")
     subscriber = subscribe(publisher.endpoint)
     connected(publisher.publish, subscriber)
     pending = []
@@ -212,6 +212,7 @@ def test_poison_takes_no_number_and_no_good_event_along(opened: Open, ask_replay
 def test_no_replay_endpoint_keeps_nothing(opened: Open) -> None:
     publisher = opened(replay_endpoint=None)
     publisher.publish(batch(1))
+    publisher.idle()
     stats = publisher.stats()
     assert publisher.replay_endpoint is None
     assert (stats.batches_sent, stats.batches_buffered, stats.bytes_buffered) == (1, 0, 0)
@@ -450,6 +451,7 @@ def test_a_shared_context_that_is_destroyed_costs_counted_batches_and_no_step(op
     shared: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publisher = opened(endpoint="inproc://kv", replay_endpoint="inproc://replay", context=shared)
     publisher.publish(batch(1))
+    publisher.idle()
     shared.destroy(linger=0)
     for number in range(3):
         publisher.publish(batch(number))

@@ -70,7 +70,7 @@ def test_what_came_while_the_sockets_were_taken_goes_out_when_they_are_let_go(
     opened: Open, monkeypatch: pytest.MonkeyPatch, looks: str
 ) -> None:
     monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
-    publisher = opened()
+    publisher = opened(send_mode="inline" if looks == "publish" else "background")
     late = [batch(1), batch(2)]
     serve_slice = zmq_publisher.ZmqReplayServer.serve_slice
 
@@ -83,7 +83,7 @@ def test_what_came_while_the_sockets_were_taken_goes_out_when_they_are_let_go(
     monkeypatch.setattr(zmq_publisher.ZmqReplayServer, "serve_slice", serve_late)
     if looks == "backstop":
         monkeypatch.setattr(zmq_publisher, "_STALLED_AFTER_S", 0.0)
-        publisher.drain_if_stalled()
+        publisher.drain_for_scheduler(0.0)
     elif looks == "idle":
         publisher.idle()
     else:
@@ -118,7 +118,7 @@ def test_a_signal_handler_closes_inside_a_drain_without_waiting_for_itself(
         return close_edge(publisher, patience_s)
 
     close_edge = ZmqEventPublisher._close_edge
-    publisher = opened()
+    publisher = opened(send_mode="inline")
     before = open_files()
     monkeypatch.setattr(ZmqEventPublisher, "_close_edge", never_wait)
     found: list[object] = []
@@ -145,7 +145,7 @@ class LeaveError(Exception):
 
 
 def test_a_handler_that_closes_and_raises_leaves_nothing_open(opened: Open) -> None:
-    publisher = opened()
+    publisher = opened(send_mode="inline")
 
     def leave() -> None:
         publisher.close(60.0)
@@ -160,7 +160,7 @@ def test_a_handler_that_closes_and_raises_leaves_nothing_open(opened: Open) -> N
 def test_a_message_that_a_handler_tore_is_never_continued(
     opened: Open, subscribe: Subscribe, connected: Connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher = opened(replay_endpoint=None)
+    publisher = opened(replay_endpoint=None, send_mode="inline")
     subscriber = subscribe(publisher.endpoint)
     connected(publisher.publish, subscriber)
     live = publisher._edge.live
@@ -227,7 +227,7 @@ def test_a_publisher_whose_last_reference_is_the_backstops_own_ends_on_that_thre
     class Dropped:
         """Lets its last reference go while it is looked at."""
 
-        def drain_if_stalled(self) -> Look:
+        def drain_for_scheduler(self, late_s: float) -> Look:
             looking.set()
             dropped.wait(10.0)
             return Look.DRAINING

@@ -1,0 +1,102 @@
+"""What publish() leaves to the thread. Property: whatever is published when, and whenever the thread comes, so many
+batches wait at most, so costly and so old, after each call that finds the sockets free; and none is sent early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from scheduler_components.kv_events.backlog import MAX_WAIT_S, MAX_WAITING, MAX_WAITING_COST, Backlog, Bursts, cost_of
+
+GAPS_S = st.floats(0.0, 3 * MAX_WAIT_S) | st.sampled_from([0.0, 1e-6, MAX_WAIT_S, 60.0])
+COSTS = st.floats(0.0, 2.0 * MAX_WAITING_COST) | st.sampled_from([17.0, 90.0, float(MAX_WAITING_COST)])
+CALLS = st.tuples(GAPS_S, COSTS, st.booleans(), st.booleans(), st.integers(0, 10))
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 2 * MAX_WAITING), st.lists(CALLS, max_size=60))
+def test_what_waits_is_bounded_in_number_cost_and_age(
+    max_queue_size: int, calls: list[tuple[float, float, bool, bool, int]]
+) -> None:
+    """A call: time since the last one, cost, is the thread prompt, does it have the sockets, how many it has sent."""
+    backlog, now_s, last_s = Backlog(max_queue_size), 1_000.0, -60.0
+    waiting: list[tuple[float, float]] = []
+    for gap_s, cost, is_prompt, are_taken, num_sent in calls:
+        now_s += gap_s
+        del waiting[:num_sent]
+        backlog.is_prompt = is_prompt
+        waiting.append((now_s, cost))
+        bounds = (
+            len(waiting) < min(max_queue_size, MAX_WAITING),
+            sum(each for _, each in waiting) < MAX_WAITING_COST - 1e-6,
+            now_s - waiting[0][0] < MAX_WAIT_S,
+            is_prompt or now_s - last_s < MAX_WAIT_S,
+        )
+        is_at_the_edge = abs(sum(each for _, each in waiting) - MAX_WAITING_COST) < 1e-3
+        may_wait = backlog.may_wait(cost, now_s, len(waiting))
+        assert may_wait == all(bounds) or is_at_the_edge
+        if may_wait:
+            assert backlog.oldest_s(len(waiting)) == waiting[0][0]
+        elif not are_taken:
+            waiting.clear()
+        last_s = now_s
+
+
+@given(st.integers(1, 20), st.integers(0, 7))
+def test_what_was_not_noted_is_too_old_to_wait(num_noted: int, num_unknown: int) -> None:
+    """Batches that wait for ``idle()`` are not told of; nobody knows how old they are."""
+    backlog = Backlog()
+    for number in range(num_noted):
+        assert backlog.may_wait(1.0, number * 1e-6, 1)
+    if num_unknown > num_noted:
+        assert not backlog.may_wait(1.0, 1e-5, num_unknown + 1)
+
+
+@given(st.lists(st.floats(0.0, 0.001), max_size=50))
+def test_inline_only_a_burst_waits_for_its_group(gaps_s: list[float]) -> None:
+    bursts, now_s, num_close, num_waiting = Bursts(), 0.0, 0, 0
+    for gap_s in gaps_s:
+        last_s, now_s = now_s, now_s + gap_s
+        num_close = num_close + 1 if num_close and now_s - last_s <= 0.0001 else 1
+        num_waiting += 1
+        if not bursts.may_wait(17.0, now_s, num_waiting):
+            num_waiting = 0
+        assert num_waiting < MAX_WAITING
+        assert not num_waiting or num_close > MAX_WAITING
+
+
+class EngineStored(msgspec.Struct, array_like=True, tag="BlockStored"):
+    """A stored event as an engine declares it."""
+
+    block_hashes: list[int]
+    token_ids: list[int]
+
+
+def stored(num_tokens: int) -> BlockStored:
+    return BlockStored((1,), None, tuple(range(num_tokens)), max(num_tokens, 1), None)
+
+
+@pytest.mark.parametrize(
+    ("dearer", "cheaper"),
+    [
+        ((stored(8_192),), (stored(16),)),
+        ((stored(16),) * 64, (stored(16),)),
+        ((BlockRemoved((1,)), stored(8_192)), (BlockRemoved((1,)), BlockRemoved((1,)))),
+        ((AllBlocksCleared(),), ()),
+        ([EngineStored([1], [1] * 8_192)], [EngineStored([1], [1] * 16)]),
+        ((msgspec.Raw(b"\x90"),) * 2, (msgspec.Raw(b"\x90"),)),
+    ],
+    ids=["tokens", "events", "kinds", "none", "an engine's own", "raw"],
+)
+def test_a_batch_costs_by_its_events_and_their_tokens(dearer: Any, cheaper: Any) -> None:
+    assert cost_of(EventBatch(1.0, dearer)) > cost_of(EventBatch(1.0, cheaper)) > 0
+
+
+@pytest.mark.parametrize("junk", [None, object(), EventBatch(1.0, None), EventBatch(1.0, 5)])  # type: ignore[arg-type]
+def test_what_is_no_batch_is_sent_at_once_to_be_refused(junk: Any) -> None:
+    assert cost_of(junk) >= MAX_WAITING_COST

@@ -1,0 +1,204 @@
+"""A scheduler that never calls idle(): its batches are left to the publisher's thread, and publish() sends what the
+thread does not take. Property: nothing waits for ever, nothing is sent twice, out of order, or by two at once."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, PublisherClosedError
+from scheduler_components.kv_events import ZmqEventPublisher, zmq_publisher
+from scheduler_components.kv_events.backlog import MAX_WAITING
+from scheduler_components.kv_events.thread_backstop import Backstop, Look
+
+Open = Callable[..., ZmqEventPublisher]
+Eventually = Callable[[Callable[[], object]], None]
+ReadReplay = Callable[[str | None], list[KVCacheEvent]]
+
+
+def batch(number: int) -> KVEventBatch:
+    return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
+
+
+class SleepingBackstop(Backstop):
+    """Never looks: the test does."""
+
+    def start(self) -> None:
+        """Make no thread."""
+
+    def watch(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread: nothing happens but what the test calls."""
+    monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The publisher's monotonic clock; it stands still unless the test moves it."""
+    now = [1_000.0]
+    stopped = SimpleNamespace(monotonic=lambda: now[0], time=time.time, time_ns=time.time_ns)
+    monkeypatch.setattr(zmq_publisher, "time", stopped)
+    return now
+
+
+@pytest.mark.usefixtures("sleeping")
+@pytest.mark.parametrize("max_queue_size", [1, 3, 100])
+def test_a_thread_that_never_comes_is_behind_by_a_few_at_most(opened: Open, max_queue_size: int) -> None:
+    publisher = opened(max_queue_size=max_queue_size)
+    for number in range(100):
+        publisher.publish(batch(number))
+        assert publisher.stats().batches_pending < min(MAX_WAITING, max_queue_size)
+    report = publisher.close(10.0)
+    assert (report.batches_handed_over, report.batches_dropped, publisher.stats().batches_collapsed) == (100, 0, 0)
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_what_is_old_or_dear_is_sent_by_publish(opened: Open, clock: list[float]) -> None:
+    publisher = opened()
+    publisher.publish(batch(0))
+    assert publisher.stats().batches_pending == 1
+    clock[0] += 0.0011
+    assert publisher.stats().lag_s == pytest.approx(0.0011)
+    publisher.publish(batch(1))
+    assert publisher.stats().batches_pending == 0
+    publisher.publish(KVEventBatch(1.0, (BlockStored((1,), None, tuple(range(30_000)), 30_000, None),)))
+    assert publisher.stats().batches_pending == 0
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_a_thread_that_comes_late_leaves_the_sockets_to_publish(opened: Open, clock: list[float]) -> None:
+    publisher = opened()
+    publisher.publish(batch(0))
+    clock[0] += 0.0005
+    publisher.publish(batch(1))
+    assert publisher.drain_for_scheduler(late_s=0.005) is Look.DRAINING
+    assert publisher.stats().batches_pending == 2
+    clock[0] += 0.02  # a loop of long steps: nobody knows when it calls again
+    publisher.publish(batch(2))
+    clock[0] += 0.02
+    publisher.publish(batch(3))
+    assert publisher.stats().batches_pending == 0
+    assert publisher.drain_for_scheduler(late_s=0.0) is not Look.DRAINING  # it comes in time again
+    clock[0] += 0.02
+    publisher.publish(batch(4))
+    assert publisher.stats().batches_pending == 1
+    clock[0] += 0.02  # and stops calling: also a late look sends what is left
+    assert publisher.drain_for_scheduler(late_s=0.005) is not Look.DRAINING
+    assert publisher.stats().batches_pending == 0
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_what_came_while_the_thread_had_the_sockets_is_looked_for_again(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    publisher = opened()
+    count_peers = zmq_publisher.ZmqStreamEdge.drain
+    late = [batch(number) for number in range(20)]
+
+    def drain_late(edge: Any, *args: Any) -> bool:
+        """The scheduler publishes while the thread is about to let go: more than may wait, and nobody can send it."""
+        unfinished = count_peers(edge, *args)
+        while late:
+            publisher.publish(late.pop())
+        return unfinished
+
+    publisher.publish(batch(20))
+    monkeypatch.setattr(zmq_publisher.ZmqStreamEdge, "drain", drain_late)
+    assert publisher.drain_for_scheduler(0.0) is Look.SHARING  # so the thread comes back at once
+    assert publisher.stats().batches_pending == 20
+    clock[0] += 1e-6
+    while publisher.drain_for_scheduler(0.0) is Look.SHARING:
+        clock[0] += 1e-6
+    assert publisher.stats().batches_pending == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 20])
+def test_what_waits_goes_out_when_the_scheduler_stops_calling(
+    opened: Open, read_replay: ReadReplay, eventually: Eventually, count: int
+) -> None:
+    publisher = opened()
+    for number in range(count):
+        publisher.publish(batch(number))
+    eventually(lambda: publisher.stats().batches_sent == count)
+    assert read_replay(publisher.replay_endpoint) == [BlockRemoved((number,)) for number in range(count)]
+
+
+def test_thread_and_scheduler_never_have_the_sockets_at_once(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, read_replay: ReadReplay
+) -> None:
+    drain = zmq_publisher.ZmqStreamEdge.drain
+    inside: list[int] = []
+    seen: set[tuple[int, int]] = set()
+
+    def noted(edge: Any, *args: Any) -> bool:
+        inside.append(threading.get_ident())
+        seen.add((len(inside), inside[-1]))
+        try:
+            return drain(edge, *args)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(zmq_publisher.ZmqStreamEdge, "drain", noted)
+    publisher = opened()
+    pause = threading.Event()
+    count = 0
+    while len(seen) < 2 or count < 500:  # until both have sent something
+        publisher.publish(batch(count))
+        if count % 50 == 0:
+            pause.wait(0.002)
+        count += 1
+    assert {number for number, _ in seen} == {1}
+    assert read_replay(publisher.replay_endpoint) == [BlockRemoved((number,)) for number in range(count)]
+
+
+def test_publish_sends_by_itself_when_the_thread_has_died(opened: Open, eventually: Eventually) -> None:
+    publisher = opened(replay_endpoint=None)
+    (backstop,) = (each for each in threading.enumerate() if each.name == "kv-events-backstop-0")
+    assert backstop.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(backstop.ident), ctypes.py_object(RuntimeError))
+    publisher.publish(batch(0))  # wakes it, and it dies
+    eventually(lambda: not backstop.is_alive())
+    publisher.publish(batch(1))
+    assert publisher.stats().batches_pending == 0
+    assert publisher.close(10.0).batches_handed_over == 2
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_close_takes_what_waits(opened: Open) -> None:
+    publisher = opened()
+    for number in range(3):
+        publisher.publish(batch(number))
+    assert publisher.close(0.0).batches_handed_over == 3
+    with pytest.raises(PublisherClosedError):
+        publisher.publish(batch(3))
+
+
+def test_a_client_is_answered_while_batches_are_left_to_the_thread(
+    opened: Open, open_socket: Callable[[int], zmq.Socket[bytes]]
+) -> None:
+    publisher = opened()
+    for number in range(1_000):
+        publisher.publish(batch(number))
+    client = open_socket(zmq.DEALER)
+    client.connect(publisher.replay_endpoint or "")
+    client.send_multipart([b"", bytes(8)])
+    numbers, pause = [0], threading.Event()
+    count = 1_000
+    while numbers[-1] != -1:
+        publisher.publish(batch(count))
+        count += 1
+        pause.wait(0.0002)
+        while client.poll(0):
+            numbers.append(int.from_bytes(client.recv_multipart()[-2], "big", signed=True))
+    assert numbers[1:1_001] == list(range(1_000))
