@@ -38,6 +38,8 @@ if TYPE_CHECKING:
         report_json,
     )
     from observability.http_app import StatusSource, error_response, status_routes
+    from observability.http_kv_pool import PoolReadingSource, kv_pool_route
+    from observability.kv_pool_page import PoolPage, PoolPlaceCount, PoolUnreadableError, fetch_pool
     from observability.kv_stream import (
         AsyncSubscriber,
         StreamListener,
@@ -78,6 +80,10 @@ __all__ = [
     "StatusSource",
     "status_routes",
     "error_response",
+    "kv_pool_route",
+    "PoolReadingSource",
+    "PoolPage",
+    "PoolPlaceCount",
     # following streams
     "discover",
     "bare_address",
@@ -102,6 +108,8 @@ __all__ = [
     "report_json",
     "diagnose_stream",
     "examine_conformance",
+    "fetch_pool",
+    "PoolUnreadableError",
     "ConformanceReport",
     "StreamReport",
     "RuleResult",
@@ -130,6 +138,8 @@ __getattr__ = lazy_names(
         "observability.conformance": "ConformanceReport RuleResult StreamReport examine_conformance",
         "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream examine exit_code report_json",
         "observability.http_app": "StatusSource error_response status_routes",
+        "observability.http_kv_pool": "PoolReadingSource kv_pool_route",
+        "observability.kv_pool_page": "PoolPage PoolPlaceCount PoolUnreadableError fetch_pool",
         "observability.kv_stream": (
             "AsyncSubscriber StreamListener StreamState StreamStats Subscriber bare_address discover "
             "open_async_subscriber open_subscriber"

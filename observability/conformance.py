@@ -9,9 +9,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import msgspec
 
+from observability.kv_pool_page import fetch_pool
 from observability.kv_stream import NoStreamsError, bare_address, discover, printable
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.kv_events import Endpoint, StreamAddress
@@ -28,6 +30,7 @@ _MAX_SEEN = 3
 _EXTENSION = {True: "yes", False: "no", None: "not asked"}
 _FRAMINGS = {2: "seed", 3: "topic"}
 _ENGINE_RULES = ("descriptor", "reachable")
+_POOL_RULES = ("pool-missing", "pool-extra")
 
 
 class RuleResult(msgspec.Struct, frozen=True):
@@ -93,12 +96,16 @@ class ConformanceReport(msgspec.Struct, frozen=True):
 
     @property
     def exit_code(self) -> int:
-        """0 conforms, warnings or not; 1 does not; 3 could not be judged, for no stream takes connections.
+        """0 conforms, warnings or not; 1 does not; 4 tells something else than the pool holds, whatever else is wrong.
 
-        2 is left to a person's mistakes, as of a command line.
+        3: could not be judged, for no stream takes connections. 2 is left to a person's mistakes, as of a command line.
         """
         if not self.reachable:
             return 3
+        if any(
+            each.rule in _POOL_RULES and each.status == "broken" for report in self.streams for each in report.rules
+        ):
+            return 4
         return 0 if self.conforms else 1
 
     def to_json(self) -> str:
@@ -112,11 +119,7 @@ class ConformanceReport(msgspec.Struct, frozen=True):
             yield f"stream {stream.rank}  {printable(stream.endpoint)}"
             yield from (f"  {line}" for line in _facts(stream.facts))
             yield from (f"  {line}" for line in _broken_rules(stream.rules))
-            kept = sum(each.status == "kept" for each in stream.rules)
-            unjudged = ", ".join(each.rule for each in stream.rules if each.status == "not judged")
-            yield f"  {kept} rules kept" + (
-                f"; not judged, because nothing came to judge: {unjudged}" if unjudged else ""
-            )
+            yield from (f"  {line}" for line in _summary(stream.rules))
         yield f"{printable(self.target)}: " + ("conforms" if self.conforms else "does NOT conform")
 
 
@@ -145,6 +148,15 @@ def _broken_rules(results: Iterable[RuleResult]) -> Iterator[str]:
         yield f"          -> {result.hint}"
 
 
+def _summary(rules: Iterable[RuleResult]) -> Iterator[str]:
+    statuses = {each.rule: each.status for each in rules}
+    unjudged = [rule for rule, status in statuses.items() if status == "not judged" and rule not in _POOL_RULES]
+    told = f"; not judged, because nothing came to judge: {', '.join(unjudged)}" if unjudged else ""
+    yield f"{list(statuses.values()).count('kept')} rules kept{told}"
+    if all(statuses[rule] == "not judged" for rule in _POOL_RULES):
+        yield "not compared with the pool itself: that needs --oracle, and an engine that serves /kv_pool"
+
+
 def _facts(facts: stream_judge.StreamFacts) -> Iterator[str]:
     yield (
         f"{facts.live_batches} batches live and {facts.replayed_batches} more by replay, {facts.events} events, "
@@ -159,6 +171,8 @@ def _facts(facts: stream_judge.StreamFacts) -> Iterator[str]:
         f"dialect {'+'.join(facts.dialects) or 'unseen'}; replay framing {framing}; extended replay "
         f"{_EXTENSION[facts.speaks_extension]}; hashes: {chain}"
     )
+    if facts.pool_readings:
+        yield f"compared with the pool {facts.pool_readings} times, {facts.pool_blocks:,} blocks in all"
     if not facts.knows_history:
         yield "the stream's beginning is gone: what refers to it (orphans, unknown removals) could not be judged"
 
@@ -175,6 +189,7 @@ def examine_conformance(
     replay_endpoint: str | None = None,
     topic: str | None = None,
     block_size: int | None = None,
+    oracle: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ConformanceReport:
     """Examine an engine by what its streams really send.
@@ -184,11 +199,12 @@ def examine_conformance(
         options: how long to listen.
         replay_endpoint, block_size: of a bare endpoint; a worker advertises its own.
         topic: of a bare endpoint; None judges no topic.
+        oracle: URL of an engine with ``/kv_pool``: what its pools really hold is compared with what the streams tell.
         clock: monotonic seconds.
 
     Raises:
         ConfigError: the target or an option is not one.
-        UnreachableError: the worker does not answer.
+        UnreachableError: the worker does not answer, or (PoolUnreadableError) the oracle does not.
         StartError: what answers has no ``/server_info``.
     """
     judged, broken = {"reachable"}, []
@@ -210,7 +226,10 @@ def examine_conformance(
     closed = dict(_closed_ports(addresses))
     broken += closed.values()
     reachable = any(address.events not in closed for address in addresses)
-    records = probe_streams(addresses, options or ProbeOptions(), clock=clock)
+    read_pool = None if oracle is None else partial(fetch_pool, oracle)
+    if read_pool is not None:
+        read_pool(addresses[0].rank)  # an oracle that does not answer is told before anybody waits
+    records = probe_streams(addresses, options or ProbeOptions(), read_pool=read_pool, clock=clock)
     streams = [
         report_stream(address, stream_judge.judge_stream(record, expected))
         for address, record, expected in zip(addresses, records, wanted, strict=True)

@@ -33,6 +33,7 @@ from scheduler_components.events import (
     KVEventBatch,
 )
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
+from scheduler_components.kv_pool_reader import KvPoolReader
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.load_inquirer import LoadInquirer, LoadWithTotals, WorkTotals
 from scheduler_components.load_publisher import GaugePacer, LoadPublisher, open_load_publisher
@@ -88,6 +89,7 @@ __all__ = [  # sorted by meaning
     # Components, and what they are made with.
     "BatchResultProcessor",
     "GaugePacer",
+    "KvPoolReader",
     "LoadInquirer",
     "LoadPublisher",
     "LoadWithTotals",

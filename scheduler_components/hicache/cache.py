@@ -16,6 +16,7 @@ from scheduler_components.cache import (
     PrefixMatch,
     PrefixNamespace,
     RadixNode,
+    block_hash_array,
     block_hashes_of,
     pack_tokens,
 )
@@ -195,12 +196,11 @@ class HiRadixCache:
 
     def held_blocks(self) -> Mapping[Place, Collection[int]]:
         """Every page of the tree on every tier, as ``KvPoolOracle`` asks. Walks the tree once."""
-        held: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        digests: dict[Tier, list[bytearray]] = {tier: [] for tier in Tier}
         for node in self._tiers.tree.walk():
-            hashes = block_hashes_of(node.digests)
             for tier in self._tiers.membership.tiers_of(node):
-                held[tier] += hashes
-        return {place_of(MEDIUM_OF[tier]): frozenset(hashes) for tier, hashes in held.items()}
+                digests[tier].append(node.digests)
+        return {place_of(MEDIUM_OF[tier]): block_hash_array(b"".join(runs)) for tier, runs in digests.items()}
 
     def check_integrity(self) -> None:
         """Check tree, pools, orders, tiers and ledger against each other. Walks everything.

@@ -170,6 +170,19 @@ _TABLE = (
         "a replay from 0 begins with an empty cache or a whole state",
         "offer replay, and a window that reaches back: else a late joiner can never get the whole state",
     ),
+    # the pool itself, where an oracle reads it
+    Rule(
+        "pool-missing",
+        _E,
+        "a block that the pool holds stands in the stream",
+        "tell every store, and remove a block when its last copy goes: routers miss hits otherwise",
+    ),
+    Rule(
+        "pool-extra",
+        _E,
+        "a block that stands in the stream is in the pool",
+        "tell every removal, on every tier: routers send prompts where nothing is cached otherwise",
+    ),
 )
 
 RULES = {rule.name: rule for rule in _TABLE}

@@ -27,7 +27,8 @@ class PoolDifference(msgspec.Struct, frozen=True):
     Attributes:
         rule: ``pool-missing``: the pool holds it and the stream does not say so; ``pool-extra``: the other way round.
         block_hash, place: the block.
-        told_by: number of the last batch that spoke of the block there; None when none did.
+        told_by: number of the last batch that spoke of the block there; None when none did, or when only a folded base
+            did, which does not say which.
         since: number of the first batch that can be wrong. One above ``found_at`` when none was sent where one was due.
         found_at: number of the reading that found it.
     """
@@ -46,7 +47,8 @@ class PoolDifference(msgspec.Struct, frozen=True):
             told = "no batch stored it" if self.told_by is None else f"batch {self.told_by} removed it"
             differ = f"the pool holds it and {told}"
         else:
-            differ = f"batch {self.told_by} stored it and the pool does not hold it"
+            told = "the stream stored it" if self.told_by is None else f"batch {self.told_by} stored it"
+            differ = f"{told} and the pool does not hold it"
         return f"block {self.block_hash} on {where}: {differ}; {self._when()}"
 
     def _when(self) -> str:
@@ -77,24 +79,25 @@ class PoolJudge:
         self.num_compared = 0
         self._is_complete = is_complete
         self._held: dict[Place, set[int]] = {}
-        self._told_by: dict[tuple[Place, int], int] = {}
+        self._told_by: dict[tuple[Place, int], int | None] = {}
         self._cleared_by: int | None = None
         self._wrong: set[tuple[str, Place, int]] = set()
         self._agreed_at: dict[Place, int] = {}
         self._sequence = -1
 
-    def apply(self, sequence: int, events: Iterable[KVCacheEvent]) -> None:
-        """Apply one batch."""
+    def apply(self, sequence: int, events: Iterable[KVCacheEvent], *, is_base: bool = False) -> None:
+        """Apply one batch; ``is_base``: it is part of a folded base, whose numbers are not those of its events."""
         self._sequence = sequence
+        told_by = None if is_base else sequence
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self._forget()
-                self._is_complete, self._cleared_by = True, sequence
+                self._is_complete, self._cleared_by = True, told_by
             elif isinstance(event, BlockStored | BlockRemoved):
                 place = place_of(event.medium, event.group_idx)
                 held = self._held.setdefault(place, set())
                 (held.update if isinstance(event, BlockStored) else held.difference_update)(event.block_hashes)
-                self._told_by.update(dict.fromkeys(((place, each) for each in event.block_hashes), sequence))
+                self._told_by.update(dict.fromkeys(((place, each) for each in event.block_hashes), told_by))
 
     def lost(self) -> None:
         """Batches were lost here: only what is told from here on can be compared."""

@@ -14,6 +14,8 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, De
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.testing.ledger import EventLedger, Violation
 from scheduler_components.testing.parts import Frames
+from scheduler_components.testing.pool_judge import PoolJudge
+from scheduler_components.values import PoolReading
 
 __all__ = [
     "Expectations",
@@ -60,6 +62,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
         malformed: the answer to a request of a wrong length.
         extended: whether the publisher knows this kit's extended requests; None when it was not asked or gave no
             end marker.
+        pool: what the pool itself held, in the order of reading; empty where nobody could say.
     """
 
     live: tuple[Frames, ...] = ()
@@ -68,6 +71,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     past_end: ReplayAnswer | None = None
     malformed: ReplayAnswer | None = None
     extended: bool | None = None
+    pool: tuple[PoolReading, ...] = ()
 
 
 class Expectations(msgspec.Struct, frozen=True):
@@ -148,6 +152,7 @@ def _hash_types(event: object) -> Iterator[Violation]:
 _SEQUENCE_BYTES = 8
 _LEDGER_RULES = ("root-parent", "one-content", "stored-once", "medium")
 _HISTORY_RULES = ("parents-first", "removed-stands", "children-first")
+_POOL_RULES = ("pool-missing", "pool-extra")
 _BATCH_RULES = ("batch", "batch-time", "batch-rank", "event", "hash-type")
 
 
@@ -163,6 +168,7 @@ class StreamFacts(msgspec.Struct):
         lost_live: batches that did not come live and were had by replay.
         chained_blocks, off_chain_blocks: blocks whose hash was compared with SGLang's page chain, and is another.
         knows_history: the judge saw the stream from where its cache was empty.
+        pool_readings, pool_blocks: readings of the pool that the stream was compared with; blocks compared, in all.
     """
 
     live_batches: int = 0
@@ -178,6 +184,8 @@ class StreamFacts(msgspec.Struct):
     chained_blocks: int = 0
     off_chain_blocks: int = 0
     knows_history: bool = False
+    pool_readings: int = 0
+    pool_blocks: int = 0
 
 
 class JudgedStream(msgspec.Struct, frozen=True):
@@ -204,7 +212,7 @@ class _Judge:
         self.later: dict[int, bytes] = {}
 
     def judge(self) -> JudgedStream:
-        violations = [*self._live_frames(), *self._replays(), *self._history()]
+        violations = [*self._live_frames(), *self._replays(), *self._history(), *self._pool()]
         return JudgedStream(self.facts, tuple(violations), frozenset(self.judged | {each.rule for each in violations}))
 
     def _live_frames(self) -> Iterator[Violation]:
@@ -277,9 +285,12 @@ class _Judge:
             came = f"{len(answer.messages)} messages" + ("" if answer.ended else " and no end marker")
             yield Violation(rule, f"a request {asked} got {came}")
 
+    def _payloads(self) -> dict[int, bytes]:
+        """By number. What the first answer says of one goes before the live batch: it may be a base of all before."""
+        return self.later | self.live | self.replayed
+
     def _history(self) -> Iterator[Violation]:
-        # What the first answer says of a number goes before the live batch: it may be a base that holds all before it.
-        payloads = self.later | self.live | self.replayed
+        payloads = self._payloads()
         facts = self.facts
         facts.replayed_batches = len(payloads.keys() - self.live.keys())
         if not payloads:
@@ -330,6 +341,28 @@ class _Judge:
             if isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared) and ledger.is_complete:
                 self.judged.update(_HISTORY_RULES)
             yield from ledger.apply(event)
+
+    def _pool(self) -> Iterator[Violation]:
+        """Compare each reading with what the batches up to its number add up to, as far as they were heard."""
+        payloads = self._payloads()
+        last_heard = max(payloads, default=-1)
+        judge = PoolJudge(is_complete=min(payloads, default=0) == 0)
+        numbers, applied = iter(sorted(payloads)), -1
+        upcoming = next(numbers, None)
+        for reading in self.record.pool:
+            if reading.sequence is None or not applied <= reading.sequence <= last_heard:
+                continue  # of another life of the publisher, or of batches that nobody here has heard
+            while upcoming is not None and upcoming <= reading.sequence:
+                batch = read_strictly(payloads[upcoming], self.expected.rank)
+                if applied not in (-1, upcoming - 1):
+                    judge.lost()
+                judge.apply(upcoming, batch.events, is_base=batch.is_base)
+                applied, upcoming = upcoming, next(numbers, None)
+            self.judged.update(_POOL_RULES)
+            self.facts.pool_readings += 1
+            for difference in judge.compare(reading):
+                yield Violation(difference.rule, str(difference))
+        self.facts.pool_blocks = judge.num_compared
 
 
 def _sequence(frames: Frames) -> int | None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
+import msgspec
 import zmq
 
+from scheduler_components.events import Place
 from scheduler_components.kv_events import END_SEQ, MAX_PAYLOAD_BYTES, Endpoint, Request, StreamAddress, Verb
 from scheduler_components.testing.parts import Frames
 from scheduler_components.testing.stream_judge import ReplayAnswer, StreamRecord
+from scheduler_components.values import PoolReading
 
 __all__ = [
     "ProbeOptions",
@@ -30,6 +34,9 @@ _LONGEST_ANSWER_S = 120.0
 """An answer that is still coming after this time is not read to its end."""
 
 _POLL_MS = 5
+_STILL_S = 0.2
+"""A stream from which nothing comes for so long is taken to stand still, where the oracle cannot say."""
+
 _MALFORMED = b"\xff" * 7
 """Seven bytes: released publishers read them as a huge number, which is harmless."""
 
@@ -44,11 +51,13 @@ class ProbeOptions:
         listen_s: at most this long.
         enough_batches: stop before that when every stream has sent so many live batches.
         answer_s: the longest silence in which an answer is waited for.
+        pool_every_s: time between two readings of a pool, where one can be read.
     """
 
     listen_s: float = 10.0
     enough_batches: int = 200
     answer_s: float = 3.0
+    pool_every_s: float = 1.0
 
 
 class StreamProbe:
@@ -72,6 +81,7 @@ class StreamProbe:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.live: list[Frames] = []
+        self.pool: list[PoolReading] = []
         self._live_bytes = 0
         self._context = context
         self._replay = replay
@@ -160,8 +170,9 @@ class StreamProbe:
 
     def record(self, history: ReplayAnswer | None, answer_s: float) -> StreamRecord:
         """Ask what is asked after listening, and hand over everything."""
+        self._catch_up(history, answer_s)
         if self._replay is None or history is None or history.is_silence:
-            return StreamRecord(live=tuple(self.live), history=history)
+            return StreamRecord(live=tuple(self.live), history=history, pool=tuple(self.pool))
         told, heard = _numbers(history.messages), _numbers(self.live)
         # From where the history ended: the live connection may have come about later.
         again = self.ask(min(max(told, default=-1) + 1, min(heard, default=_FAR)), answer_s)
@@ -169,7 +180,37 @@ class StreamProbe:
         malformed = self.ask_malformed(answer_s)
         extended = self.ask_extension(answer_s)
         self.hear()
-        return StreamRecord(tuple(self.live), history, again, past_end, malformed, extended)
+        return StreamRecord(tuple(self.live), history, again, past_end, malformed, extended, tuple(self.pool))
+
+    def read_pool(self, read_pool: Callable[[], PoolReading], history: ReplayAnswer | None) -> None:
+        """Read the pool, and keep the reading with its place in the stream.
+
+        An oracle that does not know the place is asked again: when two answers are equal and nothing came around them,
+        the stream stood still, and the reading belongs behind what had come by then. Otherwise nothing is kept.
+        """
+        reading = read_pool()
+        if reading.sequence is None:
+            self._hear_for(_STILL_S)
+            num_heard, first = len(self.live), read_pool()
+            self._hear_for(_STILL_S)
+            reading = read_pool()
+            self._hear_for(_STILL_S)
+            if len(self.live) != num_heard or _as_sets(first) != _as_sets(reading):
+                return
+            told = () if history is None else history.messages
+            here = max([*_numbers(told), *_numbers(self.live)], default=-1)
+            reading = msgspec.structs.replace(reading, sequence=here)
+        self.pool.append(reading)
+
+    def _hear_for(self, seconds: float) -> None:
+        self.hear_until(lambda: False, seconds)
+
+    def _catch_up(self, history: ReplayAnswer | None, answer_s: float) -> None:
+        """Hear what the last reading of the pool speaks of."""
+        goal = self.pool[-1].sequence if self.pool else None
+        if goal is None or goal <= max(_numbers(history.messages if history is not None else ()), default=-1):
+            return
+        self.hear_until(lambda: max(_numbers(self.live[-1:]), default=-1) >= goal, answer_s)
 
 
 def _numbers(messages: Sequence[Frames]) -> list[int]:
@@ -178,10 +219,36 @@ def _numbers(messages: Sequence[Frames]) -> list[int]:
     return [number for number in (int.from_bytes(frame, "big") for frame in frames) if number < _FAR]
 
 
+def _read_pools(
+    addresses: Sequence[StreamAddress],
+    probes: Sequence[StreamProbe],
+    histories: Sequence[ReplayAnswer | None],
+    read_pool: Callable[[int], PoolReading],
+) -> None:
+    for address, probe, history in zip(addresses, probes, histories, strict=True):
+        probe.read_pool(partial(read_pool, address.rank), history)
+
+
+def _as_sets(reading: PoolReading) -> dict[Place, frozenset[int]]:
+    return {place: frozenset(hashes) for place, hashes in reading.blocks.items()}
+
+
 def probe_streams(
-    addresses: Sequence[StreamAddress], options: ProbeOptions, *, clock: Callable[[], float] = time.monotonic
+    addresses: Sequence[StreamAddress],
+    options: ProbeOptions,
+    *,
+    read_pool: Callable[[int], PoolReading] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[StreamRecord]:
-    """Listen to several streams side by side; one record per stream, in their order."""
+    """Listen to several streams side by side; one record per stream, in their order.
+
+    Args:
+        addresses: of the streams.
+        options: how long to listen.
+        read_pool: reads the pool of a rank, where somebody can; called now and then while this listens, and at the end.
+            What it raises ends the listening.
+        clock: monotonic seconds.
+    """
     probes: list[StreamProbe] = []
     context: Context = zmq.Context()
     with context:
@@ -193,9 +260,15 @@ def probe_streams(
                 for address, probe in zip(addresses, probes, strict=True)
             ]
             deadline_s = clock() + options.listen_s
+            pool_due_s = clock()
             while clock() < deadline_s and any(len(probe.live) < options.enough_batches for probe in probes):
                 for probe in probes:
                     probe.hear(_POLL_MS)
+                if read_pool is not None and clock() >= pool_due_s:
+                    _read_pools(addresses, probes, histories, read_pool)
+                    pool_due_s = clock() + options.pool_every_s
+            if read_pool is not None:
+                _read_pools(addresses, probes, histories, read_pool)
             return [probe.record(each, options.answer_s) for probe, each in zip(probes, histories, strict=True)]
         finally:
             for probe in probes:

@@ -337,9 +337,14 @@ def test_an_oracle_that_names_no_place_proves_nothing() -> None:
         POOL_CHECKS[0](Blind)
 
 
-def test_a_radix_cache_says_what_it_holds() -> None:
-    cache = RadixCache(page_size=2, capacity_tokens=8, record=True)
-    cache.insert([1, 2, 3, 4], cache.allocate(2))
-    assert cache.held_blocks() == {GPU: frozenset(cache.block_hashes())}
+@pytest.mark.parametrize("record", [True, False])
+def test_a_radix_cache_says_what_it_holds(record: bool) -> None:
+    cache = RadixCache(page_size=2, capacity_tokens=40, record=record)
+    for first in range(5):
+        cache.insert([first, 2, 3, 4], cache.allocate(2))
+    held = cache.held_blocks()
+    assert list(held) == [GPU]
+    assert list(held[GPU]) == list(cache.block_hashes())
+    assert min(held[GPU]) < 0 < max(held[GPU])
     cache.clear()
-    assert cache.held_blocks() == {GPU: frozenset()}
+    assert [list(hashes) for hashes in cache.held_blocks().values()] == [[]]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, PoolReading
+from scheduler_components.events import place_of
 from scheduler_components.kv_events import DIALECTS, BatchEncoder
 from scheduler_components.testing import RULES
 from scheduler_components.testing.golden import PeerVector, peer_vectors
@@ -15,6 +16,7 @@ from scheduler_components.testing.parts import Frames
 from scheduler_components.testing.strategies import cache_histories, hostile_histories
 from scheduler_components.testing.stream_judge import Expectations, ReplayAnswer, StreamRecord, judge_stream
 
+GPU = place_of(None)
 EXPECTED = Expectations(rank=0, topic=b"kv", block_size=1)
 
 
@@ -45,8 +47,9 @@ def broken(record: StreamRecord, expected: Expectations = EXPECTED) -> list[str]
 A, B, C = payload(stored(1)), payload(stored(2, 1)), payload(BlockRemoved((2,)))
 BARE = ReplayAnswer(None, (), True)
 SOUND = StreamRecord(
-    live=live(B, C, first=1), history=replayed(A), again=replayed(B, C, first=1, start=1), past_end=BARE, malformed=BARE
-)
+    live=live(B, C, first=1), history=replayed(A), again=replayed(B, C, first=1, start=1),
+    past_end=BARE, malformed=BARE, pool=(PoolReading({GPU: (1, 2)}, 1), PoolReading({GPU: (1,)}, 2)),
+)  # fmt: skip
 
 
 def test_a_sound_stream_breaks_no_rule_and_all_but_the_engines_rules_were_judged() -> None:
@@ -57,6 +60,7 @@ def test_a_sound_stream_breaks_no_rule_and_all_but_the_engines_rules_were_judged
     assert (facts.live_batches, facts.replayed_batches, facts.events, facts.blocks) == (2, 1, 3, 1)
     assert (facts.first_sequence, facts.last_sequence, facts.knows_history) == (0, 2, True)
     assert (facts.dialects, facts.replay_frames) == (("array",), (2,))
+    assert (facts.pool_readings, facts.pool_blocks) == (2, 3)
 
 
 @settings(deadline=None)
@@ -93,7 +97,8 @@ def test_every_measured_peer_is_at_most_warned(vector: PeerVector) -> None:
 
 
 def sound(**changes: object) -> StreamRecord:
-    return msgspec.structs.replace(SOUND, **changes)
+    """What is heard of a sound stream, save for this; nobody reads the pool, unless that is what changes."""
+    return msgspec.structs.replace(SOUND, **{"pool": (), **changes})
 
 
 CASES: dict[str, StreamRecord] = {
@@ -124,6 +129,8 @@ CASES: dict[str, StreamRecord] = {
     "replay-past-end": sound(past_end=replayed(A)),
     "replay-malformed": sound(malformed=ReplayAnswer(None)),
     "late-joiner": sound(live=live(B, first=8), history=replayed(payload(stored(1)), first=7), again=None),
+    "pool-missing": sound(pool=(PoolReading({GPU: (1, 9)}, 2),)),
+    "pool-extra": sound(pool=(PoolReading({GPU: (1, 2)}, 1), PoolReading({GPU: ()}, 2))),
 }  # fmt: skip
 
 
@@ -162,3 +169,27 @@ def test_a_live_batch_that_only_replay_had_is_a_fact_and_no_fault() -> None:
 def test_the_topic_framing_is_read() -> None:
     answer = ReplayAnswer(0, live(A), True)
     assert judge_stream(sound(history=answer), EXPECTED).facts.replay_frames == (2, 3)
+
+
+def test_readings_that_belong_to_nothing_that_was_heard_are_not_judged() -> None:
+    """A number that nobody heard, one that an oracle did not know, and one of an earlier life of the publisher."""
+    for reading in (PoolReading({GPU: (9,)}, 3), PoolReading({GPU: (9,)}, None)):
+        assert judge_stream(sound(pool=(reading,)), EXPECTED).facts.pool_readings == 0
+    back = (PoolReading({GPU: (1,)}, 2), PoolReading({GPU: (9,)}, 0))
+    assert judge_stream(sound(pool=back), EXPECTED).facts.pool_readings == 1
+
+
+def test_a_pool_behind_a_silent_stream_is_missing_from_it() -> None:
+    record = StreamRecord(history=BARE, pool=(PoolReading({GPU: (1,)}, -1),))
+    assert broken(record) == ["speaks", "pool-missing"]
+
+
+def test_what_a_base_says_and_what_a_gap_hides_is_compared_with_care() -> None:
+    base = payload(AllBlocksCleared(), stored(1), ts=0.0)
+    after_base = StreamRecord(
+        live=live(B, first=6), history=replayed(base, first=5), pool=(PoolReading({GPU: (2,)}, 6),)
+    )
+    (seen,) = [each.seen for each in judge_stream(after_base, EXPECTED).violations]
+    assert seen.endswith("the stream stored it and the pool does not hold it; wrong since one of the batches 0 to 6")
+    gap = sound(live=live(payload(), first=9), pool=(PoolReading({GPU: (1, 8)}, 9), PoolReading({GPU: ()}, 9)))
+    assert set(broken(gap)) == {"no-gap"}

@@ -119,12 +119,17 @@ def conformance(
     timeout: Annotated[
         float, Parameter(validator=Number(gte=0.1), help="Longest silence in which a replay is waited for.")
     ] = 3.0,
+    oracle: Annotated[
+        str | None,
+        Parameter(help="URL of an engine that serves /kv_pool: compare with what its pools really hold."),
+    ] = None,
     as_json: Annotated[AsJson, Parameter(help="The whole report as one JSON object.")] = False,
 ) -> int:
     """Judge an engine by what its event streams really send, rule by rule.
 
-    Exit code 1 when it does not conform, 3 when no stream takes connections. Send the engine requests meanwhile: a
-    rule that nothing could break is reported as not judged.
+    Exit code 1 when it does not conform, 3 when no stream takes connections or the oracle does not answer, 4 when a
+    stream tells something else than the pool holds. Send the engine requests meanwhile: a rule that nothing could break
+    is reported as not judged.
     """
     report = examine_conformance(
         target,
@@ -132,6 +137,7 @@ def conformance(
         replay_endpoint=replay_endpoint,
         topic=topic,
         block_size=block_size,
+        oracle=oracle,
     )
     say_plainly((report.to_json(),) if as_json else report.lines())
     return report.exit_code

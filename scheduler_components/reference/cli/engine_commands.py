@@ -75,6 +75,14 @@ class EngineOptions:
         int,
         Parameter(help="A conversation stays on its replica up to this many tokens of extra load; 0: by load alone."),
     ] = 8192
+    kv_pool: Annotated[
+        bool,
+        Parameter(
+            show_default=False,
+            help="Serve /kv_pool: the hashes that each pool really holds, for conformance --oracle. "
+            "They tell who can guess a prompt whether it was sent; so it is off.",
+        ),
+    ] = False
     speed: Annotated[float, Parameter(help="Divides the time of workload, trace and device.")] = 1.0
     seed: Annotated[int, Parameter(help="Of the generated workload and of the tokens that come out.")] = 0
 
@@ -220,6 +228,7 @@ def serve(
             engine=engine_config(options, hicache),
             host=options.host,
             port=options.port,
+            kv_pool=options.kv_pool,
             affinity_tokens=options.affinity_tokens,
             trace=trace,
             limit=limit,
@@ -246,6 +255,7 @@ def demo(
             engine=engine_config(options, hicache),
             host=options.host,
             port=options.port,
+            kv_pool=options.kv_pool,
             affinity_tokens=options.affinity_tokens,
             workload=WorkloadConfig(num_requests=requests, seed=options.seed, chats_per_s=chats_per_s),
         ),

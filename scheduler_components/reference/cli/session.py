@@ -51,6 +51,7 @@ class SessionConfig:
     Attributes:
         engine: the engine.
         host, port: of its HTTP server; port 0 lets the system choose.
+        kv_pool: serve ``/kv_pool``, which says what each pool really holds.
         affinity_tokens: see ``LoadDispatcher``.
         workload: generated chats to play; None plays none.
         trace: a trace to replay, at most ``limit`` of its requests; None replays none.
@@ -61,6 +62,7 @@ class SessionConfig:
     engine: EngineConfig
     host: str = DEFAULT_HOST
     port: int = 0
+    kv_pool: bool = False
     affinity_tokens: int = 0
     workload: WorkloadConfig | None = None
     trace: Path | None = None
@@ -104,7 +106,7 @@ async def _run_engine(config: SessionConfig, listener: socket.socket, screen: Se
     async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.complain) as engine:
         PrometheusBoard(registry, board=engine.stats, model_name=engine_config.model_name)
         OutputCollector(registry, engine, model_name=engine_config.model_name)
-        async with open_http_server(make_app(engine, registry), listener) as url:
+        async with open_http_server(make_app(engine, registry, kv_pool=config.kv_pool), listener) as url:
             screen.say_ready(url)
             try:
                 return await _use(config, engine, url, registry, screen)

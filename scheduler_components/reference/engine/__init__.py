@@ -64,8 +64,11 @@ if TYPE_CHECKING:
         DumpCache,
         LoadReport,
         OutputSocket,
+        PoolPlace,
+        PoolRead,
         RankAlive,
         RankReady,
+        ReadPool,
         Report,
         RequestRefused,
         StepInput,
@@ -78,6 +81,7 @@ if TYPE_CHECKING:
         encode_outputs,
         pack_hashes,
         pack_tokens,
+        unpack_hash_array,
         unpack_hashes,
         unpack_tokens,
     )
@@ -124,10 +128,13 @@ __all__ = [
     "NewTokenRatio",
     "OpenRequest",
     "OutputSocket",
+    "PoolPlace",
+    "PoolRead",
     "RankAlive",
     "RankConfig",
     "RankPulse",
     "RankReady",
+    "ReadPool",
     "RankSilentError",
     "ReplicaLoad",
     "Report",
@@ -180,6 +187,7 @@ __all__ = [
     "parse_body",
     "prefill_chunk",
     "retraction_victim",
+    "unpack_hash_array",
     "unpack_hashes",
     "unpack_tokens",
 ]
@@ -206,9 +214,10 @@ __getattr__ = lazy_names(
             "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint bind_http make_app open_http_server parse_body"
         ),
         "scheduler_components.reference.engine.messages": (
-            "ALIVE_EVERY_S FRONT AbortRequest CacheDump Command DumpCache LoadReport OutputSocket RankAlive RankReady "
-            "Report RequestRefused StepInput SubmitRequest decode_command decode_outputs decode_report decode_step "
-            "encode encode_outputs pack_hashes pack_tokens unpack_hashes unpack_tokens"
+            "ALIVE_EVERY_S FRONT AbortRequest CacheDump Command DumpCache LoadReport OutputSocket PoolPlace PoolRead "
+            "RankAlive RankReady ReadPool Report RequestRefused StepInput SubmitRequest decode_command decode_outputs "
+            "decode_report decode_step encode encode_outputs pack_hashes pack_tokens unpack_hash_array unpack_hashes "
+            "unpack_tokens"
         ),
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
         "scheduler_components.reference.engine.rank_loop": (

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from observability import RankLabels
-from scheduler_components import KvMetrics, OutputStats, SchedulerStats, StartError
+from scheduler_components import KvMetrics, OutputStats, PoolReading, SchedulerStats, StartError
 from scheduler_components.metrics import (
     ShmBoard,
     ZmqKvMetricsReceiver,
@@ -37,6 +37,7 @@ from scheduler_components.reference.engine.messages import (
     CacheDump,
     decode_outputs,
     decode_report,
+    unpack_hash_array,
 )
 from scheduler_components.reference.engine.pulse import SILENT_AFTER_S, RankPulse
 
@@ -195,6 +196,7 @@ class Engine:
     stats: ShmBoard[SchedulerStats]
     kv_metrics: dict[int, KvMetrics] = field(default_factory=dict)
     _num_dumps: int = field(default=0, init=False)
+    _num_reads: int = field(default=0, init=False)
 
     def output_stats(self) -> Mapping[RankLabels, OutputStats]:
         """Counters of outputs by the labels of the rank that sent them, for whoever exports them."""
@@ -245,6 +247,27 @@ class Engine:
 
         await self._expect(all_answered, "not all ranks dumped their caches")
         return dict(dumps)
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks: one pool and one stream each."""
+        return self.config.dp_size
+
+    async def read_pool(self, rank: int) -> PoolReading:
+        """What the pool of a data-parallel rank holds, read between two of its steps.
+
+        Raises:
+            EngineFailedError: the rank did not answer in time.
+        """
+        self._num_reads += 1
+        read_id, pools = self._num_reads, self.front.board.pools
+        self.front.ask_for_pool(rank, read_id)
+        await self._expect(
+            lambda: rank in pools and pools[rank].read_id >= read_id, f"rank {rank} did not read its pool"
+        )
+        read = pools[rank]
+        blocks = {(each.medium, each.group_idx): unpack_hash_array(each.hashes) for each in read.places}
+        return PoolReading(blocks, read.sequence, rank)
 
     async def _expect(self, condition: Callable[[], bool], complaint: str) -> None:
         try:

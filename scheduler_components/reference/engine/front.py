@@ -35,8 +35,10 @@ from scheduler_components.reference.engine.messages import (
     Command,
     DumpCache,
     LoadReport,
+    PoolRead,
     RankAlive,
     RankReady,
+    ReadPool,
     Report,
     RequestRefused,
     SubmitRequest,
@@ -187,6 +189,7 @@ class RankBoard:
         ready: tp_rank to the address of its event stream; None for a rank without one.
         outputs: replica to the newest counters of its outputs.
         dumps: tp_rank to its newest cache dump.
+        pools: replica to the newest reading of its pool.
         changed: set at every report; whoever waits for something clears it first.
         failure: why the engine cannot go on; None while it can.
         failed: set together with ``failure``.
@@ -195,6 +198,7 @@ class RankBoard:
     ready: dict[int, str | None] = field(default_factory=dict)
     outputs: dict[int, OutputStats] = field(default_factory=dict)
     dumps: dict[int, CacheDump] = field(default_factory=dict)
+    pools: dict[int, PoolRead] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     failure: EngineFailedError | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -282,6 +286,8 @@ class Front:
             self._pass_on(report.rid, RequestRefusedError(report.reason), ended=True)
         elif isinstance(report, CacheDump):
             self.board.dumps[report.tp_rank] = report
+        elif isinstance(report, PoolRead):
+            self.board.pools[report.replica] = report
         elif isinstance(report, RankReady):
             self.board.ready[report.tp_rank] = report.stream_endpoint
         elif isinstance(report, RankAlive):
@@ -299,6 +305,10 @@ class Front:
         """Let every rank dump its cache; ``board.dumps`` fills as they answer with this number."""
         for replica in range(len(self.leaders)):
             self._send(replica, DumpCache(dump_id))
+
+    def ask_for_pool(self, replica: int, read_id: int) -> None:
+        """Let a replica read its pool after its next step; ``board.pools`` has the answer with this number."""
+        self._send(replica, ReadPool(read_id))
 
     def fail(self, error: EngineFailedError) -> None:
         """The engine cannot go on: everybody who waits is told. Later failures follow from the first, which counts."""

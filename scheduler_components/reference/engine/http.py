@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from observability import error_response, status_routes
+from observability import error_response, kv_pool_route, status_routes
 from scheduler_components import (
     ComponentError,
     ConfigError,
@@ -314,10 +314,11 @@ class EngineStatus:
         return [stats.load for _, stats in sorted(self.engine.stats.read().items())]
 
 
-def make_app(engine: Engine, registry: CollectorRegistry) -> Starlette:
-    """Every route of the engine: ``/generate`` and the status routes."""
+def make_app(engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False) -> Starlette:
+    """Every route of the engine: ``/generate``, the status routes, and ``/kv_pool`` where it is asked for."""
     generate = Route("/generate", GenerateEndpoint(front=engine.front), methods=["POST"])
-    return Starlette(routes=[generate, *status_routes(EngineStatus(engine=engine), registry=registry)])
+    routes = [generate, *status_routes(EngineStatus(engine=engine), registry=registry)]
+    return Starlette(routes=[*routes, kv_pool_route(engine)] if kv_pool else routes)
 
 
 _LINGER_S = 5  # for a client that still sends to read why it need not

@@ -30,8 +30,11 @@ __all__ = [
     "CacheDump",
     "Command",
     "DumpCache",
+    "PoolPlace",
+    "PoolRead",
     "RankAlive",
     "RankReady",
+    "ReadPool",
     "Report",
     "RequestRefused",
     "LoadReport",
@@ -43,6 +46,7 @@ __all__ = [
     "encode",
     "pack_hashes",
     "pack_tokens",
+    "unpack_hash_array",
     "unpack_hashes",
     "unpack_tokens",
     "MAX_QUEUED_BATCHES",
@@ -81,7 +85,13 @@ class DumpCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     dump_id: int
 
 
-Command = SubmitRequest | AbortRequest | DumpCache
+class ReadPool(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The leader answers with a ``PoolRead`` after the step; its followers have nothing to do."""
+
+    read_id: int
+
+
+Command = SubmitRequest | AbortRequest | DumpCache | ReadPool
 
 
 class StepInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -138,7 +148,24 @@ class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     tiers: TierStats | None = None
 
 
-Report = RankReady | RankAlive | RequestRefused | LoadReport | CacheDump
+class PoolPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One medium and KV-cache group of a pool, and the hashes there (packed, signed 64-bit)."""
+
+    medium: str
+    group_idx: int | None
+    hashes: bytes
+
+
+class PoolRead(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """What a replica's pool held after a step, and the number of the last batch that tells of it."""
+
+    read_id: int
+    replica: int
+    sequence: int | None
+    places: tuple[PoolPlace, ...]
+
+
+Report = RankReady | RankAlive | RequestRefused | LoadReport | CacheDump | PoolRead
 
 T = TypeVar("T")
 
@@ -188,6 +215,11 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
 def pack_hashes(hashes: Iterable[int]) -> bytes:
     """Signed 64-bit block hashes as eight little-endian bytes each."""
     return _little_endian(array("q", hashes)).tobytes()
+
+
+def unpack_hash_array(packed: bytes) -> array[int]:
+    """Inverse of ``pack_hashes``, in order. Raises DecodeError when ``packed`` is not whole hashes."""
+    return _unpack("q", packed)
 
 
 def unpack_hashes(packed: bytes) -> frozenset[int]:

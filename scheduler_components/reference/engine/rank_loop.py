@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from scheduler_components import ConfigError, LoadPublisher, LoadSnapshot, ParallelState
+from scheduler_components import ConfigError, KvPoolReader, LoadPublisher, LoadSnapshot, ParallelState
 from scheduler_components.cache import RadixCache
 from scheduler_components.errors import LockstepError
 from scheduler_components.hicache import Tier
@@ -27,7 +27,10 @@ from scheduler_components.reference.engine.messages import (
     Command,
     DumpCache,
     LoadReport,
+    PoolPlace,
+    PoolRead,
     RankAlive,
+    ReadPool,
     Report,
     RequestRefused,
     StepInput,
@@ -159,6 +162,8 @@ class StepExecutor:
         for command in step.commands:
             if isinstance(command, DumpCache):
                 self._dumps_due[command.dump_id] = step.step + _DUMP_PATIENCE_STEPS
+            elif isinstance(command, ReadPool) and self.parallel.leads_replica:
+                self.reports.send(self._read_pool(command.read_id))
         self._answer_dumps(step.step)
 
     def _answer_dumps(self, step: int) -> None:
@@ -182,6 +187,12 @@ class StepExecutor:
         except ConfigError as error:  # the fault of the request's author, on every rank alike
             if self.parallel.leads_replica:
                 self.reports.send(RequestRefused(command.rid, str(error)))
+
+    def _read_pool(self, read_id: int) -> PoolRead:
+        """Read at once, pages on their way or not: the events of every step tell what the pool then holds."""
+        reading = KvPoolReader(publisher=self.scheduler.kv_events, oracle=self.scheduler.cache).read()
+        places = (PoolPlace(*place, pack_hashes(hashes)) for place, hashes in reading.blocks.items())
+        return PoolRead(read_id, reading.rank, reading.sequence, tuple(places))
 
     def _dump(self, dump_id: int, step: int) -> CacheDump:
         scheduler = self.scheduler

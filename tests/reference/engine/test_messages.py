@@ -22,8 +22,11 @@ from scheduler_components.reference.engine import (
     Command,
     DumpCache,
     LoadReport,
+    PoolPlace,
+    PoolRead,
     RankAlive,
     RankReady,
+    ReadPool,
     Report,
     RequestRefused,
     SamplingLimits,
@@ -57,6 +60,7 @@ commands = st.one_of(
     ),
     st.builds(AbortRequest, rids),
     st.builds(DumpCache, counts),
+    st.builds(ReadPool, counts),
 )
 outputs = st.builds(
     OutputDelta,
@@ -68,6 +72,13 @@ outputs = st.builds(
 )
 reports = st.one_of(
     st.builds(RankReady, counts, st.none() | st.text()),
+    st.builds(
+        PoolRead,
+        counts,
+        counts,
+        st.none() | st.integers(-1, 2**40),
+        st.lists(st.builds(PoolPlace, st.text(), st.none() | counts, hashes.map(pack_hashes)), max_size=3).map(tuple),
+    ),
     st.builds(RankAlive, st.text(), counts),
     st.builds(RequestRefused, rids, st.text()),
     st.builds(

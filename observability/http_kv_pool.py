@@ -1,0 +1,164 @@
+"""The route ``/kv_pool``: what an engine's KV pool really holds, for whoever checks its event stream against it.
+
+Mount it where an operator asked for it, and nowhere else. The hash of a block tells whoever can guess a prompt whether
+somebody has sent it, and each reading walks the pool. So an engine has no such route unless it is told to, and a pool
+is read at most once a second however many ask: those that come in between get the last reading, whose number says of
+when it is. An event stream without keys tells the same hashes to whoever can reach it; ``SECURITY.md`` says more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain, count
+from typing import Protocol
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from observability.http_app import error_response
+from observability.kv_pool_page import PAGE_BLOCKS, PoolPage, PoolPlaceCount
+from scheduler_components import ComponentError, ConfigError, PoolReading
+
+__all__ = ["PoolReadingSource", "kv_pool_route"]
+
+READ_EVERY_S = 1.0
+"""The least time between two walks of one pool. A walk of 36,000 blocks takes a scheduler 2 ms."""
+
+_KEPT_READINGS = 4
+"""Of each rank: who fetches pages has so many seconds for them. A reading takes 8 bytes per block."""
+
+_MAX_DIGITS, _MAX_SHOWN = 8, 40
+
+_encode = msgspec.json.Encoder().encode
+
+
+class PoolReadingSource(Protocol):
+    """Knows an engine's pools: usually the front process, which asks a scheduler between two of its steps."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Streams, and so pools, from rank 0."""
+        ...
+
+    async def read_pool(self, rank: int) -> PoolReading:
+        """Read one pool now; raises ComponentError when its scheduler does not answer."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    """One reading, packed."""
+
+    name: str
+    sequence: int | None
+    places: tuple[PoolPlaceCount, ...]
+    hashes: array[int]
+
+    @classmethod
+    def of(cls, name: str, reading: PoolReading) -> _Kept:
+        places = tuple(PoolPlaceCount(*place, len(held)) for place, held in reading.blocks.items())
+        return cls(
+            name=name,
+            sequence=reading.sequence,
+            places=places,
+            hashes=array("q", chain.from_iterable(reading.blocks.values())),
+        )
+
+    @property
+    def num_pages(self) -> int:
+        return max(1, -(-len(self.hashes) // PAGE_BLOCKS))
+
+    def page(self, rank: int, number: int) -> PoolPage:
+        return PoolPage(
+            reading=self.name,
+            rank=rank,
+            sequence=self.sequence,
+            page=number,
+            num_pages=self.num_pages,
+            places=self.places,
+            hashes=self.hashes[number * PAGE_BLOCKS : (number + 1) * PAGE_BLOCKS].tolist(),
+        )
+
+
+class _GoneError(ComponentError):
+    """A reading is no longer kept."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _RankReadings:
+    """The last readings of one pool; one is under way at most."""
+
+    kept: deque[_Kept] = field(default_factory=lambda: deque(maxlen=_KEPT_READINGS))
+    due_s: float = float("-inf")
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def find(self, name: str) -> _Kept:
+        for each in self.kept:
+            if each.name == name:
+                return each
+        raise _GoneError(f"reading={name[:_MAX_SHOWN]!r}: is no longer kept; begin again without it")
+
+
+@dataclass(slots=True, kw_only=True)
+class _KvPoolEndpoint:
+    source: PoolReadingSource
+    clock: Callable[[], float]
+    ranks: dict[int, _RankReadings] = field(default_factory=dict)
+    numbers: count[int] = field(default_factory=count)
+
+    async def answer(self, request: Request) -> Response:
+        try:
+            page = await self._page(request.query_params)
+        except ConfigError as error:
+            return error_response(400, str(error), param=error.field)
+        except _GoneError as error:
+            return error_response(410, str(error), param="reading")
+        except ComponentError as error:
+            return error_response(503, str(error))
+        return Response(_encode(page), media_type="application/json", headers={"cache-control": "no-store"})
+
+    async def _page(self, query: QueryParams) -> PoolPage:
+        rank = _number("rank", query.get("rank", "0"), self.source.num_ranks)
+        readings = self.ranks.setdefault(rank, _RankReadings())
+        name, page = query.get("reading"), query.get("page", "0")
+        if name is None:
+            _number("page", page, 1)  # a further page belongs to a reading, which must be named
+            kept = await self._newest(rank, readings)
+        else:
+            kept = readings.find(name)
+        return kept.page(rank, _number("page", page, kept.num_pages))
+
+    async def _newest(self, rank: int, readings: _RankReadings) -> _Kept:
+        """Read the pool, or take the last reading where that is not old."""
+        async with readings.lock:
+            if not readings.kept or self.clock() >= readings.due_s:
+                reading = await self.source.read_pool(rank)
+                readings.due_s = self.clock() + READ_EVERY_S
+                readings.kept.append(_Kept.of(f"{rank}-{next(self.numbers)}", reading))
+            return readings.kept[-1]
+
+
+def _number(field: str, text: str, end: int) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < _MAX_DIGITS else end
+    if number >= end:
+        raise ConfigError(field, text[:_MAX_SHOWN], "is not there", f"give a number from 0 to {end - 1}")
+    return number
+
+
+def kv_pool_route(source: PoolReadingSource, *, clock: Callable[[], float] = time.monotonic) -> Route:
+    """Return the route, to mount in an application. A client's mistake gets 400 with one sentence, a reading that is no
+    longer kept 410, and a scheduler that does not answer 503.
+
+    Args:
+        source: reads pools.
+        clock: monotonic seconds.
+    """
+    return Route("/kv_pool", _KvPoolEndpoint(source=source, clock=clock).answer, methods=["GET"])

@@ -1,0 +1,81 @@
+"""The reference engine's ``/kv_pool``: its streams tell what its pools hold, on every tier, while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.util import find_spec
+
+import attrs
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from observability import ConformanceReport, examine_conformance, fetch_pool
+from scheduler_components.reference.engine import (
+    Engine,
+    EngineConfig,
+    GenerateRequest,
+    HiCacheConfig,
+    SamplingLimits,
+    SchedulerConfig,
+    bind_http,
+    default_kv_events,
+    make_app,
+    open_engine,
+    open_http_server,
+    pack_tokens,
+)
+from scheduler_components.testing import ProbeOptions
+
+CONFIG = EngineConfig(
+    dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=512), speed=20.0
+)
+OPTIONS = ProbeOptions(listen_s=20.0, enough_batches=500, answer_s=5.0)
+
+
+async def examined(config: EngineConfig) -> tuple[ConformanceReport, set[str]]:
+    """The report on an engine that serves all the while, and the media that its pools were on."""
+    config = attrs.evolve(config, kv_events=default_kv_events(config))
+    async with open_engine(config, show=lambda _: None) as engine:
+        with bind_http("127.0.0.1", 0) as listener:
+            async with open_http_server(make_app(engine, CollectorRegistry(), kv_pool=True), listener) as url:
+                clients = asyncio.gather(*(serve(engine, first) for first in range(4)))
+                report = await asyncio.to_thread(examine_conformance, url, OPTIONS, oracle=url)
+                clients.cancel()
+                reading = await asyncio.to_thread(fetch_pool, url, 1)
+                await asyncio.gather(clients, return_exceptions=True)
+                return report, {medium for medium, _ in reading.blocks}
+
+
+async def serve(engine: Engine, number: int) -> None:
+    """One request after the other: half of its tokens are those of the request before."""
+    while True:
+        tokens = range(number * 100, number * 100 + 96)
+        request = GenerateRequest(input_ids=pack_tokens(tokens), limits=SamplingLimits(max_new_tokens=9))
+        async with engine.front.open_request(request) as news:
+            async for _ in news:
+                pass
+        number = number * 7 % 1001 + 1
+
+
+@pytest.mark.parametrize("has_host_tier", [False, True])
+def test_the_streams_of_a_serving_engine_tell_what_its_pools_hold(has_host_tier: bool) -> None:
+    if has_host_tier and find_spec("numpy") is None:
+        pytest.skip("needs numpy: pip install scheduler-components[hicache]")
+    config = attrs.evolve(CONFIG, hicache=HiCacheConfig(host_tokens=1024) if has_host_tier else None)
+    report, media = asyncio.run(asyncio.wait_for(examined(config), timeout=120))
+    assert report.exit_code == 0, "\n".join(report.lines())
+    for stream in report.streams:
+        assert stream.facts.pool_readings > 1
+        assert stream.facts.pool_blocks > 0
+    assert media == ({"GPU", "CPU", "STORAGE"} if has_host_tier else {"GPU"})
+
+
+def test_an_engine_that_was_not_told_to_has_no_such_route() -> None:
+    async def asked() -> int:
+        async with open_engine(CONFIG, show=lambda _: None) as engine:
+            app = make_app(engine, CollectorRegistry())
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+                return (await client.get("/kv_pool")).status_code
+
+    assert asyncio.run(asyncio.wait_for(asked(), timeout=60)) == 404
