@@ -25,6 +25,7 @@ from scheduler_components.engines.settings import (
     may_ask_for_keys,
     read_plugin_settings,
 )
+from scheduler_components.engines.vllm_copies import ONCE_PER_BLOCK, ToldBlocks, tell_removals_of_last_copies
 from scheduler_components.errors import ConfigError
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
@@ -100,7 +101,7 @@ def register(environ: Mapping[str, str] | None = None) -> None:
         own = own.own
     is_closed = may_ask_for_keys(environ)
     try:
-        settings = read_plugin_settings(environ, defaults=_DEFAULTS)
+        settings = read_plugin_settings(environ, defaults=_DEFAULTS, switches=(ONCE_PER_BLOCK,))
     except ConfigError as error:
         publishers["zmq"] = _instead(error, own, theirs, is_closed=is_closed)
         return
@@ -149,7 +150,7 @@ class VllmPublisherOpener:
         """
         whole = _with_defaults(self.theirs.KVEventsConfig) | config
         try:
-            publisher = ZmqEventPublisher(data_parallel_rank, config=self._checked(whole))
+            publisher, told = self._open(data_parallel_rank, whole)
         except ConfigError as error:
             own = _instead(error, self.own, self.theirs, is_closed=self.is_closed)
             return own(data_parallel_rank=data_parallel_rank, **config)
@@ -157,9 +158,20 @@ class VllmPublisherOpener:
             "endpoint": _resolved(whole["endpoint"], data_parallel_rank, publisher.endpoint),
             "replay_endpoint": _resolved(whole["replay_endpoint"], data_parallel_rank, publisher.replay_endpoint),
         }
-        told = self.theirs.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **resolved)
-        _log.info("KV events of rank %d, by scheduler-components: %s", data_parallel_rank, told.endpoint)
-        return VllmEventPublisher(publisher=publisher, config=told)
+        described = self.theirs.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **resolved)
+        _log.info("KV events of rank %d, by scheduler-components: %s", data_parallel_rank, described.endpoint)
+        return VllmEventPublisher(publisher=publisher, config=described, told=told)
+
+    def _open(self, rank: int, config: dict[str, Any]) -> tuple[ZmqEventPublisher, ToldBlocks | None]:
+        publisher = ZmqEventPublisher(rank, config=self._checked(config))
+        if ONCE_PER_BLOCK not in self.settings.switches:
+            return publisher, None
+        try:
+            tell_removals_of_last_copies()
+        except ConfigError:
+            publisher.shutdown()
+            raise
+        return publisher, ToldBlocks()
 
     def _checked(self, config: dict[str, Any]) -> KVEventsConfig:
         """vLLM's settings as this kit's."""
@@ -227,16 +239,22 @@ class VllmEventPublisher:
     Args:
         publisher: the open stream.
         config: what ``get_publisher_config`` returns: vLLM's configuration, with the addresses of this rank.
+        told: what was told of each block, where each is to be told once.
     """
 
-    __slots__ = ("_config", "publisher")
+    __slots__ = ("_config", "_told", "publisher")
 
-    def __init__(self, *, publisher: ZmqEventPublisher, config: VllmConfig) -> None:
+    def __init__(self, *, publisher: ZmqEventPublisher, config: VllmConfig, told: ToldBlocks | None = None) -> None:
         self.publisher = publisher
         self._config = config
+        self._told = told
 
     def publish(self, events: Any) -> None:
         """Accept a batch of vLLM's events; never blocks."""
+        if self._told is not None:
+            events = self._told.first_told(events)
+            if events is None:
+                return
         self.publisher.publish(
             KVEventBatch(ts=events.ts, events=tuple(map(_event, events.events)), attn_dp_rank=events.data_parallel_rank)
         )

@@ -17,8 +17,10 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,19 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def vllm_events() -> Iterator[Any]:
+    """``vllm.distributed.kv_events``, or its double where vLLM is not installed; other modules of it likewise."""
+    if find_spec("vllm"):
+        yield import_module("vllm.distributed.kv_events")
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent / "doubles"))
+        yield import_module("vllm.distributed.kv_events")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            del sys.modules[name]
 
 
 # SGLang as a server.

@@ -22,7 +22,7 @@ DEFAULTS = {"replay_framing": "topic"}
 
 def read(given: Any, **switches: Any) -> Any:
     text = given if isinstance(given, str) else json.dumps(given)
-    return read_plugin_settings({KV_EVENTS_VARIABLE: text}, defaults=DEFAULTS, switches=("count_copies", "other"))
+    return read_plugin_settings({KV_EVENTS_VARIABLE: text}, defaults=DEFAULTS, switches=("once_per_block", "other"))
 
 
 @pytest.mark.parametrize("environ", [{}, {KV_EVENTS_VARIABLE: ""}, {KV_EVENTS_VARIABLE: " \n"}])
@@ -33,9 +33,9 @@ def test_without_the_variable_there_are_the_defaults(environ: dict[str, str]) ->
 
 
 def test_settings_reach_the_publisher_and_switches_the_plugin() -> None:
-    settings = read({"seq_base": "clock", "replay_framing": "seed", "count_copies": True, "other": False})
+    settings = read({"seq_base": "clock", "replay_framing": "seed", "once_per_block": True, "other": False})
     assert settings.publisher == KVEventsConfig(publisher="zmq", seq_base="clock", replay_framing="seed")
-    assert settings.switches == {"count_copies"}
+    assert settings.switches == {"once_per_block"}
 
 
 def test_every_setting_is_the_engines_or_this_variables_or_of_no_use_here() -> None:
@@ -61,7 +61,7 @@ def test_every_setting_is_the_engines_or_this_variables_or_of_no_use_here() -> N
         ({"buffer_bytes": 0}, "buffer_bytes", "give at least 1"),
         ({"seq_base": "clok"}, "seq_base", "did you mean 'clock'?"),
         ({"auth": "required"}, "secret_key_file", "is missing"),
-        ({"count_copies": 1}, "count_copies", "give true or false"),
+        ({"once_per_block": 1}, "once_per_block", "give true or false"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(given: Any, field: str, words: str) -> None:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,9 @@ def variable(**settings: Any) -> dict[str, str]:
     return {KV_EVENTS_VARIABLE: json.dumps(settings)}
 
 
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[Any]:
-    """vLLM's module of KV events, or its double."""
-    if find_spec("vllm"):
-        yield import_module("vllm.distributed.kv_events")
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent / "doubles"))
-        yield import_module("vllm.distributed.kv_events")
-        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-            patch.delitem(sys.modules, name)
+@pytest.fixture
+def vllm(vllm_events: Any) -> Any:
+    return vllm_events
 
 
 @pytest.fixture(autouse=True)
@@ -270,3 +261,20 @@ def test_keys_reach_the_stream(create: Callable[..., Any], tmp_path: Path) -> No
     write_key_pair(tmp_path / "clients", "router")
     register(variable(auth="required", secret_key_file=str(secret), client_keys_dir=str(tmp_path / "clients")))
     assert type(create()) is VllmEventPublisher
+
+
+def test_a_vllm_that_cannot_tell_once_per_block_keeps_its_own_publisher(
+    vllm: Any,
+    factory: Any,
+    create: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = import_module("vllm.v1.core.block_pool").BlockPool
+    monkeypatch.delattr(pool, "_emit_block_removed_events")
+    factory._registry["zmq"] = lambda **given: vllm.NullEventPublisher()
+    register(variable(once_per_block=True))
+    assert type(create()) is vllm.NullEventPublisher
+    assert "once_per_block=True: finds no place for itself in this vLLM" in caplog.text
+    register(variable())
+    assert type(create()) is VllmEventPublisher  # the address was let go
