@@ -112,6 +112,7 @@ class ZmqSinks:
     def open(self, rank: int) -> RelaySink:
         """Open the publisher of one rank, at the settings' ports + rank."""
         publisher = self._publishers[rank] = ZmqEventPublisher(rank, config=self._settings)
+        publisher.say_upstream(StreamState.CONNECTING.value)  # nobody shall take an empty stream for whole
         return publisher
 
     def server_info(self, block_size: int | None, num_streams: int) -> dict[str, object]:

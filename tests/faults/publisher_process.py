@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
 
@@ -55,6 +55,10 @@ def main() -> None:
                 publisher.publish(stored(block_hash, size_bytes))
                 if block_hash % 4 == 0:
                     publisher.idle()
+        elif verb == "remove":
+            publisher.publish(KVEventBatch(time.time(), (BlockRemoved(tuple(range(*numbers))),)))
+        elif verb == "clear":
+            publisher.publish(KVEventBatch(time.time(), (AllBlocksCleared(),)))
         elif verb == "stats":
             answer = msgspec.to_builtins(publisher.stats())
         elif verb == "tick":

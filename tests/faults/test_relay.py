@@ -1,14 +1,26 @@
-"""A relay between a publisher and its readers, each in a process of its own."""
+"""A relay between a publisher and its readers, each in a process of its own.
+
+The last test restarts engine, relay and reader in any order, with and without a signal that they could catch. Rounds:
+three, under the profile ``soak`` as many as the variable ``RELAY_ROUNDS`` says, 20 by default.
+"""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from observability import discover
 
 Start = Callable[..., Any]
+ROUNDS = 3
+SOAK_ROUNDS = int(os.environ.get("RELAY_ROUNDS", "20"))
 
 
 def test_a_late_reader_of_a_relay_has_the_whole_state(
@@ -33,3 +45,98 @@ def test_a_late_reader_of_a_relay_has_the_whole_state(
     again.ask("publish", 70, 80, 50)
     view.converge(set(range(70, 80)))
     assert relay.stop() == (143, "scheduler-components: terminated; all processes are stopped\n")
+
+
+class Site:
+    """An engine, its relay and the relay's reader, at addresses that outlive each of them; ``pool`` is the truth."""
+
+    def __init__(self, stack: ExitStack, directory: Path, starts: dict[str, Start], seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.engine_at = {name: f"ipc://{directory}/engine_{name}" for name in ("endpoint", "replay_endpoint")}
+        self.relay_at = {name: f"ipc://{directory}/relay_{name}" for name in ("endpoint", "replay_endpoint")}
+        self.pool: set[int] = set()
+        self.starts = starts
+        self.up: dict[str, Any] = {}
+        self.told: list[Any] = []
+        for name in ("engine", "relay", "reader"):
+            self.start(name)
+        stack.callback(self.end)
+
+    def start(self, name: str) -> None:
+        at = self.relay_at
+        if name == "engine":
+            self.pool = set()
+            seq_base = self.draw.choice(["zero", "clock"])
+            self.up[name] = self.starts["publisher"](**self.engine_at, seq_base=seq_base, buffer_steps=50)
+        elif name == "relay":
+            self.up[name] = self.starts["relay"](",".join(self.engine_at.values()), **at, buffer_steps=50)
+        else:
+            self.up[name] = self.starts["subscriber"](at["endpoint"], at["replay_endpoint"])
+
+    def stop(self, name: str) -> None:
+        """Sometimes with a signal that it can catch, as often without."""
+        process = self.up.pop(name).process
+        process.send_signal(self.draw.choice([signal.SIGKILL, signal.SIGTERM]))
+        process.wait()
+
+    def work(self) -> None:
+        """The engine stores, removes and now and then clears."""
+        if "engine" not in self.up:
+            return
+        engine, draw = self.up["engine"], self.draw
+        for _ in range(draw.randrange(1, 6)):
+            first = draw.randrange(5_000)
+            stop = first + draw.randrange(1, 200)
+            verb = draw.choices(["publish", "remove", "clear"], [6, 3, 1])[0]
+            if verb == "publish":
+                engine.ask("publish", first, stop, 50)
+                self.pool |= set(range(first, stop))
+            elif verb == "remove":
+                engine.ask("remove", first, stop)
+                self.pool -= set(range(first, stop))
+            else:
+                engine.ask("clear")
+                self.pool.clear()
+
+    def play(self) -> None:
+        """Stop some of the three, start them again in any order, and let the engine work whenever it is up."""
+        names = self.draw.sample(["engine", "relay", "reader"], self.draw.randrange(1, 4))
+        for name in names:
+            self.work()
+            self.stop(name)
+        self.draw.shuffle(names)
+        for name in names:
+            self.work()
+            self.start(name)
+        self.work()
+
+    def reads_the_pool(self) -> bool:
+        """True once the reader says that it is live, and has the engine's blocks."""
+        wanted = sorted(self.pool)
+        answer: Any = {}
+        for _ in range(4_000):
+            self.up["reader"].send("?")
+            answer = self.up["reader"].read()
+            if answer["state"] == "live" and answer["blocks"] == wanted:
+                return True
+        self.told = [answer["state"], len(answer["blocks"]), "of", len(wanted), self.up["relay"].get("/server_info")]
+        return False
+
+    def end(self) -> None:
+        for each in self.up.values():
+            each.end()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SOAK_ROUNDS * 90)
+def test_whoever_is_restarted_the_reader_ends_with_the_engines_pool(
+    stack: ExitStack, start_publisher: Start, start_relay: Start, start_subscriber: Start, soaking: bool, tmp_path: Path
+) -> None:
+    starts = {"publisher": start_publisher, "relay": start_relay, "subscriber": start_subscriber}
+    seed = random.randrange(2**32)
+    site = Site(stack, tmp_path, starts, seed)
+    site.work()
+    assert site.reads_the_pool()
+    for number in range(SOAK_ROUNDS if soaking else ROUNDS):
+        site.play()
+        assert site.reads_the_pool(), f"seed {seed}, round {number}: {site.told}"

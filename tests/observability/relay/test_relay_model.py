@@ -1,0 +1,254 @@
+"""A relay between faulty networks: publishers, the relay that follows them, and the readers that follow it.
+
+All are the kit's real cores. Properties, whatever is lost, restarted or cut on either side:
+
+- what the relay publishes is the union of its views, after every step;
+- no reader says ``LIVE`` of a view that is not the relay's stream (held by the model itself);
+- once faults stop, every reader has what the engines hold, and says ``LIVE`` if and only if the relay knows all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from observability.kv_stream import BlockView, StreamCursor, StreamState, Tier
+from observability.relay import RelayedStream, SourceListener, SourceMerger
+from observability.testing import FaultyWorld, ModelSubscriber
+from scheduler_components import EventBatch, PublisherStats
+from scheduler_components.kv_events import EventStream
+
+State = frozenset[tuple[int, Tier]]
+
+
+class ModelSink:
+    """Publishes into the world of the relay's readers."""
+
+    def __init__(self, world: FaultyWorld) -> None:
+        self.world = world
+
+    def publish(self, events: EventBatch) -> None:
+        for event in events.events:
+            self.world.publisher.publish(event)
+
+    def idle(self) -> None:
+        self.world.send()
+
+    def say_upstream(self, state: str | None) -> None:
+        self.world.publisher.cursors.upstream = state
+
+    def stats(self) -> PublisherStats:
+        return PublisherStats()
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+class RelayWorld:
+    """Engines, each with one subscriber that is the relay's, and the world of the relay's readers."""
+
+    def __init__(self, *, windows: tuple[int, int], seq_base: str, engines: tuple[bool, ...]) -> None:
+        self.engines = [
+            FaultyWorld(window=windows[0], seq_base=seq_base, num_extended=is_extended, num_plain=not is_extended)
+            for is_extended in engines
+        ]
+        self.readers = FaultyWorld(window=windows[1], seq_base="clock", num_extended=1, num_plain=1)
+        self.begin_relay()
+
+    def begin_relay(self) -> None:
+        """A new life of the relay: it knows nothing."""
+        self.stream = RelayedStream(0, ModelSink(self.readers), wall_clock=lambda: 0.0)
+        for key, engine in enumerate(self.engines):
+            (before,) = engine.subscribers
+            engine.subscribers = [
+                ModelSubscriber(
+                    engine.publisher,
+                    f"relay of engine {key}",
+                    has_extension=before.has_extension,
+                    cursor=StreamCursor(has_replay=True),
+                )
+            ]
+            engine.subscribers[0].now_s = engine.now_s
+            engine.subscribers[0].follower.begin(engine.now_s)
+            engine.subscribers[0].follower.applier.listener = SourceListener(key, {0: self.stream})
+            self.stream.merger.expect(key)
+        self.stream.tell()
+
+    def restart_relay(self) -> None:
+        for engine in self.engines:
+            engine.disconnect(0)
+        self.readers.restart(False)
+        self.begin_relay()
+
+    def play(self, steps: list[tuple]) -> None:
+        for where, *step in steps:
+            if where == "relay":
+                self.restart_relay()
+            elif where == "wait":
+                for world in (*self.engines, self.readers):
+                    world.play([("wait", *step)])
+            elif where == "engine":
+                which, *rest = step
+                self.engines[which % len(self.engines)].play([tuple(rest)])
+            else:
+                self.readers.play([tuple(step)])
+            self.stream.flush()
+            self.check()
+
+    def check(self) -> None:
+        """What the relay published last is the union of what it knows."""
+        assert self.readers.publisher.held == self.known()
+
+    def known(self) -> State:
+        views = [each.follower.applier for engine in self.engines for each in engine.subscribers]
+        return frozenset().union(*[_blocks(each.view) | _blocks(each.staging) for each in views])
+
+    def run(self, steps: list[tuple]) -> None:
+        for which in range(len(self.engines)):
+            self.play([("engine", which, "store", 0, 3, False), ("engine", which, "send")])
+            self.play([("engine", which, "connect", 0), *[("engine", which, "serve", 0, 9, "none")] * 2])
+        for which in range(2):
+            self.play([("reader", "connect", which), *[("reader", "serve", which, 9, "none")] * 2])
+        self.play(steps)
+        for engine in self.engines:
+            engine.heal()
+            self.check_relayed(engine)
+            self.stream.flush()
+        self.check()
+        self.readers.heal()
+        self.check_readers()
+
+    def check_relayed(self, engine: FaultyWorld) -> None:
+        """The relay's view is the engine's, and proved where anything can prove it."""
+        (relayed,) = engine.subscribers
+        assert relayed.blocks == engine.publisher.held
+        can_prove = relayed.follower.cursor.is_extended or len(engine.publisher.stream) > 0
+        if can_prove and not engine.publisher.is_poisoned:
+            assert relayed.state is StreamState.LIVE
+
+    def check_readers(self) -> None:
+        relayed = [engine.subscribers[0] for engine in self.engines]
+        is_whole = all(each.state is StreamState.LIVE for each in relayed)
+        for each in self.readers.subscribers:
+            assert each.blocks == self.known()
+            if each.follower.cursor.is_extended:  # a plain one has no word for it
+                assert (each.state is StreamState.LIVE) == is_whole, f"{each.state}, and the relay knows {is_whole}"
+
+
+def _blocks(view: BlockView | None) -> State:
+    return frozenset((each, tier) for tier in Tier for each in view.blocks(0, tier)) if view else frozenset()
+
+
+FAULTS = ("none", "none", "none", "lose", "repeat")
+BLOCKS = (st.integers(0, 5), st.integers(1, 3), st.booleans())
+ENGINE = st.integers(0, 1)
+COUNT = st.integers(1, 8)
+READER = st.integers(0, 1)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("engine"), ENGINE, st.sampled_from(["store", "store", "remove"]), *BLOCKS),
+        st.tuples(st.just("engine"), ENGINE, st.sampled_from(["send", "send", "clear", "poison"])),
+        st.tuples(st.just("engine"), ENGINE, st.just("deliver"), st.just(0), COUNT, st.sampled_from(FAULTS)),
+        st.tuples(st.just("engine"), ENGINE, st.just("serve"), st.just(0), COUNT, st.sampled_from(FAULTS)),
+        st.tuples(st.just("engine"), ENGINE, st.sampled_from(["connect", "connect", "disconnect"]), st.just(0)),
+        st.tuples(st.just("engine"), ENGINE, st.just("restart"), st.just(False)),
+        st.tuples(st.just("reader"), st.just("deliver"), READER, st.integers(1, 4), st.sampled_from(FAULTS)),
+        st.tuples(st.just("reader"), st.just("serve"), READER, st.integers(1, 8), st.sampled_from([*FAULTS, "cut"])),
+        st.tuples(st.just("reader"), st.sampled_from(["connect", "connect", "disconnect"]), READER),
+        st.tuples(st.just("wait"), st.sampled_from([1, 5, 21, 60])),
+        st.just(("relay",)),
+    ),
+    max_size=30,
+)  # fmt: skip
+WINDOWS = st.tuples(st.integers(1, 5), st.integers(1, 5))
+SEQ_BASES = st.sampled_from(["zero", "clock"])
+ENGINES = st.sampled_from([(True,), (False,), (True, True), (True, False)])
+CUT_IN_A_SNAPSHOT = [
+    ("engine", 0, "restart", False),
+    *[("engine", 0, "store", 4, 1, False), ("engine", 0, "send"), ("engine", 0, "store", 5, 1, False)] * 3,
+    ("engine", 0, "disconnect", 0), ("engine", 0, "connect", 0), *[("engine", 0, "serve", 0, 1, "none")] * 3,
+    ("engine", 0, "disconnect", 0),
+]  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@given(steps=STEPS, windows=WINDOWS, seq_base=SEQ_BASES, engines=ENGINES)
+@example(steps=CUT_IN_A_SNAPSHOT, windows=(1, 1), seq_base="zero", engines=(True,))
+@settings(max_examples=3 * settings().max_examples, suppress_health_check=list(HealthCheck))
+def test_readers_of_a_relay_have_what_is_known_and_are_told_when_it_is_not_all(
+    steps: list[tuple], windows: tuple[int, int], seq_base: str, engines: tuple[bool, ...]
+) -> None:
+    RelayWorld(windows=windows, seq_base=seq_base, engines=engines).run(steps)
+
+
+# --- broken variants ---
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def a_clear_after_a_restart_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SourceListener, "view_cleared", lambda *_: None)
+
+
+def partial_is_told_as_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SourceMerger, "upstream", property(lambda _: None))
+
+
+def the_best_source_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
+    def best(self: SourceMerger) -> str | None:
+        return None if any(each.state is StreamState.LIVE for each in self._sources.values()) else "partial"
+
+    patch.setattr(SourceMerger, "upstream", property(best))
+
+
+def whole_again_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    def tell(self: RelayedStream) -> None:
+        if self.merger.upstream is not None:
+            self.sink.say_upstream(self.merger.upstream)
+
+    patch.setattr(RelayedStream, "tell", tell)
+
+
+def a_snapshot_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SourceListener, "snapshot_begun", lambda *_: None)
+
+
+def a_cut_snapshot_stays(patch: pytest.MonkeyPatch) -> None:
+    right = SourceListener.snapshot_ended
+
+    def ended(self: SourceListener, rank: int, *, was_used: bool) -> None:
+        if was_used:
+            right(self, rank, was_used=True)
+
+    patch.setattr(SourceListener, "snapshot_ended", ended)
+
+
+def the_base_does_not_begin_with_a_clear(patch: pytest.MonkeyPatch) -> None:
+    right = EventStream.encode_chunk
+    patch.setattr(EventStream, "encode_chunk", lambda *args, clear: right(*args, clear=False))
+
+
+BROKEN = [
+    a_clear_after_a_restart_is_forgotten, partial_is_told_as_whole, the_best_source_speaks_for_all,
+    whole_again_is_not_told, a_snapshot_is_not_told, a_cut_snapshot_stays, the_base_does_not_begin_with_a_clear,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_relay_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    @settings(
+        max_examples=2_000, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+        report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(steps=STEPS, windows=WINDOWS, seq_base=SEQ_BASES, engines=ENGINES)
+    @example(steps=CUT_IN_A_SNAPSHOT, windows=(1, 1), seq_base="zero", engines=(True,))
+    def search(steps: list[tuple], windows: tuple[int, int], seq_base: str, engines: tuple[bool, ...]) -> None:
+        RelayWorld(windows=windows, seq_base=seq_base, engines=engines).run(steps)
+
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        search()
