@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components.load import TokenCountedQueue, count_request, is_dispatcher_name
+from scheduler_components.load import CountedQueue, count_request, is_dispatcher_name
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
     NO_PARTS,
@@ -31,8 +31,8 @@ __all__ = ["MAX_DISPATCHERS", "LoadInquirer", "LoadWithTotals", "WorkTotals"]
 class LoadInquirer:
     """Reads queues and pool when asked, and says what it found as one frozen value.
 
-    O(1) when ``queues.waiting`` is a ``TokenCountedQueue``; any other sequence is walked. What a source raises is
-    raised on: ``MetricsEmitter`` and ``SchedulerKvEventsPublisher`` keep it out of the scheduler's step.
+    O(1) when ``queues.waiting`` is a ``CountedQueue``, as ``TokenCountedQueue`` is; any other sequence is walked. What
+    a source raises is raised on: ``MetricsEmitter`` and ``SchedulerKvEventsPublisher`` keep it out of the step.
 
     Attributes:
         parallel: whose load it is (``dp_rank`` of the snapshot is its ``kv_stream_index``).
@@ -60,7 +60,7 @@ class LoadInquirer:
         queues, pool, rates = self.queues, self.pool, self.rates
         waiting = queues.waiting
         num_running, max_running = len(queues.running), queues.max_running_requests
-        if isinstance(waiting, TokenCountedQueue):
+        if isinstance(waiting, CountedQueue):
             num_waiting, pending_tokens, uncached_tokens = waiting.totals()
         else:
             num_waiting, pending_tokens, uncached_tokens = _walk(waiting)

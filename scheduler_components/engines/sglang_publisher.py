@@ -12,16 +12,22 @@ from typing import Any, Protocol
 
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
+from scheduler_components.values import PublisherStats
 
 __all__ = ["SglangBatch", "SglangEventPublisher", "open_sglang_publisher"]
 
 
 class SglangBatch(Protocol):
-    """SGLang's ``KVEventBatch``."""
+    """SGLang's ``KVEventBatch``, or this kit's around SGLang's events."""
 
-    ts: float
-    events: Sequence[Any]
-    attn_dp_rank: int | None
+    @property
+    def ts(self) -> float: ...
+
+    @property
+    def events(self) -> Sequence[Any]: ...
+
+    @property
+    def attn_dp_rank(self) -> int | None: ...
 
 
 _KINDS: dict[str, type[KVCacheEvent]] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
@@ -56,6 +62,14 @@ class SglangEventPublisher:
         self.stream.publish(
             KVEventBatch(events.ts, tuple(_converted(event) for event in events.events), events.attn_dp_rank)
         )
+
+    def idle(self) -> None:
+        """Encode and send what is pending."""
+        self.stream.idle()
+
+    def stats(self) -> PublisherStats:
+        """Counters since the stream was opened."""
+        return self.stream.stats()
 
     def shutdown(self) -> None:
         """Send what is pending within a deadline and let go of everything; safe to call twice."""

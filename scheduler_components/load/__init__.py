@@ -16,7 +16,13 @@ from scheduler_components.load.gauge import (
     encode_load_stat,
     load_stat_from,
 )
-from scheduler_components.load.queue import DispatchLedger, TokenCountedQueue, count_request, is_dispatcher_name
+from scheduler_components.load.queue import (
+    CountedQueue,
+    DispatchLedger,
+    TokenCountedQueue,
+    count_request,
+    is_dispatcher_name,
+)
 from scheduler_components.shm_board import ShmBoard
 
 if TYPE_CHECKING:
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ShmBoard",
+    "CountedQueue",
     "DispatchLedger",
     "LoadSample",
     "LoadStat",

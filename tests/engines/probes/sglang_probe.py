@@ -1,24 +1,81 @@
-"""A plugin of the tests: says from inside SGLang's scheduler process what its cache holds.
+"""A plugin of the tests: says from inside SGLang's scheduler process what its cache holds and what its parts said.
 
 A question is a file in the folder that ``SGLANG_PROBE`` names; each rank answers when its scheduler has nothing to do.
+Where this kit's components stand in SGLang's scheduler, SGLang's own load inquirer is kept beside them, over the same
+queues, and both are asked in each step.
 """
 
 import json
 import os
+import statistics
+import time
 from array import array
 from pathlib import Path
 
+import msgspec
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
 FOLDER = Path(os.environ["SGLANG_PROBE"])
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+PARTS = "sglang.srt.managers.scheduler_components"
 answered = set()
+inquirers = []
+seen = {"events": [], "kv_metrics": [], "reports": 0, "different": [], "most_waiting": 0, "costs_us": None}
 
 
 def load_plugin():
+    HookRegistry.register(f"{PARTS}.load_inquirer.SchedulerLoadInquirer.__init__", keep_inquirer, HookType.AFTER)
+    HookRegistry.register(f"{SCHEDULER}.process_batch_result", compare_loads, HookType.BEFORE)
     HookRegistry.register(f"{SCHEDULER}.on_idle", answer, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events", keep_events, HookType.AFTER
+    )
+    HookRegistry.register("sglang.srt.managers.io_struct.sock_send", keep_kv_metrics, HookType.BEFORE)
+
+
+def keep_inquirer(_, inquirer, **__):
+    inquirers.append(inquirer)
+
+
+def keep_events(events, _):
+    seen["events"] += [msgspec.msgpack.encode(event).hex() for event in events]
+
+
+def keep_kv_metrics(_, message, *__):
+    if type(message).__name__ == "KvMetrics":
+        seen["kv_metrics"].append(msgspec.structs.asdict(message))
+
+
+def compare_loads(scheduler, *_, **__):
+    theirs, ours = inquirers[-1], scheduler.load_inquirer
+    if theirs is ours:
+        return
+    expected, found = (msgspec.structs.asdict(inquirer.get_loads()) for inquirer in (theirs, ours))
+    expected, found = (msgspec.to_builtins(load | {"timestamp": 0}, enc_hook=float) for load in (expected, found))
+    pending = (theirs._get_num_pending_tokens(7), ours._get_num_pending_tokens(7))
+    seen["reports"] += 1
+    seen["most_waiting"] = max(seen["most_waiting"], len(scheduler.waiting_queue))
+    if expected != found or pending[0] != pending[1]:
+        keys = [key for key in expected if expected[key] != found[key]]
+        seen["different"].append({key: (expected[key], found[key]) for key in keys} | {"pending": pending})
+    if len(scheduler.waiting_queue) >= 1_000 and seen["costs_us"] is None:
+        seen["costs_us"] = costs_us(
+            theirs=theirs.get_loads, ours=ours.get_loads, component=ours.loads.inquirer.get_loads
+        )
+
+
+def costs_us(**calls):
+    """Median CPU time of one call each, taken in turns."""
+    taken = {name: [] for name in calls}
+    for _ in range(30):
+        for name, call in calls.items():
+            began = time.thread_time_ns()
+            for _ in range(20):
+                call()
+            taken[name].append((time.thread_time_ns() - began) / 20_000)
+    return {name: round(statistics.median(times), 2) for name, times in taken.items()}
 
 
 def answer(_, scheduler):
@@ -27,7 +84,7 @@ def answer(_, scheduler):
             continue
         answered.add(question)
         parallel = get_parallel()
-        tell(f"{question.stem}.{parallel.dp_rank or 0}.{parallel.tp_rank}", resident(scheduler, question))
+        tell(f"{question.stem}.{parallel.dp_rank or 0}.{parallel.tp_rank}", resident(scheduler, question) | seen)
 
 
 def tell(name, what):
@@ -37,8 +94,9 @@ def tell(name, what):
 
 
 def resident(scheduler, question):
-    """How many tokens of each prompt are cached, and how many tokens are cached altogether."""
+    """How many tokens of each prompt are cached, how many tokens altogether, and which classes the parts have."""
     core = scheduler.tree_cache.tree_core
     prompts = json.loads(question.read_text())
     found = [core.match_full_device_prefix(RadixKey(array("q", prompt)))[0] for prompt in prompts]
-    return {"prompts": found, "total": core.total_size()[0]}
+    parts = [scheduler.kv_events_publisher, scheduler.load_inquirer, scheduler.load_publisher]
+    return {"prompts": found, "total": core.total_size()[0], "parts": [type(part).__module__ for part in parts]}

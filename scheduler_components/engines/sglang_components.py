@@ -1,0 +1,358 @@
+"""This kit's components in SGLang's own scheduler, in the places of those that its mixins became.
+
+SGLang's scheduler makes its components in methods of its own (``init_kv_events_publisher`` and others). The hooks here
+stand around these methods and put others in: the kit's component, with ports over SGLang's cache, queues and pool, and
+in front of it the members that SGLang's call sites ask for. The parallel state is read once. What is wrong is said in
+one sentence, and SGLang's own component stays. Written against SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import msgspec
+
+from scheduler_components.engines.sglang_load import (
+    CountedWaitingQueue,
+    Reporter,
+    SglangLoadInquirer,
+    SglangLoads,
+    SglangPool,
+    SglangQueues,
+    SglangRates,
+    WaitingQueueAttribute,
+)
+from scheduler_components.engines.sglang_publisher import SglangEventPublisher, open_sglang_publisher
+from scheduler_components.errors import ComponentError, ConfigError
+from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
+from scheduler_components.load_inquirer import LoadInquirer
+from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
+from scheduler_components.parallel_state import ParallelState
+from scheduler_components.ports import NO_KV_METRICS, NO_LOAD_SINK, NullEventPublisher
+from scheduler_components.values import KvMetrics, LoadSnapshot, MemoryLoad
+
+__all__ = ["COMPONENTS", "SglangComponents", "SglangKvEvents", "SglangLoadPublisher", "read_parallel_state"]
+
+_log = logging.getLogger("sglang.scheduler_components")
+
+COMPONENTS = "components"
+"""The plugin's switch: true puts the components in."""
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+_RANKS = (
+    *("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_tp_rank", "attn_tp_size", "attn_cp_rank", "attn_cp_size"),
+    *("attn_dp_rank", "attn_dp_size", "moe_ep_rank", "moe_ep_size", "moe_dp_rank", "moe_dp_size", "dcp_size"),
+)
+
+
+def read_parallel_state(context: Any, *, gpu_id: int = 0) -> ParallelState:
+    """Read SGLang's parallel context (``get_parallel()``) once, into a value that cannot change.
+
+    Raises:
+        ConfigError: ranks and sizes that do not fit each other.
+    """
+    return ParallelState(
+        **{name: getattr(context, name) for name in _RANKS},
+        dp_rank=context.dp_rank,
+        dp_size=context.num_dp_ranks,
+        gpu_id=gpu_id,
+    )
+
+
+class BoundSettings(Protocol):
+    """Reads the publisher's settings from the text of ``--kv-events-config``: ``SglangPlugin.publisher_settings``."""
+
+    def __call__(self, config: str | None) -> KVEventsConfig | None: ...
+
+
+class SglangComponents:
+    """The hooks, and what they share: the parallel state, and the load that inquirer and publisher both read.
+
+    Args:
+        settings_of: reads ``--kv-events-config`` with what the environment adds.
+    """
+
+    __slots__ = ("_loads", "_parallel", "_queue", "_settings_of")
+
+    def __init__(self, settings_of: BoundSettings) -> None:
+        self._settings_of = settings_of
+        self._parallel: ParallelState | None = None
+        self._loads: SglangLoads | None = None
+        self._queue: WaitingQueueAttribute | None = None
+
+    def register(self, hooks: Any) -> None:
+        """Register with SGLang's module of hooks."""
+        around, after = hooks.HookType.AROUND, hooks.HookType.AFTER
+        register = hooks.HookRegistry.register
+        register(f"{_SCHEDULER}.init_kv_events_publisher", self.init_kv_events_publisher, around)
+        register(f"{_SCHEDULER}.init_load_publisher", self.init_load_publisher, around)
+        register(f"{_SCHEDULER}.init_load_inquirer", self.init_load_inquirer, around)
+        register("sglang.srt.mem_cache.common.match_kv_cache", self.matched, after)
+
+    def init_kv_events_publisher(self, original: Callable[..., None], scheduler: Any) -> None:
+        """Stand around the scheduler's method of this name."""
+        try:
+            settings = self._settings_of(_observability().kv_events_config)
+            self._parallel = _read_parallel_state()
+            if settings is not None:
+                scheduler.kv_events_publisher = open_kv_events(scheduler, self._parallel, settings)
+                return
+        except ConfigError as error:
+            _log.error("SGLang's own publisher of KV events stays: %s", error)
+        original(scheduler)
+
+    def init_load_publisher(self, original: Callable[..., None], scheduler: Any) -> None:
+        """Stand around the scheduler's method of this name."""
+        why = _why_not_counted(scheduler)
+        if self._parallel is None or why:
+            _log.warning("SGLang's own load inquirer and publisher stay%s", f": {why}" if why else "")
+            original(scheduler)
+            return
+        self._loads = _make_loads(scheduler, self._parallel)
+        endpoint = _load_endpoint()
+        publisher = LoadPublisher(parallel=self._parallel, load=self._loads, sink=NO_LOAD_SINK)
+        try:
+            settings = self._settings_of(_observability().kv_events_config)
+            if endpoint is not None and settings is not None:
+                publisher = open_load_publisher(
+                    settings.changed(load_endpoint=endpoint), parallel=self._parallel, load=self._loads
+                )
+        except ComponentError as error:
+            _log.error("no load is published: %s", error)
+        scheduler.load_publisher = SglangLoadPublisher(component=publisher)
+
+    def init_load_inquirer(self, original: Callable[..., None], scheduler: Any) -> None:
+        """Stand around the scheduler's method of this name, which also makes the counters that the report reads."""
+        original(scheduler)
+        if self._loads is None:
+            return
+        queues = self._loads.queues
+        waiting = CountedWaitingQueue(scheduler.__dict__.pop("waiting_queue"), queues)
+        self._queue = type(scheduler).waiting_queue = WaitingQueueAttribute(waiting, queues)
+        scheduler.load_inquirer = SglangLoadInquirer(
+            loads=self._loads,
+            queues=queues,
+            work=scheduler,
+            shapes=import_module("sglang.srt.managers.load_snapshot"),
+        )
+
+    def matched(self, _result: Any, request: Any, *_: Any, **__: Any) -> None:
+        """Stand after ``match_kv_cache``: what is known to be cached of a request has changed."""
+        if self._queue is not None:
+            self._queue.queue.recount(request)
+
+
+def _observability() -> Any:
+    return import_module("sglang.srt.runtime_context").get_observability()
+
+
+def _read_parallel_state() -> ParallelState:
+    context: Any = import_module("sglang.srt.runtime_context")
+    return read_parallel_state(context.get_parallel(), gpu_id=context.get_device().gpu_id)
+
+
+# KV events.
+
+
+def open_kv_events(scheduler: Any, parallel: ParallelState, settings: KVEventsConfig) -> SglangKvEvents:
+    """Make the component and what stands before it; a rank that owns no stream opens nothing.
+
+    Raises:
+        StartError: the machine refused an address.
+    """
+    settings.port_plan(parallel.kv_stream_count)
+    stream = open_sglang_publisher(settings, parallel.kv_stream_index) if parallel.owns_kv_stream else None
+    socket = scheduler.ipc_channels.send_metrics_from_scheduler
+    return SglangKvEvents(
+        component=SchedulerKvEventsPublisher(
+            parallel=parallel,
+            source=scheduler.tree_cache,
+            sink=stream or NullEventPublisher(parallel.kv_stream_index),
+            load=SglangLoggedLoad(
+                reporter=scheduler.metrics_reporter,
+                dp_rank=parallel.dp_rank or 0,
+                max_running_requests=scheduler.max_running_requests,
+                capacity_tokens=scheduler.max_total_num_tokens,
+            ),
+            metrics_sink=SglangKvMetricsSink(socket=socket) if stream and socket else NO_KV_METRICS,
+        ),
+        stream=stream,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangKvEvents:
+    """What SGLang's call sites ask of their ``kv_events_publisher``.
+
+    Attributes:
+        component: this kit's.
+        stream: what it publishes on; None on a rank that owns none.
+    """
+
+    component: SchedulerKvEventsPublisher
+    stream: SglangEventPublisher | None
+
+    @property
+    def enable_kv_cache_events(self) -> bool:
+        """Whether this rank publishes."""
+        return self.stream is not None
+
+    def publish_kv_events(self) -> None:
+        """See the component."""
+        self.component.publish_kv_events()
+
+    def emit_kv_metrics(self) -> None:
+        """See the component."""
+        self.component.emit_kv_metrics()
+
+    def local_kv_event_sources(self, block_size: int) -> list[dict[str, Any]]:
+        """Say where a process of this machine can follow this rank's stream."""
+        source = self.stream.describe_local_source(block_size) if self.stream else None
+        return [] if source is None else [source]
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangLoggedLoad:
+    """The port ``LoadSource`` for KvMetrics, which SGLang takes from what it last logged, counted in tokens."""
+
+    reporter: Reporter
+    dp_rank: int
+    max_running_requests: int
+    capacity_tokens: int
+
+    def get_loads(self) -> LoadSnapshot:
+        """Return what was last logged."""
+        stats = self.reporter.stats
+        return LoadSnapshot(
+            dp_rank=self.dp_rank,
+            num_running_reqs=stats.num_running_reqs.total,
+            num_waiting_reqs=stats.num_queue_reqs.total,
+            num_used_tokens=int(stats.token_usage * self.capacity_tokens),
+            max_total_num_tokens=self.capacity_tokens,
+            max_running_requests=self.max_running_requests,
+            token_usage=stats.token_usage,
+            cache_hit_rate=stats.cache_hit_rate,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangKvMetricsSink:
+    """The port ``KvMetricsSink`` over SGLang's socket: its own struct, sent as it sends it."""
+
+    socket: Any
+
+    @property
+    def wants_metrics(self) -> bool:
+        """False once SGLang has closed its socket."""
+        return not self.socket.closed
+
+    def send(self, metrics: KvMetrics) -> None:
+        """Hand on one report."""
+        shape = import_module("sglang.srt.managers.scheduler_components.kv_events_publisher").KvMetrics
+        io_struct = import_module("sglang.srt.managers.io_struct")
+        io_struct.sock_send(self.socket, shape(**msgspec.structs.asdict(metrics)))
+
+    def close(self) -> None:
+        """The socket is SGLang's."""
+
+
+# Load.
+
+
+def _why_not_counted(scheduler: Any) -> str | None:
+    """Why SGLang's own counting stays: queues that change without the scheduler's list."""
+    if scheduler.disaggregation_mode.value != "null":
+        return "prefill and decode are disaggregated, and the queues of transfers are not counted here"
+    if scheduler.enable_hierarchical_cache:
+        return "the hierarchical cache counts prefetches from storage among the cached tokens"
+    return None
+
+
+def _load_endpoint() -> str | None:
+    """Where ``--load-publish-endpoint`` puts the load gauge: by the function that ``/server_info`` asks too."""
+    context: Any = import_module("sglang.srt.runtime_context")
+    theirs: Any = import_module("sglang.srt.disaggregation.kv_events")
+    observability = context.get_observability()
+    if not observability.kv_events_config:
+        return None
+    events = theirs.KVEventsConfig.from_cli(observability.kv_events_config)
+    resolved, reason = theirs.resolve_load_pub_range(
+        kv_endpoint=events.endpoint,
+        replay_endpoint=events.replay_endpoint,
+        dp_size=context.get_parallel().num_dp_ranks,
+        load_publish_endpoint=observability.load_publish_endpoint,
+    )
+    if resolved is None:
+        if reason:
+            _log.warning("no load is published: %s", reason)
+        return None
+    network: Any = import_module("sglang.srt.utils.network")
+    endpoint: str = network.NetworkAddress(*resolved).to_tcp()
+    return endpoint
+
+
+def _make_loads(scheduler: Any, parallel: ParallelState) -> SglangLoads:
+    """Wire the component over the scheduler's queues, pool and statistics."""
+    lora = import_module("sglang.srt.runtime_context").get_lora()
+    reporter = scheduler.metrics_reporter
+    capacity_tokens = scheduler.max_total_num_tokens * scheduler.kv_shard_widening
+    queues = SglangQueues(owner=scheduler, reporter=reporter)
+    pool = SglangPool(observer=scheduler.pool_stats_observer, page_size=scheduler.page_size)
+    rates = SglangRates(
+        reporter=reporter,
+        queues=queues,
+        memory=_memory(scheduler, capacity_tokens),
+        has_lora=lora.enable_lora,
+        is_speculative=not scheduler.spec_algorithm.is_none(),
+    )
+    return SglangLoads(
+        inquirer=LoadInquirer(parallel=parallel, queues=queues, pool=pool, rates=rates, parts=rates),
+        queues=queues,
+        pool=pool,
+        work=scheduler,
+        reporter=reporter,
+        capacity_tokens=capacity_tokens,
+    )
+
+
+def _memory(scheduler: Any, capacity_tokens: int) -> MemoryLoad | None:
+    worker = scheduler.tp_worker
+    try:
+        return MemoryLoad(
+            round(worker.model_runner.weight_load_mem_usage, 3),
+            round(scheduler.token_to_kv_pool_allocator.get_kvcache().mem_usage, 3),
+            round(sum(worker.graph_memory_usage.values()), 3),
+            int(capacity_tokens),
+        )
+    except (AttributeError, TypeError) as error:  # as SGLang: not every platform's runner has these
+        _log.debug("SGLang does not say where its memory is: %s", error)
+        return None
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangLoadPublisher:
+    """What SGLang's call sites ask of their ``load_publisher``."""
+
+    component: LoadPublisher
+
+    @property
+    def enable(self) -> bool:
+        """Whether anybody may be told."""
+        return self.component.sink.wants_load
+
+    def publish_load_stat(self, *_: Callable[[], Any], force: bool = False, **__: Any) -> None:
+        """Report the load. The component reads its own: SGLang gives the last report along, to save a second walk."""
+        if force:
+            self.component.flush()
+        else:
+            self.component.publish_load()
+
+    def close(self) -> None:
+        """Close the gauge."""
+        self.component.close()

@@ -1,0 +1,457 @@
+"""SGLang's queues, pool and statistics as ports, and what its call sites ask of a load inquirer over ``LoadInquirer``.
+
+SGLang counts its waiting requests anew in each report. Here its list of them is one that counts what enters and leaves
+it, so that a report walks nothing. Written against SGLang 0.5.23, ``managers/scheduler_components/load_inquirer.py``;
+every report is equal to SGLang's own, field by field.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol, SupportsIndex
+
+import msgspec
+from msgspec.structs import astuple
+
+from scheduler_components.load import CountedQueue
+from scheduler_components.ports import LoadSource, QueuedRequest
+from scheduler_components.values import LoadParts, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
+
+__all__ = [
+    "CountedWaitingQueue",
+    "SglangLoadInquirer",
+    "SglangLoads",
+    "SglangPool",
+    "SglangQueues",
+    "SglangRates",
+    "Reporter",
+    "WaitingQueueAttribute",
+]
+
+
+class SglangRequest(Protocol):
+    """SGLang's ``Req``: its tokens, and how many of them the last match found in the cache."""
+
+    seqlen: int
+    num_matched_prefix_tokens: int
+
+
+class MissRate(Protocol):
+    """How SGLang estimates what the cache will not cover."""
+
+    @property
+    def miss_rate(self) -> float | None:
+        """The recent share of tokens that no cached prefix covered; None where each waiting request was matched."""
+        ...
+
+
+class CountedWaitingQueue(list[Any], CountedQueue):
+    """SGLang's list of waiting requests, which knows its tokens.
+
+    A request's tokens are counted when it enters, and exactly that count leaves with it. ``recount`` counts it anew
+    when it was matched again. Whoever writes into the middle of the list makes the next report walk it, once.
+    """
+
+    __slots__ = ("_counts", "_is_stale", "_lengths", "_miss", "_pending", "_rate", "_rated", "_unmatched")
+
+    def __init__(self, requests: Iterable[SglangRequest], miss: MissRate) -> None:
+        super().__init__(requests)
+        self._miss = miss
+        # By identity: (tokens, tokens that no match covered).
+        self._counts: dict[int, tuple[int, int]] = {}
+        # How many requests are so long: the estimate rounds each request's share down.
+        self._lengths: Counter[int] = Counter()
+        self._pending = self._unmatched = self._rated = 0
+        self._rate = 0.0
+        self._is_stale = True
+
+    def totals(self) -> tuple[int, int, int]:
+        """``(requests, pending tokens, uncached tokens)``, the last as SGLang estimates it."""
+        if self._is_stale:
+            self._count_all()
+        rate = self._miss.miss_rate
+        if rate is None:
+            return len(self), self._pending, self._unmatched
+        if rate != self._rate:
+            self._rate = rate
+            self._rated = sum(int(length * rate) * count for length, count in self._lengths.items())
+        return len(self), self._pending, self._rated
+
+    def recount(self, request: SglangRequest) -> None:
+        """Count a request anew if it is in the queue: its match has changed."""
+        if id(request) in self._counts:
+            self._left(id(request))
+            self._entered(request)
+
+    def succeed(self, old: CountedWaitingQueue) -> None:
+        """Take the counts over from the queue that this one replaces; only what has changed is counted.
+
+        To find what has left is done by sets, which cost a tenth of counting the rest again.
+        """
+        if old._is_stale:
+            return
+        self._counts, self._lengths = old._counts, old._lengths
+        self._pending, self._unmatched, self._rate, self._rated = old._pending, old._unmatched, old._rate, old._rated
+        old._counts, old._lengths, old._is_stale = {}, Counter(), True
+        self._is_stale = False
+        for key in self._counts.keys() - set(map(id, self)):
+            self._left(key)
+        if len(self._counts) != len(self):
+            for request in self:
+                if id(request) not in self._counts:
+                    self._entered(request)
+            self._is_stale = len(self._counts) != len(self)
+
+    def _count_all(self) -> None:
+        self._counts.clear()
+        self._lengths.clear()
+        self._pending = self._unmatched = self._rated = 0
+        for request in self:
+            self._add(request)
+        self._is_stale = len(self._counts) != len(self)  # one that is there twice is counted twice, as SGLang does
+
+    def _entered(self, request: SglangRequest) -> None:
+        if self._is_stale or id(request) in self._counts:
+            self._is_stale = True
+        else:
+            self._add(request)
+
+    def _add(self, request: SglangRequest) -> None:
+        length = request.seqlen
+        unmatched = max(0, length - request.num_matched_prefix_tokens)
+        self._counts[id(request)] = (length, unmatched)
+        self._lengths[length] += 1
+        self._pending += length
+        self._unmatched += unmatched
+        self._rated += int(length * self._rate)
+
+    def _left(self, key: int) -> None:
+        counted = self._counts.pop(key, None)
+        if self._is_stale or counted is None:
+            self._is_stale = True
+            return
+        length, unmatched = counted
+        if self._lengths[length] == 1:
+            del self._lengths[length]
+        else:
+            self._lengths[length] -= 1
+        self._pending -= length
+        self._unmatched -= unmatched
+        self._rated -= int(length * self._rate)
+
+    # What SGLang does to its queue. Reordering (``sort``, ``reverse``) changes no count.
+
+    def append(self, request: SglangRequest) -> None:
+        """Enter at the end."""
+        super().append(request)
+        self._entered(request)
+
+    def extend(self, requests: Iterable[SglangRequest]) -> None:
+        """Enter all at the end."""
+        for request in requests:
+            self.append(request)
+
+    def insert(self, index: SupportsIndex, request: SglangRequest) -> None:
+        """Enter at a place."""
+        super().insert(index, request)
+        self._entered(request)
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        """Leave from a place."""
+        request = super().pop(index)
+        self._left(id(request))
+        return request
+
+    def remove(self, request: SglangRequest) -> None:
+        """Leave from wherever the request stands."""
+        self.pop(self.index(request))
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        super().clear()
+        self._is_stale = True
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value)
+        self._is_stale = True
+
+    def __delitem__(self, index: Any) -> None:
+        super().__delitem__(index)
+        self._is_stale = True
+
+    def __iadd__(self, requests: Iterable[SglangRequest]) -> CountedWaitingQueue:  # type: ignore[misc, override]
+        self.extend(requests)
+        return self
+
+    def __imul__(self, count: SupportsIndex) -> CountedWaitingQueue:
+        super().__imul__(count)
+        self._is_stale = True
+        return self
+
+
+class QueueOwner(Protocol):
+    """SGLang's scheduler, as far as its queues go."""
+
+    waiting_queue: Any
+    running_batch: Any
+    chunked_req: Any
+    max_running_requests: int
+    policy: Any
+
+
+class Reporter(Protocol):
+    """SGLang's ``SchedulerMetricsReporter``: what it last logged."""
+
+    stats: Any
+    recent_cache_hit_rate: float
+    spec_total_num_accept_tokens: int
+    spec_total_num_forward_ct: int
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangQueues:
+    """The ports ``QueueSource`` and ``MissRate``. The scheduler rebinds its queues; they are read late."""
+
+    owner: QueueOwner
+    reporter: Reporter
+
+    @property
+    def running(self) -> Sized:
+        """The running batch."""
+        running: Sized = self.owner.running_batch.reqs
+        return running
+
+    @property
+    def waiting(self) -> Sequence[QueuedRequest]:
+        """The list of waiting requests, which counts itself."""
+        waiting: Sequence[QueuedRequest] = self.owner.waiting_queue
+        return waiting
+
+    @property
+    def max_running_requests(self) -> int:
+        """Request slots."""
+        return self.owner.max_running_requests
+
+    @property
+    def num_chunked_tokens_left(self) -> int:
+        """What is left of a chunked prefill."""
+        request = self.owner.chunked_req
+        return 0 if request is None else max(0, request.seqlen - request.prefix_len)
+
+    @property
+    def miss_rate(self) -> float | None:
+        """See ``MissRate``; SGLang's policy knows whether it matches what waits."""
+        if self.owner.policy.waiting_queue_prefix_matched(self.owner.waiting_queue):
+            return None
+        return 1.0 - self.reporter.recent_cache_hit_rate
+
+
+class WaitingQueueAttribute:
+    """Stands in the class of the scheduler as ``waiting_queue``: every list that is bound to it counts itself."""
+
+    def __init__(self, queue: CountedWaitingQueue, miss: MissRate) -> None:
+        self.queue = queue
+        self._miss = miss
+
+    def __get__(self, scheduler: object, owner: type | None = None) -> CountedWaitingQueue:
+        return self.queue
+
+    def __set__(self, scheduler: object, requests: Iterable[SglangRequest]) -> None:
+        queue = CountedWaitingQueue(requests, self._miss)
+        queue.succeed(self.queue)
+        self.queue = queue
+
+
+class PoolObserver(Protocol):
+    """SGLang's ``SchedulerPoolStatsObserver``."""
+
+    max_total_num_tokens: int
+
+    def get_pool_stats(self) -> Any:
+        """Read the pool."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangPool:
+    """The port ``PoolSource``.
+
+    Attributes:
+        observer: SGLang's reading of its pools, hybrid ones included.
+        page_size: tokens per page.
+        token_usage: the fuller pool's share at the last reading of ``used_tokens``.
+    """
+
+    observer: PoolObserver
+    page_size: int
+    token_usage: float = 0.0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of one rank's pool."""
+        return self.observer.max_total_num_tokens
+
+    @property
+    def used_tokens(self) -> int:
+        """Read the pool."""
+        used_tokens: int
+        used_tokens, self.token_usage = self.observer.get_pool_stats().get_kv_token_stats()
+        return used_tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangRates:
+    """The ports ``RateSource`` and ``LoadPartsSource``, from what SGLang last logged.
+
+    Attributes:
+        reporter: what it last logged.
+        queues: for the number of waiting requests.
+        memory: where the device's memory went; None where SGLang cannot say.
+        has_lora, is_speculative: whether these parts are reported.
+    """
+
+    reporter: Reporter
+    queues: SglangQueues
+    memory: MemoryLoad | None
+    has_lora: bool
+    is_speculative: bool
+
+    @property
+    def gen_throughput(self) -> float:
+        """Generated tokens per second."""
+        rate: float = self.reporter.stats.gen_throughput
+        return rate
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Of the last prefill."""
+        rate: float = self.reporter.stats.cache_hit_rate
+        return rate
+
+    def load_parts(self) -> LoadParts:
+        """Return the parts that this engine has."""
+        reporter = self.reporter
+        stats = reporter.stats
+        queues = QueueLoad(
+            len(self.queues.waiting), stats.num_grammar_queue_reqs, stats.num_paused_reqs, stats.num_retracted_reqs
+        )
+        lora = speculative = None
+        if self.has_lora:
+            lora = LoraLoad(stats.lora_pool_slots_used, stats.lora_pool_slots_total, stats.lora_pool_utilization)
+        if self.is_speculative and reporter.spec_total_num_forward_ct > 0:
+            accepted = reporter.spec_total_num_accept_tokens / reporter.spec_total_num_forward_ct
+            speculative = SpeculativeLoad(accepted, stats.spec_accept_rate)
+        return LoadParts(queues=queues, lora=lora, speculative=speculative, memory=self.memory)
+
+
+class WorkCounter(Protocol):
+    """SGLang's scheduler: what it has computed since it started."""
+
+    total_prefill_uncached_tokens: int
+    total_prefill_busy_us: int
+    decode_moment_totals: list[float]
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangLoads:
+    """The port ``LoadSource``: the component's report with what SGLang counts otherwise.
+
+    ``num_total_tokens`` leaves out what is left of a chunked prefill, the capacity is that of all ranks that share a
+    pool, usage is that of the fuller of several pools, and ``utilization`` is SGLang's own figure.
+    """
+
+    inquirer: LoadSource
+    queues: SglangQueues
+    pool: SglangPool
+    work: WorkCounter
+    reporter: Reporter
+    capacity_tokens: int
+
+    def get_loads(self) -> LoadSnapshot:
+        """Return the load of this moment."""
+        load = self.inquirer.get_loads()
+        return msgspec.structs.replace(
+            load,
+            num_total_tokens=load.num_total_tokens - self.queues.num_chunked_tokens_left,
+            max_total_num_tokens=self.capacity_tokens,
+            token_usage=self.pool.token_usage,
+            utilization=self.reporter.stats.utilization,
+            total_prefill_uncached_tokens=self.work.total_prefill_uncached_tokens,
+            total_prefill_busy_us=self.work.total_prefill_busy_us,
+        )
+
+
+class LoadShapes(Protocol):
+    """SGLang's module ``load_snapshot``: the structs that it sends to its other processes."""
+
+    LoadSnapshot: type[Any]
+    MemoryMetrics: type[Any]
+    SpeculativeMetrics: type[Any]
+    LoRAMetrics: type[Any]
+    DisaggregationMetrics: type[Any]
+    QueueMetrics: type[Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangLoadInquirer:
+    """What SGLang's call sites ask of their ``load_inquirer``.
+
+    Attributes:
+        loads: the report.
+        queues: for the tokens that are pending while a batch is put together.
+        work: for the moments of decode steps, which are no part of this kit's report.
+        shapes: what the report goes on as.
+    """
+
+    loads: SglangLoads
+    queues: SglangQueues
+    work: WorkCounter
+    shapes: LoadShapes
+
+    def get_loads(self) -> Any:
+        """Return the load of this moment as SGLang's ``LoadSnapshot``."""
+        load, shapes, stats = self.loads.get_loads(), self.shapes, self.loads.reporter.stats
+        moments = self.work.decode_moment_totals
+        memory, speculative, lora, queues = load.memory, load.speculative, load.lora, load.queues
+        return shapes.LoadSnapshot(
+            timestamp=load.timestamp,
+            dp_rank=load.dp_rank,
+            num_running_reqs=load.num_running_reqs,
+            num_waiting_reqs=load.num_waiting_reqs,
+            num_waiting_uncached_tokens=load.num_waiting_uncached_tokens,
+            num_used_tokens=load.num_used_tokens,
+            num_total_tokens=load.num_total_tokens,
+            num_active_tokens=load.num_total_tokens,
+            max_total_num_tokens=load.max_total_num_tokens,
+            max_running_requests=load.max_running_requests,
+            token_usage=round(load.token_usage, 4),
+            gen_throughput=round(load.gen_throughput, 2),
+            cache_hit_rate=round(load.cache_hit_rate, 4),
+            utilization=round(load.utilization, 4),
+            total_prefill_uncached_tokens=load.total_prefill_uncached_tokens,
+            total_prefill_busy_us=load.total_prefill_busy_us,
+            decode_moments=list(moments) if moments[0] > 0 else None,
+            memory=memory and shapes.MemoryMetrics(*astuple(memory)),
+            speculative=speculative and shapes.SpeculativeMetrics(*astuple(speculative)),
+            lora=lora and shapes.LoRAMetrics(*astuple(lora)),
+            disaggregation=shapes.DisaggregationMetrics(
+                mode="null",
+                kv_transfer_speed_gb_s=stats.kv_transfer_speed_gb_s,
+                kv_transfer_latency_ms=stats.kv_transfer_latency_ms,
+            ),
+            queues=queues and shapes.QueueMetrics(*astuple(queues), 0),
+        )
+
+    def get_num_waiting_uncached_tokens(self) -> int:
+        """Return the estimate of input tokens that wait to be computed."""
+        return self.loads.get_loads().num_waiting_uncached_tokens
+
+    def _get_num_pending_tokens(self, chunk_deduct: int = 0) -> int:
+        """Return the tokens that are pending; SGLang calls it while the chunk of this step is not computed yet."""
+        pending_tokens: int = self.queues.owner.waiting_queue.totals()[1]
+        request = self.queues.owner.chunked_req
+        return (
+            pending_tokens if request is None else pending_tokens + request.seqlen - request.prefix_len - chunk_deduct
+        )

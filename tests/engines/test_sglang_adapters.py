@@ -1,0 +1,356 @@
+"""What stands between this kit and SGLang, without SGLang: counted queues, the parallel state, settings."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from scheduler_components import ConfigError, ParallelState
+from scheduler_components.engines.sglang import SglangPlugin, load_plugin
+from scheduler_components.engines.sglang_components import read_parallel_state
+from scheduler_components.engines.sglang_load import CountedWaitingQueue, SglangQueues, WaitingQueueAttribute
+from scheduler_components.engines.sglang_publisher import SglangEventPublisher
+
+
+@dataclass(eq=False)
+class Request:
+    seqlen: int
+    num_matched_prefix_tokens: int = 0
+
+
+@dataclass
+class Rate:
+    miss_rate: float | None = None
+
+
+class Scheduler:
+    def __init__(self, miss: Rate) -> None:
+        self.miss = miss
+        type(self).waiting_queue = WaitingQueueAttribute(CountedWaitingQueue([], miss), miss)
+
+
+def as_sglang_counts(waiting: list, rate: float | None) -> tuple[int, int, int]:
+    """SGLang's own loops (0.5.23, ``load_inquirer.py``)."""
+    uncached = 0
+    for request in waiting:
+        if rate is None:
+            uncached += max(0, request.seqlen - request.num_matched_prefix_tokens)
+        else:
+            uncached += int(request.seqlen * rate)
+    return len(waiting), sum(request.seqlen for request in waiting), uncached
+
+
+REQUESTS = st.builds(Request, st.integers(1, 40), st.integers(0, 50))
+RATES = st.one_of(st.none(), st.floats(0, 1), st.sampled_from([0.0, 1.0, 1.0 - 1 / 3]))
+ACTIONS = (
+    *("append", "extend", "iadd", "insert", "pop", "pop_at", "remove", "clear", "delete"),
+    *("sort", "reverse", "swap", "slice", "rebind"),
+)
+# What SGLang's scheduler and policies do to the queue, by name.
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(ACTIONS),
+        st.lists(REQUESTS, max_size=4),
+        st.integers(0, 30),
+        RATES,
+        st.booleans(),
+    ),
+    max_size=25,
+)
+
+
+def apply(scheduler: Scheduler, what: str, new: list[Request], at: int) -> None:
+    queue = scheduler.waiting_queue
+    place = at % len(queue) if queue else 0
+    if what == "append":
+        for request in new[:1]:
+            queue.append(request)
+    elif what == "extend":
+        queue.extend(new)
+    elif what == "iadd":
+        scheduler.waiting_queue += new
+    elif what == "insert":
+        for request in new[:1]:
+            queue.insert(place, request)
+    elif what == "clear":
+        queue.clear()
+    elif what == "sort":
+        queue.sort(key=lambda request: request.seqlen)
+    elif what == "reverse":
+        queue.reverse()
+    elif what == "slice":
+        queue[place:] = new
+    elif what == "rebind":
+        scheduler.waiting_queue = [request for request in queue if request.seqlen % 3] + new
+    elif queue and what == "pop":
+        queue.pop()
+    elif queue and what == "pop_at":
+        queue.pop(place)
+    elif queue and what == "remove":
+        queue.remove(queue[place])
+    elif queue and what == "delete":
+        del queue[place]
+    elif queue and what == "swap":  # random.shuffle has one request in two places for a moment
+        random.Random(at).shuffle(queue)
+
+
+@given(steps=STEPS)
+def test_a_counted_queue_counts_as_sglang_does_whatever_happens_to_it(steps: list) -> None:
+    miss = Rate()
+    scheduler = Scheduler(miss)
+    for what, new, at, rate, is_asked in steps:
+        apply(scheduler, what, new, at)
+        queue = scheduler.waiting_queue
+        if queue:
+            queue[at % len(queue)].num_matched_prefix_tokens = at
+            queue.recount(queue[at % len(queue)])
+        miss.miss_rate = rate
+        if is_asked:
+            assert queue.totals() == as_sglang_counts(queue, rate)
+    assert scheduler.waiting_queue.totals() == as_sglang_counts(scheduler.waiting_queue, miss.miss_rate)
+
+
+class CountsLooks(Request):
+    """A request that says how often somebody looked at its length."""
+
+    looks = 0
+
+    @property
+    def seqlen(self) -> int:
+        type(self).looks += 1
+        return 8
+
+    @seqlen.setter
+    def seqlen(self, _: int) -> None: ...
+
+
+@pytest.mark.parametrize("rate", [None, 0.5])
+def test_reports_look_at_no_request_that_did_not_change(rate: float | None) -> None:
+    miss = Rate(rate)
+    scheduler = Scheduler(miss)
+    for _ in range(1_000):
+        scheduler.waiting_queue.append(CountsLooks(8))
+    scheduler.waiting_queue.totals()
+    CountsLooks.looks = 0
+    for _ in range(10):
+        scheduler.waiting_queue.append(CountsLooks(8))
+        scheduler.waiting_queue.pop(0)
+        admitted = set(scheduler.waiting_queue[:5])
+        scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request not in admitted]
+        scheduler.waiting_queue.sort(key=id)
+        scheduler.waiting_queue.totals()
+    assert CountsLooks.looks == 10
+
+
+def test_a_request_that_is_queued_twice_is_counted_twice_and_breaks_nothing() -> None:
+    queue, request = CountedWaitingQueue([], Rate()), Request(5)
+    queue.totals()
+    for _ in range(2):
+        queue.append(request)
+    assert queue.totals() == (2, 10, 10)
+    queue.pop()
+    assert queue.totals() == (1, 5, 5)
+    queue.pop()
+    assert queue.totals() == (0, 0, 0)
+
+
+def test_queues_are_read_late() -> None:
+    """The scheduler rebinds its batch, and its chunked request comes and goes."""
+    policy = SimpleNamespace(waiting_queue_prefix_matched=lambda queue: not queue)
+    owner = SimpleNamespace(
+        waiting_queue=[],
+        running_batch=SimpleNamespace(reqs=[1]),
+        chunked_req=None,
+        max_running_requests=4,
+        policy=policy,
+    )
+    queues = SglangQueues(owner=owner, reporter=SimpleNamespace(recent_cache_hit_rate=0.25))
+    assert (len(queues.running), queues.num_chunked_tokens_left, queues.miss_rate) == (1, 0, None)
+    owner.running_batch = SimpleNamespace(reqs=[1, 2])
+    owner.chunked_req = SimpleNamespace(seqlen=100, prefix_len=36)
+    owner.waiting_queue = [Request(1)]
+    assert (len(queues.running), queues.num_chunked_tokens_left, queues.miss_rate) == (2, 64, 0.75)
+
+
+@dataclass
+class ParallelContext:
+    """Eight ranks: two attention-DP replicas of four attention-TP ranks."""
+
+    tp_rank: int = 5
+    tp_size: int = 8
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int | None = 1
+    num_dp_ranks: int = 2
+    attn_tp_rank: int = 1
+    attn_tp_size: int = 4
+    attn_cp_rank: int = 0
+    attn_cp_size: int = 1
+    attn_dp_rank: int = 1
+    attn_dp_size: int = 2
+    moe_ep_rank: int = 0
+    moe_ep_size: int = 1
+    moe_dp_rank: int = 0
+    moe_dp_size: int = 1
+    dcp_size: int = 1
+    attn_tp_group: object = field(default_factory=object)
+
+
+def test_the_parallel_state_is_a_copy_of_the_context() -> None:
+    context = ParallelContext()
+    parallel = read_parallel_state(context, gpu_id=5)
+    context.tp_rank = 0
+    assert parallel == ParallelState.from_tp_rank(5, tp_size=8, attn_dp_size=2)
+    assert (parallel.owns_kv_stream, parallel.kv_stream_index, parallel.kv_stream_count) == (False, 1, 2)
+
+
+def test_ranks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="attn_tp_rank"):
+        read_parallel_state(ParallelContext(attn_tp_rank=4))
+
+
+# The plugin, with eight lines for each module of SGLang that it asks for.
+
+
+class TheirConfig(BaseModel):
+    publisher: str = "null"
+    endpoint: str = "tcp://*:5557"
+    bind: bool | None = None
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    format: str = "default"
+
+    @classmethod
+    def from_cli(cls, text: str) -> TheirConfig:
+        return cls.model_validate_json(text)
+
+
+class Hooks:
+    """``sglang.srt.plugins.hook_registry``."""
+
+    class HookType:
+        AROUND, AFTER = "around", "after"
+
+    def __init__(self) -> None:
+        self.targets: dict[str, object] = {}
+        self.HookRegistry = self
+
+    def register(self, target: str, hook: object, hook_type: str) -> None:
+        self.targets[target.rpartition(".")[2]] = hook
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
+    hooks = Hooks()
+    theirs = SimpleNamespace(KVEventsConfig=TheirConfig, NullEventPublisher=lambda: "nobody")
+    monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.kv_events", theirs)
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
+    return hooks
+
+
+@contextmanager
+def closing_stream(publisher: SglangEventPublisher) -> Iterator[dict[str, object] | None]:
+    """What it says of itself; closed afterwards."""
+    try:
+        yield publisher.describe_local_source(64)
+    finally:
+        publisher.shutdown()
+
+
+def original(*_: object) -> str:
+    return "SGLang"
+
+
+NAMED = {"SGLANG_PLUGINS": "other, scheduler_components"}
+ZMQ = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "bind": true}'
+OURS = "SCHEDULER_COMPONENTS_KV_EVENTS"
+
+
+def test_it_acts_only_when_it_is_named(hooks: Hooks) -> None:
+    load_plugin({})
+    load_plugin({"SGLANG_PLUGINS": "scheduler_components_of_others"})
+    assert hooks.targets == {}
+    load_plugin(NAMED)
+    assert hooks.targets.keys() == {"create", "describe_kv_events_publisher"}
+    load_plugin(NAMED | {OURS: '{"components": true}'})
+    assert {"init_kv_events_publisher", "init_load_publisher", "init_load_inquirer"} < hooks.targets.keys()
+
+
+def test_zmq_is_ours_and_all_else_stays_sglangs(hooks: Hooks) -> None:
+    load_plugin(NAMED)
+    create = hooks.targets["create"]
+    for config in ("", "no JSON", "[]", '{"publisher": "null"}', '{"publisher": "mine"}', '{"hwm": "many"}'):
+        assert create(original, object, config, 0) == "SGLang"
+    publisher = create(original, object, ZMQ, 1)
+    with closing_stream(publisher) as source:
+        assert source == {"dp_rank": 1, "endpoint": publisher.stream.endpoint, "topic": "", "block_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "environ", "sentence"),
+    [
+        ('{"publisher": "zmq", "endpiont": "tcp://*:5557"}', "", "endpiont='tcp://*:5557': is not a setting"),
+        ('{"publisher": "zmq", "endpoint": "udp://*:5557"}', "", "endpoint='udp://*:5557'"),
+        ('{"publisher": "zmq", "buffer_steps": -1}', "", "buffer_steps=-1: is too small"),
+        (ZMQ, "{", "SCHEDULER_COMPONENTS_KV_EVENTS='{'"),
+        (ZMQ, '{"component": true}', "component=True: is not a setting"),
+        (ZMQ, '{"components": 1}', "components=1: is not true or false"),
+        (ZMQ, '{"endpoint": "tcp://*:1"}', "give it in the engine's own --kv-events-config"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_and_sglangs_own_publisher(
+    hooks: Hooks, caplog: pytest.LogCaptureFixture, config: str, environ: str, sentence: str
+) -> None:
+    load_plugin(NAMED | {OURS: environ})
+    assert hooks.targets["create"](original, object, config, 0) == "SGLang"
+    [record] = caplog.records
+    assert "by SGLang itself: " in record.message and sentence in record.message
+    assert "\n" not in record.message
+    server_args = SimpleNamespace(kv_events_config=config)
+    assert hooks.targets["describe_kv_events_publisher"](original, server_args) == "SGLang"
+
+
+@pytest.mark.parametrize(
+    "environ", ['{"auth": "required"}', '{"auth": "requird"}', '{"auth": "required", "secret_key_file": "/nowhere",']
+)
+def test_a_stream_that_cannot_be_closed_to_strangers_is_none(
+    hooks: Hooks, caplog: pytest.LogCaptureFixture, environ: str
+) -> None:
+    load_plugin(NAMED | {OURS: environ})
+    assert hooks.targets["create"](original, object, ZMQ, 0) == "nobody"
+    [record] = caplog.records
+    assert "by nobody, for keys were asked for: " in record.message
+    assert hooks.targets["describe_kv_events_publisher"](original, SimpleNamespace(kv_events_config=ZMQ)) is None
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "binds"),
+    [
+        ("tcp://*:5557", True),
+        ("tcp://0.0.0.0:5557", True),
+        ("tcp://[::]:5557", True),
+        ("tcp://[2001:db8::7]:5557", True),
+        ("tcp://127.0.0.1:5557", False),
+        ("ipc:///tmp/events", True),
+        ("inproc://events", True),
+    ],
+)
+def test_addresses_bind_where_sglangs_do(hooks: Hooks, endpoint: str, binds: bool) -> None:
+    plugin = SglangPlugin(environ={})
+    config = TheirConfig(publisher="zmq", endpoint=endpoint, hwm=0, max_queue_size=-1)
+    settings = plugin.publisher_settings(config.model_dump_json())
+    assert settings is not None
+    assert (settings.bind, settings.hwm, settings.max_queue_size) == (binds, 2**31 - 1, 2**31 - 1)
+    assert (settings.endpoint, settings.replay_framing) == (endpoint, "topic")
