@@ -19,7 +19,7 @@ from scheduler_components.kv_events import (
     ZmqEventPublisher,
     chain_after,
 )
-from scheduler_components.kv_events.codec import lower_to_arrays
+from scheduler_components.kv_events.lowering import LOWERINGS
 from scheduler_components.kv_events.stream import fold_payload
 
 NAME = "parts"
@@ -55,7 +55,7 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
         found = measure_in_turns(
             {
                 "encoding": lambda: encoder.encode(batch, 0),
-                "of it: events to plain tuples": lambda: lower_to_arrays(batch.events),
+                "of it: events to plain tuples": lambda: LOWERINGS["array"].trusted(batch.events),
                 "number, window and digest": lambda: stream.append(payload),
                 "of it: the digest": lambda: chain_after(bytes(8), 7, payload),
                 "folding, once it leaves the window": lambda: fold_payload(state, payload),

@@ -7,7 +7,8 @@ what folding reads (``stream``). A new field is one line at the end of a struct,
 An event is frozen and holds tuples: once it is handed to a publisher, it cannot change. Names and order are those of
 ``sglang.srt.disaggregation.kv_events`` (SGLang 0.5.x) for the first seven fields of ``BlockStored``, so that code
 written for that module works here. ``extra_keys`` and ``group_idx`` follow in vLLM's order, then SGLang's
-``cache_salt`` and ``session_id``. The order is fixed: released readers read arrays by position.
+``cache_salt`` and ``session_id``, then what vLLM 0.32 and 0.33 added. The order is fixed: released readers read arrays
+by position.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ _TIERS: dict[str | None, Tier] = {
     "DISK": Tier.STORAGE,
     "EXTERNAL": Tier.STORAGE,
     "STORAGE": Tier.STORAGE,
+    "FS": Tier.STORAGE,
+    "OBJ": Tier.STORAGE,
 }
 
 
@@ -94,12 +97,17 @@ class BlockStored(KVCacheEvent, frozen=True):
         token_ids: ``len(block_hashes) * block_size`` token ids, each below 2**32.
         block_size: tokens per block.
         lora_id: adapter number, None for the base model.
-        medium: ``GPU`` (or None), ``CPU``, ``CPU_PINNED``, ``DISK``, ``EXTERNAL`` or ``STORAGE``.
+        medium: ``GPU`` (or None), ``CPU``, ``CPU_PINNED``, ``DISK``, ``EXTERNAL``, ``STORAGE``, ``FS`` or ``OBJ``.
         lora_name: adapter name (vLLM).
         extra_keys: what else went into the hashes, one entry per block (vLLM: multimodal hashes, salts).
         group_idx: KV-cache group of a hybrid model (vLLM).
         cache_salt: isolates tenants that share a prefix (SGLang).
-        session_id: the session that the blocks belong to (SGLang).
+        session_id: the session that the blocks belong to (SGLang, vLLM).
+        kv_cache_spec_kind: what the group attends to, such as ``full_attention`` or ``sliding_window`` (vLLM).
+        kv_cache_spec_sliding_window: tokens of the window (vLLM).
+        locality: ``LOCAL`` or ``REMOTE``, seen from the publisher; a remote block is not this worker's (vLLM).
+        ownership: which of several tiers on one medium holds the blocks (vLLM).
+        lookahead_token_ids: what follows the blocks, for drafting (vLLM).
     """
 
     block_hashes: tuple[BlockHash, ...]
@@ -113,12 +121,18 @@ class BlockStored(KVCacheEvent, frozen=True):
     group_idx: int | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    lookahead_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         # The common case first: this runs for every event on the scheduler's thread.
-        if type(self.block_hashes) is tuple and type(self.token_ids) is tuple and self.extra_keys is None:
+        are_frozen = type(self.block_hashes) is tuple and type(self.token_ids) is tuple
+        if are_frozen and self.extra_keys is None and self.lookahead_token_ids is None:
             return
-        _freeze(self, "block_hashes", "token_ids", "extra_keys")
+        _freeze(self, "block_hashes", "token_ids", "extra_keys", "lookahead_token_ids")
 
 
 class BlockRemoved(KVCacheEvent, frozen=True):
@@ -127,6 +141,8 @@ class BlockRemoved(KVCacheEvent, frozen=True):
     block_hashes: tuple[BlockHash, ...]
     medium: str | None = None
     group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.block_hashes) is not tuple:
@@ -146,7 +162,7 @@ VLLM_NIL_FIELDS = frozenset({"medium", "lora_name"})
 """vLLM's typed decoder asks for these in every event that has them: its flavour of the map dialect writes them as nil
 where the other maps leave them out."""
 
-BULK_FIELDS = frozenset({"token_ids", "extra_keys"})
+BULK_FIELDS = frozenset({"token_ids", "extra_keys", "lookahead_token_ids"})
 """Most of an event's bytes, and nothing that decides which blocks stand: folding does not read them."""
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from scheduler_components.cache.block_hash import DIGEST_BYTES, PLAIN_NAMESPACE, block_hashes_of, unpack_tokens
+from scheduler_components.cache.block_hash import (
+    DIGEST_BYTES,
+    PLAIN_NAMESPACE,
+    PrefixNamespace,
+    block_hashes_of,
+    unpack_tokens,
+)
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, CheckedEvents, KVCacheEvent
 
@@ -18,6 +24,15 @@ the wire keep one event far below the 4 MiB that readers take."""
 def on_device_alone(_: RadixNode) -> tuple[str | None, ...]:
     """Return the media of a node in a cache without lower tiers: the device."""
     return (None,)
+
+
+_NAME_TYPES = frozenset({str, type(None)})
+
+
+def _is_sound(namespace: PrefixNamespace) -> bool:
+    """True when what a request said of its namespace is of the types that events have."""
+    names = (namespace.lora_name, namespace.cache_salt, namespace.extra_key, namespace.session_id)
+    return _NAME_TYPES.issuperset(map(type, names)) and type(namespace.lora_id) in (int, type(None))
 
 
 class NullEventRecorder:
@@ -84,7 +99,7 @@ class EventRecorder:
         self._removed_medium: str | None = None
         self._pending_blocks = 0
         self._collapsed = False
-        self._is_checked = True  # tokens and hashes are; what a request says of its namespace is not
+        self._is_checked = True  # tokens and hashes always are
 
     def stored(self, node: RadixNode, medium: str | None = None) -> None:
         """A node's pages became usable on a medium."""
@@ -146,7 +161,7 @@ class EventRecorder:
     def _stored_events(self, node: RadixNode, medium: str | None) -> Iterator[BlockStored]:
         assert node.parent is not None
         page_size, namespace = self._tree.page_size, node.namespace
-        if namespace is not PLAIN_NAMESPACE and namespace != PLAIN_NAMESPACE:
+        if namespace is not PLAIN_NAMESPACE and not _is_sound(namespace):
             self._is_checked = False
         hashes, tokens = block_hashes_of(node.digests), unpack_tokens(node.tokens)
         above = block_hashes_of(node.parent.digests[-DIGEST_BYTES:])

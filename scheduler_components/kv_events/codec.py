@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial, reduce
+from functools import reduce
 from operator import or_
-from struct import Struct
 from struct import error as PackError
 from typing import Annotated, Any, get_type_hints
 
@@ -27,7 +26,6 @@ from msgspec.structs import astuple, replace
 
 from scheduler_components.errors import ConfigError, DecodeError
 from scheduler_components.events import (
-    VLLM_NIL_FIELDS,
     WIRE_EVENTS,
     AllBlocksCleared,
     BlockRemoved,
@@ -37,6 +35,7 @@ from scheduler_components.events import (
     KVCacheEvent,
     WireEvent,
 )
+from scheduler_components.kv_events.lowering import IS_UNFILLED, LOWERINGS, OPTIONS, compiled, is_sound, unknown_event
 
 __all__ = [
     "DIALECTS",
@@ -50,7 +49,6 @@ __all__ = [
     "first_unfilled",
     "halves",
     "why_too_large",
-    "lower_to_arrays",
     "read_event",
     "sound_event",
 ]
@@ -72,100 +70,23 @@ _INT64_LIMIT = 1 << 63
 _UINT64 = 1 << 64
 
 _BY_TAG: dict[str, type[WireEvent]] = {kind.__name__: kind for kind in WIRE_EVENTS}
-_REQUIRED = {kind: [field.name for field in msgspec.structs.fields(kind) if field.required] for kind in WIRE_EVENTS}
-_OPTIONS = {kind: kind.__struct_fields__[len(_REQUIRED[kind]) :] for kind in WIRE_EVENTS}
 
 
-# One check that tokens fill their blocks. Readers drop a stored event where they do not.
-
-
-def _compiled(name: str, source: str, scope: dict[str, Any]) -> Any:
-    """Compile the source of a function that was made from the fields."""
-    scope |= {kind.__name__: kind for kind in WIRE_EVENTS}
-    exec(source, scope)  # noqa: S102 - nothing in it comes from outside
-    return scope[name]
-
-
-_IS_UNFILLED = "len({0}token_ids) != len({0}block_hashes) * {0}block_size"
-"""As source: to call a function for every event would cost as much as half of the check's loop."""
-
-first_unfilled: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = _compiled(
+first_unfilled: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = compiled(
     "first_unfilled",
     f"""
 def first_unfilled(events):
     for event in events:
-        if isinstance(event, BlockStored) and {_IS_UNFILLED.format("event.")}:
+        if isinstance(event, BlockStored) and {IS_UNFILLED.format("event.")}:
             return event
     return None
 """,
     {},
 )
-"""Return the first stored event whose tokens do not fill its blocks, or None."""
+"""Return the first stored event whose tokens do not fill its blocks, or None. Readers drop one."""
 
 
-# Checking events before they are written.
-#
-# A reader drops an event with a token id of -1, and some readers drop its whole batch. So no such event may take a
-# number. To look at each value in Python would cost several times what encoding costs; packing all of them at once
-# costs about as much as encoding them. Events of this kit's caches were checked when their tokens entered the cache
-# (``CheckedEvents``): they cost nothing here.
-
-
-@lru_cache(maxsize=1024)
-def _packer(code: str, count: int) -> Callable[..., bytes]:
-    return Struct(f"{count}{code}").pack
-
-
-def _are_sound(events: Sequence[KVCacheEvent]) -> bool:
-    """True when every value is one that all readers take; False where somebody must look closer.
-
-    One thing is overlooked: True and False among the tokens, which Python takes for 1 and 0.
-    """
-    hashes: list[int] = []
-    tokens: Any = []
-    are_many = len(events) > 1
-    for event in events:
-        kind = type(event)
-        if kind is BlockStored:
-            stored: Any = event
-            size, token_ids, parent = stored.block_size, stored.token_ids, stored.parent_block_hash
-            if (
-                type(size) is not int
-                or size < 1
-                or type(token_ids) is not tuple
-                or stored.lora_id is not None  # this one and those below are seldom given
-                or stored.lora_name is not None
-                or stored.extra_keys is not None
-                or stored.group_idx is not None
-                or stored.cache_salt is not None
-                or stored.session_id is not None
-            ):
-                return False
-            if are_many:
-                tokens += token_ids
-            else:
-                tokens = token_ids
-            if parent is not None:
-                hashes.append(parent)
-        elif kind is AllBlocksCleared:
-            continue
-        elif kind is not BlockRemoved or event.group_idx is not None:  # type: ignore[attr-defined]
-            return False
-        medium, block_hashes = event.medium, event.block_hashes  # type: ignore[attr-defined]
-        if type(block_hashes) is not tuple or not (medium is None or type(medium) is str):
-            return False
-        hashes += block_hashes
-    try:
-        packed = _packer("q", len(hashes))(*hashes)
-        _packer("I", len(tokens))(*tokens)
-    except PackError:
-        return False
-    # True and False among the hashes look like 1 and 0, which real hashes never are.
-    return not (_PACKED_TRUE in packed or _PACKED_FALSE in packed) or {*map(type, hashes)} == {int}
-
-
-_PACKED_TRUE, _PACKED_FALSE = Struct("q").pack(True), Struct("q").pack(False)
-
+# Looking at the values of an event that did not pass as sound.
 
 _WRITTEN = {kind: get_type_hints(kind, include_extras=True) for kind in WIRE_EVENTS}
 
@@ -178,20 +99,21 @@ def sound_event(event: KVCacheEvent) -> KVCacheEvent:
         ValueError: a reader would refuse it; the message names the field.
     """
     kind = _wire_kind(event)
-    if _are_sound((event,)):
+    if is_sound(event):
         return event
-    values: dict[str, Any] = {}
-    for name in kind.__struct_fields__:
-        value = getattr(event, name)
-        if name == "block_hashes" and isinstance(value, tuple):
-            value = tuple(map(_wrapped, value))
-        elif name == "parent_block_hash":
-            value = _wrapped(value)
-        _check_field(name, value, _WRITTEN[kind][name])
-        values[name] = value
+    values: dict[str, Any] = {name: getattr(event, name) for name in kind.__struct_fields__}
+    if kind is not AllBlocksCleared:
+        hashes = values["block_hashes"]
+        values["block_hashes"] = tuple(map(_wrapped, hashes)) if isinstance(hashes, tuple) else hashes
+        if kind is BlockStored:
+            values["parent_block_hash"] = _wrapped(values["parent_block_hash"])
     sound = kind(**values)
+    if is_sound(sound):
+        return sound
+    for name, value in values.items():
+        _check_field(name, value, _WRITTEN[kind][name])
     if first_unfilled((sound,)) is not None:
-        raise _unfilled()
+        raise ValueError("tokens do not fill the blocks")
     return sound
 
 
@@ -213,102 +135,16 @@ def _wrapped(block_hash: object) -> object:
 
 
 def _wire_kind(event: KVCacheEvent) -> type[WireEvent]:
-    """The event's type, also for a class derived from it.
-
-    Raises:
-        TypeError: none of the three events; an unknown tag would cost some readers the whole batch.
-    """
+    """The event's type, also for a class derived from it; TypeError for none of the three."""
     for kind in WIRE_EVENTS:
         if isinstance(event, kind):
             return kind
-    raise TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
-
-
-def _unfilled() -> ValueError:
-    return ValueError("tokens do not fill the blocks")
-
-
-def _trimmed_array(event: KVCacheEvent) -> tuple[Any, ...]:
-    kind = _wire_kind(event)
-    if first_unfilled((event,)) is not None:
-        raise _unfilled()
-    values = [getattr(event, name) for name in kind.__struct_fields__]
-    while len(values) > len(_REQUIRED[kind]) and values[-1] is None:
-        del values[-1]
-    return (kind.__name__, *values)
-
-
-def _array_branch(kind: type[WireEvent]) -> str:
-    """The source of the array writer's branch for one event type."""
-    required, options = _REQUIRED[kind], _OPTIONS[kind]
-    array = f'"{kind.__name__}", ' + "".join(f"{name}, " for name in required)
-    lines = [f"if kind is {kind.__name__}:", *(f"    {name} = event.{name}" for name in required)]
-    if kind is BlockStored:
-        lines += [f"    if {_IS_UNFILLED.format('')}:", "        raise unfilled()"]
-    if options:
-        first, later = options[0], options[1:]
-        lines += [
-            "    if " + (" and ".join(f"event.{name} is None" for name in later) or "True") + ":",
-            f"        arrays.append(({array}) if event.{first} is None else ({array}event.{first}))",
-            "    else:",
-            "        arrays.append(trimmed(event))",
-        ]
-    else:
-        lines.append(f"    arrays.append(({array}))")
-    return "\n".join(f"        {line}" for line in [*lines, "    continue"])
-
-
-# A loop over all events is half of what encoding small ones costs, and attributes named in the source take a third of
-# the time of any way over a list of names (measured). So the source is made from the fields, as ``namedtuple`` does.
-# No option, and the first one alone (``medium``), are the common cases.
-lower_to_arrays: Callable[[Iterable[KVCacheEvent]], list[tuple[Any, ...]]] = _compiled(
-    "lower_to_arrays",
-    "def lower_to_arrays(events):\n    arrays = []\n    for event in events:\n        kind = type(event)\n"
-    + "\n".join(map(_array_branch, WIRE_EVENTS))
-    + "\n        arrays.append(trimmed(event))\n    return arrays\n",
-    {"trimmed": _trimmed_array, "unfilled": _unfilled},
-)
-"""Turn events into the arrays that go on the wire. TypeError for an unknown event, ValueError for unfilled blocks."""
-
-
-def _map_writer(kind: type[WireEvent], nil_fields: frozenset[str]) -> Any:
-    """A struct that msgspec encodes to the map: what has a default is left out where it is None."""
-    fields = [
-        (name, Any) if name in _REQUIRED[kind] or name in nil_fields else (name, Any, None)
-        for name in kind.__struct_fields__
-    ]
-    return msgspec.defstruct(
-        f"{kind.__name__}Map", fields, frozen=True, gc=False, omit_defaults=True, tag_field="type", tag=kind.__name__
-    )
-
-
-_MAP_WRITERS = {kind: _map_writer(kind, frozenset()) for kind in WIRE_EVENTS}
-_VLLM_MAP_WRITERS = {kind: _map_writer(kind, VLLM_NIL_FIELDS) for kind in WIRE_EVENTS}
-
-
-def _lower_to_maps(events: Sequence[KVCacheEvent], *, writers: dict[type[WireEvent], Any]) -> list[msgspec.Struct]:
-    if first_unfilled(events) is not None:
-        raise _unfilled()
-    lowered = []
-    for event in events:
-        writer = writers.get(type(event))  # type: ignore[arg-type]
-        if writer is not None:
-            lowered.append(writer(*astuple(event)))
-        else:
-            kind = _wire_kind(event)
-            lowered.append(writers[kind](*(getattr(event, name) for name in kind.__struct_fields__)))
-    return lowered
-
-
-_LOWER: dict[str, Callable[[Sequence[KVCacheEvent]], list[Any]]] = {
-    "array": lower_to_arrays,
-    "map": partial(_lower_to_maps, writers=_MAP_WRITERS),
-    "vllm": partial(_lower_to_maps, writers=_VLLM_MAP_WRITERS),
-}
-DIALECTS = tuple(_LOWER)
+    raise unknown_event(event)
 
 
 # Writing batches.
+
+DIALECTS = tuple(LOWERINGS)
 
 
 class RefusedEvent(msgspec.Struct, frozen=True):
@@ -329,13 +165,13 @@ class BatchEncoder:
         ConfigError: unknown dialect.
     """
 
-    __slots__ = ("_encode", "_lower")
+    __slots__ = ("_encode", "_lowering")
 
     def __init__(self, dialect: str = "array") -> None:
         if dialect not in DIALECTS:
             raise ConfigError("dialect", dialect, "is not known", f"give one of {', '.join(DIALECTS)}")
         self._encode = msgspec.msgpack.Encoder().encode
-        self._lower = _LOWER[dialect]
+        self._lowering = LOWERINGS[dialect]
 
     def encode(self, batch: EventBatch, rank: int) -> bytes:
         """Encode ``[ts, events, rank]``; ``rank`` is used where the batch carries none.
@@ -348,12 +184,24 @@ class BatchEncoder:
         if type(owner) is not int or not 0 <= owner < _INT64_LIMIT:
             raise ValueError(f"attn_dp_rank {owner!r:.60} is not a rank")
         events: Sequence[KVCacheEvent] = batch.events
-        if type(events) is not CheckedEvents and not _are_sound(events):
-            events = [sound_event(event) for event in events]
+        lowering = self._lowering
+        if type(events) is CheckedEvents:
+            rows: Any = (lowering.trusted_one(events[0]),) if len(events) == 1 else lowering.trusted(events)
+        else:
+            try:
+                if len(events) == 1:
+                    row = lowering.checked_one(events[0])
+                    rows = row and (row,)
+                else:
+                    rows = lowering.checked(events)
+            except PackError:
+                rows = None
+            if rows is None:
+                rows = lowering.trusted([sound_event(event) for event in events])
         ts = float(batch.ts)
         if not math.isfinite(ts):
             raise ValueError(f"batch time {ts} is not finite")
-        return self._encode((ts, self._lower(events), owner))
+        return self._encode((ts, rows, owner))
 
     def encode_sound(
         self, batch: EventBatch, rank: int
@@ -380,7 +228,7 @@ class BatchEncoder:
         Raises:
             TypeError, ValueError, OverflowError: it cannot be encoded.
         """
-        return self._encode(self._lower((event,))[0])
+        return self._encode(self._lowering.trusted_one(event))
 
 
 def _sound_time(ts: object) -> float:
@@ -548,7 +396,7 @@ def read_event(raw: bytes) -> WireEvent:
 def _known_fields(kind: type[WireEvent], fields: dict[str, Any]) -> dict[str, Any]:
     """What the event has of the fields; an option of a type that no option has is taken as missing."""
     known = {name: fields[name] for name in kind.__struct_fields__ if name in fields}
-    for name in _OPTIONS[kind]:
+    for name in OPTIONS[kind]:
         if not isinstance(known.get(name), str | int | list | None):
             del known[name]
     return known

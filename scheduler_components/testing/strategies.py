@@ -269,12 +269,18 @@ def stored_events(draw: st.DrawFn) -> BlockStored:
         group_idx=draw(st.none() | st.integers(0, 3)),
         cache_salt=draw(_NAMES),
         session_id=draw(_NAMES),
+        kv_cache_spec_kind=draw(_NAMES),
+        kv_cache_spec_sliding_window=draw(st.none() | st.integers(0, 9)),
+        locality=draw(_NAMES),
+        ownership=draw(_NAMES),
+        lookahead_token_ids=draw(st.none() | st.lists(_TOKEN_IDS, max_size=3).map(tuple)),
     )
 
 
 def removed_events() -> st.SearchStrategy[BlockRemoved]:
     """Any removed event that can be encoded."""
-    return st.builds(BlockRemoved, st.lists(HASHES, max_size=4).map(tuple), _NAMES, st.none() | st.integers(0, 3))
+    hashes, group = st.lists(HASHES, max_size=4).map(tuple), st.none() | st.integers(0, 3)
+    return st.builds(BlockRemoved, hashes, _NAMES, group, _NAMES, _NAMES)
 
 
 def events() -> st.SearchStrategy[tuple[KVCacheEvent, ...]]:

@@ -11,12 +11,14 @@ from scheduler_components.cache import (
     MAX_EVENT_TOKENS,
     PLAIN_NAMESPACE,
     EventRecorder,
+    PrefixNamespace,
     RadixCache,
     RadixNode,
     RadixTree,
     hash_pages,
     pack_tokens,
 )
+from scheduler_components.events import CheckedEvents
 from scheduler_components.testing import EventLedger
 
 
@@ -130,3 +132,23 @@ def test_one_turnover_of_the_whole_pool_in_one_step_is_told_as_it_was() -> None:
     cache.insert([5, 6, 7, 8], cache.allocate(4))
     assert [type(event) for event in cache.take_events()] == [BlockRemoved, BlockStored]
     assert cache.num_event_collapses == 0
+
+
+@pytest.mark.parametrize(
+    ("namespace", "kind"),
+    [
+        (PrefixNamespace(lora_id=1, lora_name="a", cache_salt="b", extra_key="c", session_id="d"), CheckedEvents),
+        (PrefixNamespace(session_id=b"d"), tuple),  # type: ignore[arg-type]
+        (PrefixNamespace(cache_salt=5), tuple),  # type: ignore[arg-type]
+        (PrefixNamespace(lora_id=True), tuple),
+    ],
+)
+def test_events_of_a_namespace_are_checked_when_they_are_recorded(namespace: PrefixNamespace, kind: type) -> None:
+    """So a publisher looks at their values once more only where a request said something odd."""
+    tree = RadixTree(1, hashed=True)
+    node = tree.append(tree.root, pack_tokens([1, 2]), array("I", range(2)), namespace)
+    recorder = EventRecorder(tree, max_pending_blocks=100)
+    recorder.stored(node)
+    assert type(recorder.take()) is kind
+    recorder.cleared()
+    assert type(recorder.take()) is CheckedEvents

@@ -114,8 +114,8 @@ def test_hashes_of_every_peer_are_read_as_signed(sent: object, read: int) -> Non
 
 
 def test_dialects_may_mix_and_unknown_fields_are_skipped() -> None:
-    later_array = [*STORED, None, None, None, None, None, None, "later"]
-    later_map = {"type": "BlockStored", "block_hashes": [5], "token_ids": [1], "block_size": 1, "locality": {}}
+    later_array = [*STORED, *[None] * 11, "later"]
+    later_map = {"type": "BlockStored", "block_hashes": [5], "token_ids": [1], "block_size": 1, "later": {}}
     decoded = decode([1.0, [later_array, later_map], None])
     assert decoded.events == (BlockStored((5,), None, (1,), 1, None),) * 2
     assert decoded.attn_dp_rank is None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
+from scheduler_components.events import CheckedEvents
 from scheduler_components.kv_events import (
     DIALECTS,
     BatchDecoder,
@@ -30,6 +31,7 @@ BAD_TOKENS = st.sampled_from([-1, 2**32, 2**64, "x", b"x", 1.0, float("nan"), No
 BAD_SIZES: list[object] = [0, -1, 1.0, True, "1", None, msgspec.Raw(b"\x01")]
 MEDIA = st.sampled_from([None, "GPU", "", "CPU", "DISK", "gpu", "FS", "GPU\0"])
 BAD_OPTIONS: list[object] = [b"GPU", {"a": 1}, ["GPU"], 1.5, True, msgspec.Raw(b"\xc1"), "\ud800"]
+_LISTS = ("extra_keys", "lookahead_token_ids")
 GROUPS = st.sampled_from([None, 0, 1, -1])
 NAMES = st.sampled_from([None, "", "a", "ß" * 3])
 SEVEN_TIMES = BlockStored((5,), None, (7,), 1, None)
@@ -49,6 +51,8 @@ def odd_stored(draw: st.DrawFn) -> BlockStored:
     if draw(st.booleans()):
         fields |= {name: draw(NAMES) for name in ("lora_name", "cache_salt", "session_id")}
         fields["extra_keys"] = draw(st.none() | st.just((None, ("a", 1), (), ("b",))[: len(hashes)]))
+        fields["kv_cache_spec_sliding_window"] = draw(GROUPS)
+        fields["lookahead_token_ids"] = draw(st.none() | st.just((1, 2)))
     spoil = draw(st.sampled_from([None] * 12 + [*fields]))
     if spoil == "block_hashes":
         fields[spoil] = (*hashes[1:], draw(BAD_HASHES))
@@ -58,7 +62,7 @@ def odd_stored(draw: st.DrawFn) -> BlockStored:
         fields[spoil] = draw(BAD_HASHES.filter(lambda value: value is not None))
     elif spoil is not None:
         bad = BAD_SIZES if spoil == "block_size" else BAD_OPTIONS
-        fields[spoil] = draw(st.sampled_from(bad if spoil != "extra_keys" else [*bad, "x", (1,)]))
+        fields[spoil] = draw(st.sampled_from([*bad, "x", ("x", None)] if spoil in _LISTS else bad))
     return BlockStored(**fields)
 
 
@@ -153,6 +157,12 @@ HARMFUL: list[KVCacheEvent] = [
     BlockStored((1,), None, (7,), 1, None, medium=5),  # type: ignore[arg-type]
     BlockStored((1,), None, (7,), 1, None, medium=msgspec.Raw(b"\xc1")),  # type: ignore[arg-type]
     BlockStored((1,), None, (7,), 1, None, extra_keys=msgspec.Raw(b"\xc1")),  # type: ignore[arg-type]
+    *(
+        BlockStored((1,), None, (7,), 1, None, **{name: value})
+        for name in BlockStored.__struct_fields__[5:]
+        for value in (b"x", 1.5, {"a": 1}, True)
+    ),
+    *(BlockRemoved((1,), **{name: 1.5}) for name in BlockRemoved.__struct_fields__[1:]),  # type: ignore[arg-type]
     BlockRemoved(("1",)),  # type: ignore[arg-type]
     BlockRemoved((b"\x01" * 8,)),  # type: ignore[arg-type]
     BlockRemoved((1.0,)),  # type: ignore[arg-type]
@@ -176,6 +186,22 @@ def test_a_harmful_event_is_refused_by_name_and_its_neighbours_go_out(harmful: K
     assert payload is not None
     assert BatchDecoder().decode(payload).events == sound == neighbours
     assert [event.name for event in refused] == [type(harmful).__name__]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@given(events=ODD_HISTORIES.map(lambda history: sum(history, ())))
+def test_one_event_or_many_checked_or_trusted_the_bytes_are_the_same(
+    events: tuple[KVCacheEvent, ...], dialect: str
+) -> None:
+    encoder = BatchEncoder(dialect)
+    _, sound, _ = encoder.encode_sound(KVEventBatch(1.0, events), 0)
+    together = encoder.encode(KVEventBatch(1.0, tuple(sound)), 0)
+    assert together == encoder.encode(KVEventBatch(1.0, CheckedEvents(sound)), 0)
+    rows = [msgspec.Raw(encoder.encode_event(event)) for event in sound]
+    assert together == msgspec.msgpack.encode((1.0, rows, 0))
+    for event in sound:
+        alone = encoder.encode(KVEventBatch(1.0, (event,)), 0)
+        assert alone == encoder.encode(KVEventBatch(1.0, CheckedEvents((event,))), 0)
 
 
 @pytest.mark.parametrize("rank", [-1, 2**63, True, 1.5, "0", msgspec.Raw(b"\xc1")])
