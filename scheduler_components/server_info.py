@@ -1,13 +1,18 @@
 """What ``/server_info`` says of the KV-event streams, made from the port plan that the publishers bind by.
 
 The keys are those of SGLang's descriptor (0.5.23), which its gateway and Dynamo read. A reader dials
-``endpoint_port_base + rank`` for each rank below ``dp_size``.
+``endpoint_port_base + rank`` for each rank below ``dp_size``. Where that is not true of all ranks, because they run on
+several nodes or were given ports by the system, ``publishers`` has one entry per rank (sglang #38032).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import attrs
+
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events import Endpoint, EventPublisherFactory, KVEventsConfig, PortPlan
+from scheduler_components.kv_events import BoundStream, Endpoint, EventPublisherFactory, KVEventsConfig, PortPlan
 from scheduler_components.validators import check_integer
 
 __all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info"]
@@ -17,7 +22,11 @@ LOAD_TOPIC = "load"
 
 
 def describe_kv_events_publisher(
-    config: str | KVEventsConfig | None, *, block_size: int | None, dp_size: int
+    config: str | KVEventsConfig | None,
+    *,
+    block_size: int | None,
+    dp_size: int,
+    publishers: Iterable[BoundStream] = (),
 ) -> dict[str, object] | None:
     """Describe the streams for readers, or None when there is nothing that a reader could follow.
 
@@ -25,21 +34,30 @@ def describe_kv_events_publisher(
         config: the text after ``--kv-events-config``, or what was read from it. Bad text gives None, never an error.
         block_size: tokens per block in the events: the page size, times the DCP size where pages are split by it.
         dp_size: number of streams (``ParallelState.kv_stream_count``).
+        publishers: where each of them is bound, in any order; none where the configuration says all. Needed for port
+            0, and for several nodes: ``BoundStream.on_host`` puts each node's address in.
 
     Returns:
         ``publisher, endpoint_host, endpoint_port_base, topic, block_size, dp_size``; ``replay_endpoint_port_base``
         and ``load_endpoint_port_base`` with ``load_topic`` where they are configured; ``replay_endpoint_host`` and
         ``load_endpoint_host`` only where they differ from ``endpoint_host``. A host may be a wildcard (``*``,
         ``0.0.0.0``, ``::``), for which the reader puts the worker's own; a concrete IPv6 address is in brackets.
+        ``publishers``, if given, as maps of ``dp_rank``, ``endpoint``, and ``replay_endpoint`` and ``load_endpoint``
+        where they are; left out where all hosts are wildcards and all ports base + rank anyhow. A port base is left out
+        where the system's ports are not in a row.
     """
     try:
-        return _describe(config, block_size, dp_size)
+        return _describe(config, block_size, dp_size, publishers)
     except ConfigError:
         return None
 
 
 def kv_events_server_info(
-    config: str | KVEventsConfig | None, *, block_size: int | None, dp_size: int
+    config: str | KVEventsConfig | None,
+    *,
+    block_size: int | None,
+    dp_size: int,
+    publishers: Iterable[BoundStream] = (),
 ) -> dict[str, object]:
     """Give the keys that KV events add to ``/server_info``; see ``describe_kv_events_publisher``.
 
@@ -47,36 +65,94 @@ def kv_events_server_info(
         ``{"kv_events": {...}}``, with ``kv_events_warning`` where a reader or operator should know more, or
         ``{"kv_events": None, "kv_events_error": "why"}``.
     """
+    bound = tuple(publishers)
     try:
-        descriptor = _describe(config, block_size, dp_size)
-        warning = _warning(config)
+        descriptor = _describe(config, block_size, dp_size, bound)
+        warning = _warning(config, bound)
     except ConfigError as error:
         return {"kv_events": None, "kv_events_error": str(error)}
     return {"kv_events": descriptor} | ({"kv_events_warning": warning} if warning else {})
 
 
-def _describe(config: str | KVEventsConfig | None, block_size: int | None, dp_size: int) -> dict[str, object]:
+def _describe(
+    config: str | KVEventsConfig | None, block_size: int | None, dp_size: int, publishers: Iterable[BoundStream]
+) -> dict[str, object]:
     """Describe, or raise the ConfigError that says why there is nothing to describe."""
     settings = _published(config)
     check_integer("page_size", block_size, "is not a number of tokens")
     check_integer("dp_size", dp_size, "is not a number of streams")
     EventPublisherFactory.find(settings.publisher)
-    plan = settings.port_plan(dp_size)
-    if not plan.events.port:
-        raise ConfigError(
-            "endpoint", settings.endpoint, "has no port that can be advertised", "give tcp and a fixed port"
-        )
+    bound = _each_once(publishers, dp_size)
+    plan = _resolved(settings.port_plan(dp_size), bound)
+    if not plan.events.port and not bound:
+        hint = "give tcp and a fixed port, or say where the publishers are bound"
+        raise ConfigError("endpoint", settings.endpoint, "has no port that can be advertised", hint)
     return {
         "publisher": settings.publisher,
         "endpoint_host": plan.events.advertised_host,
-        "endpoint_port_base": plan.events.port,
+        **({"endpoint_port_base": plan.events.port} if plan.events.port else {}),
         "topic": settings.topic,
         "block_size": block_size,
         "dp_size": dp_size,
         **_side_channel("replay", plan.replay, plan.events),
         **_side_channel("load", plan.load, plan.events),
-        **({"load_topic": LOAD_TOPIC} if plan.load is not None and plan.load.port else {}),
+        **({"load_topic": LOAD_TOPIC} if _has_load(plan, bound) else {}),
+        **({"publishers": [_entry(stream) for stream in bound]} if _says_more(plan, bound) else {}),
     }
+
+
+def _each_once(publishers: Iterable[BoundStream], dp_size: int) -> tuple[BoundStream, ...]:
+    """The publishers by rank; all or none of the engine's."""
+    bound = tuple(sorted(publishers, key=lambda stream: stream.rank))
+    ranks = [stream.rank for stream in bound]
+    if bound and ranks != list(range(dp_size)):
+        raise ConfigError("publishers", ranks, f"are not ranks 0 to {dp_size - 1}, each once", "name every stream")
+    return bound
+
+
+def _resolved(plan: PortPlan, bound: tuple[BoundStream, ...]) -> PortPlan:
+    """The plan with the system's ports in place of 0, as far as they are in a row."""
+    return attrs.evolve(
+        plan,
+        events=_in_a_row(plan.events, [stream.events for stream in bound]),
+        replay=plan.replay and _in_a_row(plan.replay, [stream.replay for stream in bound]),
+        load=plan.load and _in_a_row(plan.load, [stream.load for stream in bound]),
+    )
+
+
+def _in_a_row(base: Endpoint, bound: list[Endpoint | None]) -> Endpoint:
+    ports = [0 if endpoint is None else endpoint.port or 0 for endpoint in bound]
+    if base.port != 0 or not ports or ports != list(range(ports[0], ports[0] + len(ports))):
+        return base
+    return attrs.evolve(base, port=ports[0])
+
+
+def _says_more(plan: PortPlan, bound: tuple[BoundStream, ...]) -> bool:
+    """Whether a list of publishers says more than the bases: other hosts, other ports, or hosts that can be dialled."""
+    return bool(bound) and not (plan.events.is_wildcard and all(_follows(plan, stream) for stream in bound))
+
+
+def _follows(plan: PortPlan, stream: BoundStream) -> bool:
+    planned = [plan.event_endpoint(stream.rank), plan.replay_endpoint(stream.rank), plan.load_endpoint(stream.rank)]
+    return all(
+        told is None or (base is not None and told.port == base.port and _is_same_host(told, base))
+        for told, base in zip((stream.events, stream.replay, stream.load), planned, strict=True)
+    )
+
+
+def _is_same_host(one: Endpoint, other: Endpoint) -> bool:
+    return one.host == other.host or (one.is_wildcard and other.is_wildcard)
+
+
+def _entry(stream: BoundStream) -> dict[str, object]:
+    sides = {"replay_endpoint": stream.replay, "load_endpoint": stream.load}
+    return {"dp_rank": stream.rank, "endpoint": str(stream.events)} | {
+        field: str(endpoint) for field, endpoint in sides.items() if endpoint is not None
+    }
+
+
+def _has_load(plan: PortPlan, bound: tuple[BoundStream, ...]) -> bool:
+    return bool(plan.load and plan.load.port) or any(stream.load for stream in bound)
 
 
 def _published(config: str | KVEventsConfig | None) -> KVEventsConfig:
@@ -94,12 +170,12 @@ def _side_channel(name: str, base: Endpoint | None, events: Endpoint) -> dict[st
     if base is None or not base.port:
         return {}
     keys: dict[str, object] = {f"{name}_endpoint_port_base": base.port}
-    if base.host != events.host and not (base.is_wildcard and events.is_wildcard):
+    if not _is_same_host(base, events):
         keys[f"{name}_endpoint_host"] = base.advertised_host
     return keys
 
 
-def _warning(config: str | KVEventsConfig | None) -> str:
+def _warning(config: str | KVEventsConfig | None, bound: tuple[BoundStream, ...]) -> str:
     """What is not wrong, and still not what a reader would expect; "" when there is nothing to say."""
     settings = _published(config)
     plan = settings.port_plan(1)
@@ -112,7 +188,7 @@ def _warning(config: str | KVEventsConfig | None) -> str:
     sentences.extend(
         f"{field}={str(base)!r} is not advertised, for it is not tcp with a fixed port"
         for field, base in _side_bases(plan)
-        if not base.port
+        if not base.port and not bound
     )
     return "; ".join(sentences)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import kv_events_server_info
-from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.kv_events import BoundStream, KVEventsConfig
 from scheduler_components.server_info import describe_kv_events_publisher
 
 
@@ -137,6 +137,73 @@ def test_a_publisher_that_connects_is_described_with_a_warning() -> None:
 def test_a_publisher_told_to_bind_a_concrete_host_gives_no_warning() -> None:
     info = kv_events_server_info(config(endpoint="tcp://127.0.0.1:5557", bind=True), block_size=64, dp_size=1)
     assert info.keys() == {"kv_events"}
+
+
+def test_ranks_on_several_nodes_are_listed_with_their_hosts() -> None:
+    """In any order, beside the bases, which readers of today take: SGLang's form (#38032), and the sides."""
+    text = config(replay_endpoint="tcp://*:5657")
+    nodes = [
+        BoundStream.parse(rank, f"tcp://0.0.0.0:{5557 + rank}", replay=f"tcp://0.0.0.0:{5657 + rank}").on_host(host)
+        for rank, host in ((1, "fd00::2"), (0, "10.0.0.1"))
+    ]
+    info = kv_events_server_info(text, block_size=64, dp_size=2, publishers=nodes)
+    assert info == {
+        "kv_events": {
+            "publisher": "zmq",
+            "endpoint_host": "*",
+            "endpoint_port_base": 5557,
+            "topic": "",
+            "block_size": 64,
+            "dp_size": 2,
+            "replay_endpoint_port_base": 5657,
+            "publishers": [
+                {"dp_rank": 0, "endpoint": "tcp://10.0.0.1:5557", "replay_endpoint": "tcp://10.0.0.1:5657"},
+                {"dp_rank": 1, "endpoint": "tcp://[fd00::2]:5558", "replay_endpoint": "tcp://[fd00::2]:5658"},
+            ],
+        }
+    }
+    assert info["kv_events"] == describe_kv_events_publisher(text, block_size=64, dp_size=2, publishers=nodes)
+
+
+def test_the_port_of_a_single_stream_that_the_system_chose_is_its_base() -> None:
+    text = config(endpoint="tcp://*:0", replay_endpoint="tcp://*:0", load_endpoint="tcp://*:0")
+    bound = [BoundStream.parse(0, "tcp://0.0.0.0:41001", replay="tcp://0.0.0.0:41002", load="tcp://0.0.0.0:41003")]
+    info = kv_events_server_info(text, block_size=64, dp_size=1, publishers=bound)
+    assert info == {
+        "kv_events": {
+            "publisher": "zmq",
+            "endpoint_host": "*",
+            "endpoint_port_base": 41001,
+            "topic": "",
+            "block_size": 64,
+            "dp_size": 1,
+            "replay_endpoint_port_base": 41002,
+            "load_endpoint_port_base": 41003,
+            "load_topic": "load",
+        }
+    }
+
+
+def test_ports_that_are_not_in_a_row_have_no_base_but_a_list() -> None:
+    """A reader that knows bases alone finds none, and does not follow a stranger's port."""
+    text = config(endpoint="tcp://*:0", load_endpoint="tcp://*:0")
+    bound = [BoundStream.parse(rank, f"tcp://0.0.0.0:{41001 + 7 * rank}", load="tcp://0.0.0.0:5") for rank in range(2)]
+    described = describe_kv_events_publisher(text, block_size=64, dp_size=2, publishers=bound)
+    assert described is not None
+    assert not {"endpoint_port_base", "load_endpoint_port_base"} & described.keys()
+    assert described["load_topic"] == "load"
+    assert described["publishers"] == [
+        {"dp_rank": 0, "endpoint": "tcp://0.0.0.0:41001", "load_endpoint": "tcp://0.0.0.0:5"},
+        {"dp_rank": 1, "endpoint": "tcp://0.0.0.0:41008", "load_endpoint": "tcp://0.0.0.0:5"},
+    ]
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 0), (0, 2), (1, 2)])
+def test_a_list_that_does_not_name_each_stream_once_is_refused(ranks: tuple[int, ...]) -> None:
+    bound = [BoundStream.parse(rank, f"tcp://10.0.0.1:{5557 + rank}") for rank in ranks]
+    info = kv_events_server_info(config(), block_size=64, dp_size=2, publishers=bound)
+    assert info["kv_events"] is None
+    assert "are not ranks 0 to 1, each once" in str(info["kv_events_error"])
 
 
 PORTS = st.integers(0, 65_540)

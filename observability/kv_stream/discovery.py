@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
 import msgspec
 
 from observability.kv_stream.follower import MAX_STREAMS
@@ -51,11 +52,21 @@ class UnreachableError(StartError):
     """Nothing at the worker's URL speaks HTTP: it does not run, or the URL is another's."""
 
 
+class _Publisher(msgspec.Struct, frozen=True):
+    """One of ``publishers``: SGLang's two fields, then this kit's."""
+
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STREAMS)]
+    endpoint: str
+    replay_endpoint: str | None = None
+    load_endpoint: str | None = None
+
+
 class _Descriptor(msgspec.Struct, frozen=True):
     """``kv_events`` of ``/server_info`` (SGLang 0.5.23 and this kit); unknown fields are ignored."""
 
-    endpoint_host: str
-    endpoint_port_base: _Port
+    endpoint_host: str | None = None
+    endpoint_port_base: _Port | None = None
+    publishers: Annotated[tuple[_Publisher, ...], msgspec.Meta(max_length=MAX_STREAMS)] | None = None
     dp_size: _StreamCount = 1
     publisher: str = ""
     topic: str = ""
@@ -169,29 +180,54 @@ def addresses_in(server_info: object, worker: httpx.URL) -> tuple[StreamAddress,
         raise NoStreamsError(str(worker), str(reason))
     try:
         descriptor = msgspec.convert(described, _Descriptor)
-        return tuple(_address(descriptor, rank, worker.host) for rank in range(descriptor.dp_size))
+        return _addresses(descriptor, worker.host)
     except (msgspec.ValidationError, ConfigError) as error:
         raise DecodeError(f"kv_events of /server_info: {error}") from error
 
 
-def _address(descriptor: _Descriptor, rank: int, worker_host: str) -> StreamAddress:
-    host = descriptor.endpoint_host
+def _addresses(descriptor: _Descriptor, worker_host: str) -> tuple[StreamAddress, ...]:
+    """One per publisher where they are listed, else one per rank from the bases."""
+    if descriptor.publishers:
+        ranks = [publisher.dp_rank for publisher in descriptor.publishers]
+        if len(set(ranks)) != len(ranks):
+            raise ConfigError("publishers", ranks, "names a rank twice", "name each rank once")
+        by_rank = sorted(descriptor.publishers, key=lambda publisher: publisher.dp_rank)
+        return tuple(_listed(descriptor, publisher, worker_host) for publisher in by_rank)
+    if descriptor.endpoint_host is None or descriptor.endpoint_port_base is None:
+        missing = "endpoint_host" if descriptor.endpoint_host is None else "endpoint_port_base"
+        raise ConfigError(missing, None, "is missing, and no publishers are listed", "ask the worker's operator")
+    base = Endpoint(transport="tcp", host=descriptor.endpoint_host, port=descriptor.endpoint_port_base)
+    return tuple(_address(descriptor, rank, base.offset(rank), worker_host) for rank in range(descriptor.dp_size))
+
+
+def _listed(descriptor: _Descriptor, publisher: _Publisher, worker_host: str) -> StreamAddress:
+    """The address of a publisher that is listed; a side that its entry leaves out is at base + rank on its host."""
+    address = _address(descriptor, publisher.dp_rank, Endpoint.parse(publisher.endpoint), worker_host)
+    replay, load = publisher.replay_endpoint, publisher.load_endpoint
+    if replay is not None:
+        address = attrs.evolve(address, replay=_dialled(Endpoint.parse(replay, field="replay_endpoint"), worker_host))
+    if load is not None:
+        address = attrs.evolve(address, load=_dialled(Endpoint.parse(load, field="load_endpoint"), worker_host))
+    return address
+
+
+def _address(descriptor: _Descriptor, rank: int, events: Endpoint, worker_host: str) -> StreamAddress:
+    def side(host: str | None, port_base: int | None) -> Endpoint | None:
+        if port_base is None:
+            return None
+        return _dialled(Endpoint(transport="tcp", host=host or events.host, port=port_base).offset(rank), worker_host)
+
     return StreamAddress(
         rank=rank,
-        events=_dialled(host, descriptor.endpoint_port_base, rank, worker_host),
-        replay=_side(descriptor.replay_endpoint_host or host, descriptor.replay_endpoint_port_base, rank, worker_host),
-        load=_side(descriptor.load_endpoint_host or host, descriptor.load_endpoint_port_base, rank, worker_host),
+        events=_dialled(events, worker_host),
+        replay=side(descriptor.replay_endpoint_host, descriptor.replay_endpoint_port_base),
+        load=side(descriptor.load_endpoint_host, descriptor.load_endpoint_port_base),
         topic=descriptor.topic,
         block_size=descriptor.block_size,
     )
 
 
-def _side(host: str, port_base: int | None, rank: int, worker_host: str) -> Endpoint | None:
-    return None if port_base is None else _dialled(host, port_base, rank, worker_host)
-
-
-def _dialled(host: str, port_base: int, rank: int, worker_host: str) -> Endpoint:
-    endpoint = Endpoint(transport="tcp", host=host, port=port_base).offset(rank)
+def _dialled(endpoint: Endpoint, worker_host: str) -> Endpoint:
     return endpoint.with_host(worker_host) if endpoint.is_wildcard else endpoint
 
 

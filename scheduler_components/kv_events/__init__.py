@@ -31,7 +31,7 @@ from scheduler_components.kv_events.codec import (
     DecodedBatch,
     first_unfilled,
 )
-from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint, PortPlan, StreamAddress
+from scheduler_components.kv_events.endpoints import MAX_PORT, BoundStream, Endpoint, PortPlan, StreamAddress
 from scheduler_components.kv_events.replay import (
     END_SEQ,
     REPLAY_FRAMINGS,
@@ -74,6 +74,7 @@ __all__ = [
     "BlockRemoved",
     "BlockState",
     "BlockStored",
+    "BoundStream",
     "ClientKeys",
     "DecodedBatch",
     "Endpoint",

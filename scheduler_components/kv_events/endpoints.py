@@ -1,5 +1,6 @@
-"""Where sockets listen and dial: one address (``Endpoint``), all of an engine (``PortPlan``), one stream's
-(``StreamAddress``). Each is parsed and checked once, and is a value from then on.
+"""Where sockets listen and dial: one address (``Endpoint``), all of an engine (``PortPlan``), one stream's as its
+publisher bound it (``BoundStream``) and as a reader dials it (``StreamAddress``). Each is parsed and checked once, and
+is a value from then on.
 
 An endpoint text is looked at here and nowhere else; whoever holds an :class:`Endpoint` asks it (``is_wildcard``,
 ``is_ipv6``) and never searches the text. What is accepted is what libzmq 4.3 takes, minus what it takes by mistake:
@@ -23,6 +24,7 @@ __all__ = [
     "MAX_PORT",
     "Endpoint",
     "PortPlan",
+    "BoundStream",
     "StreamAddress",
 ]
 
@@ -261,6 +263,12 @@ class Endpoint:
         return f"tcp://[{self.host}]:{self.port}" if self.is_ipv6 else f"tcp://{self.host}:{self.port}"
 
 
+def _named(events: Endpoint, replay: Endpoint | None, load: Endpoint | None) -> list[tuple[str, Endpoint]]:
+    """The endpoints that there are, each with its setting's name in ``KVEventsConfig``."""
+    named = [("endpoint", events), ("replay_endpoint", replay), ("load_endpoint", load)]
+    return [(field, endpoint) for field, endpoint in named if endpoint is not None]
+
+
 # Every port of one engine: the plan that publishers bind by and ``/server_info`` advertises.
 
 
@@ -290,15 +298,11 @@ class PortPlan:
 
     def __attrs_post_init__(self) -> None:
         check_integer("stream_count", self.stream_count, "is not a number of streams")
-        ranges = self._ranges()
+        ranges = _named(self.events, self.replay, self.load)
         for field, base in ranges:
             base.offset(self.stream_count - 1, field=field)
         for (field, base), (other_field, other) in combinations(ranges, 2):
             self._check_apart(field, base, other_field, other)
-
-    def _ranges(self) -> list[tuple[str, Endpoint]]:
-        named = [("endpoint", self.events), ("replay_endpoint", self.replay), ("load_endpoint", self.load)]
-        return [(field, base) for field, base in named if base is not None]
 
     def _check_apart(self, field: str, base: Endpoint, other_field: str, other: Endpoint) -> None:
         if base.transport != other.transport:
@@ -334,6 +338,61 @@ class PortPlan:
 
 
 @attrs.frozen(kw_only=True)
+class BoundStream:
+    """Where the sockets of one stream are, once they are open: ports are those that the system gave.
+
+    A process that opens publishers makes one of each and hands it to whoever answers ``/server_info``.
+
+    Attributes:
+        rank: number of the stream (``ParallelState.kv_stream_index``).
+        events: where its PUB socket is.
+        replay: where its replay ROUTER is; None without replay.
+        load: where its load gauge is; None without it.
+
+    Raises:
+        ConfigError: not tcp, so no reader on another machine could dial it, or a port that is still 0.
+    """
+
+    rank: int
+    events: Endpoint
+    replay: Endpoint | None = None
+    load: Endpoint | None = None
+
+    def __attrs_post_init__(self) -> None:
+        check_integer("rank", self.rank, "is not a rank", at_least=0)
+        for field, endpoint in _named(self.events, self.replay, self.load):
+            if not endpoint.port:
+                raise ConfigError(field, str(endpoint), "is not tcp with a port", "give what the open socket says")
+
+    @classmethod
+    def parse(cls, rank: int, events: str, *, replay: str | None = None, load: str | None = None) -> BoundStream:
+        """Read what open publishers say: ``endpoint`` and ``replay_endpoint`` of one, ``endpoint`` of its load sink.
+
+        Raises:
+            ConfigError: one of them is not an address, or not tcp.
+        """
+        return cls(
+            rank=rank,
+            events=Endpoint.parse(events),
+            replay=None if replay is None else Endpoint.parse(replay, field="replay_endpoint"),
+            load=None if load is None else Endpoint.parse(load, field="load_endpoint"),
+        )
+
+    def on_host(self, host: str) -> BoundStream:
+        """Put a node's own address in the place of wildcards, for readers that reached another node.
+
+        Raises:
+            ConfigError: ``host`` is not one.
+        """
+        events, replay, load = (
+            each.with_host(host) if each is not None and each.is_wildcard else each
+            for each in (self.events, self.replay, self.load)
+        )
+        assert events is not None
+        return attrs.evolve(self, events=events, replay=replay, load=load)
+
+
+@attrs.frozen(kw_only=True)
 class StreamAddress:
     """One stream: where its live batches, its replay and its load gauge are.
 
@@ -352,12 +411,8 @@ class StreamAddress:
     block_size: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        for field, endpoint in (
-            ("endpoint", self.events),
-            ("replay_endpoint", self.replay),
-            ("load_endpoint", self.load),
-        ):
-            if endpoint is not None and (endpoint.transport == "inproc" or endpoint.is_wildcard or endpoint.port == 0):
+        for field, endpoint in _named(self.events, self.replay, self.load):
+            if endpoint.transport == "inproc" or endpoint.is_wildcard or endpoint.port == 0:
                 raise ConfigError(
                     field, str(endpoint), "cannot be dialled", "give the host and port on which the publisher listens"
                 )

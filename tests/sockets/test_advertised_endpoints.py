@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 
+from observability.kv_stream import StreamState, addresses_in, open_subscriber, worker_url
 from scheduler_components import (
     AllBlocksCleared,
     GaugePacer,
@@ -23,8 +24,14 @@ from scheduler_components import (
     kv_events_server_info,
     open_load_publisher,
 )
-from scheduler_components.kv_events import EventPublisher, NullEventPublisher, ZmqEventPublisher, open_event_publisher
-from scheduler_components.load import open_zmq_load_reader
+from scheduler_components.kv_events import (
+    BoundStream,
+    EventPublisher,
+    NullEventPublisher,
+    ZmqEventPublisher,
+    open_event_publisher,
+)
+from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader
 
 DEADLINE_S = 20.0
 CLEARED = KVEventBatch(ts=1.0, events=(AllBlocksCleared(),))
@@ -182,6 +189,44 @@ def test_every_advertised_endpoint_listens_and_serves_its_rank(
             assert not listens(dialled.strip("[]"), closed)
     for port in range(base, base + 9):
         assert not listens(dialled.strip("[]"), port)
+
+
+@pytest.mark.parametrize("host", ["*", "127.0.0.1"])
+def test_ports_that_the_system_gave_are_advertised_and_found(host: str) -> None:
+    """Four ranks, two streams, port 0 everywhere: nobody looks for free ports before they are bound."""
+    anywhere = f"tcp://{host}:0"
+    config = json.dumps(
+        {
+            "publisher": "zmq",
+            "endpoint": anywhere,
+            "replay_endpoint": anywhere,
+            "load_endpoint": anywhere,
+            "bind": True,
+        }
+    )
+    ranks = [ParallelState.from_tp_rank(rank, tp_size=4, attn_dp_size=2) for rank in range(4)]
+    with ExitStack() as stack:
+        publishers, gauges = open_engine(stack, config, ranks), open_load_gauges(stack, config, ranks)
+        bound = [
+            BoundStream.parse(
+                rank.kv_stream_index,
+                publisher.endpoint,
+                replay=publisher.replay_endpoint,
+                load=gauge.sink.endpoint,
+            )
+            for rank, publisher, gauge in zip(ranks, publishers, gauges, strict=True)
+            if isinstance(publisher, ZmqEventPublisher) and isinstance(gauge.sink, ZmqLoadSink)
+        ]
+        info = kv_events_server_info(config, block_size=16, dp_size=2, publishers=bound)
+        assert info.keys() == {"kv_events"}
+        addresses = addresses_in(json.loads(json.dumps(info)), worker_url("http://127.0.0.1:30000"))
+        with open_subscriber(addresses) as reader:
+            for owner in (publishers[0], publishers[2]):
+                owner.publish(CLEARED)
+            assert all(reader.wait_until(rank, 0, DEADLINE_S) for rank in (0, 1))
+            assert {stats.state for stats in reader.stats().values()} == {StreamState.LIVE}
+        for address in addresses:
+            assert reports_its_load(str(address.load), gauges[2 * address.rank]) == address.rank
 
 
 def test_tp2_cp2_is_one_stream_as_rank_0_and_nothing_on_the_next_port(context: zmq.Context) -> None:

@@ -212,7 +212,7 @@ _SIGNATURE_BYTES = 10  # of ZMTP 3: 0xff, eight bytes of padding, 0x7f
 
 
 async def probe_ports(addresses: Iterable[StreamAddress], world_size: int) -> PortProbe | None:
-    """Dial one port per rank, from the first stream's on; None when a stream is not on tcp.
+    """Dial one port per rank, from the first stream's on; None when the streams are not on tcp, or not in a row.
 
     An engine that let every rank publish, which is the mistake to be found, would answer on all of them. Ports
     that are advertised for replay or load are left out.
@@ -220,15 +220,17 @@ async def probe_ports(addresses: Iterable[StreamAddress], world_size: int) -> Po
     streams = list(addresses)
     events = [address.events for address in streams]
     first = events[0]
-    if any(endpoint.port is None for endpoint in events) or first.port is None:
-        return None
+    if first.port is None or [endpoint.port for endpoint in events] != list(
+        range(first.port, first.port + len(events))
+    ):
+        return None  # ports that the system gave have neighbours that say nothing
     others = {side.port for address in streams for side in (address.replay, address.load) if side is not None}
     probed = tuple(port for port in range(first.port, first.port + world_size) if port not in others)
     answers = await asyncio.gather(*(speaks_zmq(first.host, port) for port in probed))
     return PortProbe(
         probed=probed,
         speaking=frozenset(port for port, answer in zip(probed, answers, strict=True) if answer),
-        advertised=frozenset(endpoint.port for endpoint in events if endpoint.port is not None),
+        advertised=frozenset(range(first.port, first.port + len(events))),
     )
 
 

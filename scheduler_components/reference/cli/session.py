@@ -205,7 +205,7 @@ async def _gather_evidence(engine: Engine, observed: _Observed, tally: Tally) ->
     return Evidence(
         dp_size=config.dp_size,
         ranks_per_replica=config.ranks_per_replica,
-        owners=frozenset(rank for rank, endpoint in ready.items() if endpoint is not None),
+        owners=frozenset(rank for rank, said in ready.items() if said.stream_endpoint is not None),
         probe=await probe_ports(observed.addresses, config.world_size) if observed.addresses else None,
         streams=await _follow_to_the_end(subscriber, last_sequences) if subscriber is not None else [],
         dumps=dumps,

@@ -186,7 +186,7 @@ class RankBoard:
     """What the front has heard from the ranks.
 
     Attributes:
-        ready: tp_rank to the address of its event stream; None for a rank without one.
+        ready: tp_rank to what the rank said when it was.
         outputs: replica to the newest counters of its outputs.
         dumps: tp_rank to its newest cache dump.
         pools: replica to the newest reading of its pool.
@@ -195,7 +195,7 @@ class RankBoard:
         failed: set together with ``failure``.
     """
 
-    ready: dict[int, str | None] = field(default_factory=dict)
+    ready: dict[int, RankReady] = field(default_factory=dict)
     outputs: dict[int, OutputStats] = field(default_factory=dict)
     dumps: dict[int, CacheDump] = field(default_factory=dict)
     pools: dict[int, PoolRead] = field(default_factory=dict)
@@ -289,7 +289,7 @@ class Front:
         elif isinstance(report, PoolRead):
             self.board.pools[report.replica] = report
         elif isinstance(report, RankReady):
-            self.board.ready[report.tp_rank] = report.stream_endpoint
+            self.board.ready[report.tp_rank] = report
         elif isinstance(report, RankAlive):
             self.pulse.heard(report)
         self.board.changed.set()

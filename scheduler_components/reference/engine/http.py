@@ -38,6 +38,7 @@ from scheduler_components import (
     __version__,
     kv_events_server_info,
 )
+from scheduler_components.kv_events import BoundStream, Endpoint
 from scheduler_components.reference.engine.engine import Engine
 from scheduler_components.reference.engine.front import (
     Front,
@@ -274,6 +275,12 @@ def _error_response(error: ComponentError) -> Response:
     return error_response(503, str(error))  # TooBusyError, RankSilentError, EngineFailedError
 
 
+def _dialable(text: str | None) -> Endpoint | None:
+    """The address of an open socket; None where it has no port."""
+    endpoint = None if text is None else Endpoint.parse(text)
+    return endpoint if endpoint is not None and endpoint.port else None
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EngineStatus:
     """A ``StatusSource`` of the engine."""
@@ -304,7 +311,18 @@ class EngineStatus:
             "kv_metrics": [msgspec.to_builtins(report) for _, report in sorted(self.engine.kv_metrics.items())],
         }
         page_size = config.scheduler.page_size
-        return facts | kv_events_server_info(config.kv_events, block_size=page_size, dp_size=config.dp_size)
+        return facts | kv_events_server_info(
+            config.kv_events, block_size=page_size, dp_size=config.dp_size, publishers=self._bound_streams()
+        )
+
+    def _bound_streams(self) -> Iterator[BoundStream]:
+        """Where the ranks' streams listen, as far as a reader on another machine could dial them."""
+        for tp_rank, said in self.engine.front.board.ready.items():
+            events = _dialable(said.stream_endpoint)
+            if events is not None:
+                rank = self.engine.config.parallel(tp_rank).kv_stream_index
+                replay, load = _dialable(said.replay_endpoint), _dialable(said.load_endpoint)
+                yield BoundStream(rank=rank, events=events, replay=replay, load=load)
 
     def model_info(self) -> Mapping[str, Any]:
         name = self.engine.config.model_name

@@ -103,10 +103,12 @@ class StepInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
 
 
 class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The rank has bound its sockets. ``stream_endpoint`` is None on a rank that opened no event stream."""
+    """The rank has bound its sockets: where they are. ``stream_endpoint`` is None on a rank without an event stream."""
 
     tp_rank: int
     stream_endpoint: str | None
+    replay_endpoint: str | None = None
+    load_endpoint: str | None = None
 
 
 class RankAlive(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

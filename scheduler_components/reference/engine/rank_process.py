@@ -15,6 +15,7 @@ import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
+from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metrics_sink
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
@@ -89,7 +90,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         opened.callback(gauge.close)
         loop = _open_loop(config, context, executor, heartbeat, gauge)
         heartbeat.beat()  # before the engine is open, so that no rank can be stopped unheard of
-        reports.send(RankReady(config.tp_rank, _stream_endpoint(events)))
+        reports.send(_ready(config.tp_rank, events, gauge))
         loop.run()
 
 
@@ -140,9 +141,12 @@ def _connect_push(context: _Context, address: str, *, high_water_mark: int = 0) 
     return socket
 
 
-def _stream_endpoint(event_sink: EventPublisher) -> str | None:
-    """Where this rank's event stream really listens; None when it has none."""
-    return event_sink.endpoint if isinstance(event_sink, ZmqEventPublisher) else None
+def _ready(tp_rank: int, events: EventPublisher, gauge: LoadPublisher) -> RankReady:
+    """Where this rank's event stream and load gauge really listen, where it has them."""
+    load_endpoint = gauge.sink.endpoint if isinstance(gauge.sink, ZmqLoadSink) else None
+    if isinstance(events, ZmqEventPublisher):
+        return RankReady(tp_rank, events.endpoint, events.replay_endpoint, load_endpoint)
+    return RankReady(tp_rank, None, load_endpoint=load_endpoint)
 
 
 def _read_line(descriptor: int) -> bytes:

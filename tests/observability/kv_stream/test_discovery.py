@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import NoStreamsError, addresses_in, bare_address, discover, worker_url
 from scheduler_components import ConfigError, DecodeError, StartError, kv_events_server_info
+from scheduler_components.kv_events import BoundStream
 
 WORKER = httpx.URL("http://worker.example:30000")
 DESCRIPTOR = {
@@ -67,6 +68,49 @@ def test_reads_what_the_kit_describes() -> None:
     ]
 
 
+def test_publishers_on_several_nodes_are_read_as_sglang_lists_them() -> None:
+    """What an entry leaves out is at base + rank on its own host; what no publisher has, nobody has."""
+    listed = [{"dp_rank": 5, "endpoint": "tcp://10.0.0.2:5562"}, {"dp_rank": 0, "endpoint": "tcp://*:5557"}]
+    first, second = addresses_in({"kv_events": DESCRIPTOR | {"dp_size": 8, "publishers": listed}}, WORKER)
+    assert (first.rank, str(first.events), str(first.replay)) == (
+        0,
+        "tcp://worker.example:5557",
+        "tcp://worker.example:5657",
+    )
+    assert (second.rank, str(second.events), str(second.load)) == (5, "tcp://10.0.0.2:5562", "tcp://10.0.0.2:5762")
+
+
+tcp_ports = st.integers(1, 65_535)
+hosts = st.sampled_from(["10.0.0.1", "node-7.example", "[fd00::7]", "*", "0.0.0.0", "[::]"])
+
+
+@given(
+    st.lists(st.tuples(hosts, tcp_ports, st.none() | tcp_ports, st.none() | tcp_ports), min_size=1, max_size=6),
+    st.sampled_from([None, 5557]),
+)
+@settings(deadline=None)
+def test_wherever_streams_are_bound_they_are_found(
+    streams: list[tuple[str, int, int | None, int | None]], base: int | None
+) -> None:
+    """Without a base the system gave the ports; with one they are base + rank, on hosts as they may be."""
+
+    def at(host: str, port: int | None) -> str | None:
+        return None if port is None else f"tcp://{host}:{port}"
+
+    bound = [
+        BoundStream.parse(
+            rank, f"tcp://{host}:{base + rank if base else events}", replay=at(host, replay), load=at(host, load)
+        )
+        for rank, (host, events, replay, load) in enumerate(streams)
+    ]
+    config = f'{{"publisher": "zmq", "endpoint": "tcp://*:{base or 0}"}}'
+    info = kv_events_server_info(config, block_size=16, dp_size=len(bound), publishers=bound)
+    addresses = addresses_in(json.loads(json.dumps(info)), WORKER)
+    assert [(each.events, each.replay, each.load) for each in addresses] == [
+        (placed.events, placed.replay, placed.load) for placed in (stream.on_host("worker.example") for stream in bound)
+    ]
+
+
 def test_a_worker_without_streams_says_why() -> None:
     with pytest.raises(NoStreamsError, match="publishes no KV events: port is missing"):
         addresses_in({"kv_events": None, "kv_events_error": "port is missing"}, WORKER)
@@ -86,6 +130,14 @@ def test_a_worker_without_streams_says_why() -> None:
         ({"dp_size": 1_000_000_000}, "dp_size"),
         ({"block_size": -1}, "block_size"),
         ({"topic": None}, "topic"),
+        ({"endpoint_host": None}, "endpoint_host"),
+        ({"endpoint_port_base": None}, "endpoint_port_base"),
+        ({"publishers": [{"dp_rank": 0}]}, "endpoint"),
+        ({"publishers": [{"dp_rank": -1, "endpoint": "tcp://h:1"}]}, "dp_rank"),
+        ({"publishers": [{"dp_rank": 0, "endpoint": "tcp://h:0"}]}, "tcp://h:0"),
+        ({"publishers": [{"dp_rank": 0, "endpoint": "h:1"}]}, "transport"),
+        ({"publishers": [{"dp_rank": 0, "endpoint": "tcp://h:1", "replay_endpoint": "x"}]}, "replay_endpoint"),
+        ({"publishers": [{"dp_rank": 0, "endpoint": "tcp://h:1"}] * 2}, "names a rank twice"),
     ],
 )
 def test_a_descriptor_that_cannot_be_dialled_names_its_field(change: dict[str, object], named: str) -> None:
@@ -100,7 +152,7 @@ JSON = st.recursive(
 )
 
 
-@given(changes=st.dictionaries(st.sampled_from(list(DESCRIPTOR)), JSON), whole=JSON, use_whole=st.booleans())
+@given(changes=st.dictionaries(st.sampled_from([*DESCRIPTOR, "publishers"]), JSON), whole=JSON, use_whole=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_any_json_gives_addresses_or_a_documented_error(
     changes: dict[str, object], whole: object, use_whole: bool

@@ -50,6 +50,12 @@ def test_every_candidate_port_is_dialled_but_those_of_the_replay() -> None:
     assert probe.advertised == {port}
 
 
+def test_streams_on_ports_of_the_system_are_not_probed() -> None:
+    """What their neighbours are says nothing of the engine."""
+    addresses = [bare_address(f"tcp://{HOST}:{port}", rank=rank) for rank, port in enumerate((40_001, 40_007))]
+    assert asyncio.run(probe_ports(addresses, world_size=4)) is None
+
+
 def test_streams_that_are_not_on_tcp_are_not_probed() -> None:
     address: StreamAddress = bare_address("ipc:///tmp/stream")
     assert asyncio.run(probe_ports([address], world_size=4)) is None

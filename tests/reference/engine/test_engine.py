@@ -19,6 +19,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from observability.kv_stream import addresses_in, open_async_subscriber, worker_url
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.load import open_zmq_load_reader
 from scheduler_components.reference.engine import (
@@ -99,10 +100,29 @@ def test_only_the_first_rank_of_each_replica_opens_a_stream(private_tmp: Path) -
         ready = engine.front.board.ready
         base = json.loads(config.kv_events or "")["endpoint"]
         port = int(base.rpartition(":")[2])
-        assert ready == {0: base, 1: None, 2: f"tcp://127.0.0.1:{port + 1}", 3: None}
+        streams = {tp_rank: said.stream_endpoint for tp_rank, said in ready.items()}
+        assert streams == {0: base, 1: None, 2: f"tcp://127.0.0.1:{port + 1}", 3: None}
 
     config = attrs.evolve(SMALL, kv_events=default_kv_events(SMALL))
     run_engine(scenario, config)
+
+
+def test_streams_on_ports_of_the_system_are_advertised_and_found(private_tmp: Path) -> None:
+    async def scenario(engine: Engine) -> None:
+        await generate(engine, wanted(range(64)))
+        info = json.loads(json.dumps(EngineStatus(engine=engine).server_info(), default=str))
+        addresses = addresses_in(info, worker_url("http://127.0.0.1:30000"))
+        assert len({each.port for at in addresses for each in (at.events, at.replay, at.load) if each}) == 6
+        dumps = await engine.dump_caches()
+        async with open_async_subscriber(addresses) as reader:
+            for rank, address in enumerate(addresses):
+                dump = dumps[2 * rank]
+                assert address.rank == rank and await reader.wait_until(rank, dump.last_sequence, 20)
+                assert reader.blocks(rank) == unpack_hashes(dump.block_hashes)
+
+    anywhere = "tcp://127.0.0.1:0"
+    settings = {"endpoint": anywhere, "replay_endpoint": anywhere, "load_endpoint": anywhere, "bind": True}
+    run_engine(scenario, attrs.evolve(SMALL, kv_events=json.dumps({"publisher": "zmq"} | settings)))
 
 
 def test_kv_metrics_of_each_replica_arrive(private_tmp: Path) -> None:

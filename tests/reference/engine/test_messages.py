@@ -71,7 +71,7 @@ outputs = st.builds(
     st.builds(TokenOutput, tokens.map(tuple), counts, counts, counts),
 )
 reports = st.one_of(
-    st.builds(RankReady, counts, st.none() | st.text()),
+    st.builds(RankReady, counts, *[st.none() | st.text()] * 3),
     st.builds(
         PoolRead,
         counts,
