@@ -30,6 +30,7 @@ FLOORS = (
     ("engines",),
     ("testing", "component_lint"),
     ("observability.kv_stream",),
+    ("observability.jetstream",),
     ("observability",),
     ("observability.testing", "observability.grafana", "observability.relay"),
     ("reference", "reference.device"),
@@ -40,8 +41,8 @@ FLOORS = (
 """From the ground: a room may import rooms of lower floors, and its own. Names are below ``scheduler_components``."""
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
-EDGE_PREFIXES = ("zmq_", "torch_", "thread_", "file_", "http_", "prometheus_", "mooncake_", "shm_")
-EDGE_MODULES = {"zmq", "torch", "threading", "multiprocessing", "asyncio", "prometheus_client", "mooncake"}
+EDGE_PREFIXES = ("zmq_", "torch_", "thread_", "file_", "http_", "prometheus_", "mooncake_", "shm_", "nats_")
+EDGE_MODULES = {"zmq", "torch", "threading", "multiprocessing", "asyncio", "prometheus_client", "mooncake", "nats"}
 HYPOTHESIS_ROOMS = {"scheduler_components/testing/strategies.py", "scheduler_components/testing/machines.py"}
 
 

@@ -18,6 +18,7 @@ from observability.kv_stream.cursor import (
     StreamCursor,
 )
 from observability.kv_stream.follower import (
+    MAX_STREAMS,
     BatchApplier,
     BatchEffect,
     FollowPolicy,
@@ -30,11 +31,13 @@ from observability.kv_stream.follower import (
     StreamStats,
 )
 from observability.kv_stream.instructions import (
+    STATE_CHANGES,
     Apply,
     ApplyStaged,
     AskReplay,
     BeginStaging,
     Clear,
+    CursorCounters,
     DropStaging,
     Instruction,
     RetryLater,
@@ -59,7 +62,7 @@ if TYPE_CHECKING:
         worker_url,
     )
     from observability.kv_stream.zmq_async_subscriber import AsyncSubscriber, open_async_subscriber
-    from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber, wait_together
+    from observability.kv_stream.zmq_subscriber import QueryLock, Subscriber, open_subscriber, wait_together
 
 __all__ = [
     # where a worker's streams are
@@ -103,7 +106,11 @@ __all__ = [
     "NO_EPOCH",
     "QuestionCredit",
     "QUESTIONS_AT_ONCE",
+    "MAX_STREAMS",
+    "QueryLock",
     # what a cursor says
+    "STATE_CHANGES",
+    "CursorCounters",
     "Instruction",
     "AskReplay",
     "token_of",
@@ -124,6 +131,6 @@ __getattr__ = lazy_names(
             "worker_url"
         ),
         "observability.kv_stream.zmq_async_subscriber": "AsyncSubscriber open_async_subscriber",
-        "observability.kv_stream.zmq_subscriber": "Subscriber open_subscriber wait_together",
+        "observability.kv_stream.zmq_subscriber": "QueryLock Subscriber open_subscriber wait_together",
     },
 )

@@ -44,7 +44,7 @@ from scheduler_components.kv_events import (
     apply_client_keys,
 )
 
-__all__ = ["Subscriber", "open_subscriber", "wait_together"]
+__all__ = ["QueryLock", "Subscriber", "open_subscriber", "wait_together"]
 
 Socket = zmq.Socket[bytes]
 

@@ -1,0 +1,58 @@
+"""KV-event streams in NATS JetStream: what a fleet reads beyond one machine.
+
+``open_jetstream_writer`` puts one worker's streams into a broker; ``open_jetstream_subscriber`` follows them with the
+view, states and counters of the ZeroMQ subscriber. The rules of the log are in ``cursor``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from observability.jetstream.config import JetStreamConfig
+from observability.jetstream.cursor import LogCursor, LogInstruction, ReadBase, ReadHead, ReadLog
+from observability.jetstream.follower import LogChannel, LogFollower
+from observability.jetstream.records import Base, Beat, Head, LogAddress, LogMessage, read_message
+from observability.jetstream.writer import LogLimits, LogTraffic, LogWriter, LogWriterCounters
+from scheduler_components._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from observability.jetstream.nats_subscriber import JetStreamSubscriber, open_jetstream_subscriber
+    from observability.jetstream.nats_writer import JetStreamSink, JetStreamWriter, LogStats, open_jetstream_writer
+
+__all__ = [
+    # both ends
+    "JetStreamConfig",
+    "LogAddress",
+    "open_jetstream_writer",
+    "JetStreamWriter",
+    "JetStreamSink",
+    "LogStats",
+    "open_jetstream_subscriber",
+    "JetStreamSubscriber",
+    # the cores, for a broker of your own
+    "LogWriter",
+    "LogLimits",
+    "LogTraffic",
+    "LogWriterCounters",
+    "LogCursor",
+    "LogFollower",
+    "LogChannel",
+    "LogInstruction",
+    "ReadHead",
+    "ReadBase",
+    "ReadLog",
+    # what they say
+    "LogMessage",
+    "read_message",
+    "Beat",
+    "Head",
+    "Base",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "observability.jetstream.nats_subscriber": "JetStreamSubscriber open_jetstream_subscriber",
+        "observability.jetstream.nats_writer": "JetStreamSink JetStreamWriter LogStats open_jetstream_writer",
+    },
+)

@@ -1,0 +1,100 @@
+"""What an operator types after ``--jetstream``: where the broker is, and how much it may keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+import attrs
+
+from observability.jetstream.records import check_prefix
+from scheduler_components import ConfigError
+from scheduler_components.validators import is_integer, is_number
+
+__all__ = ["JetStreamConfig"]
+
+_SCHEMES = ("nats", "tls", "ws", "wss")
+_MOST_REPLICAS = 5
+
+
+def _servers(value: object) -> tuple[str, ...]:
+    """One URL, several with commas between them, or a list of them."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(","))
+    return tuple(value) if isinstance(value, Iterable) else (str(value),)
+
+
+def _are_servers(_: object, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
+    for url in value or ("",):
+        try:
+            parts = urlsplit(url if isinstance(url, str) else "")
+            is_one = parts.scheme in _SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            is_one = False
+        if not is_one:
+            raise ConfigError(attribute.name, url, "is no NATS server", "give a URL such as nats://127.0.0.1:4222")
+
+
+def _is_prefix(_: object, attribute: attrs.Attribute[str], value: object) -> None:
+    check_prefix(attribute.name, value)
+
+
+def _is_replicas(_: object, attribute: attrs.Attribute[int], value: object) -> None:
+    is_integer("is not a number of copies")(_, attribute, value)
+    if isinstance(value, int) and value > _MOST_REPLICAS:
+        hint = f"give 1 to {_MOST_REPLICAS}; 3 survives the loss of one server"
+        raise ConfigError(attribute.name, value, "is more copies than JetStream keeps", hint)
+
+
+@attrs.frozen(kw_only=True)
+class JetStreamConfig:
+    """Where the broker is and how much it keeps.
+
+    A log's limits bound the broker's disk and what a late reader must read after the base. The base is written anew
+    when half of any limit is used up, so the broker drops only what the base has.
+
+    Attributes:
+        servers: URLs, tried in any order; user and password may stand in them.
+        prefix: of all names in the broker. One per fleet.
+        replicas: copies of each log and bucket: 1 needs one server; 3 survives the loss of one of three.
+        max_msgs: batches that the broker keeps per stream: half a minute of a busy scheduler (2,000 per second).
+        max_bytes: bytes that it keeps per worker: ``max_msgs`` batches of 4 KiB, some 1,000 tokens each.
+        max_age_s: seconds that it keeps anything of a worker that is gone: long enough for a restart, and short
+            enough that nobody cleans up.
+        credentials_file: of a user with a JWT, as the broker's own tools write it.
+
+    Raises:
+        ConfigError: naming the setting, the value, what is wrong and what to write.
+    """
+
+    servers: tuple[str, ...] = attrs.field(converter=_servers, validator=_are_servers)
+    prefix: str = attrs.field(default="kv-events", validator=_is_prefix)
+    replicas: int = attrs.field(default=1, validator=_is_replicas)
+    max_msgs: int = attrs.field(default=65_536, validator=is_integer("is too few for a window", at_least=16))
+    max_bytes: int = attrs.field(default=256 * 1024 * 1024, validator=is_integer("is too small", at_least=65_536))
+    max_age_s: float = attrs.field(default=3_600.0, validator=is_number())
+    credentials_file: str | None = None
+
+    @classmethod
+    def from_cli(cls, text: str) -> JetStreamConfig:
+        """Read a URL, several with commas between them, or a JSON object of settings.
+
+        Raises:
+            ConfigError: neither, an unknown setting, or a bad value.
+        """
+        if not text.lstrip().startswith("{"):
+            return cls(servers=text)
+        hint = 'give nats://HOST:4222, or {"servers": "nats://HOST:4222", "replicas": 3}'
+        try:
+            settings: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("jetstream", text, f"is not JSON: {error}", hint) from None
+        known = tuple(field.name for field in attrs.fields(cls))
+        for name in settings:
+            if name not in known:
+                raise ConfigError(name, settings[name], "is no setting of jetstream", f"give one of {', '.join(known)}")
+        if "servers" not in settings:
+            raise ConfigError("servers", None, "is missing", hint)
+        return cls(**settings)

@@ -1,0 +1,206 @@
+"""Following one stream of a log: what its cursor says is carried out on a view, and deadlines are kept.
+
+Without socket or thread: the owner passes on what comes and calls ``tick`` by ``next_deadline_s``. Questions go out
+through a ``LogChannel``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from observability.jetstream.cursor import LogCursor, LogInstruction, ReadBase, ReadHead, ReadLog
+from observability.jetstream.records import Base, Beat, Head, LogMessage
+from observability.kv_stream import (
+    Apply,
+    ApplyStaged,
+    BatchApplier,
+    BatchEffect,
+    BeginStaging,
+    Clear,
+    FollowPolicy,
+    RetryLater,
+    StreamState,
+    SwapInStaged,
+)
+
+__all__ = ["LogChannel", "LogFollower"]
+
+
+_BASE_ANSWER_TIMEOUTS = 12
+"""A base is one answer, however large: a minute, instead of the five seconds in which a head comes."""
+
+
+class LogChannel(Protocol):
+    """Reads a stream's head, base and log; answers come back under the number of their question."""
+
+    def read_head(self, ask: int) -> None:
+        """Read the head, for ``LogFollower.head_read``."""
+        ...
+
+    def read_base(self, ask: int, head: Head) -> None:
+        """Read the base that ``head`` names, for ``LogFollower.base_read``."""
+        ...
+
+    def read_log(self, read: int, log_seq: int) -> None:
+        """Read the log from the place ``log_seq`` on, for ``LogFollower.message``; give up an earlier reading."""
+        ...
+
+
+@dataclass(slots=True)
+class _Deadlines:
+    """Moments on the caller's monotonic clock, in seconds; infinite when not set."""
+
+    answer_s: float = math.inf
+    retry_s: float = math.inf
+    silent_s: float = math.inf
+    dead_s: float = math.inf
+
+
+@dataclass(slots=True, kw_only=True)
+class LogFollower:
+    """One stream's cursor, applier and deadlines. ``now_s`` is always the caller's monotonic clock.
+
+    What comes may take long to apply (a base has every block), so these methods are iterators: between two steps
+    others may look at the view.
+    """
+
+    applier: BatchApplier
+    channel: LogChannel
+    policy: FollowPolicy
+    jitter: Callable[[], float] = random.random
+    cursor: LogCursor = field(default_factory=LogCursor, init=False)
+    _deadlines: _Deadlines = field(default_factory=_Deadlines, init=False)
+    _told: StreamState = field(default=StreamState.CONNECTING, init=False)
+    _read: int = field(default=0, init=False)
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When ``tick`` must be called at the latest; infinite when there is nothing to wait for."""
+        due = self._deadlines
+        return min(due.answer_s, due.retry_s, due.silent_s, due.dead_s)
+
+    def begin(self, now_s: float) -> None:
+        """Begin to wait for the writer."""
+        self._deadlines.dead_s = now_s + self.policy.dead_after_s
+
+    def broker_back(self) -> None:
+        """The broker can be read, again or for the first time: go on where the log was left."""
+        log_seq = self.cursor.next_log_seq
+        if log_seq is not None:
+            self._read_log(log_seq)
+
+    def broker_lost(self, now_s: float) -> None:
+        """The connection to the broker was lost."""
+        self._deadlines.silent_s = min(self._deadlines.silent_s, now_s)
+        self.tick(now_s)
+
+    def beat(self, beat: Beat, now_s: float) -> Iterator[None]:
+        """The writer said where it stands."""
+        yield from self._follow(self.cursor.beat(beat), now_s)
+        if self.cursor.state not in (StreamState.CONNECTING, StreamState.DEAD) and self._is_of_writer(beat):
+            self._deadlines.silent_s = now_s + self.policy.answer_timeout_s
+            self._deadlines.dead_s = math.inf
+
+    def _is_of_writer(self, beat: Beat) -> bool:
+        """True for a beat of the life that is followed; before there is one, any is a sign of life."""
+        return self.cursor.state is StreamState.SYNCING or self.cursor.is_following(beat.epoch)
+
+    def message(self, read: int, message: LogMessage, now_s: float) -> Iterator[None]:
+        """A message of the log came; ``read`` is the number that its reading was asked for by."""
+        if read != self._read:
+            return
+        last, gaps = self.cursor.last_seq, self.cursor.counters.gaps
+        yield from self._follow(self.cursor.message(message), now_s)
+        if self.cursor.counters.gaps != gaps:
+            self.applier.listener.gap_seen(self.applier.rank, last + 1, message.seq)
+        yield from self._follow(self.cursor.reached(), now_s)
+
+    def head_read(self, ask: int, head: Head | None, now_s: float) -> Iterator[None]:
+        """The head, as ``LogCursor.head_read``."""
+        yield from self._follow(self.cursor.head_read(ask, head), now_s)
+
+    def base_read(self, ask: int, base: Base | None, now_s: float) -> Iterator[None]:
+        """The base, as ``LogCursor.base_read``."""
+        yield from self._follow(self.cursor.base_read(ask, base), now_s)
+        yield from self._follow(self.cursor.reached(), now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Do what is due."""
+        due = self._deadlines
+        instructions: tuple[LogInstruction, ...] = ()
+        if now_s >= due.answer_s and self.cursor.open_ask is not None:
+            instructions += self.cursor.answer_missing(self.cursor.open_ask)
+        elif now_s >= due.retry_s:
+            due.retry_s = math.inf
+            instructions += self.cursor.retry()
+        if now_s >= due.silent_s:
+            due.silent_s = math.inf
+            due.dead_s = min(due.dead_s, now_s + self.policy.dead_after_s)
+            instructions += self.cursor.silent()
+        if now_s >= due.dead_s:
+            due.dead_s = math.inf
+            instructions += self.cursor.gave_up()
+        for _ in self._follow(instructions, now_s):
+            pass
+
+    def _follow(
+        self, instructions: tuple[LogInstruction, ...] | Iterator[LogInstruction], now_s: float
+    ) -> Iterator[None]:
+        """Carry out what the cursor said, then report a change of state."""
+        for number, instruction in enumerate(instructions):
+            if number:
+                yield None
+            if isinstance(instruction, SwapInStaged):
+                yield from self.applier.preparing_swap()
+            self._carry_out(instruction, now_s)
+        if self.cursor.open_ask is None:
+            self._deadlines.answer_s = math.inf
+        if self.cursor.state is not self._told:
+            old, self._told = self._told, self.cursor.state
+            self.applier.listener.state_changed(self.applier.rank, old, self._told)
+
+    def _carry_out(self, instruction: LogInstruction, now_s: float) -> None:
+        applier = self.applier
+        if isinstance(instruction, Apply):
+            self._report(applier.apply(instruction.seq, instruction.payload, replayed=instruction.replayed))
+        elif isinstance(instruction, ApplyStaged):
+            self._report(applier.apply_staged(instruction.seq, instruction.payload, is_base=instruction.is_base))
+        elif isinstance(instruction, BeginStaging):
+            applier.begin_staging()
+        elif isinstance(instruction, SwapInStaged):
+            applier.swap_in_staged()
+        elif isinstance(instruction, Clear):
+            applier.view.clear(applier.rank)
+            applier.listener.view_cleared(applier.rank, instruction.reason)
+        elif isinstance(instruction, RetryLater):
+            self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
+        elif isinstance(instruction, ReadHead | ReadBase | ReadLog):
+            self._read_from(instruction, now_s)
+        else:
+            applier.drop_staging()
+
+    def _read_from(self, instruction: ReadHead | ReadBase | ReadLog, now_s: float) -> None:
+        if isinstance(instruction, ReadLog):
+            self._read_log(instruction.log_seq)
+            return
+        timeout_s = self.policy.answer_timeout_s
+        if isinstance(instruction, ReadHead):
+            self._deadlines.answer_s = now_s + timeout_s
+            self.channel.read_head(instruction.ask)
+        else:
+            self._deadlines.answer_s = now_s + _BASE_ANSWER_TIMEOUTS * timeout_s
+            self.channel.read_base(instruction.ask, instruction.head)
+
+    def _read_log(self, log_seq: int) -> None:
+        self._read += 1
+        self.channel.read_log(self._read, log_seq)
+
+    def _report(self, effect: BatchEffect) -> None:
+        if effect is BatchEffect.CLEARED:
+            self.cursor.cleared()
+        elif effect is BatchEffect.DAMAGED:
+            self.cursor.damaged()

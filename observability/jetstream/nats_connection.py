@@ -1,0 +1,164 @@
+"""A thread with an event loop and one connection to NATS, which is made again whenever it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import nats.errors
+from nats.aio.client import Client
+
+from observability.jetstream.config import JetStreamConfig
+
+__all__ = ["NATS_ERRORS", "NatsThread", "NatsUser"]
+
+_log = logging.getLogger("observability.jetstream")
+
+NATS_ERRORS = (nats.errors.Error, OSError, asyncio.TimeoutError, ValueError)
+"""What the client raises for a broker that is away, refuses, or answers what is no answer."""
+
+_RECONNECT_WAIT_S = 0.25
+_CONNECT_TIMEOUT_S = 2
+_PING_INTERVAL_S = 5
+_MAX_PINGS_OUT = 2
+"""A server that is stopped or cut off is noticed after two of these pings; a closed one at once."""
+
+
+class NatsUser(Protocol):
+    """What runs on the thread of a connection."""
+
+    async def run(self, client: Client) -> None:
+        """Use the connection until cancelled; called once, when it was first made."""
+        ...
+
+    def broker_lost(self) -> None:
+        """The connection is gone. It is being made again."""
+        ...
+
+    def broker_back(self) -> None:
+        """The connection is there again."""
+        ...
+
+
+class NatsThread:
+    """Owns the thread, the loop and the connection; ``user`` is called on that thread alone.
+
+    Attributes:
+        num_losses: times that the connection was lost or could not be made at first.
+        is_connected: whether it is there now.
+    """
+
+    def __init__(self, config: JetStreamConfig, user: NatsUser, *, name: str) -> None:
+        self.num_losses = 0
+        self.is_connected = False
+        self._config = config
+        self._user = user
+        self._name = name
+        self._last_error = ""
+        self._is_said = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def shown_servers(self) -> str:
+        """The servers without their passwords."""
+        parts = (urlsplit(url) for url in self._config.servers)
+        return ", ".join(f"{part.scheme}://{part.hostname}:{part.port or 4222}" for part in parts)
+
+    def start(self) -> None:
+        """Begin to connect; returns at once."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Call ``function`` on the thread, soon; does nothing before ``start`` and after ``stop``."""
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed
+            return
+
+    def stop(self) -> None:
+        """Close the connection and end the thread; safe to call twice."""
+        self.call(self._cancel)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _cancel(self) -> None:
+        if self._main is not None:
+            self._main.cancel()
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            self._main = loop.create_task(self._connect_and_run())
+            loop.run_until_complete(asyncio.wait([self._main]))
+            if not self._main.cancelled() and self._main.exception() is not None:
+                _log.error("%s ended: %s", self._name, self._main.exception(), exc_info=self._main.exception())
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    async def _connect_and_run(self) -> None:
+        client = Client()
+        try:
+            await client.connect(
+                servers=list(self._config.servers),
+                name=self._name,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_lost,
+                reconnected_cb=self._on_back,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
+                connect_timeout=_CONNECT_TIMEOUT_S,
+                ping_interval=_PING_INTERVAL_S,
+                max_outstanding_pings=_MAX_PINGS_OUT,
+                user_credentials=self._config.credentials_file,
+            )
+            await self._on_back()
+            await self._user.run(client)
+        finally:
+            self.is_connected = False
+            await _closed(client)
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = str(error) or type(error).__name__
+        if not self.is_connected:
+            self._say_away()
+
+    async def _on_lost(self) -> None:
+        if self.is_connected:
+            self.is_connected = False
+            self._say_away()
+            self._user.broker_lost()
+
+    def _say_away(self) -> None:
+        """One sentence per absence."""
+        if not self._is_said:
+            self._is_said = True
+            self.num_losses += 1
+            reason = self._last_error or "the connection was closed"
+            _log.warning("%s: %s is away (%s); trying again until it is back", self._name, self.shown_servers, reason)
+
+    async def _on_back(self) -> None:
+        self.is_connected = True
+        if self._is_said:
+            self._is_said = False
+            _log.warning("%s: %s is back", self._name, self.shown_servers)
+        self._user.broker_back()
+
+
+async def _closed(client: Client) -> None:
+    """Close the connection, whatever state it is in."""
+    closing: Awaitable[None] = client.close()
+    try:
+        await asyncio.wait_for(closing, 2.0)
+    except NATS_ERRORS as error:
+        _log.debug("closing the connection: %s", error)

@@ -1,0 +1,566 @@
+"""Writing one worker's streams into JetStream, on a thread with a connection of its own.
+
+Whoever publishes never waits for the broker: batches are numbered under a lock and sent by the thread. What the broker
+cannot take is kept in bounded memory, as the state that it adds up to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import (
+    DiscardPolicy,
+    KeyValueConfig,
+    ObjectStoreConfig,
+    PubAck,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+    StreamInfo,
+)
+from nats.js.errors import APIError, KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
+from nats.js.object_store import ObjectStore
+
+from observability.jetstream.config import JetStreamConfig
+from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
+from observability.jetstream.records import Base, Head, LogAddress, LogMessage
+from observability.jetstream.writer import LogLimits, LogTraffic, LogWriter
+from scheduler_components import DecodeError, EventBatch, PublisherStats
+from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder
+
+__all__ = ["JetStreamSink", "JetStreamWriter", "LogStats", "open_jetstream_writer"]
+
+_log = logging.getLogger("observability.jetstream")
+
+BEAT_S = 0.5
+"""A reader knows within this that nothing was lost at the end of what it has; a beat is one small message."""
+
+_MAX_UNDER_WAY = 256
+"""Messages sent and not acknowledged: a tenth of a second of a busy scheduler, over a network of some milliseconds."""
+
+_ACK_TIMEOUT_S = 5.0
+"""After which a message counts as failed; it is sent again under the same id."""
+
+_BASE_TIMEOUT_S = 60.0
+_PAUSE_S = 0.5
+"""After a failure, before the broker is tried again."""
+
+_DUPLICATE_WINDOW_S = 120.0
+"""For so long the broker knows the ids of what it has: many times as long as anything is tried again."""
+
+_CLOSE_S = 2.0
+"""How long closing waits for what is under way, as the ZeroMQ publisher's."""
+
+_HEADER_BYTES = 150
+"""Id and digest with their names, and the broker's own record of a message."""
+
+_NAME_IN_USE = 10_058
+"""JetStream: a stream of that name has another configuration."""
+
+
+class LogStats(msgspec.Struct, frozen=True, gc=False):
+    """One written stream at one moment; counters run from when it was opened.
+
+    Attributes:
+        rank: the stream's number; subject: where it is written.
+        is_connected: the broker is there. is_superseded: another writer took the stream over, and this one stopped.
+        last_seq: number of the last batch, -1 before the first; waiting: batches that the broker does not have yet.
+        stored, retried, collapsed, bases, failures: see ``LogWriterCounters``.
+        broker_losses: times that the broker went away.
+    """
+
+    rank: int
+    subject: str
+    is_connected: bool = False
+    is_superseded: bool = False
+    last_seq: int = -1
+    waiting: int = 0
+    stored: int = 0
+    retried: int = 0
+    collapsed: int = 0
+    bases: int = 0
+    failures: int = 0
+    broker_losses: int = 0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One stream on the connection's thread.
+
+    Attributes:
+        writer: guarded by the owner's lock.
+        news: something may be sent; base_news: a base may be due.
+        under_way: messages whose acknowledgement is awaited, with the time of sending, the oldest first.
+        head: what the bucket has, as far as this writer knows, and its revision.
+    """
+
+    address: LogAddress
+    writer: LogWriter
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    base_news: asyncio.Event = field(default_factory=asyncio.Event)
+    under_way: dict[asyncio.Future[PubAck], tuple[LogMessage, float]] = field(default_factory=dict)
+    head: Head | None = None
+    revision: int = 0
+    is_superseded: bool = False
+    is_told: bool = False
+
+
+@dataclass(slots=True)
+class _Broker:
+    """What is used of the connection, once the log and the buckets are there."""
+
+    client: Client
+    js: JetStreamContext
+    heads: KeyValue
+    bases: ObjectStore
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of a payload."""
+        return self.client.max_payload - 2 * _HEADER_BYTES
+
+
+class JetStreamWriter:
+    """Writes one worker's streams; made by ``open_jetstream_writer``. ``sink`` and ``stats`` may be called anywhere."""
+
+    def __init__(self, config: JetStreamConfig, worker: str, topic: str, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._worker = worker
+        self._topic = topic
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._streams: dict[int, _Stream] = {}
+        self._traffic = LogTraffic()
+        self._broker: _Broker | None = None
+        self._is_prepared = asyncio.Event()
+        self._prepare_again = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self.thread = NatsThread(config, self, name=f"kv-events of {worker}")
+
+    def __enter__(self) -> JetStreamWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- any thread ---
+
+    def sink(self, rank: int, dialect: str = "array") -> JetStreamSink:
+        """Open the stream of ``rank``, once.
+
+        Raises:
+            ConfigError: an unknown dialect, or names that the broker does not take.
+        """
+        address = LogAddress(self._worker, rank, self._topic, self._config.prefix)
+        encoder = BatchEncoder(dialect)
+        config = self._config
+        overhead = len(address.subject) + _HEADER_BYTES
+        writer = LogWriter(
+            epoch=os.urandom(EPOCH_BYTES),
+            rank=rank,
+            limits=LogLimits(config.max_msgs, config.max_bytes, config.max_age_s, overhead),
+            traffic=self._traffic,
+        )
+        stream = _Stream(address, writer)
+        with self._lock:
+            assert rank not in self._streams, f"the stream of rank {rank} is open"
+            self._streams[rank] = stream
+        self.thread.call(self._begin_stream, stream)
+        return JetStreamSink(self, stream, encoder, self._lock)
+
+    def stats(self) -> dict[int, LogStats]:
+        """Each stream's counters, by rank."""
+        with self._lock:
+            return {rank: self._stats_of(stream) for rank, stream in self._streams.items()}
+
+    def _stats_of(self, stream: _Stream) -> LogStats:
+        writer, counters = stream.writer, stream.writer.counters
+        return LogStats(
+            rank=stream.address.rank,
+            subject=stream.address.subject,
+            is_connected=self.thread.is_connected,
+            is_superseded=stream.is_superseded,
+            last_seq=writer.stream.next_sequence - 1,
+            waiting=writer.num_waiting,
+            stored=counters.stored,
+            retried=counters.retried,
+            collapsed=counters.collapsed,
+            bases=counters.bases,
+            failures=counters.failures,
+            broker_losses=self.thread.num_losses,
+        )
+
+    def is_stored(self, stream: _Stream) -> bool:
+        """True when the broker has everything of the stream."""
+        with self._lock:
+            return stream.is_superseded or (stream.writer.beat() is not None and not stream.writer.num_waiting)
+
+    def wake(self, stream: _Stream) -> None:
+        """There is something to send."""
+        if not stream.is_told:
+            stream.is_told = True
+            self.thread.call(stream.news.set)
+
+    def close(self, deadline_s: float = _CLOSE_S) -> None:
+        """Wait up to ``deadline_s`` until the broker has everything, then let go of it. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        until_s = time.monotonic() + deadline_s
+        pause = threading.Event()
+        while time.monotonic() < until_s and not all(map(self.is_stored, tuple(self._streams.values()))):
+            pause.wait(0.005)
+        waiting = sum(stats.waiting for stats in self.stats().values())
+        if waiting:
+            _log.warning("%d KV-event batches of %s did not reach the broker", waiting, self._worker)
+        self.thread.stop()
+
+    # --- the connection's thread ---
+
+    async def run(self, client: Client) -> None:
+        """Prepare the broker whenever it is there again, and say the beats."""
+        try:
+            while True:
+                self._prepare_again.clear()
+                await self._prepare(client)
+                await self._beat_until(self._prepare_again)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def broker_lost(self) -> None:
+        """Nothing is sent until it is there again."""
+        self._is_prepared.clear()
+
+    def broker_back(self) -> None:
+        """Look what it still has."""
+        self._prepare_again.set()
+
+    def _begin_stream(self, stream: _Stream) -> None:
+        for work in (self._send_forever(stream), self._keep_base_forever(stream)):
+            task = asyncio.get_running_loop().create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _prepare(self, client: Client) -> None:
+        """Make the log and the buckets, and see whether they have what they had."""
+        is_said = False
+        while True:
+            try:
+                self._broker = await self._open_broker(client)
+                self._is_prepared.set()
+                return
+            except NATS_ERRORS as error:
+                if not is_said:
+                    _log.warning("%s: JetStream is not ready (%s); trying again", self._worker, error)
+                    is_said = True
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _open_broker(self, client: Client) -> _Broker:
+        config, js = self._config, client.jetstream()
+        address = LogAddress(self._worker, 0, self._topic, config.prefix)
+        log = StreamConfig(
+            name=address.log,
+            subjects=[address.every_subject],
+            retention=RetentionPolicy.LIMITS,
+            discard=DiscardPolicy.OLD,
+            max_msgs_per_subject=config.max_msgs,
+            max_bytes=config.max_bytes,
+            max_age=config.max_age_s,
+            storage=StorageType.FILE,
+            num_replicas=config.replicas,
+            duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
+        )
+        try:
+            info = await js.add_stream(log)
+        except APIError as error:
+            if error.err_code != _NAME_IN_USE:
+                raise
+            info = await js.update_stream(log)
+        broker = _Broker(client, js, await self._open_heads(js, address), await self._open_bases(js, address))
+        for stream in tuple(self._streams.values()):
+            await self._look_at_head(broker, stream, info)
+            stream.news.set()
+            stream.base_news.set()
+        return broker
+
+    async def _open_heads(self, js: JetStreamContext, address: LogAddress) -> KeyValue:
+        config = self._config
+        wanted = KeyValueConfig(address.heads, history=1, ttl=config.max_age_s, replicas=config.replicas)
+        try:
+            return await js.create_key_value(wanted)
+        except APIError as error:
+            if error.err_code != _NAME_IN_USE:
+                raise
+            return await js.key_value(address.heads)  # another worker's writer made it, with other settings
+
+    async def _open_bases(self, js: JetStreamContext, address: LogAddress) -> ObjectStore:
+        config = self._config
+        wanted = ObjectStoreConfig(ttl=config.max_age_s, replicas=config.replicas, storage=StorageType.FILE)
+        try:
+            return await js.create_object_store(address.bases, wanted)
+        except APIError as error:
+            if error.err_code != _NAME_IN_USE:
+                raise
+            return await js.object_store(address.bases)
+
+    async def _look_at_head(self, broker: _Broker, stream: _Stream, info: StreamInfo) -> None:
+        """Begin with a base where the broker does not have what this writer stored."""
+        _, revision = await _read_head(broker, stream.address)
+        with self._lock:
+            last_seq = info.state.last_seq
+            is_lost = stream.head is not None and (revision != stream.revision or last_seq < stream.writer.log_seq)
+            if stream.head is None or is_lost:
+                stream.writer.log_seq = last_seq
+                stream.revision = revision if stream.head is None else stream.revision
+            if is_lost:
+                stream.writer.base_lost()
+
+    async def _beat_until(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            for stream in tuple(self._streams.values()):
+                await self._say_beat(stream)
+                self._fail_overdue(stream)
+            try:
+                await asyncio.wait_for(stop.wait(), BEAT_S)
+            except TimeoutError:
+                continue
+
+    async def _say_beat(self, stream: _Stream) -> None:
+        with self._lock:
+            beat = stream.writer.beat()
+        broker = self._broker
+        if beat is None or broker is None or stream.is_superseded or not self.thread.is_connected:
+            return
+        try:
+            await broker.client.publish(stream.address.beat_subject, beat.encode())
+        except NATS_ERRORS as error:
+            _log.debug("a beat of %s was not said: %s", stream.address, error)
+
+    def _fail_overdue(self, stream: _Stream) -> None:
+        """What was sent too long ago is sent again, with all that followed."""
+        if stream.under_way and self._clock() - next(iter(stream.under_way.values()))[1] > _ACK_TIMEOUT_S:
+            for future in tuple(stream.under_way):
+                future.cancel()
+
+    # --- batches ---
+
+    async def _send_forever(self, stream: _Stream) -> None:
+        while True:
+            await stream.news.wait()
+            stream.news.clear()
+            stream.is_told = False
+            await self._is_prepared.wait()
+            await self._send_some(stream)
+            with self._lock:
+                is_due = bool(stream.writer.why_base(self._clock()))
+            if is_due:
+                stream.base_news.set()
+
+    async def _send_some(self, stream: _Stream) -> None:
+        broker = self._broker
+        assert broker is not None
+        while len(stream.under_way) < _MAX_UNDER_WAY and self._is_prepared.is_set() and not stream.is_superseded:
+            with self._lock:
+                message = stream.writer.next_message(broker.largest_bytes)
+            if message is None:
+                return
+            try:
+                future = await broker.js.publish_async(
+                    stream.address.subject, message.payload, headers=message.headers, stream=stream.address.log
+                )
+            except NATS_ERRORS as error:
+                self._failed(stream, message, error)
+                return
+            stream.under_way[future] = message, self._clock()
+            future.add_done_callback(partial(self._answered, stream))
+
+    def _answered(self, stream: _Stream, future: asyncio.Future[PubAck]) -> None:
+        message, _ = stream.under_way.pop(future)
+        error = TimeoutError("no acknowledgement") if future.cancelled() else future.exception()
+        if error is not None:
+            self._failed(stream, message, error)
+            return
+        with self._lock:
+            stream.writer.stored(message, future.result().seq)
+        stream.news.set()
+
+    def _failed(self, stream: _Stream, message: LogMessage, error: BaseException) -> None:
+        """Send it again, after a look at what the broker has."""
+        with self._lock:
+            stream.writer.failed(message)
+        if self._is_prepared.is_set():
+            _log.warning("%s: batch %d was not stored (%s); trying again", stream.address, message.seq, error)
+            self._is_prepared.clear()
+            asyncio.get_running_loop().call_later(_PAUSE_S, self._prepare_again.set)
+        stream.news.set()
+
+    # --- the base ---
+
+    async def _keep_base_forever(self, stream: _Stream) -> None:
+        while True:
+            with suppress(TimeoutError):  # a base may be due by its age
+                await asyncio.wait_for(stream.base_news.wait(), 1.0)
+            stream.base_news.clear()
+            await self._is_prepared.wait()
+            while not stream.is_superseded:
+                with self._lock:
+                    reason = stream.writer.why_base(self._clock())
+                if not reason or not await self._store_base(stream):
+                    break
+
+    async def _store_base(self, stream: _Stream) -> bool:
+        """Make and store a base; False when that failed."""
+        broker = self._broker
+        assert broker is not None
+        base, traffic_bytes = await self._make_base(stream)
+        slot = 0 if stream.head is None else 1 - stream.head.slot
+        try:
+            async with asyncio.timeout(_BASE_TIMEOUT_S):
+                await broker.bases.put(stream.address.base_object(slot), base.encode())
+                is_stored = await self._write_head(broker, stream, Head(base.epoch, base.end, slot))
+        except NATS_ERRORS as error:
+            _log.warning("%s: the base was not stored (%s); trying again", stream.address, error)
+            is_stored = False
+        with self._lock:
+            if is_stored:
+                stream.writer.base_stored(base, traffic_bytes, self._clock())
+            else:
+                stream.writer.base_failed()
+        if is_stored:
+            await self._say_beat(stream)
+            stream.news.set()
+        else:
+            await asyncio.sleep(_PAUSE_S)
+            stream.base_news.set()
+        return is_stored
+
+    async def _make_base(self, stream: _Stream) -> tuple[Base, int]:
+        """Make it in slices: the lock is free between two of them."""
+        making = stream.writer.making_base()
+        while True:
+            with self._lock:
+                try:
+                    next(making)
+                except StopIteration as made:
+                    value: tuple[Base, int] = made.value
+                    return value
+            await asyncio.sleep(0)
+
+    async def _write_head(self, broker: _Broker, stream: _Stream, head: Head) -> bool:
+        """Let the head name the base. Where another writer's head came since, this writer has been superseded."""
+        try:
+            stream.revision = await broker.heads.update(stream.address.head_key, head.encode(), stream.revision)
+            stream.head = head
+            return True
+        except KeyWrongLastSequenceError:
+            found, stream.revision = await _read_head(broker, stream.address)
+            if stream.head is not None and found is not None and found.epoch != head.epoch:
+                stream.is_superseded = True
+                _log.warning("%s: another writer has taken the stream over; this one stops", stream.address)
+            return False
+
+
+async def _read_head(broker: _Broker, address: LogAddress) -> tuple[Head | None, int]:
+    """The head and its revision; one that no writer of this kit wrote counts as none."""
+    try:
+        entry = await broker.heads.get(address.head_key)
+    except KeyNotFoundError as error:
+        return None, 0 if error.entry is None else error.entry.revision or 0
+    try:
+        return Head.decode(entry.value or b""), entry.revision or 0
+    except DecodeError:
+        return None, entry.revision or 0
+
+
+class JetStreamSink:
+    """One stream's ``KvEventSink``, made by ``JetStreamWriter.sink``: numbers batches and wakes who sends them."""
+
+    __slots__ = ("_encoder", "_lock", "_num_refused", "_stream", "_writer")
+
+    def __init__(self, writer: JetStreamWriter, stream: _Stream, encoder: BatchEncoder, lock: threading.Lock) -> None:
+        self._writer = writer
+        self._stream = stream
+        self._encoder = encoder
+        self._lock = lock
+        self._num_refused = 0
+
+    def publish(self, events: EventBatch) -> None:
+        """Number one batch. What readers would not take is left out, and counted."""
+        with self._lock:
+            payload, _, refused = self._encoder.encode_sound(events, self._stream.address.rank)
+            self._num_refused += len(refused)
+            if payload is not None:
+                self._stream.writer.append(payload)
+        self._writer.wake(self._stream)
+
+    def idle(self) -> None:
+        """Nothing is deferred."""
+
+    def say_upstream(self, state: str | None) -> None:
+        """Tell readers how far the stream is known: None for whole, else a ``StreamState``."""
+        with self._lock:
+            self._stream.writer.upstream = state
+
+    def begin_life(self) -> None:
+        """Begin with an empty state: the engine behind the stream is another."""
+        with self._lock:
+            self._stream.writer.begin_life(os.urandom(EPOCH_BYTES))
+        self._writer.wake(self._stream)
+
+    def stats(self) -> PublisherStats:
+        """Counters as other publishers have them; ``JetStreamWriter.stats`` says more."""
+        with self._lock:
+            writer = self._stream.writer
+            stream = writer.stream
+            return PublisherStats(
+                batches_sent=writer.counters.stored,
+                events_refused=self._num_refused,
+                batches_collapsed=writer.counters.collapsed,
+                batches_buffered=len(stream),
+                bytes_buffered=stream.kept_bytes,
+                blocks_in_base=stream.num_base_blocks,
+                bytes_in_base=stream.num_base_bytes,
+                batches_pending=writer.num_waiting,
+                last_sequence=stream.next_sequence - 1,
+            )
+
+    def shutdown(self) -> None:
+        """Close the writer, with all its streams."""
+        self._writer.close()
+
+
+def open_jetstream_writer(
+    config: JetStreamConfig, worker: str, *, topic: str = "", clock: Callable[[], float] = time.monotonic
+) -> JetStreamWriter:
+    """Begin to connect, and return the writer of one worker's streams; use it in a ``with`` block, or close it.
+
+    This waits for nothing: a broker that is not there yet is tried until it is, and gets all that was published.
+
+    Args:
+        config: where the broker is, and how much it keeps.
+        worker: names the worker in the fleet; readers ask for it.
+        topic: of its streams.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigError: a worker or topic that cannot be a name there.
+    """
+    LogAddress(worker, 0, topic, config.prefix)
+    writer = JetStreamWriter(config, worker, topic, clock)
+    writer.thread.start()
+    return writer

@@ -1,0 +1,253 @@
+"""What one stream's writer puts into the log and the bucket, and when. Pure: no socket, no clock, no thread.
+
+The theory of the log is in ``cursor``, beside its reader's rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import attrs
+
+from observability.jetstream.records import Base, Beat, LogMessage
+from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder, EventStream
+
+__all__ = ["LogLimits", "LogTraffic", "LogWriter", "LogWriterCounters"]
+
+_BUFFER_STEPS = 1_024
+"""Batches that wait for a broker one by one: seconds of its restart. A longer absence costs a base, and no more."""
+
+_BUFFER_BYTES = 16 * 1024 * 1024
+"""The same in bytes: what a base and a writer take besides the blocks that stand."""
+
+
+@attrs.frozen
+class LogLimits:
+    """What the broker keeps.
+
+    Attributes:
+        max_msgs: per stream.
+        max_bytes: per worker, over all its streams.
+        max_age_s: seconds.
+        overhead_bytes: what a message takes besides its payload at most: subject, id, digest, the broker's own record.
+    """
+
+    max_msgs: int
+    max_bytes: int
+    max_age_s: float
+    overhead_bytes: int
+
+
+@dataclass(slots=True)
+class LogTraffic:
+    """Bytes that were put into one worker's log, whatever the stream: the broker drops the oldest of them all."""
+
+    total_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _StoredBase:
+    """The newest base in the bucket: its end, the log's traffic when it was made, and when it was stored."""
+
+    end: int
+    traffic_bytes: int
+    stored_s: float
+
+
+@dataclass(slots=True)
+class LogWriterCounters:
+    """What a writer did; each only ever grows.
+
+    Attributes:
+        stored: batches that the broker has acknowledged.
+        retried: batches that were sent again, because no acknowledgement came.
+        collapsed: batches that went into the log by the base alone: the broker was away for too long, or they were
+            larger than its messages.
+        bases: bases stored.
+        failures: messages and bases that the broker did not take.
+    """
+
+    stored: int = 0
+    retried: int = 0
+    collapsed: int = 0
+    bases: int = 0
+    failures: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class LogWriter:
+    """One stream's numbers, window and base, and how far the broker has them.
+
+    The broker may keep the ``limits`` and no more. So no message goes out that would make it drop one which the base
+    in the bucket does not have: a new base comes first. What the broker could not take for so long that the window has
+    passed it goes out as a base, too.
+
+    Attributes:
+        epoch: of this life; ``begin_life`` takes another.
+        rank: stamped on chunks of the base.
+        traffic: of the worker's log, shared by its streams.
+        upstream: said with every beat, see there.
+        log_seq: the newest place of the log that is known: messages that were not handed out yet come behind it.
+    """
+
+    epoch: bytes
+    rank: int
+    limits: LogLimits
+    traffic: LogTraffic
+    upstream: str | None = None
+    log_seq: int = 0
+    counters: LogWriterCounters = field(default_factory=LogWriterCounters)
+    _stream: EventStream = field(init=False)
+    _encoder: BatchEncoder = field(default_factory=BatchEncoder, init=False)
+    _out: int = field(default=0, init=False)  # the next number to hand out
+    _highest: int = field(default=0, init=False)  # one above the highest that was ever handed out
+    _acked: set[int] = field(default_factory=set, init=False)  # stored, and handed out again if one before it failed
+    _base: _StoredBase | None = field(default=None, init=False)
+    _is_too_large: bool = field(default=False, init=False)  # the next number does not fit into a message
+
+    def __post_init__(self) -> None:
+        self.begin_life(self.epoch)
+
+    def begin_life(self, epoch: bytes) -> None:
+        """Begin a stream with nothing in it. What the broker has of the life before is fenced off by the epoch."""
+        assert len(epoch) == EPOCH_BYTES
+        self.epoch = epoch
+        self._stream = EventStream(epoch=epoch, max_steps=_BUFFER_STEPS, max_bytes=_BUFFER_BYTES)
+        self._out = self._highest = 0
+        self._acked.clear()
+        self._base = None
+        self._is_too_large = False
+
+    @property
+    def stream(self) -> EventStream:
+        """Its numbers, window and base; to be read only."""
+        return self._stream
+
+    @property
+    def num_waiting(self) -> int:
+        """Batches that the broker has neither acknowledged nor in a base."""
+        return self._stream.next_sequence - self._first_wanted - len(self._acked)
+
+    @property
+    def _first_wanted(self) -> int:
+        return self._out if self._base is None else max(self._out, self._base.end)
+
+    # --- batches ---
+
+    def append(self, payload: bytes) -> int:
+        """Number one batch; returns the number."""
+        seq = self._stream.append(payload)
+        self._stream.fold_some()
+        return seq
+
+    def next_message(self, largest_bytes: int) -> LogMessage | None:
+        """Hand out the next batch that may be sent; None when there is none, or a base must be stored before it.
+
+        Args:
+            largest_bytes: that a payload may have.
+        """
+        base, stream = self._base, self._stream
+        if base is None:
+            return None
+        seq = self._first_wanted
+        while seq in self._acked:
+            self._acked.discard(seq)
+            seq += 1
+        self._out = seq
+        if not stream.first <= seq < stream.next_sequence or seq - base.end >= self.limits.max_msgs:
+            return None
+        payload = stream.payload(seq)
+        self._is_too_large = len(payload) > largest_bytes
+        size = len(payload) + self.limits.overhead_bytes
+        if self._is_too_large or self.traffic.total_bytes - base.traffic_bytes + size > self.limits.max_bytes:
+            return None
+        self.traffic.total_bytes += size
+        self.counters.retried += seq < self._highest
+        self._out = seq + 1
+        self._highest = max(self._highest, self._out)
+        return LogMessage(0, self.epoch, seq, stream.chain_before(seq + 1), payload)
+
+    def stored(self, message: LogMessage, log_seq: int) -> None:
+        """The broker has ``message``, at place ``log_seq``."""
+        self.log_seq = max(self.log_seq, log_seq)
+        if message.epoch == self.epoch:
+            self.counters.stored += 1
+            if message.seq >= self._out:
+                self._acked.add(message.seq)
+
+    def failed(self, message: LogMessage) -> None:
+        """Nobody knows whether the broker has ``message``: it is handed out again, and what follows it."""
+        self.counters.failures += 1
+        if message.epoch == self.epoch:
+            self._out = min(self._out, message.seq)
+
+    # --- the base ---
+
+    def why_base(self, now_s: float) -> str:
+        """Why a base must be stored now; empty when none must."""
+        base, limits = self._base, self.limits
+        if base is None:
+            return "the stream begins"
+        if self._first_wanted < self._stream.first:
+            return "the broker was away for longer than batches are kept"
+        if self._is_too_large:
+            return "a batch is larger than the broker's messages"
+        if now_s - base.stored_s >= limits.max_age_s / 2:
+            return "half of max_age_s is over"
+        if self._highest <= base.end:
+            return ""  # nothing in the log that could be dropped too early
+        if self._highest - base.end >= limits.max_msgs // 2:
+            return "half of max_msgs is used up"
+        if self.traffic.total_bytes - base.traffic_bytes >= limits.max_bytes // 2:
+            return "half of max_bytes is used up"
+        return ""
+
+    def making_base(self) -> Generator[None, None, tuple[Base, int]]:
+        """Make the base of the present state, in slices; returns it and the log's traffic then, for ``base_stored``.
+
+        Batches may be appended between two slices; they are in it.
+        """
+        stream = self._stream
+        stream.pins += 1
+        try:
+            first, chain = stream.first, stream.chain_before(stream.first)
+            chunks: list[bytes] = []
+            for planned in stream.plan_base():
+                yield None
+                for number, segments in enumerate(planned or ()):
+                    for chunk in stream.encode_chunk(segments, self._encoder, self.rank, clear=number == 0):
+                        yield None
+                        if chunk is not None:
+                            chunks.append(chunk)
+            batches = [stream.payload(seq) for seq in range(first, stream.next_sequence)]
+        finally:
+            stream.pins -= 1
+        base = Base(stream.epoch, first, chain, chunks, batches, stream.chain, self.log_seq)
+        return base, self.traffic.total_bytes
+
+    def base_stored(self, base: Base, traffic_bytes: int, now_s: float) -> None:
+        """The bucket has ``base``, which was made at ``traffic_bytes``."""
+        if base.epoch != self.epoch:
+            return
+        self.counters.bases += 1
+        self.counters.collapsed += max(0, base.end - self._highest)
+        self._base = _StoredBase(base.end, traffic_bytes, now_s)
+        self._highest = max(self._highest, base.end)
+        self._acked = {seq for seq in self._acked if seq >= base.end}
+        self._is_too_large = False
+
+    def base_failed(self) -> None:
+        """The broker did not take the base."""
+        self.counters.failures += 1
+
+    def base_lost(self) -> None:
+        """The broker does not have the base any more, nor perhaps the log: begin with a base."""
+        self._base = None
+
+    def beat(self) -> Beat | None:
+        """Where the stream stands; None before readers could begin to read it."""
+        if self._base is None:
+            return None
+        stream = self._stream
+        return Beat(self.epoch, stream.next_sequence, stream.chain, self._base.end, self.upstream)

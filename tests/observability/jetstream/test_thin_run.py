@@ -1,0 +1,31 @@
+"""Publisher, writer, real server, reader: the thin run through all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from observability.jetstream import JetStreamConfig, LogAddress, open_jetstream_subscriber, open_jetstream_writer
+from observability.kv_stream import StreamState, Tier
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+
+def stored(*hashes: int) -> BlockStored:
+    return BlockStored(hashes, None, tuple(range(4 * len(hashes))), 4, None)
+
+
+def test_a_reader_has_what_the_publisher_holds(nats_server: Any) -> None:
+    config = JetStreamConfig(servers=nats_server.url)
+    with open_jetstream_writer(config, "http://pod-1:30000", topic="kv") as writer:
+        sink = writer.sink(0)
+        sink.publish(KVEventBatch(1.0, (stored(1, 2),), 0))
+        with open_jetstream_subscriber(config, [LogAddress("http://pod-1:30000", 0, "kv")]) as reader:
+            assert reader.wait_until(0, 0, 20.0), reader.stats()
+            sink.publish(KVEventBatch(2.0, (stored(3), BlockRemoved((1,))), 0))
+            assert reader.wait_until(0, 1, 20.0), reader.stats()
+            stats = reader.stats()[0]
+            assert stats.state is StreamState.LIVE
+            assert reader.blocks(0, Tier.DEVICE) == {2, 3}
+            sink.publish(KVEventBatch(3.0, (AllBlocksCleared(),), 0))
+            assert reader.wait_until(0, 2, 20.0), reader.stats()
+            assert not reader.blocks(0, Tier.DEVICE)
+            assert reader.stats()[0].state is StreamState.LIVE
