@@ -11,6 +11,9 @@ import pytest
 from scheduler_components import CacheIntegrityError
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Tier
+from scheduler_components.hicache.controller import HiCacheController, PrefetchLanes
+from scheduler_components.hicache.tiers import TierTree
+from scheduler_components.hicache.transfers import TierTransfers
 from scheduler_components.page_operations import (
     BackupDone,
     CopyToDevice,
@@ -26,6 +29,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
+from scheduler_components.ports import NO_PAGE_HOOK
 from scheduler_components.reference.device import SimulatedHostPages
 
 PAGE_SIZE = 2
@@ -72,15 +76,18 @@ class Rank:
         for copy in self.take(CopyToHost):
             self.cache.handle(WriteDone(copy.op, is_good))
 
-    def end_loads(self) -> None:
-        for copy in self.take(CopyToDevice):
-            self.cache.handle(LoadDone(copy.op, True))
+    def end_loads(self, *, is_good: bool = True) -> int:
+        """Return how many pages were to be loaded."""
+        loads = self.take(CopyToDevice)
+        for copy in loads:
+            self.cache.handle(LoadDone(copy.op, is_good))
+        return sum(len(copy.device_pages) for copy in loads)
 
-    def end_backups(self) -> int:
-        """Return how many pages were stored."""
+    def end_backups(self, *, is_good: bool = True) -> int:
+        """Return how many pages were to be stored."""
         writes = self.take(WriteToStorage)
         for write in writes:
-            self.cache.handle(BackupDone(write.op, True))
+            self.cache.handle(BackupDone(write.op, is_good))
         return sum(len(write.host_pages) for write in writes)
 
     def compute(self, chat: int, num_pages: int) -> None:
@@ -230,8 +237,26 @@ def test_what_a_retry_finds_is_used() -> None:
     it.rank.end_read(read, 4)
     it.rank.step()
     assert it.rank.pages_on() == (0, 4, 4)
+    assert it.rank.cache.stats().prefetches_revoked == 1
     assert it.steps_until_asked(9) == 1  # a load: storage is asked no more
     assert not it.rank.take(QueryStorage)
+
+
+def test_a_retry_is_waited_for_as_the_policy_says() -> None:
+    it = Waiter(HiCachePolicy(prefetch="wait_complete", prefetch_retry_steps=1))
+    it.answer(0)
+    assert it.steps_until_asked(1) == 1
+    assert not it.rank.cache.preparations.is_ready("r", prompt(0, 4))
+    it.answer(0)
+    assert it.rank.cache.preparations.is_ready("r", prompt(0, 4))
+
+
+def test_a_request_that_was_not_expected_asks_storage_never() -> None:
+    it = Rank(RETRYING)
+    for _ in range(9):
+        assert it.cache.preparations.is_ready("unknown", prompt(0, 4), is_next=False)
+        it.step()
+    assert it.cache.stats().prefetches == 0
 
 
 def test_a_request_that_is_next_asks_no_more() -> None:
@@ -323,6 +348,29 @@ def test_a_prefetch_takes_at_most_half_of_what_the_host_can_free() -> None:
     assert len(read.digests) == 4 * DIGEST_BYTES
 
 
+def test_what_the_host_can_evict_counts_as_room_for_a_prefetch() -> None:
+    it = Rank(num_host_pages=8)
+    it.cache_on_host(0, 6)
+    it.end_backups()
+    it.step()
+    read = it.read("r", 1, 4, num_hit=4)
+    assert len(read.host_pages) == 4
+
+
+def test_a_hit_as_long_as_the_threshold_is_read_and_where_the_host_lacks_the_room_nothing_is() -> None:
+    policy = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=3)
+    assert len(Rank(policy).read("r", 0, 4, num_hit=3).host_pages) == 3
+    it = Rank(policy, num_host_pages=5)
+    it.cache.preparations.expect("r", prompt(0, 4))
+    [query] = it.take(QueryStorage)
+    it.cache.handle(StorageAnswered(query.op, 3))
+    it.step()
+    it.step()
+    assert it.take(ReadStorage) == []
+    assert it.cache.num_operations == 0
+    assert it.host.pool.num_free == 5
+
+
 def test_a_request_that_is_forgotten_reads_no_further() -> None:
     it = Rank()
     read = it.read("r", 0, 4, num_hit=4)
@@ -382,6 +430,157 @@ def test_a_request_waits_for_room_only_where_a_load_under_way_gives_it_back() ->
     it.step()
     assert not it.cache.preparations.is_ready("waits", prompt(2, 3))
     assert [len(copy.device_pages) for copy in it.take(CopyToDevice)] == [3]
+
+
+def test_a_request_loads_no_more_pages_than_its_prompt_has() -> None:
+    """Else two requests that evict each other's pages would load for ever."""
+    it = Rank()
+    it.cache_on_host(0, 4)
+    it.load_room_pages = 3
+    it.step()
+    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.end_loads() == 3
+    it.step()
+    assert it.cache.evict(3) == 3
+    it.load_room_pages = 100
+    it.step()
+    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.end_loads() == 1
+    it.step()
+    assert it.cache.evict(1) == 1
+    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+
+
+def test_a_request_whose_load_failed_computes() -> None:
+    it = Rank()
+    it.cache_on_host(0, 4)
+    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.end_loads(is_good=False) == 4
+    it.step()
+    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.take(CopyToDevice) == []
+
+
+# --- which writes go together ---
+
+
+def cache_two_nodes_unwritten(it: Rank, chat: int) -> None:
+    """A prompt and its continuation on the device, each a node of its own, after writes that failed."""
+    for num_pages in (2, 4):
+        it.compute(chat, num_pages)
+        it.end_writes(is_good=False)
+        it.step()
+        it.step()  # one write that failed settles per step
+
+
+def test_a_path_whose_writes_failed_is_written_whole_at_its_next_use() -> None:
+    it = Rank(num_device_pages=16)
+    cache_two_nodes_unwritten(it, 0)
+    it.compute(0, 5)
+    assert sum(len(copy.device_pages) for copy in it.take(CopyToHost)) == 5
+
+
+def test_where_the_host_has_no_room_for_a_page_what_follows_it_is_not_tried() -> None:
+    it = Rank(num_device_pages=16, num_host_pages=4)
+    it.compute(0, 5)
+    it.compute(0, 6)
+    assert it.take(CopyToHost) == []
+    assert it.cache.stats().pages_not_written == 5 + 5
+
+
+def test_a_page_is_backed_up_with_its_prefix_and_never_without() -> None:
+    it = Rank(num_host_pages=16)
+    it.compute(0, 2)
+    it.end_writes()
+    it.step()
+    it.compute(0, 4)  # its prefix is on its way to storage
+    it.end_writes()
+    it.step()
+    assert [len(write.host_pages) for write in it.take(WriteToStorage)] == [2, 2]
+    it = Rank(num_host_pages=16)
+    it.compute(0, 6)  # more than may be locked for storage at a time
+    it.end_writes()
+    it.step()
+    it.compute(0, 8)
+    it.end_writes()
+    it.step()
+    assert it.take(WriteToStorage) == []
+    assert it.cache.stats().pages_not_backed_up >= 6
+
+
+# --- what is counted ---
+
+
+def test_the_ledger_of_host_pages_is_checked() -> None:
+    host, policy = SimulatedHostPages(4, rng=random.Random(0), failure=0.0), HiCachePolicy()
+    tiers = TierTree(
+        page_size=PAGE_SIZE,
+        capacity_tokens=8,
+        host=host,
+        num_host_pages=4,
+        record=False,
+        page_hook=NO_PAGE_HOOK,
+    )
+    controller = HiCacheController(host=host, prefetches=PrefetchLanes(policy=policy, host=host))
+    transfers = TierTransfers.over(tiers, controller, policy)
+    transfers.check()
+    tiers.host.num_pages_used += 1
+    with pytest.raises(CacheIntegrityError, match=r"0 host pages in the tree \+ 0 in flight, .* 1 of 4 are used"):
+        transfers.check()
+
+
+def test_what_was_moved_adds_up() -> None:
+    it = Rank(num_device_pages=32, num_host_pages=32)
+    for chat, is_good in enumerate((True, False, True, False)):
+        it.compute(chat, 1 + chat)
+        it.end_writes(is_good=is_good)
+        it.step()
+        it.end_backups(is_good=chat > 0)
+        it.step()
+    stats = it.cache.stats()
+    assert (stats.pages_written, stats.pages_not_written) == (1 + 3, 2 + 4)
+    assert (stats.pages_backed_up, stats.pages_not_backed_up) == (3, 1)
+    it = Rank()
+    for chat in range(4):
+        it.cache_on_host(chat, 2)
+        it.end_backups()
+        it.step()
+        assert not it.cache.preparations.is_ready(f"r{chat}", prompt(chat, 2))
+        assert it.end_loads(is_good=chat % 2 == 0) == 2
+        it.step()
+        it.cache.evict(8)
+    stats = it.cache.stats()
+    assert (stats.pages_loaded, stats.pages_not_loaded, stats.pages_backed_up) == (4, 4, 8)
+
+
+def test_an_admission_counts_each_token_where_it_was_found() -> None:
+    it = Rank(num_device_pages=16)
+    it.compute(0, 3)
+    read = it.read("r", 0, 7, num_hit=2)
+    it.end_writes()
+    it.end_read(read, 2)
+    it.step()
+    it.end_backups()
+    assert not it.cache.preparations.is_ready("r", prompt(0, 7))
+    assert it.end_loads() == 2
+    it.step()
+    for rid in ("r", "never expected"):
+        assert it.cache.preparations.is_ready(rid, prompt(0, 7))
+        it.cache.preparations.book_admission(rid, prompt_tokens=14, cached_tokens=10)
+    stats = it.cache.stats()
+    assert (stats.prompt_tokens, stats.storage_hit_tokens, stats.host_hit_tokens) == (28, 4, 0)
+    assert stats.device_hit_tokens == 6 + 10
+
+
+def test_an_admitted_request_is_forgotten() -> None:
+    it = Rank()
+    it.cache_on_host(0, 2)
+    assert not it.cache.preparations.is_ready("r", prompt(0, 2))
+    it.end_loads()
+    it.step()
+    it.cache.preparations.book_admission("r", prompt_tokens=4, cached_tokens=4)
+    assert it.cache.evict(2) == 2
+    assert not it.cache.preparations.is_ready("r", prompt(0, 2)), "retracted: its pages may be loaded once more"
 
 
 # --- what is worth a copy ---
