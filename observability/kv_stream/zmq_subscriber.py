@@ -484,7 +484,11 @@ def wait_together(subscribers: Sequence[Subscriber], timeout_s: float) -> bool:
     waiting = [(socket, zmq.POLLIN) for subscriber in subscribers for socket in subscriber.sockets()]
     due_in_s = min((subscriber.due_in_s for subscriber in subscribers), default=timeout_s)
     # poll() cuts to whole milliseconds: one more, or it would return just before the deadline.
-    return bool(zmq.zmq_poll(waiting, max(0, int(1000 * min(timeout_s, due_in_s + 0.001)))))
+    wait_s = max(0.0, min(timeout_s, due_in_s + 0.001))
+    if waiting:
+        return bool(zmq.zmq_poll(waiting, int(1000 * wait_s)))
+    time.sleep(wait_s)  # between two attempts to connect there is no socket, and zmq_poll() waits for none
+    return False
 
 
 def open_subscriber(

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from observability.kv_stream import StreamState
+from observability.relay.block_set import BlockSet
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.kv_events import MEDIUM_GPU, Place, place_of
 
@@ -45,8 +46,8 @@ _WORST_FIRST = (
     StreamState.LIVE,
 )
 
-_Blocks = dict[Place, dict[int, None]]
-"""Hashes by place, in the order in which they were stored: parents before children."""
+_Blocks = dict[Place, BlockSet]
+"""Hashes by place."""
 
 Events = tuple[KVCacheEvent, ...]
 
@@ -184,14 +185,14 @@ class SourceMerger:
         return any(source.has(place, block_hash) for source in self._sources.values())
 
     def _no_longer_standing(self, blocks: _Blocks) -> Events:
-        """Take back those of ``blocks`` that no source holds, children before their parents."""
+        """Take back those of ``blocks`` that no source holds: one event per place, in which order means nothing."""
         if not any(blocks.values()):
             return ()
         if not any(_count(each.held) or _count(each.staged or {}) for each in self._sources.values()):
             return (AllBlocksCleared(),)
         removals: list[KVCacheEvent] = []
         for place, hashes in blocks.items():
-            gone = tuple([each for each in reversed(hashes) if not self._stands(place, each)])
+            gone = tuple([each for each in hashes if not self._stands(place, each)])
             if gone:
                 medium, group_idx = place
                 removals.append(BlockRemoved(gone, None if medium == MEDIUM_GPU else medium, group_idx))
@@ -203,13 +204,12 @@ def _fold(blocks: _Blocks, event: KVCacheEvent) -> None:
         place = place_of(event.medium, event.group_idx)
         held = blocks.get(place)
         if held is None:
-            held = blocks[place] = {}
-        for block_hash in event.block_hashes:
-            held[block_hash] = None
+            held = blocks[place] = BlockSet()
+        held.update(event.block_hashes)
     elif isinstance(event, BlockRemoved):
-        held = blocks.get(place_of(event.medium, event.group_idx), {})
-        for block_hash in event.block_hashes:
-            held.pop(block_hash, None)
+        held = blocks.get(place_of(event.medium, event.group_idx))
+        if held is not None:
+            held.difference_update(event.block_hashes)
     else:
         blocks.clear()
 

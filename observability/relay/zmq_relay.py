@@ -152,7 +152,6 @@ class ZmqRelay:
         default_factory=lambda: ThreadPoolExecutor(max_workers=4, thread_name_prefix="kv-relay-search")
     )
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _closing: threading.Event = field(default_factory=threading.Event)
     _look_at_s: float = 0.0
 
     def __enter__(self) -> ZmqRelay:
@@ -165,7 +164,6 @@ class ZmqRelay:
 
     def close(self) -> None:
         """Send what is pending, close every socket and stop every thread. Safe to call twice."""
-        self._closing.set()
         with self._lock:
             for followed in self._followed:
                 if followed.subscriber is not None:
@@ -193,7 +191,7 @@ class ZmqRelay:
     def poll(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` for news of any source, and relay what has come."""
         subscribers = [each.subscriber for each in self._followed if each.subscriber is not None]
-        has_input = wait_together(subscribers, timeout_s) if subscribers else self._closing.wait(timeout_s)
+        has_input = wait_together(subscribers, timeout_s)
         with self._lock:
             for subscriber in subscribers:
                 subscriber.drain()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from observability import discover
 
 Start = Callable[..., Any]
+DEADLINE_S = 40.0
 ROUNDS = 3
 SOAK_ROUNDS = int(os.environ.get("RELAY_ROUNDS", "20"))
 
@@ -114,7 +116,8 @@ class Site:
         """True once the reader says that it is live, and has the engine's blocks."""
         wanted = sorted(self.pool)
         answer: Any = {}
-        for _ in range(4_000):
+        deadline_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline_s:
             self.up["reader"].send("?")
             answer = self.up["reader"].read()
             if answer["state"] == "live" and answer["blocks"] == wanted:

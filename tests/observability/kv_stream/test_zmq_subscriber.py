@@ -222,3 +222,12 @@ def test_two_streams_of_one_rank_are_refused() -> None:
         open_subscriber([bare_address("tcp://127.0.0.1:5557"), bare_address("tcp://127.0.0.1:5558")])
     with pytest.raises(ConfigError, match="number of streams"):
         open_subscriber([])
+
+
+def test_between_two_attempts_to_connect_a_subscriber_sleeps(free_ports: Callable[[int], int]) -> None:
+    with open_subscriber([bare_address(f"tcp://127.0.0.1:{free_ports(1)}")], policy=QUICK) as sub:
+        while sub.sockets() or sub.due_in_s < 0.1:
+            sub.poll(0.05)
+        begun_s, wait_s = time.monotonic(), sub.due_in_s / 2
+        assert not sub.poll(wait_s)
+        assert time.monotonic() - begun_s >= wait_s / 2

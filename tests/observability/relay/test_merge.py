@@ -147,7 +147,8 @@ def a_removal_counts_for_all_sources(patch: pytest.MonkeyPatch) -> None:
 def a_snapshot_replaces_nothing(patch: pytest.MonkeyPatch) -> None:
     def ended(self: SourceMerger, key: int, *, was_used: bool) -> tuple:
         source = self._sources[key]
-        source.held |= source.staged or {}
+        for place, blocks in (source.staged or {}).items():
+            source.held.setdefault(place, merge.BlockSet()).update(blocks)
         source.staged = None
         return ()
 
@@ -194,11 +195,11 @@ def test_a_worker_with_one_source_sees_its_events_unchanged() -> None:
     assert merger.applied(0, events) is events
 
 
-def test_a_clear_of_one_source_takes_back_only_what_came_from_it_children_first() -> None:
+def test_a_clear_of_one_source_takes_back_only_what_came_from_it() -> None:
     merger = SourceMerger([0, 1])
     merger.applied(0, (stored(0, 4),))
     merger.applied(1, (stored(0, 2), stored(0, 4, "CPU")))
-    assert merger.applied(0, (AllBlocksCleared(),)) == (BlockRemoved((3, 2)),)
+    assert merger.applied(0, (AllBlocksCleared(),)) == (BlockRemoved((2, 3)),)
     assert merger.cleared(1) == (AllBlocksCleared(),)
 
 
