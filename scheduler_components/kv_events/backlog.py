@@ -39,6 +39,12 @@ MAX_WAIT_S = 0.001
 MAX_WAITING_COST = 240
 """Half a millisecond's work, in what an event of one block costs: so much may a call of ``publish()`` take at most."""
 
+_HEAVY_COST = MAX_WAITING_COST / MAX_WAITING
+"""From there on not the number but the cost of those that wait is the bound."""
+
+_LEAST_LOOK_S = 0.0001
+"""Between two looks: the scheduler gets the GIL, which a short release inside a send does not grant."""
+
 _BATCH_COST = 16
 _TOKENS_PER_COST = 100
 _ODD_COST = MAX_WAITING_COST
@@ -58,7 +64,7 @@ class Backlog:
         last_s: when the last batch came.
     """
 
-    __slots__ = ("_given", "_max_waiting", "_total_cost", "is_prompt", "last_s")
+    __slots__ = ("_given", "_max_waiting", "_since_last_s", "_total_cost", "is_prompt", "last_s")
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = min(MAX_WAITING, max_waiting)
@@ -66,6 +72,7 @@ class Backlog:
         self._given: deque[tuple[float, float]] = deque([(-math.inf, 0.0)] * MAX_WAITING, maxlen=MAX_WAITING)
         self._total_cost = 0.0
         self.last_s = -math.inf
+        self._since_last_s = MAX_WAIT_S
         self.is_prompt = True
 
     def may_wait(self, cost: float, now_s: float, num_waiting: int) -> bool:
@@ -76,7 +83,7 @@ class Backlog:
         given, before = self._given, self._total_cost
         given.append((now_s, before))
         self._total_cost = total = before + cost
-        since_last_s = now_s - self.last_s
+        since_last_s = self._since_last_s = now_s - self.last_s
         self.last_s = now_s
         if num_waiting >= self._max_waiting:
             return False
@@ -84,6 +91,16 @@ class Backlog:
         if total - cost_before >= MAX_WAITING_COST or now_s - oldest_s >= MAX_WAIT_S:
             return False
         return self.is_prompt or since_last_s < MAX_WAIT_S
+
+    def next_look_in_s(self, now_s: float) -> float:
+        """How long the thread may stay away: several small batches go out together, of large ones each is work enough.
+
+        It then comes when the next batch is there, and has the GIL when the scheduler lets it go.
+        """
+        given = self._given
+        if self._total_cost - given[-1][1] < _HEAVY_COST:
+            return MAX_WAIT_S
+        return min(MAX_WAIT_S, max(_LEAST_LOOK_S, self.last_s + self._since_last_s - now_s))
 
     def oldest_s(self, num_waiting: int) -> float:
         """When the oldest of ``num_waiting`` batches came, as far as it is known."""
@@ -116,27 +133,26 @@ class Bursts:
         self.last_s = now_s
         return self._num_close_calls > MAX_WAITING and num_waiting < self._max_waiting
 
+    def next_look_in_s(self, now_s: float) -> float:  # noqa: ARG002 - nothing is left to the thread
+        """See ``Backlog.next_look_in_s``."""
+        return MAX_WAIT_S
+
     def oldest_s(self, num_waiting: int) -> float:  # noqa: ARG002 - none waits for longer than its burst
         """When the last batch came."""
         return self.last_s
 
 
 def cost_of(batch: EventBatch) -> float:
-    """About how much work a batch is. The first and the last event stand for all: to walk them costs too much."""
+    """About how much work a batch is. Its last event stands for all: to walk them would cost what is to be saved."""
     try:
-        events = batch.events
-        num_events = len(events)
-        if not num_events:
-            return _BATCH_COST
-        num_tokens = max(_num_tokens(events[0]), _num_tokens(events[-1]))
-    except (TypeError, AttributeError, IndexError):
+        events: Any = batch.events
+        num_events, last = len(events), events[-1]
+        num_tokens = len(last.token_ids) if _has_tokens(type(last)) else 0
+    except IndexError:
+        return _BATCH_COST
+    except (TypeError, AttributeError):
         return _ODD_COST
     return _BATCH_COST + num_events * (1 + num_tokens / _TOKENS_PER_COST)
-
-
-def _num_tokens(event: Any) -> int:
-    kind: object = type(event)
-    return len(event.token_ids) if _has_tokens(kind) else 0
 
 
 @cache

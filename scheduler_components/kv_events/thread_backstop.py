@@ -25,14 +25,10 @@ _log = logging.getLogger(__name__)
 _LOOK_EVERY_MS = 8.0
 """Twice as often would halve how long a last batch waits, and cost every step of a busy scheduler some microseconds."""
 
-_SOON_MS = 1.0
-"""Between two looks of a scheduler that hands its batches over: several of a busy one go out together."""
-
 _BREATHER_S = 0.0001
 """Between two slices of work: whoever waits for the GIL gets it, which a short release inside a send does not grant."""
 
 _LOOKS_BEFORE_SLEEP = 60
-_EARLY_LOOKS_BEFORE_SLEEP = 4
 
 
 class Look(enum.Enum):
@@ -41,9 +37,9 @@ class Look(enum.Enum):
     DRAINING = "the scheduler drains by itself: look again in a while, and leave the sockets to it"
     BUSY = "drained, and there is more to do at once"
     SHARING = "drained a slice, and there is more to do once the scheduler has had the GIL"
-    HANDED_OVER = "drained, and the scheduler will hand over more: look again soon"
+    HANDED_OVER = "drained, and the scheduler will hand over more: look again when ``soon_s`` has passed"
     WAITING = "drained, and something is to be done when time has passed"
-    LULL = "nothing was handed over: look again soon, for a short while"
+    LULL = "drained, and the scheduler hands nothing over any more"
     QUIET = "drained, and nothing is left"
 
 
@@ -73,6 +69,7 @@ class Backstop:
 
     Attributes:
         has_ended: True once the thread is gone, stopped or dead; a caller must not count on it any more.
+        soon_s: time until the next look after ``Look.HANDED_OVER``; who is drained says it.
     """
 
     __slots__ = (
@@ -87,6 +84,7 @@ class Backstop:
         "_thread",
         "_watched_fds",
         "has_ended",
+        "soon_s",
     )
 
     def __init__(self, drained: Drained, *, watched_fds: tuple[int, ...], name: str) -> None:
@@ -96,6 +94,7 @@ class Backstop:
         self.has_ended = False
         self._looking = False
         self._due_s = math.inf
+        self.soon_s = _LOOK_EVERY_MS / 1e3
         self._stopping = self._ends_itself = False
         self._inherited: object = None
         self._pipe: tuple[int, int] | None = None
@@ -204,32 +203,27 @@ class Backstop:
         quiet_looks = 0
         while not self._stopping:
             found = self._drain()
-            most = _LOOKS_BEFORE_QUIET.get(found)
-            quiet_looks = 0 if most is None else quiet_looks + 1
-            if most is not None and quiet_looks > most:
+            quiet_looks = quiet_looks + 1 if found is Look.QUIET else 0
+            if quiet_looks > _LOOKS_BEFORE_SLEEP or found is Look.LULL:
                 self._due_s = math.inf
                 self._looking = False
                 self._stop_deferring()
                 # A batch may have been deferred just before the flags fell: its publisher saw them still set.
-                if self._drain() in _LOOKS_BEFORE_QUIET:
+                if self._drain() in (Look.QUIET, Look.LULL):
                     return
                 self._looking = True
             self._wait_after(found, reader, woken, woken_or_asked)
 
     def _wait_after(self, found: Look, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
         if found is Look.BUSY:
-            self._due_s = math.inf
-        elif found is Look.SHARING:
-            self._due_s = time.monotonic() + _BREATHER_S
-            time.sleep(_BREATHER_S)
+            self._due_s = time.monotonic()
+        elif found in (Look.SHARING, Look.HANDED_OVER):
+            wait_s = _BREATHER_S if found is Look.SHARING else self.soon_s
+            self._due_s = time.monotonic() + wait_s
+            time.sleep(wait_s)  # shorter than a wait for descriptors can be
         else:
-            wait_ms = _SOON_MS if found in (Look.HANDED_OVER, Look.LULL) else _LOOK_EVERY_MS
-            self._due_s = time.monotonic() + wait_ms / 1e3
-            _wait(woken if found is Look.DRAINING else woken_or_asked, reader, wait_ms)
-
-
-_LOOKS_BEFORE_QUIET = {Look.QUIET: _LOOKS_BEFORE_SLEEP, Look.LULL: _EARLY_LOOKS_BEFORE_SLEEP}
-"""Where nothing was found: after so many of them in a row the thread sleeps."""
+            self._due_s = time.monotonic() + _LOOK_EVERY_MS / 1e3
+            _wait(woken if found is Look.DRAINING else woken_or_asked, reader, _LOOK_EVERY_MS)
 
 
 def _wait(poller: select.poll, reader: int, timeout_ms: float | None = None) -> list[tuple[int, int]]:

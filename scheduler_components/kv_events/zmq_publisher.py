@@ -360,7 +360,11 @@ class DrainReason(enum.Enum):
     RELIEF = "the same, for the thread: too much was left to it; it serves the replays"
     HANDED_OVER = "by the thread that the scheduler leaves its batches to, a slice at a time"
     WAIT = "while the scheduler waits for its device: there is some time"
-    STALL = "by the backstop, for a scheduler that has stopped draining"
+    STALL = "by the thread, for a scheduler that has stopped draining"
+
+
+_BY_THREAD = (DrainReason.HANDED_OVER, DrainReason.STALL)
+"""In slices: the thread may lose the GIL in each send, and has the sockets meanwhile."""
 
 
 class ZmqStreamEdge:
@@ -415,7 +419,7 @@ class ZmqStreamEdge:
 
         ``now_s`` is ``time.monotonic``.
         """
-        self.live.send_pending(now_s + _SLICE_S if reason is DrainReason.HANDED_OVER else math.inf)
+        self.live.send_pending(now_s + _SLICE_S if reason in _BY_THREAD else math.inf)
         self._stream.fold_some()
         if self._stream.is_held_up:
             self._cursors.cut_pinned()
@@ -431,7 +435,10 @@ class ZmqStreamEdge:
         if has_looked and not len(self._cursors):
             return False
         self._looked_at_s = now_s
-        return self._replay.serve_slice(now_s, is_waiting=reason is DrainReason.WAIT)
+        unfinished = self._replay.serve_slice(now_s, is_waiting=reason is DrainReason.WAIT)
+        while unfinished and reason in _BY_THREAD and time.monotonic() < now_s + _SLICE_S:
+            unfinished = self._replay.serve_slice(now_s)
+        return unfinished
 
     def say_upstream(self, state: str | None) -> None:
         """Let every META say ``state`` from now on; see ``Meta.upstream``."""
@@ -554,6 +561,9 @@ _STALLED_AFTER_S = 0.005
 _LATE_S = 0.003
 """A thread that comes so late did not get the GIL until the interpreter took it away from the scheduler."""
 
+_LULL_AFTER_S = 0.003
+"""Until then a busy scheduler's next batch is waited for; to wake the thread for it costs its step a system call."""
+
 _LET_GO_S = 1.0
 """Time for another thread to end its drain, which takes milliseconds: also a ``close(0)`` closes its sockets."""
 
@@ -654,7 +664,7 @@ class ZmqEventPublisher(EventPublisher):
         self._backlog = (Backlog if self._hands_over else Bursts)(settings.max_queue_size)
         # True while batches are left to the thread: the scheduler publishes, and does not call ``idle()``.
         self._is_handing_over = False
-        self._drained_at_s = 0.0
+        self._drained_at_s = self._seen_called_at_s = 0.0
         self._closed: CloseReport | None = None
         self._close_by_s: float | None = None
         self._edge = open_stream_edge(settings, attn_dp_rank, context)  # noqa: SCH008 a publisher of SGLang's name listens once it is made
@@ -777,52 +787,54 @@ class ZmqEventPublisher(EventPublisher):
 
     def drain_for_scheduler(self, late_s: float) -> Look:
         """The thread's look: drain what was handed over, or when the scheduler has not drained lately."""
-        now = time.monotonic()
+        now, used_s = time.monotonic(), time.thread_time()
         is_prompt = self._backlog.is_prompt = late_s < _LATE_S
-        if self._is_handing_over and is_prompt:
-            return self._drain_handed_over(now)
-        if now - max(self._drained_at_s, self._backlog.last_s) < _STALLED_AFTER_S:
+        is_handed_over = self._is_handing_over
+        called_at_s = max(self._drained_at_s, self._backlog.last_s)
+        # Who comes late does not know whether the scheduler has stopped, or was kept from running as well.
+        is_active = now - called_at_s < _STALLED_AFTER_S or not (is_prompt or called_at_s == self._seen_called_at_s)
+        self._seen_called_at_s = called_at_s
+        if is_active and not (is_handed_over and is_prompt):
             return Look.DRAINING
         unfinished = False
         while self._closed is None:
             if not self._owner.acquire(blocking=False):
-                return Look.DRAINING
+                return Look.HANDED_OVER if is_handed_over else Look.DRAINING
             try:
-                unfinished = self._edge.drain(DrainReason.STALL, now) | self._edge.count_peers()
+                unfinished = self._drain_slice(now)
             finally:
                 self._owner.release()
             # A publish() that found the sockets taken has left its batch to whoever had them: that is us.
-            if not self._pending:
+            if is_handed_over or not self._pending:
                 break
+            now = time.monotonic()
         if self._close_by_s is not None:
             self._close_edge()
-        if unfinished or self._pending:
-            return Look.BUSY
-        return Look.WAITING if self._edge.has_waiting else Look.QUIET
+        return self._look_after(unfinished, now, used_s)
 
-    def _drain_handed_over(self, now_s: float) -> Look:
-        """Drain a slice. Whoever found the sockets taken meanwhile is seen after they were let go."""
-        had_work = bool(self._pending)
-        unfinished = False
-        if self._closed is None:
-            if not self._owner.acquire(blocking=False):
-                return Look.SHARING
-            try:
-                if had_work:
-                    unfinished = self._edge.drain(DrainReason.HANDED_OVER, now_s)
-                else:
-                    unfinished = self._edge.drain(DrainReason.STALL, now_s) | self._edge.count_peers()
-            finally:
-                self._owner.release()
-        if self._close_by_s is not None:
-            self._close_edge()
-        if time.monotonic() - now_s > _LATE_S:
+    def _drain_slice(self, now_s: float) -> bool:
+        """What the thread does at once; True while there is more. Where no batch waits, it also looks for peers."""
+        if self._is_handing_over and self._pending:
+            return self._edge.drain(DrainReason.HANDED_OVER, now_s)
+        return self._edge.drain(DrainReason.STALL, now_s) | self._edge.count_peers()
+
+    def _look_after(self, unfinished: bool, began_s: float, used_before_s: float) -> Look:
+        """When to look again, after a slice that began at ``began_s`` and at that time of the thread's processor."""
+        now = time.monotonic()
+        waited_s = now - began_s - (time.thread_time() - used_before_s)
+        if waited_s > _LATE_S:
             self._backlog.is_prompt = False
         if unfinished or self._pending:
-            return Look.SHARING
+            # Whoever has waited for the GIL just now has granted it to the scheduler.
+            return Look.SHARING if self._is_handing_over and waited_s < _SLICE_S else Look.BUSY
         if self._edge.has_waiting:
             return Look.WAITING
-        return Look.HANDED_OVER if had_work else Look.LULL
+        if not self._is_handing_over:
+            return Look.QUIET
+        if now - self._backlog.last_s > _LULL_AFTER_S:
+            return Look.LULL
+        self._backstop.soon_s = self._backlog.next_look_in_s(now)
+        return Look.HANDED_OVER
 
     def shutdown(self) -> None:
         """``close`` within ``SHUTDOWN_TIMEOUT`` seconds; safe to call twice."""

@@ -210,9 +210,8 @@ def test_poison_takes_no_number_and_no_good_event_along(opened: Open, ask_replay
 
 
 def test_no_replay_endpoint_keeps_nothing(opened: Open) -> None:
-    publisher = opened(replay_endpoint=None)
+    publisher = opened(replay_endpoint=None, send_mode="inline")
     publisher.publish(batch(1))
-    publisher.idle()
     stats = publisher.stats()
     assert publisher.replay_endpoint is None
     assert (stats.batches_sent, stats.batches_buffered, stats.bytes_buffered) == (1, 0, 0)
@@ -295,7 +294,9 @@ def test_shutdown_answers_an_open_replay_with_its_end(
     assert [client.recv_multipart()[-2] for _ in range(2)] == [bytes(8), publisher.END_SEQ]
 
 
-def test_sglangs_seven_parameters_go_before_the_config(open_socket: Callable[[int], zmq.Socket[bytes]]) -> None:
+def test_sglangs_seven_parameters_go_before_the_config(
+    open_socket: Callable[[int], zmq.Socket[bytes]], eventually: Eventually
+) -> None:
     config = KVEventsConfig(publisher="zmq", endpoint="tcp://127.0.0.1:0", bind=True, topic="config", buffer_steps=7)
     for given, topic in (({}, b"config"), ({"topic": "given"}, b"given")):
         publisher = ZmqEventPublisher(0, replay_endpoint="tcp://127.0.0.1:0", config=config, **given)
@@ -308,7 +309,7 @@ def test_sglangs_seven_parameters_go_before_the_config(open_socket: Callable[[in
             assert reader.recv_multipart()[0] == topic
             for _ in range(20):
                 publisher.publish(batch(1))
-            assert publisher.stats().batches_buffered == 7
+            eventually(lambda publisher=publisher: publisher.stats().batches_buffered == 7)
         finally:
             publisher.shutdown()
     with pytest.raises(ConfigError, match="hwm"):
@@ -449,9 +450,9 @@ def test_somebody_elses_destroy_does_not_reach_the_stream(opened: Open, read_rep
 
 def test_a_shared_context_that_is_destroyed_costs_counted_batches_and_no_step(opened: Open) -> None:
     shared: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    publisher = opened(endpoint="inproc://kv", replay_endpoint="inproc://replay", context=shared)
+    addresses = {"endpoint": "inproc://kv", "replay_endpoint": "inproc://replay"}
+    publisher = opened(**addresses, context=shared, send_mode="inline")
     publisher.publish(batch(1))
-    publisher.idle()
     shared.destroy(linger=0)
     for number in range(3):
         publisher.publish(batch(number))
@@ -499,7 +500,7 @@ def test_a_scheduler_that_only_idles_keeps_no_thread_awake(opened: Open, monkeyp
 
 
 def test_lag_is_the_age_of_what_waits(opened: Open) -> None:
-    publisher = opened(replay_endpoint=None)
+    publisher = opened(replay_endpoint=None, send_mode="inline")
     assert publisher.stats().lag_s == 0
     publisher.publish(batch(1))
     publisher.idle()

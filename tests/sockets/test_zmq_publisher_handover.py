@@ -47,7 +47,9 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The publisher's monotonic clock; it stands still unless the test moves it."""
     now = [1_000.0]
-    stopped = SimpleNamespace(monotonic=lambda: now[0], time=time.time, time_ns=time.time_ns)
+    stopped = SimpleNamespace(
+        monotonic=lambda: now[0], thread_time=time.thread_time, time=time.time, time_ns=time.time_ns
+    )
     monkeypatch.setattr(zmq_publisher, "time", stopped)
     return now
 
@@ -93,7 +95,9 @@ def test_a_thread_that_comes_late_leaves_the_sockets_to_publish(opened: Open, cl
     clock[0] += 0.02
     publisher.publish(batch(4))
     assert publisher.stats().batches_pending == 1
-    clock[0] += 0.02  # and stops calling: also a late look sends what is left
+    clock[0] += 0.02  # and stops calling. Who comes late does not know it yet: the scheduler may have been stopped too
+    assert publisher.drain_for_scheduler(late_s=0.005) is Look.DRAINING
+    clock[0] += 0.008
     assert publisher.drain_for_scheduler(late_s=0.005) is not Look.DRAINING
     assert publisher.stats().batches_pending == 0
 

@@ -49,7 +49,8 @@ class Interrupting(tuple[KVCacheEvent, ...]):
 
 def interrupted(number: int, handler: Callable[[], object]) -> EventBatch:
     Interrupting.handlers.append(handler)
-    return EventBatch(1.0, Interrupting((BlockRemoved((number,)),)))
+    # Two events, for a single one is not looked for by iterating.
+    return EventBatch(1.0, Interrupting((BlockRemoved((number,)), BlockRemoved((number,)))))
 
 
 class SleepingBackstop(Backstop):

@@ -165,7 +165,7 @@ def test_what_overflows_is_collapsed_and_nothing_is_lost(
         publisher.publish(KVEventBatch(1.0, (BlockRemoved((5,)),)))
 
     Republishing.publish_more = publish_more
-    publisher.publish(EventBatch(1.0, Republishing((BlockRemoved((200,)),))))
+    publisher.publish(EventBatch(1.0, Republishing((BlockRemoved((200,)), BlockRemoved((201,))))))
     events = read_replay(publisher.replay_endpoint)
     held: set[int] = set()
     for event in events:
