@@ -33,7 +33,7 @@ from msgspec import UNSET, UnsetType
 from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
 from scheduler_components.events import AllBlocksCleared, CheckedEvents, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.fork_hook import tell_of_forks
-from scheduler_components.kv_events.backlog import Backlog, Bursts, cost_of
+from scheduler_components.kv_events.backlog import MAX_WAITING, Backlog, Bursts, cost_of
 from scheduler_components.kv_events.codec import ENCODE_ERRORS, MAX_PAYLOAD_BYTES, BatchEncoder, halves, why_too_large
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
@@ -137,10 +137,12 @@ class ZmqLiveSender:
             if time.monotonic() >= until_s:
                 return
 
-    def send_until(self, deadline: float) -> None:
-        """Send what is pending until ``deadline`` (``time.monotonic``)."""
-        while self.pending and not self._is_torn and time.monotonic() < deadline:
+    def send_until(self, deadline: float, *, at_least: int) -> None:
+        """Send what is pending until ``deadline`` (``time.monotonic``), and ``at_least`` so many batches."""
+        num_sent = 0
+        while self.pending and not self._is_torn and (num_sent < at_least or time.monotonic() < deadline):
             self._send_batch(self.pending.popleft())
+            num_sent += 1
 
     def drop_pending(self) -> None:
         """Count what could not be sent any more."""
@@ -456,7 +458,7 @@ class ZmqStreamEdge:
 
     def close(self, deadline: float) -> bool:
         """Send, end and close everything; True when some peer had not taken all of it by ``deadline``."""
-        self.live.send_until(max(deadline, time.monotonic() + _SLICE_S))  # what was left to the thread is little
+        self.live.send_until(deadline, at_least=MAX_WAITING)  # no less than a call of publish() would send
         # The live tail goes first, for nobody can ask for it again. linger 0 would lose what libzmq has queued.
         now = time.monotonic()
         self.sockets.pub.close(linger=max(0, int((deadline - now) * 1000)))
