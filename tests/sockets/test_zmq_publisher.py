@@ -245,7 +245,7 @@ def test_a_life_after_a_step_back_of_the_clock_starts_above_the_earlier_one(
     monkeypatch.setattr("time.time_ns", lambda: clock_ns)
     highest = 0
     for life in range(3):
-        publisher = opened(attn_dp_rank=1, seq_base="clock", seq_floor_file=floor)
+        publisher = opened(attn_dp_rank=1, seq_base="clock", seq_floor_file=floor, send_mode="inline")
         publisher.publish(batch(life))
         first = publisher.stats().last_sequence - 1
         assert first > highest
@@ -263,7 +263,7 @@ def test_a_start_that_fails_lets_go_of_the_floor(opened: Open, tmp_path: Path) -
 
 
 def test_shutdown_sends_what_is_pending_and_lets_go(opened: Open, subscribe: Subscribe, connected: Connected) -> None:
-    publisher = opened()
+    publisher = opened(send_mode="inline")
     subscriber = subscribe(publisher.endpoint)
     connected(publisher.publish, subscriber)
     sent_before = publisher.stats().batches_sent
