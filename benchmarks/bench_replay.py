@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from benchmarks.measure import Goal, Measurement, Samples, Scale, percentile
 from benchmarks.processes import LoopResult, LoopSpec, Replays, run_loop
-from benchmarks.subjects import KIT, LIMIT
+from benchmarks.subjects import KIT, KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT
 
 NAME = "replay"
 _KEPT = 10_000
@@ -30,6 +30,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
         for client in ("prompt", "slow"):
             runs = _run(replace(spec, replay=client, subscribes=False), (KIT, *peers), scale)
             rows += _whole(f"{client} client, {loop}", runs, peers)
+    rows += _without_idle(scale, peers)
     last = replace(everything, kept=100, replay="last", subscribes=False)
     rows.append(_first_answer(_run(last, (KIT, LIMIT, *peers), scale)))
     for loop, spec in loops.items():
@@ -40,6 +41,31 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
         # Most of what is asked for has left the window: the kit answers with the base that it was folded into.
         folded = replace(spec, replay="loop", buffer_steps=_KEPT // 10, steps=2_000)
         rows += _live_meanwhile(f"{loop}, folded base", _run(folded, (KIT,), scale), waits=spec.loop == "waits")
+    return rows
+
+
+def _without_idle(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
+    """A scheduler that lets the GIL go and never calls ``idle()``: larger batches, and a window that is full."""
+    loop = "loop without idle()"
+    subjects = (KIT_WITHOUT_IDLE, KIT_INLINE, *peers)
+    spec = LoopSpec(
+        subject="", shape="64 events", steps=3_000, loop="lets go", kept=_KEPT, buffer_steps=_KEPT, subscribes=False
+    )
+    runs = _run(replace(spec, replay="prompt"), subjects, scale)
+    spans = _values(runs, lambda run: percentile(run.iteration_us, 99) / 1e3)
+    rows = _whole(f"prompt client, {loop}", runs, peers, ours=KIT_WITHOUT_IDLE, whole_goal=Goal(1.0))
+    ours = spans.pop(KIT_WITHOUT_IDLE)
+    rows.append(Measurement(NAME, f"iteration p99 while replaying, {loop}", "ms", ours, spans, Goal(1.0)))
+    crowd = replace(spec, replay="loop", num_clients=4, subscribes=True)
+    delays = _values(_run(crowd, subjects, scale), _live_p99_ms)
+    ours = delays.pop(KIT_WITHOUT_IDLE)
+    rows.append(Measurement(NAME, f"live p99 while four clients replay, {loop}", "ms", ours, delays, Goal(10.0)))
+    waits = replace(crowd, loop="waits", steps=1_500)
+    delays = _values(_run(waits, (KIT, *peers), scale), _live_p99_ms)
+    ours = delays.pop(KIT)
+    rows.append(
+        Measurement(NAME, "live p99 while four clients replay, loop that waits", "ms", ours, delays, Goal(10.0))
+    )
     return rows
 
 
@@ -61,15 +87,22 @@ def _replays(run: LoopResult) -> Replays:
     return run.replays
 
 
-def _whole(case: str, runs: dict[str, list[LoopResult]], peers: Sequence[str]) -> list[Measurement]:
+def _whole(
+    case: str,
+    runs: dict[str, list[LoopResult]],
+    peers: Sequence[str],
+    *,
+    ours: str = KIT,
+    whole_goal: Goal | None = None,
+) -> list[Measurement]:
     counts = _values(runs, lambda run: _replays(run).batches[0])
     ends = _values(runs, lambda run: float(_replays(run).ended[0]))
     spans = _values(runs, lambda run: _replays(run).whole_s[0])
-    goal = Goal(1.5, "SGLang") if "SGLang" in peers and min(ends["SGLang"]) else None
+    goal = whole_goal or (Goal(1.5, "SGLang") if "SGLang" in peers and min(ends["SGLang"]) else None)
     return [
-        Measurement(NAME, f"batches of {_KEPT:,}, {case}", "", counts.pop(KIT), counts, Goal(_KEPT, at_least=True)),
-        Measurement(NAME, f"end marker, {case}", "", ends.pop(KIT), ends, Goal(1, at_least=True)),
-        Measurement(NAME, f"time to the end, {case}", "s", spans.pop(KIT), spans, goal),
+        Measurement(NAME, f"batches of {_KEPT:,}, {case}", "", counts.pop(ours), counts, Goal(_KEPT, at_least=True)),
+        Measurement(NAME, f"end marker, {case}", "", ends.pop(ours), ends, Goal(1, at_least=True)),
+        Measurement(NAME, f"time to the end, {case}", "s", spans.pop(ours), spans, goal),
     ]
 
 

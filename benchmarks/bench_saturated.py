@@ -1,4 +1,7 @@
-"""A scheduler's loop that never lets go of the GIL: how late batches arrive, and how far the publisher falls behind."""
+"""A scheduler's loop that never lets go of the GIL: how late batches arrive, and how far the publisher falls behind.
+
+Nothing calls ``idle()`` here, for nothing waits; the window is full.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,49 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.measure import Goal, Measurement, Scale, percentile
 from benchmarks.processes import LoopResult, LoopSpec, run_loop
-from benchmarks.subjects import KIT, LIMIT, OFF
+from benchmarks.subjects import KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT, OFF
 
 NAME = "saturated"
-_STEPS = 15_000
-_SHAPE = "1 block"
+_STEPS = {"1 block": 15_000, "64 events": 4_000}
+_WINDOW = 500
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
     """Run the loop with publishing off, the kit, its peers and the limit, in turns."""
-    subjects = [OFF, KIT, LIMIT, *peers]
+    return [row for shape, steps in _STEPS.items() for row in _rows(shape, scale.of(steps), scale.turns, peers)]
+
+
+def _rows(shape: str, steps: int, turns: int, peers: Sequence[str]) -> list[Measurement]:
+    subjects = [OFF, KIT_WITHOUT_IDLE, KIT_INLINE, LIMIT, *peers]
     runs: dict[str, list[LoopResult]] = {subject: [] for subject in subjects}
-    for _ in range(scale.turns):
+    for _ in range(turns):
         for subject in subjects:
             spec = LoopSpec(
-                subject=subject, shape=_SHAPE, steps=scale.of(_STEPS), loop="never lets go", subscribes=subject != OFF
+                subject=subject,
+                shape=shape,
+                steps=steps,
+                loop="never lets go",
+                subscribes=subject != OFF,
+                kept=_WINDOW + 1 if subject != OFF else 0,
+                buffer_steps=_WINDOW,
             )
             runs[subject].append(run_loop(spec))
 
     def row(what: str, unit: str, goal: Goal | None, read: Callable[[LoopResult], float]) -> Measurement:
         has_off = what.startswith("loop")
         values = {name: [read(each) for each in runs[name]] for name in subjects if name != OFF or has_off}
-        ours = values.pop(KIT)
-        return Measurement(NAME, f"{what}, {scale.of(_STEPS):,} steps", unit, ours, values, goal)
+        ours = values.pop(KIT_WITHOUT_IDLE)
+        return Measurement(NAME, f"{what}, {shape}, {steps:,} steps", unit, ours, values, goal)
 
     return [
         row("delivery p50", "ms", None, lambda each: _delay_ms(each, 50)),
-        row("delivery p99", "ms", Goal(2.0), lambda each: _delay_ms(each, 99)),
+        row("delivery p99", "ms", Goal(5.0), lambda each: _delay_ms(each, 99)),
         row("undelivered at the end", "", Goal(8.0), lambda each: each.undelivered_at_end),
         row("publish() p50", "us", None, lambda each: percentile(each.publish_us, 50)),
+        row("publish() p99", "us", None, lambda each: percentile(each.publish_us, 99)),
         row("loop iteration p50", "us", None, lambda each: percentile(each.iteration_us, 50)),
-        row("loop iteration max", "us", Goal(0.05, "SGLang"), lambda each: max(each.iteration_us)),
+        row("loop iteration mean", "us", None, lambda each: sum(each.iteration_us) / len(each.iteration_us)),
+        row("loop iteration max", "us", None, lambda each: max(each.iteration_us)),
     ]
 
 

@@ -9,6 +9,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +26,9 @@ _LET_GO_S = 0.0002
 _BETWEEN_S = 0.002
 _CHILD_TIMEOUT_S = 120
 _SETTLE_S = 1.5
-"""The peers' threads have sent, and kept, all that was published before by then."""
+"""The peers' threads have sent, and kept, ``_SETTLES`` batches that were published before by then."""
+
+_SETTLES = 5_000
 
 R = TypeVar("R")
 
@@ -109,14 +112,14 @@ def _measure(subject: Subject, spec: LoopSpec, endpoint: str, replay_endpoint: s
     for step in range(spec.kept):
         _publish_one(subject, step, 0.0)
         subject.idle()
-    if spec.kept:
-        time.sleep(_SETTLE_S)
-    subscriber = replayer = None
+    time.sleep(_SETTLE_S * min(1.0, spec.kept / _SETTLES))
+    subscriber = None
     if spec.subscribes:
         subscriber = _Child("subscriber_process", {"endpoint": endpoint, "expected": spec.steps})
         subscriber.wait_until_ready(lambda: _warm_up(subject))
-    if spec.replay != "none":
-        replayer = _Child("replay_process", {"endpoint": replay_endpoint, "asks": spec.replay, "kept": spec.kept})
+    asks = {"endpoint": replay_endpoint, "asks": spec.replay, "kept": spec.kept}
+    replayers = [_Child("replay_process", asks) for _ in range(spec.num_clients if spec.replay != "none" else 0)]
+    for replayer in replayers:
         replayer.wait_until_ready(subject.idle)
     steps = range(0 if spec.works else spec.steps)
     prebuilt = [subject.make_batch(subject.make_events(step), time.time()) for step in steps]
@@ -124,8 +127,19 @@ def _measure(subject: Subject, spec: LoopSpec, endpoint: str, replay_endpoint: s
     result = _run_steps(subject, spec) if spec.works else _publish_all(subject, prebuilt)
     deliveries = subscriber.result(Delivery) if subscriber else None
     cpu_s = time.process_time() - cpu_before
-    replays = replayer.result(Replays) if replayer else None
+    replays = _together([each.result(Replays) for each in replayers])
     return msgspec.structs.replace(result, deliveries=deliveries, replays=replays, cpu_to_delivery_s=cpu_s)
+
+
+def _together(found: Sequence[Replays]) -> Replays | None:
+    if not found:
+        return None
+    return Replays(
+        **{field: list(chain.from_iterable(getattr(each, field) for each in found)) for field in _REPLAY_FIELDS}
+    )
+
+
+_REPLAY_FIELDS = Replays.__struct_fields__
 
 
 def main() -> None:

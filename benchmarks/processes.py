@@ -30,7 +30,8 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
         subscribes: start a subscriber process.
         kept: batches published before the loop, for replays, or to fill the window.
         buffer_steps: batches that the publisher keeps for replays.
-        replay: what the replay client does: ``"none"``, ``"prompt"``, ``"slow"``, ``"loop"`` or ``"last"``.
+        replay: what a replay client does: ``"none"``, ``"prompt"``, ``"slow"``, ``"loop"`` or ``"last"``.
+        num_clients: replay clients, each a process.
     """
 
     subject: str
@@ -42,6 +43,7 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
     kept: int = 0
     buffer_steps: int = 10_000
     replay: str = "none"
+    num_clients: int = 1
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +59,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replays(msgspec.Struct, frozen=True, kw_only=True):
-    """What the replay client got.
+    """What the replay clients got, one after the other.
 
     Attributes:
         batches: in each answer.

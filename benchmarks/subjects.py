@@ -13,10 +13,11 @@ from benchmarks.workloads import Shape
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
-__all__ = ["KIT", "KIT_WITHOUT_IDLE", "LIMIT", "OFF", "Subject", "open_subject"]
+__all__ = ["KIT", "KIT_INLINE", "KIT_WITHOUT_IDLE", "LIMIT", "OFF", "Subject", "open_subject"]
 
 KIT = "kit"
 KIT_WITHOUT_IDLE = "kit without idle()"
+KIT_INLINE = "kit, inline"
 LIMIT = "limit"
 OFF = "off"
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
@@ -65,11 +66,11 @@ class OffSubject:
 class KitSubject:
     """The kit's publisher, with replay: so a digest is kept of every batch."""
 
+    config = KVEventsConfig(bind=True)
+
     def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
         self._shape = shape
-        self._publisher = ZmqEventPublisher(
-            0, endpoint, replay_endpoint, buffer_steps, config=KVEventsConfig(bind=True)
-        )
+        self._publisher = ZmqEventPublisher(0, endpoint, replay_endpoint, buffer_steps, config=self.config)
         self.publish: Any = self._publisher.publish  # bare: no call of ours is timed
         self.idle: Any = self._publisher.idle
 
@@ -84,11 +85,17 @@ class KitSubject:
 
 
 class KitWithoutIdleSubject(KitSubject):
-    """The kit's publisher in a scheduler that does not know of ``idle``: ``publish()`` sends."""
+    """The kit's publisher in a scheduler that does not know of ``idle``: a thread sends, or ``publish()``."""
 
     def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
         super().__init__(shape, endpoint, replay_endpoint, buffer_steps)
         self.idle = lambda: None
+
+
+class KitInlineSubject(KitWithoutIdleSubject):
+    """The same with ``send_mode`` inline: ``publish()`` sends."""
+
+    config = KVEventsConfig(bind=True, send_mode="inline")
 
 
 class PeerEvents:
@@ -186,6 +193,8 @@ def open_subject(name: str, shape: Shape, endpoint: str, replay_endpoint: str, b
         return KitSubject(shape, endpoint, replay_endpoint, buffer_steps)
     if name == KIT_WITHOUT_IDLE:
         return KitWithoutIdleSubject(shape, endpoint, replay_endpoint, buffer_steps)
+    if name == KIT_INLINE:
+        return KitInlineSubject(shape, endpoint, replay_endpoint, buffer_steps)
     if name == LIMIT:
         return LimitSubject(shape, endpoint, replay_endpoint)
     return PeerSubject(name, shape, endpoint, replay_endpoint, buffer_steps)

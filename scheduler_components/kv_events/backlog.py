@@ -147,7 +147,8 @@ def cost_of(batch: EventBatch) -> float:
     try:
         events: Any = batch.events
         num_events, last = len(events), events[-1]
-        num_tokens = len(last.token_ids) if _has_tokens(type(last)) else 0
+        kind: object = type(last)
+        num_tokens = len(last.token_ids) if _has_tokens(kind) else 0
     except IndexError:
         return _BATCH_COST
     except (TypeError, AttributeError):
