@@ -19,6 +19,7 @@ import msgspec
 from scheduler_components.engines.sglang_load import (
     CountedWaitingQueue,
     Reporter,
+    SglangHybridPools,
     SglangLoadInquirer,
     SglangLoads,
     SglangPool,
@@ -78,11 +79,12 @@ class SglangComponents:
         settings_of: reads ``--kv-events-config`` with what the environment adds.
     """
 
-    __slots__ = ("_loads", "_parallel", "_queue", "_settings_of")
+    __slots__ = ("_kv_events", "_loads", "_parallel", "_queue", "_settings_of")
 
     def __init__(self, settings_of: BoundSettings) -> None:
         self._settings_of = settings_of
         self._parallel: ParallelState | None = None
+        self._kv_events: SglangKvEvents | None = None
         self._loads: SglangLoads | None = None
         self._queue: WaitingQueueAttribute | None = None
 
@@ -93,36 +95,39 @@ class SglangComponents:
         register(f"{_SCHEDULER}.init_kv_events_publisher", self.init_kv_events_publisher, around)
         register(f"{_SCHEDULER}.init_load_publisher", self.init_load_publisher, around)
         register(f"{_SCHEDULER}.init_load_inquirer", self.init_load_inquirer, around)
+        register(f"{_SCHEDULER}.process_batch_result", self.stepped, after)
         register("sglang.srt.mem_cache.common.match_kv_cache", self.matched, after)
 
     def init_kv_events_publisher(self, original: Callable[..., None], scheduler: Any) -> None:
         """Stand around the scheduler's method of this name."""
         try:
-            settings = self._settings_of(_observability().kv_events_config)
             self._parallel = _read_parallel_state()
-            if settings is not None:
-                scheduler.kv_events_publisher = open_kv_events(scheduler, self._parallel, settings)
-                return
         except ConfigError as error:
-            _log.error("SGLang's own publisher of KV events stays: %s", error)
-        original(scheduler)
+            _log.error("SGLang's scheduler keeps its own components: %s", error)
+        try:
+            settings = self._settings_of(_observability().kv_events_config)
+        except ConfigError:
+            settings = None  # SGLang's own component asks for a publisher, and is told what is wrong
+        if self._parallel is None or settings is None:
+            original(scheduler)
+        else:
+            self._kv_events = scheduler.kv_events_publisher = open_kv_events(scheduler, self._parallel, settings)
 
     def init_load_publisher(self, original: Callable[..., None], scheduler: Any) -> None:
         """Stand around the scheduler's method of this name."""
         why = _why_not_counted(scheduler)
         if self._parallel is None or why:
-            _log.warning("SGLang's own load inquirer and publisher stay%s", f": {why}" if why else "")
+            if why:
+                _log.warning("SGLang's own load inquirer and publisher stay: %s", why)
             original(scheduler)
             return
         self._loads = _make_loads(scheduler, self._parallel)
-        endpoint = _load_endpoint()
         publisher = LoadPublisher(parallel=self._parallel, load=self._loads, sink=NO_LOAD_SINK)
         try:
-            settings = self._settings_of(_observability().kv_events_config)
+            endpoint, settings = _load_endpoint(), self._settings_of(_observability().kv_events_config)
             if endpoint is not None and settings is not None:
-                publisher = open_load_publisher(
-                    settings.changed(load_endpoint=endpoint), parallel=self._parallel, load=self._loads
-                )
+                gauge = settings.changed(load_endpoint=endpoint)
+                publisher = open_load_publisher(gauge, parallel=self._parallel, load=self._loads)
         except ComponentError as error:
             _log.error("no load is published: %s", error)
         scheduler.load_publisher = SglangLoadPublisher(component=publisher)
@@ -141,6 +146,11 @@ class SglangComponents:
             work=scheduler,
             shapes=import_module("sglang.srt.managers.load_snapshot"),
         )
+
+    def stepped(self, *_: Any, **__: Any) -> None:
+        """Stand after each step: SGLang publishes while it decodes when it logs, every 40 steps."""
+        if self._kv_events is not None:
+            self._kv_events.publish_kv_events()
 
     def matched(self, _result: Any, request: Any, *_: Any, **__: Any) -> None:
         """Stand after ``match_kv_cache``: what is known to be cached of a request has changed."""
@@ -303,7 +313,12 @@ def _make_loads(scheduler: Any, parallel: ParallelState) -> SglangLoads:
     reporter = scheduler.metrics_reporter
     capacity_tokens = scheduler.max_total_num_tokens * scheduler.kv_shard_widening
     queues = SglangQueues(owner=scheduler, reporter=reporter)
-    pool = SglangPool(observer=scheduler.pool_stats_observer, page_size=scheduler.page_size)
+    pool: SglangPool | SglangHybridPools
+    size = {"capacity_tokens": scheduler.max_total_num_tokens, "page_size": scheduler.page_size}
+    if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm or scheduler.enable_hisparse:
+        pool = SglangHybridPools(observer=scheduler.pool_stats_observer, **size)
+    else:
+        pool = SglangPool(allocator=scheduler.token_to_kv_pool_allocator, cache=scheduler.tree_cache, **size)
     rates = SglangRates(
         reporter=reporter,
         queues=queues,

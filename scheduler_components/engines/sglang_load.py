@@ -22,6 +22,7 @@ from scheduler_components.values import LoadParts, LoadSnapshot, LoraLoad, Memor
 __all__ = [
     "CountedWaitingQueue",
     "SglangLoadInquirer",
+    "SglangHybridPools",
     "SglangLoads",
     "SglangPool",
     "SglangQueues",
@@ -264,41 +265,68 @@ class WaitingQueueAttribute:
         self.queue = queue
 
 
-class PoolObserver(Protocol):
-    """SGLang's ``SchedulerPoolStatsObserver``."""
+class TokenAllocator(Protocol):
+    """SGLang's allocator of a plain KV pool."""
 
-    max_total_num_tokens: int
+    def available_size(self) -> int:
+        """Free tokens."""
+        ...
 
-    def get_pool_stats(self) -> Any:
-        """Read the pool."""
+
+class EvictableCache(Protocol):
+    """SGLang's prefix cache."""
+
+    def evictable_size(self) -> int:
+        """Tokens that nobody uses now."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class SglangPool:
-    """The port ``PoolSource``.
+    """The port ``PoolSource`` of a plain KV pool."""
 
-    Attributes:
-        observer: SGLang's reading of its pools, hybrid ones included.
-        page_size: tokens per page.
-        token_usage: the fuller pool's share at the last reading of ``used_tokens``.
-    """
-
-    observer: PoolObserver
+    allocator: TokenAllocator
+    cache: EvictableCache
+    capacity_tokens: int
     page_size: int
-    token_usage: float = 0.0
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens of one rank's pool."""
-        return self.observer.max_total_num_tokens
 
     @property
     def used_tokens(self) -> int:
-        """Read the pool."""
+        """Tokens that are neither free nor evictable."""
+        return self.capacity_tokens - self.allocator.available_size() - self.cache.evictable_size()
+
+    def token_usage(self, load: LoadSnapshot) -> float:
+        """The share that a report of this pool says."""
+        return load.token_usage
+
+
+class PoolObserver(Protocol):
+    """SGLang's ``SchedulerPoolStatsObserver``."""
+
+    def get_pool_stats(self) -> Any:
+        """Read all pools."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangHybridPools:
+    """The port ``PoolSource`` of several pools (sliding windows, state spaces): the fuller one counts."""
+
+    observer: PoolObserver
+    capacity_tokens: int
+    page_size: int
+    _token_usage: float = 0.0
+
+    @property
+    def used_tokens(self) -> int:
+        """Read the pools as SGLang does."""
         used_tokens: int
-        used_tokens, self.token_usage = self.observer.get_pool_stats().get_kv_token_stats()
+        used_tokens, self._token_usage = self.observer.get_pool_stats().get_kv_token_stats()
         return used_tokens
+
+    def token_usage(self, _load: LoadSnapshot) -> float:
+        """The fuller pool's share, whose capacity is not that of the report."""
+        return self._token_usage
 
 
 @dataclass(slots=True, kw_only=True)
@@ -364,7 +392,7 @@ class SglangLoads:
 
     inquirer: LoadSource
     queues: SglangQueues
-    pool: SglangPool
+    pool: SglangPool | SglangHybridPools
     work: WorkCounter
     reporter: Reporter
     capacity_tokens: int
@@ -376,7 +404,7 @@ class SglangLoads:
             load,
             num_total_tokens=load.num_total_tokens - self.queues.num_chunked_tokens_left,
             max_total_num_tokens=self.capacity_tokens,
-            token_usage=self.pool.token_usage,
+            token_usage=self.pool.token_usage(load),
             utilization=self.reporter.stats.utilization,
             total_prefill_uncached_tokens=self.work.total_prefill_uncached_tokens,
             total_prefill_busy_us=self.work.total_prefill_busy_us,

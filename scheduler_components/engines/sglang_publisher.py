@@ -5,8 +5,10 @@ Written against SGLang 0.5.23, ``sglang/srt/disaggregation/kv_events.py``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +17,8 @@ from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPub
 from scheduler_components.values import PublisherStats
 
 __all__ = ["SglangBatch", "SglangEventPublisher", "open_sglang_publisher"]
+
+_log = logging.getLogger("sglang.scheduler_components")
 
 
 class SglangBatch(Protocol):
@@ -36,8 +40,8 @@ _KINDS: dict[str, type[KVCacheEvent]] = {kind.__name__: kind for kind in (BlockS
 def _converted(event: Any) -> KVCacheEvent:
     kind = _KINDS[type(event).__name__]
     values = {name: getattr(event, name) for name in type(event).__struct_fields__}
-    if values.get("medium") is not None:
-        values["medium"] = str(values["medium"].value)
+    if isinstance(values.get("medium"), Enum):
+        values["medium"] = values["medium"].value
     return kind(**values)
 
 
@@ -115,9 +119,7 @@ def open_sglang_publisher(settings: KVEventsConfig, dp_rank: int) -> SglangEvent
         ConfigError: a setting cannot work; nothing has been opened.
         StartError: the machine refused an address.
     """
-    return SglangEventPublisher(
-        dp_rank=dp_rank,
-        topic=settings.topic,
-        binds=settings.port_plan(dp_rank + 1).events.decide_bind(settings.bind),
-        stream=ZmqEventPublisher(dp_rank, config=settings),
-    )
+    stream = ZmqEventPublisher(dp_rank, config=settings)
+    _log.info("KV events of rank %d, by scheduler-components: %s", dp_rank, stream.endpoint)
+    binds = settings.port_plan(dp_rank + 1).events.decide_bind(settings.bind)
+    return SglangEventPublisher(dp_rank=dp_rank, topic=settings.topic, binds=binds, stream=stream)

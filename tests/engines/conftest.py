@@ -93,7 +93,7 @@ class SglangServer:
 
     Attributes:
         url: where it serves.
-        events_port: base port of its streams; their replay is at ``events_port + 10``.
+        events_port: base port of its streams; their replay is at ``events_port + 10``, its load at ``events_port + 5``.
         log: what it wrote so far.
     """
 
@@ -115,6 +115,7 @@ class SglangServer:
             *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--skip-server-warmup"),
             *("--mem-fraction-static", "0.3", "--max-total-tokens", "2048", "--page-size", "16", "--enable-metrics"),
             *("--host", "127.0.0.1", "--port", str(ports), "--random-seed", "7"),
+            *("--load-publish-endpoint", f"tcp://0.0.0.0:{self.events_port + 5}"),
             *("--kv-events-config", json.dumps(events), *args),
         ]
         (folder / "probe-1.dist-info").mkdir()
@@ -154,6 +155,12 @@ class SglangServer:
         with urllib.request.urlopen(request, timeout=300) as answer:
             return [one["output_ids"] for one in json.load(answer)]
 
+    def post(self, path: str, **body: object) -> None:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+        )
+        urllib.request.urlopen(request, timeout=60).close()
+
     def ask(self, prompts: list) -> dict:
         """What the probe says of each (dp rank, tp rank), once all schedulers have nothing to do."""
         self._questions += 1
@@ -184,6 +191,12 @@ def sglang_servers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -
             return server
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def free_block() -> Callable[[int], int]:
+    """Find neighbouring free ports; returns the lowest."""
+    return _free_block
 
 
 def _free_block(count: int) -> int:

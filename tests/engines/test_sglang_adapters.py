@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.engines.sglang import SglangPlugin, load_plugin
-from scheduler_components.engines.sglang_components import read_parallel_state
+from scheduler_components.engines.sglang_components import SglangComponents, read_parallel_state
 from scheduler_components.engines.sglang_load import CountedWaitingQueue, SglangQueues, WaitingQueueAttribute
 from scheduler_components.engines.sglang_publisher import SglangEventPublisher
 
@@ -354,3 +354,203 @@ def test_addresses_bind_where_sglangs_do(hooks: Hooks, endpoint: str, binds: boo
     assert settings is not None
     assert (settings.bind, settings.hwm, settings.max_queue_size) == (binds, 2**31 - 1, 2**31 - 1)
     assert (settings.endpoint, settings.replay_framing) == (endpoint, "topic")
+
+
+# The components over a scheduler of a few lines.
+
+
+class Shapes:
+    """``load_snapshot``: the structs are dictionaries and tuples here."""
+
+    LoadSnapshot = DisaggregationMetrics = dict
+    MemoryMetrics = SpeculativeMetrics = LoRAMetrics = QueueMetrics = staticmethod(lambda *values: values)
+
+
+class Batch:
+    reqs = (1, 2)
+
+
+class TinyScheduler:
+    """What the adapters read of SGLang's scheduler: three requests wait, one is half prefilled."""
+
+    max_total_num_tokens, page_size, max_running_requests, kv_shard_widening = 1_000, 16, 8, 2
+    is_hybrid_swa = is_hybrid_ssm = enable_hisparse = enable_hierarchical_cache = False
+    total_prefill_uncached_tokens, total_prefill_busy_us, decode_moment_totals = 77, 88, [2.0, 1.0]
+
+    def __init__(self) -> None:
+        stats = SimpleNamespace(
+            **dict.fromkeys(("num_grammar_queue_reqs", "num_paused_reqs", "num_retracted_reqs"), 1),
+            gen_throughput=12.345,
+            cache_hit_rate=0.12346,
+            utilization=0.55556,
+            kv_transfer_speed_gb_s=0.0,
+            kv_transfer_latency_ms=0.0,
+            lora_pool_slots_used=1,
+            lora_pool_slots_total=2,
+            lora_pool_utilization=0.5,
+            spec_accept_rate=0.25,
+        )
+        self.metrics_reporter = SimpleNamespace(
+            stats=stats, recent_cache_hit_rate=0.5, spec_total_num_accept_tokens=6, spec_total_num_forward_ct=4
+        )
+        self.policy = SimpleNamespace(waiting_queue_prefix_matched=lambda queue: False)
+        self.running_batch, self.chunked_req = Batch(), SimpleNamespace(seqlen=100, prefix_len=36)
+        self.token_to_kv_pool_allocator = SimpleNamespace(
+            available_size=lambda: 600, get_kvcache=lambda: SimpleNamespace(mem_usage=1.0)
+        )
+        self.tree_cache = SimpleNamespace(evictable_size=lambda: 150, take_events=list)
+        self.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+        self.disaggregation_mode = SimpleNamespace(value="null")
+        self.tp_worker = SimpleNamespace(
+            model_runner=SimpleNamespace(weight_load_mem_usage=0.12345), graph_memory_usage={}
+        )
+        self.ipc_channels = SimpleNamespace(send_metrics_from_scheduler=None)
+        self.waiting_queue = [Request(10, 4), Request(21), Request(31)]
+
+
+@pytest.fixture
+def parts(hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> SglangComponents:
+    """The hooks in an engine of two data-parallel replicas; this rank is the second."""
+    observability = SimpleNamespace(kv_events_config=ZMQ, load_publish_endpoint=None)
+    context = SimpleNamespace(
+        get_parallel=lambda: ParallelContext(
+            **dict.fromkeys(("tp_rank", "attn_tp_rank", "attn_dp_rank"), 0),
+            **dict.fromkeys(("tp_size", "attn_tp_size", "attn_dp_size"), 1),
+        ),
+        get_device=lambda: SimpleNamespace(gpu_id=0),
+        get_lora=lambda: SimpleNamespace(enable_lora=True),
+        get_observability=lambda: observability,
+    )
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.load_snapshot", Shapes)
+    theirs = sys.modules["sglang.srt.disaggregation.kv_events"]
+    monkeypatch.setattr(theirs, "resolve_load_pub_range", lambda **_: (None, None), raising=False)
+    return SglangComponents(SglangPlugin(environ=NAMED).publisher_settings)
+
+
+def nothing(scheduler: object) -> None:
+    """SGLang's method, whose component the hook replaces."""
+
+
+@pytest.fixture
+def composed(parts: SglangComponents) -> Iterator[TinyScheduler]:
+    class Composed(TinyScheduler):
+        """A class of its own, since an attribute of it is replaced."""
+
+    scheduler = Composed()
+    parts.init_kv_events_publisher(nothing, scheduler)
+    parts.init_load_publisher(nothing, scheduler)
+    parts.init_load_inquirer(nothing, scheduler)
+    yield scheduler
+    scheduler.kv_events_publisher.component.shutdown()
+
+
+def test_a_report_has_each_field_as_sglang_counts_it(composed: TinyScheduler) -> None:
+    report = composed.load_inquirer.get_loads()
+    assert report.pop("timestamp") > 0
+    assert report == {
+        "dp_rank": 1,
+        "num_running_reqs": 2,
+        "num_waiting_reqs": 3,
+        "num_waiting_uncached_tokens": 5 + 10 + 15 + 64,  # each rounded down; then the rest of the chunked request
+        "num_used_tokens": 250,
+        "num_total_tokens": 250 + 62,  # without the rest of the chunked request
+        "num_active_tokens": 250 + 62,
+        "max_total_num_tokens": 2_000,
+        "max_running_requests": 8,
+        "token_usage": 0.25,
+        "gen_throughput": 12.35,
+        "cache_hit_rate": 0.1235,
+        "utilization": 0.5556,
+        "total_prefill_uncached_tokens": 77,
+        "total_prefill_busy_us": 88,
+        "decode_moments": [2.0, 1.0],
+        "memory": (0.123, 1.0, 0, 2_000),
+        "speculative": (1.5, 0.25),
+        "lora": (1, 2, 0.5),
+        "disaggregation": {"mode": "null", "kv_transfer_speed_gb_s": 0.0, "kv_transfer_latency_ms": 0.0},
+        "queues": (3, 1, 1, 1, 0),
+    }
+    assert composed.load_inquirer.get_num_waiting_uncached_tokens() == 94
+    assert composed.load_inquirer._get_num_pending_tokens(chunk_deduct=30) == 62 + 64 - 30
+    composed.chunked_req = None
+    assert composed.load_inquirer._get_num_pending_tokens() == 62
+
+
+def test_a_new_match_reaches_the_report(composed: TinyScheduler, parts: SglangComponents) -> None:
+    composed.policy = SimpleNamespace(waiting_queue_prefix_matched=lambda queue: True)
+    composed.chunked_req = None
+    assert composed.load_inquirer.get_num_waiting_uncached_tokens() == 6 + 21 + 31
+    composed.waiting_queue[1].num_matched_prefix_tokens = 16
+    parts.matched(None, composed.waiting_queue[1], object())
+    assert composed.load_inquirer.get_num_waiting_uncached_tokens() == 6 + 5 + 31
+
+
+def test_a_bound_list_is_a_counted_one(composed: TinyScheduler) -> None:
+    composed.waiting_queue = composed.waiting_queue[:1]
+    assert composed.waiting_queue.totals() == (1, 10, 5)
+
+
+def test_events_go_out_after_each_step(composed: TinyScheduler, parts: SglangComponents) -> None:
+    taken = []
+    composed.kv_events_publisher.component.source = SimpleNamespace(take_events=lambda: taken.append(1) or [])
+    parts.stepped(None, composed, "batch", "result")
+    assert taken == [1]
+    assert composed.kv_events_publisher.enable_kv_cache_events
+    [source] = composed.kv_events_publisher.local_kv_event_sources(16)
+    assert source["dp_rank"] == 1
+
+
+def test_a_forced_report_goes_out_at_once(composed: TinyScheduler) -> None:
+    sent: list[object] = []
+    sink = SimpleNamespace(wants_load=True, send=sent.append, close=lambda: None)
+    publisher = composed.load_publisher
+    assert not publisher.enable
+    publisher.component.sink = sink
+    publisher.publish_load_stat(None, force=True, snapshot=object())
+    composed.running_batch = SimpleNamespace(reqs=[])
+    publisher.publish_load_stat(None)
+    assert len(sent) == 1  # the second came too soon
+    publisher.publish_load_stat(None, force=True)
+    assert [load.num_running_reqs for load in sent] == [2, 0]
+    publisher.close()
+    assert not publisher.enable
+
+
+@pytest.mark.parametrize("kind", ["disaggregation_mode", "enable_hierarchical_cache"])
+def test_queues_that_change_unseen_keep_sglangs_own_inquirer(
+    parts: SglangComponents, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    scheduler, called = TinyScheduler(), []
+    setattr(scheduler, kind, SimpleNamespace(value="prefill"))
+    parts.init_kv_events_publisher(nothing, scheduler)
+    parts.init_load_publisher(called.append, scheduler)
+    parts.init_load_inquirer(called.append, scheduler)
+    scheduler.kv_events_publisher.component.shutdown()
+    assert called == [scheduler, scheduler]
+    assert type(scheduler.waiting_queue) is list
+    assert [record.levelname for record in caplog.records if "stay" in record.message] == ["WARNING"]
+
+
+def test_a_rank_without_a_stream_opens_none(parts: SglangComponents, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = sys.modules["sglang.srt.runtime_context"]
+    monkeypatch.setattr(context, "get_parallel", ParallelContext)
+    scheduler = TinyScheduler()
+    parts.init_kv_events_publisher(nothing, scheduler)
+    events = scheduler.kv_events_publisher
+    assert (events.enable_kv_cache_events, events.local_kv_event_sources(16)) == (False, [])
+    events.publish_kv_events()
+    events.emit_kv_metrics()
+
+
+def test_a_parallel_state_that_does_not_fit_leaves_everything_as_it_is(
+    parts: SglangComponents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = sys.modules["sglang.srt.runtime_context"]
+    monkeypatch.setattr(context, "get_parallel", lambda: ParallelContext(attn_tp_rank=4))
+    scheduler, called = TinyScheduler(), []
+    for hook in (parts.init_kv_events_publisher, parts.init_load_publisher, parts.init_load_inquirer):
+        hook(called.append, scheduler)
+    assert called == [scheduler] * 3
+    [record] = caplog.records
+    assert "keeps its own components: attn_tp_rank=4" in record.message

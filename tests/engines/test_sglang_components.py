@@ -1,0 +1,212 @@
+"""Inside a real SGLang: this kit's components in its scheduler, beside a server that runs with its own.
+
+The probe keeps what each server's cache recorded and what its scheduler sent. In the scheduler with this kit's
+components, it asks SGLang's own load inquirer too, in every step.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("sglang", reason="`make engines` makes an environment with sglang")
+
+from msgspec.structs import asdict
+from prometheus_client.parser import text_string_to_metric_families
+
+from observability import StreamState, discover, open_subscriber
+from scheduler_components.cache import hash_pages
+from scheduler_components.load import open_zmq_load_reader
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
+
+OWN = {"SGLANG_PLUGINS": "probe"}
+COMPOSED = {
+    "SGLANG_PLUGINS": "scheduler_components,probe",
+    "SCHEDULER_COMPONENTS_KV_EVENTS": '{"components": true}',
+}
+SMALL = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
+PAGE = 16
+DEADLINE_S = 60.0
+OURS = ["sglang_components", "sglang_load", "sglang_components"]
+
+
+def texts(count: int, seed: int, most: int = 96) -> list[list[int]]:
+    rng = random.Random(seed)
+    made: list[list[int]] = []
+    for at in range(count):
+        head = rng.choice(made)[: PAGE * 2] if at % 3 == 2 else []
+        made.append([*head, *(rng.randrange(10, 1_000) for _ in range(rng.randrange(32, most)))])
+    return made
+
+
+def serve(server) -> list:
+    """Prompts one by one, so that two servers take the same steps: chunked ones, salted ones, a flush, evictions."""
+    answers = [server.generate([text])[0] for text in texts(20, seed=1, most=300)]
+    answers += [server.generate([text], cache_salt="tenant", session_id="chat")[0] for text in texts(6, seed=1)]
+    server.post("/flush_cache")
+    return answers + [server.generate([text], max_new_tokens=50)[0] for text in texts(25, seed=2)]
+
+
+@dataclass
+class Served:
+    server: object
+    answers: list
+    inside: dict
+    """What the probe of the first rank says."""
+
+
+@pytest.fixture(scope="module")
+def both(sglang_servers: Callable) -> Iterator[tuple[Served, Served]]:
+    """SGLang as it is, and with the components, after the same requests."""
+    with ThreadPoolExecutor(2) as pool:
+        starting = [pool.submit(sglang_servers, *SMALL, **env) for env in (OWN, COMPOSED)]
+        servers = [one.result() for one in starting]
+    served = [(server, serve(server)) for server in servers]
+    yield tuple(Served(server, answers, server.ask([])[0, 0]) for server, answers in served)
+
+
+def test_the_components_are_in_their_places(both: tuple[Served, Served]) -> None:
+    own, composed = both
+    assert [part.rpartition(".")[2] for part in composed.inside["parts"]] == OURS
+    assert not any(part.startswith("scheduler_components") for part in own.inside["parts"])
+
+
+def test_requests_get_the_same_tokens(both: tuple[Served, Served]) -> None:
+    own, composed = both
+    assert own.answers == composed.answers
+
+
+def test_the_cache_records_the_same_events(both: tuple[Served, Served]) -> None:
+    own, composed = both
+    assert len(own.inside["events"]) > 100
+    assert own.inside["events"] == composed.inside["events"]
+
+
+def test_kv_metrics_are_the_same(both: tuple[Served, Served]) -> None:
+    own, composed = both
+    assert len(own.inside["kv_metrics"]) > 40
+    assert own.inside["kv_metrics"] == composed.inside["kv_metrics"]
+
+
+MEASURED = {"timestamp", "gen_throughput", "total_prefill_busy_us", "decode_moments", "memory"}
+"""Times, and memory that SGLang finds by what the machine has left. Within one server they are compared too."""
+
+
+def test_load_routes_say_the_same(both: tuple[Served, Served]) -> None:
+    loads = [json.loads(one.server.get("/v1/loads"))["loads"][0] for one in both]
+    assert loads[0].keys() == loads[1].keys() > MEASURED
+    assert [loads[0][name] for name in loads[0].keys() - MEASURED] == [
+        loads[1][name] for name in loads[0].keys() - MEASURED
+    ]
+
+
+def test_the_load_gauge_says_the_same(both: tuple[Served, Served]) -> None:
+    stats = []
+    for one in both:
+        with closing(open_zmq_load_reader([f"tcp://127.0.0.1:{one.server.events_port + 5}"])) as reader:
+            deadline_s = time.monotonic() + DEADLINE_S
+            while not reader.read(1.0).samples:
+                assert time.monotonic() < deadline_s
+            [sample] = reader.view.samples.values()
+            assert reader.bad == 0
+            stats.append(asdict(sample.stat))
+    fields = list(stats[0])[:10]  # SGLang's; this kit's own follow
+    for name in (*fields[:9], "total_prefill_uncached_tokens"):
+        assert stats[0][name] == stats[1][name], name
+
+
+def test_the_description_for_readers_is_the_same(both: tuple[Served, Served]) -> None:
+    described = []
+    for one in both:
+        events = json.loads(one.server.get("/server_info"))["kv_events"]
+        ports = [key for key in events if "port" in key]
+        described.append(events | {key: events[key] - one.server.events_port for key in ports})
+    assert described[0] == described[1]
+    assert "load_endpoint_port_base" in described[0]
+
+
+def test_metrics_are_the_same_but_for_times(both: tuple[Served, Served]) -> None:
+    pages = []
+    for one in both:
+        samples = {}
+        for family in text_string_to_metric_families(one.server.get("/metrics").decode()):
+            for sample in family.samples:
+                labels = {name: value for name, value in sample.labels.items() if name != "pid"}
+                samples[sample.name, tuple(sorted(labels.items()))] = sample.value
+        pages.append(samples)
+    # The routes are asked by this test as often as it needs.
+    left_out = ("seconds", "latency", "throughput", "time", "memory", "_created", "http_", "fwd_occupancy")
+    own, composed = (
+        {key: value for key, value in page.items() if not any(word in key[0] for word in left_out)} for page in pages
+    )
+    assert len(own) > 50
+    assert own == composed
+
+
+def test_every_load_report_is_equal_to_sglangs_own(both: tuple[Served, Served], record_property: Callable) -> None:
+    """1,100 requests wait at once; some are aborted."""
+    server = both[1].server
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(server.generate, texts(1_100, seed=3), max_new_tokens=2)
+        long.result()
+        aborted = pool.submit(server.generate, texts(200, seed=4), max_new_tokens=50)
+        while json.loads(server.get("/v1/loads"))["loads"][0]["num_waiting_reqs"] < 100:
+            assert not aborted.done()
+        server.post("/abort_request", abort_all=True)
+        aborted.result()
+    inside = server.ask([])[0, 0]
+    assert inside["different"] == []
+    assert inside["reports"] > 500
+    assert inside["most_waiting"] > 1_000
+    record_property("costs_us", json.dumps(inside["costs_us"]))  # shown by --junit-xml; a test asserts no time
+
+
+def told_while_another_decodes(server) -> None:
+    """A short answer's blocks are told in its last step. SGLang would wait for its next line in the log."""
+    short, long = texts(2, seed=7)
+    with open_subscriber(discover(server.url)) as subscriber, ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(server.generate, [long], max_new_tokens=600)
+        answer = server.generate([short], max_new_tokens=40)[0]
+        expected = set(hash_pages([*short, *answer][:-1], PAGE))
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not expected <= subscriber.blocks(0):
+            subscriber.poll(0.01)
+            assert time.monotonic() < deadline_s
+        assert not decoding.done()
+        decoding.result()
+
+
+def test_two_ranks_speak_as_one(sglang_servers: Callable) -> None:
+    """TP 2, with a policy that matches what waits, and with retractions."""
+    server = sglang_servers(
+        *("--tp-size", "2", "--schedule-policy", "lpm", "--decode-log-interval", "1000000", *SMALL),
+        **COMPOSED,
+        SGLANG_CPU_OMP_THREADS_BIND="0|1",
+        SGLANG_TEST_RETRACT="1",
+    )
+    answered = [[*text, *server.generate([text])[0]] for text in texts(40, seed=5)]
+    told_while_another_decodes(server)
+    server.generate(texts(120, seed=6), max_new_tokens=12)
+    inside = server.ask(answered)
+    assert [rank["different"] for rank in inside.values()] == [[], []]
+    assert all(rank["reports"] > 50 and rank["most_waiting"] > 50 for rank in inside.values())
+    assert (bool(inside[0, 0]["kv_metrics"]), bool(inside[0, 1]["kv_metrics"])) == (True, False)
+    addresses = discover(server.url)
+    assert len(addresses) == 1
+    with open_subscriber(addresses) as subscriber:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while subscriber.stats()[0].state is not StreamState.LIVE:
+            subscriber.poll(0.05)
+            assert time.monotonic() < deadline_s, subscriber.stats()
+        blocks = subscriber.blocks(0)
+        assert len(blocks) * PAGE == inside[0, 0]["total"]
+        found = zip(answered, inside[0, 0]["prompts"], strict=True)
+        assert {block for text, tokens in found for block in hash_pages(text[:tokens], PAGE)} <= blocks
