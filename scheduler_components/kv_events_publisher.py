@@ -151,6 +151,15 @@ class SchedulerKvEventsPublisher:
         else:
             self.failures.succeeded(_WAITING)
 
+    def flush(self) -> None:
+        """Hand on and send what was recorded since the last step. Call it before a wait for requests.
+
+        A cache that is flushed while the engine is idle records it outside of any step; readers would keep what is gone
+        until the next request comes.
+        """
+        self.publish_kv_events()
+        self.idle()
+
     def emit_kv_metrics(self) -> None:
         """Send this rank's slots and blocks to the serving process; ranks that do not report send nothing."""
         if not self.metrics_sink.wants_metrics or not self.parallel.reports_metrics:

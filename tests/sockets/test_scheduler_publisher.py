@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from scheduler_components import BlockRemoved, KVCacheEvent, ParallelState, SchedulerKvEventsPublisher
+from observability.kv_stream import bare_address, open_subscriber
+from scheduler_components import BlockRemoved, KVCacheEvent, ParallelState, RadixCache, SchedulerKvEventsPublisher
 from scheduler_components.kv_events import BatchDecoder, NullEventPublisher, ZmqEventPublisher
 
 Ask = Callable[..., list[list[bytes]]]
@@ -66,3 +67,27 @@ def test_each_independent_cache_is_one_stream(
         for publisher in publishers:
             publisher.shutdown()
     assert [publisher.failures.total for publisher in publishers] == [0] * 4
+
+
+@pytest.mark.parametrize("waits_for_device", [True, False])
+def test_a_flush_between_steps_reaches_readers_though_no_step_follows(waits_for_device: bool) -> None:
+    """The cache is emptied after the last step; before it waits for requests, the scheduler flushes."""
+    cache = RadixCache(page_size=2, capacity_tokens=16, record=True)
+    publisher = SchedulerKvEventsPublisher.open(CONFIG, parallel=ParallelState.trivial(), source=cache)
+    try:
+        assert isinstance(publisher.sink, ZmqEventPublisher)
+        address = bare_address(publisher.sink.endpoint, replay=publisher.sink.replay_endpoint)
+        with open_subscriber([address]) as reader:
+            cache.insert([1, 2, 3, 4], cache.allocate(2))
+            publisher.publish_kv_events()
+            if waits_for_device:
+                publisher.idle()  # the next batch may wait for the next idle
+            assert reader.wait_until(0, 0, 20)
+            assert reader.blocks(0) == frozenset(cache.block_hashes())
+            cache.clear()
+            publisher.flush()
+            assert publisher.stats().batches_sent == 2  # sent, not left to the backstop
+            assert reader.wait_until(0, 1, 20)
+            assert reader.blocks(0) == frozenset()
+    finally:
+        publisher.shutdown()

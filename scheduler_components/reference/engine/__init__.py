@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         CacheDump,
         Command,
         DumpCache,
+        FlushCache,
         LoadReport,
         OutputSocket,
         PoolPlace,
@@ -109,6 +110,7 @@ __all__ = [
     "Command",
     "DeviceTier",
     "DumpCache",
+    "FlushCache",
     "Engine",
     "EngineConfig",
     "EngineFailedError",
@@ -214,10 +216,10 @@ __getattr__ = lazy_names(
             "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint bind_http make_app open_http_server parse_body"
         ),
         "scheduler_components.reference.engine.messages": (
-            "ALIVE_EVERY_S FRONT AbortRequest CacheDump Command DumpCache LoadReport OutputSocket PoolPlace PoolRead "
-            "RankAlive RankReady ReadPool Report RequestRefused StepInput SubmitRequest decode_command decode_outputs "
-            "decode_report decode_step encode encode_outputs pack_hashes pack_tokens unpack_hash_array unpack_hashes "
-            "unpack_tokens"
+            "ALIVE_EVERY_S FRONT AbortRequest CacheDump Command DumpCache FlushCache LoadReport OutputSocket "
+            "PoolPlace PoolRead RankAlive RankReady ReadPool Report RequestRefused StepInput SubmitRequest "
+            "decode_command decode_outputs decode_report decode_step encode encode_outputs pack_hashes pack_tokens "
+            "unpack_hash_array unpack_hashes unpack_tokens"
         ),
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
         "scheduler_components.reference.engine.rank_loop": (

@@ -248,6 +248,18 @@ class Engine:
         await self._expect(all_answered, "not all ranks dumped their caches")
         return dict(dumps)
 
+    async def flush_caches(self) -> bool:
+        """Let all ranks forget their cached prefixes and say so on their streams, also while they are idle.
+
+        Returns:
+            False where a rank still has cached blocks: requests in flight keep its cache as it is.
+
+        Raises:
+            EngineFailedError: a rank did not answer in time.
+        """
+        self.front.flush_caches()
+        return not any(dump.block_hashes for dump in (await self.dump_caches()).values())
+
     @property
     def num_ranks(self) -> int:
         """Data-parallel ranks: one pool and one stream each."""

@@ -34,6 +34,7 @@ from scheduler_components.reference.engine.messages import (
     CacheDump,
     Command,
     DumpCache,
+    FlushCache,
     LoadReport,
     PoolRead,
     RankAlive,
@@ -305,6 +306,11 @@ class Front:
         """Let every rank dump its cache; ``board.dumps`` fills as they answer with this number."""
         for replica in range(len(self.leaders)):
             self._send(replica, DumpCache(dump_id))
+
+    def flush_caches(self) -> None:
+        """Let every rank that has no work in flight forget its cached prefixes."""
+        for replica in range(len(self.leaders)):
+            self._send(replica, FlushCache())
 
     def ask_for_pool(self, replica: int, read_id: int) -> None:
         """Let a replica read its pool after its next step; ``board.pools`` has the answer with this number."""

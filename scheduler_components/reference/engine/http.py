@@ -22,7 +22,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -333,9 +333,19 @@ class EngineStatus:
 
 
 def make_app(engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False) -> Starlette:
-    """Every route of the engine: ``/generate``, the status routes, and ``/kv_pool`` where it is asked for."""
+    """Every route of the engine.
+
+    ``/generate``, ``/flush_cache``, the status routes, and ``/kv_pool`` where it is asked for.
+    """
+
+    async def flush_cache(_: Request) -> Response:
+        if await engine.flush_caches():
+            return PlainTextResponse("Cache flushed.\n")
+        return error_response(400, "the cache is kept, for requests are in flight")
+
     generate = Route("/generate", GenerateEndpoint(front=engine.front), methods=["POST"])
-    routes = [generate, *status_routes(EngineStatus(engine=engine), registry=registry)]
+    flush = Route("/flush_cache", flush_cache, methods=["POST"])
+    routes = [generate, flush, *status_routes(EngineStatus(engine=engine), registry=registry)]
     return Starlette(routes=[*routes, kv_pool_route(engine)] if kv_pool else routes)
 
 

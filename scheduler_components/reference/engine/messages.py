@@ -30,6 +30,7 @@ __all__ = [
     "CacheDump",
     "Command",
     "DumpCache",
+    "FlushCache",
     "PoolPlace",
     "PoolRead",
     "RankAlive",
@@ -91,7 +92,11 @@ class ReadPool(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True)
     read_id: int
 
 
-Command = SubmitRequest | AbortRequest | DumpCache | ReadPool
+class FlushCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Every rank of the replica forgets its cached prefixes, unless it has work in flight. Not answered."""
+
+
+Command = SubmitRequest | AbortRequest | DumpCache | ReadPool | FlushCache
 
 
 class StepInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

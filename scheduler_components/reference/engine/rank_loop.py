@@ -26,6 +26,7 @@ from scheduler_components.reference.engine.messages import (
     CacheDump,
     Command,
     DumpCache,
+    FlushCache,
     LoadReport,
     PoolPlace,
     PoolRead,
@@ -178,6 +179,8 @@ class StepExecutor:
             self._submit(command)
         elif isinstance(command, AbortRequest):
             self.scheduler.abort(command.rid)
+        elif isinstance(command, FlushCache):
+            self.scheduler.flush_cache()
 
     def _submit(self, command: SubmitRequest) -> None:
         self.scheduler.book.work.took_in(FRONT, command.ticket)
@@ -261,6 +264,7 @@ class Leader:
         """
         scheduler = self.executor.scheduler
         scheduler.output.flush()
+        scheduler.kv_events.flush()
         scheduler.metrics.emit()
         for publisher in self.load_publishers:
             publisher.flush()

@@ -125,6 +125,36 @@ def test_streams_on_ports_of_the_system_are_advertised_and_found(private_tmp: Pa
     run_engine(scenario, attrs.evolve(SMALL, kv_events=json.dumps({"publisher": "zmq"} | settings)))
 
 
+def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> None:
+    """No request comes after it, and the cache is really empty. With work in flight it is refused."""
+
+    async def scenario(engine: Engine) -> None:
+        app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
+        addresses = addresses_in(dict(EngineStatus(engine=engine).server_info()), worker_url("http://127.0.0.1:1"))
+        async with (
+            httpx.AsyncClient(transport=app, base_url="http://engine") as client,
+            open_async_subscriber(addresses) as reader,
+        ):
+            await asyncio.gather(*(generate(engine, wanted(range(64))) for _ in range(4)))
+            await engine.wait_until_idle()
+            before = await engine.dump_caches()
+            for rank in (0, 1):
+                assert before[2 * rank].block_hashes
+                assert await reader.wait_until(rank, before[2 * rank].last_sequence, 20)
+            flushed = await client.post("/flush_cache")
+            assert (flushed.status_code, flushed.text) == (200, "Cache flushed.\n")
+            for rank in (0, 1):
+                assert await reader.wait_until(rank, before[2 * rank].last_sequence + 1, 20)
+                assert reader.blocks(rank) == frozenset()
+            asked = [asyncio.ensure_future(generate(engine, wanted(range(64), 400))) for _ in range(4)]
+            while not (await engine.dump_caches())[0].block_hashes:
+                await asyncio.sleep(0)
+            assert (await client.post("/flush_cache")).status_code == 400
+            await asyncio.gather(*asked)
+
+    run_engine(scenario, attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)))
+
+
 def test_kv_metrics_of_each_replica_arrive(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
         while set(engine.kv_metrics) != {0, 1}:  # the receiver looks four times a second

@@ -21,6 +21,7 @@ from scheduler_components.reference.engine import (
     CacheDump,
     Command,
     DumpCache,
+    FlushCache,
     LoadReport,
     PoolPlace,
     PoolRead,
@@ -50,6 +51,7 @@ counts = st.integers(0, 2**40)
 rids = st.text(min_size=1, max_size=20)
 
 commands = st.one_of(
+    st.builds(FlushCache),
     st.builds(
         SubmitRequest,
         rids,
