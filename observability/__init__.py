@@ -17,11 +17,13 @@ if TYPE_CHECKING:
         CATALOG,
         EVERY_METRIC,
         HISTOGRAMS,
+        INFOS,
         OUTPUT_METRICS,
         SECTIONS,
         SGLANG_PREFIX,
         STREAM_CATALOG,
         STREAM_STATE,
+        InfoMetric,
         Metric,
         Section,
         render_markdown,
@@ -114,11 +116,13 @@ __all__ = [
     "StreamReport",
     "RuleResult",
     # the catalogue
+    "InfoMetric",
     "Metric",
     "Section",
     "SECTIONS",
     "CATALOG",
     "HISTOGRAMS",
+    "INFOS",
     "OUTPUT_METRICS",
     "EVERY_METRIC",
     "STREAM_CATALOG",
@@ -132,8 +136,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "observability.catalog": (
-            "CATALOG EVERY_METRIC HISTOGRAMS OUTPUT_METRICS SECTIONS SGLANG_PREFIX STREAM_CATALOG STREAM_STATE "
-            "Metric Section render_markdown render_stream_markdown"
+            "CATALOG EVERY_METRIC HISTOGRAMS INFOS OUTPUT_METRICS SECTIONS SGLANG_PREFIX STREAM_CATALOG STREAM_STATE "
+            "InfoMetric Metric Section render_markdown render_stream_markdown"
         ),
         "observability.conformance": "ConformanceReport RuleResult StreamReport examine_conformance",
         "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream examine exit_code report_json",

@@ -16,6 +16,7 @@ import attrs
 from scheduler_components import HistogramSnapshot, SchedulerStats
 
 __all__ = [
+    "InfoMetric",
     "Metric",
     "Section",
     "SECTIONS",
@@ -25,6 +26,7 @@ __all__ = [
     "LOAD_AGE",
     "RANKS_REFUSED",
     "PAGES_UNREAD",
+    "INFOS",
     "EVERY_METRIC",
     "STREAM_STATE",
     "STREAM_CATALOG",
@@ -77,12 +79,43 @@ class Metric:
         return value
 
     def _find(self, stats: SchedulerStats) -> object:
-        value: object = stats
-        for attribute in self.path.split("."):
-            value = getattr(value, attribute)
-            if value is None:
-                return None
-        return value
+        return _find(stats, self.path)
+
+
+def _find(stats: SchedulerStats, path: str) -> object:
+    value: object = stats
+    for attribute in path.split("."):
+        value = getattr(value, attribute)
+        if value is None:
+            return None
+    return value
+
+
+@attrs.frozen(kw_only=True)
+class InfoMetric:
+    """A gauge whose labels carry what it says; each rank has one sample at a time.
+
+    Attributes:
+        name: without prefix; vLLM's name of it is the same.
+        help: one sentence for a person.
+        path: the field that has the value; empty for a value of 1.
+        labels: label and the field that has its value; a tuple of texts is joined by commas.
+    """
+
+    name: str
+    help: str
+    labels: tuple[tuple[str, str], ...]
+    path: str = ""
+
+    def read(self, stats: SchedulerStats) -> tuple[dict[str, str], float] | None:
+        """Return labels and value; None where the engine has no such part, or leaves it at 0."""
+        found = {label: _find(stats, path) for label, path in self.labels}
+        if any(value is None or value == 0 for value in found.values()):
+            return None
+        value = _find(stats, self.path) if self.path else 1
+        assert isinstance(value, int | float), f"{self.path} is {value!r}"
+        texts = {label: ",".join(each) if isinstance(each, tuple) else str(each) for label, each in found.items()}
+        return texts, value
 
 
 ReadFrom = Literal["step", "outputs", "collector", "stream"]
@@ -419,6 +452,30 @@ HISTOGRAMS = tuple(metric for metric in _read_from("step") if metric.kind == "hi
 OUTPUT_METRICS = _read_from("outputs")
 """Read from ``OutputStats`` at a scrape, so that no step pays for them; labelled as ``CATALOG`` is."""
 
+# fmt: off
+INFOS = (
+    InfoMetric(
+        name="cache_config_info",
+        help="The KV pool: tokens per page and pages, by SGLang's labels and by vLLM's.",
+        labels=(
+            ("page_size", "load.page_size"), ("num_pages", "load.num_pages"),
+            ("block_size", "load.page_size"), ("num_gpu_blocks", "load.num_pages"),
+        ),
+    ),
+    InfoMetric(
+        name="lora_requests_info",
+        help="Adapters of running and of waiting requests, and adapter slots; the value is the time of the report.",
+        path="load.timestamp",
+        labels=(
+            ("max_lora", "load.lora.slots_total"),
+            ("running_lora_adapters", "load.lora.running_adapters"),
+            ("waiting_lora_adapters", "load.lora.waiting_adapters"),
+        ),
+    ),
+)
+# fmt: on
+"""What the model-server contract of Kubernetes' gateway reads beside requests and tokens (``SchedulerStats`` too)."""
+
 EVERY_METRIC = (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, *_read_from("collector"))
 """What a scheduler's processes expose and the dashboard may draw: all but the metrics of followed streams."""
 
@@ -437,6 +494,12 @@ def render_markdown() -> str:
             lines += ["", f"## {section.title}", ""]
             lines += ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
             lines += map(_row, section.metrics)
+    lines += ["", "## For Kubernetes' gateway", ""]
+    lines += ["| Metric | Kind | Labels | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
+    for info in INFOS:
+        labels = ", ".join(f"`{label}`" for label, _ in info.labels)
+        name = f"`{VLLM_PREFIX}{info.name}`"
+        lines.append(f"| `{SGLANG_PREFIX}{info.name}` | gauge | {labels} | {info.help} | {name} |")
     return "\n".join(lines[1:]) + "\n"
 
 

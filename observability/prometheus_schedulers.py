@@ -24,12 +24,14 @@ from prometheus_client.registry import Collector
 from observability.catalog import (
     CATALOG,
     HISTOGRAMS,
+    INFOS,
     LOAD_AGE,
     OUTPUT_METRICS,
     PAGES_UNREAD,
     RANKS_REFUSED,
     SGLANG_PREFIX,
     VLLM_PREFIX,
+    InfoMetric,
     Metric,
 )
 from scheduler_components import ConfigError, HistogramSnapshot, OutputStats, ParallelState, SchedulerStats
@@ -127,6 +129,7 @@ class ReportFamilies:
         check_prefix(prefix)
         every = (*CATALOG, *HISTOGRAMS, LOAD_AGE, *own_counters)
         self._names = {metric: _names(metric, prefix, vllm_names) for metric in every}
+        self._info_prefixes = (prefix, VLLM_PREFIX) if vllm_names and prefix != VLLM_PREFIX else (prefix,)
         self._model_label = model_label(model_name)
         self._clock = clock
 
@@ -135,6 +138,9 @@ class ReportFamilies:
         for metric, names in self._names.items():
             for name in names:
                 yield new_family(metric, name)
+        for info in INFOS:
+            for prefix in self._info_prefixes:
+                yield GaugeMetricFamily(prefix + info.name, info.help)
 
     def collect(self, newest: Iterable[SchedulerStats], counts: Mapping[Metric, int]) -> Iterator[MetricFamily]:
         """Yield the metrics of all ranks, and ``counts``: the value of each of ``own_counters``."""
@@ -148,6 +154,8 @@ class ReportFamilies:
         yield from self._families(
             LOAD_AGE, [(labels, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
         )
+        for info in INFOS:
+            yield from self._info_families(info, reports)
         for metric, count in counts.items():
             yield from self._families(metric, [(self._model_label, count)])
 
@@ -157,6 +165,16 @@ class ReportFamilies:
             for labels, value in samples:
                 if value is not None:
                     family.add_sample(name, labels, value)
+            if family.samples:
+                yield family
+
+    def _info_families(self, info: InfoMetric, reports: list[_Report]) -> Iterator[MetricFamily]:
+        read = [(labels, info.read(stats)) for labels, stats in reports]
+        for prefix in self._info_prefixes:
+            family = GaugeMetricFamily(prefix + info.name, info.help)
+            for labels, told in read:
+                if told is not None:
+                    family.add_sample(family.name, labels | told[0], told[1])
             if family.samples:
                 yield family
 

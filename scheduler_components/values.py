@@ -84,11 +84,17 @@ class DisaggregationLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoraLoad(msgspec.Struct, frozen=True, gc=False):
-    """Adapter slots in use."""
+    """Adapter slots in use; adapters of running and of waiting requests, by name.
+
+    The names travel with every report and are one label of a metric, joined by commas: give each adapter once, and of
+    those that wait only the first few dozen, which is more than a router looks at.
+    """
 
     slots_used: int
     slots_total: int
     utilization: float
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
 
 
 class SpeculativeLoad(msgspec.Struct, frozen=True, gc=False):
@@ -167,6 +173,11 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     total_prefill_uncached_tokens: int = 0
     total_prefill_busy_us: int = 0
     dispatched_watermarks: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV pool."""
+        return self.max_total_num_tokens // self.page_size if self.page_size > 0 else 0
 
 
 # Caches over tiers: what a hierarchical cache has done, and where prompts were found.

@@ -41,8 +41,8 @@ def whole_report() -> SchedulerStats:
     """Every part is there, and no two numbers of a struct are equal."""
     load = LoadSnapshot(
         *range(1, 13), 0.25, 0.5, 0.75, 1.0, QueueLoad(1, 2, 3, 4),
-        DisaggregationLoad("decode", 1, 2, 3, 4, 5, 6.5, 7.5, 8, 9), LoraLoad(1, 2, 0.5), SpeculativeLoad(2.5, 0.25),
-        MemoryLoad(1.5, 2.5, 3.5, 4), 13, 14,
+        DisaggregationLoad("decode", 1, 2, 3, 4, 5, 6.5, 7.5, 8, 9), LoraLoad(1, 2, 0.5, ("a", "b"), ("c",)),
+        SpeculativeLoad(2.5, 0.25), MemoryLoad(1.5, 2.5, 3.5, 4), 13, 14,
     )  # fmt: skip
     latencies = RequestLatencies()
     for at, name in enumerate(latencies.totals().__struct_fields__):

@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 
-from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, OUTPUT_METRICS, Metric, render_markdown
+from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, INFOS, OUTPUT_METRICS, Metric, render_markdown
 from scheduler_components import (
     DisaggregationLoad,
     LatencyTotals,
@@ -30,6 +30,8 @@ NOT_EXPORTED = {
     "load.dispatched_watermarks": "tickets mean something to their dispatcher alone",
     "load.queues.waiting": "num_queue_reqs says it",
     "load.memory.token_capacity": "max_total_num_tokens says it",
+    "load.lora.running_adapters": "a label of lora_requests_info",
+    "load.lora.waiting_adapters": "a label of lora_requests_info",
     "load.disaggregation.mode": "not a number; /v1/loads says it",
     "load.disaggregation.waiting_reqs": "in num_queue_reqs",
     "load.disaggregation.pending_tokens": "in num_pending_tokens",
@@ -78,7 +80,7 @@ def test_names_and_words_follow_the_habits(metric: Metric) -> None:
 
 
 def test_names_are_unique() -> None:
-    names = [metric.name for metric in EVERY_METRIC]
+    names = [metric.name for metric in (*EVERY_METRIC, *INFOS)]
     vllm_names = [name for metric in EVERY_METRIC for name in metric.vllm_names]
     assert len(set(names)) == len(names)
     assert len(set(vllm_names)) == len(vllm_names)
@@ -119,7 +121,7 @@ def test_the_names_of_latencies_are_those_of_the_peers() -> None:
 def test_the_tables_for_the_documentation_have_one_row_per_metric() -> None:
     lines = render_markdown().splitlines()
     named = [match[1] for line in lines if (match := re.match(r"\| `sglang:(\w+)` \|", line))]
-    assert sorted(named) == sorted(metric.name for metric in EVERY_METRIC)
+    assert sorted(named) == sorted(metric.name for metric in (*EVERY_METRIC, *INFOS))
     assert "| `sglang:num_running_reqs` | gauge | requests | Running requests. | `vllm:num_requests_running` |" in lines
 
 

@@ -43,6 +43,7 @@ VALUES = {
     float: st.floats(),
     str: st.text(max_size=5),
     tuple[tuple[str, int], ...]: st.just((("front", 3),)),
+    tuple[str, ...]: st.lists(st.text(max_size=5), max_size=2).map(tuple),
 }
 PARTS = {
     "queues": QueueLoad,

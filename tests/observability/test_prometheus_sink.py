@@ -11,6 +11,7 @@ from observability import CATALOG, PrometheusSink
 from scheduler_components import (
     ConfigError,
     LoadSnapshot,
+    LoraLoad,
     ParallelState,
     PublisherStats,
     QueueLoad,
@@ -100,6 +101,48 @@ def test_histograms_read_as_prometheus_client_writes_its_own() -> None:
     text = generate_latest(registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["sglang:queue_time_seconds"].type == "histogram"
+
+
+def labels_of(page: str, family: str) -> list[tuple[dict[str, str], float]]:
+    """As a gateway reads it: the samples of one family, whatever labels there are beside its own."""
+    return [
+        (sample.labels, sample.value)
+        for found in text_string_to_metric_families(page)
+        for sample in found.samples
+        if found.name == family
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["sglang:", "vllm:"])
+def test_the_gateway_reads_pool_and_adapters(prefix: str) -> None:
+    """The model-server contract: block size and number of blocks as labels, adapters with the time of the report."""
+    registry = CollectorRegistry()
+    sink = PrometheusSink(registry, prefix=prefix, vllm_names=True)
+    lora = LoraLoad(1, 4, 0.25, ("sql", "chat"), ("legal",))
+    sink.record(make_stats(0, page_size=16, max_total_num_tokens=1_600, lora=lora, timestamp=1_700_000_000.5))
+    sink.record(make_stats(1, page_size=32, max_total_num_tokens=1_600, lora=LoraLoad(0, 4, 0.0)))
+    page = generate_latest(registry).decode()
+    for name, size, count in ((f"{prefix}cache_config_info", "page_size", "num_pages"),
+                              ("vllm:cache_config_info", "block_size", "num_gpu_blocks")):  # fmt: skip
+        told = [(labels["dp_rank"], labels[size], labels[count], value) for labels, value in labels_of(page, name)]
+        assert told == [("0", "16", "100", 1.0), ("1", "32", "50", 1.0)]
+    (busy, at), (idle, _) = labels_of(page, "vllm:lora_requests_info")
+    assert at == 1_700_000_000.5
+    assert (busy["max_lora"], busy["running_lora_adapters"], busy["waiting_lora_adapters"]) == (
+        "4",
+        "sql,chat",
+        "legal",
+    )
+    assert (idle["running_lora_adapters"], idle["waiting_lora_adapters"]) == ("", "")
+    # Adapters that are gone leave nothing behind: a rank has one sample at a time.
+    sink.record(make_stats(0, page_size=16, max_total_num_tokens=1_600, lora=LoraLoad(0, 4, 0.0)))
+    assert len(labels_of(generate_latest(registry).decode(), "vllm:lora_requests_info")) == 2
+
+
+def test_an_engine_that_does_not_say_its_pool_has_no_info_of_it() -> None:
+    registry = CollectorRegistry()
+    PrometheusSink(registry).record(make_stats(max_total_num_tokens=0))
+    assert "_info" not in generate_latest(registry).decode()
 
 
 def test_parts_that_an_engine_has_not_are_not_exposed() -> None:
