@@ -347,6 +347,13 @@ class LogCursor:
         self.counters.recovered += is_late
         return Apply(message.seq, message.payload, is_late)
 
+    def would_swap(self, beat: Beat | None = None) -> bool:
+        """True when ``beat``, or the last one, proves what is to replace the view."""
+        beat, staging = beat or self._beat, self._staging
+        if beat is None or staging is None or beat.epoch != staging.at.epoch:
+            return False
+        return staging.chain_at(beat.next) == beat.chain
+
     def reached(self) -> tuple[LogInstruction, ...]:
         """After messages were applied, or a base: prove the view if it stands where the last beat said."""
         beat, place = self._beat, self._place

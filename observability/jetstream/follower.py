@@ -100,6 +100,8 @@ class LogFollower:
 
     def beat(self, beat: Beat, now_s: float) -> Iterator[None]:
         """The writer said where it stands."""
+        if self.cursor.would_swap(beat):
+            yield from self.applier.preparing_swap()
         yield from self._follow(self.cursor.beat(beat), now_s)
         if self.cursor.state not in (StreamState.CONNECTING, StreamState.DEAD) and self._is_of_writer(beat):
             self._deadlines.silent_s = now_s + self.policy.answer_timeout_s
@@ -117,7 +119,7 @@ class LogFollower:
         yield from self._follow(self.cursor.message(message), now_s)
         if self.cursor.counters.gaps != gaps:
             self.applier.listener.gap_seen(self.applier.rank, last + 1, message.seq)
-        yield from self._follow(self.cursor.reached(), now_s)
+        yield from self._prove(now_s)
 
     def head_read(self, ask: int, head: Head | None, now_s: float) -> Iterator[None]:
         """The head, as ``LogCursor.head_read``."""
@@ -126,6 +128,12 @@ class LogFollower:
     def base_read(self, ask: int, base: Base | None, now_s: float) -> Iterator[None]:
         """The base, as ``LogCursor.base_read``."""
         yield from self._follow(self.cursor.base_read(ask, base), now_s)
+        yield from self._prove(now_s)
+
+    def _prove(self, now_s: float) -> Iterator[None]:
+        """See whether the view has come to where the writer stood. The long part of a swap goes before it."""
+        if self.cursor.would_swap():
+            yield from self.applier.preparing_swap()
         yield from self._follow(self.cursor.reached(), now_s)
 
     def tick(self, now_s: float) -> None:
@@ -151,12 +159,9 @@ class LogFollower:
         self, instructions: tuple[LogInstruction, ...] | Iterator[LogInstruction], now_s: float
     ) -> Iterator[None]:
         """Carry out what the cursor said, then report a change of state."""
-        for number, instruction in enumerate(instructions):
-            if number:
-                yield None
-            if isinstance(instruction, SwapInStaged):
-                yield from self.applier.preparing_swap()
+        for instruction in instructions:
             self._carry_out(instruction, now_s)
+            yield None
         if self.cursor.open_ask is None:
             self._deadlines.answer_s = math.inf
         if self.cursor.state is not self._told:

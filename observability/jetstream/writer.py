@@ -24,19 +24,22 @@ _BUFFER_BYTES = 16 * 1024 * 1024
 
 @attrs.frozen
 class LogLimits:
-    """What the broker keeps.
+    """What the broker keeps, and what is kept for it.
 
     Attributes:
         max_msgs: per stream.
         max_bytes: per worker, over all its streams.
         max_age_s: seconds.
         overhead_bytes: what a message takes besides its payload at most: subject, id, digest, the broker's own record.
+        buffer_steps, buffer_bytes: batches kept for a broker that is away, and their payloads.
     """
 
     max_msgs: int
     max_bytes: int
     max_age_s: float
     overhead_bytes: int
+    buffer_steps: int = _BUFFER_STEPS
+    buffer_bytes: int = _BUFFER_BYTES
 
 
 @dataclass(slots=True)
@@ -113,7 +116,9 @@ class LogWriter:
         """Begin a stream with nothing in it. What the broker has of the life before is fenced off by the epoch."""
         assert len(epoch) == EPOCH_BYTES
         self.epoch = epoch
-        self._stream = EventStream(epoch=epoch, max_steps=_BUFFER_STEPS, max_bytes=_BUFFER_BYTES)
+        self._stream = EventStream(
+            epoch=epoch, max_steps=self.limits.buffer_steps, max_bytes=self.limits.buffer_bytes
+        )
         self._out = self._highest = 0
         self._acked.clear()
         self._base = None

@@ -1,0 +1,575 @@
+"""Writer, broker and reader as a model: the real cores, and a broker that loses, drops, repeats and forgets.
+
+The truth is what the writer held after every batch of every life. Whatever happens, no reader says LIVE of anything
+else; once it is quiet, every reader has what the writer holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from observability.jetstream import (
+    Base,
+    Beat,
+    Head,
+    LogCursor,
+    LogFollower,
+    LogLimits,
+    LogMessage,
+    LogTraffic,
+    LogWriter,
+)
+from observability.jetstream import cursor as log_cursor
+from observability.kv_stream import BatchApplier, BlockView, FollowPolicy, NullListener, StreamState, Tier
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder
+
+LIMITS = LogLimits(
+    max_msgs=8, max_bytes=4_000, max_age_s=1_000.0, overhead_bytes=100, buffer_steps=3, buffer_bytes=10_000
+)
+LARGEST_BYTES = 250
+"""A batch of four blocks is above it."""
+
+POLICY = FollowPolicy(
+    answer_timeout_s=1.0, retry_min_s=0.1, retry_max_s=0.5, ask_interval_s=0.1, probe_interval_s=1.0, dead_after_s=5.0
+)
+BEAT_S = 0.5
+HEAL_ROUNDS = 40
+"""Beats: a stuck reader needs five to find out, another question the longest pause, and a lost reading the same again."""
+
+
+@dataclass
+class Broker:
+    """A log of one subject with its limits, ids that it has seen, two objects, and a head with its revision."""
+
+    log: list[LogMessage] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    next_log_seq: int = 1
+    objects: dict[int, bytes] = field(default_factory=dict)
+    head: bytes | None = None
+    revision: int = 0
+
+    def store(self, message: LogMessage) -> int:
+        """Append a message unless its id is known; returns its place."""
+        message_id = message.headers["Nats-Msg-Id"]
+        for old in self.log:
+            if message_id in self.ids and old.headers["Nats-Msg-Id"] == message_id:
+                return old.log_seq
+        self.ids.add(message_id)
+        log_seq, self.next_log_seq = self.next_log_seq, self.next_log_seq + 1
+        self.log.append(LogMessage(log_seq, message.epoch, message.seq, message.chain, message.payload))
+        self.drop(len(self.log) - LIMITS.max_msgs)
+        while sum(len(each.payload) + LIMITS.overhead_bytes for each in self.log) > LIMITS.max_bytes:
+            self.drop(1)
+        return log_seq
+
+    def drop(self, count: int) -> None:
+        del self.log[: max(0, count)]
+
+
+class ModelWriter:
+    """A writer's core, its truth, and what is under way to the broker."""
+
+    limits = LIMITS
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.num_lives = 0
+        self.core = LogWriter(
+            epoch=self.new_epoch(),
+            rank=0,
+            limits=self.limits,
+            traffic=world.traffic,
+            log_seq=world.broker.next_log_seq - 1,
+        )
+        self.held: frozenset[int] = frozenset()
+        self.unacked: list[tuple[LogMessage, int | None]] = []
+        self.slot = -1
+        self.revision = world.broker.revision
+        self.head: Head | None = None
+        self.is_superseded = False
+
+    def new_epoch(self) -> bytes:
+        self.num_lives += 1
+        epoch = bytes([self.number + 1, self.num_lives]) * 8
+        self.world.states[epoch, -1] = frozenset()
+        return epoch
+
+    def publish(self, event: Any, held: frozenset[int]) -> None:
+        self.held = held
+        payload = self.world.encoder.encode(KVEventBatch(1.0, (event,), 0), 0)
+        seq = self.core.append(payload)
+        self.world.states[self.core.epoch, seq] = held
+
+    def begin_life(self) -> None:
+        self.core.begin_life(self.new_epoch())
+        self.held = frozenset()
+
+    def send(self, count: int, fate: str) -> None:
+        """Hand out messages: the broker stores them, or they are lost, or it stores them and the answer is lost."""
+        for _ in range(count):
+            message = None if self.is_superseded else self.core.next_message(LARGEST_BYTES)
+            if message is None:
+                return
+            log_seq = None if fate == "lose" else self.world.broker.store(message)
+            self.unacked.append((message, None if fate == "lose answer" else log_seq))
+
+    def hear(self, count: int) -> None:
+        """Acknowledgements come, or are missed."""
+        for _ in range(min(count, len(self.unacked))):
+            message, log_seq = self.unacked.pop(0)
+            if log_seq is None:
+                self.core.failed(message)
+            else:
+                self.core.stored(message, log_seq)
+
+    def store_base(self, fate: str) -> None:
+        """Make the base where one is due, and store it, or fail on the way."""
+        broker, now_s = self.world.broker, self.world.now_s
+        if self.is_superseded or not self.core.why_base(now_s):
+            return
+        base, traffic = drained(self.core.making_base())
+        if fate == "lose":
+            self.core.base_failed()
+            return
+        slot = 0 if self.head is None else 1 - self.head.slot
+        broker.objects[slot] = base.encode()
+        if fate == "lose answer" or broker.revision != self.revision:
+            self.core.base_failed()
+            if broker.revision != self.revision:
+                self.revision = broker.revision
+                found = Head.decode(broker.head) if broker.head else None
+                self.is_superseded = self.head is not None and found is not None and found.epoch != base.epoch
+            return
+        self.head = Head(base.epoch, base.end, slot)
+        broker.head = self.head.encode()
+        broker.revision += 1
+        self.revision = broker.revision
+        self.core.base_stored(base, traffic, now_s)
+
+
+def drained(making: Any) -> tuple[Base, int]:
+    while True:
+        try:
+            next(making)
+        except StopIteration as made:
+            value: tuple[Base, int] = made.value
+            return value
+
+
+class ModelReader:
+    """A follower, its view, and what it asked for. Its own ``LogChannel``."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.view = BlockView()
+        self.follower = LogFollower(
+            applier=BatchApplier(
+                rank=0, view=self.view, decoder=BatchDecoder(), listener=NullListener(), wall_clock=lambda: 0.0
+            ),
+            channel=self,
+            policy=POLICY,
+            jitter=lambda: 0.0,
+        )
+        self.asked: list[tuple[int, Head | None]] = []
+        self.read = 0
+        self.log_seq: int | None = None
+        self.follower.begin(world.now_s)
+
+    def read_head(self, ask: int) -> None:
+        self.asked.append((ask, None))
+
+    def read_base(self, ask: int, head: Head) -> None:
+        self.asked.append((ask, head))
+
+    def read_log(self, read: int, log_seq: int) -> None:
+        self.read, self.log_seq = read, log_seq
+
+    def hear(self, beat: Beat) -> None:
+        self.run(self.follower.beat(beat, self.world.now_s))
+
+    def answer(self, fate: str) -> None:
+        """Answer the open questions from what the broker has, or fail."""
+        asked, self.asked = self.asked, []
+        for ask, head in asked:
+            broker = self.world.broker
+            if fate == "lose answer":
+                continue
+            if head is None:
+                found = Head.decode(broker.head) if broker.head and fate != "lose" else None
+                self.run(self.follower.head_read(ask, found, self.world.now_s))
+            else:
+                data = broker.objects.get(head.slot) if fate != "lose" else None
+                self.run(self.follower.base_read(ask, Base.decode(data) if data else None, self.world.now_s))
+
+    def take(self, count: int) -> None:
+        """Read messages of the log, each once and in their order."""
+        for _ in range(count):
+            log_seq = self.log_seq
+            message = next((each for each in self.world.broker.log if log_seq and each.log_seq >= log_seq), None)
+            if message is None:
+                return
+            self.log_seq = message.log_seq + 1
+            self.run(self.follower.message(self.read, message, self.world.now_s))
+
+    def run(self, steps: Iterator[None]) -> None:
+        for _ in steps:
+            self.check()
+        self.check()
+
+    @property
+    def cursor(self) -> LogCursor:
+        return self.follower.cursor
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        return frozenset(self.view.blocks(0, Tier.DEVICE))
+
+    def check(self) -> None:
+        if self.cursor.state is StreamState.LIVE:
+            truth = self.world.states[self.cursor.epoch, self.cursor.last_seq]
+            assert self.blocks == truth, f"live at {self.cursor.last_seq} and wrong"
+
+
+class World:
+    """One log, its writers (the last is the worker's own), and two readers."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.encoder = BatchEncoder()
+        self.states: dict[tuple[bytes, int], frozenset[int]] = {}
+        self.traffic = LogTraffic()
+        self.broker = Broker()
+        self.writers = [ModelWriter(self, 0)]
+        self.readers = [ModelReader(self), ModelReader(self)]
+
+    @property
+    def writer(self) -> ModelWriter:
+        return self.writers[-1]
+
+    # --- steps ---
+
+    def store(self, first: int, count: int) -> None:
+        hashes = tuple(range(first, first + count))
+        tokens = tuple(range(16 * count))
+        self.writer.publish(BlockStored(hashes, None, tokens, 16, None), self.writer.held | set(hashes))
+
+    def remove(self, block: int) -> None:
+        self.writer.publish(BlockRemoved((block,)), self.writer.held - {block})
+
+    def clear(self) -> None:
+        self.writer.publish(AllBlocksCleared(), frozenset())
+
+    def send(self, count: int, fate: str) -> None:
+        self.writer.send(count, fate)
+
+    def hear(self, count: int) -> None:
+        self.writer.hear(count)
+
+    def base(self, fate: str) -> None:
+        self.writer.store_base(fate)
+
+    def beat(self, who: int) -> None:
+        """A beat of the writer, or of one that it took over from, reaches one reader."""
+        self.now_s += BEAT_S / 4
+        for writer in self.writers[-2:] if who > 1 else self.writers[-1:]:
+            beat = None if writer.is_superseded else writer.core.beat()
+            if beat is not None:
+                self.readers[who % 2].hear(beat)
+
+    def read(self, who: int, count: int) -> None:
+        self.readers[who].take(count)
+
+    def answer(self, who: int, fate: str) -> None:
+        self.readers[who].answer(fate)
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        for reader in self.readers:
+            reader.follower.tick(self.now_s)
+            reader.check()
+
+    def restart_writer(self) -> None:
+        """Another process writes the log from nothing; the one before does not know yet."""
+        self.writers.append(ModelWriter(self, len(self.writers)))
+
+    def old_writer_goes_on(self, count: int) -> None:
+        """The writer before sends what it has, and finds out when it stores a base."""
+        if len(self.writers) > 1:
+            old = self.writers[-2]
+            old.send(count, "none")
+            old.store_base("none")
+
+    def begin_life(self) -> None:
+        self.writer.begin_life()
+
+    def lose_reader(self, who: int) -> None:
+        self.readers[who] = ModelReader(self)
+
+    def lose_broker(self, who: int) -> None:
+        reader = self.readers[who]
+        reader.follower.broker_lost(self.now_s)
+        reader.log_seq = None
+        reader.check()
+        reader.follower.broker_back()
+
+    def expire(self, count: int) -> None:
+        """The broker drops the oldest messages, for they are old."""
+        self.broker.drop(count)
+
+    def wipe_broker(self) -> None:
+        """The broker comes back with nothing; the writer looks, and finds that."""
+        self.broker = Broker()
+        for writer in self.writers:
+            writer.hear(len(writer.unacked))
+            writer.core.log_seq = writer.revision = 0
+            writer.core.base_lost()
+
+    def forge(self, kind: str, ahead: int) -> None:
+        """Somebody else writes to the subject."""
+        core = self.writer.core
+        seq = max(0, core.stream.next_sequence + ahead)
+        payload = self.encoder.encode(KVEventBatch(1.0, (BlockStored((99,), None, (1,), 1, None),), 0), 0)
+        epoch = core.epoch if kind == "life" else b"f" * 16
+        message = LogMessage(0, epoch, seq, b"notachan", payload)
+        self.broker.next_log_seq += 1
+        self.broker.log.append(LogMessage(self.broker.next_log_seq - 1, message.epoch, seq, message.chain, payload))
+
+    # --- the end ---
+
+    def run(self, steps: list[tuple[Any, ...]]) -> None:
+        for name, *args in steps:
+            getattr(self, name)(*args)
+            for reader in self.readers:
+                reader.check()
+        self.heal()
+
+    def heal(self) -> None:
+        """No more faults: every reader has what the writer holds, and says so."""
+        for _ in range(HEAL_ROUNDS):
+            self.now_s += BEAT_S
+            for _ in range(4):
+                self.writer.hear(len(self.writer.unacked))
+                self.writer.store_base("none")
+                self.writer.send(50, "none")
+            for reader in self.readers:
+                beat = self.writer.core.beat()
+                assert beat is not None
+                reader.hear(beat)
+                for _ in range(2):
+                    reader.answer("none")
+                    reader.take(50)
+                reader.follower.tick(self.now_s)
+                reader.check()
+        for reader in self.readers:
+            assert reader.cursor.state is StreamState.LIVE, reader.cursor
+            assert reader.cursor.epoch == self.writer.core.epoch
+            assert reader.blocks == self.writer.held
+        assert not self.writer.core.num_waiting
+
+
+FATES = st.sampled_from(["none", "none", "none", "lose", "lose answer"])
+WHO = st.integers(0, 1)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), st.integers(0, 9), st.integers(1, 4)),
+        st.tuples(st.just("store"), st.integers(0, 9), st.just(1)),
+        st.tuples(st.just("remove"), st.integers(0, 9)),
+        st.just(("clear",)),
+        st.tuples(st.just("send"), st.integers(1, 6), FATES),
+        st.tuples(st.just("hear"), st.integers(1, 6)),
+        st.tuples(st.just("base"), FATES),
+        st.tuples(st.just("beat"), st.integers(0, 3)),
+        st.tuples(st.just("beat"), WHO),
+        st.tuples(st.just("read"), WHO, st.integers(1, 9)),
+        st.tuples(st.just("answer"), WHO, FATES),
+        st.tuples(st.just("wait"), st.sampled_from([0.1, 1.1, 6.0])),
+        st.sampled_from([("restart_writer",), ("begin_life",), ("wipe_broker",)]),
+        st.tuples(st.just("old_writer_goes_on"), st.integers(1, 4)),
+        st.tuples(st.sampled_from(["lose_reader", "lose_broker"]), WHO),
+        st.tuples(st.just("expire"), st.integers(1, 5)),
+        st.tuples(st.just("forge"), st.sampled_from(["life", "other"]), st.integers(-3, 3)),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@given(steps=STEPS)
+@settings(max_examples=5 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
+def test_never_live_while_wrong_and_whole_once_it_is_quiet(steps: list[tuple[Any, ...]]) -> None:
+    World().run(steps)
+
+
+# --- mutants ---
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+MUTANTS: list[Mutate] = []
+
+
+def mutant(mutate: Mutate) -> Mutate:
+    MUTANTS.append(mutate)
+    return mutate
+
+
+@mutant
+def digest_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
+
+
+@mutant
+def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
+    take = LogCursor.message
+    patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
+
+    def take_any_life(self: LogCursor, message: LogMessage) -> Any:
+        epoch = self._place.at.epoch
+        return take(self, LogMessage(message.log_seq, epoch, message.seq, message.chain, message.payload))
+
+    patch.setattr(LogCursor, "message", take_any_life)
+
+
+@mutant
+def base_swapped_in_without_a_proof(patch: pytest.MonkeyPatch) -> None:
+    reached = LogCursor.reached
+
+    def believe(self: LogCursor) -> Any:
+        return self._prove() if self._staging is not None and self._beat is not None else reached(self)
+
+    patch.setattr(LogCursor, "reached", believe)
+
+
+@mutant
+def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
+    take = LogCursor.message
+    patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
+
+    def take_ahead(self: LogCursor, message: LogMessage) -> Any:
+        at = self._place.at
+        if message.epoch == at.epoch and message.seq > at.next:
+            at.next = message.seq
+        return take(self, message)
+
+    patch.setattr(LogCursor, "message", take_ahead)
+
+
+@mutant
+def future_messages_not_held_and_nobody_stuck(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(log_cursor._Place, "hold", lambda self, message: None)
+    patch.setattr(LogCursor, "_behind", lambda self: ())
+
+
+@mutant
+def stuck_readers_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(log_cursor, "_STUCK_AFTER", 10**6)
+
+
+@mutant
+def a_beat_proves_whatever_it_says(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LogCursor, "_splice", lambda self: self._prove())
+    patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
+
+
+@mutant
+def another_life_is_never_looked_for(patch: pytest.MonkeyPatch) -> None:
+    foreign = LogCursor._foreign
+    patch.setattr(LogCursor, "_foreign", lambda self: foreign(self) if self.epoch == log_cursor.NO_EPOCH else ())
+
+
+@mutant
+def failed_questions_are_not_asked_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LogCursor, "retry", lambda self: ())
+
+
+@mutant
+def batches_of_the_base_are_left_out(patch: pytest.MonkeyPatch) -> None:
+    read = LogCursor.base_read
+
+    def read_less(self: LogCursor, ask: int, base: Base | None) -> Any:
+        for each in read(self, ask, base):
+            if not (isinstance(each, log_cursor.ApplyStaged) and not each.is_base):
+                yield each
+
+    patch.setattr(LogCursor, "base_read", read_less)
+
+
+@mutant
+def log_read_from_too_far_on(patch: pytest.MonkeyPatch) -> None:
+    read = LogCursor.base_read
+
+    def read_on(self: LogCursor, ask: int, base: Base | None) -> Any:
+        for each in read(self, ask, base):
+            yield log_cursor.ReadLog(each.log_seq + 3) if isinstance(each, log_cursor.ReadLog) else each
+
+    patch.setattr(LogCursor, "base_read", read_on)
+
+
+@mutant
+def no_message_is_sent_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LogWriter, "failed", lambda self, message: None)
+
+
+@mutant
+def messages_sent_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
+    why = LogWriter.why_base
+    patch.setattr(LogWriter, "why_base", lambda self, now_s: "" if "max" in why(self, now_s) else why(self, now_s))
+    patch.setattr(ModelWriter, "limits", LogLimits(10**6, 10**9, 1e9, 100, 3, 10_000))
+
+
+@mutant
+def what_left_the_window_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    why, next_message = LogWriter.why_base, LogWriter.next_message
+
+    def skip(self: LogWriter, largest_bytes: int) -> LogMessage | None:
+        self._out = max(self._out, self.stream.first)
+        return next_message(self, largest_bytes)
+
+    patch.setattr(LogWriter, "next_message", skip)
+    patch.setattr(LogWriter, "why_base", lambda self, now_s: "" if "away" in why(self, now_s) else why(self, now_s))
+
+
+@mutant
+def large_batches_wait(patch: pytest.MonkeyPatch) -> None:
+    why = LogWriter.why_base
+    patch.setattr(LogWriter, "why_base", lambda self, now_s: "" if "larger" in why(self, now_s) else why(self, now_s))
+
+
+@mutant
+def the_base_is_older_than_it_says(patch: pytest.MonkeyPatch) -> None:
+    making = LogWriter.making_base
+
+    def make_less(self: LogWriter) -> Any:
+        base, traffic = yield from making(self)
+        return Base(
+            base.epoch, base.first, base.chain, base.chunks[:0], base.batches, base.end_chain, base.log_seq
+        ), traffic
+
+    patch.setattr(LogWriter, "making_base", make_less)
+
+
+@mutant
+def a_lost_log_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LogWriter, "base_lost", lambda self: None)
+
+
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_a_broken_core_is_caught(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+
+    @given(steps=STEPS)
+    @settings(
+        max_examples=1_500, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+    )  # fmt: skip
+    def holds(steps: list[tuple[Any, ...]]) -> None:
+        World().run(steps)
+
+    with pytest.raises((AssertionError, LookupError)):
+        holds()
