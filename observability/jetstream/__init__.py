@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from observability.jetstream.config import JetStreamConfig
-from observability.jetstream.cursor import LogCursor, LogInstruction, ReadBase, ReadHead, ReadLog
+from observability.jetstream.cursor import LogCursor, LogInstruction, ReadBase, ReadHead, ReadLog, WantBase
 from observability.jetstream.follower import LogChannel, LogFollower
 from observability.jetstream.records import Base, Beat, Head, LogAddress, LogMessage, read_message
 from observability.jetstream.writer import LogLimits, LogTraffic, LogWriter, LogWriterCounters
@@ -41,6 +41,7 @@ __all__ = [
     "ReadHead",
     "ReadBase",
     "ReadLog",
+    "WantBase",
     # what they say
     "LogMessage",
     "read_message",

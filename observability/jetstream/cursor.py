@@ -16,6 +16,7 @@
 #       does not have: a new base is stored first. The log is bounded, and no reader comes too late.
 #   W2. In each life the base and its head come first, then messages, then beats. A head is written only in the place
 #       of the head that its writer knows: of two writers the older finds out, and stops.
+#       A batch whose id somebody else used, or that is larger than a message, goes by a base.
 #   W3. A message whose acknowledgement does not come is sent again under the same id, and what followed it, too. The
 #       broker drops what it has. So messages may stand in the log behind some that follow on them, and twice.
 #
@@ -26,7 +27,8 @@
 #       another digest is not the writer's. What is ahead is held, up to as many as may be under way.
 #   R2. LIVE needs a proof: the digest of a beat, at its number. Every message since then proves itself by R1.
 #   R3. A reader that stands still over some beats, although the writer is ahead, has lost something: it begins with
-#       the base, in a staging view, which replaces the present one when a beat has proved it.
+#       the base, in a staging view, which replaces the present one when a beat has proved it. Where that leads nowhere
+#       (somebody emptied the log), it says so, and the writer stores another base.
 #   R4. A beat that contradicts the view does the same at once. A beat of another epoch is a reason to look at the head:
 #       a new life if the head says so, else a writer that does not know yet that another took its place.
 #   R5. Who is not heard, writer or broker, is not LIVE. The view stays until the owner gives up.
@@ -61,7 +63,7 @@ from observability.kv_stream import (
 )
 from scheduler_components.kv_events import chain_after
 
-__all__ = ["MAX_AHEAD", "LogCursor", "LogInstruction", "ReadBase", "ReadHead", "ReadLog"]
+__all__ = ["MAX_AHEAD", "LogCursor", "LogInstruction", "ReadBase", "ReadHead", "ReadLog", "WantBase"]
 
 MAX_AHEAD = 1_024
 """Messages held because one before them is missing: four times as many as a writer has under way."""
@@ -74,6 +76,10 @@ _STUCK_AFTER = 4
 
 _MAX_PAST = 1_024
 """Digests remembered, for beats that come late: half a second of a busy scheduler."""
+
+
+_PATIENCE = 3
+"""Failed questions in a row after which the writer is asked for another base: the one that there is may be damaged."""
 
 
 class ReadHead(msgspec.Struct, frozen=True, gc=False):
@@ -95,8 +101,22 @@ class ReadLog(msgspec.Struct, frozen=True, gc=False):
     log_seq: int
 
 
+class WantBase(msgspec.Struct, frozen=True, gc=False):
+    """Tell the writer that its base leads nowhere: it stores another, within some seconds."""
+
+
 LogInstruction = (
-    Apply | ApplyStaged | BeginStaging | SwapInStaged | DropStaging | Clear | RetryLater | ReadHead | ReadBase | ReadLog
+    Apply
+    | ApplyStaged
+    | BeginStaging
+    | SwapInStaged
+    | DropStaging
+    | Clear
+    | RetryLater
+    | ReadHead
+    | ReadBase
+    | ReadLog
+    | WantBase
 )
 _NONE: tuple[LogInstruction, ...] = ()
 _UNHEARD = (StreamState.CONNECTING, StreamState.DEAD)
@@ -276,7 +296,9 @@ class LogCursor:
         if self._num_stuck <= _STUCK_AFTER:
             return _NONE
         self._recover()
-        return self._ask(is_forced=True)
+        # The base that was read did not lead to where the writer is: what should follow on it is not in the log.
+        wanted = (WantBase(),) if self._staging is not None and self._question is None else _NONE
+        return (*wanted, *self._ask(is_forced=True))
 
     def _prove(self) -> tuple[LogInstruction, ...]:
         """The digest agrees at the writer's number."""
@@ -440,7 +462,8 @@ class LogCursor:
     def _failed(self) -> tuple[LogInstruction, ...]:
         self._question = None
         self._failures += 1
-        return (RetryLater(self._failures),)
+        wanted = (WantBase(),) if self._failures >= _PATIENCE else _NONE
+        return (*wanted, RetryLater(self._failures))
 
     def _drop_staging(self) -> tuple[LogInstruction, ...]:
         staging, self._staging = self._staging, None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from observability.jetstream.cursor import LogCursor, LogInstruction, ReadBase, ReadHead, ReadLog
+from observability.jetstream.cursor import LogCursor, LogInstruction, ReadBase, ReadHead, ReadLog, WantBase
 from observability.jetstream.records import Base, Beat, Head, LogMessage
 from observability.kv_stream import (
     Apply,
@@ -43,6 +43,10 @@ class LogChannel(Protocol):
 
     def read_base(self, ask: int, head: Head) -> None:
         """Read the base that ``head`` names, for ``LogFollower.base_read``."""
+        ...
+
+    def want_base(self) -> None:
+        """Tell the writer that its base leads nowhere."""
         ...
 
     def read_log(self, read: int, log_seq: int) -> None:
@@ -183,6 +187,8 @@ class LogFollower:
             applier.listener.view_cleared(applier.rank, instruction.reason)
         elif isinstance(instruction, RetryLater):
             self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
+        elif isinstance(instruction, WantBase):
+            self.channel.want_base()
         elif isinstance(instruction, ReadHead | ReadBase | ReadLog):
             self._read_from(instruction, now_s)
         else:

@@ -86,11 +86,12 @@ class _Inbox:
 
 @dataclass(slots=True)
 class _Reads:
-    """What is being read for one stream: its log from ``next_log_seq`` on, and answers to questions."""
+    """What is read for one stream: its log from ``next_log_seq`` on, answers to questions; readings that are ending."""
 
     log: asyncio.Task[None] | None = None
     next_log_seq: int = 0
     answers: set[asyncio.Task[None]] = field(default_factory=set)
+    ended: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class LogStream:
     thread: NatsThread
     inbox: _Inbox
     follower: LogFollower = field(init=False)
-    js: JetStreamContext | None = None
+    client: Client | None = None
     reads: _Reads = field(default_factory=_Reads)
     counters: _Counters = field(default_factory=_Counters)
 
@@ -126,6 +127,10 @@ class LogStream:
         """See ``LogChannel``."""
         self.thread.call(self._begin, self._answer_base, ask, head)
 
+    def want_base(self) -> None:
+        """See ``LogChannel``."""
+        self.thread.call(self._begin, self._want_base)
+
     def read_log(self, read: int, log_seq: int) -> None:
         """See ``LogChannel``."""
         self.thread.call(self._begin_reading, read, log_seq)
@@ -137,11 +142,18 @@ class LogStream:
         self.reads.answers.add(task)
         task.add_done_callback(self.reads.answers.discard)
 
+    async def _want_base(self) -> None:
+        try:
+            if self.client is not None:
+                await self.client.publish(self.address.wanted_subject)
+        except NATS_ERRORS as error:
+            _log.debug("%s: no base is asked for: %r", self.address, error)
+
     async def _answer_head(self, ask: int) -> None:
         head = None
         try:
-            if self.js is not None:
-                heads = await self.js.key_value(self.address.heads)
+            if self.client is not None:
+                heads = await self.client.jetstream().key_value(self.address.heads)
                 entry = await heads.get(self.address.head_key)
                 head = Head.decode(entry.value or b"")
         except (*NATS_ERRORS, DecodeError) as error:
@@ -151,8 +163,8 @@ class LogStream:
     async def _answer_base(self, ask: int, head: Head) -> None:
         base = None
         try:
-            if self.js is not None:
-                base = await self._fetch_base(self.js, head)
+            if self.client is not None:
+                base = await self._fetch_base(self.client.jetstream(), head)
         except (*NATS_ERRORS, DecodeError) as error:
             _log.debug("%s: no base: %r", self.address, error)
         self.inbox.put_now(partial(self.follower.base_read, ask, base))
@@ -170,7 +182,7 @@ class LogStream:
 
     def begin(self, client: Client) -> None:
         """Listen to beats."""
-        self.js = client.jetstream()
+        self.client = client
         self._begin(self._listen, client)
 
     async def _listen(self, client: Client) -> None:
@@ -189,9 +201,11 @@ class LogStream:
 
     def stop_reading(self) -> None:
         """Read the log no further."""
-        if self.reads.log is not None:
-            self.reads.log.cancel()
-            self.reads.log = None
+        task, self.reads.log = self.reads.log, None
+        if task is not None:
+            self.reads.ended.add(task)
+            task.add_done_callback(self.reads.ended.discard)
+            task.cancel()
 
     async def _read_log(self, read: int, log_seq: int) -> None:
         """Read from one place on, and again from behind what was read when the reading ends."""
@@ -204,7 +218,7 @@ class LogStream:
             await asyncio.sleep(_READ_AGAIN_S)
 
     async def _read_until_it_ends(self, read: int) -> None:
-        assert self.js is not None
+        assert self.client is not None
         config = ConsumerConfig(
             deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=self.reads.next_log_seq,
@@ -213,7 +227,7 @@ class LogStream:
             mem_storage=True,
             num_replicas=1,
         )
-        messages = await self.js.subscribe(
+        messages = await self.client.jetstream().subscribe(
             self.address.subject,
             stream=self.address.log,
             config=config,
@@ -243,10 +257,12 @@ class LogStream:
 
     async def close(self) -> None:
         """Read nothing any more."""
-        self.stop_reading()
-        for task in self.reads.answers:
+        tasks = (*self.reads.answers, *self.reads.ended)
+        if self.reads.log is not None:
+            tasks += (self.reads.log,)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self.reads.answers, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _unsubscribed(messages: JetStreamContext.PushSubscription) -> None:

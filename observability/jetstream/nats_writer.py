@@ -35,7 +35,7 @@ from nats.js.object_store import ObjectStore
 
 from observability.jetstream.config import JetStreamConfig
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
-from observability.jetstream.records import Base, Head, LogAddress, LogMessage
+from observability.jetstream.records import Base, Beat, Head, LogAddress, LogMessage
 from observability.jetstream.writer import LogLimits, LogTraffic, LogWriter
 from scheduler_components import DecodeError, EventBatch, PublisherStats
 from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder
@@ -103,7 +103,9 @@ class _Stream:
         writer: guarded by the owner's lock.
         news: something may be sent; base_news: a base may be due.
         under_way: messages whose acknowledgement is awaited, with the time of sending, the oldest first.
-        head: what the bucket has, as far as this writer knows, and its revision.
+        slot: the object that the head names, whoever wrote it; -1 without a head. revision: of that head.
+        has_begun: a head of this writer's was stored: one of a life that is not among its ``epochs`` means that another
+            writer took over.
     """
 
     address: LogAddress
@@ -111,8 +113,10 @@ class _Stream:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     base_news: asyncio.Event = field(default_factory=asyncio.Event)
     under_way: dict[asyncio.Future[PubAck], tuple[LogMessage, float]] = field(default_factory=dict)
-    head: Head | None = None
+    slot: int = -1
     revision: int = 0
+    has_begun: bool = False
+    epochs: set[bytes] = field(default_factory=set)
     is_superseded: bool = False
     is_told: bool = False
 
@@ -251,10 +255,34 @@ class JetStreamWriter:
         self._prepare_again.set()
 
     def _begin_stream(self, stream: _Stream) -> None:
-        for work in (self._send_forever(stream), self._keep_base_forever(stream)):
-            task = asyncio.get_running_loop().create_task(work)
+        works = (self._send_forever, self._keep_base_forever, self._hear_readers, self._hear_writers)
+        for work in works:
+            task = asyncio.get_running_loop().create_task(work(stream))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def _hear_readers(self, stream: _Stream) -> None:
+        """Readers who cannot begin with the base ask for another."""
+        await self._is_prepared.wait()
+        assert self._broker is not None
+        wanted = await self._broker.client.subscribe(stream.address.wanted_subject)
+        async for _ in wanted.messages:
+            with self._lock:
+                stream.writer.base_wanted()
+            stream.base_news.set()
+
+    async def _hear_writers(self, stream: _Stream) -> None:
+        """A beat of somebody else's is a reason to look whose the stream is."""
+        await self._is_prepared.wait()
+        assert self._broker is not None
+        beats = await self._broker.client.subscribe(stream.address.beat_subject)
+        async for message in beats.messages:
+            try:
+                is_foreign = Beat.decode(message.data).epoch not in stream.epochs
+                if is_foreign and not stream.is_superseded:
+                    await self._find_head(self._broker, stream)
+            except (*NATS_ERRORS, DecodeError) as error:
+                _log.debug("%s: a beat of another writer: %r", stream.address, error)
 
     async def _prepare(self, client: Client) -> None:
         """Make the log and the buckets, and see whether they have what they had."""
@@ -320,15 +348,27 @@ class JetStreamWriter:
 
     async def _look_at_head(self, broker: _Broker, stream: _Stream, info: StreamInfo) -> None:
         """Begin with a base where the broker does not have what this writer stored."""
-        _, revision = await _read_head(broker, stream.address)
+        is_own = await self._find_head(broker, stream)
         with self._lock:
-            last_seq = info.state.last_seq
-            is_lost = stream.head is not None and (revision != stream.revision or last_seq < stream.writer.log_seq)
-            if stream.head is None or is_lost:
-                stream.writer.log_seq = last_seq
-                stream.revision = revision if stream.head is None else stream.revision
-            if is_lost:
-                stream.writer.base_lost()
+            writer, last_seq = stream.writer, info.state.last_seq
+            if not stream.has_begun:
+                writer.log_seq = last_seq
+            elif not is_own or last_seq < writer.log_seq:
+                writer.log_seq = last_seq
+                writer.base_lost()
+
+    async def _find_head(self, broker: _Broker, stream: _Stream) -> bool:
+        """See what the head names now; False where it is not what this writer stored last.
+
+        Where it is of another life, after this writer stored one, another writer has taken the stream over.
+        """
+        head, revision = await _read_head(broker, stream.address)
+        is_own = revision == stream.revision
+        stream.revision, stream.slot = revision, -1 if head is None else head.slot
+        if not is_own and stream.has_begun and head is not None and head.epoch not in stream.epochs:
+            stream.is_superseded = True
+            _log.warning("%s: another writer has taken the stream over; this one stops", stream.address)
+        return is_own
 
     async def _beat_until(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -395,8 +435,9 @@ class JetStreamWriter:
         if error is not None:
             self._failed(stream, message, error)
             return
+        ack = future.result()
         with self._lock:
-            stream.writer.stored(message, future.result().seq)
+            stream.writer.stored(message, ack.seq, is_duplicate=bool(ack.duplicate))
         stream.news.set()
 
     def _failed(self, stream: _Stream, message: LogMessage, error: BaseException) -> None:
@@ -428,11 +469,9 @@ class JetStreamWriter:
         broker = self._broker
         assert broker is not None
         base, traffic_bytes = await self._make_base(stream)
-        slot = 0 if stream.head is None else 1 - stream.head.slot
         try:
             async with asyncio.timeout(_BASE_TIMEOUT_S):
-                await broker.bases.put(stream.address.base_object(slot), base.encode())
-                is_stored = await self._write_head(broker, stream, Head(base.epoch, base.end, slot))
+                is_stored = await self._write_base(broker, stream, base)
         except NATS_ERRORS as error:
             _log.warning("%s: the base was not stored (%s); trying again", stream.address, error)
             is_stored = False
@@ -461,18 +500,25 @@ class JetStreamWriter:
                     return value
             await asyncio.sleep(0)
 
-    async def _write_head(self, broker: _Broker, stream: _Stream, head: Head) -> bool:
-        """Let the head name the base. Where another writer's head came since, this writer has been superseded."""
-        try:
-            stream.revision = await broker.heads.update(stream.address.head_key, head.encode(), stream.revision)
-            stream.head = head
-            return True
-        except KeyWrongLastSequenceError:
-            found, stream.revision = await _read_head(broker, stream.address)
-            if stream.head is not None and found is not None and found.epoch != head.epoch:
-                stream.is_superseded = True
-                _log.warning("%s: another writer has taken the stream over; this one stops", stream.address)
+    async def _write_base(self, broker: _Broker, stream: _Stream, base: Base) -> bool:
+        """Write the base into the object that the head does not name, then let the head name it.
+
+        False where another writer has taken over, or the head changed meanwhile.
+        """
+        if not await self._find_head(broker, stream) and stream.is_superseded:
             return False
+        revision = stream.revision
+        head = Head(base.epoch, base.end, 0 if stream.slot else 1)
+        stream.epochs.add(base.epoch)
+        await broker.bases.put(stream.address.base_object(head.slot), base.encode())
+        try:
+            stream.revision = await broker.heads.update(stream.address.head_key, head.encode(), revision)
+        except KeyWrongLastSequenceError:
+            await self._find_head(broker, stream)
+            return False
+        stream.slot = head.slot
+        stream.has_begun = True
+        return True
 
 
 async def _read_head(broker: _Broker, address: LogAddress) -> tuple[Head | None, int]:

@@ -123,6 +123,11 @@ class LogAddress:
         return f"{self.prefix}.beat.{self.head_key}"
 
     @property
+    def wanted_subject(self) -> str:
+        """Of readers who cannot begin with the base that there is, for the writer."""
+        return f"{self.prefix}.wanted.{self.head_key}"
+
+    @property
     def head_key(self) -> str:
         """Key of the head in its bucket."""
         return f"{_token_of(self.worker)}.{_token_of(self.topic)}.{self.rank}"

@@ -22,6 +22,10 @@ _BUFFER_BYTES = 16 * 1024 * 1024
 """The same in bytes: what a base and a writer take besides the blocks that stand."""
 
 
+_WANTED_PAUSE_S = 5.0
+"""Between bases that readers ask for: one of 100,000 blocks has some 25 MB."""
+
+
 @attrs.frozen
 class LogLimits:
     """What the broker keeps, and what is kept for it.
@@ -107,7 +111,9 @@ class LogWriter:
     _highest: int = field(default=0, init=False)  # one above the highest that was ever handed out
     _acked: set[int] = field(default_factory=set, init=False)  # stored, and handed out again if one before it failed
     _base: _StoredBase | None = field(default=None, init=False)
-    _is_too_large: bool = field(default=False, init=False)  # the next number does not fit into a message
+    _again: set[int] = field(default_factory=set, init=False)  # handed out more than once, and not stored yet
+    _why_base: str = field(default="", init=False)  # what only a base can put right, whatever the limits
+    _is_wanted: bool = field(default=False, init=False)  # a reader asks for a base
 
     def __post_init__(self) -> None:
         self.begin_life(self.epoch)
@@ -116,13 +122,12 @@ class LogWriter:
         """Begin a stream with nothing in it. What the broker has of the life before is fenced off by the epoch."""
         assert len(epoch) == EPOCH_BYTES
         self.epoch = epoch
-        self._stream = EventStream(
-            epoch=epoch, max_steps=self.limits.buffer_steps, max_bytes=self.limits.buffer_bytes
-        )
+        self._stream = EventStream(epoch=epoch, max_steps=self.limits.buffer_steps, max_bytes=self.limits.buffer_bytes)
         self._out = self._highest = 0
         self._acked.clear()
+        self._again.clear()
         self._base = None
-        self._is_too_large = False
+        self._why_base = ""
 
     @property
     def stream(self) -> EventStream:
@@ -163,21 +168,28 @@ class LogWriter:
         if not stream.first <= seq < stream.next_sequence or seq - base.end >= self.limits.max_msgs:
             return None
         payload = stream.payload(seq)
-        self._is_too_large = len(payload) > largest_bytes
+        if len(payload) > largest_bytes:
+            self._why_base = "a batch is larger than the broker's messages"
+            return None
         size = len(payload) + self.limits.overhead_bytes
-        if self._is_too_large or self.traffic.total_bytes - base.traffic_bytes + size > self.limits.max_bytes:
+        if self.traffic.total_bytes - base.traffic_bytes + size > self.limits.max_bytes:
             return None
         self.traffic.total_bytes += size
-        self.counters.retried += seq < self._highest
+        if seq < self._highest:
+            self.counters.retried += 1
+            self._again.add(seq)
         self._out = seq + 1
         self._highest = max(self._highest, self._out)
         return LogMessage(0, self.epoch, seq, stream.chain_before(seq + 1), payload)
 
-    def stored(self, message: LogMessage, log_seq: int) -> None:
-        """The broker has ``message``, at place ``log_seq``."""
+    def stored(self, message: LogMessage, log_seq: int, *, is_duplicate: bool = False) -> None:
+        """The broker has ``message``, or one of its id (``is_duplicate``), at place ``log_seq``."""
         self.log_seq = max(self.log_seq, log_seq)
         if message.epoch == self.epoch:
             self.counters.stored += 1
+            if is_duplicate and message.seq not in self._again:
+                self._why_base = "somebody else used the id of a batch"
+            self._again.discard(message.seq)
             if message.seq >= self._out:
                 self._acked.add(message.seq)
 
@@ -196,8 +208,10 @@ class LogWriter:
             return "the stream begins"
         if self._first_wanted < self._stream.first:
             return "the broker was away for longer than batches are kept"
-        if self._is_too_large:
-            return "a batch is larger than the broker's messages"
+        if self._why_base:
+            return self._why_base
+        if self._is_wanted and now_s - base.stored_s >= _WANTED_PAUSE_S:
+            return "a reader asks for one"
         if now_s - base.stored_s >= limits.max_age_s / 2:
             return "half of max_age_s is over"
         if self._highest <= base.end:
@@ -240,7 +254,13 @@ class LogWriter:
         self._base = _StoredBase(base.end, traffic_bytes, now_s)
         self._highest = max(self._highest, base.end)
         self._acked = {seq for seq in self._acked if seq >= base.end}
-        self._is_too_large = False
+        self._again = {seq for seq in self._again if seq >= base.end}
+        self._why_base = ""
+        self._is_wanted = False
+
+    def base_wanted(self) -> None:
+        """A reader cannot begin with the base that there is."""
+        self._is_wanted = True
 
     def base_failed(self) -> None:
         """The broker did not take the base."""

@@ -7,11 +7,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
+
+from observability.kv_stream import StreamState
+from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 
 pytest.importorskip("nats", reason="the extra `jetstream` has the client")
 
@@ -75,3 +79,91 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture
+def free_server(tmp_path: Path, free_ports: Callable[[int], int]) -> Iterator[NatsServer]:
+    """A server that has a port, and was not started."""
+    server = NatsServer(tmp_path / "nats", port=free_ports(1))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def nats_cluster(tmp_path: Path, free_ports: Callable[[int], int]) -> Iterator[list[NatsServer]]:
+    """Three servers on loopback that keep three copies."""
+    first = free_ports(6)
+    routes = ",".join(f"nats://127.0.0.1:{first + 3 + number}" for number in range(3))
+    servers = []
+    for number in range(3):
+        route = f"nats://127.0.0.1:{first + 3 + number}"
+        options = ("-n", f"server-{number}", "--cluster_name", "three", "--cluster", route, "--routes", routes)
+        servers.append(NatsServer(tmp_path / f"nats-{number}", *options, port=first + number))
+    try:
+        for server in servers:
+            server.start()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
+
+
+class LogFeeder:
+    """Publishes made-up batches to a sink, and knows what they add up to."""
+
+    def __init__(self, sink: Any) -> None:
+        self.sink = sink
+        self.held: set[int] = set()
+        self.num_batches = 0
+
+    def store(self, *hashes: int) -> None:
+        self.held.update(hashes)
+        self._publish(BlockStored(hashes, None, tuple(range(4 * len(hashes))), 4, None))
+
+    def remove(self, *hashes: int) -> None:
+        self.held.difference_update(hashes)
+        self._publish(BlockRemoved(hashes))
+
+    def churn(self, count: int) -> None:
+        """Store and remove, so that some hundred blocks stand."""
+        for _ in range(count):
+            number = self.num_batches
+            if number % 3 == 2:
+                self.remove(number // 2)
+            else:
+                self.store(number + 1_000, number + 1_001)
+
+    def _publish(self, event: BlockStored | BlockRemoved) -> None:
+        self.sink.publish(KVEventBatch(float(self.num_batches), (event,), None))
+        self.num_batches += 1
+
+
+@pytest.fixture
+def feed() -> Callable[[Any], LogFeeder]:
+    return LogFeeder
+
+
+@pytest.fixture
+def wait_for_whole() -> Callable[..., None]:
+    """Poll until a reader is LIVE and has exactly what was published; fails after half a minute."""
+
+    def wait(reader: Any, feeder: LogFeeder, rank: int = 0) -> None:
+        deadline = time.monotonic() + 30
+        while not (reader.stats()[rank].state is StreamState.LIVE and reader.blocks(rank) == feeder.held):
+            reader.poll(0.05)
+            assert time.monotonic() < deadline, reader.stats()[rank]
+
+    return wait
+
+
+@pytest.fixture
+def poll_until() -> Callable[..., None]:
+    """Poll a reader until a condition holds; fails after half a minute."""
+
+    def wait(reader: Any, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            reader.poll(0.05)
+            assert time.monotonic() < deadline, reader.stats()
+
+    return wait

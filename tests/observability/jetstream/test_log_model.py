@@ -41,7 +41,7 @@ POLICY = FollowPolicy(
 )
 BEAT_S = 0.5
 HEAL_ROUNDS = 40
-"""Beats: a stuck reader needs five to find out, another question the longest pause, and a lost reading the same again."""
+"""Beats: a stuck reader needs five to find out, a further question the longest pause, and a lost answer as much."""
 
 
 @dataclass
@@ -55,19 +55,18 @@ class Broker:
     head: bytes | None = None
     revision: int = 0
 
-    def store(self, message: LogMessage) -> int:
-        """Append a message unless its id is known; returns its place."""
+    def store(self, message: LogMessage) -> tuple[int, bool]:
+        """Append a message unless its id is known; returns its place, and whether it was."""
         message_id = message.headers["Nats-Msg-Id"]
-        for old in self.log:
-            if message_id in self.ids and old.headers["Nats-Msg-Id"] == message_id:
-                return old.log_seq
+        if message_id in self.ids:
+            return self.next_log_seq - 1, True
         self.ids.add(message_id)
         log_seq, self.next_log_seq = self.next_log_seq, self.next_log_seq + 1
         self.log.append(LogMessage(log_seq, message.epoch, message.seq, message.chain, message.payload))
         self.drop(len(self.log) - LIMITS.max_msgs)
         while sum(len(each.payload) + LIMITS.overhead_bytes for each in self.log) > LIMITS.max_bytes:
             self.drop(1)
-        return log_seq
+        return log_seq, False
 
     def drop(self, count: int) -> None:
         del self.log[: max(0, count)]
@@ -89,11 +88,10 @@ class ModelWriter:
             log_seq=world.broker.next_log_seq - 1,
         )
         self.held: frozenset[int] = frozenset()
-        self.unacked: list[tuple[LogMessage, int | None]] = []
-        self.slot = -1
+        self.unacked: list[tuple[LogMessage, tuple[int, bool] | None]] = []
         self.revision = world.broker.revision
-        self.head: Head | None = None
-        self.is_superseded = False
+        self.epochs: set[bytes] = set()
+        self.has_begun = self.is_superseded = False
 
     def new_epoch(self) -> bytes:
         self.num_lives += 1
@@ -117,17 +115,17 @@ class ModelWriter:
             message = None if self.is_superseded else self.core.next_message(LARGEST_BYTES)
             if message is None:
                 return
-            log_seq = None if fate == "lose" else self.world.broker.store(message)
-            self.unacked.append((message, None if fate == "lose answer" else log_seq))
+            answer = None if fate == "lose" else self.world.broker.store(message)
+            self.unacked.append((message, None if fate == "lose answer" else answer))
 
     def hear(self, count: int) -> None:
         """Acknowledgements come, or are missed."""
         for _ in range(min(count, len(self.unacked))):
-            message, log_seq = self.unacked.pop(0)
-            if log_seq is None:
+            message, answer = self.unacked.pop(0)
+            if answer is None:
                 self.core.failed(message)
             else:
-                self.core.stored(message, log_seq)
+                self.core.stored(message, answer[0], is_duplicate=answer[1])
 
     def store_base(self, fate: str) -> None:
         """Make the base where one is due, and store it, or fail on the way."""
@@ -135,23 +133,29 @@ class ModelWriter:
         if self.is_superseded or not self.core.why_base(now_s):
             return
         base, traffic = drained(self.core.making_base())
-        if fate == "lose":
+        self.find_head()
+        if fate == "lose" or self.is_superseded:
             self.core.base_failed()
             return
-        slot = 0 if self.head is None else 1 - self.head.slot
-        broker.objects[slot] = base.encode()
-        if fate == "lose answer" or broker.revision != self.revision:
+        self.epochs.add(base.epoch)
+        found = Head.decode(broker.head) if broker.head else None
+        head = Head(base.epoch, base.end, 0 if found is None or found.slot else 1)
+        broker.objects[head.slot] = base.encode()
+        if fate != "lose object":
+            broker.head, broker.revision = head.encode(), broker.revision + 1
+        if fate != "none":
             self.core.base_failed()
-            if broker.revision != self.revision:
-                self.revision = broker.revision
-                found = Head.decode(broker.head) if broker.head else None
-                self.is_superseded = self.head is not None and found is not None and found.epoch != base.epoch
             return
-        self.head = Head(base.epoch, base.end, slot)
-        broker.head = self.head.encode()
-        broker.revision += 1
-        self.revision = broker.revision
+        self.revision, self.has_begun = broker.revision, True
         self.core.base_stored(base, traffic, now_s)
+
+    def find_head(self) -> None:
+        """A head of somebody else's, after one of its own: another writer has taken over."""
+        broker = self.world.broker
+        if self.revision != broker.revision:
+            self.revision = broker.revision
+            is_foreign = broker.head is not None and Head.decode(broker.head).epoch not in self.epochs
+            self.is_superseded = self.is_superseded or (self.has_begun and is_foreign)
 
 
 def drained(making: Any) -> tuple[Base, int]:
@@ -187,6 +191,9 @@ class ModelReader:
 
     def read_base(self, ask: int, head: Head) -> None:
         self.asked.append((ask, head))
+
+    def want_base(self) -> None:
+        self.world.writer.core.base_wanted()
 
     def read_log(self, read: int, log_seq: int) -> None:
         self.read, self.log_seq = read, log_seq
@@ -301,7 +308,7 @@ class World:
 
     def old_writer_goes_on(self, count: int) -> None:
         """The writer before sends what it has, and finds out when it stores a base."""
-        if len(self.writers) > 1:
+        if len(self.writers) > 1 and self.writers[-2].has_begun:
             old = self.writers[-2]
             old.send(count, "none")
             old.store_base("none")
@@ -337,9 +344,7 @@ class World:
         seq = max(0, core.stream.next_sequence + ahead)
         payload = self.encoder.encode(KVEventBatch(1.0, (BlockStored((99,), None, (1,), 1, None),), 0), 0)
         epoch = core.epoch if kind == "life" else b"f" * 16
-        message = LogMessage(0, epoch, seq, b"notachan", payload)
-        self.broker.next_log_seq += 1
-        self.broker.log.append(LogMessage(self.broker.next_log_seq - 1, message.epoch, seq, message.chain, payload))
+        self.broker.store(LogMessage(0, epoch, seq, b"notachan", payload))
 
     # --- the end ---
 
@@ -384,7 +389,7 @@ STEPS = st.lists(
         st.just(("clear",)),
         st.tuples(st.just("send"), st.integers(1, 6), FATES),
         st.tuples(st.just("hear"), st.integers(1, 6)),
-        st.tuples(st.just("base"), FATES),
+        st.tuples(st.just("base"), st.one_of(FATES, st.just("lose object"))),
         st.tuples(st.just("beat"), st.integers(0, 3)),
         st.tuples(st.just("beat"), WHO),
         st.tuples(st.just("read"), WHO, st.integers(1, 9)),

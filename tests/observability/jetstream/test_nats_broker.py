@@ -1,0 +1,355 @@
+"""Both ends of a log against the real server: killed, stopped, wiped; slow readers, retries, retention, forgeries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import nats
+import pytest
+
+from observability.jetstream import (
+    Beat,
+    JetStreamConfig,
+    LogAddress,
+    nats_writer,
+    open_jetstream_subscriber,
+    open_jetstream_writer,
+)
+from observability.kv_stream import FollowPolicy, StreamState
+
+WORKER = "http://pod-1:30000"
+HERE = LogAddress(WORKER, 0, "kv@pod")
+POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.05, retry_max_s=0.5, dead_after_s=60.0)
+
+
+def config_of(*servers: Any, **settings: Any) -> JetStreamConfig:
+    return JetStreamConfig(servers=[server.url for server in servers], **settings)
+
+
+def write(config: JetStreamConfig) -> Any:
+    return open_jetstream_writer(config, WORKER, topic="kv@pod")
+
+
+def read(config: JetStreamConfig, *addresses: LogAddress, policy: FollowPolicy = POLICY) -> Any:
+    return open_jetstream_subscriber(config, addresses or (HERE,), policy=policy)
+
+
+def ask(config: JetStreamConfig, work: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+    """Do something with a client of one's own."""
+
+    async def run() -> Any:
+        client = await nats.connect(list(config.servers))
+        try:
+            return await work(client, client.jetstream())
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def log_state(config: JetStreamConfig) -> Any:
+    async def work(client: Any, js: Any) -> Any:
+        return (await js.stream_info(HERE.log)).state
+
+    return ask(config, work)
+
+
+def test_a_killed_server_comes_back_and_nothing_is_missing(
+    nats_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any, eventually: Any
+) -> None:
+    config = config_of(nats_server)
+    with write(config) as writer, read(config) as reader:
+        feeder = feed(writer.sink(0))
+        feeder.churn(50)
+        wait_for_whole(reader, feeder)
+        nats_server.kill()
+        poll_until(reader, lambda: reader.stats()[0].state is StreamState.CONNECTING)
+        eventually(lambda: not writer.stats()[0].is_connected)
+        feeder.churn(50)
+        assert writer.stats()[0].waiting == 50
+        nats_server.start()
+        wait_for_whole(reader, feeder)
+        assert writer.stats()[0].broker_losses == 1
+        assert reader.stats()[0].disconnects == 1
+        assert reader.stats()[0].snapshots == 1  # resumed by number, not by another base
+
+
+def test_a_broker_that_is_away_costs_bounded_memory_and_one_sentence(
+    free_server: Any, feed: Any, wait_for_whole: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(free_server)
+    with caplog.at_level(logging.INFO, "observability.jetstream"), write(config) as writer, read(config) as reader:
+        sink = writer.sink(0)
+        feeder = feed(sink)
+        feeder.churn(3_000)
+        stats = sink.stats()
+        assert stats.batches_buffered == 1_024
+        assert stats.blocks_in_base > 0
+        free_server.start()
+        wait_for_whole(reader, feeder)
+        assert writer.stats()[0].collapsed == 3_000
+        away = [record.getMessage() for record in caplog.records if "is away" in record.getMessage()]
+        assert len(away) == 2  # one of the writer, one of the reader
+        assert all(free_server.url in sentence for sentence in away)
+
+
+def test_a_broker_that_forgot_everything_gets_it_again(
+    nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any
+) -> None:
+    config = config_of(nats_server)
+    with write(config) as writer, read(config) as reader:
+        feeder = feed(writer.sink(0))
+        feeder.churn(50)
+        wait_for_whole(reader, feeder)
+        nats_server.kill()
+        shutil.rmtree(nats_server.folder / "store")
+        nats_server.start()
+        feeder.churn(10)
+        wait_for_whole(reader, feeder)
+        with read(config) as late:
+            wait_for_whole(late, feeder)
+
+
+def test_retention_drops_only_what_the_base_has(nats_server: Any, feed: Any, wait_for_whole: Any) -> None:
+    config = config_of(nats_server, max_msgs=16)
+    with write(config) as writer, read(config) as reader:
+        feeder = feed(writer.sink(0))
+        for _ in range(20):
+            feeder.churn(10)
+            wait_for_whole(reader, feeder)
+        assert log_state(config).messages <= 16
+        assert writer.stats()[0].bases >= 200 // 16
+        with read(config) as late:
+            wait_for_whole(late, feeder)
+            assert late.stats()[0].snapshots == 1
+
+
+def test_a_slow_reader_finds_the_base_where_the_log_has_passed_it(
+    nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any
+) -> None:
+    config = config_of(nats_server, max_msgs=64)
+    with write(config) as writer, read(config) as reader:
+        feeder = feed(writer.sink(0))
+        feeder.churn(10)
+        wait_for_whole(reader, feeder)
+        for _ in range(12):
+            feeder.churn(500)  # nobody polls
+            eventually(lambda: not writer.stats()[0].waiting)
+        wait_for_whole(reader, feeder)
+        assert not reader.stats()[0].decode_errors
+
+
+def test_a_reader_that_polls_late_has_every_message_of_a_large_log(
+    nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any
+) -> None:
+    """More than the inbox holds waits at the broker, and is read in order, without another base."""
+    config = config_of(nats_server)
+    with write(config) as writer, read(config) as reader:
+        feeder = feed(writer.sink(0))
+        feeder.churn(1)
+        wait_for_whole(reader, feeder)
+        for _ in range(12):
+            feeder.churn(1_000)
+            eventually(lambda: not writer.stats()[0].waiting)
+        wait_for_whole(reader, feeder)
+        assert reader.stats()[0].last_seq == feeder.num_batches - 1
+        assert reader.stats()[0].snapshots == 1
+
+
+def test_what_is_sent_again_is_stored_once(
+    nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server stops for longer than an acknowledgement may take: it has the first sending and the second."""
+    monkeypatch.setattr(nats_writer, "_ACK_TIMEOUT_S", 0.2)
+    config = config_of(nats_server)
+    with write(config) as writer, read(config) as reader:
+        feeder = feed(writer.sink(0))
+        feeder.churn(1)
+        wait_for_whole(reader, feeder)
+        nats_server.process.send_signal(signal.SIGSTOP)
+        try:
+            feeder.churn(20)
+            eventually(lambda: writer.stats()[0].failures >= 20)
+        finally:
+            nats_server.process.send_signal(signal.SIGCONT)
+        eventually(lambda: not writer.stats()[0].waiting)
+        assert writer.stats()[0].retried >= 20
+        wait_for_whole(reader, feeder)
+        in_log = 21 - writer.stats()[0].collapsed  # the first may have gone into the base
+        assert log_state(config).messages <= in_log
+
+
+def test_an_engine_that_restarts_fences_off_what_was_before(nats_server: Any, feed: Any, wait_for_whole: Any) -> None:
+    config = config_of(nats_server)
+    with write(config) as writer, read(config) as reader:
+        sink = writer.sink(0)
+        feeder = feed(sink)
+        feeder.churn(20)
+        wait_for_whole(reader, feeder)
+        sink.begin_life()
+        again = feed(sink)
+        again.store(7)
+        wait_for_whole(reader, again)
+        assert reader.stats()[0].restarts == 1
+        assert reader.stats()[0].last_seq == 0
+        with read(config) as late:
+            wait_for_whole(late, again)
+
+
+def test_a_second_writer_takes_over_and_the_first_stops(
+    nats_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any
+) -> None:
+    config = config_of(nats_server, max_msgs=16)
+    with write(config) as first, read(config) as reader:
+        old = feed(first.sink(0))
+        old.churn(5)
+        wait_for_whole(reader, old)
+        with write(config) as second:
+            new = feed(second.sink(0))
+            new.store(7)
+            wait_for_whole(reader, new)
+            poll_until(reader, lambda: first.stats()[0].is_superseded)
+            assert not second.stats()[0].is_superseded
+            old.churn(20)
+            new.store(8)
+            wait_for_whole(reader, new)
+            assert reader.stats()[0].restarts == 1
+
+
+def test_hostile_messages_cost_themselves_and_a_counter(
+    nats_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any
+) -> None:
+    config = config_of(nats_server)
+    with write(config) as writer, read(config) as reader:
+        sink = writer.sink(0)
+        feeder = feed(sink)
+        feeder.churn(20)
+        wait_for_whole(reader, feeder)
+        epoch = reader._streams[0].follower.cursor.epoch.hex()
+        headers: list[dict[str, str] | None] = [
+            None,
+            {"Nats-Msg-Id": "x"},
+            {"Nats-Msg-Id": f"{epoch}-20"},
+            {"Nats-Msg-Id": f"{epoch}-99999999999999999999", "Kv-Chain": "0" * 16},
+            {"Nats-Msg-Id": f"{epoch}-020", "Kv-Chain": "0" * 16},
+            {"Nats-Msg-Id": f"{'f' * 32}-20", "Kv-Chain": "0" * 16},
+            {"Nats-Msg-Id": f"{epoch}-0-forged", "Kv-Chain": "0" * 16},
+            {"Nats-Msg-Id": f"{epoch}-25", "Kv-Chain": "0" * 16},
+            {"Nats-Msg-Id": f"{epoch}-20 ", "Kv-Chain": "\u00e4"},
+        ]
+        beats = [
+            b"",
+            b"junk",
+            b"\xc1",
+            Beat(b"e" * 15, 1, b"c" * 8, 0).encode(),
+            Beat(b"e" * 16, 1, b"c" * 8, 9).encode(),
+        ]
+
+        async def work(client: Any, js: Any) -> None:
+            for each in headers:
+                await js.publish(HERE.subject, b"\x93\xca junk", headers=each)
+            for beat in beats:
+                await client.publish(HERE.beat_subject, beat)
+            await client.flush()
+
+        ask(config, work)
+        states = []
+        poll_until(reader, lambda: states.append(reader.stats()[0].state) or reader.stats()[0].bad_frames >= 11)
+        assert set(states) == {StreamState.LIVE}
+        feeder.churn(20)
+        wait_for_whole(reader, feeder)
+        stats = reader.stats()[0]
+        assert (stats.last_seq, stats.decode_errors) == (39, 0)
+        assert stats.snapshots == 2  # the ids of two batches were taken: they went by a base
+        with read(config) as late:
+            wait_for_whole(late, feeder)
+
+
+def test_a_writer_that_is_gone_is_dead_after_a_while(
+    nats_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any
+) -> None:
+    config = config_of(nats_server)
+    policy = FollowPolicy(answer_timeout_s=1.0, retry_min_s=0.05, retry_max_s=0.5, dead_after_s=0.5)
+    writer = write(config)
+    with read(config, policy=policy) as reader:
+        feeder = feed(writer.sink(0))
+        feeder.churn(20)
+        wait_for_whole(reader, feeder)
+        writer.close()
+        poll_until(reader, lambda: reader.stats()[0].state is StreamState.DEAD)
+        assert not reader.blocks(0)
+        with write(config) as successor:
+            again = feed(successor.sink(0))
+            again.store(1)
+            wait_for_whole(reader, again)
+
+
+def test_a_stream_that_its_writer_does_not_know_whole_is_partial(
+    nats_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any
+) -> None:
+    config = config_of(nats_server)
+    with write(config) as writer, read(config) as reader:
+        sink = writer.sink(0)
+        sink.say_upstream("partial")
+        feeder = feed(sink)
+        feeder.store(1)
+        poll_until(reader, lambda: reader.stats()[0].state is StreamState.PARTIAL)
+        assert reader.blocks(0) == {1}
+        sink.say_upstream(None)
+        wait_for_whole(reader, feeder)
+        sink.say_upstream("recovering")
+        poll_until(reader, lambda: reader.stats()[0].state is StreamState.PARTIAL)
+
+
+def test_ranks_are_streams_of_one_log(nats_server: Any, feed: Any, wait_for_whole: Any) -> None:
+    config = config_of(nats_server, max_bytes=65_536)
+    addresses = [LogAddress(WORKER, rank, "kv@pod") for rank in range(2)]
+    with write(config) as writer, read(config, *addresses) as reader:
+        quiet, busy = (feed(writer.sink(rank)) for rank in range(2))
+        quiet.churn(10)
+        for _ in range(10):
+            busy.churn(100)  # drops what the quiet one has in the log
+            wait_for_whole(reader, busy, 1)
+        wait_for_whole(reader, quiet, 0)
+        with read(config, *addresses) as late:
+            wait_for_whole(late, quiet, 0)
+            wait_for_whole(late, busy, 1)
+            assert late.ranks_holding(next(iter(quiet.held & busy.held))) in ((0, 1), (1, 0))
+
+
+def test_a_batch_above_the_brokers_messages_goes_by_the_base(nats_server: Any, feed: Any, wait_for_whole: Any) -> None:
+    config = config_of(nats_server)
+    with write(config) as writer, read(config) as reader:
+        feeder = feed(writer.sink(0))
+        feeder.churn(5)
+        wait_for_whole(reader, feeder)
+        feeder.store(*range(10**15, 10**15 + 120_000))  # more than a megabyte
+        wait_for_whole(reader, feeder)
+        stats = writer.stats()[0]
+        assert stats.stored + stats.collapsed == 6
+        assert stats.bases == 2
+        feeder.churn(5)
+        wait_for_whole(reader, feeder)
+
+
+def test_a_cluster_of_three_loses_the_one_that_leads_the_log(nats_cluster: Any, feed: Any, wait_for_whole: Any) -> None:
+    config = config_of(*nats_cluster, replicas=3)
+
+    async def leader(client: Any, js: Any) -> int:
+        return int((await js.stream_info(HERE.log)).cluster.leader.removeprefix("server-"))
+
+    with write(config) as writer, read(config) as reader:
+        feeder = feed(writer.sink(0))
+        feeder.churn(50)
+        wait_for_whole(reader, feeder)
+        nats_cluster[ask(config, leader)].kill()
+        feeder.churn(50)
+        wait_for_whole(reader, feeder)
+        with read(config) as late:
+            wait_for_whole(late, feeder)
+        assert not writer.stats()[0].is_superseded
