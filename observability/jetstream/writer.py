@@ -111,6 +111,7 @@ class LogWriter:
     _highest: int = field(default=0, init=False)  # one above the highest that was ever handed out
     _acked: set[int] = field(default_factory=set, init=False)  # stored, and handed out again if one before it failed
     _base: _StoredBase | None = field(default=None, init=False)
+    _under_way: set[int] = field(default_factory=set, init=False)  # handed out, and not answered
     _again: set[int] = field(default_factory=set, init=False)  # handed out more than once, and not stored yet
     _why_base: str = field(default="", init=False)  # what only a base can put right, whatever the limits
     _is_wanted: bool = field(default=False, init=False)  # a reader asks for a base
@@ -126,6 +127,7 @@ class LogWriter:
         self._out = self._highest = 0
         self._acked.clear()
         self._again.clear()
+        self._under_way.clear()
         self._base = None
         self._why_base = ""
 
@@ -137,7 +139,8 @@ class LogWriter:
     @property
     def num_waiting(self) -> int:
         """Batches that the broker has neither acknowledged nor in a base."""
-        return self._stream.next_sequence - self._first_wanted - len(self._acked)
+        num_under_way = sum(seq < self._out for seq in self._under_way)
+        return self._stream.next_sequence - self._first_wanted - len(self._acked) + num_under_way
 
     @property
     def _first_wanted(self) -> int:
@@ -179,6 +182,7 @@ class LogWriter:
             self.counters.retried += 1
             self._again.add(seq)
         self._out = seq + 1
+        self._under_way.add(seq)
         self._highest = max(self._highest, self._out)
         return LogMessage(0, self.epoch, seq, stream.chain_before(seq + 1), payload)
 
@@ -190,6 +194,7 @@ class LogWriter:
             if is_duplicate and message.seq not in self._again:
                 self._why_base = "somebody else used the id of a batch"
             self._again.discard(message.seq)
+            self._under_way.discard(message.seq)
             if message.seq >= self._out:
                 self._acked.add(message.seq)
 
@@ -198,6 +203,7 @@ class LogWriter:
         self.counters.failures += 1
         if message.epoch == self.epoch:
             self._out = min(self._out, message.seq)
+            self._under_way.discard(message.seq)
 
     # --- the base ---
 
@@ -255,6 +261,7 @@ class LogWriter:
         self._highest = max(self._highest, base.end)
         self._acked = {seq for seq in self._acked if seq >= base.end}
         self._again = {seq for seq in self._again if seq >= base.end}
+        self._under_way = {seq for seq in self._under_way if seq >= base.end}
         self._why_base = ""
         self._is_wanted = False
 

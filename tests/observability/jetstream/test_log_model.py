@@ -372,6 +372,7 @@ class World:
                     reader.take(50)
                 reader.follower.tick(self.now_s)
                 reader.check()
+        self.writer.hear(len(self.writer.unacked))
         for reader in self.readers:
             assert reader.cursor.state is StreamState.LIVE, reader.cursor
             assert reader.cursor.epoch == self.writer.core.epoch
