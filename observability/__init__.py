@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         render_stream_markdown,
     )
     from observability.conformance import ConformanceReport, RuleResult, StreamReport, examine_conformance
+    from observability.conformance_files import badge_json, junit_xml
     from observability.doctor import (
         CheckResult,
         DoctorOptions,
@@ -110,6 +111,8 @@ __all__ = [
     "report_json",
     "diagnose_stream",
     "examine_conformance",
+    "junit_xml",
+    "badge_json",
     "fetch_pool",
     "PoolUnreadableError",
     "ConformanceReport",
@@ -140,6 +143,7 @@ __getattr__ = lazy_names(
             "InfoMetric Metric Section render_markdown render_stream_markdown"
         ),
         "observability.conformance": "ConformanceReport RuleResult StreamReport examine_conformance",
+        "observability.conformance_files": "badge_json junit_xml",
         "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream examine exit_code report_json",
         "observability.http_app": "StatusSource error_response status_routes",
         "observability.http_kv_pool": "PoolReadingSource kv_pool_route",

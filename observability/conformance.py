@@ -37,15 +37,17 @@ class RuleResult(msgspec.Struct, frozen=True):
     """One rule on one stream.
 
     Attributes:
-        rule, weight, holds, hint: as in ``RULES``.
+        id, rule, weight, holds, harms, hint: as in ``RULES``; ``rule`` is its name.
         status: ``kept``, ``broken``, or ``not judged``: nothing came that could have broken it.
         count: how often it was broken; seen: the first few cases, in words.
     """
 
+    id: str
     rule: str
     status: str
     weight: str
     holds: str
+    harms: str
     hint: str
     count: int = 0
     seen: tuple[str, ...] = ()
@@ -136,15 +138,29 @@ def _results(violations: tuple[Violation, ...], judged: frozenset[str]) -> Itera
     for name, rule in RULES.items():
         times = seen.get(name, [])
         status = "broken" if times else "kept" if name in judged else "not judged"
-        yield RuleResult(name, status, rule.weight, rule.holds, rule.hint, len(times), tuple(times[:_MAX_SEEN]))
+        yield RuleResult(
+            id=rule.id,
+            rule=name,
+            status=status,
+            weight=rule.weight,
+            holds=rule.holds,
+            harms=rule.harms,
+            hint=rule.hint,
+            count=len(times),
+            seen=tuple(times[:_MAX_SEEN]),
+        )
 
 
 def _broken_rules(results: Iterable[RuleResult]) -> Iterator[str]:
     for result in results:
         if result.status != "broken":
             continue
-        yield f"{result.weight.upper():<7} {result.rule}: {result.holds}; broken {result.count} times"
+        times = "once" if result.count == 1 else f"{result.count} times"
+        yield f"{result.weight.upper():<7} {result.id} {result.rule}: {result.holds}; broken {times}"
         yield from (f"          {printable(seen)}" for seen in result.seen)
+        if result.count > len(result.seen):
+            yield f"          and {result.count - len(result.seen)} more"
+        yield f"          harm: {result.harms}"
         yield f"          -> {result.hint}"
 
 

@@ -8,9 +8,9 @@ installs, and nothing needs pytest. Read ``parts`` first: what is asked of a par
 - machines: ``*Machine`` are Hypothesis state machines to subclass; ``strategies`` make what they and you feed to parts.
 - fakes: clock, sources, sinks, device and network with plain attributes; ``ScriptedPublisher`` is a publisher on real
   sockets whose every fault is an attribute; ``run_ranks`` runs agreeing ranks on threads.
-- judge: ``RULES`` are the rules of the wire. ``EventLedger`` applies events and reports the rules that they break,
-  ``stream_judge`` does it for recorded frames, ``probe_streams`` records them. ``PoolJudge`` compares a stream with
-  what the pool really holds.
+- judge: ``RULES`` are the rules that a live stream is judged by, ``SPECIFICATION`` all. ``EventLedger`` applies events
+  and reports the rules that they break, ``stream_judge`` does it for recorded frames, ``probe_streams`` records them.
+  ``PoolJudge`` compares a stream with what the pool really holds.
 - golden: bytes of every dialect and peer, with their reader.
 """
 
@@ -36,12 +36,13 @@ from scheduler_components.testing.fakes import (
     PagedModel,
     ScriptedEvents,
 )
-from scheduler_components.testing.ledger import RULES, EventLedger, Violation, Weight
+from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.page_store_checks import PAGE_STORE_CHECKS
 from scheduler_components.testing.parts import ConformanceError, Trace
 from scheduler_components.testing.pool_judge import PoolDifference, PoolJudge
 from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
 from scheduler_components.testing.recorder_checks import RECORDER_CHECKS
+from scheduler_components.testing.rules import RULES, SPECIFICATION, Rule, Violation, Weight
 from scheduler_components.testing.scheduler_checks import POOL_CHECKS, SCHEDULER_CHECKS
 
 if TYPE_CHECKING:
@@ -96,10 +97,12 @@ __all__ = [
     "run_ranks",
     # judge
     "RULES",
+    "SPECIFICATION",
     "EventLedger",
     "PoolDifference",
     "PoolJudge",
     "ProbeOptions",
+    "Rule",
     "Violation",
     "Weight",
     "probe_streams",

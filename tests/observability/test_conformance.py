@@ -126,7 +126,7 @@ def test_faults_are_told_with_their_hint(ticking: Callable[[ListeningPublisher],
         each.rule for each in broken(report)
     }
     text = "\n".join(report.lines())
-    assert "ERROR   replay-end: every answer ends with the end marker" in text
+    assert "ERROR   KVE-703 replay-end: every answer ends with the end marker" in text
     assert "-> send it always" in text
     assert "does NOT conform" in text
     assert report.exit_code == 1
@@ -144,7 +144,7 @@ def test_a_stream_without_replay_conforms_and_its_late_joiners_are_warned_of(
     ticking(publisher)
     report = examine_conformance(publisher.endpoint, QUICK)
     assert ([each.rule for each in broken(report)], report.exit_code) == (["late-joiner"], 0)
-    assert "WARNING late-joiner" in "\n".join(report.lines())
+    assert "WARNING KVE-708 late-joiner" in "\n".join(report.lines())
 
 
 class JoinsLate(ScriptedPublisher):
@@ -263,7 +263,7 @@ def test_the_command_says_no_by_its_exit_code(command: Command) -> None:
     with ScriptedPublisher.open() as publisher:
         status, told, _ = command(publisher.endpoint, "--listen", "0.1")
     assert status == 1
-    assert "ERROR   speaks" in told
+    assert "ERROR   KVE-201 speaks" in told
 
 
 @pytest.mark.parametrize("arguments", [["tcp://*:5557"], ["http://127.0.0.1:1", "--topic", "kv"], ["nonsense"], []])

@@ -190,7 +190,7 @@ def test_an_engine_that_forgets_is_named_with_its_batch(
     code, text, rules = examine(open_engine(forgets))
     assert code == 4, text
     assert rules[rule]["status"] == "broken"
-    assert f"ERROR   {rule}: " in text
+    assert f"{rule}: " in text
     for seen in rules[rule]["seen"]:  # type: ignore[attr-defined]
         numbers = [int(word) for word in seen.rpartition("since")[2].split() if word.isdecimal()]
         assert any(numbers[0] <= forgot <= numbers[-1] for forgot in forgets.forgot_in), seen

@@ -19,9 +19,11 @@ from cyclopts.validators import Number
 from observability import (
     DoctorOptions,
     WatchOptions,
+    badge_json,
     examine,
     examine_conformance,
     exit_code,
+    junit_xml,
     report_json,
     watch_streams,
 )
@@ -123,6 +125,8 @@ def conformance(
         str | None,
         Parameter(help="URL of an engine that serves /kv_pool: compare with what its pools really hold."),
     ] = None,
+    junit: Annotated[Path | None, Parameter(help="Write JUnit XML there: one test case per rule and stream.")] = None,
+    badge: Annotated[Path | None, Parameter(help="Write a badge there, as shields.io's endpoint JSON.")] = None,
     as_json: Annotated[AsJson, Parameter(help="The whole report as one JSON object.")] = False,
 ) -> int:
     """Judge an engine by what its event streams really send, rule by rule.
@@ -131,6 +135,11 @@ def conformance(
     stream tells something else than the pool holds. Send the engine requests meanwhile: a rule that nothing could break
     is reported as not judged.
     """
+    for option, path in (("junit", junit), ("badge", badge)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ConfigError(
+                option, str(path), "is no file in a folder that exists", "make the folder, or name another"
+            )
     report = examine_conformance(
         target,
         ProbeOptions(listen_s=listen, enough_batches=batches, answer_s=timeout),
@@ -140,7 +149,18 @@ def conformance(
         oracle=oracle,
     )
     say_plainly((report.to_json(),) if as_json else report.lines())
+    if junit is not None:
+        _write("junit", junit, junit_xml(report))
+    if badge is not None:
+        _write("badge", badge, badge_json(report))
     return report.exit_code
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(option, str(path), f"cannot be written ({error.strerror})", "name another file") from error
 
 
 def keygen(

@@ -1,0 +1,66 @@
+"""A conformance report as files that other tools read: JUnit XML for CI, and a badge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from xml.etree import ElementTree as Xml
+
+import msgspec
+
+from observability.conformance import ConformanceReport, RuleResult
+from observability.kv_stream import printable
+
+__all__ = ["badge_json", "junit_xml"]
+
+
+def junit_xml(report: ConformanceReport) -> str:
+    """Return JUnit XML: a suite for the engine and one for each stream, and in them one test case per rule.
+
+    A broken rule of weight ``error`` is a failure. One of weight ``warning`` passes and says so in its output, since CI
+    has nothing between the two. A rule that nothing could break is skipped.
+    """
+    suites = [("engine", report.engine)]
+    suites += [(f"stream {each.rank} {each.endpoint}", each.rules) for each in report.streams]
+    root = Xml.Element("testsuites", _counts("KV events conformance", [each for _, rules in suites for each in rules]))
+    for name, rules in suites:
+        suite = Xml.SubElement(root, "testsuite", _counts(printable(name), rules))
+        for rule in rules:
+            _add_case(suite, rule, classname=f"{printable(report.target)} {printable(name)}")
+    Xml.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + Xml.tostring(root, encoding="unicode") + "\n"
+
+
+def _counts(name: str, rules: Iterable[RuleResult]) -> dict[str, str]:
+    rules = tuple(rules)
+    failed = sum(each.status == "broken" and each.weight == "error" for each in rules)
+    skipped = sum(each.status == "not judged" for each in rules)
+    return {"name": name, "tests": str(len(rules)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
+
+
+def _add_case(suite: Xml.Element, rule: RuleResult, *, classname: str) -> None:
+    case = Xml.SubElement(suite, "testcase", {"classname": classname, "name": f"{rule.id} {rule.rule}", "time": "0"})
+    if rule.status == "not judged":
+        Xml.SubElement(case, "skipped", {"message": "nothing came that could break it"})
+    elif rule.status == "broken":
+        is_failure = rule.weight == "error"
+        kind, marks = ("failure", {"type": rule.rule, "message": rule.holds}) if is_failure else ("system-out", {})
+        told = [f"{rule.weight}: {rule.holds}; broken {rule.count} times", *map(printable, rule.seen)]
+        Xml.SubElement(case, kind, marks).text = "\n".join([*told, f"harm: {rule.harms}", f"repair: {rule.hint}"])
+
+
+def badge_json(report: ConformanceReport) -> str:
+    """Return what shields.io's ``endpoint`` badge reads: how many rules are kept, of those that could be judged.
+
+    Red when the engine does not conform, yellow when a rule of weight ``warning`` is broken. A rule counts once: as
+    broken when it is on any stream.
+    """
+    results = [*report.engine, *(each for stream in report.streams for each in stream.rules)]
+    broken = {each.rule for each in results if each.status == "broken"}
+    judged = {each.rule for each in results if each.status != "not judged"}
+    if not report.reachable:
+        message, color = "not reachable", "lightgrey"
+    else:
+        message = f"{len(judged) - len(broken)} of {len(judged)} rules kept"
+        color = "red" if not report.conforms else "yellow" if broken else "brightgreen"
+    badge = {"schemaVersion": 1, "label": "KV events", "message": message, "color": color}
+    return msgspec.json.encode(badge).decode() + "\n"

@@ -1,0 +1,115 @@
+"""The report as JUnit XML and as a badge: well-formed whatever a peer sends, one test case per rule and stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree as Xml
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from observability import ConformanceReport, StreamReport, badge_json, junit_xml
+from observability.conformance import report_stream
+from scheduler_components.kv_events import Endpoint, StreamAddress
+from scheduler_components.reference.cli import main as cli
+from scheduler_components.testing import RULES, ScriptedPublisher, Violation
+from scheduler_components.testing.stream_judge import JudgedStream, StreamFacts
+
+ENGINE_RULES = ("descriptor", "reachable")
+
+
+def stream_of(rank: int, judged: set[str], *violations: Violation) -> StreamReport:
+    address = StreamAddress(rank=rank, events=Endpoint.parse(f"tcp://worker:{5557 + rank}"))
+    return report_stream(address, JudgedStream(StreamFacts(), violations, frozenset(judged)))
+
+
+def report_of(*streams: StreamReport, reachable: bool = True) -> ConformanceReport:
+    return ConformanceReport.of("http://worker:30000", ENGINE_RULES, (), streams, reachable=reachable)
+
+
+SOUND = stream_of(0, {"order", "event"})
+TAPE = Violation("medium", "medium 'TAPE'")
+BROKEN = stream_of(1, {"order", "event", "medium"}, Violation("order", "number 3 after 4"), TAPE)
+
+
+def test_each_rule_of_each_stream_is_one_test_case_with_its_id() -> None:
+    root = Xml.fromstring(junit_xml(report_of(SOUND, BROKEN)))
+    suites = {suite.get("name", ""): suite for suite in root}
+    assert list(suites) == ["engine", "stream 0 tcp://worker:5557", "stream 1 tcp://worker:5558"]
+    names = [case.get("name") for suite in suites.values() for case in suite]
+    per_stream = [f"{rule.id} {name}" for name, rule in RULES.items() if name not in ENGINE_RULES]
+    assert names == [f"{RULES[name].id} {name}" for name in ENGINE_RULES] + per_stream * 2
+    keys = ("tests", "failures", "skipped")
+    assert [suite.get(key) for suite in root for key in keys] == [
+        "2", "0", "0", str(len(per_stream)), "0", str(len(per_stream) - 2), str(len(per_stream)), "1",
+        str(len(per_stream) - 3),
+    ]  # fmt: skip
+    assert root.get("tests") == str(2 + 2 * len(per_stream))
+
+
+def test_an_error_fails_a_warning_passes_with_words_and_what_was_not_judged_is_skipped() -> None:
+    cases = {case.get("name"): case for case in Xml.fromstring(junit_xml(report_of(BROKEN))).iter("testcase")}
+    (failure,) = cases["KVE-202 order"]
+    assert (failure.tag, failure.get("type"), failure.get("message")) == ("failure", "order", RULES["order"].holds)
+    assert "number 3 after 4" in (failure.text or "")
+    assert RULES["order"].harms in (failure.text or "")
+    (words,) = cases["KVE-601 medium"]
+    assert words.tag == "system-out"
+    assert [part.tag for part in cases["KVE-703 replay-end"]] == ["skipped"]
+    assert list(cases["KVE-304 event"]) == []
+
+
+@given(seen=st.text(), target=st.text())
+def test_it_is_well_formed_whatever_a_peer_sends(seen: str, target: str) -> None:
+    report = ConformanceReport.of(target, (), (), (stream_of(0, set(), Violation("event", seen)),))
+    assert Xml.fromstring(junit_xml(report).encode()).tag == "testsuites"
+
+
+@pytest.mark.parametrize(
+    ("report", "message", "color"),
+    [
+        (report_of(SOUND), "4 of 4 rules kept", "brightgreen"),
+        (report_of(SOUND, BROKEN), "3 of 5 rules kept", "red"),
+        (report_of(stream_of(0, {"medium"}, TAPE)), "2 of 3 rules kept", "yellow"),
+        (report_of(reachable=False), "not reachable", "lightgrey"),
+    ],
+)
+def test_the_badge_counts_each_rule_once(report: ConformanceReport, message: str, color: str) -> None:
+    badge = {"schemaVersion": 1, "label": "KV events", "message": message, "color": color}
+    assert json.loads(badge_json(report)) == badge
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[object, str]]:
+    """Run ``scheduler-components conformance``: exit code and complaint."""
+
+    def run(*arguments: object) -> tuple[object, str]:
+        monkeypatch.setattr("sys.argv", ["scheduler-components", "conformance", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
+def test_the_command_writes_both_files(command: Callable[..., tuple[object, str]], tmp_path: Path) -> None:
+    junit, badge = tmp_path / "conformance.xml", tmp_path / "badge.json"
+    with ScriptedPublisher.open() as publisher:
+        ended = command(publisher.endpoint, "--listen", "0.1", "--junit", junit, "--badge", badge)
+    assert ended == (1, "")
+    assert int(Xml.parse(junit).getroot().get("failures", "0")) >= 1
+    assert json.loads(badge.read_text())["color"] == "red"
+
+
+@pytest.mark.parametrize("option", ["--junit", "--badge"])
+def test_a_file_that_cannot_be_written_is_told_before_anybody_listens(
+    command: Callable[..., tuple[object, str]], option: str, tmp_path: Path
+) -> None:
+    for path in (tmp_path, tmp_path / "nowhere" / "file"):
+        code, complaint = command("tcp://127.0.0.1:1", option, path)
+        assert code == 2
+        assert complaint.startswith(f"scheduler-components: {option.strip('-')}=")
+        assert complaint.count("\n") == 1
