@@ -345,7 +345,8 @@ _BEYOND = (
         "a publisher that restarts numbers above every earlier life, and clears first",
         "Dynamo ignores a stream that begins at 0 again until it passes the old number",
         "start at the wall clock in milliseconds or above; keep a floor where clocks may be set back",
-        judge="tests/kv_events/test_file_sequence_floor.py",
+        judge="tests/kv_events/test_file_sequence_floor.py: "
+        "test_every_life_starts_above_all_numbers_of_all_earlier_ones",
         is_error=False,
     ),
     _rule(
@@ -354,7 +355,7 @@ _BEYOND = (
         "an optional field that is None is left out of maps and trimmed from the tail of arrays",
         "typed readers of other versions lose the batch over a field that they do not expect",
         "vLLM's own reader is the exception: medium and lora_name are written as nil there (dialect vllm)",
-        judge="tests/kv_events/test_codec.py",
+        judge="tests/kv_events/test_codec.py: test_writes_the_golden_bytes",
     ),
     _rule(
         "KVE-408",
@@ -362,7 +363,7 @@ _BEYOND = (
         "a reader keeps the fields that it knows and passes over the rest",
         "each new field of an engine would cost every reader the batch, as it did five times",
         "decode each event by itself, and skip what you do not know",
-        judge="tests/kv_events/test_codec.py",
+        judge="tests/kv_events/test_codec.py: test_dialects_may_mix_and_unknown_fields_are_skipped",
     ),
     _rule(
         "KVE-409",
@@ -378,7 +379,7 @@ _BEYOND = (
         "the plain hash is SGLang's chain, so that routers that hash prompts agree with it",
         "routers that hash for themselves find nothing",
         "SHA-256 over the digest before and the tokens as u32 little-endian; 8 bytes, big-endian, signed",
-        judge="tests/cache/test_block_hash.py",
+        judge="tests/cache/test_block_hash.py: test_golden_page_hashes",
         is_error=False,
     ),
     _rule(
@@ -387,7 +388,7 @@ _BEYOND = (
         "adapter, salt and every other identity change the hash",
         "tenants share a hash, and a router sends one where the other's pages are",
         "seed the chain with what identifies the prefix",
-        judge="tests/cache/test_block_hash.py",
+        judge="tests/cache/test_block_hash.py: test_seeds_are_equal_only_for_equal_identities",
     ),
     _rule(
         "KVE-505",
@@ -396,6 +397,15 @@ _BEYOND = (
         "a store and its removal do not meet where an engine changes its form",
         "fold to signed 64 bits where you read",
         judge="RECORDER_CHECKS: check_hashes_are_signed",
+    ),
+    _rule(
+        "KVE-506",
+        "sglang-namespaces",
+        "SGLang's published hash is the plain one, hashed with the seed of its extra key and salt",
+        "an adapter that folds it otherwise asks for blocks that nobody has",
+        "take the golden bytes",
+        judge="tests/test_spec.py: test_namespaced_hashes_are_what_the_specification_says",
+        is_error=False,
     ),
     _rule(
         "KVE-602",
@@ -428,7 +438,7 @@ _BEYOND = (
         "a reader compares the topic for equality",
         "a subscription is a prefix: kv@pod1 receives kv@pod10's blocks behind a proxy",
         "drop, and count, what is of another topic",
-        judge="tests/observability/kv_stream/test_behind_a_proxy.py",
+        judge="tests/observability/kv_stream/test_behind_a_proxy.py: test_each_view_holds_its_own_pod_and_says_so",
     ),
     _rule(
         "KVE-207",
@@ -485,7 +495,7 @@ _BEYOND = (
         "a publisher without the extension answers its 37 bytes with a bare end marker",
         "readers cannot tell who has the extension",
         "answer any request that you do not understand with the end marker",
-        judge="tests/kv_events/test_replay.py",
+        judge="tests/kv_events/test_replay.py: test_requests_are_the_golden_bytes",
         is_error=False,
     ),
     _rule(
@@ -494,7 +504,7 @@ _BEYOND = (
         "the digest is chained over each number and payload, from the epoch on",
         "a loss, a restart or a splice of two histories stays unseen",
         "BLAKE2b of 8 bytes over the digest before, the number, and the payload's CRC-32",
-        judge="tests/kv_events/test_stream.py",
+        judge="tests/kv_events/test_stream.py: test_digests_are_the_golden_bytes",
     ),
     _rule(
         "KVE-803",
@@ -502,7 +512,7 @@ _BEYOND = (
         "batches are sent from a number only when epoch and digest agree there; otherwise a snapshot is",
         "a reader of an earlier life goes on from a state that never was",
         "compare both before you answer",
-        judge="tests/kv_events/test_replay.py",
+        judge="tests/kv_events/test_replay.py: test_otherwise_sync_is_base_then_window",
     ),
     _rule(
         "KVE-804",
@@ -510,7 +520,8 @@ _BEYOND = (
         "a reader puts a snapshot in place as a whole, once its digest agrees",
         "queries during a recovery see half a cache",
         "build it aside, then swap",
-        judge="tests/observability/kv_stream/test_queries_during_a_snapshot.py",
+        judge="tests/observability/kv_stream/test_queries_during_a_snapshot.py: "
+        "test_another_thread_is_answered_between_two_messages",
     ),
     # discovery and load
     _rule(
@@ -519,7 +530,7 @@ _BEYOND = (
         "stream r is at base port + r, for events, replay and load alike",
         "a router dials another rank's stream, or nobody's",
         "make the descriptor and the binding from one plan",
-        judge="tests/sockets/test_advertised_endpoints.py",
+        judge="tests/sockets/test_advertised_endpoints.py: test_every_advertised_endpoint_listens_and_serves_its_rank",
     ),
     _rule(
         "KVE-904",
@@ -527,7 +538,7 @@ _BEYOND = (
         "for a wildcard host a reader dials the host at which it reached the worker",
         "a router dials itself",
         "substitute the worker's own host",
-        judge="tests/observability/kv_stream/test_discovery.py",
+        judge="tests/observability/kv_stream/test_discovery.py: test_a_wildcard_becomes_the_host_of_the_url",
     ),
     _rule(
         "KVE-1001",
@@ -535,7 +546,7 @@ _BEYOND = (
         'a load sample is ("load", sequence, LoadStat), whose first fields never change their place',
         "sgl-router reads by position: one field more in the middle, and every count is another",
         "append only",
-        judge="tests/load/test_load_stat.py",
+        judge="tests/load/test_load_stat.py: test_the_array_is_sglangs_with_this_kits_facts_after_it",
     ),
     _rule(
         "KVE-1002",
@@ -543,7 +554,7 @@ _BEYOND = (
         "a reader takes the newest sample of each rank, and knows its age",
         "reports that were 140 s old sent all prompts to one rank",
         "send sequence and time with each sample; compare them",
-        judge="tests/load/test_load_view.py",
+        judge="tests/load/test_load_view.py: test_the_newest_of_each_rank_is_kept",
     ),
     _rule(
         "KVE-1103",
@@ -551,7 +562,7 @@ _BEYOND = (
         "where /kv_pool is served, it names the last batch that tells of what it shows, or null",
         "a comparison at another moment accuses a sound engine",
         "read the pool between two steps, after what was recorded went out",
-        judge="tests/reference/engine/test_kv_pool.py",
+        judge="tests/reference/engine/test_kv_pool.py: test_the_streams_of_a_serving_engine_tell_what_its_pools_hold",
     ),
 )
 

@@ -6,6 +6,7 @@ is. The data files are plain JSON, so that a kit in another language can read th
 - ``batches.json``: batches in the dialects that this kit writes. Writing must give these bytes, reading the events.
 - ``peers.json``: batches in shapes that released peers send, by peer and version. Reading must give the events.
 - ``page_hashes.json``: token ids, page size and seed to block hashes.
+- ``namespaced_hashes.json``: a plain hash, put into SGLang's namespace of an extra key and a salt.
 - ``replay_frames.json``: requests and answers of replay channels.
 - ``digests.json``: a stream's payloads to the digest before the first and after each.
 """
@@ -23,10 +24,12 @@ __all__ = [
     "BatchVector",
     "DigestVector",
     "FrameVector",
+    "NamespacedHashVector",
     "PageHashVector",
     "PeerVector",
     "batch_vectors",
     "digest_vectors",
+    "namespaced_hash_vectors",
     "page_hash_vectors",
     "peer_vectors",
     "replay_frame_vectors",
@@ -102,6 +105,20 @@ class PageHashVector(msgspec.Struct, frozen=True):
     block_hashes: tuple[int, ...]
 
 
+class NamespacedHashVector(msgspec.Struct, frozen=True):
+    """What SGLang (0.5.23) publishes for the block of a prefix in a namespace; ``seed`` in hexadecimal, "" for none."""
+
+    name: str
+    extra_key: str | None
+    cache_salt: str | None
+    block_hash: int
+    seed: str
+    namespaced_hash: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class FrameVector(msgspec.Struct, frozen=True):
     """One message of a replay conversation as a DEALER sends or gets it: frames in hexadecimal with their meaning."""
 
@@ -157,6 +174,12 @@ def page_hash_vectors() -> tuple[PageHashVector, ...]:
 def replay_frame_vectors() -> dict[str, FrameVector]:
     """``replay_frames.json``, by name."""
     return {each.name: each for each in msgspec.json.decode(_read("replay_frames.json"), type=list[FrameVector])}
+
+
+@cache
+def namespaced_hash_vectors() -> tuple[NamespacedHashVector, ...]:
+    """``namespaced_hashes.json``."""
+    return msgspec.json.decode(_read("namespaced_hashes.json"), type=tuple[NamespacedHashVector, ...])
 
 
 @cache
