@@ -207,7 +207,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ("--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(folder))
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", *config]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, env=quiet)
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=250, env=quiet)
     assert ran.returncode == 0, ran.stderr
     return folder
 
@@ -224,6 +224,7 @@ def page_of(site: Path, package: str) -> str:
     return (site / "reference" / REFERENCE[package].with_suffix(".html").name).read_text()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("package", sorted(REFERENCE))
 def test_every_exported_name_stands_once_on_its_page_and_no_other_does(site: Path, package: str) -> None:
     page = page_of(site, package)
@@ -232,6 +233,7 @@ def test_every_exported_name_stands_once_on_its_page_and_no_other_does(site: Pat
     assert sorted(shown) == sorted(name for name in exported if f"{package}.{name}" not in REFERENCE)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("package", sorted(REFERENCE))
 def test_every_class_is_shown_with_the_parameters_that_it_takes(site: Path, package: str) -> None:
     """Dataclasses, attrs, structs and models: fields are what one gives the constructor."""
@@ -272,6 +274,7 @@ def named_parameters(each: type) -> list[str]:
     return [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
 
 
+@pytest.mark.timeout(300)
 def test_a_class_that_several_packages_export_is_described_in_one_place(site: Path) -> None:
     places: dict[type, list[str]] = defaultdict(list)
     for package in REFERENCE:
@@ -282,15 +285,18 @@ def test_a_class_that_several_packages_export_is_described_in_one_place(site: Pa
     assert places[RadixCache] == ["scheduler_components.cache"]
 
 
+@pytest.mark.timeout(300)
 def test_a_pipe_in_a_table_is_shown_without_its_escape(site: Path) -> None:
     assert "none|file|mooncake" in (site / "how-to" / "hierarchical-cache.html").read_text()
 
 
+@pytest.mark.timeout(300)
 def test_no_private_name_is_shown(site: Path) -> None:
     for page in site.glob("reference/*.html"):
         assert re.findall(r'id="[\w.]+\._(?!_)\w*"', page.read_text()) == [], page.name
 
 
+@pytest.mark.timeout(300)
 def test_the_site_loads_nothing_from_outside(site: Path) -> None:
     pages, styles = list(site.rglob("*.html")), list(site.rglob("*.css"))
     assert pages

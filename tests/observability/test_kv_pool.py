@@ -41,6 +41,7 @@ class Pools:
 
     async def read_pool(self, rank: int) -> PoolReading:
         self.num_reads += 1
+        await asyncio.sleep(0)  # others ask meanwhile
         if self.problem is not None:
             raise self.problem
         return self.readings[rank]
@@ -117,8 +118,8 @@ def test_only_the_last_readings_are_kept_and_others_are_said_to_be_gone() -> Non
 @pytest.mark.parametrize(
     ("query", "field"),
     [
-        ("rank=2", "rank"), ("rank=-1", "rank"), ("rank=x", "rank"), ("rank=" + "9" * 50, "rank"), ("page=1", "page"),
-        ("reading=0-0&page=1", "page"), ("reading=0-0&page=", "page"), ("rank=²", "rank"),
+        ("rank=2", "rank"), ("rank=-1", "rank"), ("rank=x", "rank"), ("rank=" + "9" * 5_000, "rank"),
+        ("page=1", "page"), ("reading=0-0&page=1", "page"), ("reading=0-0&page=", "page"), ("rank=²", "rank"),
     ],
 )  # fmt: skip
 def test_a_clients_mistake_is_one_sentence_with_the_field(query: str, field: str) -> None:

@@ -193,3 +193,8 @@ def test_what_a_base_says_and_what_a_gap_hides_is_compared_with_care() -> None:
     assert seen.endswith("the stream stored it and the pool does not hold it; wrong since one of the batches 0 to 6")
     gap = sound(live=live(payload(), first=9), pool=(PoolReading({GPU: (1, 8)}, 9), PoolReading({GPU: ()}, 9)))
     assert set(broken(gap)) == {"no-gap"}
+
+
+def test_blocks_of_a_history_that_nobody_heard_are_not_missed() -> None:
+    record = StreamRecord(live=live(payload(stored(3)), first=7), history=BARE, pool=(PoolReading({GPU: (1, 3)}, 7),))
+    assert broken(record) == ["late-joiner"]

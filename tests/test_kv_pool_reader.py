@@ -1,0 +1,59 @@
+"""A reading names the batch that tells of it: what was recorded goes out first, and what is still pending is said."""
+
+from __future__ import annotations
+
+import msgspec
+
+from scheduler_components import (
+    KvPoolReader,
+    ParallelState,
+    PoolReading,
+    PublisherStats,
+    RadixCache,
+    SchedulerKvEventsPublisher,
+)
+from scheduler_components.events import place_of
+from scheduler_components.testing import ListEventSink, PoolJudge
+
+
+class Numbering(ListEventSink):
+    """Numbers its batches; ``num_pending`` of them are on their way."""
+
+    num_pending = 0
+
+    def stats(self) -> PublisherStats:
+        return msgspec.structs.replace(
+            super().stats(), last_sequence=len(self.batches) - 1, batches_pending=self.num_pending
+        )
+
+
+def opened(cache: RadixCache, sink: ListEventSink) -> SchedulerKvEventsPublisher:
+    return SchedulerKvEventsPublisher(parallel=ParallelState.trivial(), source=cache, sink=sink)
+
+
+def test_what_was_recorded_goes_out_before_the_reading_and_bears_its_number() -> None:
+    cache, sink = RadixCache(page_size=2, capacity_tokens=8, record=True), Numbering()
+    reader = KvPoolReader(publisher=opened(cache, sink), oracle=cache)
+    assert reader.read().sequence == -1
+    cache.insert([1, 2, 3, 4], cache.allocate(2))
+    reading = reader.read()
+    assert (reading.sequence, reading.num_blocks, reading.rank) == (0, 2, 0)
+    judge = PoolJudge()
+    judge.apply(0, sink.batches[0].events)
+    assert judge.compare(reading) == []
+    assert sink.num_idled == 2
+
+
+def test_a_reading_beside_batches_on_their_way_does_not_claim_a_number() -> None:
+    cache, sink = RadixCache(page_size=2, capacity_tokens=8, record=True), Numbering()
+    sink.num_pending = 1
+    assert KvPoolReader(publisher=opened(cache, sink), oracle=cache).read().sequence is None
+
+
+def test_without_an_oracle_no_place_is_named() -> None:
+    cache = RadixCache(page_size=2, capacity_tokens=8, record=True)
+    assert KvPoolReader(publisher=opened(cache, Numbering())).read() == PoolReading({}, -1, 0)
+
+
+def test_a_block_in_two_places_is_two() -> None:
+    assert PoolReading({place_of(None): (1, 2), place_of("CPU"): (1,)}, 0).num_blocks == 3
