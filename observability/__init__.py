@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         HISTOGRAMS,
         INFOS,
         OUTPUT_METRICS,
+        RELAY_CATALOG,
         SECTIONS,
         SGLANG_PREFIX,
         STREAM_CATALOG,
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
         RankOutputsSource,
         ReportBoard,
     )
-    from observability.prometheus_streams import StreamCollector, StreamStatsSource
+    from observability.prometheus_streams import RelayCollector, RelayStatsSource, StreamCollector, StreamStatsSource
     from observability.watch import LinePrinter, WatchOptions, watch_streams
 
 __all__ = [
@@ -99,6 +100,8 @@ __all__ = [
     "StreamStats",
     "StreamCollector",
     "StreamStatsSource",
+    "RelayCollector",
+    "RelayStatsSource",
     # looking at a worker
     "watch_streams",
     "WatchOptions",
@@ -129,6 +132,7 @@ __all__ = [
     "OUTPUT_METRICS",
     "EVERY_METRIC",
     "STREAM_CATALOG",
+    "RELAY_CATALOG",
     "STREAM_STATE",
     "SGLANG_PREFIX",
     "render_markdown",
@@ -139,8 +143,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "observability.catalog": (
-            "CATALOG EVERY_METRIC HISTOGRAMS INFOS OUTPUT_METRICS SECTIONS SGLANG_PREFIX STREAM_CATALOG STREAM_STATE "
-            "InfoMetric Metric Section render_markdown render_stream_markdown"
+            "CATALOG EVERY_METRIC HISTOGRAMS INFOS OUTPUT_METRICS RELAY_CATALOG SECTIONS SGLANG_PREFIX STREAM_CATALOG "
+            "STREAM_STATE InfoMetric Metric Section render_markdown render_stream_markdown"
         ),
         "observability.conformance": "ConformanceReport RuleResult StreamReport examine_conformance",
         "observability.conformance_files": "badge_json junit_xml",
@@ -157,7 +161,7 @@ __getattr__ = lazy_names(
         "observability.prometheus_schedulers": (
             "OutputCollector PrometheusBoard PrometheusSink RankLabels RankOutputs RankOutputsSource ReportBoard"
         ),
-        "observability.prometheus_streams": "StreamCollector StreamStatsSource",
+        "observability.prometheus_streams": "RelayCollector RelayStatsSource StreamCollector StreamStatsSource",
         "observability.watch": "LinePrinter WatchOptions watch_streams",
     },
 )

@@ -33,6 +33,8 @@ __all__ = [
     "SGLANG_PREFIX",
     "VLLM_PREFIX",
     "STREAM_PREFIX",
+    "RELAY_CATALOG",
+    "RELAY_PREFIX",
     "render_markdown",
     "render_stream_markdown",
 ]
@@ -40,6 +42,7 @@ __all__ = [
 SGLANG_PREFIX = "sglang:"
 VLLM_PREFIX = "vllm:"
 STREAM_PREFIX = "kv_stream_"
+RELAY_PREFIX = "kv_relay_"
 
 
 @attrs.frozen(kw_only=True)
@@ -66,8 +69,11 @@ class Metric:
     vllm_names: tuple[str, ...] = ()
     is_per_rank: bool = True
 
-    def read(self, stats: SchedulerStats) -> float | None:
-        """Return the value in ``stats``; None where the engine has no such part (no LoRA, no disaggregation)."""
+    def read(self, stats: object) -> float | None:
+        """Return the value in ``stats``, of the kind that its section reads.
+
+        None where the engine has no such part (no LoRA, no disaggregation).
+        """
         value = self._find(stats)
         assert value is None or isinstance(value, int | float), f"{self.path} is {value!r}"
         return value
@@ -78,11 +84,11 @@ class Metric:
         assert value is None or isinstance(value, HistogramSnapshot), f"{self.path} is {value!r}"
         return value
 
-    def _find(self, stats: SchedulerStats) -> object:
+    def _find(self, stats: object) -> object:
         return _find(stats, self.path)
 
 
-def _find(stats: SchedulerStats, path: str) -> object:
+def _find(stats: object, path: str) -> object:
     value: object = stats
     for attribute in path.split("."):
         value = getattr(value, attribute)
@@ -118,7 +124,7 @@ class InfoMetric:
         return texts, value
 
 
-ReadFrom = Literal["step", "outputs", "collector", "stream"]
+ReadFrom = Literal["step", "outputs", "collector", "stream", "relay"]
 
 
 @attrs.frozen
@@ -128,7 +134,8 @@ class Section:
     Attributes:
         title: its heading in the documentation.
         read_from: the value that the paths are fields of: ``step`` is ``SchedulerStats``, ``outputs`` is
-            ``OutputStats``, ``stream`` is ``StreamStats``; ``collector`` is what a collector itself knows.
+            ``OutputStats``, ``stream`` is ``StreamStats``, ``relay`` is ``RelayedStats``; ``collector`` is what a
+            collector itself knows.
         metrics: in the order of the documentation.
     """
 
@@ -434,6 +441,12 @@ SECTIONS: tuple[Section, ...] = (
         counter("kv_stream_unknown_media_total", "events", "unknown_media",
             "Events that name an unknown medium."),
     )),
+    Section("Relayed streams", "relay", (
+        gauge("kv_relay_is_whole", "flag", "is_whole",
+            "1 while every source of the stream is known whole; readers are told otherwise."),
+        gauge("kv_relay_sources", "sources", "num_sources",
+            "Sources that the stream is made of, those that do not answer included."),
+    )),
 )
 # fmt: on
 """Every metric. Rows of two lines: name, unit and path; then help and vLLM's names."""
@@ -486,11 +499,20 @@ STREAM_CATALOG = _read_from("stream")[1:]
 """Read from ``StreamStats``. Each is labelled with the ``rank``, as ``STREAM_STATE`` is."""
 
 
+RELAY_CATALOG = _read_from("relay") + tuple(
+    attrs.evolve(metric, name=RELAY_PREFIX + metric.name.removeprefix("kv_"))
+    for metric in CATALOG
+    if metric.path.startswith("publisher.")
+)
+"""Read from ``RelayedStats``: what a relay says of each stream that it publishes, labelled with the ``rank``. Its
+publisher counts what a scheduler's does."""
+
+
 def render_markdown() -> str:
     """Return the catalogue of schedulers as Markdown for the documentation: one heading and one table per section."""
     lines: list[str] = []
     for section in SECTIONS:
-        if section.read_from != "stream":
+        if section.read_from not in ("stream", "relay"):
             lines += ["", f"## {section.title}", ""]
             lines += ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
             lines += map(_row, section.metrics)
@@ -509,8 +531,11 @@ def _row(metric: Metric) -> str:
 
 
 def render_stream_markdown() -> str:
-    """Return the table of followed streams as Markdown, for the documentation."""
+    """Return the tables of followed streams, and of those that a relay publishes, as Markdown."""
+    return f"{_plain_table((STREAM_STATE, *STREAM_CATALOG))}\n## Relayed streams\n\n{_plain_table(RELAY_CATALOG)}"
+
+
+def _plain_table(metrics: tuple[Metric, ...]) -> str:
     lines = ["| Metric | Kind | Unit | Meaning |", "| --- | --- | --- | --- |"]
-    for metric in (STREAM_STATE, *STREAM_CATALOG):
-        lines.append(f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.help} |")
+    lines += [f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.help} |" for metric in metrics]
     return "\n".join(lines) + "\n"

@@ -1,19 +1,50 @@
-"""The metrics of followed streams for Prometheus: read from the subscriber when somebody scrapes."""
+"""The metrics of followed streams for Prometheus, and of relayed ones: read when somebody scrapes.
+
+- ``StreamCollector``: the streams of one subscriber.
+- ``RelayCollector``: a relay's streams, those that it follows and those that it publishes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from observability.catalog import STREAM_CATALOG, STREAM_PREFIX, STREAM_STATE
+from observability.catalog import RELAY_CATALOG, RELAY_PREFIX, STREAM_CATALOG, STREAM_PREFIX, STREAM_STATE, Metric
 from observability.kv_stream import StreamState, StreamStats
 from observability.prometheus_schedulers import new_family, register, unregister
 
-__all__ = ["StreamCollector", "StreamStatsSource"]
+__all__ = ["RelayCollector", "RelayStatsSource", "StreamCollector", "StreamStatsSource"]
+
+_OF_STREAMS = (STREAM_STATE, *STREAM_CATALOG)
+_Labels = dict[str, str]
+
+
+def _families(metrics: Iterable[Metric]) -> list[MetricFamily]:
+    return [new_family(metric, metric.name) for metric in metrics]
+
+
+def _stream_families(streams: Iterable[tuple[_Labels, StreamStats]]) -> Iterator[MetricFamily]:
+    """Build the families of followed streams, one sample per stream; the state is a set of flags."""
+    known = list(streams)
+    states, *others = _families(_OF_STREAMS)
+    for labels, stats in known:
+        for state in StreamState:
+            states.add_sample(STREAM_STATE.name, {**labels, "state": state.value}, float(stats.state is state))
+    yield states
+    for metric, family in zip(STREAM_CATALOG, others, strict=True):
+        _add_samples(family, metric, known)
+        yield family
+
+
+def _add_samples(family: MetricFamily, metric: Metric, labelled: Iterable[tuple[_Labels, object]]) -> None:
+    for labels, stats in labelled:
+        value = metric.read(stats)
+        if value is not None:
+            family.add_sample(metric.name, labels, float(value))
 
 
 class StreamStatsSource(Protocol):
@@ -38,24 +69,49 @@ class StreamCollector(Collector):
 
     def describe(self) -> Iterator[MetricFamily]:
         """Yield the metrics without samples, so that the registry can refuse a second collector."""
-        for metric in (STREAM_STATE, *STREAM_CATALOG):
-            yield new_family(metric, metric.name)
+        yield from _families(_OF_STREAMS)
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all streams."""
-        streams = [({"rank": str(rank)}, stats) for rank, stats in self._source.stats().items()]
-        states, *others = self.describe()
-        for labels, stats in streams:
-            for state in StreamState:
-                states.add_sample(STREAM_STATE.name, {**labels, "state": state.value}, float(stats.state is state))
-        yield states
-        for metric, family in zip(STREAM_CATALOG, others, strict=True):
-            for labels, stats in streams:
-                value: float | None = getattr(stats, metric.path)
-                if value is not None:
-                    family.add_sample(metric.name, labels, float(value))
-            yield family
+        yield from _stream_families(({"rank": str(rank)}, stats) for rank, stats in self._source.stats().items())
 
     def close(self) -> None:
         """Leave the registry. Safe to call twice."""
         unregister(self._registry, self)
+
+
+class RelayStatsSource(Protocol):
+    """Relays streams: a ``ZmqRelay``. Called on the scraping thread."""
+
+    def followed(self) -> Iterable[tuple[str, StreamStats]]:
+        """Each stream that is followed, with the name of its source."""
+        ...
+
+    def relayed(self) -> Iterable[tuple[int, object]]:
+        """Each stream that is published: its rank, and a value with the fields that the catalogue reads."""
+        ...
+
+
+class RelayCollector(Collector):
+    """Exposes a relay's streams in ``registry``: ``kv_stream_*`` by source and rank, ``kv_relay_*`` by rank.
+
+    Raises:
+        ConfigError: the registry has these metrics already.
+    """
+
+    def __init__(self, registry: CollectorRegistry, source: RelayStatsSource) -> None:
+        self._source = source
+        register(registry, self, RELAY_PREFIX)
+
+    def describe(self) -> Iterator[MetricFamily]:
+        """Yield the metrics without samples, so that the registry can refuse a second collector."""
+        yield from _families((*_OF_STREAMS, *RELAY_CATALOG))
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield the metrics of all streams."""
+        followed = self._source.followed()
+        yield from _stream_families(({"source": name, "rank": str(stats.rank)}, stats) for name, stats in followed)
+        relayed = [({"rank": str(rank)}, stats) for rank, stats in self._source.relayed()]
+        for metric, family in zip(RELAY_CATALOG, _families(RELAY_CATALOG), strict=True):
+            _add_samples(family, metric, relayed)
+            yield family

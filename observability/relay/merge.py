@@ -149,6 +149,11 @@ class SourceMerger:
         state = self.state
         return None if state is StreamState.LIVE else state.value
 
+    @property
+    def num_sources(self) -> int:
+        """Sources that the stream is made of, whether or not they are there."""
+        return len(self._sources)
+
     def num_blocks(self, key: int) -> int:
         """Blocks that one source holds, over all places."""
         return _count(self._source(key).held)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -28,7 +28,7 @@ from observability.kv_stream import (
 from observability.relay.source import RelaySource
 from observability.relay.stream import RelayedStream, RelaySink, RelaySinks, SourceListener
 from scheduler_components import ComponentError, PublisherStats, kv_events_server_info
-from scheduler_components.kv_events import ClientKeys, KVEventsConfig, StreamAddress, ZmqEventPublisher
+from scheduler_components.kv_events import BoundStream, ClientKeys, KVEventsConfig, StreamAddress, ZmqEventPublisher
 
 __all__ = ["RelayConfig", "RelayedStats", "SourceStats", "ZmqRelay", "ZmqSinks", "open_relay"]
 
@@ -72,12 +72,16 @@ class RelayedStats(msgspec.Struct, frozen=True):
     Attributes:
         rank: its number.
         state: that of the source that is known least.
+        is_whole: every source is live.
+        num_sources: sources that it is made of, those that do not answer included.
         block_size: tokens per block as they were last seen, None before.
         publisher: the counters of where it is published.
     """
 
     rank: int
     state: StreamState
+    is_whole: bool
+    num_sources: int
     block_size: int | None
     publisher: PublisherStats
 
@@ -116,17 +120,16 @@ class ZmqSinks:
         return publisher
 
     def server_info(self, block_size: int | None, num_streams: int) -> dict[str, object]:
-        """Describe the streams; a port that the system chose is told where there is only one stream."""
+        """Describe the streams, with the ports that the system gave."""
+        bound = [
+            BoundStream.parse(rank, publisher.endpoint, replay=publisher.replay_endpoint)
+            for rank, publisher in tuple(self._publishers.items())
+            if publisher.endpoint.startswith("tcp://")
+        ]
         # The descriptor asks for a size; where none has been seen yet, it is taken out again.
-        info = kv_events_server_info(self._bound(), block_size=block_size or 1, dp_size=num_streams)
+        info = kv_events_server_info(self._settings, block_size=block_size or 1, dp_size=num_streams, publishers=bound)
         described = info["kv_events"]
         return info if block_size or not isinstance(described, dict) else info | {"kv_events": _unsized(described)}
-
-    def _bound(self) -> KVEventsConfig:
-        if list(self._publishers) != [0]:
-            return self._settings
-        publisher = self._publishers[0]
-        return self._settings.changed(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
 
 
 def _unsized(described: dict[str, object]) -> dict[str, object]:
@@ -276,17 +279,42 @@ class ZmqRelay:
         """Each source, in the order in which they were given."""
         with self._lock:
             return [
-                SourceStats(each.source.text, each.problem, each.subscriber.stats() if each.subscriber else {})
-                for each in self._followed
+                SourceStats(followed.source.text, followed.problem, self._streams_of(key, followed))
+                for key, followed in enumerate(self._followed)
             ]
+
+    def _streams_of(self, key: int, followed: _Followed) -> dict[int, StreamStats]:
+        """The subscriber keeps no block: how many its source holds, the merger knows."""
+        if followed.subscriber is None:
+            return {}
+        return {
+            rank: msgspec.structs.replace(stats, blocks_held=self.streams[rank].merger.num_blocks(key))
+            for rank, stats in followed.subscriber.stats().items()
+        }
 
     def stream_stats(self) -> Sequence[RelayedStats]:
         """Each published stream, by rank."""
         with self._lock:
             return [
-                RelayedStats(rank, stream.merger.state, stream.block_size, stream.sink.stats())
+                RelayedStats(
+                    rank=rank,
+                    state=stream.merger.state,
+                    is_whole=stream.merger.upstream is None,
+                    num_sources=stream.merger.num_sources,
+                    block_size=stream.block_size,
+                    publisher=stream.sink.stats(),
+                )
                 for rank, stream in sorted(self.streams.items())
             ]
+
+    def followed(self) -> Iterator[tuple[str, StreamStats]]:
+        """Each stream that is followed, with the name of its source; for ``RelayCollector``."""
+        for source in self.source_stats():
+            yield from ((source.source, stats) for stats in source.streams.values())
+
+    def relayed(self) -> Iterator[tuple[int, RelayedStats]]:
+        """Each published stream, by its rank; for ``RelayCollector``."""
+        yield from ((stats.rank, stats) for stats in self.stream_stats())
 
 
 def open_relay(config: RelayConfig, *, sinks: RelaySinks, say: Callable[[str], None]) -> ZmqRelay:

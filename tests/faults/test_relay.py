@@ -39,6 +39,7 @@ def test_a_late_reader_of_a_relay_has_the_whole_state(
     view.converge(set(range(150)))
     assert relay.get("/health") == {"status": "ok"}
     assert discover(relay.url)[0].block_size == 10
+    assert 'kv_relay_is_whole{rank="0"} 1.0' in relay.get("/metrics")
     publisher.process.kill()
     publisher.process.wait()
     view.poll_until(lambda: view.state == "partial")

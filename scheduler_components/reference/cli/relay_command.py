@@ -13,7 +13,7 @@ from cyclopts.validators import Number
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from observability import status_routes
+from observability import RelayCollector, status_routes
 from observability.relay import (
     RelayConfig,
     RelaySource,
@@ -74,6 +74,7 @@ async def _relay(config: RelayConfig, sinks: ZmqSinks, host: str, port: int, blo
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with bind_http(host, port) as listener, open_relay(config, sinks=sinks, say=_complain) as opened:
         registry = CollectorRegistry()
+        RelayCollector(registry, opened)
         status = RelayStatus(relay=opened, sinks=sinks, block_size=block_size)
         routes = [route for route in status_routes(status, registry=registry) if route.path in _ROUTES]
         async with open_http_server(Starlette(routes=routes), listener) as url:

@@ -1,0 +1,279 @@
+"""The relay's edge in this process: scripted publishers before it, the kit's subscriber behind it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from observability import RELAY_CATALOG, RelayCollector
+from observability.kv_stream import FollowPolicy, StreamState, Subscriber, Tier, addresses_in, open_subscriber
+from observability.relay import (
+    RelayConfig,
+    RelaySource,
+    RelayStatus,
+    ZmqRelay,
+    ZmqSinks,
+    open_relay,
+    relay_settings,
+    zmq_relay,
+)
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, StartError
+from scheduler_components.kv_events import ClientKeys, KVEventsConfig, ZmqEventPublisher, write_key_pair
+from scheduler_components.testing import ScriptedPublisher
+
+DEADLINE_S = 20.0
+QUICK = FollowPolicy(
+    answer_timeout_s=0.3,
+    retry_min_s=0.02,
+    retry_max_s=0.1,
+    ask_interval_s=0.05,
+    probe_interval_s=0.1,
+    dead_after_s=DEADLINE_S,
+)
+LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
+
+
+def stored(first: int, count: int, medium: str | None = None) -> BlockStored:
+    hashes = tuple(range(first, first + count))
+    tokens = tuple(range(4 * count))
+    return BlockStored(hashes, first - 1 if first else None, tokens, 4, None, medium)
+
+
+class Bench:
+    """A relay, what it follows and what follows it, all moved by one thread."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.publishers: list[ScriptedPublisher] = []
+        self.readers: list[Subscriber] = []
+        self.said: list[str] = []
+        self.relay: ZmqRelay
+        self.status: RelayStatus
+
+    def publisher(self, **options: str) -> ScriptedPublisher:
+        publisher = self.stack.enter_context(ScriptedPublisher.open(**options))
+        self.publishers.append(publisher)
+        return publisher
+
+    def open(self, *sources: str, keys: ClientKeys | None = None, **settings: object) -> None:
+        sinks = ZmqSinks(KVEventsConfig(**{"publisher": "zmq", "seq_base": "clock"} | LOOPBACK | settings))
+        config = RelayConfig(sources=tuple(map(RelaySource.parse, sources)), keys=keys, policy=QUICK)
+        self.relay = self.stack.enter_context(open_relay(config, sinks=sinks, say=self.said.append))
+        self.status = RelayStatus(relay=self.relay, sinks=sinks)
+
+    def read(self, keys: ClientKeys | None = None) -> Subscriber:
+        addresses = addresses_in(self.status.server_info(), httpx.URL("http://127.0.0.1:1"))
+        self.readers.append(self.stack.enter_context(open_subscriber(addresses, policy=QUICK, keys=keys)))
+        return self.readers[0]
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, self.status.server_info()
+            for publisher in self.publishers:
+                publisher.idle()
+            self.relay.poll(0.005)
+            for reader in self.readers:
+                reader.poll(0.005)
+
+    def state(self, rank: int = 0) -> StreamState:
+        return self.readers[0].stats()[rank].state
+
+
+def source(publisher: ScriptedPublisher | ZmqEventPublisher, rank: int = 0) -> str:
+    return f"{rank}={publisher.endpoint},{publisher.replay_endpoint}"
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with ExitStack() as stack:
+        yield Bench(stack)
+
+
+@pytest.mark.parametrize("dialect", ["array", "map", "vllm"])
+@pytest.mark.parametrize("framing", ["seed", "topic"])
+def test_a_plain_publisher_becomes_an_extended_one_in_another_dialect(bench: Bench, dialect: str, framing: str) -> None:
+    publisher = bench.publisher(dialect=dialect, framing=framing)
+    publisher.tell(stored(0, 3))
+    bench.open(source(publisher), dialect="array" if dialect == "map" else "map", replay_framing="topic", topic="t")
+    bench.until(lambda: bench.status.health_problem() is None)
+    reader = bench.read()
+    publisher.tell(stored(3, 2), BlockRemoved((0,)))
+    bench.until(lambda: reader.blocks(0) == {1, 2, 3, 4} and bench.state() is StreamState.LIVE)
+    assert reader.stats()[0].is_extended
+    assert bench.status.server_info()["kv_events"]["block_size"] == 4
+
+
+def test_what_was_never_known_is_told_as_partial_until_a_clear(bench: Bench) -> None:
+    publisher = bench.publisher()
+    for number in range(5):
+        publisher.tell(stored(10 * number, 1))
+    publisher.window = 2
+    bench.open(source(publisher))
+    bench.until(lambda: "partial" in (bench.status.health_problem() or ""))
+    reader = bench.read()
+    bench.until(lambda: reader.blocks(0) == {30, 40} and bench.state() is StreamState.PARTIAL)
+    assert "partial" in bench.status.server_info()["kv_events_warning"]
+    publisher.tell(AllBlocksCleared(), stored(7, 1))
+    bench.until(lambda: reader.blocks(0) == {7} and bench.state() is StreamState.LIVE)
+    assert bench.status.health_problem() is None
+
+
+def test_a_restart_of_the_engine_is_told_and_numbers_go_on(bench: Bench) -> None:
+    publisher = bench.publisher()
+    publisher.tell(stored(0, 3))
+    publisher.tell(stored(3, 3))
+    bench.open(source(publisher))
+    bench.until(lambda: bench.status.health_problem() is None)
+    reader = bench.read()
+    bench.until(lambda: reader.blocks(0) == set(range(6)))
+    before = reader.stats()[0].last_seq
+    publisher.restart()
+    publisher.tell(stored(100, 2))
+    bench.until(lambda: reader.blocks(0) == {100, 101} and bench.state() is StreamState.LIVE)
+    stats = reader.stats()[0]
+    assert (stats.last_seq > before, stats.restarts, stats.gaps) == (True, 0, 0)
+
+
+def test_two_sources_become_one_stream_and_a_clear_of_one_is_its_own(bench: Bench) -> None:
+    engine, tier = bench.publisher(), bench.publisher()
+    engine.tell(stored(0, 3))
+    tier.tell(stored(0, 5, "CPU"))
+    bench.open(source(engine), source(tier))
+    bench.until(lambda: bench.status.health_problem() is None)
+    reader = bench.read()
+    bench.until(lambda: reader.blocks(0) == {0, 1, 2} and reader.blocks(0, Tier.HOST) == set(range(5)))
+    engine.tell(AllBlocksCleared())
+    bench.until(lambda: not reader.blocks(0))
+    assert reader.blocks(0, Tier.HOST) == set(range(5))
+    engine.tell(stored(7, 1))
+    tier.restart()
+    tier.tell(stored(9, 1, "CPU"))
+    bench.until(lambda: reader.blocks(0, Tier.HOST) == {9} and bench.state() is StreamState.LIVE)
+    assert reader.blocks(0) == {7}
+    tier.ends_answers = tier.answers = False  # nothing proves it any more
+    bench.until(lambda: bench.state() is StreamState.PARTIAL)
+    assert bench.relay.stream_stats()[0].num_sources == 2
+
+
+def test_ranks_are_relayed_each_on_its_own(bench: Bench) -> None:
+    first, second = bench.publisher(), bench.publisher()
+    first.tell(stored(0, 1))
+    second.tell(stored(50, 2))
+    bench.open(source(first), source(second, rank=1))
+    bench.until(lambda: bench.status.health_problem() is None)
+    reader = bench.read()
+    bench.until(lambda: (reader.blocks(0), reader.blocks(1)) == ({0}, {50, 51}))
+    assert {bench.state(0), bench.state(1)} <= {StreamState.LIVE, StreamState.SYNCING}
+
+
+def test_a_worker_that_does_not_answer_is_named_and_the_others_are_relayed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_relay, "_FIND_EVERY_S", 0.05)
+    publisher, late = bench.publisher(), bench.publisher()
+    publisher.tell(stored(0, 3))
+    late.tell(stored(5, 1))
+    where: list[object] = []
+
+    def discover(url: str, *, timeout_s: float) -> object:
+        if not where:
+            raise StartError(url, "refused", "start it")
+        return where[0]
+
+    monkeypatch.setattr("observability.relay.source.discover", discover)
+    bench.open("http://127.0.0.1:1", source(publisher))
+    assert len(bench.said) == 1
+    assert "http://127.0.0.1:1 is not relayed: http://127.0.0.1:1: refused; start it" in bench.said[0]
+    reader = bench.read()
+    bench.until(lambda: reader.blocks(0) == {0, 1, 2} and bench.state() is StreamState.PARTIAL)
+    assert "refused" in (bench.status.health_problem() or "")
+    where.append(RelaySource.parse(source(late)).find(timeout_s=0.0))
+    bench.until(lambda: reader.blocks(0) == {0, 1, 2, 5} and bench.state() is StreamState.LIVE)
+    assert bench.said[1:] == ["http://127.0.0.1:1 is found"]
+
+
+def test_a_worker_that_comes_back_elsewhere_is_found_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_relay, "_FIND_EVERY_S", 0.05)
+    first = ScriptedPublisher.open()
+    bench.publishers.append(first)
+    first.tell(stored(0, 3))
+    where = [first]
+    monkeypatch.setattr(
+        "observability.relay.source.discover",
+        lambda url, *, timeout_s: RelaySource.parse(source(where[0])).find(timeout_s=timeout_s),
+    )
+    bench.open("http://127.0.0.1:1")
+    reader = bench.read()
+    bench.until(lambda: reader.blocks(0) == {0, 1, 2} and bench.state() is StreamState.LIVE)
+    bench.publishers.remove(first)
+    first.shutdown()
+    bench.until(lambda: bench.state() is StreamState.PARTIAL)
+    second = bench.publisher()
+    second.tell(stored(1, 1))
+    where[0] = second
+    bench.until(lambda: reader.blocks(0) == {1} and bench.state() is StreamState.LIVE)
+
+
+def test_keys_on_both_sides(bench: Bench, tmp_path: Path) -> None:
+    public, secret = write_key_pair(tmp_path / "own", "engine")
+    client, client_secret = write_key_pair(tmp_path / "clients", "client")
+    auth = {"auth": "required", "secret_key_file": str(secret), "client_keys_dir": str(client.parent)}
+    keys = ClientKeys.read(str(client_secret), str(public))
+    engine = ZmqEventPublisher(0, config=KVEventsConfig(**LOOPBACK | auth))
+    bench.stack.callback(engine.shutdown)
+    bench.open(source(engine), keys=keys, **auth)
+    reader = bench.read(keys)
+    bench.until(lambda: bench.state() is StreamState.LIVE)
+    assert reader.stats()[0].is_extended
+
+
+def test_a_taken_port_is_an_error_at_the_start(bench: Bench) -> None:
+    publisher = bench.publisher()
+    with pytest.raises(StartError, match=re.escape(publisher.endpoint)):
+        bench.open(source(publisher), endpoint=publisher.endpoint)
+
+
+def test_metrics_say_what_is_followed_and_what_is_published(bench: Bench) -> None:
+    publisher = bench.publisher()
+    publisher.tell(stored(0, 3))
+    text = source(publisher)
+    bench.open(text)
+    bench.until(lambda: bench.status.health_problem() is None)
+    registry = CollectorRegistry()
+    RelayCollector(registry, bench.relay)
+    labels = {"source": text, "rank": "0"}
+    assert registry.get_sample_value("kv_stream_state", {**labels, "state": "live"}) == 1
+    assert registry.get_sample_value("kv_stream_blocks_held", labels) == 3
+    assert registry.get_sample_value("kv_relay_is_whole", {"rank": "0"}) == 1
+    assert registry.get_sample_value("kv_relay_events_batches_sent_total", {"rank": "0"}) == 2
+    page = generate_latest(registry).decode()
+    assert all(metric.name in page for metric in RELAY_CATALOG)
+    with pytest.raises(ConfigError, match="kv_relay_"):
+        RelayCollector(registry, bench.relay)
+
+
+def test_a_relay_publishes_by_zmq_at_the_clocks_numbers_unless_told_otherwise() -> None:
+    settings = relay_settings('{"endpoint": "tcp://*:5557"}')
+    assert (settings.publisher, settings.seq_base) == ("zmq", "clock")
+    assert relay_settings('{"seq_base": "zero"}').seq_base == "zero"
+    with pytest.raises(ConfigError, match="publisher='null'"):
+        relay_settings('{"publisher": "null"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("host:1", "neither a URL"), ("1=", "neither"), ("=tcp://127.0.0.1:1", "neither"), ("http://", "http://"),
+     ("tcp://127.0.0.1:0", "cannot be dialled"), ("2000=tcp://127.0.0.1:1", "rank 2000"),
+     ("tcp://127.0.0.1:1,http://127.0.0.1", "replay_endpoint")],
+)  # fmt: skip
+def test_what_is_no_source_is_refused_by_name(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        RelaySource.parse(text)
