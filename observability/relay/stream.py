@@ -64,14 +64,17 @@ class RelayedStream:
     has_pending: bool = False
 
     def publish(self, events: Events, ts: float) -> None:
-        """Publish what the merger said; nothing where that is nothing."""
+        """Publish what the merger said; nothing where that is nothing.
+
+        ``ts`` is the source's; 0, as in a base, is replaced by the time of now: who reads it live counts its age.
+        """
         if not events:
             return
         self.has_pending = True
         first = events[0]
         if isinstance(first, BlockStored):
             self.block_size = first.block_size
-        self.sink.publish(KVEventBatch(ts, CheckedEvents(events), self.rank))
+        self.sink.publish(KVEventBatch(ts or self.wall_clock(), CheckedEvents(events), self.rank))
 
     def tell(self) -> None:
         """Tell readers how far the stream is known."""

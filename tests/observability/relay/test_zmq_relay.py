@@ -24,7 +24,7 @@ from observability.relay import (
     relay_settings,
     zmq_relay,
 )
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, StartError
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVEventBatch, StartError
 from scheduler_components.kv_events import ClientKeys, KVEventsConfig, ZmqEventPublisher, write_key_pair
 from scheduler_components.testing import ScriptedPublisher
 
@@ -140,6 +140,21 @@ def test_a_restart_of_the_engine_is_told_and_numbers_go_on(bench: Bench) -> None
     bench.until(lambda: reader.blocks(0) == {100, 101} and bench.state() is StreamState.LIVE)
     stats = reader.stats()[0]
     assert (stats.last_seq > before, stats.gaps) == (True, 0)
+
+
+def test_a_base_is_told_with_the_time_of_now(bench: Bench) -> None:
+    engine = ZmqEventPublisher(0, buffer_steps=1, config=KVEventsConfig(**LOOPBACK))
+    bench.stack.callback(engine.shutdown)
+    engine.publish(KVEventBatch(0.0, (stored(0, 1),)))
+    bench.open(source(engine))
+    bench.until(lambda: bench.status.health_problem() is None)
+    reader = bench.read()
+    bench.until(lambda: bench.state() is StreamState.LIVE)
+    engine.publish(KVEventBatch(0.0, (stored(1, 1),)))
+    bench.until(lambda: reader.blocks(0) == {0, 1} and reader.stats()[0].lag_s is not None)
+    lag_s = reader.stats()[0].lag_s
+    assert lag_s is not None
+    assert abs(lag_s) < time.time() / 2
 
 
 def test_two_sources_become_one_stream_and_a_clear_of_one_is_its_own(bench: Bench) -> None:
