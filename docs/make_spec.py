@@ -4,7 +4,7 @@ Between two comments of a page stands what one of these makes; the rest of the p
 
 - ``<!-- rules: CHAPTER -->``: the table of a chapter's rules, from ``scheduler_components.testing.SPECIFICATION``;
 - ``<!-- index -->``: all rules, with the page that explains each;
-- ``<!-- fields: EVENT -->``: an event's fields, from the structs and ``FIELD_FACTS``;
+- ``<!-- fields: EVENT -->``: an event's fields, from ``FIELD_FACTS``;
 - ``<!-- golden: FILE: NAME -->``: one golden vector, part by part.
 
 A test fails while a page differs from what this writes.
@@ -17,9 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from scheduler_components.events import WIRE_EVENTS
 from scheduler_components.testing import SPECIFICATION, Rule
 from scheduler_components.testing.golden import (
     BatchVector,
@@ -94,8 +91,8 @@ FIELD_FACTS: dict[str, dict[str, FieldFacts]] = {
     },
     "AllBlocksCleared": {},
 }
-"""Fields by event: in which versions of SGLang and vLLM each is sent. Those that this kit does not declare are in it,
-too: readers pass over them (KVE-408)."""
+"""Fields by event, in the order of this kit's structs: in which versions of SGLang and vLLM each is sent. A test
+compares the order with the structs."""
 
 
 def write(page: str) -> str:
@@ -141,12 +138,9 @@ def _index() -> Iterator[str]:
 
 
 def _field_table(event: str) -> Iterator[str]:
-    (struct,) = (each for each in WIRE_EVENTS if each.__name__ == event)
-    declared = [field.name for field in msgspec.structs.fields(struct)]
     yield "| field | place in arrays | SGLang | vLLM | meaning |"
     yield "| --- | --- | --- | --- | --- |"
-    for name, facts in FIELD_FACTS[event].items():
-        place = str(1 + declared.index(name)) if name in declared else "maps alone"
+    for place, (name, facts) in enumerate(FIELD_FACTS[event].items(), start=1):
         yield f"| `{name}` | {place} | {facts.sglang or 'no'} | {facts.vllm or 'no'} | {facts.meaning} |"
 
 

@@ -110,6 +110,12 @@ class ConformanceReport(msgspec.Struct, frozen=True):
             return 4
         return 0 if self.conforms else 1
 
+    @property
+    def _is_untrue(self) -> bool:
+        """A stream was compared with its pool, and tells something else."""
+        results = (each for report in self.streams for each in report.rules)
+        return any(each.status == "broken" and each.rule in _POOL_RULES for each in results)
+
     def to_json(self) -> str:
         """One JSON object, indented, of these very fields."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
@@ -122,7 +128,8 @@ class ConformanceReport(msgspec.Struct, frozen=True):
             yield from (f"  {line}" for line in _facts(stream.facts))
             yield from (f"  {line}" for line in _broken_rules(stream.rules))
             yield from (f"  {line}" for line in _summary(stream.rules))
-        yield f"{printable(self.target)}: " + ("conforms" if self.conforms else "does NOT conform")
+        untrue = ": a stream tells something else than its pool holds" if self._is_untrue else ""
+        yield f"{printable(self.target)}: " + ("conforms" if self.conforms else f"does NOT conform{untrue}")
 
 
 def report_stream(address: StreamAddress, judged: stream_judge.JudgedStream) -> StreamReport:

@@ -20,6 +20,8 @@ from scheduler_components.values import PoolReading
 
 __all__ = ["PoolDifference", "PoolJudge"]
 
+_REMOTE = "REMOTE"  # told by vLLM of blocks that another worker holds
+
 
 class PoolDifference(msgspec.Struct, frozen=True):
     """One block on which stream and pool differ; as text, a sentence.
@@ -93,7 +95,7 @@ class PoolJudge:
             if isinstance(event, AllBlocksCleared):
                 self._forget()
                 self._is_complete, self._cleared_by = True, told_by
-            elif isinstance(event, BlockStored | BlockRemoved):
+            elif isinstance(event, BlockStored | BlockRemoved) and event.locality != _REMOTE:
                 place = place_of(event.medium, event.group_idx)
                 held = self._held.setdefault(place, set())
                 (held.update if isinstance(event, BlockStored) else held.difference_update)(event.block_hashes)
@@ -106,6 +108,8 @@ class PoolJudge:
 
     def compare(self, reading: PoolReading) -> list[PoolDifference]:
         """Return what has become wrong since the last reading, in the places that this one names.
+
+        Those of which the least batches can be to blame come first.
 
         Raises:
             ConfigError: the reading's number is unknown, or below that of the last batch applied.
@@ -125,10 +129,12 @@ class PoolJudge:
         differing |= {("pool-extra", place, each) for each in told - pool}
         known = {each for each in self._wrong if each[1] == place}
         first = self._agreed_at.get(place, -1) + 1
-        for rule, _, block_hash in sorted(differing - known):
+        found = []
+        for rule, _, block_hash in differing - known:
             told_by = self._told_by.get((place, block_hash), self._cleared_by)
             since = first if told_by is None else max(first, told_by)
-            yield PoolDifference(rule, block_hash, place, told_by, since, found_at)
+            found.append(PoolDifference(rule, block_hash, place, told_by, since, found_at))
+        yield from sorted(found, key=lambda each: (-each.since, each.rule, each.block_hash))
         self._wrong = (self._wrong - known) | differing
         self._agreed_at[place] = found_at
 

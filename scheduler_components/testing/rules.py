@@ -239,7 +239,7 @@ _TABLE = (
         "medium",
         "a medium is one that readers know",
         "readers drop the event: blocks of that tier are never found",
-        "send GPU, CPU, CPU_PINNED, DISK, EXTERNAL or STORAGE",
+        "send GPU, CPU, CPU_PINNED, DISK, EXTERNAL, STORAGE, FS or OBJ",
         is_error=False,
     ),
     # replay
@@ -422,6 +422,14 @@ _BEYOND = (
         "readers that chain within a medium drop what was offloaded below the device",
         "look for a parent on every medium",
         judge="RECORDER_CHECKS: check_a_chain_goes_over_media",
+    ),
+    _rule(
+        "KVE-604",
+        "remote",
+        "a block whose locality is REMOTE is not this worker's",
+        "a router sends the prompt to a worker that has only heard of the pages",
+        "pass over events with that locality where you count what a worker holds",
+        judge="tests/testing/test_pool_judge.py: test_a_remote_block_is_not_of_this_pool",
     ),
     _rule(
         "KVE-709",

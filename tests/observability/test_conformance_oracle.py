@@ -191,6 +191,7 @@ def test_an_engine_that_forgets_is_named_with_its_batch(
     assert code == 4, text
     assert rules[rule]["status"] == "broken"
     assert f"{rule}: " in text
+    assert text.endswith("does NOT conform: a stream tells something else than its pool holds")
     for seen in rules[rule]["seen"]:  # type: ignore[attr-defined]
         numbers = [int(word) for word in seen.rpartition("since")[2].split() if word.isdecimal()]
         assert any(numbers[0] <= forgot <= numbers[-1] for forgot in forgets.forgot_in), seen

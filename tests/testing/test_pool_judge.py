@@ -118,12 +118,23 @@ def test_a_difference_is_told_once_until_it_was_right_again() -> None:
     assert len(judge.compare(reading(0))) == 1
 
 
+def test_what_can_be_laid_to_the_fewest_batches_comes_first() -> None:
+    judge = judge_of([stored(1, 2)], [stored(3)], [stored(4)])
+    assert [each.since for each in judge.compare(reading(2, 1, 9))] == [2, 1, 0, 0]
+
+
 def test_places_that_the_oracle_does_not_name_are_not_compared() -> None:
     judge = judge_of([stored(1), stored(1, 2, medium="CPU")])
     assert judge.compare(reading(0, 1)) == []
     assert judge.compare(PoolReading(NO_POOL_ORACLE.held_blocks(), 0)) == []
     (found,) = judge.compare(PoolReading({GPU: {1}, ("CPU", None): {1}, ("GPU", 1): {7}}, 0))[:1]
     assert (found.place, found.block_hash) == (CPU, 2)
+
+
+def test_a_remote_block_is_not_of_this_pool() -> None:
+    remote = [BlockStored((1,), None, (5,), 1, None, locality="REMOTE"), BlockRemoved((2,), locality="REMOTE")]
+    local = [BlockStored((2,), None, (6,), 1, None, locality="LOCAL")]
+    assert judge_of(local, remote).compare(reading(1, 2)) == []
 
 
 def test_what_was_told_before_the_judge_listened_is_not_missed() -> None:
