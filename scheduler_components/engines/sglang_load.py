@@ -463,7 +463,7 @@ class SglangLoadInquirer:
             decode_moments=list(moments) if moments[0] > 0 else None,
             memory=memory and shapes.MemoryMetrics(*astuple(memory)),
             speculative=speculative and shapes.SpeculativeMetrics(*astuple(speculative)),
-            lora=lora and shapes.LoRAMetrics(*astuple(lora)),
+            lora=lora and shapes.LoRAMetrics(lora.slots_used, lora.slots_total, lora.utilization),
             disaggregation=shapes.DisaggregationMetrics(
                 mode="null",
                 kv_transfer_speed_gb_s=stats.kv_transfer_speed_gb_s,

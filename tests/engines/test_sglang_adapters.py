@@ -158,7 +158,9 @@ def test_a_request_that_is_queued_twice_is_counted_twice_and_breaks_nothing() ->
         queue.append(request)
     assert queue.totals() == (2, 10, 10)
     queue.pop()
-    assert queue.totals() == (1, 5, 5)
+    request.num_matched_prefix_tokens = 2
+    queue.recount(request)
+    assert queue.totals() == (1, 5, 3)
     queue.pop()
     assert queue.totals() == (0, 0, 0)
 

@@ -34,7 +34,7 @@ COMPOSED = {
 }
 SMALL = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
 PAGE = 16
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 OURS = ["sglang_components", "sglang_load", "sglang_components"]
 
 
@@ -173,8 +173,8 @@ def told_while_another_decodes(server) -> None:
     """A short answer's blocks are told in its last step. SGLang would wait for its next line in the log."""
     short, long = texts(2, seed=7)
     with open_subscriber(discover(server.url)) as subscriber, ThreadPoolExecutor(1) as pool:
-        decoding = pool.submit(server.generate, [long], max_new_tokens=600)
-        answer = server.generate([short], max_new_tokens=40)[0]
+        decoding = pool.submit(server.generate, [long], max_new_tokens=200)
+        answer = server.generate([short], max_new_tokens=24)[0]
         expected = set(hash_pages([*short, *answer][:-1], PAGE))
         deadline_s = time.monotonic() + DEADLINE_S
         while not expected <= subscriber.blocks(0):
@@ -192,9 +192,9 @@ def test_two_ranks_speak_as_one(sglang_servers: Callable) -> None:
         SGLANG_CPU_OMP_THREADS_BIND="0|1",
         SGLANG_TEST_RETRACT="1",
     )
-    answered = [[*text, *server.generate([text])[0]] for text in texts(40, seed=5)]
+    answered = [[*text, *server.generate([text])[0]] for text in texts(25, seed=5)]
     told_while_another_decodes(server)
-    server.generate(texts(120, seed=6), max_new_tokens=12)
+    server.generate(texts(80, seed=6), max_new_tokens=8)
     inside = server.ask(answered)
     assert [rank["different"] for rank in inside.values()] == [[], []]
     assert all(rank["reports"] > 50 and rank["most_waiting"] > 50 for rank in inside.values())

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 PLUGIN = {"SGLANG_PLUGINS": "scheduler_components,probe"}
 PAGE = 16
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
