@@ -100,3 +100,18 @@ def test_a_batch_costs_by_its_events_and_their_tokens(dearer: Any, cheaper: Any)
 @pytest.mark.parametrize("junk", [None, object(), EventBatch(1.0, None), EventBatch(1.0, 5)])  # type: ignore[arg-type]
 def test_what_is_no_batch_is_sent_at_once_to_be_refused(junk: Any) -> None:
     assert cost_of(junk) >= MAX_WAITING_COST
+
+
+@given(st.floats(0.0001, 0.01), st.floats(0.0, 0.02), st.sampled_from([17.0, 90.0, 1_000.0]))
+def test_the_thread_looks_again_within_a_millisecond_and_lets_the_scheduler_have_the_gil(
+    gap_s: float, since_s: float, cost: float
+) -> None:
+    backlog = Backlog()
+    for number in range(3):
+        backlog.may_wait(cost, number * gap_s, 1)
+    wait_s = backlog.next_look_in_s(2 * gap_s + since_s)
+    assert 0.0001 <= wait_s <= MAX_WAIT_S
+    if cost < MAX_WAITING_COST / MAX_WAITING:
+        assert wait_s == MAX_WAIT_S  # several small ones go out together
+    elif since_s < gap_s - 0.0001:
+        assert wait_s <= gap_s - since_s + 1e-9  # it is there when the next large one comes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,9 +22,11 @@ class Scheduler:
         self.notes: list[str] = []
         self.look: Callable[[], Look] = lambda: Look.QUIET
         self.sleeps = threading.Event()
+        self.late_s: list[float] = []
 
     def drain_for_scheduler(self, late_s: float) -> Look:
         self.notes.append("look")
+        self.late_s.append(late_s)
         if "stop deferring" in self.notes[-2:]:
             self.sleeps.set()
         return self.look()
@@ -93,6 +96,57 @@ def test_a_descriptor_that_becomes_readable_wakes_it(scheduler: Scheduler, event
     try:
         os.write(writer, b"!")
         eventually(lambda: "look" in scheduler.notes)
+    finally:
+        assert backstop.stop(10.0)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_it_sleeps_at_once_when_nothing_is_handed_over_any_more(backstop: Backstop, scheduler: Scheduler) -> None:
+    scheduler.look = lambda: Look.HANDED_OVER if len(scheduler.notes) < 5 else Look.LULL
+    backstop.soon_s = 0.0001
+    assert backstop.watch()
+    assert scheduler.sleeps.wait(10.0)
+    assert scheduler.notes == ["look"] * 5 + ["stop deferring", "look"]
+
+
+def test_what_was_handed_over_just_before_it_slept_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
+    founds = [Look.LULL, Look.SHARING, Look.SHARING, Look.LULL, Look.LULL]
+    scheduler.look = lambda: founds.pop(0)
+    assert backstop.watch()
+    while founds:
+        assert scheduler.sleeps.wait(10.0)
+    assert scheduler.notes.count("look") == 5
+
+
+@pytest.mark.parametrize("found", [Look.SHARING, Look.HANDED_OVER, Look.DRAINING, Look.QUIET, Look.BUSY])
+def test_it_says_how_late_each_look_comes(
+    backstop: Backstop, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, eventually: Eventually, found: Look
+) -> None:
+    now_s = 0.0
+
+    def monotonic() -> float:
+        """Each look at the clock finds it 10 ms later, as where somebody else keeps the GIL."""
+        nonlocal now_s
+        now_s += 0.01
+        return now_s
+
+    monkeypatch.setattr(thread_backstop, "time", SimpleNamespace(monotonic=monotonic, sleep=lambda _: None))
+    scheduler.look = lambda: found if len(scheduler.notes) < 4 else Look.LULL
+    backstop.soon_s = 0.001
+    assert backstop.watch()
+    assert scheduler.sleeps.wait(10.0)
+    assert all(0.005 < late_s < 0.05 for late_s in scheduler.late_s[:4])
+
+
+def test_who_was_woken_by_a_client_is_not_late(scheduler: Scheduler, eventually: Eventually) -> None:
+    reader, writer = os.pipe()
+    backstop = Backstop(scheduler, watched_fds=(reader,), name="backstop-under-test")
+    backstop.start()
+    try:
+        os.write(writer, b"!")
+        eventually(lambda: scheduler.late_s)
+        assert scheduler.late_s[0] == 0.0
     finally:
         assert backstop.stop(10.0)
         os.close(reader)
