@@ -103,6 +103,26 @@ def test_a_thread_that_comes_late_leaves_the_sockets_to_publish(opened: Open, cl
 
 
 @pytest.mark.usefixtures("sleeping")
+def test_a_thread_that_lost_the_gil_in_the_middle_is_not_counted_on(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    publisher = opened()
+    drain = zmq_publisher.ZmqStreamEdge.drain
+
+    def starve(edge: Any, *args: Any) -> bool:
+        clock[0] += 0.01
+        return drain(edge, *args)
+
+    publisher.publish(batch(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(zmq_publisher.ZmqStreamEdge, "drain", starve)
+        publisher.drain_for_scheduler(0.0)
+    clock[0] += 0.02
+    publisher.publish(batch(1))
+    assert publisher.stats().batches_pending == 0
+
+
+@pytest.mark.usefixtures("sleeping")
 def test_what_came_while_the_thread_had_the_sockets_is_looked_for_again(
     opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
@@ -121,10 +141,17 @@ def test_what_came_while_the_thread_had_the_sockets_is_looked_for_again(
     monkeypatch.setattr(zmq_publisher.ZmqStreamEdge, "drain", drain_late)
     assert publisher.drain_for_scheduler(0.0) is Look.SHARING  # so the thread comes back at once
     assert publisher.stats().batches_pending == 20
-    clock[0] += 1e-6
-    while publisher.drain_for_scheduler(0.0) is Look.SHARING:
-        clock[0] += 1e-6
+    encode, num_slices = zmq_publisher.BatchEncoder.encode, 1
+
+    def slow(encoder: Any, *args: Any) -> bytes:
+        clock[0] += 0.0001
+        return encode(encoder, *args)
+
+    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode", slow)
+    while publisher.drain_for_scheduler(0.0) in (Look.SHARING, Look.BUSY):
+        num_slices += 1
     assert publisher.stats().batches_pending == 0
+    assert num_slices == 10  # of two batches each: the sockets are let go, and the scheduler gets the GIL
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 20])
@@ -206,3 +233,28 @@ def test_a_client_is_answered_while_batches_are_left_to_the_thread(
         while client.poll(0):
             numbers.append(int.from_bytes(client.recv_multipart()[-2], "big", signed=True))
     assert numbers[1:1_001] == list(range(1_000))
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_a_batch_that_close_overtook_is_refused_also_when_the_thread_has_not_ended(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = opened()
+    check_usable = publisher._check_usable
+    monkeypatch.setattr(publisher, "_check_usable", lambda: (check_usable(), publisher.close(60.0)))
+    with pytest.raises(PublisherClosedError):
+        publisher.publish(batch(1))
+    assert publisher.stats().batches_pending == 0
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_a_scheduler_that_calls_idle_again_keeps_the_sockets(opened: Open, clock: list[float]) -> None:
+    publisher = opened()
+    publisher.publish(batch(0))
+    publisher.idle()
+    clock[0] += 0.001
+    publisher.publish(batch(1))
+    assert publisher.drain_for_scheduler(0.0) is Look.DRAINING
+    assert publisher.stats().batches_pending == 1
+    publisher.idle()
+    assert publisher.stats().batches_pending == 0
