@@ -188,6 +188,7 @@ def test_hashes_of_other_engines_are_folded_to_signed_64_bits() -> None:
         [], {}, "pool", page(hashes=["1"]), page(hashes=[1, 2]), page(num_pages=0), page(num_pages=10**9),
         page(places=[{"medium": "GPU", "num_blocks": -1}]), page(sequence=-2), page(hashes=[0] * (PAGE_BLOCKS + 1)),
         page(num_pages=2), page(places=None),
+        page(num_pages=2, places=[{"medium": "GPU", "num_blocks": 2}]),
     ],
     ids=str,
 )  # fmt: skip
