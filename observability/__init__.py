@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         EVERY_METRIC,
         HISTOGRAMS,
         INFOS,
+        LOG_CATALOG,
         OUTPUT_METRICS,
         RELAY_CATALOG,
         SECTIONS,
@@ -66,7 +67,14 @@ if TYPE_CHECKING:
         RankOutputsSource,
         ReportBoard,
     )
-    from observability.prometheus_streams import RelayCollector, RelayStatsSource, StreamCollector, StreamStatsSource
+    from observability.prometheus_streams import (
+        LogCollector,
+        LogStatsSource,
+        RelayCollector,
+        RelayStatsSource,
+        StreamCollector,
+        StreamStatsSource,
+    )
     from observability.watch import LinePrinter, WatchOptions, watch_streams
 
 __all__ = [
@@ -102,6 +110,8 @@ __all__ = [
     "StreamStatsSource",
     "RelayCollector",
     "RelayStatsSource",
+    "LogCollector",
+    "LogStatsSource",
     # looking at a worker
     "watch_streams",
     "WatchOptions",
@@ -133,6 +143,7 @@ __all__ = [
     "EVERY_METRIC",
     "STREAM_CATALOG",
     "RELAY_CATALOG",
+    "LOG_CATALOG",
     "STREAM_STATE",
     "SGLANG_PREFIX",
     "render_markdown",
@@ -143,8 +154,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "observability.catalog": (
-            "CATALOG EVERY_METRIC HISTOGRAMS INFOS OUTPUT_METRICS RELAY_CATALOG SECTIONS SGLANG_PREFIX STREAM_CATALOG "
-            "STREAM_STATE InfoMetric Metric Section render_markdown render_stream_markdown"
+            "CATALOG EVERY_METRIC HISTOGRAMS INFOS LOG_CATALOG OUTPUT_METRICS RELAY_CATALOG SECTIONS SGLANG_PREFIX "
+            "STREAM_CATALOG STREAM_STATE InfoMetric Metric Section render_markdown render_stream_markdown"
         ),
         "observability.conformance": "ConformanceReport RuleResult StreamReport examine_conformance",
         "observability.conformance_files": "badge_json junit_xml",
@@ -161,7 +172,9 @@ __getattr__ = lazy_names(
         "observability.prometheus_schedulers": (
             "OutputCollector PrometheusBoard PrometheusSink RankLabels RankOutputs RankOutputsSource ReportBoard"
         ),
-        "observability.prometheus_streams": "RelayCollector RelayStatsSource StreamCollector StreamStatsSource",
+        "observability.prometheus_streams": (
+            "LogCollector LogStatsSource RelayCollector RelayStatsSource StreamCollector StreamStatsSource"
+        ),
         "observability.watch": "LinePrinter WatchOptions watch_streams",
     },
 )

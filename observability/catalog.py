@@ -29,6 +29,8 @@ __all__ = [
     "INFOS",
     "EVERY_METRIC",
     "STREAM_STATE",
+    "LOG_CATALOG",
+    "LOG_PREFIX",
     "STREAM_CATALOG",
     "SGLANG_PREFIX",
     "VLLM_PREFIX",
@@ -43,6 +45,7 @@ SGLANG_PREFIX = "sglang:"
 VLLM_PREFIX = "vllm:"
 STREAM_PREFIX = "kv_stream_"
 RELAY_PREFIX = "kv_relay_"
+LOG_PREFIX = "kv_log_"
 
 
 @attrs.frozen(kw_only=True)
@@ -124,7 +127,7 @@ class InfoMetric:
         return texts, value
 
 
-ReadFrom = Literal["step", "outputs", "collector", "stream", "relay"]
+ReadFrom = Literal["step", "outputs", "collector", "stream", "relay", "log"]
 
 
 @attrs.frozen
@@ -134,8 +137,8 @@ class Section:
     Attributes:
         title: its heading in the documentation.
         read_from: the value that the paths are fields of: ``step`` is ``SchedulerStats``, ``outputs`` is
-            ``OutputStats``, ``stream`` is ``StreamStats``, ``relay`` is ``RelayedStats``; ``collector`` is what a
-            collector itself knows.
+            ``OutputStats``, ``stream`` is ``StreamStats``, ``relay`` is ``RelayedStats``, ``log`` is ``LogStats``;
+            ``collector`` is what a collector itself knows.
         metrics: in the order of the documentation.
     """
 
@@ -440,6 +443,30 @@ SECTIONS: tuple[Section, ...] = (
             "Removed blocks that were not held."),
         counter("kv_stream_unknown_media_total", "events", "unknown_media",
             "Events that name an unknown medium."),
+        counter("kv_stream_fenced_total", "messages", "fenced",
+            "Messages of another life in the same log; they are skipped."),
+    )),
+    Section("Streams written to a broker", "log", (
+        gauge("kv_log_is_connected", "flag", "is_connected",
+            "1 while the broker is there."),
+        gauge("kv_log_is_superseded", "flag", "is_superseded",
+            "1 when another writer took the stream over, and this one stopped."),
+        gauge("kv_log_last_sequence", "sequence", "last_seq",
+            "Number of the last batch."),
+        gauge("kv_log_batches_waiting", "batches", "waiting",
+            "Batches that the broker does not have yet."),
+        counter("kv_log_batches_stored_total", "batches", "stored",
+            "Batches that the broker has acknowledged."),
+        counter("kv_log_batches_retried_total", "batches", "retried",
+            "Batches that were sent again, because no acknowledgement came."),
+        counter("kv_log_batches_collapsed_total", "batches", "collapsed",
+            "Batches that went out by a base alone."),
+        counter("kv_log_bases_total", "bases", "bases",
+            "Bases stored."),
+        counter("kv_log_failures_total", "failures", "failures",
+            "Batches and bases that the broker did not take."),
+        counter("kv_log_broker_losses_total", "losses", "broker_losses",
+            "Times that the broker went away."),
     )),
     Section("Relayed streams", "relay", (
         gauge("kv_relay_is_whole", "flag", "is_whole",
@@ -498,6 +525,8 @@ STREAM_STATE = _read_from("stream")[0]
 STREAM_CATALOG = _read_from("stream")[1:]
 """Read from ``StreamStats``. Each is labelled with the ``rank``, as ``STREAM_STATE`` is."""
 
+LOG_CATALOG = _read_from("log")
+"""Read from ``LogStats``. Each is labelled with the ``rank``."""
 
 RELAY_CATALOG = _read_from("relay") + tuple(
     attrs.evolve(metric, name=RELAY_PREFIX + metric.name.removeprefix("kv_"))
@@ -512,7 +541,7 @@ def render_markdown() -> str:
     """Return the catalogue of schedulers as Markdown for the documentation: one heading and one table per section."""
     lines: list[str] = []
     for section in SECTIONS:
-        if section.read_from not in ("stream", "relay"):
+        if section.read_from not in ("stream", "relay", "log"):
             lines += ["", f"## {section.title}", ""]
             lines += ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
             lines += map(_row, section.metrics)
@@ -531,8 +560,10 @@ def _row(metric: Metric) -> str:
 
 
 def render_stream_markdown() -> str:
-    """Return the tables of followed streams, and of those that a relay publishes, as Markdown."""
-    return f"{_plain_table((STREAM_STATE, *STREAM_CATALOG))}\n## Relayed streams\n\n{_plain_table(RELAY_CATALOG)}"
+    """Return the tables of streams that are followed, that a relay publishes, and that are written to a broker."""
+    titled = (("Relayed streams", RELAY_CATALOG), ("Streams written to a broker", LOG_CATALOG))
+    others = "".join(f"\n## {title}\n\n{_plain_table(metrics)}" for title, metrics in titled)
+    return f"{_plain_table((STREAM_STATE, *STREAM_CATALOG))}{others}"
 
 
 def _plain_table(metrics: tuple[Metric, ...]) -> str:

@@ -2,6 +2,7 @@
 
 - ``StreamCollector``: the streams of one subscriber.
 - ``RelayCollector``: a relay's streams, those that it follows and those that it publishes.
+- ``LogCollector``: the streams that are written to a broker.
 """
 
 from __future__ import annotations
@@ -13,11 +14,28 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from observability.catalog import RELAY_CATALOG, RELAY_PREFIX, STREAM_CATALOG, STREAM_PREFIX, STREAM_STATE, Metric
+from observability.catalog import (
+    LOG_CATALOG,
+    LOG_PREFIX,
+    RELAY_CATALOG,
+    RELAY_PREFIX,
+    STREAM_CATALOG,
+    STREAM_PREFIX,
+    STREAM_STATE,
+    Metric,
+)
+from observability.jetstream import LogStats
 from observability.kv_stream import StreamState, StreamStats
 from observability.prometheus_schedulers import new_family, register, unregister
 
-__all__ = ["RelayCollector", "RelayStatsSource", "StreamCollector", "StreamStatsSource"]
+__all__ = [
+    "LogCollector",
+    "LogStatsSource",
+    "RelayCollector",
+    "RelayStatsSource",
+    "StreamCollector",
+    "StreamStatsSource",
+]
 
 _OF_STREAMS = (STREAM_STATE, *STREAM_CATALOG)
 _Labels = dict[str, str]
@@ -114,4 +132,35 @@ class RelayCollector(Collector):
         relayed = [({"rank": str(rank)}, stats) for rank, stats in self._source.relayed()]
         for metric, family in zip(RELAY_CATALOG, _families(RELAY_CATALOG), strict=True):
             _add_samples(family, metric, relayed)
+            yield family
+
+
+class LogStatsSource(Protocol):
+    """Writes streams to a broker: a ``JetStreamWriter``."""
+
+    def stats(self) -> Mapping[int, LogStats]:
+        """Each stream's counters, by rank; called on the scraping thread."""
+        ...
+
+
+class LogCollector(Collector):
+    """Exposes the written streams of ``source`` in ``registry``, by rank.
+
+    Raises:
+        ConfigError: the registry has these metrics already.
+    """
+
+    def __init__(self, registry: CollectorRegistry, source: LogStatsSource) -> None:
+        self._source = source
+        register(registry, self, LOG_PREFIX)
+
+    def describe(self) -> Iterator[MetricFamily]:
+        """Yield the metrics without samples, so that the registry can refuse a second collector."""
+        yield from _families(LOG_CATALOG)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield the metrics of all streams."""
+        written = [({"rank": str(rank)}, stats) for rank, stats in self._source.stats().items()]
+        for metric, family in zip(LOG_CATALOG, _families(LOG_CATALOG), strict=True):
+            _add_samples(family, metric, written)
             yield family

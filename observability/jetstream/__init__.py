@@ -12,12 +12,12 @@ from observability.jetstream.config import JetStreamConfig
 from observability.jetstream.cursor import LogCursor, LogInstruction, ReadBase, ReadHead, ReadLog, WantBase
 from observability.jetstream.follower import LogChannel, LogFollower
 from observability.jetstream.records import Base, Beat, Head, LogAddress, LogMessage, read_message
-from observability.jetstream.writer import LogLimits, LogTraffic, LogWriter, LogWriterCounters
+from observability.jetstream.writer import LogLimits, LogStats, LogTraffic, LogWriter, LogWriterCounters
 from scheduler_components._lazy import lazy_names
 
 if TYPE_CHECKING:
     from observability.jetstream.nats_subscriber import JetStreamSubscriber, open_jetstream_subscriber
-    from observability.jetstream.nats_writer import JetStreamSink, JetStreamWriter, LogStats, open_jetstream_writer
+    from observability.jetstream.nats_writer import JetStreamSink, JetStreamWriter, open_jetstream_writer
 
 __all__ = [
     # both ends
@@ -54,6 +54,6 @@ __getattr__ = lazy_names(
     __name__,
     {
         "observability.jetstream.nats_subscriber": "JetStreamSubscriber open_jetstream_subscriber",
-        "observability.jetstream.nats_writer": "JetStreamSink JetStreamWriter LogStats open_jetstream_writer",
+        "observability.jetstream.nats_writer": "JetStreamSink JetStreamWriter open_jetstream_writer",
     },
 )

@@ -65,10 +65,10 @@ class NatsThread:
         self._thread: threading.Thread | None = None
 
     @property
-    def shown_servers(self) -> str:
+    def shown_servers(self) -> tuple[str, ...]:
         """The servers without their passwords."""
         parts = (urlsplit(url) for url in self._config.servers)
-        return ", ".join(f"{part.scheme}://{part.hostname}:{part.port or 4222}" for part in parts)
+        return tuple(f"{part.scheme}://{part.hostname}:{part.port or 4222}" for part in parts)
 
     def start(self) -> None:
         """Begin to connect; returns at once."""
@@ -145,13 +145,14 @@ class NatsThread:
             self._is_said = True
             self.num_losses += 1
             reason = self._last_error or "the connection was closed"
-            _log.warning("%s: %s is away (%s); trying again until it is back", self._name, self.shown_servers, reason)
+            servers = ", ".join(self.shown_servers)
+            _log.warning("%s: %s is away (%s); trying again until it is back", self._name, servers, reason)
 
     async def _on_back(self) -> None:
         self.is_connected = True
         if self._is_said:
             self._is_said = False
-            _log.warning("%s: %s is back", self._name, self.shown_servers)
+            _log.warning("%s: %s is back", self._name, ", ".join(self.shown_servers))
         self._user.broker_back()
 
 

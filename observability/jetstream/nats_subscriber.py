@@ -413,10 +413,10 @@ class JetStreamSubscriber:
             disconnects=stream.counters.disconnects,
             decode_errors=done.decode_errors,
             bad_frames=stream.counters.bad_messages + cursor.forged,
-            other_topics=cursor.fenced,
             rank_mismatches=done.rank_mismatches,
             unknown_removals=blocks.unknown_removals,
             unknown_media=blocks.unknown_media,
+            fenced=cursor.fenced,
             lag_s=done.lag_s,
             last_error=done.last_error,
         )

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import (
@@ -36,11 +35,11 @@ from nats.js.object_store import ObjectStore
 from observability.jetstream.config import JetStreamConfig
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.jetstream.records import Base, Beat, Head, LogAddress, LogMessage
-from observability.jetstream.writer import LogLimits, LogTraffic, LogWriter
+from observability.jetstream.writer import LogLimits, LogStats, LogTraffic, LogWriter
 from scheduler_components import DecodeError, EventBatch, PublisherStats
 from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder
 
-__all__ = ["JetStreamSink", "JetStreamWriter", "LogStats", "open_jetstream_writer"]
+__all__ = ["JetStreamSink", "JetStreamWriter", "open_jetstream_writer"]
 
 _log = logging.getLogger("observability.jetstream")
 
@@ -68,31 +67,6 @@ _HEADER_BYTES = 150
 
 _NAME_IN_USE = 10_058
 """JetStream: a stream of that name has another configuration."""
-
-
-class LogStats(msgspec.Struct, frozen=True, gc=False):
-    """One written stream at one moment; counters run from when it was opened.
-
-    Attributes:
-        rank: the stream's number; subject: where it is written.
-        is_connected: the broker is there. is_superseded: another writer took the stream over, and this one stopped.
-        last_seq: number of the last batch, -1 before the first; waiting: batches that the broker does not have yet.
-        stored, retried, collapsed, bases, failures: see ``LogWriterCounters``.
-        broker_losses: times that the broker went away.
-    """
-
-    rank: int
-    subject: str
-    is_connected: bool = False
-    is_superseded: bool = False
-    last_seq: int = -1
-    waiting: int = 0
-    stored: int = 0
-    retried: int = 0
-    collapsed: int = 0
-    bases: int = 0
-    failures: int = 0
-    broker_losses: int = 0
 
 
 @dataclass(slots=True)
@@ -184,6 +158,18 @@ class JetStreamWriter:
             self._streams[rank] = stream
         self.thread.call(self._begin_stream, stream)
         return JetStreamSink(self, stream, encoder, self._lock)
+
+    def describe(self) -> dict[str, object]:
+        """Where readers find the streams, as values that JSON knows."""
+        with self._lock:
+            subjects = [stream.address.subject for _, stream in sorted(self._streams.items())]
+        return {
+            "servers": list(self.thread.shown_servers),
+            "prefix": self._config.prefix,
+            "worker": self._worker,
+            "topic": self._topic,
+            "subjects": subjects,
+        }
 
     def stats(self) -> dict[int, LogStats]:
         """Each stream's counters, by rank."""

@@ -9,11 +9,12 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import attrs
+import msgspec
 
 from observability.jetstream.records import Base, Beat, LogMessage
 from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder, EventStream
 
-__all__ = ["LogLimits", "LogTraffic", "LogWriter", "LogWriterCounters"]
+__all__ = ["LogLimits", "LogStats", "LogTraffic", "LogWriter", "LogWriterCounters"]
 
 _BUFFER_STEPS = 1_024
 """Batches that wait for a broker one by one: seconds of its restart. A longer absence costs a base, and no more."""
@@ -80,6 +81,31 @@ class LogWriterCounters:
     collapsed: int = 0
     bases: int = 0
     failures: int = 0
+
+
+class LogStats(msgspec.Struct, frozen=True, gc=False):
+    """One written stream at one moment; counters run from when it was opened.
+
+    Attributes:
+        rank: the stream's number; subject: where it is written.
+        is_connected: the broker is there. is_superseded: another writer took the stream over, and this one stopped.
+        last_seq: number of the last batch, -1 before the first; waiting: batches that the broker does not have yet.
+        stored, retried, collapsed, bases, failures: see ``LogWriterCounters``.
+        broker_losses: times that the broker went away.
+    """
+
+    rank: int
+    subject: str
+    is_connected: bool = False
+    is_superseded: bool = False
+    last_seq: int = -1
+    waiting: int = 0
+    stored: int = 0
+    retried: int = 0
+    collapsed: int = 0
+    bases: int = 0
+    failures: int = 0
+    broker_losses: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

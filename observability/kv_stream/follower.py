@@ -157,6 +157,7 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
         other_topics: live messages of another topic that begins like the stream's own, skipped.
         rank_mismatches: batches that name another rank than the stream's.
         unknown_removals, unknown_media: events that changed nothing.
+        fenced: messages of another life that stand in the same log, skipped; JetStream alone has such.
         lag_s: receive time minus the batch's own time stamp, of the last live batch; None before it. Two clocks
             of two machines may differ.
         last_error: the latest unreadable thing, for people.
@@ -190,6 +191,7 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
     rank_mismatches: int = 0
     unknown_removals: int = 0
     unknown_media: int = 0
+    fenced: int = 0
     lag_s: float | None = None
     last_error: str = ""
 

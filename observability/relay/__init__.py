@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from scheduler_components._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from observability.relay.jetstream import JetStreamSinks
     from observability.relay.merge import SourceMerger, worst_state
     from observability.relay.source import RelaySource
     from observability.relay.status import RelayStatus, relay_settings
@@ -35,6 +36,7 @@ __all__ = [
     "RelaySinks",
     "RelaySink",
     "ZmqSinks",
+    "JetStreamSinks",
     # what it says of itself
     "RelayStatus",
     "SourceStats",
@@ -49,6 +51,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "observability.relay.jetstream": "JetStreamSinks",
         "observability.relay.merge": "SourceMerger worst_state",
         "observability.relay.source": "RelaySource",
         "observability.relay.status": "RelayStatus relay_settings",

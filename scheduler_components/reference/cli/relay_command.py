@@ -6,6 +6,8 @@ import asyncio
 import signal
 import sys
 import threading
+from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -13,9 +15,12 @@ from cyclopts.validators import Number
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from observability import RelayCollector, status_routes
+from observability import LogCollector, RelayCollector, status_routes
+from observability.jetstream import JetStreamConfig, JetStreamWriter, open_jetstream_writer
 from observability.relay import (
+    JetStreamSinks,
     RelayConfig,
+    RelaySinks,
     RelaySource,
     RelayStatus,
     ZmqRelay,
@@ -23,11 +28,12 @@ from observability.relay import (
     open_relay,
     relay_settings,
 )
+from scheduler_components import ConfigError, StartError
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, client_keys
 from scheduler_components.reference.cli.screen import say_plainly
 from scheduler_components.reference.engine import DEFAULT_HOST, bind_http, open_http_server
 
-__all__ = ["relay"]
+__all__ = ["jetstream_writer", "relay"]
 
 _POLL_S = 0.1
 _ROUTES = ("/health", "/server_info", "/get_server_info", "/metrics")
@@ -56,6 +62,13 @@ def relay(
     block_size: Annotated[
         int | None, Parameter(validator=Number(gte=1), help="Tokens per block, to advertise. Default: as seen.")
     ] = None,
+    jetstream: Annotated[
+        str | None,
+        Parameter(
+            help="Write the streams into NATS JetStream as well: nats://host:port, or a JSON object of settings."
+        ),
+    ] = None,
+    worker: Annotated[str | None, Parameter(help="The worker's name there, by which readers ask for it.")] = None,
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
 ) -> int:
@@ -64,17 +77,47 @@ def relay(
         sources=tuple(RelaySource.parse(text, topic=topic) for text in (source, *more_sources)),
         keys=client_keys(secret_key_file, publisher_key_file),
     )
-    asyncio.run(_relay(config, ZmqSinks(relay_settings(kv_events_config)), host, port, block_size))
+    settings = relay_settings(kv_events_config)
+    writer = jetstream_writer(jetstream, worker, settings.topic)
+    with nullcontext() if writer is None else writer:
+        asyncio.run(_relay(config, ZmqSinks(settings), writer, listen=(host, port), block_size=block_size))
     return 0
 
 
-async def _relay(config: RelayConfig, sinks: ZmqSinks, host: str, port: int, block_size: int | None) -> None:
+def jetstream_writer(settings: str | None, worker: str | None, topic: str) -> JetStreamWriter | None:
+    """Open the writer that ``--jetstream`` asks for; None without it.
+
+    Raises:
+        ConfigError: a setting that cannot work, or no name of the worker.
+        StartError: the extra ``jetstream`` is not installed.
+    """
+    if settings is None:
+        return None
+    if find_spec("nats") is None:
+        raise StartError("nats-py", "is not installed", "pip install 'scheduler-components[jetstream]'")
+    config = JetStreamConfig.from_cli(settings)
+    if worker is None:
+        raise ConfigError("worker", worker, "is missing", "give the name by which readers of JetStream ask for it")
+    return open_jetstream_writer(config, worker, topic=topic)
+
+
+async def _relay(
+    config: RelayConfig,
+    published: ZmqSinks,
+    writer: JetStreamWriter | None,
+    *,
+    listen: tuple[str, int],
+    block_size: int | None,
+) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    with bind_http(host, port) as listener, open_relay(config, sinks=sinks, say=_complain) as opened:
+    sinks: RelaySinks = published if writer is None else JetStreamSinks(others=published, writer=writer)
+    with bind_http(*listen) as listener, open_relay(config, sinks=sinks, say=_complain) as opened:
         registry = CollectorRegistry()
         RelayCollector(registry, opened)
+        if writer is not None:
+            LogCollector(registry, writer)
         status = RelayStatus(relay=opened, sinks=sinks, block_size=block_size)
         routes = [route for route in status_routes(status, registry=registry) if route.path in _ROUTES]
         async with open_http_server(Starlette(routes=routes), listener) as url:

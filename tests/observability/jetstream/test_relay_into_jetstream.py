@@ -1,0 +1,111 @@
+"""A relay that writes into JetStream as well: engine's publisher, relay, real server, reader."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from observability import LOG_CATALOG, LogCollector
+from observability.jetstream import (
+    JetStreamConfig,
+    LogAddress,
+    LogStats,
+    open_jetstream_subscriber,
+    open_jetstream_writer,
+)
+from observability.kv_stream import StreamState, bare_address, open_subscriber
+from observability.relay import JetStreamSinks, RelayConfig, RelaySource, ZmqRelay, ZmqSinks, open_relay, relay_settings
+from scheduler_components import ConfigError
+from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
+
+
+@contextmanager
+def polled(relay: ZmqRelay) -> Iterator[None]:
+    """Poll on a thread of its own."""
+    stopping = threading.Event()
+
+    def run() -> None:
+        while not stopping.is_set():
+            relay.poll(0.02)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+
+
+@pytest.fixture
+def endpoints(free_ports: Callable[[int], int]) -> list[str]:
+    first = free_ports(4)
+    return [f"tcp://127.0.0.1:{first + number}" for number in range(4)]
+
+
+def test_readers_of_both_have_what_the_engine_holds(
+    endpoints: list[str], free_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any
+) -> None:
+    """The broker comes later: until then the relay serves its ZeroMQ readers."""
+    engine = ZmqEventPublisher(
+        0, config=KVEventsConfig(publisher="zmq", endpoint=endpoints[0], replay_endpoint=endpoints[1], bind=True)
+    )
+    settings = relay_settings(f'{{"endpoint": "{endpoints[2]}", "replay_endpoint": "{endpoints[3]}", "bind": true}}')
+    config = JetStreamConfig(servers=free_server.url)
+    try:
+        writer = open_jetstream_writer(config, "pod-1")
+        sinks = JetStreamSinks(others=ZmqSinks(settings), writer=writer)
+        sources = RelayConfig(sources=(RelaySource.parse(f"{endpoints[0]},{endpoints[1]}", topic=None),))
+        with open_relay(sources, sinks=sinks, say=str) as relay, polled(relay):
+            feeder = feed(engine)
+            feeder.churn(30)
+            engine.idle()
+            near = bare_address(endpoints[2], replay=endpoints[3])
+            with open_subscriber([near]) as reader:
+                wait_for_whole(reader, feeder)
+            with open_jetstream_subscriber(config, [LogAddress("pod-1")]) as reader:
+                reader.poll(0.1)
+                assert reader.stats()[0].state is StreamState.CONNECTING
+                free_server.start()
+                wait_for_whole(reader, feeder)
+                feeder.churn(30)
+                engine.idle()
+                wait_for_whole(reader, feeder)
+                engine.shutdown()
+                poll_until(reader, lambda: reader.stats()[0].state is StreamState.PARTIAL)  # the relay lost its source
+            registry = CollectorRegistry()
+            LogCollector(registry, writer)
+            read = {metric.path: registry.get_sample_value(metric.name, {"rank": "0"}) for metric in LOG_CATALOG}
+            assert read["is_connected"] == read["broker_losses"] == read["bases"] == 1
+            assert read["stored"] + read["collapsed"] == read["last_seq"] + 1
+            info = sinks.server_info(4, 1)["kv_events_jetstream"]
+            assert info == {
+                "servers": [free_server.url],
+                "prefix": "kv-events",
+                "worker": "pod-1",
+                "topic": "",
+                "subjects": ["kv-events.log.pod-1.=.0"],
+            }
+    finally:
+        engine.shutdown()
+
+
+def test_every_number_of_a_written_stream_has_one_metric() -> None:
+    fields = {field.name for field in msgspec.structs.fields(LogStats)}
+    assert sorted(metric.path for metric in LOG_CATALOG) == sorted(fields - {"rank", "subject"})
+
+
+def test_the_command_asks_for_the_workers_name(capsys: pytest.CaptureFixture[str]) -> None:
+    from scheduler_components.reference.cli.relay_command import jetstream_writer
+
+    assert jetstream_writer(None, None, "") is None
+    with pytest.raises(ConfigError, match="worker"):
+        jetstream_writer("nats://127.0.0.1:4222", None, "")
+    with pytest.raises(ConfigError, match="servers"):
+        jetstream_writer("http://127.0.0.1:4222", "pod-1", "")
