@@ -20,7 +20,7 @@ from scheduler_components.kv_events import (
     chain_after,
 )
 from scheduler_components.kv_events.lowering import LOWERINGS
-from scheduler_components.kv_events.stream import fold_payload
+from scheduler_components.kv_events.stream import PayloadFolder
 
 NAME = "parts"
 _CASES = {"1 block": 20_000, "64 events": 1_000, "8,192 tokens": 500}
@@ -44,6 +44,7 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
     payload = encoder.encode(batch, 0)
     stream = EventStream(epoch=bytes(16), max_steps=number * (scale.turns + 1), max_bytes=_WINDOW_BYTES)
     state: BlockState[bytes] = BlockState()
+    folder = PayloadFolder()
     publisher = ZmqEventPublisher(
         0,
         "tcp://127.0.0.1:0",
@@ -58,7 +59,7 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
                 "of it: events to plain tuples": lambda: LOWERINGS["array"].trusted(batch.events),
                 "number, window and digest": lambda: stream.append(payload),
                 "of it: the digest": lambda: chain_after(bytes(8), 7, payload),
-                "folding, once it leaves the window": lambda: fold_payload(state, payload),
+                "folding, once it leaves the window": lambda: folder.fold(state, payload),
                 "whole": lambda: publisher.publish(batch),
             },
             turns=scale.turns,

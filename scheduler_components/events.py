@@ -20,8 +20,10 @@ import msgspec
 
 __all__ = [
     "BULK_FIELDS",
+    "FULL_ATTENTION_KINDS",
     "MEDIUM_GPU",
     "MEDIUM_OF",
+    "REMOTE",
     "VLLM_NIL_FIELDS",
     "WIRE_EVENTS",
     "AllBlocksCleared",
@@ -32,9 +34,12 @@ __all__ = [
     "KVCacheEvent",
     "KVEventBatch",
     "Place",
+    "Site",
     "Tier",
     "WireEvent",
     "place_of",
+    "signed_block_hash",
+    "site_of",
     "tier_of",
 ]
 
@@ -74,6 +79,8 @@ def tier_of(medium: str | None) -> Tier | None:
 BlockHash = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 BlockSize = Annotated[int, msgspec.Meta(gt=0)]
+ExtraKey: TypeAlias = str | int | tuple[str | int, ...]
+"""A name, a number, or vLLM's pair of a multimodal input and its offset."""
 
 
 def _freeze(struct: msgspec.Struct, *names: str) -> None:
@@ -117,7 +124,7 @@ class BlockStored(KVCacheEvent, frozen=True):
     lora_id: int | None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: tuple[tuple[str | int, ...] | None, ...] | None = None
+    extra_keys: tuple[tuple[ExtraKey, ...] | None, ...] | None = None
     group_idx: int | None = None
     cache_salt: str | None = None
     session_id: str | None = None
@@ -204,7 +211,7 @@ class KVEventBatch(EventBatch, frozen=True):
 
 
 Place: TypeAlias = tuple[str, int | None]
-"""A medium and a KV-cache group. The same hash in two places is two blocks."""
+"""A medium and a KV-cache group of one worker. The same hash in two places is two blocks."""
 
 _DEVICE: Place = (MEDIUM_GPU, None)
 
@@ -214,3 +221,42 @@ def place_of(medium: str | None, group_idx: int | None = None) -> Place:
     if medium is None:
         return _DEVICE if group_idx is None else (MEDIUM_GPU, group_idx)
     return medium, group_idx
+
+
+Site: TypeAlias = tuple[str, int | None, str | None, str | None]
+"""A place, ``REMOTE`` or None, and which of several tiers there holds the block: all by which events tell blocks apart.
+"""
+
+REMOTE = "REMOTE"
+"""The locality of blocks that are not this worker's; any other means that they are."""
+
+_HERE: Site = (MEDIUM_GPU, None, None, None)
+
+
+def site_of(medium: str | None, group_idx: int | None, locality: str | None, ownership: str | None) -> Site:
+    """Return the site that an event speaks of."""
+    if medium is None and group_idx is None and locality is None and ownership is None:
+        return _HERE
+    return MEDIUM_GPU if medium is None else medium, group_idx, REMOTE if locality == REMOTE else None, ownership
+
+
+FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""What ``kv_cache_spec_kind`` says of groups that hold every block of a prefix: a router asks for these."""
+
+
+def signed_block_hash(block_hash: object) -> int:
+    """Return any engine's block hash as the wire of this kit has it: its low 64 bits, as a signed integer.
+
+    Args:
+        block_hash: an integer of any size and sign, or bytes, big-endian. vLLM has both; the smg gateway folds bytes
+            to their last 8, too.
+
+    Raises:
+        TypeError: it is neither, or there are no bytes.
+    """
+    if isinstance(block_hash, bytes) and block_hash:
+        block_hash = int.from_bytes(block_hash[-8:], "big")
+    if not isinstance(block_hash, int) or isinstance(block_hash, bool):
+        raise TypeError(f"a hash is {type(block_hash).__name__}, not an integer")
+    low = block_hash & 0xFFFF_FFFF_FFFF_FFFF
+    return low - 2**64 if low >= 2**63 else low

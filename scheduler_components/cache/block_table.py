@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+from scheduler_components import events
 from scheduler_components.cache.block_hash import (
     PLAIN_NAMESPACE,
     TOKEN_BYTES,
@@ -54,12 +55,10 @@ def signed_block_hash(block_hash: int | bytes) -> int:
     Raises:
         ConfigError: it is neither, or there are no bytes.
     """
-    if isinstance(block_hash, bytes) and block_hash:
-        block_hash = int.from_bytes(block_hash[-8:], "big")
-    if not isinstance(block_hash, int):
-        raise ConfigError("block_hash", block_hash, "is not a block hash", "give an integer or bytes")
-    low = block_hash & 0xFFFF_FFFF_FFFF_FFFF
-    return low - 2**64 if low >= 2**63 else low
+    try:
+        return events.signed_block_hash(block_hash)
+    except TypeError:
+        raise ConfigError("block_hash", block_hash, "is not a block hash", "give an integer or bytes") from None
 
 
 class _Block:

@@ -26,6 +26,7 @@ from msgspec.structs import astuple, replace
 
 from scheduler_components.errors import ConfigError, DecodeError
 from scheduler_components.events import (
+    FULL_ATTENTION_KINDS,
     WIRE_EVENTS,
     AllBlocksCleared,
     BlockRemoved,
@@ -34,8 +35,18 @@ from scheduler_components.events import (
     EventBatch,
     KVCacheEvent,
     WireEvent,
+    signed_block_hash,
 )
-from scheduler_components.kv_events.lowering import IS_UNFILLED, LOWERINGS, OPTIONS, compiled, is_sound, unknown_event
+from scheduler_components.kv_events.lowering import (
+    IS_UNFILLED,
+    LOWERINGS,
+    OPTIONS,
+    Lowering,
+    compiled,
+    first_unfilled,
+    sound_event,
+)
+from scheduler_components.kv_events.native import NATIVE, NativeEvents, cut_event, event_fields, told_of
 
 __all__ = [
     "DIALECTS",
@@ -45,12 +56,13 @@ __all__ = [
     "BatchEncoder",
     "DecodedBatch",
     "RefusedEvent",
-    "blocks_between",
     "first_unfilled",
     "halves",
-    "why_too_large",
+    "part_of",
+    "rank_of",
     "read_event",
     "sound_event",
+    "why_too_large",
 ]
 
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
@@ -67,84 +79,25 @@ _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Over
 _NOT_SOUND = (DecodeError, *_DECODE_ERRORS)
 
 _INT64_LIMIT = 1 << 63
-_UINT64 = 1 << 64
 
 _BY_TAG: dict[str, type[WireEvent]] = {kind.__name__: kind for kind in WIRE_EVENTS}
 
 
-first_unfilled: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = compiled(
-    "first_unfilled",
-    f"""
-def first_unfilled(events):
-    for event in events:
-        if isinstance(event, BlockStored) and {IS_UNFILLED.format("event.")}:
-            return event
-    return None
-""",
-    {},
-)
-"""Return the first stored event whose tokens do not fill its blocks, or None. Readers drop one."""
-
-
-# Looking at the values of an event that did not pass as sound.
-
-_WRITTEN = {kind: get_type_hints(kind, include_extras=True) for kind in WIRE_EVENTS}
-
-
-def sound_event(event: KVCacheEvent) -> KVCacheEvent:
-    """Return ``event`` as it may go on the wire: unsigned hashes of 64 bits become the signed ones that readers make.
-
-    Raises:
-        TypeError: it is none of the three events.
-        ValueError: a reader would refuse it; the message names the field.
-    """
-    kind = _wire_kind(event)
-    if is_sound(event):
-        return event
-    values: dict[str, Any] = {name: getattr(event, name) for name in kind.__struct_fields__}
-    if kind is not AllBlocksCleared:
-        hashes = values["block_hashes"]
-        values["block_hashes"] = tuple(map(_wrapped, hashes)) if isinstance(hashes, tuple) else hashes
-        if kind is BlockStored:
-            values["parent_block_hash"] = _wrapped(values["parent_block_hash"])
-    sound = kind(**values)
-    if is_sound(sound):
-        return sound
-    for name, value in values.items():
-        _check_field(name, value, _WRITTEN[kind][name])
-    if first_unfilled((sound,)) is not None:
-        raise ValueError("tokens do not fill the blocks")
-    return sound
-
-
-def _check_field(name: str, value: object, wanted: Any) -> None:
-    if isinstance(value, set | frozenset | bytearray):  # msgspec takes them for arrays
-        raise ValueError(f"{name}: {type(value).__name__} is no tuple")
-    try:
-        msgspec.convert(value, wanted)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _wrapped(block_hash: object) -> object:
-    is_unsigned = type(block_hash) is int and _INT64_LIMIT <= block_hash < _UINT64
-    return block_hash - _UINT64 if is_unsigned else block_hash  # type: ignore[operator]
-
-
-# Writing events.
-
-
-def _wire_kind(event: KVCacheEvent) -> type[WireEvent]:
-    """The event's type, also for a class derived from it; TypeError for none of the three."""
-    for kind in WIRE_EVENTS:
-        if isinstance(event, kind):
-            return kind
-    raise unknown_event(event)
-
-
 # Writing batches.
 
-DIALECTS = tuple(LOWERINGS)
+DIALECTS = (*LOWERINGS, "native")
+
+
+def rank_of(batch: Any) -> int | None:
+    """Return the rank that a batch names, this kit's or an engine's; None lets the publisher stamp its own.
+
+    Raises:
+        AttributeError: it is no batch of events.
+    """
+    try:
+        return batch.attn_dp_rank  # type: ignore[no-any-return]
+    except AttributeError:
+        return batch.data_parallel_rank  # type: ignore[no-any-return]  # as vLLM names it
 
 
 class RefusedEvent(msgspec.Struct, frozen=True):
@@ -158,8 +111,9 @@ class BatchEncoder:
     """Encodes batches in one dialect; keeps a reusable msgspec encoder, so one encoder serves one thread at a time.
 
     Args:
-        dialect: ``"array"`` (smallest, quickest, read by every measured consumer), ``"map"``, or ``"vllm"`` (maps
-            with the nil fields that vLLM's typed decoder asks for).
+        dialect: ``"array"`` (smallest, quickest, read by every measured consumer), ``"map"``, ``"vllm"`` (maps with
+            the nil fields that vLLM's typed decoder asks for), or ``"native"``: events of an engine's own classes are
+            written as that engine writes them, and so are ``msgspec.Raw`` events; this kit's as ``"vllm"``.
 
     Raises:
         ConfigError: unknown dialect.
@@ -171,7 +125,7 @@ class BatchEncoder:
         if dialect not in DIALECTS:
             raise ConfigError("dialect", dialect, "is not known", f"give one of {', '.join(DIALECTS)}")
         self._encode = msgspec.msgpack.Encoder().encode
-        self._lowering = LOWERINGS[dialect]
+        self._lowering: Lowering | NativeEvents = NATIVE if dialect == "native" else LOWERINGS[dialect]
 
     def encode(self, batch: EventBatch, rank: int) -> bytes:
         """Encode ``[ts, events, rank]``; ``rank`` is used where the batch carries none.
@@ -180,7 +134,9 @@ class BatchEncoder:
             TypeError, ValueError, OverflowError: some event cannot be encoded, or has a value that readers refuse;
                 see ``encode_sound``.
         """
-        owner = rank if batch.attn_dp_rank is None else batch.attn_dp_rank
+        owner = rank_of(batch)
+        if owner is None:
+            owner = rank
         if type(owner) is not int or not 0 <= owner < _INT64_LIMIT:
             raise ValueError(f"attn_dp_rank {owner!r:.60} is not a rank")
         events: Sequence[KVCacheEvent] = batch.events
@@ -191,13 +147,13 @@ class BatchEncoder:
             try:
                 if len(events) == 1:
                     row = lowering.checked_one(events[0])
-                    rows = row and (row,)
+                    rows = None if row is None else (row,)
                 else:
                     rows = lowering.checked(events)
             except PackError:
                 rows = None
             if rows is None:
-                rows = lowering.trusted([sound_event(event) for event in events])
+                rows = lowering.trusted([lowering.sound(event) for event in events])
         ts = float(batch.ts)
         if not math.isfinite(ts):
             raise ValueError(f"batch time {ts} is not finite")
@@ -211,7 +167,7 @@ class BatchEncoder:
         refused: list[RefusedEvent] = []
         for event in batch.events:
             try:
-                checked = sound_event(event)
+                checked = self._lowering.sound(event)
                 self.encode_event(checked)
             except ENCODE_ERRORS as error:
                 refused.append(RefusedEvent(type(event).__name__, str(error)))
@@ -219,7 +175,7 @@ class BatchEncoder:
                 sound.append(checked)
         if not sound:
             return None, (), refused
-        kept = EventBatch(ts=_sound_time(batch.ts), events=CheckedEvents(sound), attn_dp_rank=batch.attn_dp_rank)
+        kept = EventBatch(ts=_sound_time(batch.ts), events=CheckedEvents(sound), attn_dp_rank=rank_of(batch))
         return self.encode(kept, rank), kept.events, refused
 
     def encode_event(self, event: KVCacheEvent) -> bytes:
@@ -248,6 +204,21 @@ def blocks_between(event: BlockStored, first: int, stop: int) -> BlockStored:
     )
 
 
+def part_of(event: KVCacheEvent, first: int, stop: int) -> KVCacheEvent:
+    """Return the event of the blocks ``first`` to ``stop - 1`` of ``event``; of an engine's event, its bytes."""
+    if isinstance(event, BlockStored):
+        return blocks_between(event, first, stop)
+    if isinstance(event, BlockRemoved):
+        return replace(event, block_hashes=event.block_hashes[first:stop])
+    return cut_event(event, first, stop)  # type: ignore[return-value]
+
+
+def _num_blocks(event: KVCacheEvent) -> int:
+    if isinstance(event, BlockStored | BlockRemoved):
+        return len(event.block_hashes)
+    return 0 if isinstance(event, KVCacheEvent) else len(told_of(event).block_hashes)
+
+
 def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tuple[KVCacheEvent, ...]] | None:
     """Cut ``events`` in two runs, to be applied one after the other; None for one block or less.
 
@@ -256,13 +227,10 @@ def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tu
     if len(events) > 1:
         middle = len(events) // 2
         return tuple(events[:middle]), tuple(events[middle:])
-    event = events[0]
-    if not isinstance(event, BlockStored | BlockRemoved) or len(event.block_hashes) < 2:
+    event, num_blocks = events[0], _num_blocks(events[0])
+    if num_blocks < 2:
         return None
-    hashes, middle = event.block_hashes, len(event.block_hashes) // 2
-    if isinstance(event, BlockRemoved):
-        return (replace(event, block_hashes=hashes[:middle]),), (replace(event, block_hashes=hashes[middle:]),)
-    return (blocks_between(event, 0, middle),), (blocks_between(event, middle, len(hashes)),)
+    return (part_of(event, 0, num_blocks // 2),), (part_of(event, num_blocks // 2, num_blocks),)
 
 
 _MAX_SHARED_BYTES = 256 * 1024
@@ -276,23 +244,16 @@ def why_too_large(events: Sequence[KVCacheEvent], encoder: BatchEncoder) -> str 
     """Say why ``events``, too large for one payload, cannot go out in parts that readers take; None where they can."""
     if len(events) > 1:
         return None  # each half is asked again
-    event = events[0]
-    if not isinstance(event, BlockStored | BlockRemoved):
-        return None
-    num_blocks = len(event.block_hashes)
-    least = len(encoder.encode_event(_first_blocks(event, min(1, num_blocks))))
+    event, num_blocks = events[0], _num_blocks(events[0])
+    least = len(encoder.encode_event(part_of(event, 0, 1) if num_blocks > 1 else event))
     if least > _LARGEST_EVENT_BYTES:
         return f"one block of it takes {least} bytes, readers take {MAX_PAYLOAD_BYTES}"
-    shared = len(encoder.encode_event(_first_blocks(event, 0)))
-    if num_blocks > 1 and shared > _MAX_SHARED_BYTES:
+    if num_blocks < 2:
+        return None
+    shared = len(encoder.encode_event(part_of(event, 0, 0)))
+    if shared > _MAX_SHARED_BYTES:
         return f"{num_blocks} blocks share {shared} bytes, which each part of it would repeat"
     return None
-
-
-def _first_blocks(event: BlockStored | BlockRemoved, count: int) -> BlockStored | BlockRemoved:
-    if isinstance(event, BlockStored):
-        return blocks_between(event, 0, count)
-    return replace(event, block_hashes=event.block_hashes[:count])
 
 
 # Reading events.
@@ -301,8 +262,10 @@ _PEERS_HASH = int | bytes
 _PEERS_TYPES: dict[str, Any] = {
     "block_hashes": tuple[_PEERS_HASH, ...],
     "parent_block_hash": _PEERS_HASH | None,
+    "block_size": Annotated[int, msgspec.Meta(ge=0)],
+    "extra_keys": tuple[tuple[Any, ...] | None, ...] | None,
 }
-"""Peers write hashes as signed or unsigned integers, or as bytes."""
+"""Peers write hashes as signed or unsigned integers, or as bytes; a size of 0 where they tell no tokens; any keys."""
 
 
 def _reader(kind: type[WireEvent]) -> Any:
@@ -341,18 +304,10 @@ def _event_of(read: Any) -> WireEvent:
 
 
 def _signed_hash(value: object) -> int:
-    """Fold a peer's block hash to a signed 64-bit integer.
-
-    Unsigned integers (vLLM) wrap; bytes (newer vLLM) give their last 8, big-endian, as the smg gateway folds them.
-
-    Raises:
-        DecodeError: neither an integer of 64 bits nor bytes.
-    """
-    if isinstance(value, bytes) and value:
-        return int.from_bytes(value[-8:], "big", signed=len(value) >= 8)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value - _UINT64 if value >= _INT64_LIMIT else value
-    raise DecodeError(f"a hash is {type(value).__name__}, not an integer")
+    try:
+        return signed_block_hash(value)
+    except TypeError as error:
+        raise DecodeError(str(error)) from None
 
 
 def _signed(hashes: Sequence[Any]) -> tuple[int, ...]:
@@ -370,7 +325,7 @@ def read_event(raw: bytes) -> WireEvent:
     Raises:
         DecodeError: not one of the three, or a field of it is wrong.
     """
-    tag, fields = _event_fields(raw)
+    tag, fields = event_fields(raw)
     kind = _BY_TAG.get(tag)
     if kind is None:
         raise DecodeError(f"unknown event {tag!r:.60}")
@@ -386,11 +341,33 @@ def read_event(raw: bytes) -> WireEvent:
         event = _event_of(msgspec.convert(_known_fields(kind, fields), _READERS[kind]))
     except (msgspec.ValidationError, RecursionError) as error:
         raise DecodeError(str(error)) from error
-    unfilled = first_unfilled((event,))
+    unfilled = _first_unread((event,))
     if unfilled is not None:
         num_tokens, num_blocks = len(unfilled.token_ids), len(unfilled.block_hashes)
         raise DecodeError(f"{num_tokens} tokens do not fill {num_blocks} blocks of {unfilled.block_size}")
     return event
+
+
+_first_unread: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = compiled(
+    "first_unread",
+    f"""
+def first_unread(events):
+    for event in events:
+        if (
+            isinstance(event, BlockStored)
+            and {IS_UNFILLED.format("event.")}
+            and event.token_ids
+            and event.kv_cache_spec_kind in full_attention_kinds
+        ):
+            return event
+    return None
+""",
+    {"full_attention_kinds": FULL_ATTENTION_KINDS},
+)
+"""Return the first stored event with tokens that are not those of its blocks, or None.
+
+An engine's event may tell no tokens, or those of blocks that a sliding window has passed, too.
+"""
 
 
 def _known_fields(kind: type[WireEvent], fields: dict[str, Any]) -> dict[str, Any]:
@@ -400,34 +377,6 @@ def _known_fields(kind: type[WireEvent], fields: dict[str, Any]) -> dict[str, An
         if not isinstance(known.get(name), str | int | list | None):
             del known[name]
     return known
-
-
-_decode_any = msgspec.msgpack.Decoder().decode
-_METADATA_TAG = "BlockStoredWithMetadata"
-_METADATA_INDEX = BlockStored.__struct_fields__.index("lora_name")
-"""SGLang wrote, for a short time, stored events with a map of further fields in this place."""
-
-
-def _event_fields(raw: bytes) -> tuple[str, dict[str, Any]]:
-    """Read one event into its tag and field values by name, which are not checked; unknown positions are skipped."""
-    try:
-        read = _decode_any(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"event is not msgpack: {error}") from error
-    if isinstance(read, dict):
-        tag = read.get("type")
-        if not isinstance(tag, str):
-            raise DecodeError('event is not a map with a "type"')
-        return tag, read
-    if not isinstance(read, list) or not read or not isinstance(read[0], str):
-        raise DecodeError("event is not an array that starts with a tag")
-    tag, values = read[0], read[1:]
-    if tag == _METADATA_TAG:
-        metadata = values[_METADATA_INDEX] if len(values) > _METADATA_INDEX else None
-        fields = dict(zip(BlockStored.__struct_fields__, values[:_METADATA_INDEX], strict=False))
-        return BlockStored.__name__, fields | (metadata if isinstance(metadata, dict) else {})
-    names = _BY_TAG[tag].__struct_fields__ if tag in _BY_TAG else ()
-    return tag, dict(zip(names, values, strict=False))
 
 
 # Reading batches.
@@ -489,7 +438,7 @@ class BatchDecoder:
             batch = self._decode_whole(payload)
         except _NOT_SOUND:
             return self._decode_otherwise(payload)
-        if not math.isfinite(batch.ts) or first_unfilled(batch.events) is not None:
+        if not math.isfinite(batch.ts) or _first_unread(batch.events) is not None:
             return self._decode_by_event(payload)
         return batch
 

@@ -16,7 +16,7 @@ much as packing does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from struct import Struct
 from struct import error as PackError
@@ -25,7 +25,15 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 import msgspec
 from msgspec.structs import astuple
 
-from scheduler_components.events import VLLM_NIL_FIELDS, WIRE_EVENTS, BlockStored, KVCacheEvent, WireEvent
+from scheduler_components.events import (
+    VLLM_NIL_FIELDS,
+    WIRE_EVENTS,
+    AllBlocksCleared,
+    BlockStored,
+    KVCacheEvent,
+    WireEvent,
+    signed_block_hash,
+)
 
 __all__ = [
     "IS_UNFILLED",
@@ -34,8 +42,9 @@ __all__ = [
     "REQUIRED",
     "Lowering",
     "compiled",
-    "is_sound",
+    "first_unfilled",
     "pack_tokens",
+    "sound_event",
     "unknown_event",
 ]
 
@@ -248,14 +257,14 @@ def lower(events):
 
 
 def _is_of(wanted: Any) -> Callable[[object], bool]:
-    def is_sound(value: object) -> bool:
+    def is_such(value: object) -> bool:
         try:
             msgspec.convert(value, wanted)
         except (msgspec.ValidationError, RecursionError):
             return False
         return type(value) is tuple
 
-    return is_sound
+    return is_such
 
 
 class RowMaker(Protocol):
@@ -281,9 +290,10 @@ class Lowering:
         trusted, trusted_one: the rows of events whose values are known to be sound, and the row of one; TypeError for
             an event that is none of the three.
         checked, checked_one: the same of any events; struct.error, or None, where somebody must look closer.
+        sound: says closer what is wrong with an event, or returns it as it may go on the wire.
     """
 
-    __slots__ = ("checked", "checked_one", "trusted", "trusted_one")
+    __slots__ = ("checked", "checked_one", "sound", "trusted", "trusted_one")
 
     def __init__(self, form_of: Callable[[type[WireEvent]], _Form], writers: dict[str, Any]) -> None:
         scope = {
@@ -297,6 +307,7 @@ class Lowering:
         }
         for name in _SEQUENCES:
             scope[f"is_{name}"] = _is_of(get_type_hints(BlockStored, include_extras=True)[name])
+        self.sound = sound_event
         self.trusted_one: RowMaker = compiled("lower", _source(form_of, is_checked=False, is_one=True), dict(scope))
         self.trusted: RowsMaker = compiled(
             "lower", _trusted_source(form_of(BlockStored)), {**scope, "lower_one": self.trusted_one}
@@ -310,12 +321,82 @@ def unknown_event(event: object) -> TypeError:
     return TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
 
 
-def is_sound(event: KVCacheEvent) -> bool:
+def _is_sound(event: KVCacheEvent) -> bool:
     """True when every value is one that all readers take; False where somebody must look closer."""
     try:
         return LOWERINGS["array"].checked_one(event) is not None
     except PackError:
         return False
+
+
+first_unfilled: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = compiled(
+    "first_unfilled",
+    f"""
+def first_unfilled(events):
+    for event in events:
+        if isinstance(event, BlockStored) and {IS_UNFILLED.format("event.")}:
+            return event
+    return None
+""",
+    {},
+)
+"""Return the first stored event whose tokens do not fill its blocks, or None. Readers drop one."""
+
+
+# Looking closer: at the values of an event that did not pass as sound.
+
+_WRITTEN = {kind: get_type_hints(kind, include_extras=True) for kind in WIRE_EVENTS}
+
+
+def sound_event(event: KVCacheEvent) -> KVCacheEvent:
+    """Return ``event`` as it may go on the wire: unsigned hashes of 64 bits become the signed ones that readers make.
+
+    Raises:
+        TypeError: it is none of the three events.
+        ValueError: a reader would refuse it; the message names the field.
+    """
+    kind = _wire_kind(event)
+    if _is_sound(event):
+        return event
+    values: dict[str, Any] = {name: getattr(event, name) for name in kind.__struct_fields__}
+    if kind is not AllBlocksCleared:
+        hashes = values["block_hashes"]
+        values["block_hashes"] = tuple(map(_wrapped, hashes)) if isinstance(hashes, tuple) else hashes
+        if kind is BlockStored:
+            values["parent_block_hash"] = _wrapped(values["parent_block_hash"])
+    sound = kind(**values)
+    if _is_sound(sound):
+        return sound
+    for name, value in values.items():
+        _check_field(name, value, _WRITTEN[kind][name])
+    if first_unfilled((sound,)) is not None:
+        raise ValueError("tokens do not fill the blocks")
+    return sound
+
+
+def _check_field(name: str, value: object, wanted: Any) -> None:
+    if isinstance(value, set | frozenset | bytearray):  # msgspec takes them for arrays
+        raise ValueError(f"{name}: {type(value).__name__} is no tuple")
+    try:
+        msgspec.convert(value, wanted)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _wrapped(block_hash: object) -> object:
+    is_unsigned = type(block_hash) is int and 2**63 <= block_hash < 2**64
+    return signed_block_hash(block_hash) if is_unsigned else block_hash
+
+
+def _wire_kind(event: KVCacheEvent) -> type[WireEvent]:
+    """The event's type, also for a class derived from it; TypeError for none of the three."""
+    for kind in WIRE_EVENTS:
+        if isinstance(event, kind):
+            return kind
+    raise unknown_event(event)
+
+
+# The dialects.
 
 
 def _of_maps(nil_fields: frozenset[str]) -> Lowering:

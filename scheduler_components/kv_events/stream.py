@@ -24,11 +24,13 @@ from scheduler_components.events import (
     EventBatch,
     KVCacheEvent,
     KVEventBatch,
-    Place,
+    Site,
     WireEvent,
-    place_of,
+    signed_block_hash,
+    site_of,
 )
-from scheduler_components.kv_events.codec import ENCODE_ERRORS, BatchEncoder, blocks_between, read_event, sound_event
+from scheduler_components.kv_events.codec import ENCODE_ERRORS, BatchEncoder, part_of, rank_of, read_event
+from scheduler_components.kv_events.native import NATIVE, cut_event, told_of
 
 __all__ = [
     "CHAIN_BYTES",
@@ -39,9 +41,9 @@ __all__ = [
     "Segment",
     "chain_after",
     "chain_at_start",
+    "PayloadFolder",
     "collapse",
-    "fold_payload",
-    "segment_event",
+    "segment_bytes",
 ]
 
 # The theory of the stream.
@@ -70,16 +72,17 @@ __all__ = [
 #
 # Folding is therefore the only way out of the window; nothing is dropped.
 #
-# Fold rules, by event. A block is a hash in a place (medium, KV-cache group); None and GPU are one medium.
+# Fold rules, by event. A block is a hash at a site (medium, KV-cache group, remote or here, owner); None and GPU are
+# one medium. An engine's hashes are compared as the signed integers that readers make of them.
 #
 #     BlockStored        its blocks stand, and belong to this event (its run), also those that stood before
-#     BlockRemoved       its blocks in that place stand no more; blocks that do not stand are no error
+#     BlockRemoved       its blocks at that site stand no more; blocks that do not stand are no error
 #     AllBlocksCleared   nothing stands
 #     anything else      nothing: the encoder refuses it, and readers drop it
 #
 # A run keeps the bytes of its event for as long as one of its blocks stands. So folding costs one dictionary update
 # per run, token ids are not copied or even parsed, and a whole run goes out again as it came. A run of which a part
-# stands is cut into segments when it is sent.
+# stands is cut into segments when it is sent, as msgpack: fields that this kit does not know are kept.
 #
 # Order of the base: parents first. Runs are written in the order of storing. A block that was stored again belongs to
 # a younger run than its children; that run is written before them. (Only a hostile history has cycles; they end.)
@@ -99,16 +102,16 @@ class Run(msgspec.Struct, Generic[T], gc=False):
     """The blocks of one stored event, in order, each the parent of the next.
 
     Attributes:
-        place: the medium and KV-cache group they were stored in.
+        site: where they were stored.
         block_hashes: all of them, standing or not.
         parent: hash of the block before the first, None at a root.
         source: what the run was made from.
-        serial: its place among all runs of its state, by the time of storing.
+        serial: its number among all runs of its state, by the time of storing.
         num_bytes: size of what it was made from.
         num_standing: how many have been neither removed nor stored again since.
     """
 
-    place: Place
+    site: Site
     block_hashes: Sequence[int]
     parent: int | None
     source: T
@@ -134,33 +137,31 @@ class Segment(msgspec.Struct, Generic[T], frozen=True, gc=False):
 
 
 class BlockState(Generic[T]):
-    """The standing blocks by place and hash. A block belongs to the run that stored it last.
+    """The standing blocks by site and hash. A block belongs to the run that stored it last.
 
     Attributes:
         num_bytes: size of what the standing runs were made from. A run counts whole until its last block is gone.
     """
 
-    __slots__ = ("_num_stored", "_places", "_runs", "num_bytes")
+    __slots__ = ("_num_stored", "_sites", "_runs", "num_bytes")
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._places: dict[Place, dict[int, Run[T]]] = {}
+        self._sites: dict[Site, dict[int, Run[T]]] = {}
         self._runs: dict[int, Run[T]] = {}
         self._num_stored = 0
 
     def __len__(self) -> int:
-        """Standing blocks, over all places."""
-        return sum(map(len, self._places.values()))
+        """Standing blocks, over all sites."""
+        return sum(map(len, self._sites.values()))
 
-    def store(
-        self, place: Place, block_hashes: Sequence[int], parent: int | None, source: T, num_bytes: int = 0
-    ) -> None:
+    def store(self, site: Site, block_hashes: Sequence[int], parent: int | None, source: T, num_bytes: int = 0) -> None:
         """Fold a stored event; ``num_bytes`` is the size of ``source``."""
-        owners = self._places.get(place)
+        owners = self._sites.get(site)
         if owners is None:
-            owners = self._places[place] = {}
+            owners = self._sites[site] = {}
         serial = self._num_stored = self._num_stored + 1
-        run = Run(place, block_hashes, parent, source, serial, num_bytes)
+        run = Run(site, block_hashes, parent, source, serial, num_bytes)
         if len(block_hashes) == 1:  # most events of a decoding step; what follows costs twice as much
             block_hash = block_hashes[0]
             if block_hash in owners:
@@ -178,9 +179,9 @@ class BlockState(Generic[T]):
             self._runs[serial] = run
             self.num_bytes += num_bytes
 
-    def remove(self, place: Place, block_hashes: Sequence[int]) -> None:
+    def remove(self, site: Site, block_hashes: Sequence[int]) -> None:
         """Fold a removed event; blocks that do not stand are nothing to remove."""
-        self._discard(self._places.get(place, {}), block_hashes)
+        self._discard(self._sites.get(site, {}), block_hashes)
 
     def _discard(self, owners: dict[int, Run[T]], block_hashes: Sequence[int]) -> None:
         for block_hash in block_hashes:
@@ -193,13 +194,13 @@ class BlockState(Generic[T]):
 
     def clear(self) -> None:
         """Fold a cleared event."""
-        self._places.clear()
+        self._sites.clear()
         self._runs.clear()
         self.num_bytes = 0
 
-    def hashes(self, place: Place) -> set[int]:
-        """Hashes standing in one place."""
-        return set(self._places.get(place, ()))
+    def hashes(self, site: Site) -> set[int]:
+        """Hashes standing at one site."""
+        return set(self._sites.get(site, ()))
 
     def segments(self) -> Iterator[Segment[T]]:
         """Yield what stands, each block once, a block's parent before it; the state must not change meanwhile.
@@ -213,7 +214,7 @@ class BlockState(Generic[T]):
             ahead.pop(run.serial, None)
 
     def _standing(self, run: Run[T]) -> Iterator[Segment[T]]:
-        owners = self._places[run.place]
+        owners = self._sites[run.site]
         if run.num_standing == len(run.block_hashes):
             yield Segment(run, 0, len(run.block_hashes))
             return
@@ -241,11 +242,11 @@ class BlockState(Generic[T]):
                 break
             firsts.add(wanted.first)
             chain.append(wanted)
-            wanted = self._segment_of(wanted.run.place, wanted.parent)
+            wanted = self._segment_of(wanted.run.site, wanted.parent)
         yield from reversed(chain)
 
-    def _segment_of(self, place: Place, block_hash: int | None) -> Segment[T] | None:
-        run = self._places[place].get(block_hash) if block_hash is not None else None
+    def _segment_of(self, site: Site, block_hash: int | None) -> Segment[T] | None:
+        run = self._sites[site].get(block_hash) if block_hash is not None else None
         if run is None:
             return None
         return next(each for each in self._standing(run) if block_hash in run.block_hashes[each.first : each.stop])
@@ -257,17 +258,31 @@ class BlockState(Generic[T]):
 # publisher collapses batches that wait too long into one batch.
 
 
+def _site(event: Any) -> Site:
+    return site_of(event.medium, event.group_idx, event.locality, event.ownership)
+
+
 def _fold_stored(event: Any, state: BlockState[bytes], raw: bytes) -> None:
-    place = place_of(event.medium, event.group_idx)
-    state.store(place, event.block_hashes, event.parent_block_hash, raw, len(raw))
+    state.store(_site(event), event.block_hashes, event.parent_block_hash, raw, len(raw))
 
 
 def _fold_removed(event: Any, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG001 - nothing of it is kept
-    state.remove(place_of(event.medium, event.group_idx), event.block_hashes)
+    state.remove(_site(event), event.block_hashes)
 
 
 def _fold_cleared(event: Any, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG001 - as above
     state.clear()
+
+
+def _fold_peers_stored(event: Any, state: BlockState[bytes], raw: bytes) -> None:
+    parent = event.parent_block_hash
+    parent = None if parent is None else signed_block_hash(parent)
+    hashes = tuple(map(signed_block_hash, event.block_hashes))
+    state.store(_site(event), hashes, parent, raw, len(raw))
+
+
+def _fold_peers_removed(event: Any, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG001 - as above
+    state.remove(_site(event), tuple(map(signed_block_hash, event.block_hashes)))
 
 
 _FOLD: dict[type[WireEvent], Callable[[Any, BlockState[bytes], bytes], None]] = {
@@ -277,12 +292,16 @@ _FOLD: dict[type[WireEvent], Callable[[Any, BlockState[bytes], bytes], None]] = 
 }
 
 
-def _head(kind: type[WireEvent], **dialect: Any) -> Any:
+_PEERS_FOLD = {**_FOLD, BlockStored: _fold_peers_stored, BlockRemoved: _fold_peers_removed}
+_PEERS_HINTS: dict[str, Any] = {"block_hashes": tuple[int | bytes, ...], "parent_block_hash": int | bytes | None}
+
+
+def _head(kind: type[WireEvent], *, are_peers: bool, **dialect: Any) -> Any:
     """What folding reads of an event: all fields but the bulk, which is skipped and not made into objects.
 
-    The encoder has checked all of them.
+    The encoder has checked all of them. Hashes are read as this kit writes them, or ``are_peers``, as engines do.
     """
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=not are_peers) | (_PEERS_HINTS if are_peers else {})
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
         is_bulk = field.name in BULK_FIELDS
@@ -292,7 +311,7 @@ def _head(kind: type[WireEvent], **dialect: Any) -> Any:
     return msgspec.defstruct(
         f"{kind.__name__}Head",
         fields,
-        namespace={"fold_into": _FOLD[kind]},
+        namespace={"fold_into": (_PEERS_FOLD if are_peers else _FOLD)[kind]},
         frozen=True,
         gc=False,
         tag=kind.__name__,
@@ -304,15 +323,23 @@ _Heads = tuple[msgspec.Raw, Sequence[Any], msgspec.Raw]
 """A batch of which the events' heads are read; time and rank are not."""
 
 
-def _heads_reader(**dialect: Any) -> Callable[[bytes], _Heads]:
-    any_head: Any = reduce(or_, [_head(kind, **dialect) for kind in WIRE_EVENTS])
+def _heads_reader(*, are_peers: bool, **dialect: Any) -> Callable[[bytes], _Heads]:
+    any_head: Any = reduce(or_, [_head(kind, are_peers=are_peers, **dialect) for kind in WIRE_EVENTS])
     decoder: Any = msgspec.msgpack.Decoder(tuple[msgspec.Raw, list[any_head], msgspec.Raw])
     decode: Callable[[bytes], _Heads] = decoder.decode
     return decode
 
 
-_read_array_heads = _heads_reader(array_like=True)
-_read_map_heads = _heads_reader(tag_field="type")
+_Readers = tuple[Callable[[bytes], _Heads], Callable[[bytes], _Heads]]
+"""One for events that are arrays, one for maps."""
+
+
+def _readers(*, are_peers: bool) -> _Readers:
+    arrays = _heads_reader(are_peers=are_peers, array_like=True)
+    return arrays, _heads_reader(are_peers=are_peers, tag_field="type")
+
+
+_OUR_READERS, _PEERS_READERS = _readers(are_peers=False), _readers(are_peers=True)
 _read_events = msgspec.msgpack.Decoder(tuple[msgspec.Raw, list[msgspec.Raw], msgspec.Raw]).decode
 _ARRAY_FIRST_BYTES = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}
 _HEADER_BYTES = 11
@@ -320,25 +347,46 @@ _HEADER_BYTES = 11
 _LIST_OF_ONE = 0x91
 
 
-def fold_payload(state: BlockState[bytes], payload: bytes) -> None:
-    """Fold one batch of any dialect; a stored run keeps its event's bytes."""
-    try:
-        if payload[_HEADER_BYTES - 1] == _LIST_OF_ONE:
-            # Its bytes, which may be all of a large payload, are found without reading through them again.
-            _, heads, rank = _heads_reader_for(payload[_HEADER_BYTES])(payload)
-            heads[0].fold_into(state, payload[_HEADER_BYTES : len(payload) - len(bytes(rank))])
+class PayloadFolder:
+    """Folds the payloads of one stream, of any dialect; a stored run keeps its event's bytes.
+
+    A stream is of one dialect: whether its hashes are an engine's own, the first batch that has such hashes tells.
+    """
+
+    __slots__ = ("_readers",)
+
+    def __init__(self) -> None:
+        self._readers = _OUR_READERS
+
+    def fold(self, state: BlockState[bytes], payload: bytes) -> None:
+        """Fold one batch."""
+        try:
+            _fold(state, payload, self._readers)
             return
-        events = [bytes(event) for event in _read_events(payload)[1]]
-        if events:
-            for head, event in zip(_heads_reader_for(events[0][0])(payload)[1], events, strict=True):
-                head.fold_into(state, event)
-    except msgspec.ValidationError:
-        for raw in _read_events(payload)[1]:
-            _fold_odd_event(state, bytes(raw))
+        except msgspec.ValidationError:
+            pass  # nothing was folded: all events are read before the first one is
+        try:
+            _fold(state, payload, _PEERS_READERS)
+            self._readers = _PEERS_READERS
+        except msgspec.ValidationError:
+            for raw in _read_events(payload)[1]:
+                _fold_odd_event(state, bytes(raw))
+
+
+def _fold(state: BlockState[bytes], payload: bytes, readers: _Readers) -> None:
+    if payload[_HEADER_BYTES - 1] == _LIST_OF_ONE:
+        # Its bytes, which may be all of a large payload, are found without reading through them again.
+        _, heads, rank = readers[payload[_HEADER_BYTES] not in _ARRAY_FIRST_BYTES](payload)
+        heads[0].fold_into(state, payload[_HEADER_BYTES : len(payload) - len(bytes(rank))])
+        return
+    events = [bytes(event) for event in _read_events(payload)[1]]
+    if events:
+        for head, event in zip(readers[events[0][0] not in _ARRAY_FIRST_BYTES](payload)[1], events, strict=True):
+            head.fold_into(state, event)
 
 
 def _fold_odd_event(state: BlockState[bytes], raw: bytes) -> None:
-    """Of a payload that no encoder of this kit wrote: what readers make of an event is what is folded."""
+    """Of a payload whose events are of both forms: what readers make of an event is what is folded."""
     try:
         event = read_event(raw)
     except DecodeError:
@@ -346,19 +394,10 @@ def _fold_odd_event(state: BlockState[bytes], raw: bytes) -> None:
     _FOLD[type(event)](event, state, raw)
 
 
-def _heads_reader_for(first_byte: int) -> Callable[[bytes], _Heads]:
-    return _read_array_heads if first_byte in _ARRAY_FIRST_BYTES else _read_map_heads
-
-
-def segment_event(segment: Segment[bytes]) -> BlockStored:
-    """Return the stored event of a segment of a run that was made from an event's bytes."""
-    event = read_event(segment.run.source)
-    assert isinstance(event, BlockStored)
-    return _part(event, segment)
-
-
-def _part(event: BlockStored, segment: Segment[Any]) -> BlockStored:
-    return event if segment.is_whole else blocks_between(event, segment.first, segment.stop)
+def segment_bytes(segment: Segment[bytes]) -> bytes:
+    """Return the stored event of a segment of a run that was made from an event's bytes; its unknown fields, too."""
+    source = segment.run.source
+    return source if segment.is_whole else bytes(cut_event(source, segment.first, segment.stop))
 
 
 def collapse(batches: Iterable[EventBatch]) -> KVEventBatch | None:
@@ -368,39 +407,46 @@ def collapse(batches: Iterable[EventBatch]) -> KVEventBatch | None:
     the removal is left, 9 bytes on the wire, and a later clear takes that too. None when there were no batches.
     Events that cannot be written are kept, to be refused by name when they are encoded.
     """
-    state: BlockState[BlockStored] = BlockState()
-    removed: dict[Place, dict[int, None]] = {}
+    state: BlockState[Any] = BlockState()
+    removed: dict[Site, dict[int, None]] = {}
+    engines_removed: list[Any] = []  # as they are, for a field of theirs may be unknown here
     others: list[KVCacheEvent] = []
     cleared, last = False, None
     for last in batches:
         for given in last.events:
             try:
-                event = sound_event(given)  # a hash may be unsigned, and an event that is refused changes nothing
+                event = NATIVE.sound(given)  # a hash may be unsigned, and an event that is refused changes nothing
             except ENCODE_ERRORS:
                 others.append(given)
                 continue
-            if isinstance(event, BlockStored):
-                place = place_of(event.medium, event.group_idx)
-                state.store(place, event.block_hashes, event.parent_block_hash, event)
-            elif isinstance(event, BlockRemoved):
-                place = place_of(event.medium, event.group_idx)
-                state.remove(place, event.block_hashes)
-                removed.setdefault(place, {}).update(dict.fromkeys(event.block_hashes))
+            told = told_of(event)
+            if told.kind is BlockStored:
+                state.store(told.site, told.block_hashes, told.parent, event)
+            elif told.kind is BlockRemoved:
+                state.remove(told.site, told.block_hashes)
+                if isinstance(event, BlockRemoved):
+                    removed.setdefault(told.site, {}).update(dict.fromkeys(told.block_hashes))
+                else:
+                    engines_removed.append(event)
             else:
                 state.clear()
                 removed.clear()
+                engines_removed.clear()
                 cleared = True
     if last is None:
         return None
-    events = [*([AllBlocksCleared()] if cleared else []), *others, *_removals(removed)]
-    events += [_part(segment.run.source, segment) for segment in state.segments()]
-    return KVEventBatch(ts=last.ts, events=tuple(events), attn_dp_rank=last.attn_dp_rank)
+    events = [*([AllBlocksCleared()] if cleared else []), *others, *_removals(removed), *engines_removed]
+    events += [
+        segment.run.source if segment.is_whole else part_of(segment.run.source, segment.first, segment.stop)
+        for segment in state.segments()
+    ]
+    return KVEventBatch(ts=last.ts, events=tuple(events), attn_dp_rank=rank_of(last))
 
 
-def _removals(removed: dict[Place, dict[int, None]]) -> Iterator[BlockRemoved]:
-    for (medium, group_idx), hashes in removed.items():
+def _removals(removed: dict[Site, dict[int, None]]) -> Iterator[BlockRemoved]:
+    for (medium, group_idx, locality, ownership), hashes in removed.items():
         if hashes:
-            yield BlockRemoved(tuple(hashes), None if medium == MEDIUM_GPU else medium, group_idx)
+            yield BlockRemoved(tuple(hashes), None if medium == MEDIUM_GPU else medium, group_idx, locality, ownership)
 
 
 # The stream itself.
@@ -456,6 +502,7 @@ class EventStream:
 
     __slots__ = (
         "_base",
+        "_folder",
         "_max_bytes",
         "_max_steps",
         "_num_unfolded",
@@ -478,6 +525,7 @@ class EventStream:
         self._window: deque[bytes] = deque()
         self._window_chains: deque[bytes] = deque()
         self._base: BlockState[bytes] = BlockState()
+        self._folder = PayloadFolder()
         self.first = self.next_sequence = first_sequence
         self.chain = chain_at_start(epoch)
         self.kept_bytes = self._num_unfolded = 0
@@ -521,7 +569,7 @@ class EventStream:
             self.first += 1
             self.has_folded = True
             self.kept_bytes -= len(payload)
-            fold_payload(self._base, payload)
+            self._folder.fold(self._base, payload)
             most -= 1
 
     @property
@@ -593,13 +641,7 @@ class EventStream:
                 yield None
                 num_read = 0
             num_read += len(segment.run.source)
-            if segment.is_whole:
-                events.append(segment.run.source)
-                continue
-            try:
-                events.append(encoder.encode_event(segment_event(segment)))
-            except DecodeError:
-                continue  # no reader took the event when it was sent, so none has its blocks
+            events.append(segment_bytes(segment))
         # The time of a folded batch is 0: what it says happened at many times.
         yield msgspec.msgpack.encode((0.0, [msgspec.Raw(event) for event in events], rank))
 

@@ -34,7 +34,14 @@ from scheduler_components.errors import ForkedPublisherError, PublisherClosedErr
 from scheduler_components.events import AllBlocksCleared, CheckedEvents, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.fork_hook import tell_of_forks
 from scheduler_components.kv_events.backlog import MAX_WAITING, Backlog, Bursts, cost_of
-from scheduler_components.kv_events.codec import ENCODE_ERRORS, MAX_PAYLOAD_BYTES, BatchEncoder, halves, why_too_large
+from scheduler_components.kv_events.codec import (
+    ENCODE_ERRORS,
+    MAX_PAYLOAD_BYTES,
+    BatchEncoder,
+    halves,
+    rank_of,
+    why_too_large,
+)
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.file_sequence_floor import SequenceFloor, open_sequence_floor
@@ -187,9 +194,7 @@ class ZmqLiveSender:
             parts = halves(events)
             if parts is not None:
                 for part in parts:
-                    self._send_batch(
-                        EventBatch(ts=batch.ts, events=CheckedEvents(part), attn_dp_rank=batch.attn_dp_rank)
-                    )
+                    self._send_batch(EventBatch(ts=batch.ts, events=CheckedEvents(part), attn_dp_rank=rank_of(batch)))
                 return
         sequence = self._stream.append(payload)
         try:

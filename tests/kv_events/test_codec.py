@@ -38,7 +38,8 @@ def test_reads_the_golden_bytes_of_every_dialect_and_peer(vector: PeerVector) ->
 
 
 def test_every_dialect_has_vectors() -> None:
-    assert {vector.dialect for vector in batch_vectors()} == set(DIALECTS)
+    engines_own = {"native"}  # its bytes are compared with those of the engines' classes, in test_native.py
+    assert {vector.dialect for vector in batch_vectors()} == set(DIALECTS) - engines_own
 
 
 @settings(deadline=None)

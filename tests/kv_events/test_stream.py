@@ -18,7 +18,8 @@ from scheduler_components.kv_events import (
     chain_at_start,
     collapse,
 )
-from scheduler_components.kv_events.stream import fold_payload, segment_event
+from scheduler_components.kv_events.codec import read_event
+from scheduler_components.kv_events.stream import PayloadFolder, segment_bytes
 from scheduler_components.testing import EventLedger
 from scheduler_components.testing.golden import DigestVector, digest_vectors
 from scheduler_components.testing.strategies import hostile_histories
@@ -101,9 +102,9 @@ def test_a_folded_history_stands_for_the_history(history: list[KVEventBatch], di
     encoder, decoder = BatchEncoder(dialect), BatchDecoder()
     state: BlockState[bytes] = BlockState()
     for batch in history:
-        fold_payload(state, encoder.encode(batch, 0))
+        PayloadFolder().fold(state, encoder.encode(batch, 0))
     expected = ledger_after(history).blocks()
-    events: list[KVCacheEvent] = [segment_event(segment) for segment in state.segments()]
+    events: list[KVCacheEvent] = [read_event(segment_bytes(segment)) for segment in state.segments()]
     decoded = decoder.decode(encoder.encode(KVEventBatch(0.0, tuple(events)), 0))
     assert decoded.errors == ()
     assert applied(decoded.events) == expected
@@ -127,12 +128,12 @@ def test_a_collapsed_queue_ends_where_the_queue_ends(before: list[KVEventBatch],
 def test_parents_come_before_children(history: list[KVEventBatch]) -> None:
     state: BlockState[bytes] = BlockState()
     for batch in history:
-        fold_payload(state, BatchEncoder().encode(batch, 0))
+        PayloadFolder().fold(state, BatchEncoder().encode(batch, 0))
     standing = ledger_after(history).blocks()
     parents = {key: block.parent for key, block in standing.items()}
     seen: set[tuple[object, int]] = set()
     for segment in state.segments():
-        place = segment.run.place
+        place = segment.run.site[:2]
         first = segment.run.block_hashes[segment.first]
         above = segment.parent
         if above is not None and (place, above) in standing and not _in_cycle(parents, place, first):
