@@ -18,7 +18,10 @@ from scheduler_components.cache import (
     page_digests,
     unpack_tokens,
 )
-from scheduler_components.testing.golden import PageHashVector, page_hash_vectors
+from scheduler_components.testing.golden import (
+    PageHashVector,
+    page_hash_vectors,
+)
 
 TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -92,6 +95,11 @@ IDENTITIES = st.fixed_dictionaries(
 def test_the_plain_namespace_has_no_seed() -> None:
     assert PLAIN_NAMESPACE.seed() == b""
     assert PrefixNamespace(session_id="s1").seed() == b""
+
+
+def test_golden_seed_of_a_salt_of_sglang() -> None:
+    (vector,) = [each for each in page_hash_vectors() if "SGLang's seed" in each.name]
+    assert vector.prior == sha256(b"sglang-cache-salt-v1\0salt").hexdigest()
 
 
 def test_golden_seed() -> None:

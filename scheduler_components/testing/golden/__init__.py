@@ -5,7 +5,8 @@ is. The data files are plain JSON, so that a kit in another language can read th
 
 - ``batches.json``: batches in the dialects that this kit writes. Writing must give these bytes, reading the events.
 - ``peers.json``: batches in shapes that released peers send, by peer and version. Reading must give the events.
-- ``page_hashes.json``: token ids, page size and seed to block hashes.
+- ``page_hashes.json``: token ids, page size and seed to block hashes. SGLang seeds a salted prefix with SHA-256 of
+  ``sglang-cache-salt-v1``, a zero byte and the salt.
 - ``namespaced_hashes.json``: a plain hash, put into SGLang's namespace of an extra key and a salt.
 - ``replay_frames.json``: requests and answers of replay channels.
 - ``digests.json``: a stream's payloads to the digest before the first and after each.
