@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -204,3 +205,24 @@ def test_sizes_below_one_are_refused() -> None:
     for sizes in ((0,), (1, 0)):
         with pytest.raises(ConfigError):
             BlockTableRecorder(*sizes)
+
+
+def num_objects_of(module: str) -> int:
+    """What a module's classes have made and nobody has dropped."""
+    gc.collect()
+    return sum(type(each).__module__ == module for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("medium", [None, "CPU"])
+def test_nothing_is_kept_of_a_parent_that_never_came(medium: str | None) -> None:
+    """An orphan leaves a mark for its parent; when the last orphan goes, so does the mark: a table runs for months."""
+    recorder, module = BlockTableRecorder(1), BlockTableRecorder.__module__
+    before = num_objects_of(module)
+    for absent in range(100, 200):
+        recorder.store([1, 2], [7, 7], absent, medium=medium)
+        recorder.store([3], [7], absent, medium=medium)
+        for gone in (3, 2, 1):
+            recorder.remove([gone], medium=medium)
+    assert recorder.num_blocks == 0
+    assert num_objects_of(module) == before
+    assert recorder.take_events() == ()
