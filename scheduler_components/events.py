@@ -21,6 +21,7 @@ import msgspec
 __all__ = [
     "BULK_FIELDS",
     "FULL_ATTENTION_KINDS",
+    "HERE",
     "MEDIUM_GPU",
     "MEDIUM_OF",
     "REMOTE",
@@ -230,13 +231,14 @@ Site: TypeAlias = tuple[str, int | None, str | None, str | None]
 REMOTE = "REMOTE"
 """The locality of blocks that are not this worker's; any other means that they are."""
 
-_HERE: Site = (MEDIUM_GPU, None, None, None)
+HERE: Site = (MEDIUM_GPU, None, None, None)
+"""The device, where nothing more is said."""
 
 
 def site_of(medium: str | None, group_idx: int | None, locality: str | None, ownership: str | None) -> Site:
     """Return the site that an event speaks of."""
     if medium is None and group_idx is None and locality is None and ownership is None:
-        return _HERE
+        return HERE
     return MEDIUM_GPU if medium is None else medium, group_idx, REMOTE if locality == REMOTE else None, ownership
 
 

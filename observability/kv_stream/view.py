@@ -119,7 +119,7 @@ class BlockView:
         """Apply one rank's events in order."""
         blocks = self._ranks.get(rank) or self._add_rank(rank)
         self._prepared = None
-        opened = blocks.opened
+        opened, partial = blocks.opened, blocks.partial
         for event in events:
             if isinstance(event, BlockStored):
                 key: _SiteKey = event.medium
@@ -133,14 +133,14 @@ class BlockView:
                 site = opened.get(key) or self._open_site(blocks, event, key)
                 if site:
                     _store(blocks, site, event.block_hashes)
-                    if blocks.partial:
+                    if partial:
                         _drop_partial(blocks, event)
             elif isinstance(event, BlockRemoved):
                 key = event.medium
                 if not (event.group_idx is None and event.locality is None and event.ownership is None):
                     key = (key, event.group_idx, event.locality, event.ownership)  # type: ignore[assignment]
                 site = opened.get(key) or self._open_site(blocks, event, key)
-                num_partial = _drop_partial(blocks, event) if blocks.partial else 0
+                num_partial = _drop_partial(blocks, event) if partial else 0
                 if site:
                     _remove(blocks, site, event.block_hashes)
                     blocks.counters.unknown_removals -= num_partial

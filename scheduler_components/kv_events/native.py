@@ -16,9 +16,9 @@ not attend to all blocks (a sliding window) an event tells the tokens of the blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from struct import error as PackError
-from typing import Any, NamedTuple, TypeAlias, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeAlias, get_type_hints
 
 import msgspec
 
@@ -122,7 +122,13 @@ def _look_at_stored(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _looker(kind: type[WireEvent], names: Sequence[str]) -> Callable[[Any], bool]:
+class _Look(Protocol):
+    """Says of an event whether all of its values may go on the wire."""
+
+    def __call__(self, event: Any, /) -> bool: ...
+
+
+def _looker(kind: type[WireEvent], names: Sequence[str]) -> _Look:
     """Make what looks at events of a class that has the fields ``names``."""
     lines = ["def is_sound(event):"]
     if kind is BlockStored:
@@ -157,7 +163,7 @@ class _Class(NamedTuple):
     """
 
     kind: type[WireEvent]
-    is_sound: Callable[[Any], bool]
+    is_sound: _Look
     names: tuple[str, ...]
 
 

@@ -16,6 +16,7 @@ import msgspec
 from scheduler_components.errors import DecodeError
 from scheduler_components.events import (
     BULK_FIELDS,
+    HERE,
     MEDIUM_GPU,
     WIRE_EVENTS,
     AllBlocksCleared,
@@ -258,16 +259,18 @@ class BlockState(Generic[T]):
 # publisher collapses batches that wait too long into one batch.
 
 
-def _site(event: Any) -> Site:
-    return site_of(event.medium, event.group_idx, event.locality, event.ownership)
+# Most events speak of the device alone: that they do is asked here, since a call would cost as much as the rest.
 
 
 def _fold_stored(event: Any, state: BlockState[bytes], raw: bytes) -> None:
-    state.store(_site(event), event.block_hashes, event.parent_block_hash, raw, len(raw))
+    site = HERE
+    if not (event.medium is event.group_idx is event.locality is event.ownership is None):
+        site = site_of(event.medium, event.group_idx, event.locality, event.ownership)
+    state.store(site, event.block_hashes, event.parent_block_hash, raw, len(raw))
 
 
 def _fold_removed(event: Any, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG001 - nothing of it is kept
-    state.remove(_site(event), event.block_hashes)
+    state.remove(site_of(event.medium, event.group_idx, event.locality, event.ownership), event.block_hashes)
 
 
 def _fold_cleared(event: Any, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG001 - as above
@@ -278,11 +281,13 @@ def _fold_peers_stored(event: Any, state: BlockState[bytes], raw: bytes) -> None
     parent = event.parent_block_hash
     parent = None if parent is None else signed_block_hash(parent)
     hashes = tuple(map(signed_block_hash, event.block_hashes))
-    state.store(_site(event), hashes, parent, raw, len(raw))
+    site = site_of(event.medium, event.group_idx, event.locality, event.ownership)
+    state.store(site, hashes, parent, raw, len(raw))
 
 
 def _fold_peers_removed(event: Any, state: BlockState[bytes], raw: bytes) -> None:  # noqa: ARG001 - as above
-    state.remove(_site(event), tuple(map(signed_block_hash, event.block_hashes)))
+    site = site_of(event.medium, event.group_idx, event.locality, event.ownership)
+    state.remove(site, tuple(map(signed_block_hash, event.block_hashes)))
 
 
 _FOLD: dict[type[WireEvent], Callable[[Any, BlockState[bytes], bytes], None]] = {
