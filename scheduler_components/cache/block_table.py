@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from scheduler_components import events
 from scheduler_components.cache.block_hash import (
     PLAIN_NAMESPACE,
     TOKEN_BYTES,
@@ -34,6 +33,7 @@ from scheduler_components.cache.block_hash import (
 from scheduler_components.cache.recorder import MAX_EVENT_TOKENS
 from scheduler_components.errors import ConfigError
 from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.events import signed_block_hash as wire_hash
 from scheduler_components.validators import check_integer
 
 __all__ = ["BlockTableRecorder", "signed_block_hash"]
@@ -56,7 +56,7 @@ def signed_block_hash(block_hash: int | bytes) -> int:
         ConfigError: it is neither, or there are no bytes.
     """
     try:
-        return events.signed_block_hash(block_hash)
+        return wire_hash(block_hash)
     except TypeError:
         raise ConfigError("block_hash", block_hash, "is not a block hash", "give an integer or bytes") from None
 
