@@ -52,10 +52,13 @@ class ToldBlocks:
 
     def first_told(self, batch: _Batch) -> _Batch | None:
         """Return the batch without what was told before; None where nothing is left of it."""
-        events = [told for event in batch.events for told in self._first_told(event)]
-        if not events:
-            return None
-        return replace(batch, events=events)
+        events: list[Any] = []
+        for event in batch.events:
+            try:
+                events += self._first_told(event)
+            except (AttributeError, TypeError):
+                events.append(event)  # it is no event of vLLM's: the encoder refuses it by name
+        return replace(batch, events=events) if events else None
 
     def _first_told(self, event: Any) -> Sequence[Any]:
         tag = event.__struct_config__.tag

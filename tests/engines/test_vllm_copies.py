@@ -227,10 +227,10 @@ def test_of_a_prompt_that_is_there_in_part_the_new_parts_are_told(vllm_events: A
     assert pool.told.num_repeated == 2
 
 
-def stored(events: Any, hashes: list[int], **changes: Any) -> Any:
+def stored(events: Any, hashes: Any, **changes: Any) -> Any:
     standard = {
         "parent_block_hash": None,
-        "token_ids": [0] * SIZE * len(hashes),
+        "token_ids": [0] * SIZE * len(hashes or ()),
         "block_size": SIZE,
         "lora_id": None,
         "medium": "GPU",
@@ -280,6 +280,13 @@ def test_an_event_whose_tokens_cannot_be_divided_is_told_whole(vllm_events: Any)
     assert told_of(vllm_events, told, stored(vllm_events, [1])) != []
     assert told_of(vllm_events, told, masked) == [masked]
     assert told_of(vllm_events, told, masked) == []
+
+
+def test_what_is_no_event_passes_for_the_encoder_to_refuse(vllm_events: Any) -> None:
+    told = ToldBlocks()
+    odd = [None, "text", stored(vllm_events, None, token_ids=[]), stored(vllm_events, [[1]]), vllm_events.KVEventBatch]
+    first = stored(vllm_events, [1])
+    assert told_of(vllm_events, told, *odd, first, first) == [*odd, first]
 
 
 def test_a_vllm_without_the_place_is_named(vllm_events: Any, monkeypatch: pytest.MonkeyPatch) -> None:

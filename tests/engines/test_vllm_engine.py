@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
+import os
 import random
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 pytest.importorskip("vllm", reason="`make engines` makes an environment with vllm")
 
-from observability.kv_stream import StreamState, Subscriber, open_subscriber
+from observability.kv_stream import NullListener, StreamState, Subscriber, open_subscriber
+from scheduler_components import BlockRemoved, BlockStored, ForkedPublisherError, PoolReading
 from scheduler_components.cache import signed_block_hash
-from scheduler_components.engines.vllm import VllmEventPublisher
-from scheduler_components.kv_events import Endpoint, StreamAddress
+from scheduler_components.engines.settings import KV_EVENTS_VARIABLE
+from scheduler_components.engines.vllm import VllmEventPublisher, register
+from scheduler_components.kv_events import Endpoint, Place, StreamAddress
+from scheduler_components.testing import PoolDifference, PoolJudge
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
@@ -50,12 +60,34 @@ class Engine:
         cached = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         return {signed_block_hash(maybe_convert_block_hash(get_block_hash(key))) for key in cached._cache}
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 4) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 4, report: str = "incremental"
+    ) -> list[list[int]]:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_cache_report_mode": report},
+        )
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return [list(each.outputs[0].token_ids) for each in self.llm.generate(asked, params, use_tqdm=False)]
+
+    def open(self, variable: dict[str, Any] | None = None, **changes: Any) -> VllmEventPublisher:
+        """A further stream of the plugin's, opened as vLLM's scheduler opens one."""
+        from vllm.distributed.kv_events import EventPublisherFactory
+
+        register({KV_EVENTS_VARIABLE: json.dumps(variable or {})})
+        return EventPublisherFactory.create(self.settings(**changes), 0)
+
+    def open_vllms_own(self, **changes: Any) -> Any:
+        from vllm.distributed.kv_events import ZmqEventPublisher
+
+        settings = dataclasses.asdict(self.settings(**changes))
+        del settings["enable_kv_cache_events"], settings["publisher"]
+        return ZmqEventPublisher(0, **settings)
 
     def settings(self, **changes: Any) -> Any:
         """vLLM's own configuration of a stream with addresses of its own."""
@@ -67,7 +99,7 @@ class Engine:
         return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **(standard | changes))
 
     def publish_by(self, publisher: Any) -> None:
-        """Empty the cache and let ``publisher`` take the engine's events from here on."""
+        """Empty the cache, with a pool that tells what vLLM's tells, and let ``publisher`` take events from here on."""
         self.scheduler.kv_event_publisher.shutdown()
         self.scheduler.kv_event_publisher = publisher
         assert self.llm.reset_prefix_cache()
@@ -98,6 +130,13 @@ def engine(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         started.scheduler.kv_event_publisher.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def unhooked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``once_per_block`` changes in vLLM's pool is put back after each test."""
+    pool = type(engine.scheduler.kv_cache_manager.block_pool)
+    monkeypatch.setattr(pool, "_emit_block_removed_events", pool._emit_block_removed_events)
+
+
 def prompts(seed: int) -> Iterator[list[int]]:
     """Prompts of one to eight blocks; every third goes on where an earlier one stands."""
     chance = random.Random(seed)
@@ -109,16 +148,20 @@ def prompts(seed: int) -> Iterator[list[int]]:
         yield prompt
 
 
-def follow(publisher: VllmEventPublisher) -> Subscriber:
+def follow(publisher: VllmEventPublisher, **options: Any) -> Subscriber:
     told = publisher.get_publisher_config()
     replay = Endpoint.parse(told.replay_endpoint)
-    return open_subscriber([StreamAddress(rank=0, events=Endpoint.parse(told.endpoint), replay=replay)])
+    return open_subscriber([StreamAddress(rank=0, events=Endpoint.parse(told.endpoint), replay=replay)], **options)
 
 
 def is_whole(subscriber: Subscriber, engine: Engine) -> bool:
-    publisher = engine.scheduler.kv_event_publisher.publisher
-    assert subscriber.wait_until(0, publisher.stats().last_sequence, timeout_s=20)
-    return subscriber.stats()[0].state is StreamState.LIVE and subscriber.blocks(0) == engine.pool()
+    """Wait until all that was published has come; then: is it live, and all that the pool holds?"""
+    pool, deadline_s = engine.pool(), time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        if subscriber.positions()[0].state is StreamState.LIVE and subscriber.blocks(0) == pool:
+            return True
+        subscriber.poll(0.05)
+    return False
 
 
 def test_a_late_joiner_has_the_whole_pool_although_the_window_has_passed(engine: Engine) -> None:
@@ -137,3 +180,181 @@ def test_a_late_joiner_has_the_whole_pool_although_the_window_has_passed(engine:
         stats = late.stats()[0]
     assert stats.blocks_removed > 100
     assert (stats.snapshots, stats.gaps, stats.decode_errors) == (1, 0, 0)
+
+
+def test_tokens_are_those_of_an_engine_with_its_own_publisher(engine: Engine) -> None:
+    asked = list(itertools.islice(prompts(seed=2), 8))
+    engine.publish_by(engine.open())
+    ours = engine.generate(asked)
+    engine.publish_by(engine.open_vllms_own())
+    assert engine.generate(asked) == ours
+
+
+class JudgedReader(NullListener):
+    """A subscriber whose batches a judge holds against the pool; a ``KvPoolOracle`` too."""
+
+    def __init__(self, engine: Engine, publisher: Any) -> None:
+        self.engine = engine
+        self.judge = PoolJudge()
+        self.counts: Counter[int] = Counter()
+        self.subscriber = follow(publisher, listener=self)
+
+    def batch_applied(self, rank: int, seq: int, batch: Any, *, replayed: bool) -> None:
+        self.judge.apply(seq, batch.events)
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self.counts.update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self.counts.subtract(event.block_hashes)
+            else:
+                self.counts.clear()
+
+    def held_blocks(self) -> dict[Place, set[int]]:
+        return {("GPU", 0): self.engine.pool()}
+
+    def compare(self) -> list[PoolDifference]:
+        """What the stream says wrongly after all that was published."""
+        stream = self.engine.scheduler.kv_event_publisher.publisher
+        deadline_s = time.monotonic() + 20
+        while stream.stats().batches_pending and time.monotonic() < deadline_s:
+            self.subscriber.poll(0.01)
+        last = stream.stats().last_sequence
+        assert self.subscriber.wait_until(0, last, timeout_s=20)
+        return self.judge.compare(PoolReading(self.held_blocks(), sequence=self.subscriber.positions()[0].last_seq))
+
+    @property
+    def counted(self) -> set[int]:
+        """What a reader holds that counts stores and removals."""
+        return {block_hash for block_hash, count in self.counts.items() if count > 0}
+
+
+@pytest.mark.parametrize("report", ["incremental", "full"])
+@pytest.mark.parametrize("once_per_block", [False, True])
+def test_a_block_of_several_copies_stands_until_the_last_is_gone(
+    engine: Engine, once_per_block: bool, report: str
+) -> None:
+    """Identical block-aligned prompts side by side, under eviction. Without the switch it is as vLLM tells it."""
+    publisher = engine.open({"once_per_block": once_per_block})
+    engine.publish_by(publisher)
+    chance = random.Random(3)
+    few = [[chance.randrange(1_000) for _ in range(BLOCK_TOKENS * chance.randrange(1, 6))] for _ in range(8)]
+    reader = JudgedReader(engine, publisher)
+    differences, miscounted = [], 0
+    with reader.subscriber:
+        assert reader.compare() == []
+        for _ in range(30):
+            same = [chance.choice(few)] * chance.randrange(1, 4)
+            other = [chance.randrange(1_000) for _ in range(BLOCK_TOKENS * chance.randrange(1, 12))]
+            engine.generate([*same, chance.choice(few), other], max_tokens=3, report=report)
+            differences += reader.compare()
+            miscounted += reader.counted != engine.pool()
+    assert reader.judge.num_compared > 500
+    if once_per_block:
+        assert differences == []
+        assert miscounted == 0
+    else:
+        assert {each.rule for each in differences} == {"pool-missing"}
+        assert (miscounted > 0) is (report == "full")
+
+
+def test_readers_that_never_read_block_nothing(engine: Engine) -> None:
+    """One on the live stream, one that asks for a replay and takes none of it."""
+    publisher = engine.open(buffer_steps=1_000)
+    engine.publish_by(publisher)
+    asked = prompts(seed=5)
+    told = publisher.get_publisher_config()
+    with zmq.Context() as context:
+        stuck, asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        for each in (stuck, asking):
+            each.set(zmq.RCVHWM, 1)
+            each.linger = 0
+        stuck.subscribe(b"")
+        stuck.connect(told.endpoint)
+        asking.connect(told.replay_endpoint)
+        with follow(publisher) as reader:
+            for _ in range(20):
+                asking.send_multipart([b"", bytes(8)])
+                engine.generate([next(asked), next(asked)])
+            assert is_whole(reader, engine)
+        stuck.close()
+        asking.close()
+    assert publisher.publisher.stats().batches_dropped == 0
+
+
+def test_a_burst_beyond_the_limit_loses_nothing(engine: Engine) -> None:
+    """vLLM's own publisher would wait for room in its queue, and the step with it."""
+    publisher = engine.open(max_queue_size=2)
+    engine.publish_by(publisher)
+    asked = prompts(seed=6)
+    batches: list[Any] = []
+    engine.scheduler.kv_event_publisher = Kept(batches)
+    while len(batches) < 40:
+        engine.generate([next(asked)])
+    engine.scheduler.kv_event_publisher = publisher
+    with follow(publisher) as reader:
+        for batch in batches:
+            publisher.publish(batch)  # none waits for the one before
+        assert is_whole(reader, engine)
+        engine.generate([next(asked)])
+        assert is_whole(reader, engine)
+        assert reader.stats()[0].gaps == 0
+
+
+class Kept:
+    """A publisher that only keeps."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def publish(self, batch: Any) -> None:
+        self.batches.append(batch)
+
+    def shutdown(self) -> None: ...
+
+
+def batch_of_one() -> Any:
+    from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
+
+    return KVEventBatch(ts=0.0, events=[AllBlocksCleared()])
+
+
+def test_a_forked_child_cannot_publish_and_the_engine_does_not_notice(engine: Engine) -> None:
+    publisher = engine.open()
+    engine.publish_by(publisher)
+    asked = prompts(seed=7)
+    with follow(publisher) as reader:
+        engine.generate([next(asked)])
+        assert is_whole(reader, engine)
+        batch = batch_of_one()
+        child = os.fork()
+        if child == 0:  # which must not go on with the tests, whatever happens
+            status = 1
+            try:
+                publisher.publish(batch)
+            except ForkedPublisherError:
+                publisher.shutdown()
+                status = 17
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+        engine.generate([next(asked)])
+        assert is_whole(reader, engine)
+        assert reader.stats()[0].restarts == 0
+
+
+def test_the_tail_arrives_and_a_closed_publisher_raises_as_vllms_own(engine: Engine) -> None:
+    publisher = engine.open()
+    engine.publish_by(publisher)
+    with follow(publisher) as reader:
+        assert reader.wait_until(0, -1, timeout_s=20)
+        engine.generate(list(itertools.islice(prompts(seed=8), 4)))
+        pool = engine.pool()
+        publisher.shutdown()
+        publisher.shutdown()
+        deadline_s = time.monotonic() + 20
+        while reader.blocks(0) != pool and time.monotonic() < deadline_s:
+            reader.poll(0.05)
+        assert reader.blocks(0) == pool
+    with pytest.raises(RuntimeError):
+        publisher.publish(batch_of_one())
+    engine.publish_by(engine.open())
