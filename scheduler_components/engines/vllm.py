@@ -17,7 +17,6 @@ from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from typing import Any, Protocol
 
-from scheduler_components.cache import signed_block_hash
 from scheduler_components.engines.settings import (
     ENGINE_SETTINGS,
     KV_EVENTS_VARIABLE,
@@ -27,7 +26,6 @@ from scheduler_components.engines.settings import (
 )
 from scheduler_components.engines.vllm_copies import ONCE_PER_BLOCK, ToldBlocks, tell_removals_of_last_copies
 from scheduler_components.errors import ConfigError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
 
 __all__ = ["PLUGIN_NAME", "VllmEventPublisher", "VllmPublisherOpener", "register"]
@@ -40,7 +38,7 @@ PLUGIN_NAME = "scheduler_components"
 
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
-_DEFAULTS = {"dialect": "vllm", "replay_framing": "topic"}
+_DEFAULTS = {"dialect": "native", "replay_framing": "topic"}
 """What vLLM's own publisher sends and answers."""
 
 _UNLIMITED = 2**31 - 1
@@ -255,9 +253,7 @@ class VllmEventPublisher:
             events = self._told.first_told(events)
             if events is None:
                 return
-        self.publisher.publish(
-            KVEventBatch(ts=events.ts, events=tuple(map(_event, events.events)), attn_dp_rank=events.data_parallel_rank)
-        )
+        self.publisher.publish(events)
 
     def shutdown(self) -> None:
         """Send what is pending, within a second, and close; safe to call twice."""
@@ -266,25 +262,3 @@ class VllmEventPublisher:
     def get_publisher_config(self) -> VllmConfig:
         """The configuration with the addresses that this rank has: what ``/kv_event_sources`` tells."""
         return self._config
-
-
-def _event(event: Any) -> Any:
-    kind = type(event).__name__
-    if kind == "BlockRemoved":
-        return BlockRemoved(
-            block_hashes=tuple(signed_block_hash(h) for h in event.block_hashes),
-            medium=event.medium,
-            group_idx=event.group_idx,
-        )
-    if kind == "AllBlocksCleared":
-        return AllBlocksCleared()
-    return BlockStored(
-        block_hashes=tuple(signed_block_hash(h) for h in event.block_hashes),
-        parent_block_hash=None if event.parent_block_hash is None else signed_block_hash(event.parent_block_hash),
-        token_ids=tuple(event.token_ids),
-        block_size=event.block_size,
-        lora_id=event.lora_id,
-        medium=event.medium,
-        lora_name=event.lora_name,
-        group_idx=event.group_idx,
-    )

@@ -257,6 +257,26 @@ def test_a_block_of_several_copies_stands_until_the_last_is_gone(
         assert (miscounted > 0) is (report == "full")
 
 
+def test_a_bad_event_costs_itself_and_the_engine_goes_on(engine: Engine) -> None:
+    from vllm.distributed.kv_events import BlockStored as TheirStored
+
+    publisher = engine.open()
+    engine.publish_by(publisher)
+    asked = prompts(seed=4)
+    poison = TheirStored(
+        block_hashes=[1], parent_block_hash=None, token_ids=[-1] * 32, block_size=32, lora_id=None, medium="GPU",
+        lora_name=None,
+    )  # fmt: skip
+    with follow(publisher) as reader:
+        for each in (poison, "no event at all", None):
+            engine.scheduler.kv_cache_manager.block_pool.kv_event_queue.append(each)
+            engine.generate([next(asked)])
+            assert is_whole(reader, engine)
+        stats = reader.stats()[0]
+    assert publisher.publisher.stats().events_refused == 3
+    assert (stats.decode_errors, stats.gaps) == (0, 0)
+
+
 def test_readers_that_never_read_block_nothing(engine: Engine) -> None:
     """One on the live stream, one that asks for a replay and takes none of it."""
     publisher = engine.open(buffer_steps=1_000)

@@ -12,10 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from scheduler_components import StartError
 from scheduler_components.engines.settings import KV_EVENTS_VARIABLE
@@ -38,7 +41,9 @@ def vllm(vllm_events: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def factory(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's factory, whose table is put back after each test."""
+    """vLLM's factory. Its table, and what ``once_per_block`` changes in vLLM's pool, are put back after each test."""
+    pool = import_module("vllm.v1.core.block_pool").BlockPool
+    monkeypatch.setattr(pool, "_emit_block_removed_events", pool._emit_block_removed_events)
     monkeypatch.setattr(vllm.EventPublisherFactory, "_registry", dict(vllm.EventPublisherFactory._registry))
     return vllm.EventPublisherFactory
 
@@ -278,3 +283,108 @@ def test_a_vllm_that_cannot_tell_once_per_block_keeps_its_own_publisher(
     assert "once_per_block=True: finds no place for itself in this vLLM" in caplog.text
     register(variable())
     assert type(create()) is VllmEventPublisher  # the address was let go
+
+
+# --- what is on the wire ---
+
+
+def every_field(vllm: Any) -> list[Any]:
+    """Batches with every field that this vLLM has, hashes of both kinds and all media."""
+    fields = vllm.BlockStored.__struct_fields__
+    plain = {
+        "block_hashes": [2**64 - 1, 5],
+        "parent_block_hash": 2**63,
+        "token_ids": list(range(32)),
+        "block_size": 16,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    options = {
+        "lora_id": 3,
+        "lora_name": "adapter",
+        "extra_keys": [("salt", ("image", 3)), None],
+        "group_idx": 1,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": 128,
+        "locality": "REMOTE",
+        "ownership": "fs-1",
+        "session_id": "s",
+        "lookahead_token_ids": [7, 8],
+    }
+    stored = [vllm.BlockStored(**plain)]
+    stored += [vllm.BlockStored(**plain | {name: value}) for name, value in options.items() if name in fields]
+    stored.append(vllm.BlockStored(**plain | {name: value for name, value in options.items() if name in fields}))
+    stored += [vllm.BlockStored(**plain | {"medium": each}) for each in (None, "CPU", "STORAGE", "FS", "OBJ")]
+    stored.append(vllm.BlockStored(**plain | {"block_hashes": [b"\x01" * 32, b"\x02" * 32], "parent_block_hash": None}))
+    removed = [vllm.BlockRemoved(block_hashes=[2**64 - 1], medium="GPU", group_idx=0)]
+    removed += [vllm.BlockRemoved(block_hashes=[b"\x01" * 32, 5], medium=None, locality="LOCAL", ownership="o")]
+    batches = [[each] for each in stored] + [removed, [vllm.AllBlocksCleared()], [*stored, *removed]]
+    return [vllm.KVEventBatch(ts=number + 0.5, events=events) for number, events in enumerate(batches)]
+
+
+def frames_of(vllm: Any, publisher: Any, batches: list[Any]) -> tuple[list[list[bytes]], list[list[bytes]]]:
+    """All frames of ``batches``, live and by a plain replay with its end; both read until they are there."""
+    told = publisher.get_publisher_config()
+    with zmq.Context() as context, context.socket(zmq.SUB) as live, context.socket(zmq.DEALER) as asking:
+        live.linger = asking.linger = 0
+        live.subscribe(told.topic.encode())
+        live.connect(told.endpoint)
+        asking.connect(told.replay_endpoint)
+        num_before = 0
+        while not live.poll(20):  # nobody tells when a subscription has arrived
+            assert num_before < 500
+            publisher.publish(vllm.KVEventBatch(ts=0.0, events=[vllm.AllBlocksCleared()]))
+            num_before += 1
+        for batch in batches:
+            publisher.publish(msgspec.structs.replace(batch))
+        heard: list[list[bytes]] = []
+        while not heard or int.from_bytes(heard[-1][1], "big") < num_before + len(batches) - 1:
+            assert live.poll(10_000), f"{len(heard)} frames of {len(batches)}"
+            heard.append(live.recv_multipart())
+        asking.send_multipart([b"", num_before.to_bytes(8, "big")])
+        replayed: list[list[bytes]] = []
+        while len(replayed) <= len(batches):
+            assert asking.poll(10_000), f"{len(replayed)} frames of {len(batches)} and the end"
+            replayed.append(asking.recv_multipart())
+    numbers = range(num_before, num_before + len(batches))
+    live_frames = [frames for frames in heard if int.from_bytes(frames[1], "big") in numbers]
+    assert [int.from_bytes(frames[1], "big") for frames in live_frames] == [*numbers]
+    assert [frames[2:3] for frames in replayed[:-1]] == [frames[1:2] for frames in live_frames]
+    without_numbers = [[topic, payload] for topic, _, payload in live_frames]
+    return without_numbers, [[*frames[:2], *frames[3:]] for frames in replayed[:-1]] + replayed[-1:]
+
+
+def test_live_frames_and_plain_replay_are_those_of_vllms_own(vllm: Any, create: Callable[..., Any]) -> None:
+    """Where vLLM is installed its own publisher sends the same batches."""
+    batches, rank = every_field(vllm), 3
+    encode = msgspec.msgpack.Encoder().encode
+    payloads = [encode(msgspec.structs.replace(batch, data_parallel_rank=rank)) for batch in batches]
+    end = [b"", b"", (-1).to_bytes(8, "big", signed=True), b""]
+    expected = [[b"kv@pod", each] for each in payloads], [*([b"", b"kv@pod", each] for each in payloads), end]
+    settings = {"topic": "kv@pod", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
+    if find_spec("vllm.config"):  # the double has none
+        assert frames_of(vllm, create(rank, **settings), batches) == expected
+    register(ASKED)
+    assert frames_of(vllm, create(rank, **settings), batches) == expected
+
+
+def test_what_is_no_event_costs_itself_and_raises_nothing(vllm: Any, create: Callable[..., Any]) -> None:
+    """vLLM's own publisher loses the whole batch, and its number."""
+    good = every_field(vllm)[0].events
+    poison = [None, "text", vllm.BlockStored([1], None, [-1], 1, None, "GPU", None), vllm.BlockRemoved(["x"], "GPU")]
+    for variable_given in (variable(), variable(once_per_block=True)):
+        register(variable_given)
+        publisher = create(endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
+        heard, _ = frames_of(vllm, publisher, [vllm.KVEventBatch(ts=1.0, events=[*poison, *good])])
+        assert heard == [[b"", msgspec.msgpack.encode((1.0, good, 0))]]
+        assert publisher.publisher.stats().events_refused == len(poison)
+
+
+def test_a_closed_publisher_raises_what_vllms_own_raises(vllm: Any, create: Callable[..., Any]) -> None:
+    register(ASKED)
+    publisher = create()
+    publisher.shutdown()
+    publisher.shutdown()
+    with pytest.raises(RuntimeError):
+        publisher.publish(vllm.KVEventBatch(ts=0.0, events=[vllm.AllBlocksCleared()]))
