@@ -95,6 +95,7 @@ class ZmqLiveSender:
     __slots__ = (
         "_encoder",
         "_is_failing",
+        "_is_sending",
         "_is_torn",
         "_is_overflowing",
         "_max_pending",
@@ -128,21 +129,30 @@ class ZmqLiveSender:
         self._stream = stream
         self._rank = rank
         self._max_pending = max_pending
-        self._is_overflowing = self._is_failing = self._is_torn = False
+        self._is_overflowing = self._is_failing = self._is_torn = self._is_sending = False
         self.pending: deque[EventBatch] = deque()
         self.num_batches = self.num_events = self.num_bytes = self.num_refused = 0
         self.num_collapsed = self.num_dropped = 0
 
     def send_pending(self, until_s: float = math.inf) -> None:
         """Send all that is pending, also what comes meanwhile; begin no further batch after ``until_s``."""
-        while self.pending:
-            if len(self.pending) > self._max_pending:
-                self._collapse_overflow()
-            else:
-                self._is_overflowing = False
-                self._send_batch(self.pending.popleft())
-            if time.monotonic() >= until_s:
-                return
+        try:
+            while self.pending:
+                self._is_sending = True
+                if len(self.pending) > self._max_pending:
+                    self._collapse_overflow()
+                else:
+                    self._is_overflowing = False
+                    self._send_batch(self.pending.popleft())
+                if time.monotonic() >= until_s:
+                    return
+        finally:
+            self._is_sending = False
+
+    @property
+    def num_unsent(self) -> int:
+        """Batches that have no number yet: also the one that another thread encodes just now."""
+        return len(self.pending) + self._is_sending
 
     def send_until(self, deadline: float, *, at_least: int) -> None:
         """Send what is pending until ``deadline`` (``time.monotonic``), and ``at_least`` so many batches."""
@@ -501,7 +511,7 @@ class ZmqStreamEdge:
             bytes_buffered=stream.kept_bytes,
             blocks_in_base=stream.num_base_blocks,
             bytes_in_base=stream.num_base_bytes,
-            batches_pending=len(live.pending),
+            batches_pending=live.num_unsent,  # before the number: nobody may read an old one and nothing pending
             lag_s=lag_s if live.pending else 0.0,
             last_sequence=stream.next_sequence - 1,
             subscribers_seen=live_peers.num_connected if live_peers else 0,

@@ -258,3 +258,25 @@ def test_a_scheduler_that_calls_idle_again_keeps_the_sockets(opened: Open, clock
     assert publisher.stats().batches_pending == 1
     publisher.idle()
     assert publisher.stats().batches_pending == 0
+
+
+def test_a_batch_that_the_thread_encodes_just_now_is_pending(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    """Whoever compares the pool with the stream's last number must know that it is about to change."""
+    encode, encodes, go_on = zmq_publisher.BatchEncoder.encode, threading.Event(), threading.Event()
+
+    def slow(encoder: Any, *args: Any) -> bytes:
+        encodes.set()
+        assert go_on.wait(10.0)
+        return encode(encoder, *args)
+
+    publisher = opened()
+    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode", slow)
+    publisher.publish(batch(0))
+    assert encodes.wait(10.0)
+    stats = publisher.stats()
+    go_on.set()
+    assert (stats.batches_pending, stats.last_sequence) == (1, -1)
+    eventually(lambda: publisher.stats().batches_pending == 0)
+    assert publisher.stats().last_sequence == 0
