@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,6 +49,11 @@ def _is_replicas(_: object, attribute: attrs.Attribute[int], value: object) -> N
         raise ConfigError(attribute.name, value, "is more copies than JetStream keeps", hint)
 
 
+def _is_file(_: object, attribute: attrs.Attribute[str | None], value: object) -> None:
+    if value is not None and not (isinstance(value, str) and Path(value).is_file()):
+        raise ConfigError(attribute.name, value, "is no file", "give the path of a user's .creds file")
+
+
 @attrs.frozen(kw_only=True)
 class JetStreamConfig:
     """Where the broker is and how much it keeps.
@@ -75,7 +81,7 @@ class JetStreamConfig:
     max_msgs: int = attrs.field(default=65_536, validator=is_integer("is too few for a window", at_least=16))
     max_bytes: int = attrs.field(default=256 * 1024 * 1024, validator=is_integer("is too small", at_least=65_536))
     max_age_s: float = attrs.field(default=3_600.0, validator=is_number())
-    credentials_file: str | None = None
+    credentials_file: str | None = attrs.field(default=None, validator=_is_file)
 
     @classmethod
     def from_cli(cls, text: str) -> JetStreamConfig:

@@ -1,0 +1,123 @@
+"""What stands in the broker is read strictly, names come back as they were, and settings are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from observability.jetstream import Base, Beat, Head, JetStreamConfig, LogAddress, LogMessage, read_message
+from observability.jetstream.records import head_key_of
+from scheduler_components import ConfigError, DecodeError
+
+EPOCH, CHAIN = b"e" * 16, b"c" * 8
+NAMES = st.text(max_size=20).filter(lambda name: len(name.encode(errors="replace")) <= 80)
+
+
+@given(worker=NAMES.filter(bool), topic=NAMES, rank=st.integers(0, 10**6))
+def test_names_come_back_and_fit_into_subjects(worker: str, topic: str, rank: int) -> None:
+    try:
+        worker.encode(), topic.encode()
+    except UnicodeEncodeError:
+        return  # no name in any file or URL
+    address = LogAddress(worker, rank, topic)
+    assert head_key_of(address.head_key, "kv-events") == address
+    assert address.subject.count(".") == 4
+    assert not set(address.subject + address.log) & set(" *>/\\\t\r\n")
+    assert "." not in address.log
+
+
+@pytest.mark.parametrize("key", ["", "a", "a.b", "a.b.c", "a=2.b.0", "a=ZZ.b.0", "=41.b.0", ".b.0", "a.b.-1"])
+def test_a_key_that_no_writer_made_is_none(key: str) -> None:
+    assert head_key_of(key, "kv-events") is None
+
+
+def test_a_message_comes_back() -> None:
+    message = LogMessage(7, EPOCH, 12, CHAIN, b"payload")
+    assert read_message(7, message.headers, b"payload") == message
+
+
+@given(st.dictionaries(st.sampled_from(["Nats-Msg-Id", "Kv-Chain"]), st.text(max_size=60)))
+def test_other_headers_are_no_message(headers: dict[str, str]) -> None:
+    with pytest.raises(DecodeError):
+        read_message(1, headers, b"")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Beat(EPOCH, 3, CHAIN, 2, "partial"), Head(EPOCH, 5, 1), Base(EPOCH, 1, CHAIN, [b"x"], [b"y"], CHAIN, 9)],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_come_back_and_any_cut_is_refused(value: Any) -> None:
+    data = value.encode()
+    assert type(value).decode(data) == value
+    for end in range(len(data)):
+        with pytest.raises(DecodeError):
+            type(value).decode(data[:end])
+
+
+@given(data=st.binary(max_size=80), kind=st.sampled_from([Beat, Head, Base]))
+def test_junk_is_refused_in_one_way(data: bytes, kind: Any) -> None:
+    try:
+        kind.decode(data)
+    except DecodeError:
+        return
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Beat(EPOCH, 1, CHAIN, 2),
+        Beat(EPOCH, 2**63, CHAIN, 2),
+        Beat(EPOCH[1:], 3, CHAIN, 2),
+        Head(EPOCH, -1, 0),
+        Head(EPOCH, 1, 2),
+        Base(EPOCH, -1, CHAIN, [], [], CHAIN, 0),
+        Base(EPOCH, 1, CHAIN, [], [], CHAIN[1:], 0),
+        Base(EPOCH, 2**63 - 1, CHAIN, [], [b""], CHAIN, 0),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(value: Any) -> None:
+    with pytest.raises(DecodeError):
+        type(value).decode(value.encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("", "servers"),
+        ("http://broker:4222", "servers"),
+        ("nats://", "servers"),
+        ("nats://a:4222,", "servers"),
+        ("nats://a:99999", "servers"),
+        ("{", "jetstream"),
+        ('{"replicas": 3}', "servers"),
+        ('{"servers": 4222}', "servers"),
+        ('{"servers": "nats://a", "replicas": 6}', "replicas"),
+        ('{"servers": "nats://a", "replicas": true}', "replicas"),
+        ('{"servers": "nats://a", "max_msgs": 1}', "max_msgs"),
+        ('{"servers": "nats://a", "max_bytes": "much"}', "max_bytes"),
+        ('{"servers": "nats://a", "max_age_s": 0}', "max_age_s"),
+        ('{"servers": "nats://a", "prefix": "a.b"}', "prefix"),
+        ('{"servers": "nats://a", "stream": "x"}', "stream"),
+        ('{"servers": "nats://a", "credentials_file": "/nowhere/user.creds"}', "credentials_file"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(text: str, field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        JetStreamConfig.from_cli(text)
+    assert raised.value.field == field
+
+
+def test_a_url_several_or_json() -> None:
+    assert JetStreamConfig.from_cli("nats://a:1, tls://b").servers == ("nats://a:1", "tls://b")
+    config = JetStreamConfig.from_cli('{"servers": ["nats://a"], "replicas": 3, "max_age_s": 60}')
+    assert (config.servers, config.replicas, config.max_age_s) == (("nats://a",), 3, 60)
+
+
+@pytest.mark.parametrize("given_", [{"worker": ""}, {"worker": "w" * 81}, {"worker": "w", "rank": -1}])
+def test_an_address_that_cannot_be_is_refused(given_: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        LogAddress(**given_)
