@@ -325,7 +325,13 @@ def test_a_wrong_setting_is_one_sentence_and_sglangs_own_publisher(
 
 
 @pytest.mark.parametrize(
-    "environ", ['{"auth": "required"}', '{"auth": "requird"}', '{"auth": "required", "secret_key_file": "/nowhere",']
+    "environ",
+    [
+        '{"auth": "required"}',
+        '{"auth": "requird"}',
+        '{"auth": "required", "secret_key_file": "/nowhere",',
+        '{"auth": "required", "secret_key_file": "/nowhere/key", "client_keys_dir": "/nowhere"}',
+    ],
 )
 def test_a_stream_that_cannot_be_closed_to_strangers_is_none(
     hooks: Hooks, caplog: pytest.LogCaptureFixture, environ: str
@@ -335,6 +341,26 @@ def test_a_stream_that_cannot_be_closed_to_strangers_is_none(
     [record] = caplog.records
     assert "by nobody, for keys were asked for: " in record.message
     assert hooks.targets["describe_kv_events_publisher"](original, SimpleNamespace(kv_events_config=ZMQ)) is None
+
+
+@pytest.mark.parametrize(
+    ("bound", "told"),
+    [
+        ("tcp://0.0.0.0:5557", "tcp://127.0.0.1:5557"),
+        ("tcp://[::]:5557", "tcp://[::1]:5557"),
+        ("tcp://127.0.0.2:5557", "tcp://127.0.0.2:5557"),
+        ("ipc:///run/events", "ipc:///run/events"),
+        ("ipc://@events", "ipc://@events"),
+        ("inproc://events", None),
+    ],
+)
+def test_a_process_of_this_machine_is_told_what_it_can_dial(bound: str, told: str | None) -> None:
+    stream = SimpleNamespace(endpoint=bound, replay_endpoint=None)
+    listening = SglangEventPublisher(dp_rank=0, topic="kv", binds=True, stream=stream)
+    expected = {"dp_rank": 0, "endpoint": told, "topic": "kv", "block_size": 64}
+    assert listening.describe_local_source(64) == (expected if told else None)
+    dialing = SglangEventPublisher(dp_rank=0, topic="kv", binds=False, stream=stream)
+    assert dialing.describe_local_source(64) is None
 
 
 @pytest.mark.parametrize(
