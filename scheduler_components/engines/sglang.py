@@ -32,7 +32,7 @@ PLUGIN_NAME = "scheduler_components"
 
 _PLUGINS_VARIABLE = "SGLANG_PLUGINS"
 
-_DEFAULTS = {"dialect": "map", "replay_framing": "topic"}
+_DEFAULTS = {"dialect": "native", "replay_framing": "topic"}
 """What SGLang's own publisher sends and answers."""
 
 _UNLIMITED = 2**31 - 1

@@ -1,48 +1,23 @@
 """SGLang's KV events through this kit's publisher: what its factory makes where the configuration says ``zmq``.
 
-Written against SGLang 0.5.23, ``sglang/srt/disaggregation/kv_events.py``.
+SGLang's own structs pass through as they are, so the bytes are those of its own publisher. Written against SGLang
+0.5.23, ``sglang/srt/disaggregation/kv_events.py``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.events import EventBatch
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
 from scheduler_components.values import PublisherStats
 
-__all__ = ["SglangBatch", "SglangEventPublisher", "open_sglang_publisher"]
+__all__ = ["SglangEventPublisher", "open_sglang_publisher"]
 
 _log = logging.getLogger("sglang.scheduler_components")
-
-
-class SglangBatch(Protocol):
-    """SGLang's ``KVEventBatch``, or this kit's around SGLang's events."""
-
-    @property
-    def ts(self) -> float: ...
-
-    @property
-    def events(self) -> Sequence[Any]: ...
-
-    @property
-    def attn_dp_rank(self) -> int | None: ...
-
-
-_KINDS: dict[str, type[KVCacheEvent]] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
-
-
-def _converted(event: Any) -> KVCacheEvent:
-    kind = _KINDS[type(event).__name__]
-    values = {name: getattr(event, name) for name in type(event).__struct_fields__}
-    if isinstance(values.get("medium"), Enum):
-        values["medium"] = values["medium"].value
-    return kind(**values)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,11 +36,9 @@ class SglangEventPublisher:
     binds: bool
     stream: ZmqEventPublisher
 
-    def publish(self, events: SglangBatch) -> None:
-        """Accept one batch, in order; never blocks."""
-        self.stream.publish(
-            KVEventBatch(events.ts, tuple(_converted(event) for event in events.events), events.attn_dp_rank)
-        )
+    def publish(self, events: EventBatch) -> None:
+        """Accept one batch, SGLang's own or this kit's around SGLang's events, in order; never blocks."""
+        self.stream.publish(events)
 
     def idle(self) -> None:
         """Encode and send what is pending."""

@@ -110,7 +110,6 @@ def stored(draw: st.DrawFn) -> object:
     tokens = draw(st.lists(st.integers(0, 2**32 - 1), min_size=size * len(hashes), max_size=size * len(hashes)))
     parent, lora_id = draw(st.one_of(st.none(), HASHES)), draw(st.one_of(st.none(), st.integers(0, 9)))
     salt, session, lora = draw(NAMES), draw(NAMES), draw(NAMES)
-    lora = None if salt is not None or session is not None else lora  # NATIVE
     return sglang_events.BlockStored(
         hashes, parent, tokens, size, lora_id, draw(MEDIA), cache_salt=salt, session_id=session, lora_name=lora
     )
