@@ -33,7 +33,7 @@ import msgspec
 from observability.kv_stream import StreamState
 from observability.relay.block_set import BlockSet
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.kv_events import MEDIUM_GPU, Place, place_of
+from scheduler_components.events import MEDIUM_GPU, Site, site_of
 
 __all__ = ["SourceMerger", "worst_state"]
 
@@ -46,8 +46,8 @@ _WORST_FIRST = (
     StreamState.LIVE,
 )
 
-_Blocks = dict[Place, BlockSet]
-"""Hashes by place."""
+_Blocks = dict[Site, BlockSet]
+"""Hashes by where they are."""
 
 Events = tuple[KVCacheEvent, ...]
 
@@ -65,9 +65,9 @@ class _Source:
     held: _Blocks = field(default_factory=dict)
     staged: _Blocks | None = None
 
-    def has(self, place: Place, block_hash: int) -> bool:
+    def has(self, site: Site, block_hash: int) -> bool:
         staged = self.staged
-        return block_hash in self.held.get(place, ()) or (staged is not None and block_hash in staged.get(place, ()))
+        return block_hash in self.held.get(site, ()) or (staged is not None and block_hash in staged.get(site, ()))
 
 
 class SourceMerger:
@@ -155,7 +155,7 @@ class SourceMerger:
         return len(self._sources)
 
     def num_blocks(self, key: int) -> int:
-        """Blocks that one source holds, over all places."""
+        """Blocks that one source holds, over all sites."""
         return _count(self._source(key).held)
 
     # --- from one source's event to the stream's ---
@@ -168,15 +168,15 @@ class SourceMerger:
 
     def _apply(self, into: _Blocks, event: KVCacheEvent) -> Iterator[KVCacheEvent]:
         if isinstance(event, BlockStored):
-            place = place_of(event.medium, event.group_idx)
-            is_new = not all(self._stands(place, each) for each in event.block_hashes)
+            site = _site_of(event)
+            is_new = not all(self._stands(site, each) for each in event.block_hashes)
             _fold(into, event)
             if is_new:
                 yield event
         elif isinstance(event, BlockRemoved):
-            place = place_of(event.medium, event.group_idx)
+            site = _site_of(event)
             _fold(into, event)
-            gone = tuple([each for each in event.block_hashes if not self._stands(place, each)])
+            gone = tuple([each for each in event.block_hashes if not self._stands(site, each)])
             if len(gone) == len(event.block_hashes):
                 yield event
             elif gone:
@@ -186,33 +186,38 @@ class SourceMerger:
             into.clear()
             yield from self._no_longer_standing(gone_blocks)
 
-    def _stands(self, place: Place, block_hash: int) -> bool:
-        return any(source.has(place, block_hash) for source in self._sources.values())
+    def _stands(self, site: Site, block_hash: int) -> bool:
+        return any(source.has(site, block_hash) for source in self._sources.values())
 
     def _no_longer_standing(self, blocks: _Blocks) -> Events:
-        """Take back those of ``blocks`` that no source holds: one event per place, in which order means nothing."""
+        """Take back those of ``blocks`` that no source holds: one event per site, in which order means nothing."""
         if not any(blocks.values()):
             return ()
         if not any(_count(each.held) or _count(each.staged or {}) for each in self._sources.values()):
             return (AllBlocksCleared(),)
         removals: list[KVCacheEvent] = []
-        for place, hashes in blocks.items():
-            gone = tuple([each for each in hashes if not self._stands(place, each)])
+        for site, hashes in blocks.items():
+            gone = tuple([each for each in hashes if not self._stands(site, each)])
             if gone:
-                medium, group_idx = place
-                removals.append(BlockRemoved(gone, None if medium == MEDIUM_GPU else medium, group_idx))
+                medium, group_idx, locality, ownership = site
+                told = None if medium == MEDIUM_GPU else medium
+                removals.append(BlockRemoved(gone, told, group_idx, locality, ownership))
         return tuple(removals)
+
+
+def _site_of(event: BlockStored | BlockRemoved) -> Site:
+    return site_of(event.medium, event.group_idx, event.locality, event.ownership)
 
 
 def _fold(blocks: _Blocks, event: KVCacheEvent) -> None:
     if isinstance(event, BlockStored):
-        place = place_of(event.medium, event.group_idx)
-        held = blocks.get(place)
+        site = _site_of(event)
+        held = blocks.get(site)
         if held is None:
-            held = blocks[place] = BlockSet()
+            held = blocks[site] = BlockSet()
         held.update(event.block_hashes)
     elif isinstance(event, BlockRemoved):
-        held = blocks.get(place_of(event.medium, event.group_idx))
+        held = blocks.get(_site_of(event))
         if held is not None:
             held.difference_update(event.block_hashes)
     else:

@@ -72,7 +72,7 @@ class RelayedStream:
             return
         self.has_pending = True
         first = events[0]
-        if isinstance(first, BlockStored):
+        if isinstance(first, BlockStored) and first.block_size:  # an offload tier may not know it
             self.block_size = first.block_size
         self.sink.publish(KVEventBatch(ts or self.wall_clock(), CheckedEvents(events), self.rank))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -165,7 +166,7 @@ def a_snapshot_is_applied_to_the_view(patch: pytest.MonkeyPatch) -> None:
 
 
 def media_are_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(merge, "place_of", lambda *_: ("GPU", None))
+    patch.setattr(merge, "site_of", lambda *_: ("GPU", None, None, None))
 
 
 BROKEN = [
@@ -201,6 +202,16 @@ def test_a_clear_of_one_source_takes_back_only_what_came_from_it() -> None:
     merger.applied(1, (stored(0, 2), stored(0, 4, "CPU")))
     assert merger.applied(0, (AllBlocksCleared(),)) == (BlockRemoved((2, 3)),)
     assert merger.cleared(1) == (AllBlocksCleared(),)
+
+
+def test_a_block_of_another_group_owner_or_worker_is_another_block() -> None:
+    sites = [{}, {"group_idx": 1}, {"locality": "REMOTE"}, {"ownership": "shared"}, {"medium": "CPU", "group_idx": 1}]
+    events = tuple(msgspec.structs.replace(stored(0, 1), **site) for site in sites)
+    merger = SourceMerger([0, 1])
+    assert merger.applied(0, events) == events
+    merger.applied(1, events[:1])
+    taken_back = merger.applied(0, (AllBlocksCleared(),))
+    assert taken_back == tuple(BlockRemoved((0,), **site) for site in sites[1:])
 
 
 def test_what_a_snapshot_tells_again_is_not_published_again() -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -37,6 +38,11 @@ QUICK = FollowPolicy(
     probe_interval_s=0.1,
     dead_after_s=DEADLINE_S,
 )
+OFFLOADED = {
+    "type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": [], "block_size": 0,
+    "lora_id": None, "medium": "CPU", "lora_name": None,
+}  # fmt: skip
+"""As vLLM's offloading tiers tell it."""
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
 
 
@@ -235,6 +241,16 @@ def test_a_worker_that_comes_back_elsewhere_is_found_there(bench: Bench, monkeyp
     second.tell(stored(1, 1))
     where[0] = second
     bench.until(lambda: reader.blocks(0) == {1} and bench.state() is StreamState.LIVE)
+
+
+def test_a_tier_that_tells_no_tokens_is_relayed_and_sets_no_block_size(bench: Bench) -> None:
+    publisher = bench.publisher(dialect="native")
+    publisher.tell(msgspec.Raw(msgspec.msgpack.encode(OFFLOADED)))  # type: ignore[arg-type]
+    bench.open(source(publisher))
+    bench.until(lambda: bench.status.health_problem() is None)
+    reader = bench.read()
+    bench.until(lambda: reader.blocks(0, Tier.HOST) == {5} and bench.state() is StreamState.LIVE)
+    assert bench.status.server_info()["kv_events"]["block_size"] is None
 
 
 def test_keys_on_both_sides(bench: Bench, tmp_path: Path) -> None:
