@@ -29,3 +29,14 @@ def test_a_reader_has_what_the_publisher_holds(nats_server: Any) -> None:
             assert reader.wait_until(0, 2, 20.0), reader.stats()
             assert not reader.blocks(0, Tier.DEVICE)
             assert reader.stats()[0].state is StreamState.LIVE
+
+
+def test_an_event_that_cannot_be_written_costs_itself(nats_server: Any) -> None:
+    config = JetStreamConfig(servers=nats_server.url)
+    with open_jetstream_writer(config, "pod-1") as writer:
+        sink = writer.sink(0)
+        sink.publish(KVEventBatch(1.0, (stored(1), BlockRemoved(("no hash",)), stored(2)), 0))  # type: ignore[arg-type]
+        with open_jetstream_subscriber(config, [LogAddress("pod-1")]) as reader:
+            assert reader.wait_until(0, 0, 20.0), reader.stats()
+            assert reader.blocks(0) == {1, 2}
+        assert sink.stats().events_refused == 1
