@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -67,6 +68,25 @@ def test_what_came_just_before_it_slept_keeps_it_awake(backstop: Backstop, sched
     while scheduler.notes.count("stop deferring") < 2:
         assert scheduler.sleeps.wait(10.0)
     assert scheduler.notes.count("look") > 3
+
+
+def test_to_wake_it_does_not_hand_it_the_interpreter(
+    backstop: Backstop, scheduler: Scheduler, eventually: Eventually
+) -> None:
+    """It would work a slice before the scheduler's ``publish()`` returns: hundreds of microseconds inside vLLM."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # so that nobody is interrupted: a thread runs when another lets go
+    try:
+        for _ in range(50):
+            eventually(lambda: scheduler.sleeps.is_set() or not scheduler.notes)
+            eventually(lambda: not backstop._looking)
+            num_notes = len(scheduler.notes)
+            backstop.watch()
+            assert len(scheduler.notes) == num_notes
+            scheduler.sleeps.clear()
+            assert scheduler.sleeps.wait(10.0)
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def test_it_wakes_again(backstop: Backstop, scheduler: Scheduler, eventually: Eventually) -> None:
