@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -219,3 +221,37 @@ def test_a_replaced_rank_is_as_if_it_had_never_been_another(
             assert view.blocks(rank, tier) == expected.blocks(rank, tier)
         for block_hash in range(-4, 5):
             assert set(view.ranks_holding(block_hash, tier)) == set(expected.ranks_holding(block_hash, tier))
+
+
+def told(block_hash: int, **options: Any) -> BlockStored:
+    return BlockStored((block_hash,), None, (7,), 1, None, **options)
+
+
+def test_remote_blocks_are_not_the_ranks_own() -> None:
+    view = BlockView()
+    view.apply(0, [told(1, locality="REMOTE"), told(2, locality="LOCAL"), BlockRemoved((2,), locality="REMOTE")])
+    assert view.blocks(0) == {2}
+    assert view.deepest_prefix([1]) == {}
+    assert view.counters(0).remote_events == 2
+
+
+def test_a_router_asks_for_full_attention_unless_it_names_a_group() -> None:
+    view = BlockView()
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    view.apply(0, [told(1, group_idx=0, kv_cache_spec_kind="full_attention"), told(1, **window), told(2, **window)])
+    assert view.deepest_prefix([1, 2]) == {0: 1}
+    assert view.deepest_prefix([1, 2], group_idx=1) == {0: 2}
+    assert (view.blocks(0), view.blocks(0, group_idx=1)) == ({1}, {1, 2})
+    view.apply(0, [BlockRemoved((1,), group_idx=0), told(2, group_idx=1)])
+    assert view.blocks_by_site(0) == {("GPU", 1, None, None): {1, 2}}
+    assert view.deepest_prefix([2]) == {0: 1}  # what was said of it last: its group attends to all
+    view.apply(0, [BlockRemoved((1, 2), group_idx=1)])
+    assert view.blocks_by_site(0) == {}
+
+
+def test_one_owners_removal_leaves_the_others_copy() -> None:
+    view = BlockView()
+    view.apply(0, [told(1, medium="FS", ownership="a"), told(1, medium="OBJ"), BlockRemoved((1,), "FS")])
+    assert view.blocks_by_site(0) == {("FS", None, None, "a"): {1}, ("OBJ", None, None, None): {1}}
+    view.apply(0, [BlockRemoved((1,), "OBJ"), BlockRemoved((1,), "FS", ownership="a")])
+    assert view.blocks(0, Tier.STORAGE) == frozenset()
