@@ -553,6 +553,17 @@ def test_what_was_moved_adds_up() -> None:
     assert (stats.pages_loaded, stats.pages_not_loaded, stats.pages_backed_up) == (4, 4, 8)
 
 
+def test_what_was_prefetched_adds_up() -> None:
+    it = Rank(num_host_pages=32)
+    for chat, num_landed in enumerate((3, 2, 0)):
+        read = it.read(f"r{chat}", chat, 4, num_hit=3)
+        it.end_read(read, num_landed)
+        it.step()
+    stats = it.cache.stats()
+    assert (stats.pages_prefetched, stats.pages_revoked) == (3 + 2, 1 + 3)
+    assert (stats.prefetches, stats.prefetches_revoked) == (3, 1)
+
+
 def test_an_admission_counts_each_token_where_it_was_found() -> None:
     it = Rank(num_device_pages=16)
     it.compute(0, 3)
