@@ -292,6 +292,7 @@ class TierStepper:
         cache: decides.
         domain: agrees; used by nobody else.
         mover: moves pages.
+        settings: what else than the cache's settings must be the same on every rank, by field; of a store, say.
         clock: monotonic seconds of this rank; only ever compared with itself.
         num_steps: steps so far.
     """
@@ -299,6 +300,7 @@ class TierStepper:
     cache: HiRadixCache
     domain: SyncDomain
     mover: PageMover
+    settings: Mapping[str, object] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     num_steps: int = field(default=0, init=False)
 
@@ -315,7 +317,7 @@ class TierStepper:
         """
         cache, mover = self.cache, self.mover
         if not self.num_steps:
-            self.domain.expect_equal("hicache settings", cache.settings, step=0)
+            self.domain.expect_equal("hicache settings", {**cache.settings, **self.settings}, step=0)
         self.num_steps += 1
         for event in mover.poll():
             cache.handle(event)

@@ -210,6 +210,7 @@ FIELDS: dict[str, dict[str, object]] = {
     "write": {"policy": HiCachePolicy(write="write_back")},
     "prefetch_retry_steps": {"policy": HiCachePolicy(prefetch_retry_steps=0)},
     "prefetch_threshold_pages": {"policy": HiCachePolicy(prefetch_threshold_pages=2)},
+    "key namespace": {},
 }
 
 
@@ -221,7 +222,13 @@ def test_the_first_step_compares_the_settings_of_all_ranks(field: str) -> None:
         host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
         sizes = {"page_size": 2, "capacity_tokens": 8, "num_host_pages": 8} | (FIELDS[field] if rank else {})
         mover = SimulatedMover(rng=random.Random(0), rates=FaultRates(), stored={}, writes=True)
-        stepper = TierStepper(cache=HiRadixCache(host=host, **sizes), domain=hub.domain(rank), mover=mover)
+        key_space = f"model-{rank}" if field == "key namespace" else "model"
+        stepper = TierStepper(
+            cache=HiRadixCache(host=host, **sizes),
+            domain=hub.domain(rank),
+            mover=mover,
+            settings={"key namespace": key_space},
+        )
         with pytest.raises(SettingsDivergenceError) as raised:
             stepper.step()
         return raised.value

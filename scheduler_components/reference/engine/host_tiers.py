@@ -117,8 +117,9 @@ def open_host_tiers(
     page_size = engine.scheduler.page_size
     host = HostPool(_SHAPE, max(1, hicache.host_tokens // page_size))
     device = SimulatedDeviceMemory(_SHAPE, engine.scheduler.kv_pages)
+    keys = _keys(config, parallel)
     with ExitStack() as opened:
-        mover = ThreadPageMover(host=host, device=device, keys=_keys(config, parallel))
+        mover = ThreadPageMover(host=host, device=device, keys=keys)
         opened.callback(mover.close)
         store = _open_store(hicache)
         if store is not None:
@@ -135,7 +136,8 @@ def open_host_tiers(
             page_hook=SimulatedKv(device=device, slice_index=parallel.attn_tp_rank),
         )
         opened.pop_all()
-    return HostTiers(stepper=TierStepper(cache=cache, domain=domain, mover=mover), mover=mover)
+    settings = {"storage": hicache.storage, "key namespace": keys.namespace}
+    return HostTiers(stepper=TierStepper(cache=cache, domain=domain, mover=mover, settings=settings), mover=mover)
 
 
 def _keys(config: RankConfig, parallel: ParallelState) -> KeySpace:
