@@ -454,8 +454,10 @@ def test_a_request_loads_no_more_pages_than_its_prompt_has() -> None:
 def test_a_request_whose_load_failed_computes() -> None:
     it = Rank()
     it.cache_on_host(0, 4)
+    it.load_room_pages = 2
+    it.step()
     assert not it.cache.preparations.is_ready("r", prompt(0, 4))
-    assert it.end_loads(is_good=False) == 4
+    assert it.end_loads(is_good=False) == 2
     it.step()
     assert it.cache.preparations.is_ready("r", prompt(0, 4))
     assert it.take(CopyToDevice) == []
@@ -508,6 +510,37 @@ def test_a_page_is_backed_up_with_its_prefix_and_never_without() -> None:
     assert it.cache.stats().pages_not_backed_up >= 6
 
 
+def test_a_page_whose_prefix_could_not_be_written_is_given_back() -> None:
+    it = Rank()
+    it.compute(0, 2)
+    it.compute(0, 4)
+    first, second = it.take(CopyToHost)
+    it.cache.handle(WriteDone(first.op, False))
+    it.cache.handle(WriteDone(second.op, True))
+    it.step()
+    it.step()
+    assert it.pages_on() == (4, 0, 0)
+    assert it.host.pool.num_free == 16
+    assert it.cache.stats().pages_not_written == 4
+
+
+def test_storage_gets_each_page_once_and_none_while_there_is_no_storage() -> None:
+    it = Rank()
+    it.has_storage = False
+    it.step()
+    it.compute(0, 2)
+    it.end_writes()
+    it.step()
+    assert it.take(WriteToStorage) == []
+    it.has_storage = True
+    it.step()
+    for pages in (2, 0):
+        it.compute(0, 2)
+        assert it.end_backups() == pages
+        it.step()
+    assert it.pages_on() == (2, 2, 2)
+
+
 # --- what is counted ---
 
 
@@ -540,6 +573,11 @@ def test_what_was_moved_adds_up() -> None:
     stats = it.cache.stats()
     assert (stats.pages_written, stats.pages_not_written) == (1 + 3, 2 + 4)
     assert (stats.pages_backed_up, stats.pages_not_backed_up) == (3, 1)
+    for chat in (10, 11):
+        it.compute(chat, 9)  # more than may be locked for storage
+        it.end_writes()
+        it.step()
+    assert it.cache.stats().pages_not_backed_up == 1 + 9 + 9
     it = Rank()
     for chat in range(4):
         it.cache_on_host(chat, 2)
@@ -581,6 +619,22 @@ def test_an_admission_counts_each_token_where_it_was_found() -> None:
     stats = it.cache.stats()
     assert (stats.prompt_tokens, stats.storage_hit_tokens, stats.host_hit_tokens) == (28, 4, 0)
     assert stats.device_hit_tokens == 6 + 10
+
+
+def test_what_a_prefetch_did_not_bring_is_no_hit_of_storage() -> None:
+    it = Rank()
+    it.cache_on_host(0, 2)
+    it.cache.preparations.expect("r", prompt(0, 4))
+    [query] = it.take(QueryStorage)
+    it.cache.handle(StorageAnswered(query.op, 0))
+    it.step()
+    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    it.end_loads()
+    it.step()
+    it.cache.preparations.book_admission("r", prompt_tokens=8, cached_tokens=4)
+    it.cache.preparations.book_admission("nobody asked for it", prompt_tokens=8, cached_tokens=4)
+    stats = it.cache.stats()
+    assert (stats.device_hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens) == (4, 4, 0)
 
 
 def test_an_admitted_request_is_forgotten() -> None:
