@@ -326,6 +326,7 @@ PAIR = VllmStored([5, WIDE], None, [7, 7], 1, None, "GPU", None)
 @settings(deadline=None, max_examples=400)
 @example(history=[[PAIR], [VllmRemoved([-3], "GPU")], []])  # type: ignore[list-item]
 @example(history=[[ArrayStored([5, DIGEST], None, [7, 7], 1, None)], [VllmRemoved([5], None)], []])
+@example(history=[[PAIR], [VllmRemoved([5], "GPU", None, "REMOTE")], []])  # another worker's copy went
 @given(history=NATIVE_HISTORIES)
 def test_a_late_reader_sees_what_a_live_one_saw(history: list[list[Any]]) -> None:
     sent = sent_of(history)
@@ -340,6 +341,12 @@ def test_a_collapsed_queue_says_what_the_queue_would_have(history: list[list[Any
     payloads = [] if merged is None else [BatchEncoder("native").encode(merged, 0)]
     assert merged is None or merged.attn_dp_rank == 3
     assert view_of(payloads) == view_of(sent_of(history))
+
+
+def test_nothing_is_left_of_a_queue_that_ends_with_a_clear() -> None:
+    merged = collapse([VllmBatch(1.0, events) for events in ([PAIR], [VllmRemoved([5], "GPU")], [VllmCleared()])])  # type: ignore[misc]
+    assert merged is not None
+    assert merged.events == (AllBlocksCleared(),)
 
 
 def base_of(*batches: list[Any]) -> list[Any]:
