@@ -463,6 +463,39 @@ def test_a_request_whose_load_failed_computes() -> None:
     assert it.take(CopyToDevice) == []
 
 
+def test_what_a_load_hangs_below_stays_on_the_device_until_it_has_come() -> None:
+    it = Rank(num_device_pages=4)
+    it.cache_on_host(0, 4)
+    it.load_room_pages = 2
+    it.step()
+    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    it.end_loads()
+    it.step()
+    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.cache.evict(2) == 0
+    it.end_loads()
+    it.step()
+    assert it.pages_on()[0] == 4
+    assert it.cache.evict(4) == 4
+
+
+def test_a_load_that_finds_no_device_page_holds_nothing() -> None:
+    it = Rank(num_device_pages=4, num_host_pages=8)
+    it.cache_on_host(0, 4)
+    it.end_backups()
+    it.step()
+    held = it.cache.allocate(2)
+    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.take(CopyToDevice) == []
+    it.cache.free(held)
+    for chat in (1, 2):  # of eight host pages each takes four: those that were to be loaded may go
+        it.cache_on_host(chat, 4)
+        it.end_backups()
+        it.step()
+    assert not it.cache.preparations.is_ready("other", prompt(2, 4))
+    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+
+
 # --- which writes go together ---
 
 
