@@ -7,12 +7,22 @@ long form of a test that asks for ``soaking``. To repeat a failure: ``pytest TES
 
 from __future__ import annotations
 
+import ctypes
 import json
+import select
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -92,3 +102,66 @@ def eventually() -> Callable[[Callable[[], object]], None]:
             pause.wait(0.002)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def die_with_us() -> Callable[[], object] | None:
+    """``preexec_fn`` of a child that must not outlive the tests, whatever ends them; None where it cannot be asked."""
+    if sys.platform != "linux":
+        return None
+    pr_set_pdeathsig = 1
+    return partial(ctypes.CDLL(None).prctl, pr_set_pdeathsig, signal.SIGKILL)
+
+
+class RelayProcess:
+    """``scheduler-components relay`` in a process of its own; ``url`` is where it answers."""
+
+    DEADLINE_S = 40.0
+
+    def __init__(self, *sources: str, before: Callable[[], object] | None, **settings: object) -> None:
+        command = [sys.executable, "-m", "scheduler_components", "relay", *sources]
+        loopback = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
+        config = ["--kv-events-config", json.dumps(loopback | settings)]
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": before}
+        self.process = subprocess.Popen([*command, *config], text=True, **options)
+        ready, _, _ = select.select([self.process.stdout], [], [], self.DEADLINE_S)
+        assert ready, "the relay did not begin"
+        words = self.process.stdout.readline().split()  # type: ignore[union-attr]
+        self.url = words[words.index("says") - 1].removesuffix("/health")
+
+    def get(self, path: str) -> Any:
+        """What it answers to ``path``, whatever the status."""
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            answer = direct.open(self.url + path, timeout=self.DEADLINE_S)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            text = answer.read().decode()
+            return json.loads(text) if "json" in answer.headers["content-type"] else text
+
+    def stop(self) -> tuple[int, str]:
+        """End it as an operator would: its exit code, and what it complained of."""
+        self.process.terminate()
+        _, complaints = self.process.communicate(timeout=self.DEADLINE_S)
+        return self.process.returncode, complaints
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@pytest.fixture
+def start_relay(die_with_us: Callable[[], object] | None) -> Iterator[Callable[..., RelayProcess]]:
+    """Start a relay in a process of its own: ``start_relay(*sources, **settings)``."""
+    with ExitStack() as stack:
+
+        def start(*sources: str, **settings: object) -> RelayProcess:
+            relay = RelayProcess(*sources, before=die_with_us, **settings)
+            stack.callback(relay.end)
+            return relay
+
+        yield start

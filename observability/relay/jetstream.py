@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from observability.jetstream import JetStreamWriter
 from observability.kv_stream import StreamState
 from observability.relay.stream import RelaySink, RelaySinks
 from scheduler_components import EventBatch, PublisherStats
+
+if TYPE_CHECKING:  # a relay that writes into no broker does without the extra
+    from observability.jetstream import JetStreamWriter
 
 __all__ = ["JetStreamSinks"]
 

@@ -24,6 +24,12 @@ from typing import Any
 
 import pytest
 
+from observability import discover
+from observability.kv_stream import NoStreamsError, NullListener, StreamState, open_subscriber
+from scheduler_components.kv_events import StreamAddress
+
+sys.path.append(str(Path(__file__).parent))  # for what the tests of one engine share
+
 if find_spec("sglang") and not find_spec("torchvision"):
     # Before any test imports SGLang, and for the processes that it starts.
     STAND_INS = str(Path(__file__).parent / "stand_ins")
@@ -81,6 +87,70 @@ def vllm_events() -> Iterator[Any]:
             del sys.modules[name]
 
 
+@pytest.fixture(scope="session")
+def engine(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One vLLM for all tests: it takes some 40 seconds to start. See ``vllm_in_process``."""
+    from vllm_in_process import start_engine
+
+    started = start_engine(tiny_llama, tmp_path_factory.mktemp("s"))
+    yield started
+    started.scheduler.kv_event_publisher.shutdown()
+
+
+# Readers of a relay.
+
+
+class RelayReader(NullListener):
+    """Follows one stream of a relay, and keeps every state that it was in."""
+
+    def __init__(self, url: str) -> None:
+        self.states: list[StreamState] = []
+        self.subscriber = open_subscriber([self._first_stream(url)], listener=self)
+
+    @staticmethod
+    def _first_stream(url: str) -> StreamAddress:
+        deadline_s = time.monotonic() + 60
+        while True:
+            try:
+                return discover(url)[0]
+            except NoStreamsError:  # the relay has not found its source yet
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+
+    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+        self.states.append(new)
+
+    @property
+    def blocks(self) -> set[int]:
+        return self.subscriber.blocks(0)
+
+    def comes_to(self, condition: Callable[[StreamState, set[int]], bool]) -> bool:
+        """Wait until its state and blocks are such."""
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            if condition(self.subscriber.positions()[0].state, self.blocks):
+                return True
+            self.subscriber.poll(0.05)
+        return False
+
+    def is_whole(self, blocks: set[int]) -> bool:
+        """Wait until it is live, and has these blocks."""
+        return self.comes_to(lambda state, held: state is StreamState.LIVE and held == blocks)
+
+
+@pytest.fixture
+def read_relay() -> Iterator[Callable[[str], RelayReader]]:
+    """Follow the relay at a URL."""
+    with contextlib.ExitStack() as stack:
+
+        def start(url: str) -> RelayReader:
+            reader = RelayReader(url)
+            stack.enter_context(reader.subscriber)
+            return reader
+
+        yield start
+
+
 # SGLang as a server.
 
 PROBES = Path(__file__).parent / "probes"
@@ -97,7 +167,7 @@ class SglangServer:
         log: what it wrote so far.
     """
 
-    def __init__(self, model: Path, folder: Path, ports: int, *, env: dict[str, str], args: tuple[str, ...]) -> None:
+    def __init__(self, model: Path, folder: Path, ports: int, *, args: tuple[str, ...], **process: Any) -> None:
         self.url, self.events_port, self._folder = f"http://127.0.0.1:{ports}", ports + 1, folder
         self._log, self._ranks, self._questions = folder / "log", 1, 0
         for size in {"--tp-size", "--dp-size"} & {*args}:
@@ -126,8 +196,9 @@ class SglangServer:
         path = os.pathsep.join([str(folder), str(PROBES), os.environ["PYTHONPATH"]])
         own = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "SGLANG_PROBE": str(folder), "SGLANG_PLUGINS": "probe"}
         with self._log.open("wb") as log:
+            process["env"] = os.environ | own | process["env"]
             self._process = subprocess.Popen(
-                list(map(str, command)), env=os.environ | own | env, stdout=log, stderr=log, start_new_session=True
+                list(map(str, command)), stdout=log, stderr=log, start_new_session=True, **process
             )
 
     @property
@@ -180,12 +251,16 @@ class SglangServer:
 
 
 @pytest.fixture(scope="module")
-def sglang_servers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., SglangServer]]:
+def sglang_servers(
+    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory, die_with_us: Callable[[], object] | None
+) -> Iterator[Callable[..., SglangServer]]:
     """Start servers: ``sglang_servers(*arguments, **environment)``. All of them are stopped after the module."""
     with contextlib.ExitStack() as stack:
 
         def start(*args: str, **env: str) -> SglangServer:
-            server = SglangServer(tiny_llama, tmp_path_factory.mktemp("sglang"), _free_block(20), env=env, args=args)
+            folder = tmp_path_factory.mktemp("sglang")
+            # SGLang's own processes end with the one that is started here.
+            server = SglangServer(tiny_llama, folder, _free_block(20), args=args, env=env, preexec_fn=die_with_us)
             stack.callback(server.stop)
             server.wait_until_up()
             return server

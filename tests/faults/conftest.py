@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import zmq
 
@@ -197,51 +196,6 @@ def start_subscriber(stack: ExitStack) -> Callable[[str, str], ChildProcess]:
         subscriber = ChildProcess("subscriber_process.py", events, replay)
         stack.callback(subscriber.end)
         return subscriber
-
-    return start
-
-
-class RelayProcess:
-    """``scheduler-components relay`` in a process of its own; ``url`` is where it answers."""
-
-    def __init__(self, *sources: str, **settings: object) -> None:
-        command = [sys.executable, "-m", "scheduler_components", "relay", *sources]
-        loopback = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
-        config = ["--kv-events-config", json.dumps(loopback | settings)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen([*command, *config], text=True, **pipes)
-        ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
-        assert ready, "the relay did not begin"
-        words = self.process.stdout.readline().split()  # type: ignore[union-attr]
-        self.url = words[words.index("says") - 1].removesuffix("/health")
-
-    def get(self, path: str) -> Any:
-        """What it answers to ``path``, whatever the status."""
-        answer = httpx.get(self.url + path, timeout=DEADLINE_S, trust_env=False)
-        return answer.json() if "json" in answer.headers["content-type"] else answer.text
-
-    def stop(self) -> tuple[int, str]:
-        """End it as an operator would: its exit code, and what it complained of."""
-        self.process.terminate()
-        _, complaints = self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode, complaints
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
-
-
-@pytest.fixture
-def start_relay(stack: ExitStack) -> Callable[..., RelayProcess]:
-    """Start a relay in a process of its own: ``start_relay(*sources, **settings)``."""
-
-    def start(*sources: str, **settings: object) -> RelayProcess:
-        relay = RelayProcess(*sources, **settings)
-        stack.callback(relay.end)
-        return relay
 
     return start
 

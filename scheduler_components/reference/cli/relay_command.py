@@ -8,15 +8,16 @@ import sys
 import threading
 from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+import observability.jetstream
 from observability import LogCollector, RelayCollector, status_routes
-from observability.jetstream import JetStreamConfig, JetStreamWriter, open_jetstream_writer
+from observability.jetstream import JetStreamConfig
 from observability.relay import (
     JetStreamSinks,
     RelayConfig,
@@ -32,6 +33,9 @@ from scheduler_components import ConfigError, StartError
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, client_keys
 from scheduler_components.reference.cli.screen import say_plainly
 from scheduler_components.reference.engine import DEFAULT_HOST, bind_http, open_http_server
+
+if TYPE_CHECKING:  # the command works without the extra `jetstream`, as long as nobody asks for it
+    from observability.jetstream import JetStreamWriter
 
 __all__ = ["jetstream_writer", "relay"]
 
@@ -98,7 +102,7 @@ def jetstream_writer(settings: str | None, worker: str | None, topic: str) -> Je
     config = JetStreamConfig.from_cli(settings)
     if worker is None:
         raise ConfigError("worker", worker, "is missing", "give the name by which readers of JetStream ask for it")
-    return open_jetstream_writer(config, worker, topic=topic)
+    return observability.jetstream.open_jetstream_writer(config, worker, topic=topic)
 
 
 async def _relay(
