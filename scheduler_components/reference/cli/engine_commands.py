@@ -120,14 +120,14 @@ class HiCacheOptions:
     )
     hicache_mooncake_metadata: Annotated[str, Parameter(help="URL of Mooncake's metadata server.")] = MOONCAKE_METADATA
     hicache_write: Annotated[WritePolicy, Parameter(help="When pages are copied to the host.")] = "write_through"
-    hicache_write_threshold_hits: Annotated[
+    hicache_write_hits: Annotated[
         int, Parameter(validator=Number(gte=1), help="Of write_through_selective: copied once found so often.")
     ] = _POLICY.write_threshold_hits
     hicache_prefetch: Annotated[PrefetchStop, Parameter(help="When a prefetch from storage ends.")] = "best_effort"
-    hicache_prefetch_retry_steps: Annotated[
+    hicache_retry_steps: Annotated[
         int, Parameter(validator=Number(gte=0), help="After a miss, storage is asked again so much later; 0: never.")
     ] = _POLICY.prefetch_retry_steps
-    hicache_load_threshold_pages: Annotated[
+    hicache_load_pages: Annotated[
         int, Parameter(validator=Number(gte=1), help="Shorter runs are computed and not loaded from the host.")
     ] = _POLICY.load_threshold_pages
 
@@ -149,10 +149,10 @@ class HiCacheOptions:
             mooncake_metadata=self.hicache_mooncake_metadata,
             policy=HiCachePolicy(
                 write=self.hicache_write,
-                write_threshold_hits=self.hicache_write_threshold_hits,
+                write_threshold_hits=self.hicache_write_hits,
                 prefetch=self.hicache_prefetch,
-                prefetch_retry_steps=self.hicache_prefetch_retry_steps,
-                load_threshold_pages=self.hicache_load_threshold_pages,
+                prefetch_retry_steps=self.hicache_retry_steps,
+                load_threshold_pages=self.hicache_load_pages,
             ),
         )
         _require("numpy", "hicache", "leave --hicache out")

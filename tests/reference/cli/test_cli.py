@@ -63,17 +63,18 @@ MISTAKES = [
 
 
 ENGINE = """
-    affinity-tokens attn-cp-size attn-tp-size chunk-tokens dp-size hicache hicache-host-tokens hicache-mooncake-master
-    hicache-mooncake-metadata hicache-prefetch hicache-storage hicache-storage-path hicache-write host kv-events-config
-    kv-tokens max-running-requests page-size port seed speed
+    affinity-tokens attn-cp-size attn-tp-size chunk-tokens dp-size hicache hicache-host-tokens hicache-load-pages
+    hicache-mooncake-master hicache-mooncake-metadata hicache-prefetch hicache-retry-steps hicache-storage
+    hicache-storage-path hicache-write hicache-write-hits host kv-events-config kv-pool kv-tokens max-running-requests
+    page-size port seed speed
 """
 OPTIONS = {
     "serve": f"{ENGINE} duration json keep-serving limit trace",
     "demo": f"{ENGINE} chats-per-s json requests",
     "watch": "count duration history json publisher-key-file replay-endpoint secret-key-file topic",
     "doctor": "json listen publisher-key-file secret-key-file timeout",
-    "conformance": "batches block-size json listen replay-endpoint timeout topic",
-    "relay": "block-size host kv-events-config port publisher-key-file secret-key-file topic",
+    "conformance": "badge batches block-size json junit listen oracle replay-endpoint timeout topic",
+    "relay": "block-size host jetstream kv-events-config port publisher-key-file secret-key-file topic worker",
     "hicache-sim": "attn-cp-size attn-tp-size picture seeds steps",
     "keygen": "",
     "completion": "",

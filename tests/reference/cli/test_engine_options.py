@@ -56,8 +56,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         *("--hicache-storage", "file", "--hicache-storage-path", str(tmp_path)),
         *("--hicache-mooncake-master", "m:1", "--hicache-mooncake-metadata", "http://m:2"),
         *("--hicache-write", "write_back", "--hicache-prefetch", "timeout"),
-        *("--hicache-write-threshold-hits", "4", "--hicache-prefetch-retry-steps", "5"),
-        *("--hicache-load-threshold-pages", "6"),
+        *("--hicache-write-hits", "4", "--hicache-retry-steps", "5"),
+        *("--hicache-load-pages", "6"),
     )
     engine = engine_config(bound["options"], bound["hicache"])
     assert (engine.dp_size, engine.attn_cp_size, engine.attn_tp_size) == (1, 3, 4)

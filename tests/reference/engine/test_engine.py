@@ -241,7 +241,8 @@ def test_a_stopped_rank_is_named_and_serves_again_when_it_goes_on(private_tmp: P
         answers = await asyncio.gather(*(generate(engine, wanted(range(start, start + 40))) for start in range(8)))
         assert all(len(tokens) == 5 for tokens in answers)
 
-    run_engine(scenario)
+    # So slow that the request takes seconds: a busy machine stops the rank before its last token.
+    run_engine(scenario, attrs.evolve(SMALL, speed=1.0))
 
 
 def test_a_rank_that_cannot_start_says_why(private_tmp: Path) -> None:
