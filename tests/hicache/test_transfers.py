@@ -451,6 +451,17 @@ def test_a_request_loads_no_more_pages_than_its_prompt_has() -> None:
     assert it.cache.preparations.is_ready("r", prompt(0, 4))
 
 
+def test_a_request_waits_until_its_load_has_settled() -> None:
+    it = Rank()
+    it.cache_on_host(0, 4)
+    for _ in range(3):
+        assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+        it.step()
+    assert it.end_loads() == 4
+    it.step()
+    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+
+
 def test_a_request_whose_load_failed_computes() -> None:
     it = Rank()
     it.cache_on_host(0, 4)
