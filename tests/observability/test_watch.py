@@ -143,6 +143,7 @@ def check_only_live_removals(out: io.StringIO) -> None:
 
 def test_shows_only_live_events_without_history(publisher: ZmqEventPublisher, publish_more: Callable[[], bool]) -> None:
     publisher.publish(KVEventBatch(ts=1.0, events=(BlockStored((99,), None, (1,), 1, None),)))
+    publisher.idle()  # it is sent before anybody listens
     out = io.StringIO()
     watch_streams(publisher.endpoint, out, WatchOptions(topic="kv", max_events=2), should_stop=publish_more)
     check_only_live_removals(out)
@@ -176,6 +177,7 @@ def test_a_url_is_discovered(
     publisher: ZmqEventPublisher, publish_more: Callable[[], bool], worker: Callable[[str], str]
 ) -> None:
     publisher.publish(KVEventBatch(ts=1.0, events=(BlockStored((99,), None, (1,), 1, None),)))
+    publisher.idle()  # it is sent before anybody listens
     out = io.StringIO()
     watch_streams(worker("kv"), out, WatchOptions(max_events=2), should_stop=publish_more)
     check_only_live_removals(out)
@@ -185,6 +187,7 @@ def test_the_history_and_another_topic_of_a_url_can_be_asked_for(
     publisher: ZmqEventPublisher, publish_more: Callable[[], bool], worker: Callable[[str], str]
 ) -> None:
     publisher.publish(KVEventBatch(ts=1.0, events=(BlockStored((99,), None, (1,), 1, None),)))
+    publisher.idle()  # it is sent before anybody listens
     out = io.StringIO()
     options = WatchOptions(history=True, topic="kv", as_json=True)
     watch_streams(
