@@ -421,15 +421,17 @@ class JetStreamSubscriber:
             last_error=done.last_error,
         )
 
-    def blocks(self, rank: int, tier: Tier = Tier.DEVICE) -> Set[int]:
-        """A copy of the hashes that ``rank`` holds on ``tier``."""
+    def blocks(self, rank: int, tier: Tier = Tier.DEVICE, *, group_idx: int | None = None) -> Set[int]:
+        """A copy of the hashes that ``rank`` holds on ``tier``; see ``BlockView.blocks``."""
         with self._lock:
-            return self._view.blocks(rank, tier)
+            return self._view.blocks(rank, tier, group_idx=group_idx)
 
-    def deepest_prefix(self, hashes: Iterable[int], tier: Tier = Tier.DEVICE) -> dict[int, int]:
+    def deepest_prefix(
+        self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
+    ) -> dict[int, int]:
         """How many of a prompt's leading blocks each rank holds; see ``BlockView.deepest_prefix``."""
         with self._lock:
-            return self._view.deepest_prefix(hashes, tier)
+            return self._view.deepest_prefix(hashes, tier, group_idx=group_idx)
 
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier``."""

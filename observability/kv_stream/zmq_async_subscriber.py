@@ -86,13 +86,15 @@ class AsyncSubscriber:
         """Each stream's state and counters, by rank."""
         return self._subscriber.stats()
 
-    def blocks(self, rank: int, tier: Tier = Tier.DEVICE) -> Set[int]:
-        """A copy of the hashes that ``rank`` holds on ``tier``."""
-        return self._subscriber.blocks(rank, tier)
+    def blocks(self, rank: int, tier: Tier = Tier.DEVICE, *, group_idx: int | None = None) -> Set[int]:
+        """A copy of the hashes that ``rank`` holds on ``tier``; see ``BlockView.blocks``."""
+        return self._subscriber.blocks(rank, tier, group_idx=group_idx)
 
-    def deepest_prefix(self, hashes: Iterable[int], tier: Tier = Tier.DEVICE) -> dict[int, int]:
+    def deepest_prefix(
+        self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
+    ) -> dict[int, int]:
         """How many of a prompt's leading blocks each rank holds; see ``BlockView.deepest_prefix``."""
-        return self._subscriber.deepest_prefix(hashes, tier)
+        return self._subscriber.deepest_prefix(hashes, tier, group_idx=group_idx)
 
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier``."""

@@ -63,6 +63,19 @@ def test_joins_late_and_follows(publisher: ZmqEventPublisher) -> None:
     run(trace())
 
 
+def test_one_group_of_a_hybrid_model_can_be_asked_for(publisher: ZmqEventPublisher) -> None:
+    async def trace() -> None:
+        window = BlockStored((1, 2), None, (1, 2), 1, None, group_idx=1, kv_cache_spec_kind="sliding_window")
+        full = BlockStored((1,), None, (1,), 1, None, group_idx=0, kv_cache_spec_kind="full_attention")
+        publisher.publish(KVEventBatch(ts=time.time(), events=(window, full)))
+        async with following(publisher) as sub:
+            assert await sub.wait_until(0, 0, DEADLINE_S)
+            assert (sub.blocks(0), sub.blocks(0, group_idx=1)) == ({1}, {1, 2})
+            assert (sub.deepest_prefix([1, 2]), sub.deepest_prefix([1, 2], group_idx=1)) == ({0: 1}, {0: 2})
+
+    run(trace())
+
+
 def test_changes_are_told_and_merged_for_a_slow_reader(publisher: ZmqEventPublisher) -> None:
     async def trace() -> None:
         publish(publisher, 0)
