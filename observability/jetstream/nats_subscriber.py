@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 
+import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
@@ -387,38 +388,12 @@ class JetStreamSubscriber:
 
     def _stats_of(self, stream: LogStream) -> StreamStats:
         cursor, applier = stream.follower.cursor, stream.follower.applier
-        seen, done, blocks = cursor.counters, applier.counters, self._view.counters(applier.rank)
-        return StreamStats(
-            rank=applier.rank,
-            endpoint=stream.address.subject,
-            state=cursor.state,
+        return msgspec.structs.replace(
+            applier.stats(cursor, endpoint=stream.address.subject),
             is_extended=True,
-            last_seq=cursor.last_seq,
-            batches=done.batches,
-            events=done.events,
-            blocks_stored=blocks.stored_blocks,
-            blocks_removed=blocks.removed_blocks,
-            blocks_held=self._view.block_count(applier.rank),
-            gaps=seen.gaps,
-            recovered=seen.recovered,
-            losses=seen.losses,
-            restarts=seen.restarts,
-            verified=seen.verified,
-            splices=seen.splices,
-            snapshots=seen.snapshots,
-            duplicates=seen.duplicates,
-            replays_asked=seen.asks,
-            replays_unanswered=seen.unanswered,
-            replays_cut=seen.cut,
             disconnects=stream.counters.disconnects,
-            decode_errors=done.decode_errors,
             bad_frames=stream.counters.bad_messages + cursor.forged,
-            rank_mismatches=done.rank_mismatches,
-            unknown_removals=blocks.unknown_removals,
-            unknown_media=blocks.unknown_media,
             fenced=cursor.fenced,
-            lag_s=done.lag_s,
-            last_error=done.last_error,
         )
 
     def blocks(self, rank: int, tier: Tier = Tier.DEVICE, *, group_idx: int | None = None) -> Set[int]:

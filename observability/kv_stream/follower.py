@@ -27,6 +27,7 @@ from observability.kv_stream.instructions import (
     AskReplay,
     BeginStaging,
     Clear,
+    CursorCounters,
     Instruction,
     RetryLater,
     StreamState,
@@ -271,6 +272,18 @@ class ApplierCounters:
     last_error: str = ""
 
 
+class FollowedCursor(Protocol):
+    """What statistics read of a cursor."""
+
+    counters: CursorCounters
+
+    @property
+    def state(self) -> StreamState: ...
+
+    @property
+    def last_seq(self) -> int: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class BatchApplier:
     """Applies the batches of one rank to a view that may hold other ranks too.
@@ -319,6 +332,38 @@ class BatchApplier:
     def apply(self, seq: int, payload: bytes, *, replayed: bool) -> BatchEffect:
         """Apply one payload to the view; never raises for what is in it."""
         return self._apply_to(self.view, seq, payload, replayed=replayed)
+
+    def stats(self, cursor: FollowedCursor, endpoint: str) -> StreamStats:
+        """What the pure parts of a subscriber know of the stream; its transport fills in the rest."""
+        seen, done, blocks = cursor.counters, self.counters, self.view.counters(self.rank)
+        return StreamStats(
+            rank=self.rank,
+            endpoint=endpoint,
+            state=cursor.state,
+            last_seq=cursor.last_seq,
+            batches=done.batches,
+            events=done.events,
+            blocks_stored=blocks.stored_blocks,
+            blocks_removed=blocks.removed_blocks,
+            blocks_held=self.view.block_count(self.rank),
+            gaps=seen.gaps,
+            recovered=seen.recovered,
+            losses=seen.losses,
+            restarts=seen.restarts,
+            verified=seen.verified,
+            splices=seen.splices,
+            snapshots=seen.snapshots,
+            duplicates=seen.duplicates,
+            replays_asked=seen.asks,
+            replays_unanswered=seen.unanswered,
+            replays_cut=seen.cut,
+            decode_errors=done.decode_errors,
+            rank_mismatches=done.rank_mismatches,
+            unknown_removals=blocks.unknown_removals,
+            unknown_media=blocks.unknown_media,
+            lag_s=done.lag_s,
+            last_error=done.last_error,
+        )
 
     def _apply_to(
         self, view: BlockView, seq: int, payload: bytes, *, replayed: bool, is_base: bool = False

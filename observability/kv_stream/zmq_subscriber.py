@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from types import TracebackType
 
 import attrs
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -426,38 +427,12 @@ class Subscriber:
 
     def _stats_of(self, stream: ZmqStream) -> StreamStats:
         cursor, applier = stream.follower.cursor, stream.follower.applier
-        seen, done, blocks = cursor.counters, applier.counters, self._view.counters(applier.rank)
-        return StreamStats(
-            rank=applier.rank,
-            endpoint=str(stream.address.events),
-            state=cursor.state,
+        return msgspec.structs.replace(
+            applier.stats(cursor, endpoint=str(stream.address.events)),
             is_extended=cursor.is_extended,
-            last_seq=cursor.last_seq,
-            batches=done.batches,
-            events=done.events,
-            blocks_stored=blocks.stored_blocks,
-            blocks_removed=blocks.removed_blocks,
-            blocks_held=self._view.block_count(applier.rank),
-            gaps=seen.gaps,
-            recovered=seen.recovered,
-            losses=seen.losses,
-            restarts=seen.restarts,
-            verified=seen.verified,
-            splices=seen.splices,
-            snapshots=seen.snapshots,
-            duplicates=seen.duplicates,
-            replays_asked=seen.asks,
-            replays_unanswered=seen.unanswered,
-            replays_cut=seen.cut,
             disconnects=stream.disconnects,
-            decode_errors=done.decode_errors,
             bad_frames=stream.frames.bad_frames,
             other_topics=stream.frames.other_topics,
-            rank_mismatches=done.rank_mismatches,
-            unknown_removals=blocks.unknown_removals,
-            unknown_media=blocks.unknown_media,
-            lag_s=done.lag_s,
-            last_error=done.last_error,
         )
 
     def blocks(self, rank: int, tier: Tier = Tier.DEVICE, *, group_idx: int | None = None) -> Set[int]:
