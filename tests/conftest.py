@@ -106,7 +106,10 @@ def eventually() -> Callable[[Callable[[], object]], None]:
 
 @pytest.fixture(scope="session")
 def die_with_us() -> Callable[[], object] | None:
-    """``preexec_fn`` of a child that must not outlive the tests, whatever ends them; None where it cannot be asked."""
+    """``preexec_fn`` of a child that must not outlive the tests, whatever ends them; None where it cannot be asked.
+
+    The child ends with the thread that starts it, so start it on one that stays.
+    """
     if sys.platform != "linux":
         return None
     pr_set_pdeathsig = 1

@@ -183,6 +183,7 @@ class SglangServer:
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32"),
             *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--skip-server-warmup"),
+            "--sleep-on-idle",  # else each server that waits for its test keeps a core
             *("--mem-fraction-static", "0.3", "--max-total-tokens", "2048", "--page-size", "16", "--enable-metrics"),
             *("--host", "127.0.0.1", "--port", str(ports), "--random-seed", "7"),
             *("--load-publish-endpoint", f"tcp://0.0.0.0:{self.events_port + 5}"),
@@ -254,7 +255,10 @@ class SglangServer:
 def sglang_servers(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory, die_with_us: Callable[[], object] | None
 ) -> Iterator[Callable[..., SglangServer]]:
-    """Start servers: ``sglang_servers(*arguments, **environment)``. All of them are stopped after the module."""
+    """Start servers: ``sglang_servers(*arguments, **environment)``. All of them are stopped after the module.
+
+    Call it on the tests' own thread: a server dies with the thread that started it.
+    """
     with contextlib.ExitStack() as stack:
 
         def start(*args: str, **env: str) -> SglangServer:

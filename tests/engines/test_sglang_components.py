@@ -66,9 +66,7 @@ class Served:
 @pytest.fixture(scope="module")
 def both(sglang_servers: Callable) -> Iterator[tuple[Served, Served]]:
     """SGLang as it is, and with the components, after the same requests."""
-    with ThreadPoolExecutor(2) as pool:
-        starting = [pool.submit(sglang_servers, *SMALL, **env) for env in (OWN, COMPOSED)]
-        servers = [one.result() for one in starting]
+    servers = [sglang_servers(*SMALL, **env) for env in (OWN, COMPOSED)]
     served = [(server, serve(server)) for server in servers]
     yield tuple(Served(server, answers, server.ask([])[0, 0]) for server, answers in served)
 
