@@ -70,8 +70,10 @@ def test_nothing_grows(start_publisher: Start, watch: Start, soaking: bool) -> N
     view.poll_until(lambda: publisher.ask("resources")[1] <= baseline[1])
     memory_bytes, descriptors, threads = publisher.ask("resources")
     assert memory_bytes - baseline[0] < MAX_GROWTH_BYTES
-    assert (descriptors, threads) == (baseline[1], baseline[2])
-    assert (len(list(Path("/proc/self/fd").iterdir())), threading.active_count()) == own
+    assert descriptors <= baseline[1]  # fewer where a reader of the warm-up had not quite left
+    assert threads == baseline[2]
+    assert len(list(Path("/proc/self/fd").iterdir())) <= own[0]
+    assert threading.active_count() == own[1]
     stats = publisher.ask("stats")
     assert stats["subscribers_seen"] >= 3 * seconds
     assert (stats["batches_sent"], stats["batches_dropped"], stats["batches_collapsed"]) == (last, 0, 0)
