@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         Command,
         DumpCache,
         FlushCache,
+        ForgetStorage,
         LoadReport,
         OutputSocket,
         PoolPlace,
@@ -111,6 +112,7 @@ __all__ = [
     "DeviceTier",
     "DumpCache",
     "FlushCache",
+    "ForgetStorage",
     "Engine",
     "EngineConfig",
     "EngineFailedError",
@@ -216,10 +218,10 @@ __getattr__ = lazy_names(
             "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint bind_http make_app open_http_server parse_body"
         ),
         "scheduler_components.reference.engine.messages": (
-            "ALIVE_EVERY_S FRONT AbortRequest CacheDump Command DumpCache FlushCache LoadReport OutputSocket "
-            "PoolPlace PoolRead RankAlive RankReady ReadPool Report RequestRefused StepInput SubmitRequest "
-            "decode_command decode_outputs decode_report decode_step encode encode_outputs pack_hashes pack_tokens "
-            "unpack_hash_array unpack_hashes unpack_tokens"
+            "ALIVE_EVERY_S FRONT AbortRequest CacheDump Command DumpCache FlushCache ForgetStorage LoadReport "
+            "OutputSocket PoolPlace PoolRead RankAlive RankReady ReadPool Report RequestRefused StepInput "
+            "SubmitRequest decode_command decode_outputs decode_report decode_step encode encode_outputs "
+            "pack_hashes pack_tokens unpack_hash_array unpack_hashes unpack_tokens"
         ),
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
         "scheduler_components.reference.engine.rank_loop": (

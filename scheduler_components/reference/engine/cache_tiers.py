@@ -60,6 +60,10 @@ class TierContents(Protocol):
         """What is on which tier, as one unsigned 64-bit number."""
         ...
 
+    def forget_storage(self) -> None:
+        """Count nothing as stored any more; nothing may be under way."""
+        ...
+
     def stats(self) -> TierStats | None:
         """Return the counters of this moment; None where there are no tiers."""
         ...
@@ -113,6 +117,9 @@ class _NoContents:
     preparations: PrefixPreparations = _NoPreparations()
     num_operations = 0
     state_digest = 0
+
+    def forget_storage(self) -> None:
+        pass
 
     def stats(self) -> TierStats | None:
         return None

@@ -22,14 +22,14 @@ import zmq
 import zmq.asyncio
 
 from observability import RankLabels
-from scheduler_components import KvMetrics, OutputStats, PoolReading, SchedulerStats, StartError
+from scheduler_components import ConfigError, KvMetrics, OutputStats, PoolReading, SchedulerStats, StartError
 from scheduler_components.metrics import (
     ShmBoard,
     ZmqKvMetricsReceiver,
     open_shm_metrics_board,
     open_zmq_kv_metrics_receiver,
 )
-from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, RankConfig
+from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
 from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.messages import (
     ALIVE_EVERY_S,
@@ -260,6 +260,32 @@ class Engine:
         self.front.flush_caches()
         return not any(dump.block_hashes for dump in (await self.dump_caches()).values())
 
+    async def clear_storage(self) -> int | None:
+        """Remove every page of the store, and let all ranks count nothing as stored any more.
+
+        First the ranks forget, then the pages go. A request that comes between the two may lose a page that it has
+        just stored: it is a miss later, as after any other process that clears the store.
+
+        Returns:
+            How many pages were removed. None, and all of them are kept, while requests or pages are on their way.
+
+        Raises:
+            ConfigError: there is no store that an engine can clear.
+            EngineFailedError: a rank did not answer in time.
+            StartError, StorageError: the directory cannot be changed.
+        """
+        hicache = self.config.hicache
+        if hicache is None or hicache.storage != "file":
+            kind = "none" if hicache is None else hicache.storage
+            hint = "use its own tools" if kind == "mooncake" else "start the engine with one"
+            raise ConfigError("storage", kind, "is not a store that the engine can clear", hint)
+        if not self.front.is_idle:
+            return None
+        self.front.forget_storage()
+        if any(dump.stored_hashes for dump in (await self.dump_caches()).values()):
+            return None
+        return await asyncio.to_thread(_clear_file_store, hicache)
+
     @property
     def num_ranks(self) -> int:
         """Data-parallel ranks: one pool and one stream each."""
@@ -287,6 +313,16 @@ class Engine:
                 await self.front.board.wait_until(condition)
         except TimeoutError:
             raise EngineFailedError(f"{complaint} ({_ANSWER_DEADLINE_S} s)") from None
+
+
+def _clear_file_store(hicache: HiCacheConfig) -> int:
+    from scheduler_components.hicache import open_file_page_store  # needs what an engine without tiers need not have
+
+    store = open_file_page_store(hicache.storage_path, capacity_bytes=hicache.storage_bytes)
+    try:
+        return store.clear()
+    finally:
+        store.close()
 
 
 @asynccontextmanager

@@ -35,6 +35,7 @@ from scheduler_components.reference.engine.messages import (
     Command,
     DumpCache,
     FlushCache,
+    ForgetStorage,
     LoadReport,
     PoolRead,
     RankAlive,
@@ -311,6 +312,11 @@ class Front:
         """Let every rank that has no work in flight forget its cached prefixes."""
         for replica in range(len(self.leaders)):
             self._send(replica, FlushCache())
+
+    def forget_storage(self) -> None:
+        """Let every rank that has no work in flight count nothing as stored any more."""
+        for replica in range(len(self.leaders)):
+            self._send(replica, ForgetStorage())
 
     def ask_for_pool(self, replica: int, read_id: int) -> None:
         """Let a replica read its pool after its next step; ``board.pools`` has the answer with this number."""

@@ -335,7 +335,8 @@ class EngineStatus:
 def make_app(engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False) -> Starlette:
     """Every route of the engine.
 
-    ``/generate``, ``/flush_cache``, the status routes, and ``/kv_pool`` where it is asked for.
+    ``/generate``, ``/flush_cache``, ``/clear_hicache_storage_backend``, the status routes, and ``/kv_pool`` where it is
+    asked for.
     """
 
     async def flush_cache(_: Request) -> Response:
@@ -343,9 +344,21 @@ def make_app(engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = Fal
             return PlainTextResponse("Cache flushed.\n")
         return error_response(400, "the cache is kept, for requests are in flight")
 
+    async def clear_storage(_: Request) -> Response:
+        try:
+            num_pages = await engine.clear_storage()
+        except ConfigError as error:
+            return _error_response(error)
+        except ComponentError as error:
+            return error_response(500, str(error))
+        if num_pages is None:
+            return error_response(400, "the store is kept, for requests or pages are on their way: ask again")
+        return PlainTextResponse(f"Storage cleared: {num_pages} pages.\n")
+
     generate = Route("/generate", GenerateEndpoint(front=engine.front), methods=["POST"])
     flush = Route("/flush_cache", flush_cache, methods=["POST"])
-    routes = [generate, flush, *status_routes(EngineStatus(engine=engine), registry=registry)]
+    clear = Route("/clear_hicache_storage_backend", clear_storage, methods=["POST"])  # SGLang's name
+    routes = [generate, flush, clear, *status_routes(EngineStatus(engine=engine), registry=registry)]
     return Starlette(routes=[*routes, kv_pool_route(engine)] if kv_pool else routes)
 
 

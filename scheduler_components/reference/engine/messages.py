@@ -31,6 +31,7 @@ __all__ = [
     "Command",
     "DumpCache",
     "FlushCache",
+    "ForgetStorage",
     "PoolPlace",
     "PoolRead",
     "RankAlive",
@@ -96,7 +97,11 @@ class FlushCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tru
     """Every rank of the replica forgets its cached prefixes, unless it has work in flight. Not answered."""
 
 
-Command = SubmitRequest | AbortRequest | DumpCache | ReadPool | FlushCache
+class ForgetStorage(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Every rank of the replica counts nothing as stored any more, unless it has work in flight. Not answered."""
+
+
+Command = SubmitRequest | AbortRequest | DumpCache | ReadPool | FlushCache | ForgetStorage
 
 
 class StepInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

@@ -27,6 +27,7 @@ from scheduler_components.reference.engine.messages import (
     Command,
     DumpCache,
     FlushCache,
+    ForgetStorage,
     LoadReport,
     PoolPlace,
     PoolRead,
@@ -181,6 +182,8 @@ class StepExecutor:
             self.scheduler.abort(command.rid)
         elif isinstance(command, FlushCache):
             self.scheduler.flush_cache()
+        elif isinstance(command, ForgetStorage):
+            self.scheduler.forget_storage()
 
     def _submit(self, command: SubmitRequest) -> None:
         self.scheduler.book.work.took_in(FRONT, command.ticket)

@@ -360,12 +360,24 @@ class Scheduler:
 
     def flush_cache(self) -> bool:
         """Forget every cached prefix and say so on the stream; False, and nothing done, with work in flight."""
-        if self.queues or self.tiers.contents.num_operations:
+        if not self._is_at_rest:
             return False
         self.cache.clear()
         self._decisions.add(self.cache.used_tokens, self.cache.free_tokens)
         self.kv_events.publish_kv_events()
         return True
+
+    def forget_storage(self) -> bool:
+        """Count nothing as stored any more, and say so on the stream; False, and nothing done, with work in flight."""
+        if not self._is_at_rest:
+            return False
+        self.tiers.contents.forget_storage()
+        self.kv_events.publish_kv_events()
+        return True
+
+    @property
+    def _is_at_rest(self) -> bool:
+        return not self.queues and not self.tiers.contents.num_operations
 
     def close(self) -> None:
         """Send the last events and outputs, and close the sinks. Requests in flight are served no further.

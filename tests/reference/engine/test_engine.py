@@ -19,7 +19,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability.kv_stream import addresses_in, open_async_subscriber, worker_url
+from observability.kv_stream import Tier, addresses_in, open_async_subscriber, worker_url
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.load import open_zmq_load_reader
 from scheduler_components.reference.engine import (
@@ -30,6 +30,7 @@ from scheduler_components.reference.engine import (
     EnginePaths,
     EngineStatus,
     GenerateRequest,
+    HiCacheConfig,
     RankConfig,
     RankSilentError,
     RequestRefusedError,
@@ -150,9 +151,55 @@ def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> Non
             while not (await engine.dump_caches())[0].block_hashes:
                 await asyncio.sleep(0)
             assert (await client.post("/flush_cache")).status_code == 400
+            refused = await client.post("/clear_hicache_storage_backend")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "storage")
             await asyncio.gather(*asked)
 
     run_engine(scenario, attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)))
+
+
+def test_a_store_that_is_cleared_is_empty_told_and_filled_again(tmp_path: Path, private_tmp: Path) -> None:
+    pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
+
+    async def scenario(engine: Engine) -> None:
+        app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
+        addresses = addresses_in(dict(EngineStatus(engine=engine).server_info()), worker_url("http://127.0.0.1:1"))
+        async with (
+            httpx.AsyncClient(transport=app, base_url="http://engine") as client,
+            open_async_subscriber(addresses) as reader,
+        ):
+
+            async def stored() -> list[frozenset[int]]:
+                """What each rank counts as stored, once its views have been told of it."""
+                await engine.wait_until_idle()
+                dumps = await engine.dump_caches()
+                for rank in (0, 1):
+                    dump = dumps[2 * rank]
+                    assert await reader.wait_until(rank, dump.last_sequence, 20)
+                    assert reader.blocks(rank, Tier.STORAGE) == unpack_hashes(dump.stored_hashes)
+                return [unpack_hashes(dumps[tp_rank].stored_hashes) for tp_rank in range(4)]
+
+            async def serve() -> None:
+                await asyncio.gather(*(generate(engine, wanted(range(64))) for _ in range(4)))
+
+            await serve()
+            full = await stored()
+            assert all(full)
+            asked = asyncio.ensure_future(generate(engine, wanted(range(64), 400)))
+            while engine.front.is_idle:
+                await asyncio.sleep(0)
+            assert (await client.post("/clear_hicache_storage_backend")).status_code == 400
+            await asked
+            await engine.wait_until_idle()
+            num_files = sum(path.is_file() for path in (tmp_path / "pages").rglob("*/*"))
+            cleared = await client.post("/clear_hicache_storage_backend")
+            assert (cleared.status_code, cleared.text) == (200, f"Storage cleared: {num_files} pages.\n")
+            assert await stored() == [frozenset()] * 4
+            await serve()
+            assert all(await stored())
+
+    hicache = HiCacheConfig(host_tokens=1024, storage="file", storage_path=str(tmp_path))
+    run_engine(scenario, attrs.evolve(SMALL, hicache=hicache, kv_events=default_kv_events(SMALL)))
 
 
 def test_kv_metrics_of_each_replica_arrive(private_tmp: Path) -> None:

@@ -22,6 +22,7 @@ from scheduler_components.reference.engine import (
     Command,
     DumpCache,
     FlushCache,
+    ForgetStorage,
     LoadReport,
     PoolPlace,
     PoolRead,
@@ -52,6 +53,7 @@ rids = st.text(min_size=1, max_size=20)
 
 commands = st.one_of(
     st.builds(FlushCache),
+    st.builds(ForgetStorage),
     st.builds(
         SubmitRequest,
         rids,
