@@ -336,6 +336,8 @@ SECTIONS: tuple[Section, ...] = (
             "Connections refused: no or wrong keys, or no ZeroMQ peer."),
         gauge("kv_events_replays_open", "replays", "publisher.replays_open",
             "Replay answers being sent."),
+        gauge("kv_events_replays_waiting", "replays", "publisher.replays_waiting",
+            "Replay requests that wait for an answer being sent to end."),
         gauge("kv_events_batches_buffered", "batches", "publisher.batches_buffered",
             "Batches kept for replay."),
         gauge("kv_events_bytes_buffered", "bytes", "publisher.bytes_buffered",

@@ -332,6 +332,7 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
         subscribers_seen: connections of live subscribers that came about; tcp and ipc only.
         peers_refused: connections, live and replay, that did not: no or wrong keys, or no ZeroMQ peer.
         open_bind_without_auth: 1 when the stream listens beyond loopback without authentication.
+        replays_waiting: replay requests that wait for one of the open answers to end.
     """
 
     batches_sent: int = 0
@@ -355,6 +356,7 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
     subscribers_seen: int = 0
     peers_refused: int = 0
     open_bind_without_auth: int = 0
+    replays_waiting: int = 0
 
 
 class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):

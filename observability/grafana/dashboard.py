@@ -124,7 +124,7 @@ ROWS = (
                 "Replays cut or refused per second",
                 ("kv_events_replays_truncated_total", "kv_events_replays_refused_total"),
             ),
-            Panel("Open replays", ("kv_events_replays_open",)),
+            Panel("Replays open and waiting", ("kv_events_replays_open", "kv_events_replays_waiting")),
             Panel("Batches kept, and blocks in the base", ("kv_events_batches_buffered", "kv_events_blocks_in_base")),
             Panel("Bytes kept for replay", ("kv_events_bytes_buffered", "kv_events_bytes_in_base")),
             Panel(

@@ -507,6 +507,7 @@ class ZmqStreamEdge:
             replays_refused=replays.num_refused,
             replays_truncated=replays.num_truncated,
             replays_open=len(replays),
+            replays_waiting=replays.num_waiting,
             batches_buffered=len(stream),
             bytes_buffered=stream.kept_bytes,
             blocks_in_base=stream.num_base_blocks,

@@ -48,7 +48,7 @@ def whole_report() -> SchedulerStats:
     for at, name in enumerate(latencies.totals().__struct_fields__):
         getattr(latencies.histograms, name).observe(0.01 * at, at + 1)
     totals = SchedulerTotals(*range(1, 8), latencies.totals(), TierStats(*range(1, 16)))
-    return SchedulerStats(LABELS, load, totals, PublisherStats(*range(1, 17), 0.5, *range(18, 22)))
+    return SchedulerStats(LABELS, load, totals, PublisherStats(*range(1, 17), 0.5, *range(18, 23)))
 
 
 def encoded(stats: SchedulerStats) -> bytes:

@@ -130,6 +130,7 @@ def test_a_new_client_gets_all_of_it_while_sixty_four_are_stuck(
     client = open_socket(zmq.DEALER)
     client.connect(publisher.replay_endpoint or "")
     client.send_multipart([b"", bytes(8)])
+    eventually(lambda: publisher.stats().replays_waiting == 1)
     numbers = []
     while not numbers or numbers[-1] != -1:
         numbers.append(int.from_bytes(client.recv_multipart()[-2], "big", signed=True))
@@ -137,3 +138,4 @@ def test_a_new_client_gets_all_of_it_while_sixty_four_are_stuck(
     eventually(lambda: publisher.stats().replays_served == 1)  # counted after its end marker has gone out
     stats = publisher.stats()
     assert (stats.replays_refused, stats.replays_truncated, stats.replays_open) == (0, 1, 63)
+    assert stats.replays_waiting == 0
