@@ -76,6 +76,15 @@ class WorkResult(msgspec.Struct, Generic[R], frozen=True):
     error: str = ""
 
 
+@dataclass(slots=True)
+class _StepNews(Generic[R]):
+    """What the observer is told of one step: who got how many tokens, and who is over, why."""
+
+    requests: list[R] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    ends: list[tuple[R, FinishReason]] = field(default_factory=list)
+
+
 @dataclass(slots=True, kw_only=True)
 class BatchResultProcessor(Generic[R]):
     """Books results: new tokens, KV that became usable, requests that ended.
@@ -106,26 +115,36 @@ class BatchResultProcessor(Generic[R]):
 
         A result of a request that has ended meanwhile is left out: an abort may come while the device computes.
         """
+        step = _StepNews[R]()
         for result in results:
             request = result.request
             if request.finish_reason is not None:
                 continue
             try:
-                has_news = self._book(result)
+                num_accepted, reason = self._book(result)
             except Exception as error:  # noqa: BLE001 - one request's trouble is not the batch's; counted and logged
-                self._fail(request, _BOOKING, error)
+                self.failures.failed(_BOOKING, error)
+                num_accepted, reason = 0, FinishReason.ERROR
             else:
                 self.failures.succeeded(_COMPUTING)
                 self.failures.succeeded(_BOOKING)
-                if has_news:
-                    self._untold.append(request)
+            if num_accepted:
+                step.requests.append(request)
+                step.num_tokens.append(num_accepted)
+            if reason is not None:
+                self._take_out(request, reason)
+                step.ends.append((request, reason))
+            if num_accepted or reason is not None:
+                self._untold.append(request)
+        self._observe(step)
         return self._tell()
 
     def fail(self, requests: Iterable[R], error: Exception) -> list[R]:
         """End the requests of a batch that the device could not compute, and stream it; returns them."""
         for request in requests:
             if request.finish_reason is None:
-                self._fail(request, _COMPUTING, error)
+                self.failures.failed(_COMPUTING, error)
+                self._end(request, FinishReason.ERROR)
         return self._tell()
 
     def abort(self, request: R) -> bool:
@@ -136,7 +155,6 @@ class BatchResultProcessor(Generic[R]):
         if request.finish_reason is not None:
             return False
         self._end(request, FinishReason.ABORT)
-        self._untold.append(request)
         return True
 
     @property
@@ -149,8 +167,8 @@ class BatchResultProcessor(Generic[R]):
         self.output.stream(news)
         return news
 
-    def _book(self, result: WorkResult[R]) -> bool:
-        """Book one result; True when the request has news for its client."""
+    def _book(self, result: WorkResult[R]) -> tuple[int, FinishReason | None]:
+        """Book one result; returns how many tokens the request got, and why it is over, or None."""
         request = result.request
         if result.error:
             raise _FailedResultError(result.error)
@@ -163,16 +181,13 @@ class BatchResultProcessor(Generic[R]):
         if result.end < num_tokens:
             request.num_computed_tokens = result.end
             self.kv.share(request)
-            return False
+            return 0, None
         num_accepted, reason = self._append(request, result.token_ids)
         # The drafts that became tokens have their KV; the last token has none yet.
         request.num_computed_tokens = result.end + num_accepted - 1
         if result.is_prefill:
             self.kv.share(request)
-        self._observe_tokens(request, num_accepted)
-        if reason is not None:
-            self._end(request, reason)
-        return True
+        return num_accepted, reason
 
     def _append(self, request: R, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
         """Append tokens up to the one that ends the request; drafts accepted beyond it never were."""
@@ -187,13 +202,14 @@ class BatchResultProcessor(Generic[R]):
                 return place, reason
         return len(token_ids), None
 
-    def _fail(self, request: R, activity: str, error: Exception) -> None:
-        self.failures.failed(activity, error)
-        self._end(request, FinishReason.ERROR)
+    def _end(self, request: R, reason: FinishReason) -> None:
+        """End a request outside of a batch that was computed."""
+        self._take_out(request, reason)
+        self._observe_end(request, reason)
         self._untold.append(request)
 
-    def _end(self, request: R, reason: FinishReason) -> None:
-        """Take a request out and its pages back; whatever fails in one part, the others are done."""
+    def _take_out(self, request: R, reason: FinishReason) -> None:
+        """Take a request out and its pages back; whatever fails in one part, the other is done."""
         try:
             self.requests.finish(request, reason)
         except Exception as error:  # noqa: BLE001 - its pages must come back all the same
@@ -202,14 +218,20 @@ class BatchResultProcessor(Generic[R]):
             self.kv.release(request)
         except Exception as error:  # noqa: BLE001 - a broken cache says so in its own integrity check too
             self.failures.failed(_RELEASING, error)
+
+    def _observe(self, step: _StepNews[R]) -> None:
+        """Tell the observer of a whole step, ends last: one call for all tokens costs a fraction of one each."""
+        if step.requests:
+            try:
+                self.observer.generated(step.requests, step.num_tokens)
+            except Exception as error:  # noqa: BLE001 - a broken counter must not fail a request
+                self.failures.failed(_OBSERVING, error)
+        for request, reason in step.ends:
+            self._observe_end(request, reason)
+
+    def _observe_end(self, request: R, reason: FinishReason) -> None:
         try:
             self.observer.ended(request, reason)
-        except Exception as error:  # noqa: BLE001 - a broken counter must not fail a request
-            self.failures.failed(_OBSERVING, error)
-
-    def _observe_tokens(self, request: R, num_tokens: int) -> None:
-        try:
-            self.observer.generated(request, num_tokens)
         except Exception as error:  # noqa: BLE001 - as above
             self.failures.failed(_OBSERVING, error)
 

@@ -726,8 +726,11 @@ class RequestRegister(Protocol[Request_contra]):
 class ResultObserver(Protocol[Request_contra]):
     """Counts what requests get (totals, rates, latencies) and changes nothing. Called by ``BatchResultProcessor``."""
 
-    def generated(self, request: Request_contra, num_tokens: int) -> None:
-        """A step gave the request ``num_tokens`` tokens, more than one where drafts were accepted."""
+    def generated(self, requests: Sequence[Request_contra], num_tokens: Sequence[int]) -> None:
+        """A step gave each of these requests so many tokens, more than one where drafts were accepted.
+
+        Called once per step in which some request got some, before ``ended`` of those that these tokens ended.
+        """
         ...
 
     def ended(self, request: Request_contra, reason: FinishReason) -> None:
@@ -736,7 +739,7 @@ class ResultObserver(Protocol[Request_contra]):
 
 
 class _NoObserver:
-    def generated(self, request: object, num_tokens: int) -> None:
+    def generated(self, requests: Sequence[object], num_tokens: Sequence[int]) -> None:
         pass
 
     def ended(self, request: object, reason: FinishReason) -> None:

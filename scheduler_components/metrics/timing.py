@@ -192,6 +192,9 @@ class RequestPhase(enum.IntEnum):
     ENDED = 3
 
 
+_DECODE = int(RequestPhase.DECODE)  # a place in a list is found by an int in half the time
+
+
 class RequestTimeStats:
     """The times of one request, fed by whoever moves it.
 
@@ -208,7 +211,7 @@ class RequestTimeStats:
     """
 
     __slots__ = (
-        "phase", "times_s", "first_queue_s", "first_token_s", "num_retractions", "_last_token_s", "_now",
+        "phase", "times_s", "first_queue_s", "first_token_s", "num_retractions", "_now", "_since_token_s",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
@@ -217,8 +220,8 @@ class RequestTimeStats:
         self.first_queue_s: float | None = None
         self.first_token_s: float | None = None
         self.num_retractions = 0
-        self._last_token_s = 0.0
         self._now = now
+        self._since_token_s = 0.0  # since the first queueing, before the first token
 
     @property
     def e2e_s(self) -> float:
@@ -244,7 +247,9 @@ class RequestTimeStats:
         """Give the time up to ``now`` to the present phase; an ended request takes none."""
         if self.phase is not RequestPhase.ENDED:
             if now > self._now:
-                self.times_s[self.phase] += now - self._now
+                passed_s = now - self._now
+                self.times_s[self.phase] += passed_s
+                self._since_token_s += passed_s
             self._now = now
 
     def move_to(self, phase: RequestPhase, now: float) -> None:
@@ -265,12 +270,25 @@ class RequestTimeStats:
         the client it is one.
         """
         self.move_to(RequestPhase.DECODE, now)
-        elapsed_s = self.e2e_s
-        interval_s = None if self.first_token_s is None else max(0.0, elapsed_s - self._last_token_s)
+        interval_s, self._since_token_s = self._since_token_s, 0.0
         if self.first_token_s is None:
-            self.first_token_s = elapsed_s
-        self._last_token_s = elapsed_s
+            self.first_token_s = self.e2e_s
+            return None
         return interval_s
+
+    def decoded_since(self, now: float) -> float | None:
+        """Do what ``took_token`` does for a request of which nothing was told since its last token, and quickly.
+
+        None, and nothing done, for any other request.
+        """
+        if self._since_token_s or self.first_token_s is None or self.phase is not RequestPhase.DECODE:
+            return None
+        passed_s = now - self._now
+        self._now = now
+        if passed_s <= 0.0:
+            return 0.0
+        self.times_s[_DECODE] += passed_s
+        return passed_s
 
     def __repr__(self) -> str:
         queue_s, prefill_s, decode_s = self.times_s
@@ -311,6 +329,8 @@ class RequestLatencies:
     """Follows requests and books what their times say; the scheduler keeps each request's ``RequestTimeStats``.
 
     Each call costs one look at the clock and at most one addition in a histogram, except the last of a request.
+    ``took_tokens_together`` takes a whole step: one look, and mostly one addition, since requests that decode
+    together wait equally long for their tokens.
 
     Attributes:
         histograms: where values are counted.
@@ -336,10 +356,29 @@ class RequestLatencies:
 
     def took_tokens(self, times: RequestTimeStats, num_tokens: int) -> None:
         """The request got ``num_tokens`` new tokens in one step; with speculation there are several."""
+        self._took_tokens(times, num_tokens, self.clock())
+
+    def took_tokens_together(self, times: Sequence[RequestTimeStats], num_tokens: Sequence[int]) -> None:
+        """Each of these requests got so many tokens in one step, all at one moment: ``took_tokens``, one by one."""
+        now = self.clock()
+        observe = self.histograms.inter_token.observe
+        alike_s, num_alike = 0.0, 0  # requests in a row that got one token after the same time
+        for each, num in zip(times, num_tokens, strict=True):
+            passed_s = each.decoded_since(now) if num == 1 else None
+            if passed_s is None:
+                self._took_tokens(each, num, now)
+            elif passed_s == alike_s:
+                num_alike += 1
+            else:
+                observe(alike_s, num_alike)
+                alike_s, num_alike = passed_s, 1
+        observe(alike_s, num_alike)
+
+    def _took_tokens(self, times: RequestTimeStats, num_tokens: int, now: float) -> None:
         if num_tokens < 1 or times.phase is RequestPhase.ENDED:
             return
         is_first = times.first_queue_s is None
-        interval_s = times.took_token(self.clock())
+        interval_s = times.took_token(now)
         self._book_queue(times, is_first)
         if interval_s is not None:
             self.histograms.inter_token.observe(interval_s / num_tokens, num_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.metrics import RequestLatencies, RequestPhase, RequestTimeStats
+from scheduler_components.metrics import Histogram, RequestLatencies, RequestPhase, RequestTimeStats
 
 clock_readings = st.floats(-1e9, 1e9)
 TOKENS = 4
@@ -93,6 +93,66 @@ def test_histograms_count_each_request_once_and_each_token_after_the_first_step(
     assert all(histogram.total >= 0 for histogram in (totals.queue, totals.e2e, totals.inter_token))
     if is_ended:
         assert totals.e2e.total == times.e2e_s
+
+
+steps_of_many = st.lists(
+    st.tuples(
+        st.sampled_from("aartttttttea."),
+        st.sampled_from([-0.25, 0.0, 0.5, 0.5, 3.0]),
+        st.lists(st.integers(0, 4), unique=True),
+        st.sampled_from([-1, 0, 1, 1, 1, 2, 4]),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(steps_of_many)
+@example([("t", 0.5, [0, 1, 2], 1), ("t", 0.5, [0, 1], 1), ("r", 0.0, [1], 1), ("t", 0.5, [0, 1, 2], 1)])
+@example([("t", 0.5, [0, 1], 1), (".", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
+@example([("t", 0.5, [0, 1], 1), ("e", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
+def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str, float, list[int], int]]) -> None:
+    clock = Clock()
+    together, one_by_one = RequestLatencies(clock=clock), RequestLatencies(clock=clock)
+    ours = [together.queued() for _ in range(5)]
+    theirs = [one_by_one.queued() for _ in range(5)]
+    for action, step_s, chosen, num_tokens in steps:
+        clock.now += step_s
+        if action == "t":
+            counts = [num_tokens if place % 2 else 1 for place in range(len(chosen))]
+            together.took_tokens_together([ours[each] for each in chosen], counts)
+            for each, count in zip(chosen, counts, strict=True):
+                one_by_one.took_tokens(theirs[each], count)
+            continue
+        if action == ".":  # somebody looked, and nothing happened
+            for times in (ours, theirs):
+                for each in chosen:
+                    times[each].advance(clock.now)
+            continue
+        for latencies, times in ((together, ours), (one_by_one, theirs)):
+            tell = {"a": latencies.admitted, "r": latencies.retracted, "e": latencies.ended}[action]
+            for each in chosen:
+                tell(times[each])
+    # Steps are quarter seconds and counts powers of two, so that no sum depends on the order of its parts.
+    assert together.totals() == one_by_one.totals()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.times_s, mine.phase, mine.first_token_s) == (other.times_s, other.phase, other.first_token_s)
+
+
+def test_requests_that_waited_alike_are_one_addition() -> None:
+    clock = Clock()
+    latencies = RequestLatencies(clock=clock)
+    observed: list[tuple[float, int]] = []
+
+    class Noted(Histogram):
+        def observe(self, value: float, times: int = 1) -> None:
+            observed.append((value, times))
+
+    latencies.histograms.inter_token = Noted([1.0])
+    batch = [latencies.queued() for _ in range(64)]
+    for clock.now in (1.0, 1.5, 2.5):
+        latencies.took_tokens_together(batch, [1] * 64)
+    assert [(value, times) for value, times in observed if times] == [(0.5, 64), (1.0, 64)]
 
 
 def test_tokens_that_come_together_share_their_interval() -> None:

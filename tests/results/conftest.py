@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -77,16 +77,19 @@ class Register:
 class Observer:
     num_tokens: int = 0
     ends: list[FinishReason] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
     broken: bool = False
 
-    def generated(self, request: Req, num_tokens: int) -> None:
+    def generated(self, requests: Sequence[Req], num_tokens: Sequence[int]) -> None:
         if self.broken:
             raise RuntimeError("no counters today")
-        self.num_tokens += num_tokens
+        self.calls.append(" ".join(f"{request.rid}+{num}" for request, num in zip(requests, num_tokens, strict=True)))
+        self.num_tokens += sum(num_tokens)
 
     def ended(self, request: Req, reason: FinishReason) -> None:
         if self.broken:
             raise RuntimeError("no counters today")
+        self.calls.append(f"{request.rid} {reason}")
         self.ends.append(reason)
 
 

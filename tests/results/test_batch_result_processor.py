@@ -107,6 +107,22 @@ def test_a_cache_that_refuses_one_request_fails_that_one(bench: Any) -> None:
     assert list(bench.register.running) == ["well"]
 
 
+def test_the_observer_hears_of_a_step_in_one_call_and_then_of_its_ends(bench: Any) -> None:
+    processor = bench.processor()
+    first, second, chunk, sick = (bench.add(rid, max_new=2) for rid in ("first", "second", "chunk", "sick"))
+    bench.pages.broken_rids.add("sick")
+    processor.process(
+        [
+            result(first, None, 50, 51),
+            result(sick, 4, is_prefill=True),
+            result(chunk, 4, is_prefill=True),
+            result(second, None, 52),
+        ]
+    )
+    processor.process([result(chunk, 8, is_prefill=True)])
+    assert bench.observer.calls == ["first+2 second+1", "first length", "sick error"]
+
+
 def test_a_broken_observer_costs_nobody_a_token(bench: Any) -> None:
     bench.observer.broken = True
     processor, request = bench.processor(), bench.add("a", max_new=1)

@@ -201,6 +201,31 @@ def _as_token_array(input_ids: Iterable[int]) -> array[int]:
     return tokens
 
 
+class _PrefillCount:
+    """What admitted prefills have still to compute, as a sum that is kept, so that a load inquiry walks nothing.
+
+    A request's tokens are remembered as they were counted, and exactly that count leaves with it.
+    """
+
+    __slots__ = ("_by_rid", "num_tokens")
+
+    def __init__(self) -> None:
+        self._by_rid: dict[str, int] = {}  # requests in prefill alone
+        self.num_tokens = 0
+
+    def count(self, request: Request) -> None:
+        """Count a running request, or count it anew."""
+        self.forget(request)
+        if num_tokens := request.num_prefill_tokens_left:
+            self._by_rid[request.rid] = num_tokens
+            self.num_tokens += num_tokens
+
+    def forget(self, request: Request) -> None:
+        """The request runs no more, or never did."""
+        if self._by_rid:
+            self.num_tokens -= self._by_rid.pop(request.rid, 0)
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestQueues:
     """Every request in flight stands in exactly one of ``waiting`` and ``running``; a ``QueueSource`` for load reports.
@@ -220,6 +245,7 @@ class RequestQueues:
     _by_rid: dict[str, Request] = field(default_factory=dict, init=False, repr=False)
     _untold_rids: set[str] = field(default_factory=set, init=False, repr=False)
     _num_arrivals: int = field(default=0, init=False)
+    _prefills: _PrefillCount = field(default_factory=_PrefillCount, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self._by_rid)
@@ -230,8 +256,13 @@ class RequestQueues:
 
     @property
     def num_chunked_tokens_left(self) -> int:
-        """Tokens that admitted prefills have still to compute."""
-        return sum(request.num_prefill_tokens_left for request in self.running)
+        """Tokens that admitted prefills have still to compute: ``num_prefill_tokens_left`` of all running ones."""
+        return self._prefills.num_tokens
+
+    def recount_prefill(self, request: Request) -> None:
+        """More of a request's prefill is computed; one that has ended with it is no longer counted anyway."""
+        if request.state is RequestState.RUNNING:
+            self._prefills.count(request)
 
     def find(self, rid: str) -> Request | None:
         """Return the request in flight with this id, or None."""
@@ -253,14 +284,16 @@ class RequestQueues:
         self.waiting.append(request)
 
     def admit(self, request: Request) -> None:
-        """Move a request from waiting to running."""
+        """Move a request from waiting to running; its ``prefill_end`` is set."""
         self.waiting.remove(request)
         self.running.append(request)
         request.state = RequestState.RUNNING
+        self._prefills.count(request)
 
     def put_back(self, request: Request) -> None:
         """Move a request from running to the front of the waiting ones."""
         self.running.remove(request)
+        self._prefills.forget(request)
         request.state = RequestState.WAITING
         self.waiting.appendleft(request)
 
@@ -270,6 +303,7 @@ class RequestQueues:
             self.waiting.remove(request)
         else:
             self.running.remove(request)
+            self._prefills.forget(request)
         del self._by_rid[request.rid]
         if reason is FinishReason.ABORT:
             self._untold_rids.add(request.rid)

@@ -341,10 +341,15 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - counted and logged there, and told to each request's client
             return self.results.fail([work.request for work in batch.works], error)
         self.book.prefilled(batch.num_prefill_tokens, begun_s=begun_s)
-        return self.results.process(
+        news = self.results.process(
             WorkResult(work.request, work.start, work.end, (token,), work.is_prefill)
             for work, token in zip(batch.works, next_tokens, strict=True)
         )
+        if batch.num_prefill_tokens:
+            for work in batch.works:
+                if work.is_prefill:
+                    self.queues.recount_prefill(work.request)
+        return news
 
     def _report(self) -> None:
         """Tell what the step did: events and statistics every step, slots and blocks now and then."""
