@@ -35,7 +35,7 @@ from observability.kv_stream.instructions import (
 )
 from observability.kv_stream.view import BlockView
 from scheduler_components import AllBlocksCleared, DecodeError
-from scheduler_components.kv_events import BatchDecoder, DecodedBatch, Kind, Meta
+from scheduler_components.kv_events import DecodedBatch, Kind, Meta
 from scheduler_components.validators import is_number
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "FollowPolicy",
     "FrameReader",
     "NullListener",
+    "PayloadDecoder",
     "ReplayChannel",
     "StreamFollower",
     "StreamListener",
@@ -272,6 +273,18 @@ class ApplierCounters:
     last_error: str = ""
 
 
+class PayloadDecoder(Protocol):
+    """Reads payloads: ``BatchDecoder``."""
+
+    def decode(self, payload: bytes) -> DecodedBatch:
+        """Decode one payload; bad events are reported in ``errors``, each alone.
+
+        Raises:
+            DecodeError: the batch itself is unreadable.
+        """
+        ...
+
+
 class FollowedCursor(Protocol):
     """What statistics read of a cursor."""
 
@@ -296,7 +309,7 @@ class BatchApplier:
 
     rank: int
     view: BlockView
-    decoder: BatchDecoder
+    decoder: PayloadDecoder
     listener: StreamListener
     wall_clock: Callable[[], float]
     counters: ApplierCounters = field(default_factory=ApplierCounters)
@@ -383,7 +396,7 @@ class BatchApplier:
         if not replayed:
             counters.lag_s = self.wall_clock() - batch.ts
         view.apply(self.rank, batch.events)
-        if is_base and batch.events[:1] == (AllBlocksCleared(),):
+        if is_base and batch.events and isinstance(batch.events[0], AllBlocksCleared):
             # The base is written so that it begins from nothing: no clear happened.
             batch = msgspec.structs.replace(batch, events=batch.events[1:])
         if batch.events or batch.errors or not is_base:

@@ -27,6 +27,7 @@ from observability.kv_stream.follower import (
     FollowPolicy,
     FrameReader,
     NullListener,
+    PayloadDecoder,
     StreamFollower,
     StreamListener,
     StreamPosition,
@@ -475,6 +476,7 @@ def open_subscriber(
     listener: StreamListener | None = None,
     keys: ClientKeys | None = None,
     view: BlockView | None = None,
+    new_decoder: Callable[[], PayloadDecoder] = BatchDecoder,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> Subscriber:
@@ -489,6 +491,7 @@ def open_subscriber(
             thread that does.
         keys: for publishers that ask clients for keys (CURVE).
         view: an empty one to keep the blocks in; by default a ``BlockView``.
+        new_decoder: makes what reads one stream's payloads.
         clock: monotonic seconds, for deadlines; wall_clock: seconds since the epoch, for the lag.
 
     Raises:
@@ -515,7 +518,7 @@ def open_subscriber(
                 applier=BatchApplier(
                     rank=address.rank,
                     view=blocks,
-                    decoder=BatchDecoder(),
+                    decoder=new_decoder(),
                     listener=NullListener() if listener is None else listener,
                     wall_clock=wall_clock,
                 ),

@@ -59,10 +59,15 @@ class JetStreamSinks:
     others: RelaySinks
     writer: JetStreamWriter
 
+    @property
+    def dialect(self) -> str:
+        """That of the others: both streams carry the same bytes."""
+        return self.others.dialect
+
     def open(self, rank: int) -> RelaySink:
         """Open the sinks of one rank's stream."""
         first = self.others.open(rank)
-        second = self.writer.sink(rank)
+        second = self.writer.sink(rank, self.dialect)
         second.say_upstream(StreamState.CONNECTING.value)  # nobody shall take an empty stream for whole
         return _BothSinks(first=first, second=second)
 

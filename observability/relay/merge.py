@@ -28,10 +28,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import msgspec
-
 from observability.kv_stream import StreamState
 from observability.relay.block_set import BlockSet
+from observability.relay.raw_events import removals_of
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.events import MEDIUM_GPU, Site, site_of
 
@@ -176,11 +175,11 @@ class SourceMerger:
         elif isinstance(event, BlockRemoved):
             site = _site_of(event)
             _fold(into, event)
-            gone = tuple([each for each in event.block_hashes if not self._stands(site, each)])
-            if len(gone) == len(event.block_hashes):
+            gone = {each for each in event.block_hashes if not self._stands(site, each)}
+            if len(gone) == len(set(event.block_hashes)):
                 yield event
             elif gone:
-                yield msgspec.structs.replace(event, block_hashes=gone)
+                yield from removals_of(event, gone)
         else:
             gone_blocks = dict(into)
             into.clear()

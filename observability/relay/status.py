@@ -19,7 +19,7 @@ def relay_settings(text: str) -> KVEventsConfig:
     """Read what follows ``--kv-events-config``; what is not given has the relay's defaults.
 
     A relay publishes by ``zmq``, for it was started to. It begins at the clock's numbers, so that plain readers see
-    that it restarted.
+    that it restarted. Events go on as the bytes that came: dialect ``native``.
 
     Raises:
         ConfigError: as ``KVEventsConfig.from_cli``, or another publisher is asked for.
@@ -29,6 +29,7 @@ def relay_settings(text: str) -> KVEventsConfig:
     settings = settings.changed(
         publisher=settings.publisher if "publisher" in given else "zmq",
         seq_base=settings.seq_base if "seq_base" in given else "clock",
+        dialect=settings.dialect if "dialect" in given else "native",
     )
     if settings.publisher != "zmq":
         raise ConfigError("publisher", settings.publisher, "is none that a relay publishes by", 'give "zmq"')

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from observability.kv_stream import NullListener, StreamState
 from observability.relay.merge import Events, SourceMerger
+from observability.relay.raw_events import SourceForm
 from scheduler_components import BlockStored, KVEventBatch, KvEventSink
 from scheduler_components.events import CheckedEvents
 from scheduler_components.kv_events import DecodedBatch
@@ -29,6 +30,11 @@ class RelaySink(KvEventSink, Protocol):
 
 class RelaySinks(Protocol):
     """Where the streams of all ranks go: ``ZmqSinks``."""
+
+    @property
+    def dialect(self) -> str:
+        """What the streams are written in; in ``native`` an event goes on as the bytes that came."""
+        ...
 
     def open(self, rank: int) -> RelaySink:
         """Open the sink of one rank's stream; called once per rank.
@@ -54,6 +60,7 @@ class RelayedStream:
         merger: its sources.
         block_size: tokens per block as the last stored event had it; None before the first.
         has_pending: True from a batch to ``flush``.
+        form: how events are written that came as bytes.
     """
 
     rank: int
@@ -62,6 +69,7 @@ class RelayedStream:
     merger: SourceMerger = field(default_factory=SourceMerger)
     block_size: int | None = None
     has_pending: bool = False
+    form: SourceForm = field(default_factory=SourceForm)
 
     def publish(self, events: Events, ts: float) -> None:
         """Publish what the merger said; nothing where that is nothing.
@@ -74,7 +82,8 @@ class RelayedStream:
         first = events[0]
         if isinstance(first, BlockStored) and first.block_size:  # an offload tier may not know it
             self.block_size = first.block_size
-        self.sink.publish(KVEventBatch(ts or self.wall_clock(), CheckedEvents(events), self.rank))
+        rows = CheckedEvents(self.form.rows(events))
+        self.sink.publish(KVEventBatch(ts or self.wall_clock(), rows, self.rank))
 
     def tell(self) -> None:
         """Tell readers how far the stream is known."""

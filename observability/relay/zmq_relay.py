@@ -25,10 +25,18 @@ from observability.kv_stream import (
     open_subscriber,
     wait_together,
 )
+from observability.relay.raw_events import RawKeepingDecoder
 from observability.relay.source import RelaySource
 from observability.relay.stream import RelayedStream, RelaySink, RelaySinks, SourceListener
 from scheduler_components import ComponentError, PublisherStats, kv_events_server_info
-from scheduler_components.kv_events import BoundStream, ClientKeys, KVEventsConfig, StreamAddress, ZmqEventPublisher
+from scheduler_components.kv_events import (
+    BatchDecoder,
+    BoundStream,
+    ClientKeys,
+    KVEventsConfig,
+    StreamAddress,
+    ZmqEventPublisher,
+)
 
 __all__ = ["RelayConfig", "RelayedStats", "SourceStats", "ZmqRelay", "ZmqSinks", "open_relay"]
 
@@ -112,6 +120,11 @@ class ZmqSinks:
     def __init__(self, settings: KVEventsConfig) -> None:
         self._settings = settings
         self._publishers: dict[int, ZmqEventPublisher] = {}
+
+    @property
+    def dialect(self) -> str:
+        """What the publishers write."""
+        return self._settings.dialect
 
     def open(self, rank: int) -> RelaySink:
         """Open the publisher of one rank, at the settings' ports + rank."""
@@ -255,6 +268,7 @@ class ZmqRelay:
             listener=SourceListener(key, self.streams),
             keys=self.config.keys,
             view=CountingView(),
+            new_decoder=RawKeepingDecoder if self.sinks.dialect == "native" else BatchDecoder,
         )
         self._set_problem(followed, "")
 

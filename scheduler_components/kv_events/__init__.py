@@ -30,6 +30,8 @@ from scheduler_components.kv_events.codec import (
     BatchEncoder,
     DecodedBatch,
     first_unfilled,
+    part_of,
+    read_event,
 )
 from scheduler_components.kv_events.endpoints import MAX_PORT, BoundStream, Endpoint, PortPlan, StreamAddress
 from scheduler_components.kv_events.replay import (
@@ -115,8 +117,10 @@ __all__ = [
     "first_unfilled",
     "lock_ipc_path",
     "open_event_publisher",
+    "part_of",
     "place_of",
     "plain_request",
+    "read_event",
     "read_json_object",
     "read_key_pair",
     "read_public_key",

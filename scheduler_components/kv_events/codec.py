@@ -432,18 +432,28 @@ class BatchDecoder:
             DecodeError: the batch itself is unreadable: not ``[ts, events, rank]``, no finite time, too large, or
                 more than a thousand bad events.
         """
+        batch = self.decode_whole(payload)
+        return self.decode_by_event(payload) if batch is None else batch
+
+    def decode_whole(self, payload: bytes) -> DecodedBatch | None:
+        """Decode one payload whose events are all as today's writers write them; None where each counts alone.
+
+        Raises:
+            DecodeError: it is too large.
+        """
         if len(payload) > self._max_payload_bytes:
             raise DecodeError(f"payload of {len(payload)} bytes is over the limit of {self._max_payload_bytes}")
         try:
             batch = self._decode_whole(payload)
         except _NOT_SOUND:
-            return self._decode_otherwise(payload)
+            self._try_other_dialect(payload)
+            return None
         if not math.isfinite(batch.ts) or _first_unread(batch.events) is not None:
-            return self._decode_by_event(payload)
+            return None
         return batch
 
-    def _decode_otherwise(self, payload: bytes) -> DecodedBatch:
-        """The stream may be of the other dialect, which is read at once from then on; else each event counts alone."""
+    def _try_other_dialect(self, payload: bytes) -> None:
+        """The stream may be of the other dialect, which is read at once from then on."""
         other: Callable[[bytes], DecodedBatch] = self._decode_arrays
         if self._decode_whole is other:
             other = self._decode_maps
@@ -453,7 +463,6 @@ class BatchDecoder:
             pass
         else:
             self._decode_whole = other
-        return self._decode_by_event(payload)
 
     @staticmethod
     def _decode_maps(payload: bytes) -> DecodedBatch:
@@ -462,7 +471,8 @@ class BatchDecoder:
         return DecodedBatch(batch.ts, tuple([_event_of(read) for read in batch.events]), batch.attn_dp_rank)
 
     @staticmethod
-    def _decode_by_event(payload: bytes) -> DecodedBatch:
+    def decode_by_event(payload: bytes) -> DecodedBatch:
+        """Decode one payload event by event; see ``decode``."""
         try:
             batch = _read_raw(payload)
         except _DECODE_ERRORS as error:

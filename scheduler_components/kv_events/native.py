@@ -205,7 +205,7 @@ def _check(kind: type[WireEvent], fields: dict[str, Any]) -> None:
     """
     for name, wanted in _WANTED[kind].items():
         if name not in fields:
-            if name in REQUIRED[kind][:4]:
+            if name in REQUIRED[kind][:4] and name != "parent_block_hash":  # some leave a None out
                 raise ValueError(f"{name} is missing")
             continue
         value = fields[name]
@@ -331,6 +331,8 @@ def cut_event(event: Any, first: int, stop: int) -> msgspec.Raw:
     tag = read["type"] if isinstance(read, dict) else read[0]
     if isinstance(read, dict):
         fields = dict(read)
+        if tag == BlockStored.__name__:
+            fields.setdefault("parent_block_hash", None)  # some leave a None out
     else:
         names = ("type", *_BY_TAG.get(tag, BlockStored).__struct_fields__)
         fields = {names[index] if index < len(names) else index: value for index, value in enumerate(read)}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import nats
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -21,7 +23,7 @@ from observability.jetstream import (
 )
 from observability.kv_stream import StreamState, bare_address, open_subscriber
 from observability.relay import JetStreamSinks, RelayConfig, RelaySource, ZmqRelay, ZmqSinks, open_relay, relay_settings
-from scheduler_components import ConfigError
+from scheduler_components import ConfigError, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
 
@@ -94,6 +96,48 @@ def test_readers_of_both_have_what_the_engine_holds(
             }
     finally:
         engine.shutdown()
+
+
+TOMORROW = {
+    "type": "BlockStored", "block_hashes": [2**63 + 5, 7], "parent_block_hash": None, "token_ids": [1, 2],
+    "block_size": 1, "lora_id": None, "tomorrow": [{"a": 1}, None],
+}  # fmt: skip
+
+
+def test_an_event_goes_into_the_log_as_the_bytes_that_came(
+    endpoints: list[str], nats_server: Any, poll_until: Any
+) -> None:
+    """Fields that the kit does not know included; what was stored before the log began stands in the base."""
+    settings = {"publisher": "zmq", "endpoint": endpoints[0], "replay_endpoint": endpoints[1], "dialect": "native"}
+    engine = ZmqEventPublisher(0, config=KVEventsConfig(**settings, bind=True))
+    raw = msgspec.Raw(msgspec.msgpack.encode(TOMORROW))
+    config = JetStreamConfig(servers=nats_server.url)
+    address = LogAddress("pod-1")
+    published = relay_settings(f'{{"endpoint": "{endpoints[2]}", "replay_endpoint": "{endpoints[3]}", "bind": true}}')
+    try:
+        writer = open_jetstream_writer(config, "pod-1")
+        sinks = JetStreamSinks(others=ZmqSinks(published), writer=writer)
+        sources = RelayConfig(sources=(RelaySource.parse(f"{endpoints[0]},{endpoints[1]}"),))
+        with open_relay(sources, sinks=sinks, say=str) as relay, polled(relay):
+            with open_jetstream_subscriber(config, [address]) as reader:
+                poll_until(reader, lambda: reader.stats()[0].state is StreamState.LIVE)
+                engine.publish(KVEventBatch(1.0, (raw,)))  # type: ignore[arg-type]
+                engine.idle()
+                poll_until(reader, lambda: reader.blocks(0) == {5 - 2**63, 7})
+        (logged,) = asyncio.run(_log_of(nats_server.url, address))
+        assert msgspec.msgpack.decode(logged) == [1.0, [TOMORROW], 0]
+    finally:
+        engine.shutdown()
+
+
+async def _log_of(url: str, address: LogAddress) -> list[bytes]:
+    client = await nats.connect(url)
+    try:
+        broker = client.jetstream()
+        last = (await broker.stream_info(address.log)).state.last_seq
+        return [(await broker.get_msg(address.log, seq)).data for seq in range(1, last + 1)]
+    finally:
+        await client.close()
 
 
 def test_every_number_of_a_written_stream_has_one_metric() -> None:

@@ -11,10 +11,19 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
 from observability import RELAY_CATALOG, RelayCollector
-from observability.kv_stream import FollowPolicy, StreamState, Subscriber, Tier, addresses_in, open_subscriber
+from observability.kv_stream import (
+    FollowPolicy,
+    NullListener,
+    StreamState,
+    Subscriber,
+    Tier,
+    addresses_in,
+    open_subscriber,
+)
 from observability.relay import (
     RelayConfig,
     RelaySource,
@@ -25,8 +34,9 @@ from observability.relay import (
     relay_settings,
     zmq_relay,
 )
+from observability.relay.raw_events import RawKeepingDecoder, RawStored
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVEventBatch, StartError
-from scheduler_components.kv_events import ClientKeys, KVEventsConfig, ZmqEventPublisher, write_key_pair
+from scheduler_components.kv_events import ClientKeys, DecodedBatch, KVEventsConfig, ZmqEventPublisher, write_key_pair
 from scheduler_components.testing import ScriptedPublisher
 
 DEADLINE_S = 20.0
@@ -253,6 +263,55 @@ def test_a_tier_that_tells_no_tokens_is_relayed_and_sets_no_block_size(bench: Be
     assert bench.status.server_info()["kv_events"]["block_size"] is None
 
 
+class Told(NullListener):
+    """Keeps the bytes of stored events."""
+
+    def __init__(self) -> None:
+        self.stored: list[bytes] = []
+
+    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+        self.stored += [event.raw for event in batch.events if isinstance(event, RawStored)]
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_fields_of_tomorrow_go_on_as_the_bytes_that_came(bench: Bench, form: str) -> None:
+    """Live, and to a late reader from the base, of which the first run stands in part."""
+    publisher = bench.publisher(dialect="native")
+    rows = [
+        {"type": "BlockStored", "block_hashes": [2**63 + number, number], "parent_block_hash": None,
+         "token_ids": [1, 2], "block_size": 1, "lora_id": None, "tomorrow": [{"number": number}, None]}
+        for number in range(1, 9)
+    ]  # fmt: skip
+    if form == "array":
+        rows = [[*list(row.values())[:6], *[None] * 11, row["tomorrow"]] for row in rows]  # type: ignore[misc]
+    events = [msgspec.Raw(msgspec.msgpack.encode(row)) for row in rows]
+    publisher.tell(events[0])  # type: ignore[arg-type]
+    bench.open(source(publisher), dialect="native", buffer_steps=2)
+    bench.until(lambda: bench.status.health_problem() is None)
+    addresses = addresses_in(bench.status.server_info(), httpx.URL("http://127.0.0.1:1"))
+    with zmq.Context() as context, context.socket(zmq.SUB) as live:
+        live.linger = 0
+        live.subscribe(b"")
+        live.connect(str(addresses[0].events))
+        bench.until(lambda: bench.relay.stream_stats()[0].publisher.subscribers_seen)
+        for event in (*events[1:4], BlockRemoved((2,)), *events[4:]):
+            publisher.tell(event)  # type: ignore[arg-type]
+        heard: list[bytes] = []
+        while len(heard) < 8:
+            bench.until(lambda: live.poll(0))
+            heard.append(live.recv_multipart()[-1])
+    assert heard == list(publisher.sent.values())[1:]
+    late = Told()
+    reader = open_subscriber(addresses, policy=QUICK, listener=late, new_decoder=RawKeepingDecoder)
+    bench.readers.append(bench.stack.enter_context(reader))
+    bench.until(lambda: bench.state() is StreamState.LIVE and len(reader.blocks(0)) == 15)
+    assert reader.stats()[0].snapshots == 1
+    told = [msgspec.msgpack.decode(raw) for raw in late.stored]
+    tomorrow = [fields["tomorrow"] if form == "map" else fields[17] for fields in told]
+    assert [each[0]["number"] for each in tomorrow] == list(range(1, 9))
+    assert [len(each) for each in tomorrow] == [2, 1, 2, 2, 2, 2, 2, 2]  # of the second event one block is gone
+
+
 def test_keys_on_both_sides(bench: Bench, tmp_path: Path) -> None:
     public, secret = write_key_pair(tmp_path / "own", "engine")
     client, client_secret = write_key_pair(tmp_path / "clients", "client")
@@ -293,6 +352,8 @@ def test_metrics_say_what_is_followed_and_what_is_published(bench: Bench) -> Non
 def test_a_relay_publishes_by_zmq_at_the_clocks_numbers_unless_told_otherwise() -> None:
     settings = relay_settings('{"endpoint": "tcp://*:5557"}')
     assert (settings.publisher, settings.seq_base) == ("zmq", "clock")
+    assert settings.dialect == "native"
+    assert relay_settings('{"seq_base": "zero", "dialect": "map"}').changed(publisher="zmq").dialect == "map"
     assert relay_settings('{"seq_base": "zero"}').seq_base == "zero"
     with pytest.raises(ConfigError, match="publisher='null'"):
         relay_settings('{"publisher": "null"}')

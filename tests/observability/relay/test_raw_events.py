@@ -1,0 +1,338 @@
+"""Fields that the kit does not know, from an engine through a relay to a reader: live, from the base, in parts.
+
+Engines here are payloads of made-up events, in maps or arrays, whose blocks each carry what no version of this kit
+declares. The relay is the kit's real cores without sockets; a reader keeps, per block, all that was said of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from observability.kv_stream import BatchApplier, CountingView
+from observability.relay import RelayedStream, SourceListener
+from observability.relay.raw_events import RawKeepingDecoder, RawStored
+from scheduler_components import AllBlocksCleared, BlockStored, EventBatch, KVEventBatch, PublisherStats
+from scheduler_components.events import signed_block_hash
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
+
+FORMS = ("map", "array")
+STORED_FIELDS = BlockStored.__struct_fields__
+
+
+def stored(form: str, mark: str, hashes: list[Any], *, parent: Any = None, **known: Any) -> Any:
+    """A stored event with three fields of tomorrow: one of the event, one per block, one per token."""
+    fields = dict.fromkeys(STORED_FIELDS) | {"block_hashes": hashes, "parent_block_hash": parent, "block_size": 2}
+    fields |= {"token_ids": list(range(2 * len(hashes)))}
+    fields |= known
+    later = {"mark": mark, "per_block": [f"{mark}{number}" for number in range(len(hashes))]}
+    later |= {"per_token": [[mark, number] for number in range(2 * len(hashes))]}
+    if form == "array":
+        return ["BlockStored", *fields.values(), *later.values()]
+    return {"type": "BlockStored"} | {name: value for name, value in fields.items() if value is not None} | later
+
+
+def removed(form: str, mark: str, hashes: list[Any]) -> Any:
+    if form == "array":
+        return ["BlockRemoved", hashes, None, None, None, None, mark]
+    return {"type": "BlockRemoved", "block_hashes": hashes, "mark": mark}
+
+
+def cleared(form: str) -> Any:
+    return ["AllBlocksCleared", "mark"] if form == "array" else {"type": "AllBlocksCleared", "mark": "c"}
+
+
+def payload_of(*events: Any) -> bytes:
+    return msgspec.msgpack.encode((1.0, list(events), 0))
+
+
+class Reader:
+    """Keeps of each block what its last stored event said, tomorrow's fields included."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[Any, ...]] = {}
+        self.said: set[str] = set()
+
+    def read(self, *payloads: bytes) -> Reader:
+        for payload in payloads:
+            assert BatchDecoder().decode(payload).errors == ()
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self._apply(event)
+        return self
+
+    def _apply(self, event: Any) -> None:
+        fields = event if isinstance(event, dict) else dict(enumerate(event))
+        tag = fields.get("type", fields.get(0))
+        if tag == "AllBlocksCleared":
+            self.blocks.clear()
+            return
+        hashes = fields["block_hashes"] if "type" in fields else fields[1]
+        if tag == "BlockRemoved":
+            for each in hashes:
+                self.blocks.pop(signed_block_hash(each), None)
+            return
+        names = (
+            (*range(1, len(STORED_FIELDS) + 1), 17, 18, 19)
+            if 0 in fields
+            else (*STORED_FIELDS, "mark", "per_block", "per_token")
+        )
+        known = [fields.get(name) for name in names]
+        for number, each in enumerate(hashes):
+            own = [known[1] if not number else hashes[number - 1], known[2][2 * number : 2 * number + 2], *known[3:16]]
+            own += [known[16], None if known[17] is None else known[17][number]]
+            own += [None if known[18] is None else known[18][2 * number : 2 * number + 2]]
+            self.blocks[signed_block_hash(each)] = (each, *own)
+            self.said.add(repr((each, *own)))
+
+
+class KeptStream:
+    """A sink that is the stream of a publisher: what it sent, and what a late joiner gets."""
+
+    def __init__(self, dialect: str = "native", window: int = 1) -> None:
+        self.encoder = BatchEncoder(dialect)
+        self.stream = EventStream(epoch=bytes(16), max_steps=window, max_bytes=10**9)
+        self.sent: list[bytes] = []
+
+    def publish(self, events: EventBatch) -> None:
+        self.append(self.encoder.encode(events, 0))
+
+    def append(self, payload: bytes) -> None:
+        self.sent.append(payload)
+        self.stream.append(payload)
+        self.stream.fold_some()
+
+    def replayed(self) -> tuple[list[bytes], list[bytes]]:
+        """The base, and the window."""
+        chunks = [each for each in self.stream.plan_base() if each is not None]
+        parts = self.stream.encode_chunk(chunks[0][0], self.encoder, 0, clear=True)
+        window = [self.stream.payload(number) for number in range(self.stream.first, self.stream.next_sequence)]
+        return [each for each in parts if each is not None], window
+
+    def idle(self) -> None: ...
+
+    def say_upstream(self, state: str | None) -> None: ...
+
+    def stats(self) -> PublisherStats:
+        return PublisherStats()
+
+    def shutdown(self) -> None: ...
+
+
+class Relay:
+    """A relay of one stream; a source's batches are given to it as a subscriber gives them."""
+
+    def __init__(self, num_sources: int = 1) -> None:
+        self.out = KeptStream()
+        self.stream = RelayedStream(0, self.out, wall_clock=lambda: 9.0)
+        self.sources = [self._follow(key) for key in range(num_sources)]
+
+    def _follow(self, key: int) -> BatchApplier:
+        self.stream.merger.expect(key)
+        listener = SourceListener(key, {0: self.stream})
+        return BatchApplier(
+            rank=0, view=CountingView(), decoder=RawKeepingDecoder(), listener=listener, wall_clock=lambda: 1.0
+        )
+
+    def hear(self, *payloads: bytes, source: int = 0) -> None:
+        for payload in payloads:
+            self.sources[source].apply(0, payload, replayed=False)
+
+    def hear_base(self, base: list[bytes], window: list[bytes], source: int = 0) -> None:
+        """A snapshot: chunks of the base, then the batches behind it."""
+        applier = self.sources[source]
+        applier.begin_staging()
+        for payload in base:
+            applier.apply_staged(0, payload, is_base=True)
+        for payload in window:
+            applier.apply_staged(0, payload, is_base=False)
+        applier.swap_in_staged()
+
+
+HASHES = st.sampled_from([1, 2, 3, 4, 5, 6, 7])
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[bytes]:
+    """Batches of one engine, which writes all of them in one form, and hashes with or without a sign."""
+    form, is_unsigned = draw(st.sampled_from(FORMS)), draw(st.booleans())
+
+    standing: set[int] = set()
+
+    def hashes(most: int) -> list[int]:
+        found = draw(st.lists(HASHES, min_size=1, max_size=most, unique=True))
+        return [each + (2**63 if is_unsigned else -(2**63)) if each % 2 else each for each in found]
+
+    batches = []
+    for number in range(draw(st.integers(1, 6))):
+        events = []
+        for place in range(draw(st.integers(0, 3))):
+            mark = f"{number}.{place}"
+            kind = draw(st.sampled_from(["stored", "stored", "stored", "removed", "removed", "cleared"]))
+            if kind == "stored":
+                new = [each for each in hashes(5) if each not in standing]  # what stands is not told again
+                standing |= set(new)
+                events += [stored(form, mark, new, parent=draw(st.none() | HASHES))] if new else []
+            elif kind == "removed":
+                gone = hashes(3)
+                standing -= set(gone)
+                events.append(removed(form, mark, gone))
+            else:
+                standing.clear()
+                events.append(cleared(form))
+        batches.append(payload_of(*events))
+    return batches
+
+
+@settings(deadline=None, max_examples=200)
+@given(history=histories())
+def test_one_source_goes_on_as_the_bytes_that_came(history: list[bytes]) -> None:
+    relay = Relay()
+    relay.hear(*history)
+    assert relay.out.sent == [each for each in history if each != payload_of()]
+
+
+@settings(deadline=None, max_examples=200)
+@example(history=[payload_of(stored("map", "a", [1, 2, 3])), payload_of(removed("map", "r", [2]))], base_at=1)
+@example(history=[payload_of(stored("array", "a", [1, 2, 3])), payload_of(removed("array", "r", [2]))], base_at=2)
+@given(history=histories(), base_at=st.integers(0, 6))
+def test_unknown_fields_survive_live_and_from_the_base(history: list[bytes], base_at: int) -> None:
+    """The relay joins at batch ``base_at``, by the engine's base; its reader joins by the relay's."""
+    engine, relay = KeptStream(), Relay()
+    for payload in history[:base_at]:
+        engine.append(payload)
+    relay.hear_base(*engine.replayed())
+    relay.hear(*history[base_at:])
+    told = Reader().read(*history)
+    assert Reader().read(*relay.out.sent).blocks == told.blocks
+    base, window = relay.out.replayed()
+    assert Reader().read(*base, *window).blocks == told.blocks
+
+
+@settings(deadline=None, max_examples=200)
+@given(histories_of=st.tuples(histories(), histories()), order=st.lists(st.integers(0, 1), max_size=12))
+def test_two_sources_of_one_worker_keep_unknown_fields(histories_of: tuple[list[bytes], ...], order: list[int]) -> None:
+    """A block of the stream says what one of its sources said of it, wholly."""
+    relay, readers = Relay(num_sources=2), (Reader(), Reader())
+    left = [list(history) for history in histories_of]
+    for source in [*order, *[0] * len(left[0]), *[1] * len(left[1])]:
+        if left[source]:
+            payload = left[source].pop(0)
+            relay.hear(payload, source=source)
+            readers[source].read(payload)
+        base, window = relay.out.replayed()
+        for seen in (Reader().read(*relay.out.sent), Reader().read(*base, *window)):
+            assert seen.blocks.keys() == readers[0].blocks.keys() | readers[1].blocks.keys()
+            assert set(map(repr, seen.blocks.values())) <= readers[0].said | readers[1].said
+
+
+VALUES = st.sampled_from(
+    [None, 0, 1, -1, 2**32, 2**63, 2**64 - 1, True, 1.5, "", "x", b"", b"x", [], [1], [1, 2], [-1, 0], ["x"], [[1]], {}]
+)
+
+
+def odd_event(form: str, changes: dict[str, Any], left_out: set[str]) -> Any:
+    if form == "map":
+        event = stored("map", "a", [1, 2]) | changes
+        return {name: value for name, value in event.items() if name not in left_out}
+    return stored("array", "a", [1, 2], **changes)
+
+
+ODD_EVENTS = st.builds(
+    odd_event,
+    st.sampled_from(FORMS),
+    st.dictionaries(st.sampled_from(STORED_FIELDS), VALUES, max_size=2),
+    st.sets(st.sampled_from(STORED_FIELDS), max_size=1),
+)
+
+
+@settings(deadline=None, max_examples=1_000)
+@given(event=ODD_EVENTS)
+def test_what_goes_on_as_it_came_is_what_the_dialect_takes(event: Any) -> None:
+    """A queue that overflows looks at events once more, and must not lose one then."""
+    decoder = RawKeepingDecoder()
+    decoder.decode(payload_of(stored("map", "a", [1], parent=None)))
+    for read in decoder.decode(payload_of(event)).events:
+        if isinstance(read, RawStored):
+            batch = KVEventBatch(1.0, (msgspec.Raw(read.raw),))  # type: ignore[arg-type]
+            assert BatchEncoder("native").encode_sound(batch, 0)[2] == []
+
+
+def events_of(relay: Relay) -> list[Any]:
+    return [event for payload in relay.out.sent for event in msgspec.msgpack.decode(payload)[1]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_removal_of_which_a_part_still_stands_keeps_its_unknown_fields(form: str) -> None:
+    relay = Relay(num_sources=2)
+    relay.hear(payload_of(stored(form, "a", [1, 2, 3, 4, 5])))
+    relay.hear(payload_of(stored(form, "b", [3])), source=1)
+    assert len(relay.out.sent) == 1  # all of it stands already
+    relay.hear(payload_of(removed(form, "gone", [1, 2, 3, 4])))
+    assert events_of(relay)[1:] == [removed(form, "gone", [1, 2]), removed(form, "gone", [4])]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wide", [2**63 + 5, -5])
+def test_what_the_relay_says_itself_is_written_as_the_source_writes(form: str, wide: int) -> None:
+    """A plain reader compares hashes as they came, and may read one form alone."""
+    relay = Relay()
+    relay.hear(payload_of(stored(form, "a", [wide, 7, wide + 1])))
+    restarted = payload_of(stored(form, "b", [7]))
+    relay.sources[0].begin_staging()
+    relay.sources[0].apply_staged(0, restarted, is_base=False)
+    relay.sources[0].swap_in_staged()
+    *_, last = events_of(relay)
+    told = {"type": "BlockRemoved", "block_hashes": [wide, wide + 1]}
+    if form == "array":
+        assert last == list(told.values())
+    else:
+        assert {name: last[name] for name in told} | {"block_hashes": sorted(last["block_hashes"])} == told
+
+
+def test_hashes_of_bytes_become_what_a_removal_can_name() -> None:
+    relay = Relay()
+    digest, parent = (2**255 + 3).to_bytes(32, "big"), b"\xff" * 32
+    for form in FORMS:
+        relay.hear(payload_of(stored(form, form, [digest, digest[::-1]], parent=parent)))
+    narrow = [signed_block_hash(digest), signed_block_hash(digest[::-1])]
+    assert events_of(relay) == [stored(form, form, narrow, parent=-1) for form in FORMS]
+    relay.hear(payload_of(removed("map", "r", [digest])))
+    assert events_of(relay)[2:] == [removed("map", "r", narrow[:1])]
+
+
+def test_what_the_dialect_native_refuses_goes_on_as_it_was_read() -> None:
+    """Readers take an option of a wrong type as missing; the good events of its batch go on as they came."""
+    relay = Relay()
+    odd, good = stored("map", "a", [1], lora_name=1.5), stored("map", "b", [2])
+    relay.hear(payload_of(odd, good))
+    first, second = events_of(relay)
+    assert second == good
+    assert (first["block_hashes"], first["lora_name"], "mark" in first) == ([1], None, False)
+
+
+def test_an_event_that_no_reader_could_cut_costs_itself() -> None:
+    relay = Relay()
+    good = stored("map", "b", [2])
+    torn = msgspec.msgpack.encode(stored("map", "XYZ", [1])).replace(b"\xa3XYZ", b"\xa3X\xff\xff")
+    relay.hear(payload_of(msgspec.Raw(torn), good))
+    assert events_of(relay) == [good]
+    assert relay.sources[0].counters.decode_errors == 1
+
+
+def test_a_batch_that_is_none_is_told_as_by_any_decoder() -> None:
+    relay = Relay()
+    relay.hear(b"\xc1", payload_of("no event", cleared("map")))
+    assert events_of(relay) == [cleared("map")]
+    assert relay.sources[0].counters.decode_errors == 2
+
+
+def test_a_decoded_event_is_what_any_decoder_makes_of_it() -> None:
+    payload = payload_of(stored("map", "a", [2**63 + 5, 7], medium="CPU"), cleared("map"))
+    plain, kept = BatchDecoder().decode(payload), RawKeepingDecoder().decode(payload)
+    assert isinstance(kept.events[0], RawStored)
+    assert isinstance(kept.events[1], AllBlocksCleared)
+    assert [getattr(kept.events[0], name) for name in STORED_FIELDS] == list(msgspec.structs.astuple(plain.events[0]))
