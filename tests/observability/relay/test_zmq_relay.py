@@ -336,6 +336,7 @@ def test_metrics_say_what_is_followed_and_what_is_published(bench: Bench) -> Non
     text = source(publisher)
     bench.open(text)
     bench.until(lambda: bench.status.health_problem() is None)
+    bench.until(lambda: bench.relay.stream_stats()[0].publisher.batches_sent == 2)  # its thread may have the sockets
     registry = CollectorRegistry()
     RelayCollector(registry, bench.relay)
     labels = {"source": text, "rank": "0"}
