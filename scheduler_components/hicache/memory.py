@@ -51,10 +51,9 @@ class PageShape:
 class HostMemory:
     """Pages one after the other: uint8 of shape ``(num_pages, num_layers, layer_page_bytes)``."""
 
-    __slots__ = ("pages", "shape")
+    __slots__ = ("pages",)
 
     def __init__(self, shape: PageShape, num_pages: int) -> None:
-        self.shape = shape
         self.pages: _Memory = np.zeros((num_pages, shape.num_layers, shape.layer_page_bytes), np.uint8)
 
     def view(self, page: int) -> memoryview:

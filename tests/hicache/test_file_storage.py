@@ -155,6 +155,22 @@ def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
     first.close()
 
 
+def test_dead_writers_go_whoever_lives_beside_them(tmp_path: Path) -> None:
+    living = [open_file_page_store(tmp_path, capacity_bytes=MANY) for _ in range(4)]
+    theirs = set((tmp_path / "unfinished").iterdir())
+    for number in range(8):
+        dead = tmp_path / "unfinished" / f"{number}{'0' * 31}"
+        dead.mkdir()
+        (dead / "writer").touch()
+    (tmp_path / "unfinished" / "no folder").touch()
+    new = open_file_page_store(tmp_path, capacity_bytes=MANY)
+    left = {path for path in (tmp_path / "unfinished").iterdir() if path.is_dir()}
+    assert (left > theirs, len(left)) == (True, 5)
+    for store in (*living, new):
+        store.close()
+    assert [path.name for path in (tmp_path / "unfinished").iterdir()] == ["no folder"]
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path, capacity_bytes=PAGE_BYTES * 2)
     assert store.batch_set(["large"], [bytes(PAGE_BYTES * 3)]) == [False]
@@ -164,10 +180,30 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     store.close()
 
 
+def test_pages_are_evicted_for_what_does_not_fit_and_a_sixteenth_more(tmp_path: Path) -> None:
+    store = open_file_page_store(tmp_path, capacity_bytes=PAGE_BYTES * 32)
+    keys = [str(number) for number in range(31)]
+    store.batch_set(keys, [page_of(key) for key in keys])
+    assert store.batch_set(["fits"], [page_of("fits")]) == [True]
+    assert store.used_bytes == 32 * PAGE_BYTES
+    more = ["x", "y"]
+    assert store.batch_set(more, [page_of(key) for key in more]) == [True, True]
+    assert store.used_bytes == 30 * PAGE_BYTES
+    store.close()
+
+
+def test_a_page_for_each_key_is_asked_for(tmp_path: Path) -> None:
+    store = open_file_page_store(tmp_path, capacity_bytes=MANY)
+    with pytest.raises(ValueError, match="shorter"):
+        store.batch_set(["a", "b"], [page_of("a")])
+    store.close()
+
+
 def test_pages_are_for_their_owner_only(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path / "cache", capacity_bytes=MANY)
     store.batch_set(["a"], [page_of("a")])
-    assert (tmp_path / "cache" / "pages").stat().st_mode & 0o077 == 0
+    for path in (tmp_path / "cache" / "pages", *(tmp_path / "cache" / "pages").iterdir()):
+        assert path.stat().st_mode & 0o077 == 0
     store.close()
 
 
@@ -207,7 +243,7 @@ def test_a_directory_that_fails_costs_the_batch_and_says_so(tmp_path: Path) -> N
     store = open_file_page_store(tmp_path, capacity_bytes=MANY)
     (tmp_path / "pages").rename(tmp_path / "gone")
     (tmp_path / "pages").write_text("a file where the pages were")
-    with pytest.raises(StorageError, match="file batch_set"):
+    with pytest.raises(StorageError, match=r"^file batch_set: .Errno"):
         store.batch_set(["a"], [page_of("a")])
     assert checked(store).batch_get(["a"]) == [None]
     store.close()
@@ -217,8 +253,12 @@ def test_bad_openings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="capacity_bytes=0"):
         open_file_page_store(tmp_path, capacity_bytes=0)
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StartError, match="give a directory"):
-        open_file_page_store(tmp_path / "file", capacity_bytes=1)
+    place = tmp_path / "file"
+    with pytest.raises(StartError) as caught:
+        open_file_page_store(place, capacity_bytes=1)
+    assert str(caught.value) == f"{place}: [Errno 20] Not a directory: '{place}/pages'; " + (
+        "give a directory that this account may write to"
+    )
 
 
 @pytest.mark.parametrize("num_pages", [1, 3, 40])
@@ -348,6 +388,8 @@ def test_the_ledger_follows_what_is_deleted_and_cleared(tmp_path: Path) -> None:
     assert (store.used_bytes, store.batch_exists(["b"])) == (0, 0)
     assert store.batch_set(["b"], [page_of("b")]) == [True]
     assert store.used_bytes == PAGE_BYTES
+    assert store.delete(["b"]) == 1
+    assert store.used_bytes == 0
     store.close()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from scheduler_components import ConfigError
 from scheduler_components.hicache import MemoryPageStore
 
 KEY = st.sampled_from("abcde")
@@ -37,3 +39,10 @@ def test_memory_holds_the_most_recently_used_pages_that_fit(steps: list[tuple[st
 def test_memory_refuses_a_page_larger_than_itself() -> None:
     store = MemoryPageStore(10)
     assert store.batch_set(["a", "b"], [bytes(11), bytes(10)]) == [False, True]
+
+
+def test_mistakes_of_the_caller_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^capacity_bytes=0"):
+        MemoryPageStore(0)
+    with pytest.raises(ValueError, match="shorter"):
+        MemoryPageStore(10).batch_set(["a", "b"], [b"page"])

@@ -108,6 +108,17 @@ def test_namespaces_differ_when_any_part_does(one: tuple[str, str, int, str], ot
     assert "/" not in first
 
 
+def test_pages_of_an_older_version_are_found() -> None:
+    """Stores outlive engines: neither the key nor the frame of a page may change."""
+    keys = key_space(ParallelState(), model="org/some model/v1 \xe9", dtype="bf16", page_size=64, layout="page_first")
+    assert keys.key(bytes(range(16))) == "v1--8c822498f11215eea93c5345f6e05ae5/000102030405060708090a0b0c0d0e0f"
+    assert keys.namespace != key_space(ParallelState(), model="org/some model/v1 \xe9", page_size=32).namespace
+    sealed = seal_page("key \xe9", b"page")
+    assert sealed.hex() == "4b56503100000000000000042fa09f2aa14b1b5e310e2b88779a8ec870616765"
+    long = key_space(ParallelState(), model="m" * 60).namespace
+    assert long.partition("-")[0] == "m" * 40
+
+
 def test_keys_read_well() -> None:
     parallel = engine(1, 1, 2, 2)[3]
     assert key_space(parallel).suffix == ".attn_tp1of2"
@@ -121,16 +132,25 @@ def test_keys_read_well() -> None:
     [({"model": ""}, "model"), ({"dtype": ""}, "dtype"), ({"layout": ""}, "layout"), ({"page_size": 0}, "page_size")],
 )
 def test_an_empty_part_is_refused(facts: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{field}="):
+    with pytest.raises(ConfigError) as caught:
         key_space(ParallelState(), **facts)
+    if field == "page_size":
+        assert str(caught.value).startswith("page_size=0: is not a page size")
+    else:
+        assert str(caught.value) == f"{field}='': is empty; name what the pages hold"
 
 
 def test_a_placement_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="attn_cp='somewhere'"):
+    with pytest.raises(ConfigError) as caught:
         Placement(attn_cp="somewhere")  # type: ignore[arg-type]
+    assert str(caught.value) == 'attn_cp=\'somewhere\': is not a placement; give "replicated" or "sharded"'
     parallel = ParallelState.from_tp_rank(0, tp_size=4, dcp_size=2)
-    with pytest.raises(ConfigError, match="dcp_size=2"):
+    with pytest.raises(ConfigError) as caught:
         key_space(parallel, Placement.latent())
+    assert str(caught.value) == (
+        "placement.attn_tp='replicated': cannot be with dcp_size=2: decode context parallelism slices pages over it; "
+        'give "sharded"'
+    )
 
 
 def test_a_short_digest_is_refused() -> None:
@@ -210,6 +230,23 @@ def test_what_went_wrong_is_counted_and_said(answer: object, counted: str, probl
     assert store.batch_exists(KEYS) == 0
     assert getattr(store.stats(), counted) == 1
     assert store.stats().last_problem == problem
+
+
+def test_each_operation_says_its_name_when_it_goes_wrong() -> None:
+    failing = CheckedPageStore(store=SayingStore(OSError("broken")), page_bytes=PAGE_BYTES)
+    pages = [PAGES[key] for key in KEYS]
+    asked = {
+        "batch_get": lambda: failing.batch_get(KEYS),
+        "batch_set": lambda: failing.batch_set(KEYS, pages),
+        "delete": lambda: failing.delete(KEYS),
+        "close": failing.close,
+    }
+    for name, ask in asked.items():
+        ask()
+        assert failing.stats().last_problem == f"{name}: OSError: broken"
+    odd = CheckedPageStore(store=SayingStore("many"), page_bytes=PAGE_BYTES)
+    odd.batch_get(KEYS)
+    assert odd.stats().last_problem == "batch_get: str instead of one answer per key for 2 keys"
 
 
 @settings(deadline=None, max_examples=200)
