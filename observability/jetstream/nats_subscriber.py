@@ -34,6 +34,7 @@ from observability.kv_stream import (
     FollowPolicy,
     NullListener,
     QueryLock,
+    RankSet,
     StreamListener,
     StreamPosition,
     StreamStats,
@@ -51,6 +52,9 @@ _INBOX_ITEMS = 4_096
 
 _SLICE = 256
 """Items applied in one ``poll``."""
+
+_SWEEP_PAUSE_S = 0.001
+"""Between two slices of what clears left behind: others get the processor and the lock as often."""
 
 _IDLE_HEARTBEAT_S = 5.0
 _INACTIVE_S = 30.0
@@ -338,6 +342,8 @@ class JetStreamSubscriber:
         """Wait up to ``timeout_s`` for something to come, then apply what has. True when anything had."""
         inbox, streams = self._inbox, self._streams.values()
         due_in_s = min(stream.follower.next_deadline_s for stream in streams) - self._clock()
+        if not self._view.is_swept:
+            due_in_s = min(due_in_s, _SWEEP_PAUSE_S)
         had_items = inbox.has_items.wait(max(0.0, min(timeout_s, due_in_s)))
         inbox.has_items.clear()
         for _ in range(_SLICE):
@@ -354,6 +360,9 @@ class JetStreamSubscriber:
         for stream in streams:
             with self._lock:
                 stream.follower.tick(now_s)
+        if not self._view.is_swept:
+            with self._lock:
+                self._view.sweep()
         return had_items
 
     def wait_until(self, rank: int, seq: int, timeout_s: float) -> bool:
@@ -407,6 +416,13 @@ class JetStreamSubscriber:
         """How many of a prompt's leading blocks each rank holds; see ``BlockView.deepest_prefix``."""
         with self._lock:
             return self._view.deepest_prefix(hashes, tier, group_idx=group_idx)
+
+    def deepest_holders(
+        self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
+    ) -> tuple[int, RankSet]:
+        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.deepest_holders``."""
+        with self._lock:
+            return self._view.deepest_holders(hashes, tier, group_idx=group_idx)
 
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier``."""

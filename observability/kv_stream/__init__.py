@@ -46,7 +46,7 @@ from observability.kv_stream.instructions import (
     SwapInStaged,
     token_of,
 )
-from observability.kv_stream.view import BlockView, CountingView, ViewCounters
+from observability.kv_stream.view import BlockView, CountingView, RankSet, ViewCounters
 from scheduler_components._lazy import lazy_names
 from scheduler_components.events import Tier, tier_of
 
@@ -91,6 +91,7 @@ __all__ = [
     # who holds which block
     "BlockView",
     "CountingView",
+    "RankSet",
     "ViewCounters",
     "Tier",
     "tier_of",

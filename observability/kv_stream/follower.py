@@ -317,6 +317,7 @@ class BatchApplier:
 
     def begin_staging(self) -> None:
         """Begin a snapshot, from nothing."""
+        self._forget_staging()
         self.staging = self.view.new_staging()
         self.listener.snapshot_begun(self.rank)
 
@@ -339,8 +340,13 @@ class BatchApplier:
 
     def drop_staging(self) -> None:
         """Forget the snapshot."""
-        self.staging = None
+        self._forget_staging()
         self.listener.snapshot_ended(self.rank, was_used=False)
+
+    def _forget_staging(self) -> None:
+        if self.staging is not None:
+            self.view.forget(self.staging)
+            self.staging = None
 
     def apply(self, seq: int, payload: bytes, *, replayed: bool) -> BatchEffect:
         """Apply one payload to the view; never raises for what is in it."""

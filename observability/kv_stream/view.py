@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields
+from itertools import compress, islice
 
+from observability.kv_stream.holders import STRIDE, Holders, MaskTable
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.events import FULL_ATTENTION_KINDS, REMOTE, Site, site_of
 from scheduler_components.kv_events import Tier, tier_of
 
-__all__ = ["BlockView", "CountingView", "ViewCounters"]
+__all__ = ["BlockView", "CountingView", "RankSet", "ViewCounters"]
 
 
 # What counts for whom.
@@ -22,12 +24,27 @@ __all__ = ["BlockView", "CountingView", "ViewCounters"]
 # what its group attends to (``kv_cache_spec_kind``); where it says nothing, it is all. Blocks of other groups are kept
 # apart, and are told to whoever asks for their group by number. A block that is stored once more is what the last event
 # said, as in the publisher's base.
+#
+# Who holds a block is kept as masks of bits (``holders.py``), with no set per rank. One table per tier answers for all
+# sites there. Nearly always a rank has one site on a tier, its main one, and is looked up in that table alone. Only of
+# further sites, and of groups that do not attend to all, is it written down where a block is.
 
 _SiteKey = str | None | tuple[str | None, ...]
 """What an event says of its site: its medium alone where it says no more, for a tuple takes longer to look up."""
 
-_OpenSite = tuple[set[int], dict[Site, set[int]], dict[int, int]]
-"""The hashes at one site, all sites of its tier, and the tier's map of hash to holders."""
+_MOST_EARLY = 256
+"""Blocks that are remembered one by one, so that a clear of a few takes out these few, and no bit is retired."""
+
+_STRIDES_PER_BATCH = 2
+"""Of a sweep, with each batch that is applied: 60 us."""
+
+_STRIDES_AT_ONCE = 16
+"""Of a sweep, with each large clear and where nothing else waits: half a millisecond."""
+
+_PARTIAL_KIND = "sliding_window"
+"""Any kind that does not attend to a whole prefix."""
+
+_TRUTH = bytes.maketrans(b"01", b"\0\1")
 
 
 @dataclass(slots=True)
@@ -53,61 +70,172 @@ class ViewCounters:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
+class RankSet(Set[int]):
+    """Ranks, as the view had them when it was asked: costs nothing until it is walked."""
+
+    __slots__ = ("_mask", "_ranks")
+
+    def __init__(self, mask: int = 0, ranks: Sequence[int] = ()) -> None:
+        self._mask = mask
+        self._ranks = ranks
+
+    @classmethod
+    def _from_iterable(cls, ranks: Iterable[int]) -> frozenset[int]:  # type: ignore[override]
+        """What ``&`` and the other operators of sets return."""
+        return frozenset(ranks)
+
+    def __contains__(self, rank: object) -> bool:
+        return any(rank == each for each in self)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(_ranks_in(self._mask, self._ranks))
+
+    def __len__(self) -> int:
+        return self._mask.bit_count()
+
+    def __repr__(self) -> str:
+        return f"<RankSet {set(self)}>"
+
+
+def _ranks_in(mask: int, rank_at: Sequence[int]) -> Iterable[int]:
+    """The rank of each bit in ``mask``; ``rank_at`` has the rank at each place."""
+    if _is_dense(mask, rank_at):
+        return compress(rank_at, format(mask, "b").encode()[::-1].translate(_TRUTH))
+    ranks: dict[int, int] = {}
+    _note_depth(mask, rank_at, 1, ranks)
+    return ranks
+
+
+def _note_depth(mask: int, rank_at: Sequence[int], depth: int, depths: dict[int, int]) -> None:
+    if _is_dense(mask, rank_at):
+        depths.update(dict.fromkeys(_ranks_in(mask, rank_at), depth))
+        return
+    while mask:
+        place = mask.bit_length() - 1
+        depths[rank_at[place]] = depth
+        mask ^= 1 << place
+
+
+def _is_dense(mask: int, rank_at: Sequence[int]) -> bool:
+    """Whether to walk over all places is faster than to search for each bit."""
+    return 16 * mask.bit_count() > len(rank_at) + 32
+
+
+@dataclass(slots=True)
+class _OnTier:
+    """What one rank holds on one tier.
+
+    Attributes:
+        table, away: the tier's tables of ``Holders``.
+        main: the site that was stored to first; its blocks are in ``table``, and those in ``away`` are not its.
+        further: its other sites. What is there is in ``table`` too.
+        num_blocks: hashes in ``table``.
+    """
+
+    table: MaskTable
+    away: MaskTable
+    main: Site | None = None
+    further: dict[Site, MaskTable] = field(default_factory=dict)
+    num_blocks: int = 0
+
+    def is_at_main(self, bit: int, block_hash: int) -> bool:
+        return self.table.has(bit, block_hash) and not self.away.has(bit, block_hash)
+
+    def at_main(self, bit: int) -> Iterator[int]:
+        return (block_hash for block_hash in self.table.holding(bit) if not self.away.has(bit, block_hash))
+
+    def is_further(self, bit: int, block_hash: int) -> bool:
+        return any(table.has(bit, block_hash) for table in self.further.values())
+
+    def choose_main(self, site: Site | None) -> None:
+        """Begin anew, without blocks, with this main site."""
+        self.main = site
+        for table in self.further.values():
+            table.num_users -= 1
+        self.further.clear()
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where blocks go. ``own`` is the table of a further site or of a partial group; None at the main site."""
+
+    tier: _OnTier
+    site: Site
+    own: MaskTable | None = None
+    is_partial: bool = False
+
+
 @dataclass(slots=True)
 class _RankBlocks:
-    """What one rank holds: its bit in the masks, and for each tier one set of hashes per site.
+    """What one rank holds.
 
-    A tier may have several sites. A block that is removed from one is still in the others. ``partial`` are the blocks
-    of groups that do not attend to a whole prefix; they are in no mask. ``opened`` saves each event the search for its
-    site; it is emptied whenever ``held`` loses sites.
+    Attributes:
+        bit: its own in every mask, until it is cleared.
+        tiers: by tier, the blocks in full attention.
+        partial: by site, the tables of groups that do not attend to a whole prefix.
+        opened: saves each event the search for its place.
+        early: the hashes stored since the rank began; None when they are too many.
     """
 
     bit: int
-    held: tuple[dict[Site, set[int]], ...] = field(default_factory=lambda: tuple({} for _ in Tier))
-    partial: dict[Site, set[int]] = field(default_factory=dict)
-    opened: dict[_SiteKey, _OpenSite] = field(default_factory=dict)
+    tiers: tuple[_OnTier, ...]
+    partial: dict[Site, MaskTable] = field(default_factory=dict)
+    opened: dict[_SiteKey, _Place] = field(default_factory=dict)
+    early: list[int] | None = field(default_factory=list)
     counters: ViewCounters = field(default_factory=ViewCounters)
 
-    def on_tier(self, tier: Tier) -> Set[int]:
-        """The hashes on one tier, wherever there; not to be changed."""
-        sites = self.held[tier]
-        return next(iter(sites.values())) if len(sites) == 1 else set().union(*sites.values())
+    def own_tables(self) -> Iterator[MaskTable]:
+        """The tables of its further sites and partial groups."""
+        for tier in self.tiers:
+            yield from tier.further.values()
+        yield from self.partial.values()
 
-    def of_group(self, tier: Tier, group_idx: int) -> Set[int]:
-        """The hashes of one group on one tier, whatever the group attends to."""
-        own = [held for site, held in self.held[tier].items() if site[1] == group_idx]
-        own += [held for site, held in self.partial.items() if site[1] == group_idx and tier_of(site[0]) == tier]
-        return set().union(*own)
+    def by_site(self) -> Iterator[tuple[Site, str | None, Iterator[int]]]:
+        """Each site, what it attends to in an event's words, and the hashes there; costs a walk over the tables."""
+        bit = self.bit
+        for tier in self.tiers:
+            if tier.main is not None:
+                yield tier.main, None, tier.at_main(bit)
+            for site, table in tier.further.items():
+                yield site, None, table.holding(bit)
+        for site, table in self.partial.items():
+            yield site, _PARTIAL_KIND, table.holding(bit)
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """A replacement that needs only to be put in place: each tier's holders and, of one rank, its sites."""
+    """What ``other`` holds of ``rank``, in a staging view."""
 
     rank: int
     other: BlockView
-    holders: list[dict[int, int]] = field(default_factory=list)
-    held: list[dict[Site, set[int]]] = field(default_factory=list)
-    partial: dict[Site, set[int]] = field(default_factory=dict)
+    staging: BlockView
+    is_done: bool = False
+
+    def is_of(self, rank: int, other: BlockView) -> bool:
+        return self.is_done and self.rank == rank and self.other is other
 
 
 class BlockView:
     """The blocks of many ranks, by hash.
 
-    Each tier keeps one map of hash to a bit mask of ranks, which answers "who holds this?" with one lookup, and one
-    set per rank, so that a clear costs what that rank holds. Hashes are signed 64-bit integers, as decoded events
-    have them. A rank is any integer that its caller uses for one stream; streams of several workers need distinct
-    ones. Blocks are keyed by hash and site: to store a block twice is to store it once.
+    Each tier keeps one map of hash to a bit mask of ranks, which answers "who holds this?" with one lookup. Hashes are
+    signed 64-bit integers, as decoded events have them. A rank is any integer that its caller uses for one stream;
+    streams of several workers need distinct ones. Blocks are keyed by hash and site: to store a block twice is to store
+    it once.
+
+    A clear costs the same whatever the rank holds. What it leaves behind is never seen again, and is swept out of
+    memory in slices: with each batch that is applied, or by ``sweep`` where none comes.
 
     Not locked: one thread applies; a reader in another thread takes its owner's lock.
     """
 
-    __slots__ = ("_holders", "_prepared", "_rank_of_bit", "_ranks")
+    __slots__ = ("_holders", "_live", "_prepared", "_rank_at", "_ranks")
 
     def __init__(self) -> None:
-        self._holders: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
+        self._holders = Holders()
         self._ranks: dict[int, _RankBlocks] = {}
-        self._rank_of_bit: dict[int, int] = {}
+        self._live = 0
+        self._rank_at: tuple[int, ...] | None = None
         self._prepared: _Prepared | None = None
 
     def __repr__(self) -> str:
@@ -118,7 +246,6 @@ class BlockView:
     def apply(self, rank: int, events: Iterable[KVCacheEvent]) -> None:
         """Apply one rank's events in order."""
         blocks = self._ranks.get(rank) or self._add_rank(rank)
-        self._prepared = None
         opened, partial = blocks.opened, blocks.partial
         for event in events:
             if isinstance(event, BlockStored):
@@ -130,116 +257,169 @@ class BlockView:
                     and event.ownership is None
                 ):
                     key = (key, event.group_idx, event.locality, event.ownership, event.kv_cache_spec_kind)  # type: ignore[assignment]
-                site = opened.get(key) or self._open_site(blocks, event, key)
-                if site:
-                    _store(blocks, site, event.block_hashes)
-                    if partial:
+                place = opened.get(key) or self._open_place(blocks, event, key)
+                if place:
+                    _store(blocks, place, event.block_hashes)
+                    if partial and not place.is_partial:
                         _drop_partial(blocks, event)
             elif isinstance(event, BlockRemoved):
                 key = event.medium
                 if not (event.group_idx is None and event.locality is None and event.ownership is None):
                     key = (key, event.group_idx, event.locality, event.ownership)  # type: ignore[assignment]
-                site = opened.get(key) or self._open_site(blocks, event, key)
-                num_partial = _drop_partial(blocks, event) if partial else 0
-                if site:
-                    _remove(blocks, site, event.block_hashes)
-                    blocks.counters.unknown_removals -= num_partial
+                place = opened.get(key) or self._open_place(blocks, event, key)
+                num_gone = _drop_partial(blocks, event) if partial else 0
+                if place:
+                    num_gone += _remove(blocks, place, event.block_hashes)
+                    num_unknown = len(event.block_hashes) - num_gone
+                    if num_unknown:
+                        blocks.counters.unknown_removals += num_unknown
+                blocks.counters.removed_blocks += num_gone
             elif isinstance(event, AllBlocksCleared):
                 self.clear(rank)
+        if not self._holders.is_swept:
+            self._holders.sweep(_STRIDES_PER_BATCH)
 
-    def _open_site(self, blocks: _RankBlocks, event: BlockStored | BlockRemoved, key: _SiteKey) -> _OpenSite | None:
-        """The site of an event; None, and counted, where there is nothing more to change."""
-        tier, counters = tier_of(event.medium), blocks.counters
+    def _open_place(self, blocks: _RankBlocks, event: BlockStored | BlockRemoved, key: _SiteKey) -> _Place | None:
+        """Where an event's blocks go; None, and counted, where there is nothing to change."""
+        tier_number, counters = tier_of(event.medium), blocks.counters
         if event.locality == REMOTE:
             counters.remote_events += 1
             return None
-        if tier is None:
+        if tier_number is None:
             counters.unknown_media += 1
             return None
-        sites, site = blocks.held[tier], _site_of(event)
-        if isinstance(event, BlockStored) and event.kv_cache_spec_kind not in FULL_ATTENTION_KINDS:
-            self._store_partial(blocks, tier, event)
+        tier, site = blocks.tiers[tier_number], _site_of(event)
+        if isinstance(event, BlockStored):
+            if event.kv_cache_spec_kind in FULL_ATTENTION_KINDS:
+                own, is_partial = self._open_site(blocks, tier, site), False
+            else:
+                own, is_partial = _open_table(self._holders.partial, blocks.partial, site), True
+            place = _Place(tier, site, own, is_partial)
+        elif site == tier.main or site in tier.further:
+            place = _Place(tier, site, tier.further.get(site))
+        else:
+            table = blocks.partial.get(site, MaskTable())
+            counters.unknown_removals += sum(not table.has(blocks.bit, each) for each in event.block_hashes)
             return None
-        if site not in sites:
-            if isinstance(event, BlockRemoved):
-                partial = blocks.partial.get(site, ())
-                counters.unknown_removals += sum(each not in partial for each in event.block_hashes)
-                return None
-            sites[site] = set()
-        blocks.opened[key] = opened = (sites[site], sites, self._holders[tier])
-        return opened
+        blocks.opened[key] = place
+        return place
 
-    def _store_partial(self, blocks: _RankBlocks, tier: Tier, event: BlockStored) -> None:
-        """Store blocks of a group that does not attend to a whole prefix."""
-        site, counters = _site_of(event), blocks.counters
-        held = blocks.partial.setdefault(site, set())
-        counters.stored_blocks += len(event.block_hashes)
-        counters.duplicate_stores += len(event.block_hashes) + len(held)
-        held.update(event.block_hashes)
-        counters.duplicate_stores -= len(held)
-        sites = blocks.held[tier]
-        for block_hash in event.block_hashes:
-            if block_hash in sites.get(site, ()):  # it was said to attend to all
-                sites[site].remove(block_hash)
-                if not any(block_hash in other for other in sites.values()):
-                    _drop_bit(self._holders[tier], block_hash, blocks.bit)
+    def _open_site(self, blocks: _RankBlocks, tier: _OnTier, site: Site) -> MaskTable | None:
+        """The table of a site in full attention; None for the main one, which a rank without blocks chooses anew."""
+        if not tier.num_blocks:
+            tier.choose_main(site)
+            blocks.opened.clear()
+        return None if site == tier.main else _open_table(self._holders.further, tier.further, site)
 
     def new_staging(self) -> BlockView:
-        """An empty view of the same kind, for a snapshot that is to replace this one's blocks."""
-        return type(self)()
+        """An empty view of the same kind, for a snapshot that is to replace this one's blocks.
+
+        It uses this view's tables, so that to ``replace`` by it costs nothing. One that is not used any more is given
+        to ``forget``.
+        """
+        staging = type(self)()
+        staging._holders = self._holders
+        return staging
+
+    def forget(self, staging: BlockView) -> None:
+        """Let go of what a staging view holds; it is empty then."""
+        for rank in staging._ranks:
+            staging._empty(rank)
 
     def clear(self, rank: int) -> None:
-        """Forget all blocks of one rank, on every tier; costs what that rank holds."""
+        """Forget all blocks of one rank, on every tier, at once; what they leave in memory is swept out later."""
         blocks = self._ranks.get(rank) or self._add_rank(rank)
         blocks.counters.clears += 1
-        self._prepared = None
-        for tier, holders in zip(Tier, self._holders, strict=True):
-            for block_hash in blocks.on_tier(tier):
-                _drop_bit(holders, block_hash, blocks.bit)
-            blocks.held[tier].clear()
+        self._empty(rank)
+
+    def _empty(self, rank: int) -> None:
+        blocks, holders = self._ranks[rank], self._holders
+        if blocks.early is None:
+            bit, blocks.bit = blocks.bit, holders.new_bit()
+            self._live ^= bit | blocks.bit
+            self._rank_at = None
+            holders.retire(bit)
+            holders.sweep(_STRIDES_AT_ONCE)
+        elif blocks.early:
+            for table in (*holders.tiers, *holders.away, *blocks.own_tables()):
+                table.drop(blocks.bit, blocks.early)
+        blocks.early = []
+        for tier in blocks.tiers:
+            tier.num_blocks = 0
+            tier.choose_main(None)
+        for table in blocks.partial.values():
+            table.num_users -= 1
         blocks.partial.clear()
         blocks.opened.clear()
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether nothing that was cleared is left in memory."""
+        return self._holders.is_swept
+
+    def sweep(self) -> bool:
+        """Sweep out a slice of what was cleared, half a millisecond's work; True while there is more.
+
+        For where no batches come, which do it too. Nobody sees a difference but in memory.
+        """
+        self._holders.sweep(_STRIDES_AT_ONCE)
+        return not self._holders.is_swept
 
     def preparing(self, rank: int, other: BlockView) -> Iterator[None]:
         """Do beforehand, in slices, what makes a ``replace`` with these arguments long.
 
-        Whoever asks between two slices gets the view as it was. Neither view may change until ``replace``: a change of
-        this one makes the preparation useless, one of ``other`` is not noticed.
+        That is nothing where ``other`` is a staging view of this one. Another view is copied, and must not change until
+        ``replace``. Whoever asks between two slices gets the view as it was.
         """
-        self._prepared = None
-        blocks = self._ranks.get(rank) or self._add_rank(rank)
-        fresh = other._ranks.get(rank) or _RankBlocks(0)
-        prepared = _Prepared(rank, other)
-        for tier, holders in zip(Tier, self._holders, strict=True):
-            yield None
-            prepared.holders.append(dict(holders))
-            yield from _change_holder(prepared.holders[-1], blocks.bit, blocks.on_tier(tier), fresh.on_tier(tier))
-            prepared.held.append({site: set(held) for site, held in fresh.held[tier].items()})
-        prepared.partial = {site: set(held) for site, held in fresh.partial.items()}
-        self._prepared = prepared
+        self._forget_prepared()
+        if other._holders is self._holders:
+            return
+        self._prepared = prepared = _Prepared(rank, other, self.new_staging())
+        known = other._ranks.get(rank)
+        if known is not None:
+            fresh = prepared.staging._add_rank(rank)
+            for event in _stored_in(known):
+                prepared.staging.apply(rank, (event,))
+                yield None
+            fresh.counters = ViewCounters()
+            fresh.counters.add(known.counters)
+        prepared.is_done = True
 
     def replace(self, rank: int, other: BlockView) -> None:
-        """Let ``rank`` hold what it holds in ``other``, at once; costs what all ranks hold if not prepared."""
-        prepared = self._prepared
-        if prepared is None or prepared.rank != rank or prepared.other is not other:
-            for _ in self.preparing(rank, other):
-                pass
+        """Let ``rank`` hold what it holds in ``other``, at once.
+
+        A staging view of this one is empty then. Another keeps its blocks; it costs what it holds, if not prepared.
+        """
+        if other._holders is not self._holders:
             prepared = self._prepared
-        assert prepared is not None
-        self._prepared = None
-        self._holders = tuple(prepared.holders)
-        blocks = self._ranks[rank]
-        blocks.held = tuple(prepared.held)
-        blocks.partial = prepared.partial
-        for each in self._ranks.values():
-            each.opened.clear()
-        if rank in other._ranks:
-            blocks.counters.add(other._ranks[rank].counters)
+            if prepared is None or not prepared.is_of(rank, other):
+                for _ in self.preparing(rank, other):
+                    pass
+                prepared = self._prepared
+            assert prepared is not None
+            other, self._prepared = prepared.staging, None
+        blocks = self._ranks.get(rank) or self._add_rank(rank)
+        self._empty(rank)
+        fresh = other._ranks.pop(rank, None)
+        if fresh is not None:
+            fresh.counters.add(blocks.counters)
+            self._live ^= blocks.bit | fresh.bit
+            other._live ^= fresh.bit
+            self._rank_at = other._rank_at = None
+            self._holders.give_back(blocks.bit)
+            self._ranks[rank] = fresh
+
+    def _forget_prepared(self) -> None:
+        if self._prepared is not None:
+            self.forget(self._prepared.staging)
+            self._prepared = None
 
     def _add_rank(self, rank: int) -> _RankBlocks:
-        bit = 1 << len(self._ranks)
-        self._rank_of_bit[bit] = rank
-        blocks = self._ranks[rank] = _RankBlocks(bit)
+        holders = self._holders
+        tiers = tuple(_OnTier(*tables) for tables in zip(holders.tiers, holders.away, strict=True))
+        blocks = self._ranks[rank] = _RankBlocks(holders.new_bit(), tiers)
+        self._live |= blocks.bit
+        self._rank_at = None
         return blocks
 
     # --- queries ---
@@ -257,84 +437,132 @@ class BlockView:
         Args:
             hashes: the prompt's block hashes, root first.
             tier: where to look.
-            group_idx: the KV-cache group to ask for; None for those that attend to a whole prefix. One group's answer
-                costs a walk over all ranks.
+            group_idx: the KV-cache group to ask for; None for those that attend to a whole prefix.
 
         Returns:
             rank to depth in blocks, for ranks that hold at least the first block.
         """
-        if group_idx is not None:
-            return self._depths_of_group(tuple(hashes), tier, group_idx)
-        masks = self._holders[tier].get
-        rank_of_bit = self._rank_of_bit.get
+        rank_at = self._rank_at or self._index()
         depths: dict[int, int] = {}
-        alive = -1
-        depth = 0
+        alive, depth = self._live, 0
+        masks = self._lookup(tier, group_idx)
         for block_hash in hashes:
             mask = masks(block_hash, 0)
             if mask != alive:
                 still = mask & alive
                 if depth and still != alive:
                     gone = alive ^ still
-                    rank = rank_of_bit(gone)  # as a rule one rank ends: no walk over bits
-                    if rank is None:
-                        self._note_depth(gone, depth, depths)
-                    else:
-                        depths[rank] = depth
+                    if gone & (gone - 1):
+                        _note_depth(gone, rank_at, depth, depths)
+                    else:  # as a rule one rank ends
+                        depths[rank_at[gone.bit_length() - 1]] = depth
                 alive = still
                 if not alive:
                     return depths
             depth += 1
         if depth:
-            self._note_depth(alive, depth, depths)
+            _note_depth(alive, rank_at, depth, depths)
         return depths
 
-    def _depths_of_group(self, hashes: Sequence[int], tier: Tier, group_idx: int) -> dict[int, int]:
-        depths = {}
-        for rank, blocks in self._ranks.items():
-            held = blocks.of_group(tier, group_idx)
-            depths[rank] = next((depth for depth, each in enumerate(hashes) if each not in held), len(hashes))
-        return {rank: depth for rank, depth in depths.items() if depth}
+    def deepest_holders(
+        self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
+    ) -> tuple[int, RankSet]:
+        """How many of a prompt's leading blocks the best ranks hold on ``tier``, and which these are.
 
-    def _note_depth(self, mask: int, depth: int, depths: dict[int, int]) -> None:
-        rank_of_bit = self._rank_of_bit
-        while mask:
-            bit = mask & -mask
-            depths[rank_of_bit[bit]] = depth
-            mask ^= bit
+        The arguments are those of ``deepest_prefix``, of whose answer this is the maximum; it costs little more than
+        looking up the hashes, however many ranks there are. The set stays as it is when the view changes.
+
+        Returns:
+            depth in blocks and the ranks that hold so many; 0 and none where nobody holds the first block.
+        """
+        best, alive, depth = 0, self._live, 0
+        if not alive:
+            return 0, RankSet()
+        masks = self._lookup(tier, group_idx)
+        for block_hash in hashes:
+            mask = masks(block_hash, 0)
+            if mask != alive:
+                alive &= mask
+                if not alive:
+                    break
+            best = alive
+            depth += 1
+        return depth, RankSet(best, self._rank_at or self._index())
+
+    def _index(self) -> tuple[int, ...]:
+        """The rank of the bit at each place; -1 where none is alive."""
+        places = [-1] * self._live.bit_length()
+        for rank, blocks in self._ranks.items():
+            places[blocks.bit.bit_length() - 1] = rank
+        self._rank_at = tuple(places)
+        return self._rank_at
+
+    def _lookup(self, tier: Tier, group_idx: int | None) -> Callable[[int, int], int]:
+        """Hash and default to the mask of those who hold it."""
+        whole = self._holders.tiers[tier].lookup
+        if group_idx is None:
+            return whole
+        away = self._holders.away[tier].lookup
+        own = [
+            table.lookup
+            for tables in (self._holders.further, self._holders.partial)
+            for site, table in tables.items()
+            if site[1] == group_idx and tier_of(site[0]) == tier
+        ]
+        at_main = 0
+        for blocks in self._ranks.values():
+            main = blocks.tiers[tier].main
+            if main is not None and main[1] == group_idx:
+                at_main |= blocks.bit
+
+        def in_group(block_hash: int, default: int) -> int:
+            mask = whole(block_hash, 0) & at_main & ~away(block_hash, 0)
+            for lookup in own:
+                mask |= lookup(block_hash, default)
+            return mask
+
+        return in_group
 
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier`` in full attention, in the order in which they were first seen."""
-        holders: dict[int, int] = {}
-        self._note_depth(self._holders[tier].get(block_hash, 0), 1, holders)
-        return tuple(holders)
+        mask = self._holders.tiers[tier].lookup(block_hash, 0) & self._live
+        holding = set(_ranks_in(mask, self._rank_at or self._index()))
+        return tuple(rank for rank in self._ranks if rank in holding) if holding else ()
 
     def blocks(self, rank: int, tier: Tier = Tier.DEVICE, *, group_idx: int | None = None) -> Set[int]:
         """A copy of the hashes that a rank holds on ``tier``; empty for a rank that was never seen.
+
+        It costs a walk over the blocks of all ranks there: it is for people and tests, not for a router.
 
         ``group_idx`` asks for one KV-cache group; None for all that attend to a whole prefix.
         """
         known = self._ranks.get(rank)
         if known is None:
             return frozenset()
-        return frozenset(known.on_tier(tier) if group_idx is None else known.of_group(tier, group_idx))
+        if group_idx is None:
+            return frozenset(known.tiers[tier].table.holding(known.bit))
+        by_site = self.blocks_by_site(rank).items()
+        return frozenset().union(
+            *(hashes for site, hashes in by_site if site[1] == group_idx and tier_of(site[0]) == tier)
+        )
 
     def blocks_by_site(self, rank: int) -> dict[Site, Set[int]]:
-        """A copy of all that a rank holds, by medium, group, locality and owner; partial groups included."""
+        """A copy of all that a rank holds, by medium, group, locality and owner; partial groups included.
+
+        It costs a walk over the blocks of all ranks.
+        """
         known = self._ranks.get(rank)
         if known is None:
             return {}
         held: dict[Site, set[int]] = {}
-        for sites in (*known.held, known.partial):
-            for site, hashes in sites.items():
-                if hashes:
-                    held.setdefault(site, set()).update(hashes)
-        return dict(held)
+        for site, _, hashes in known.by_site():
+            held.setdefault(site, set()).update(hashes)
+        return {site: hashes for site, hashes in held.items() if hashes}
 
     def block_count(self, rank: int) -> int:
-        """How many blocks a rank holds in full attention, over all tiers."""
+        """How many blocks a rank holds in full attention, over all tiers; costs nothing."""
         known = self._ranks.get(rank)
-        return sum(len(known.on_tier(tier)) for tier in Tier) if known else 0
+        return sum(tier.num_blocks for tier in known.tiers) if known else 0
 
     def counters(self, rank: int) -> ViewCounters:
         """What the events of one rank did; zeros for a rank that was never seen."""
@@ -365,76 +593,96 @@ def _site_of(event: BlockStored | BlockRemoved) -> Site:
     return site_of(event.medium, event.group_idx, event.locality, event.ownership)
 
 
+def _open_table(tables: dict[Site, MaskTable], used: dict[Site, MaskTable], site: Site) -> MaskTable:
+    """The view's table of a site, which one more rank uses."""
+    if site not in used:
+        used[site] = table = tables.setdefault(site, MaskTable())
+        table.num_users += 1
+    return used[site]
+
+
+def _store(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -> None:
+    tier, counters = place.tier, blocks.counters
+    counters.stored_blocks += len(hashes)
+    if tier.further or place.is_partial:
+        store = _store_partial if place.is_partial else _store_at_sites
+        counters.duplicate_stores += len(hashes) - store(blocks, place, hashes)
+    else:
+        num_new = tier.table.add(blocks.bit, hashes)
+        tier.num_blocks += num_new
+        if num_new != len(hashes):
+            counters.duplicate_stores += len(hashes) - num_new
+    if blocks.early is not None:
+        blocks.early += hashes
+        if len(blocks.early) > _MOST_EARLY:
+            blocks.early = None
+
+
+def _store_at_sites(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -> int:
+    return sum(_store_at_site(blocks.bit, place, block_hash) for block_hash in hashes)
+
+
+def _store_partial(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -> int:
+    """Store blocks of a group that does not attend to a whole prefix; it may have been said to before."""
+    tier, site = place.tier, place.site
+    if site == tier.main or site in tier.further:
+        _remove(blocks, _Place(tier, site, tier.further.get(site)), hashes)
+    assert place.own is not None
+    return place.own.add(blocks.bit, hashes)
+
+
+def _store_at_site(bit: int, place: _Place, block_hash: int) -> int:
+    """Store a block of a rank with several sites on a tier; 1 if it was not at this site."""
+    tier, one = place.tier, (block_hash,)
+    if place.own is not None and not place.own.add(bit, one):
+        return 0
+    is_new = tier.table.add(bit, one)
+    tier.num_blocks += is_new
+    if place.own is None:
+        return is_new or tier.away.drop(bit, one)
+    if is_new:
+        tier.away.add(bit, one)
+    return 1
+
+
+def _remove(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -> int:
+    """Take blocks out of full attention; says how many were there."""
+    tier = place.tier
+    if tier.further:
+        return sum(_remove_at_site(blocks.bit, place, block_hash) for block_hash in hashes)
+    num_gone = tier.table.drop(blocks.bit, hashes)
+    tier.num_blocks -= num_gone
+    return num_gone
+
+
+def _remove_at_site(bit: int, place: _Place, block_hash: int) -> int:
+    """Remove a block of a rank with several sites on a tier; 1 if it was at this site."""
+    tier, one = place.tier, (block_hash,)
+    if place.own is None:
+        if not tier.is_at_main(bit, block_hash):
+            return 0
+        tier.away.add(bit, one)
+    elif not place.own.drop(bit, one):
+        return 0
+    if tier.away.has(bit, block_hash) and not tier.is_further(bit, block_hash):
+        tier.away.drop(bit, one)
+        tier.table.drop(bit, one)
+        tier.num_blocks -= 1
+    return 1
+
+
 def _drop_partial(blocks: _RankBlocks, event: BlockStored | BlockRemoved) -> int:
     """Take what an event speaks of out of its site's partial group; says how many blocks were in it."""
-    held = blocks.partial.get(_site_of(event))
-    if not held:
-        return 0
-    num_before = len(held)
-    held.difference_update(event.block_hashes)
-    if isinstance(event, BlockRemoved):
-        blocks.counters.removed_blocks += num_before - len(held)
-    return num_before - len(held)
+    table = blocks.partial.get(_site_of(event))
+    return table.drop(blocks.bit, event.block_hashes) if table else 0
 
 
-# Events of one block are common, so neither loop makes a call that it can avoid.
-
-
-def _store(blocks: _RankBlocks, site: _OpenSite, hashes: Sequence[int]) -> None:
-    held, _, holders = site
-    counters = blocks.counters
-    counters.stored_blocks += len(hashes)
-    bit = blocks.bit
-    for block_hash in hashes:
-        if block_hash in held:
-            counters.duplicate_stores += 1
-        else:
-            held.add(block_hash)
-            if block_hash in holders:
-                holders[block_hash] |= bit
-            else:
-                holders[block_hash] = bit
-
-
-def _remove(blocks: _RankBlocks, site: _OpenSite, hashes: Sequence[int]) -> None:
-    held, sites, holders = site
-    is_alone = len(sites) == 1
-    counters = blocks.counters
-    bit = blocks.bit
-    for block_hash in hashes:
-        if block_hash not in held:
-            counters.unknown_removals += 1
-            continue
-        held.remove(block_hash)
-        counters.removed_blocks += 1
-        if not is_alone and any(block_hash in other for other in sites.values()):
-            continue
-        if holders[block_hash] == bit:
-            del holders[block_hash]
-        else:
-            holders[block_hash] &= ~bit
-
-
-_SLICE = 4_096
-"""Blocks: a quarter of a millisecond."""
-
-
-def _change_holder(holders: dict[int, int], bit: int, before: Set[int], after: Set[int]) -> Iterator[None]:
-    """Let the rank of ``bit`` hold ``after`` in place of ``before``, a slice at a time."""
-    for number, block_hash in enumerate(before):
-        if block_hash not in after:
-            _drop_bit(holders, block_hash, bit)
-        if not number % _SLICE:
-            yield None
-    for number, block_hash in enumerate(after):
-        holders[block_hash] = holders.get(block_hash, 0) | bit
-        if not number % _SLICE:
-            yield None
-
-
-def _drop_bit(holders: dict[int, int], block_hash: int, bit: int) -> None:
-    rest = holders[block_hash] & ~bit
-    if rest:
-        holders[block_hash] = rest
-    else:
-        del holders[block_hash]
+def _stored_in(blocks: _RankBlocks) -> Iterator[BlockStored]:
+    """Events that store what a rank holds."""
+    for site, kind, held in blocks.by_site():
+        medium, group_idx, locality, ownership = site
+        while hashes := tuple(islice(held, STRIDE)):
+            yield BlockStored(
+                hashes, None, (), 1, None, medium, group_idx=group_idx, locality=locality, ownership=ownership,
+                kv_cache_spec_kind=kind,
+            )  # fmt: skip

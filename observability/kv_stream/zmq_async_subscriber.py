@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from observability.kv_stream.follower import FollowPolicy, StreamListener, StreamPosition, StreamStats
+from observability.kv_stream.view import RankSet
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from scheduler_components.events import Tier
 from scheduler_components.kv_events import ClientKeys, StreamAddress
@@ -95,6 +96,12 @@ class AsyncSubscriber:
     ) -> dict[int, int]:
         """How many of a prompt's leading blocks each rank holds; see ``BlockView.deepest_prefix``."""
         return self._subscriber.deepest_prefix(hashes, tier, group_idx=group_idx)
+
+    def deepest_holders(
+        self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
+    ) -> tuple[int, RankSet]:
+        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.deepest_holders``."""
+        return self._subscriber.deepest_holders(hashes, tier, group_idx=group_idx)
 
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier``."""

@@ -34,7 +34,7 @@ from observability.kv_stream.follower import (
     StreamStats,
 )
 from observability.kv_stream.instructions import AskReplay
-from observability.kv_stream.view import BlockView
+from observability.kv_stream.view import BlockView, RankSet
 from scheduler_components import ConfigError
 from scheduler_components.events import Tier
 from scheduler_components.kv_events import (
@@ -59,6 +59,9 @@ _SLICE = 256
 
 _HEARTBEAT_MS = 5_000
 """A peer that is stopped or cut off is noticed after two of these; a closed one at once."""
+
+_SWEEP_PAUSE_S = 0.001
+"""Between two slices of what clears left behind: others get the processor and the lock as often."""
 
 _FIRST_REOPEN_S = 0.05
 _LAST_REOPEN_S = 2.0
@@ -388,7 +391,8 @@ class Subscriber:
     @property
     def due_in_s(self) -> float:
         """When ``drain`` must be called at the latest, in seconds from now."""
-        return min(stream.next_deadline_s for stream in self._streams.values()) - self._clock()
+        due_in_s = min(stream.next_deadline_s for stream in self._streams.values()) - self._clock()
+        return due_in_s if self._view.is_swept else min(due_in_s, _SWEEP_PAUSE_S)
 
     def drain(self) -> None:
         """Apply what has come, a slice of each stream, and do what is due."""
@@ -396,6 +400,9 @@ class Subscriber:
         for stream in self._streams.values():
             with self._lock:
                 stream.drain(now_s)
+        if not self._view.is_swept:
+            with self._lock:
+                self._view.sweep()
 
     def wait_until(self, rank: int, seq: int, timeout_s: float) -> bool:
         """Poll until the view of ``rank`` has batch ``seq`` and no recovery is under way; False after ``timeout_s``.
@@ -447,6 +454,13 @@ class Subscriber:
         """How many of a prompt's leading blocks each rank holds; see ``BlockView.deepest_prefix``."""
         with self._lock:
             return self._view.deepest_prefix(hashes, tier, group_idx=group_idx)
+
+    def deepest_holders(
+        self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
+    ) -> tuple[int, RankSet]:
+        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.deepest_holders``."""
+        with self._lock:
+            return self._view.deepest_holders(hashes, tier, group_idx=group_idx)
 
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier``."""

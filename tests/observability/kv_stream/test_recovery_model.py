@@ -28,11 +28,12 @@ from observability.kv_stream import (
     PlainCursor,
     Position,
     QuestionCredit,
-    Tier,
     cursor,
     follower,
 )
 from observability.testing import FaultyWorld, Steps
+from scheduler_components import BlockStored
+from scheduler_components.events import MEDIUM_OF
 from scheduler_components.kv_events import EventStream, Kind, Meta, ReplayCursors
 from scheduler_components.kv_events import stream as event_stream
 
@@ -328,10 +329,9 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
     replace = BlockView.replace
 
     def add(self: BlockView, rank: int, other: BlockView) -> None:
-        before = [self.blocks(rank, tier) for tier in Tier]
+        before = [(medium, tuple(self.blocks(rank, tier))) for tier, medium in MEDIUM_OF.items()]
         replace(self, rank, other)
-        for places, blocks in zip(self._ranks[rank].held, before, strict=True):
-            places.setdefault((None, None), set()).update(blocks)
+        self.apply(rank, [BlockStored(blocks, None, (), 1, None, medium) for medium, blocks in before])
 
     patch.setattr(BlockView, "replace", add)
 

@@ -1,0 +1,185 @@
+"""A view that is cleared, replaced and swept in between is, at every moment, what a plain set of blocks would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from observability.kv_stream import BlockView, Tier, holders, tier_of, view
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.events import Site, site_of
+
+NUM_RANKS = 4
+NUM_HASHES = 14
+MEDIA = (None, "GPU", "CPU", "FS", "OBJ")
+FULL, PARTIAL = "full_attention", "sliding_window"
+
+ranks = st.integers(0, NUM_RANKS - 1)
+some_hashes = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=9).map(tuple)
+options = st.fixed_dictionaries(
+    {"medium": st.sampled_from(MEDIA)},
+    optional={"group_idx": st.sampled_from((0, 1)), "ownership": st.just("a"), "locality": st.just("REMOTE")},
+)
+stores = st.builds(
+    lambda hashes, kind, where: BlockStored(hashes, None, (), 1, None, kv_cache_spec_kind=kind, **where),
+    some_hashes,
+    st.sampled_from((None, None, FULL, PARTIAL)),
+    options,
+)
+plain_stores = some_hashes.map(lambda hashes: BlockStored(hashes, None, (), 1, None))
+removals = st.builds(lambda hashes, where: BlockRemoved(hashes, **where), some_hashes, options)
+events = st.one_of(plain_stores, plain_stores, stores, removals, st.just(AllBlocksCleared()))
+batches = st.lists(events, max_size=4)
+
+
+class PlainBlocks:
+    """One rank's blocks, each with its site and whether its group attends to a whole prefix."""
+
+    def __init__(self) -> None:
+        self.at: dict[tuple[Site, int], bool] = {}
+
+    def apply(self, batch: Iterable[KVCacheEvent]) -> None:
+        for event in batch:
+            if isinstance(event, AllBlocksCleared):
+                self.at.clear()
+            elif isinstance(event, BlockStored | BlockRemoved) and event.locality != "REMOTE":
+                site = site_of(event.medium, event.group_idx, event.locality, event.ownership)
+                for block_hash in event.block_hashes:
+                    if isinstance(event, BlockRemoved):
+                        self.at.pop((site, block_hash), None)
+                    else:
+                        self.at[site, block_hash] = event.kv_cache_spec_kind != PARTIAL
+
+    def on(self, tier: Tier, group_idx: int | None = None) -> set[int]:
+        return {
+            block_hash
+            for (site, block_hash), is_full in self.at.items()
+            if tier_of(site[0]) == tier and (is_full if group_idx is None else site[1] == group_idx)
+        }
+
+    def by_site(self) -> dict[Site, set[int]]:
+        found: dict[Site, set[int]] = {}
+        for site, block_hash in self.at:
+            found.setdefault(site, set()).add(block_hash)
+        return found
+
+
+def depth_in(held: set[int], prompt: Iterable[int]) -> int:
+    depth = 0
+    for block_hash in prompt:
+        if block_hash not in held:
+            break
+        depth += 1
+    return depth
+
+
+class ViewMachine(RuleBasedStateMachine):
+    """A sweep passes one to three hashes at a time, so nearly every step happens within one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = BlockView()
+        self.plain = {rank: PlainBlocks() for rank in range(NUM_RANKS)}
+        self.staging: tuple[int, BlockView, PlainBlocks] | None = None
+
+    @rule(rank=ranks, batch=batches)
+    def apply(self, rank: int, batch: list[KVCacheEvent]) -> None:
+        self.view.apply(rank, batch)
+        self.plain[rank].apply(batch)
+
+    @rule(rank=ranks)
+    def clear(self, rank: int) -> None:
+        self.view.clear(rank)
+        self.plain[rank].apply([AllBlocksCleared()])
+
+    @rule()
+    def sweep(self) -> None:
+        self.view.sweep()
+
+    @precondition(lambda self: self.staging is None)
+    @rule(rank=ranks, is_foreign=st.booleans(), batch=batches)
+    def begin_staging(self, rank: int, is_foreign: bool, batch: list[KVCacheEvent]) -> None:
+        self.staging = rank, BlockView() if is_foreign else self.view.new_staging(), PlainBlocks()
+        self.stage(batch)
+
+    @precondition(lambda self: self.staging is not None)
+    @rule(batch=batches)
+    def stage(self, batch: list[KVCacheEvent]) -> None:
+        assert self.staging is not None
+        rank, staging, plain = self.staging
+        staging.apply(rank, batch)
+        plain.apply(batch)
+        assert staging.blocks(rank) == plain.on(Tier.DEVICE)
+        assert staging.block_count(rank) == sum(len(plain.on(tier)) for tier in Tier)
+
+    @precondition(lambda self: self.staging is not None)
+    @rule(num_slices=st.integers(0, 9), between=st.booleans(), batch=batches)
+    def replace(self, num_slices: int, between: bool, batch: list[KVCacheEvent]) -> None:
+        """A preparation may be whole, given up, or overtaken by a change."""
+        assert self.staging is not None
+        rank, staging, plain = self.staging
+        for _ in zip(range(num_slices), self.view.preparing(rank, staging), strict=False):
+            self.shows_what_plain_sets_show()
+        if between:
+            self.apply(rank, batch)
+        self.view.replace(rank, staging)
+        self.plain[rank], self.staging = plain, None
+
+    @precondition(lambda self: self.staging is not None)
+    @rule()
+    def forget(self) -> None:
+        assert self.staging is not None
+        rank, staging, _ = self.staging
+        self.view.forget(staging)
+        assert staging.blocks(rank) == set()
+        self.staging = None
+
+    @invariant()
+    def shows_what_plain_sets_show(self) -> None:
+        for tier in Tier:
+            held = {rank: plain.on(tier) for rank, plain in self.plain.items()}
+            for rank in range(NUM_RANKS):
+                assert self.view.blocks(rank, tier) == held[rank]
+            for block_hash in range(NUM_HASHES):
+                holding = {rank for rank in held if block_hash in held[rank]}
+                assert self.view.ranks_holding(block_hash, tier) == tuple(
+                    rank for rank in self.view.ranks if rank in holding
+                )
+            self.answers(tier, held)
+            for group_idx in (0, 1):
+                of_group = {rank: plain.on(tier, group_idx) for rank, plain in self.plain.items()}
+                assert {rank: self.view.blocks(rank, tier, group_idx=group_idx) for rank in of_group} == of_group
+                self.answers(tier, of_group, group_idx)
+        for rank, plain in self.plain.items():
+            assert self.view.block_count(rank) == sum(len(plain.on(tier)) for tier in Tier)
+            assert self.view.blocks_by_site(rank) == plain.by_site()
+
+    def answers(self, tier: Tier, held: dict[int, set[int]], group_idx: int | None = None) -> None:
+        for prompt in (range(NUM_HASHES), range(NUM_HASHES - 1, -1, -2)):
+            depths = {rank: depth_in(blocks, prompt) for rank, blocks in held.items()}
+            depths = {rank: depth for rank, depth in depths.items() if depth}
+            best = max(depths.values(), default=0)
+            assert self.view.deepest_prefix(prompt, tier, group_idx=group_idx) == depths
+            depth, holding = self.view.deepest_holders(prompt, tier, group_idx=group_idx)
+            assert (depth, set(holding)) == (best, {rank for rank in depths if depths[rank] == best})
+
+    def teardown(self) -> None:
+        """What was cleared is swept out in the end, whatever happened in between."""
+        for _ in range(1_000):
+            if not self.view.sweep():
+                break
+        assert self.view.is_swept
+        self.shows_what_plain_sets_show()
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_a_view_is_at_every_moment_what_plain_sets_are(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "STRIDE", stride)
+    monkeypatch.setattr(view, "_MOST_EARLY", 4)
+    monkeypatch.setattr(view, "_STRIDES_PER_BATCH", 1)
+    monkeypatch.setattr(view, "_STRIDES_AT_ONCE", 1)
+    run_state_machine_as_test(ViewMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
