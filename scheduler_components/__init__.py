@@ -35,7 +35,7 @@ from scheduler_components.events import (
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.kv_pool_reader import KvPoolReader
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.load_inquirer import LoadInquirer, LoadWithTotals, WorkTotals
+from scheduler_components.load_inquirer import LoadInquirer, WorkTotals
 from scheduler_components.load_publisher import GaugePacer, LoadPublisher, open_load_publisher
 from scheduler_components.metrics_emitter import MetricsEmitter
 from scheduler_components.output_streamer import OutputStreamer
@@ -92,7 +92,6 @@ __all__ = [  # sorted by meaning
     "KvPoolReader",
     "LoadInquirer",
     "LoadPublisher",
-    "LoadWithTotals",
     "MetricsEmitter",
     "OutputStreamer",
     "ParallelState",

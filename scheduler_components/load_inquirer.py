@@ -7,15 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from scheduler_components.load import CountedQueue, count_request, is_dispatcher_name
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
     NO_PARTS,
     NO_RATES,
+    NO_WORK,
     LoadPartsSource,
-    LoadSource,
     PoolSource,
     QueuedRequest,
     QueueSource,
@@ -24,7 +22,7 @@ from scheduler_components.ports import (
 )
 from scheduler_components.values import LoadSnapshot
 
-__all__ = ["MAX_DISPATCHERS", "LoadInquirer", "LoadWithTotals", "WorkTotals"]
+__all__ = ["MAX_DISPATCHERS", "LoadInquirer", "WorkTotals"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +38,7 @@ class LoadInquirer:
         pool: the KV token pool.
         rates: throughput and hit rate over the recent window.
         parts: disaggregation, LoRA, speculative, memory and special queues, where the engine has them.
+        work: what was taken in and computed since the start, usually ``WorkTotals``.
         clock: wall-clock seconds since the epoch.
     """
 
@@ -48,16 +47,25 @@ class LoadInquirer:
     pool: PoolSource
     rates: RateSource = NO_RATES
     parts: LoadPartsSource = NO_PARTS
+    work: WorkSource = NO_WORK
     clock: Callable[[], float] = time.time
     _sequence: int = field(default=0, init=False, repr=False)
+    _rank: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._rank = self.parallel.kv_stream_index
 
     def get_loads(self) -> LoadSnapshot:
         """Return the load of this moment; each snapshot's ``sequence`` is one above the last.
 
         Disaggregation queues add their requests and tokens to the plain counts. On a decode instance no token is
         uncached: what waits there was prefilled elsewhere (as in SGLang 0.5.23).
+
+        The watermarks are read first: a request that comes in between is counted by the load and not yet by them. Its
+        dispatcher counts it twice for one report then, which is better than not at all.
         """
-        queues, pool, rates = self.queues, self.pool, self.rates
+        queues, pool, rates, work = self.queues, self.pool, self.rates, self.work
+        watermarks = work.dispatched_watermarks
         waiting = queues.waiting
         num_running, max_running = len(queues.running), queues.max_running_requests
         if isinstance(waiting, CountedQueue):
@@ -79,10 +87,10 @@ class LoadInquirer:
         token_usage = used_tokens / capacity_tokens if capacity_tokens > 0 else 0.0
         slot_usage = num_running / max_running if max_running > 0 else 0.0
         self._sequence += 1
-        return LoadSnapshot(  # by place: 21 keywords would take longer than all the rest
+        return LoadSnapshot(  # by place: 24 keywords would take longer than all the rest
             self._sequence,
             self.clock(),
-            self.parallel.kv_stream_index,
+            self._rank,
             num_running,
             num_waiting,
             pending_tokens,
@@ -101,6 +109,9 @@ class LoadInquirer:
             parts.lora,
             parts.speculative,
             parts.memory,
+            work.total_prefill_uncached_tokens,
+            work.total_prefill_busy_us,
+            watermarks,
         )
 
 
@@ -166,31 +177,3 @@ class WorkTotals:
         if self._watermarks is None:
             self._watermarks = tuple(sorted(self._tickets.items()))
         return self._watermarks
-
-
-@dataclass(slots=True, kw_only=True)
-class LoadWithTotals:
-    """A ``LoadSource`` that adds the totals to another's snapshots.
-
-    Attributes:
-        load: usually a ``LoadInquirer``.
-        work: usually ``WorkTotals``.
-    """
-
-    load: LoadSource
-    work: WorkSource
-
-    def get_loads(self) -> LoadSnapshot:
-        """Return the load of this moment with the totals of this moment.
-
-        The watermarks are read first: a request that comes in between is counted by the load and not yet by them.
-        Its dispatcher counts it twice for one report then, which is better than not at all.
-        """
-        work = self.work
-        watermarks = work.dispatched_watermarks
-        return msgspec.structs.replace(
-            self.load.get_loads(),
-            total_prefill_uncached_tokens=work.total_prefill_uncached_tokens,
-            total_prefill_busy_us=work.total_prefill_busy_us,
-            dispatched_watermarks=watermarks,
-        )

@@ -109,7 +109,7 @@ class LoadPublisher:
 
     Attributes:
         parallel: decides who speaks.
-        load: usually a ``LoadInquirer``, or ``LoadWithTotals`` around one.
+        load: usually a ``LoadInquirer``.
         sink: made by ``open_load_publisher``, or anything that takes snapshots.
         pacer: throttle, dedupe and heartbeat; counts what it held back.
         clock: seconds from any origin.

@@ -45,6 +45,7 @@ __all__ = [
     "LoadSource",
     "NO_LOAD",
     "WorkSource",
+    "NO_WORK",
     "TotalsSource",
     "NO_TOTALS",
     "PublisherStatsSource",
@@ -214,7 +215,7 @@ NO_PARTS: LoadPartsSource = _NoParts()
 
 
 class LoadSource(Protocol):
-    """Says how loaded this replica is: ``LoadInquirer``, ``LoadWithTotals``.
+    """Says how loaded this replica is: ``LoadInquirer``.
 
     Read by ``LoadPublisher``, ``MetricsEmitter`` and ``SchedulerKvEventsPublisher``.
     """
@@ -234,7 +235,7 @@ NO_LOAD: LoadSource = _NoLoad()
 
 
 class WorkSource(Protocol):
-    """What a scheduler has taken in and computed since it started: ``WorkTotals``. Read by ``LoadWithTotals``."""
+    """What a scheduler has taken in and computed since it started: ``WorkTotals``. Read by ``LoadInquirer``."""
 
     @property
     def dispatched_watermarks(self) -> tuple[tuple[str, int], ...]:
@@ -250,6 +251,16 @@ class WorkSource(Protocol):
     def total_prefill_busy_us(self) -> int:
         """Microseconds of the steps that computed them."""
         ...
+
+
+class _NoWork:
+    dispatched_watermarks = ()
+    total_prefill_uncached_tokens = 0
+    total_prefill_busy_us = 0
+
+
+NO_WORK: WorkSource = _NoWork()
+"""The work of a scheduler that does not count it."""
 
 
 class TotalsSource(Protocol):

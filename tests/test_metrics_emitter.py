@@ -61,6 +61,53 @@ def test_a_report_carries_load_totals_and_publisher_counters() -> None:
     ]
 
 
+class BusyLoad(Load):
+    num_running = 1
+
+    def get_loads(self) -> LoadSnapshot:
+        return LoadSnapshot(num_running_reqs=self.num_running, num_waiting_reqs=1 - self.num_running)
+
+
+class Counters:
+    asked = 0
+
+    def stats(self) -> PublisherStats:
+        self.asked += 1
+        return PublisherStats(batches_sent=self.asked)
+
+    def totals(self) -> SchedulerTotals:
+        return SchedulerTotals(num_requests_total=self.asked + 1)  # asked first
+
+
+def test_a_busy_step_seldom_asks_for_counters_and_an_idle_one_always_does() -> None:
+    sink, load, counters = Sink(), BusyLoad(), Counters()
+    emitter = MetricsEmitter(parallel=ParallelState(), load=load, sink=sink, totals=counters, publisher=counters)
+    for step in range(40):
+        load.num_running = step % 2  # or one waits
+        emitter.emit()
+    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1] * 16 + [2] * 16 + [3] * 8
+    sink.recorded.clear()
+    emitter.load = Load()
+    for _ in range(3):
+        emitter.emit()
+    emitter.load = load
+    for _ in range(17):
+        emitter.emit()
+    assert [stats.publisher.batches_sent for stats in sink.recorded] == [4, 5] + [6] * 16 + [7] * 2
+    assert all(stats.totals.num_requests_total == stats.publisher.batches_sent for stats in sink.recorded)
+
+
+def test_counters_that_could_not_be_read_are_asked_for_again() -> None:
+    sink, load, counters = Sink(), BusyLoad(), Counters()
+    emitter = MetricsEmitter(parallel=ParallelState(), load=load, sink=sink, totals=counters, publisher=counters)
+    emitter.emit()
+    emitter.load, emitter.publisher = Load(), BrokenSource()  # type: ignore[assignment]
+    emitter.emit()
+    emitter.load, emitter.publisher = load, counters
+    emitter.emit()
+    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 2]
+
+
 def test_totals_and_publisher_are_optional() -> None:
     sink = Sink()
     MetricsEmitter(parallel=ParallelState(), load=Load(), sink=sink).emit()

@@ -149,7 +149,7 @@ class RadixCache:
     @property
     def used_tokens(self) -> int:
         """Tokens that running requests hold, allocated or locked: neither free nor evictable."""
-        return self.capacity_tokens - self.free_tokens - self.evictable_tokens
+        return self.capacity_tokens - (self.pool.num_free + self.order.num_pages) * self.page_size
 
     @property
     def num_event_collapses(self) -> int:

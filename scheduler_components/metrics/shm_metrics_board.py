@@ -118,20 +118,32 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_as_number).encode
 _decode = msgspec.msgpack.Decoder(_Report).decode
 
 
+class _Known:
+    """A value that was encoded, and its rows: in most steps it is the same object as in the last one."""
+
+    __slots__ = ("rows", "value")
+
+    def __init__(self) -> None:
+        self.value: object = None
+        self.rows: tuple[msgspec.Raw, ...] = ()
+
+
 class ReportEncoder:
-    """Encodes the reports of one rank, one after the other.
+    """Encodes the reports of one rank, one after the other. Totals and counters are not changed after they were given.
 
     Args:
         labels: the rank's, which are those of each of its reports.
     """
 
-    __slots__ = ("_encoded_labels", "_histograms", "_rows", "labels")
+    __slots__ = ("_encoded_labels", "_histograms", "_publisher", "_rows", "_totals", "labels")
 
     def __init__(self, labels: tuple[tuple[str, str], ...]) -> None:
         self.labels = labels
         self._encoded_labels = msgspec.Raw(_encode(labels))
         self._histograms: list[object] = [None] * _NUM_HISTOGRAMS
         self._rows = [msgspec.Raw()] * _NUM_HISTOGRAMS
+        self._totals = _Known()
+        self._publisher = _Known()
 
     def encode(self, stats: SchedulerStats) -> bytes:
         """Return the report as bytes.
@@ -142,17 +154,21 @@ class ReportEncoder:
         """
         if stats.labels is not self.labels and stats.labels != self.labels:
             raise ValueError(f"a report with labels {stats.labels}, this page is that of {self.labels}")
-        totals = stats.totals
+        totals, publisher = self._totals, self._publisher
+        if stats.totals is not totals.value:
+            totals.rows = self._rows_of_totals(stats.totals)
+            totals.value = stats.totals
+        if stats.publisher is not publisher.value:
+            publisher.rows = (msgspec.Raw(_encode(astuple(stats.publisher))),)
+            publisher.value = stats.publisher
+        return _encode((self._encoded_labels, astuple(stats.load)[:_NUM_LOAD_FIELDS], *totals.rows, *publisher.rows))
+
+    def _rows_of_totals(self, totals: SchedulerTotals) -> tuple[msgspec.Raw, ...]:
         latencies, tiers = totals.latencies, totals.tiers
-        return _encode(
-            (
-                self._encoded_labels,
-                astuple(stats.load)[:_NUM_LOAD_FIELDS],
-                astuple(totals)[:_NUM_COUNTERS],
-                None if tiers is None else astuple(tiers),
-                None if latencies is None else self._histogram_rows(latencies),
-                astuple(stats.publisher),
-            )
+        return (
+            msgspec.Raw(_encode(astuple(totals)[:_NUM_COUNTERS])),
+            msgspec.Raw(_encode(None if tiers is None else astuple(tiers))),
+            msgspec.Raw(_encode(None if latencies is None else self._histogram_rows(latencies))),
         )
 
     def _histogram_rows(self, latencies: LatencyTotals) -> list[msgspec.Raw]:

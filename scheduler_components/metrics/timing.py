@@ -82,7 +82,9 @@ class RollingSums:
         ConfigError: the window is not a positive number, or there is no bucket.
     """
 
-    __slots__ = ("_bucket_s", "_buckets", "_elapsed_s", "_index", "_last_now", "_window_start_s", "sums")
+    __slots__ = (
+        "sums", "_bucket_end_s", "_bucket_s", "_buckets", "_elapsed_s", "_index", "_last_now", "_window_start_s",
+    )  # fmt: skip
 
     def __init__(self, *, num_sums: int, window_s: float, num_buckets: int, now: float) -> None:
         check_number("window_s", window_s)
@@ -92,17 +94,19 @@ class RollingSums:
         self._bucket_s = window_s / num_buckets
         self._index = 0  # of the current bucket since the start; its place in the ring is the remainder
         self._elapsed_s = 0.0
+        self._bucket_end_s = self._bucket_s  # where the current bucket ends, in elapsed time
         self._window_start_s = 0.0  # where the oldest bucket begins, in elapsed time
         self._last_now = now
 
-    def advance(self, now: float) -> None:
-        """Move to ``now``: buckets that fall out of the window leave the sums."""
-        if now > self._last_now:
-            self._elapsed_s += now - self._last_now
+    def advance(self, now: float) -> list[int]:
+        """Move to ``now``: buckets that fall out of the window leave the sums. Returns the sums."""
+        passed_s = now - self._last_now
         self._last_now = now
-        index = int(self._elapsed_s / self._bucket_s)
-        if index != self._index:
-            self._expire(index)
+        if passed_s > 0.0:
+            self._elapsed_s = elapsed_s = self._elapsed_s + passed_s
+            if elapsed_s >= self._bucket_end_s:
+                self._expire(int(elapsed_s / self._bucket_s))
+        return self.sums
 
     def _expire(self, index: int) -> None:
         ring = len(self._buckets)
@@ -112,6 +116,7 @@ class RollingSums:
                 self.sums[column] -= amount
                 bucket[column] = 0
         self._index = index
+        self._bucket_end_s = (index + 1) * self._bucket_s
         self._window_start_s = max(0, index + 1 - ring) * self._bucket_s
 
     def add(self, column: int, amount: int) -> None:
@@ -168,16 +173,14 @@ class RateMeter:
     def gen_throughput(self) -> float:
         """Generated tokens per second over the window."""
         window = self._window
-        window.advance(self.clock())
-        return window.sums[_GENERATED] / window.span_s
+        generated = window.advance(self.clock())[_GENERATED]
+        return generated / window.span_s if generated else 0.0
 
     @property
     def cache_hit_rate(self) -> float:
         """Cached / input tokens over the window, 0 to 1; 0 when nothing was prefilled in it."""
-        window = self._window
-        window.advance(self.clock())
-        input_tokens = window.sums[_INPUT]
-        return window.sums[_CACHED] / input_tokens if input_tokens else 0.0
+        _, input_tokens, cached_tokens = self._window.advance(self.clock())
+        return cached_tokens / input_tokens if input_tokens else 0.0
 
 
 # How long one request was where: times that only grow, whatever happens to the request or to the clock.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, LoadSnapshot, LoadWithTotals, WorkTotals
+from scheduler_components import ConfigError, LoadInquirer, LoadParts, ParallelState, WorkTotals
 from scheduler_components.load import DispatchLedger
 from scheduler_components.load_inquirer import MAX_DISPATCHERS
+from scheduler_components.testing import FakePool, FakeQueues
 
 SEND, TAKE_IN, REPORT, DELIVER, LOSE = range(5)
 
@@ -115,19 +114,26 @@ def test_prefill_totals_only_grow(steps: list[tuple[int, float]]) -> None:
         assert work.total_prefill_busy_us >= before[1]
 
 
-@dataclass
-class Load:
-    def get_loads(self) -> LoadSnapshot:
-        return LoadSnapshot(num_running_reqs=3)
-
-
 def test_a_load_says_the_totals() -> None:
     work = WorkTotals()
     work.took_in("a", 7)
     work.prefilled(100, 0.002)
-    assert LoadWithTotals(load=Load(), work=work).get_loads() == LoadSnapshot(
-        num_running_reqs=3,
-        total_prefill_uncached_tokens=100,
-        total_prefill_busy_us=2000,
-        dispatched_watermarks=(("a", 7),),
+    load = LoadInquirer(parallel=ParallelState(), queues=FakeQueues(), pool=FakePool(), work=work).get_loads()
+    assert (load.total_prefill_uncached_tokens, load.total_prefill_busy_us) == (100, 2000)
+    assert load.dispatched_watermarks == (("a", 7),)
+
+
+def test_a_request_that_comes_in_between_is_counted_twice_and_never_forgotten() -> None:
+    work = WorkTotals()
+
+    class ComesInBetween:
+        def load_parts(self) -> LoadParts:
+            work.took_in("a", 8)
+            return LoadParts()
+
+    work.took_in("a", 7)
+    inquirer = LoadInquirer(
+        parallel=ParallelState(), queues=FakeQueues(), pool=FakePool(), parts=ComesInBetween(), work=work
     )
+    assert inquirer.get_loads().dispatched_watermarks == (("a", 7),)
+    assert inquirer.get_loads().dispatched_watermarks == (("a", 8),)

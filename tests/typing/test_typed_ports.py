@@ -17,7 +17,6 @@ from scheduler_components import (
     KVCacheEvent,
     LoadInquirer,
     LoadSnapshot,
-    LoadWithTotals,
     OutputBatch,
     OutputSink,
     OutputStreamer,
@@ -177,13 +176,12 @@ def test_the_kits_own_parts_fit() -> None:
     counters: ports.PublisherStatsSource = NullEventPublisher()
     rates: ports.RateSource = RateMeter()
     work: ports.WorkSource = WorkTotals()
-    load: ports.LoadSource = LoadInquirer(parallel=ParallelState.trivial(), queues=Queues(), pool=pool)
-    totals: ports.LoadSource = LoadWithTotals(load=load, work=work)
+    load: ports.LoadSource = LoadInquirer(parallel=ParallelState.trivial(), queues=Queues(), pool=pool, work=work)
     metrics: tuple[ports.MetricsSink, ...] = (PrometheusSink(CollectorRegistry()), LogSink())
     store: ports.PageStore = MemoryPageStore(1024)
     for each in metrics:
-        each.record(SchedulerStats(labels=(), load=totals.get_loads()))
-    assert isinstance(totals.get_loads(), LoadSnapshot)
+        each.record(SchedulerStats(labels=(), load=load.get_loads()))
+    assert isinstance(load.get_loads(), LoadSnapshot)
     assert (sink.stats(), list(source.take_events()), rates.gen_throughput) == (counters.stats(), [], 0.0)
     assert store.batch_exists(["a"]) == 0
 

@@ -32,7 +32,6 @@ from scheduler_components import (
     KvMetricsSink,
     LoadInquirer,
     LoadSource,
-    LoadWithTotals,
     MetricsEmitter,
     MetricsSink,
     NullMetricsSink,
@@ -202,9 +201,13 @@ class Scheduler:
         queues = RequestQueues(max_running_requests=config.max_running_requests)
         book = RequestBook(tiers=tiers, clock=clocks.monotonic)
         pages = RequestPages(cache=tiers.cache, totals=book.counters)
-        load = LoadWithTotals(
-            load=LoadInquirer(parallel=parallel, queues=queues, pool=tiers.cache, rates=book.rates, clock=clocks.wall),
+        load = LoadInquirer(
+            parallel=parallel,
+            queues=queues,
+            pool=tiers.cache,
+            rates=book.rates,
             work=book.work,
+            clock=clocks.wall,
         )
         kv_events = SchedulerKvEventsPublisher(
             parallel=parallel,
