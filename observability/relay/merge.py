@@ -91,8 +91,7 @@ class SourceMerger:
         """A batch of the source, or of its snapshot while one comes."""
         source = self._source(key)
         if source.staged is None and len(self._sources) == 1:
-            for event in events:
-                _fold(source.held, event)
+            _fold_all(source.held, events)
             return events
         into = source.held if source.staged is None else source.staged
         return tuple(each for event in events for each in self._apply(into, event))
@@ -169,12 +168,12 @@ class SourceMerger:
         if isinstance(event, BlockStored):
             site = _site_of(event)
             is_new = not all(self._stands(site, each) for each in event.block_hashes)
-            _fold(into, event)
+            _fold_all(into, (event,))
             if is_new:
                 yield event
         elif isinstance(event, BlockRemoved):
             site = _site_of(event)
-            _fold(into, event)
+            _fold_all(into, (event,))
             gone = {each for each in event.block_hashes if not self._stands(site, each)}
             if len(gone) == len(set(event.block_hashes)):
                 yield event
@@ -208,19 +207,33 @@ def _site_of(event: BlockStored | BlockRemoved) -> Site:
     return site_of(event.medium, event.group_idx, event.locality, event.ownership)
 
 
-def _fold(blocks: _Blocks, event: KVCacheEvent) -> None:
-    if isinstance(event, BlockStored):
-        site = _site_of(event)
-        held = blocks.get(site)
+def _fold_all(blocks: _Blocks, events: Events) -> None:
+    """Fold events in order; those of one kind and site that follow each other, as one."""
+    hashes: list[int] = []
+    of: tuple[type[KVCacheEvent], Site] | None = None
+    for event in events:
+        if isinstance(event, BlockStored | BlockRemoved):
+            before, of = of, (type(event), _site_of(event))
+            if of != before and before is not None:
+                _change(blocks, before, hashes)
+                hashes = []
+            hashes += event.block_hashes
+        else:
+            blocks.clear()
+            hashes, of = [], None
+    if of is not None:
+        _change(blocks, of, hashes)
+
+
+def _change(blocks: _Blocks, of: tuple[type[KVCacheEvent], Site], hashes: list[int]) -> None:
+    kind, site = of
+    held = blocks.get(site)
+    if issubclass(kind, BlockStored):
         if held is None:
             held = blocks[site] = BlockSet()
-        held.update(event.block_hashes)
-    elif isinstance(event, BlockRemoved):
-        held = blocks.get(_site_of(event))
-        if held is not None:
-            held.difference_update(event.block_hashes)
-    else:
-        blocks.clear()
+        held.update(hashes)
+    elif held is not None:
+        held.difference_update(hashes)
 
 
 def _count(blocks: _Blocks) -> int:
