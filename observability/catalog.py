@@ -9,6 +9,7 @@ routers written for SGLang read them. ``vllm_names`` are what vLLM (0.33.0) call
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import attrs
@@ -91,9 +92,14 @@ class Metric:
         return _find(stats, self.path)
 
 
+@cache
+def _steps(path: str) -> tuple[str, ...]:
+    return tuple(path.split("."))
+
+
 def _find(stats: object, path: str) -> object:
     value: object = stats
-    for attribute in path.split("."):
+    for attribute in _steps(path):
         value = getattr(value, attribute)
         if value is None:
             return None

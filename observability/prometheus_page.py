@@ -8,12 +8,18 @@ nothing. So what a reader asks of escaping is ignored: every Prometheus can stor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
-__all__ = ["render_metrics"]
+__all__ = ["PageLabels", "render_metrics"]
 
 _OPENMETRICS = "application/openmetrics-text"
 _OPENMETRICS_VERSION = "1.0.0"
@@ -43,8 +49,8 @@ def render_metrics(registry: CollectorRegistry, accept: str = "") -> tuple[bytes
     for media_type, value in _offers(accept):
         quality[media_type] = max(quality[media_type], value)
     if 0.0 < quality[_OPENMETRICS] >= quality["text/plain"]:
-        return _render_openmetrics(registry), _CONTENT_TYPES[_OPENMETRICS]
-    return generate_latest(registry), _CONTENT_TYPES["text/plain"]
+        return _render(registry, is_openmetrics=True), _CONTENT_TYPES[_OPENMETRICS]
+    return _render(registry, is_openmetrics=False), _CONTENT_TYPES["text/plain"]
 
 
 def _offers(accept: str) -> Iterator[tuple[str, float]]:
@@ -60,3 +66,95 @@ def _offers(accept: str) -> Iterator[tuple[str, float]]:
             yield media_type, float(values.get("q", "1"))
         except ValueError:
             continue
+
+
+# --- the lines ---
+
+# The client library takes 7 us per line, with the GIL: 1.6 ms per rank. Most families are plain: gauges, counters and
+# histograms whose samples are a name, labels and a value. Their lines are written here, in the library's own bytes. All
+# else (time stamps, exemplars, names outside the old character set) is left to the library, a family at a time.
+
+_told: Callable[[float], str] = floatToGoString
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+_SET_APART = ("_created", "_gsum", "_gcount")
+"""What the text format makes families of their own of."""
+
+_NOTHING_MORE = Sample("", {}, 0.0)[3:]
+_END = "# EOF\n"
+
+
+class PageLabels(dict[str, str]):
+    """Labels of many samples, whose text is made once. They must not change.
+
+    Attributes:
+        text: in braces, as on a page; nothing for no labels; None where the library has to write them.
+    """
+
+    __slots__ = ("text",)
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        super().__init__(labels)
+        self.text = _label_text(labels)
+
+
+class _OneFamily(Collector):
+    def __init__(self, family: MetricFamily) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[MetricFamily]:
+        return (self._family,)
+
+
+def _render(registry: CollectorRegistry, *, is_openmetrics: bool) -> bytes:
+    write: Callable[[_OneFamily], bytes] = _render_openmetrics if is_openmetrics else generate_latest
+    parts: list[str] = []
+    for family in registry.collect():
+        lines = _plain_lines(family, is_openmetrics)
+        if lines is None:
+            parts.append(write(_OneFamily(family)).decode().removesuffix(_END))
+        else:
+            parts += lines
+    if is_openmetrics:
+        parts.append(_END)
+    return "".join(parts).encode()
+
+
+def _plain_lines(family: MetricFamily, is_openmetrics: bool) -> list[str] | None:
+    """The lines of a plain family; None for one that the library has to write."""
+    name, kind = family.name, family.type
+    if kind not in ("gauge", "counter", "histogram") or family.unit or not _is_plain(name):
+        return None
+    told = _escape(family.documentation) if is_openmetrics else _escape_help(family.documentation)
+    if kind == "counter" and not is_openmetrics:
+        name += "_total"
+    lines = [f"# HELP {name} {told}\n# TYPE {name} {kind}\n"]
+    for sample in family.samples:
+        labels = sample.labels
+        text = labels.text if isinstance(labels, PageLabels) else _label_text(labels)
+        if text is None or sample[3:] != _NOTHING_MORE or not _is_plain(sample.name):
+            return None
+        lines.append(f"{sample.name}{text} {_told(sample.value)}\n")
+    return lines
+
+
+@lru_cache(maxsize=4_096)
+def _is_plain(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None and not name.endswith(_SET_APART)
+
+
+def _label_text(labels: dict[str, str]) -> str | None:
+    if not labels:
+        return ""
+    if not all(map(_LABEL.fullmatch, labels)):
+        return None
+    return "{" + ",".join([f'{name}="{_escape(value)}"' for name, value in sorted(labels.items())]) + "}"
+
+
+def _escape_help(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
+
+
+def _escape(text: str) -> str:
+    return _escape_help(text).replace('"', r"\"")

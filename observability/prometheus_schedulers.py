@@ -9,17 +9,18 @@ The first two build the same families (``ReportFamilies``). The functions above 
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from observability.catalog import (
     CATALOG,
@@ -34,6 +35,7 @@ from observability.catalog import (
     InfoMetric,
     Metric,
 )
+from observability.prometheus_page import PageLabels
 from scheduler_components import ConfigError, HistogramSnapshot, OutputStats, ParallelState, SchedulerStats
 from scheduler_components.ports import OutputStatsSource
 
@@ -99,9 +101,6 @@ def unregister(registry: CollectorRegistry, collector: Collector) -> None:
 
 # --- reports of steps ---
 
-_Report = tuple[dict[str, str], SchedulerStats]
-"""A report with its labels, ``model_name`` among them."""
-
 
 class ReportFamilies:
     """Builds the families of all metrics of a step from the newest report of each rank: one sample per rank.
@@ -128,15 +127,17 @@ class ReportFamilies:
     ) -> None:
         check_prefix(prefix)
         every = (*CATALOG, *HISTOGRAMS, LOAD_AGE, *own_counters)
-        self._names = {metric: _names(metric, prefix, vllm_names) for metric in every}
+        self._names = {metric.name: _names(metric, prefix, vllm_names) for metric in every}
+        self._every = every
         self._info_prefixes = (prefix, VLLM_PREFIX) if vllm_names and prefix != VLLM_PREFIX else (prefix,)
-        self._model_label = model_label(model_name)
+        self._model_label = PageLabels(model_label(model_name))
+        self._labels: dict[RankLabels, _LabelSets] = {}
         self._clock = clock
 
     def describe(self) -> Iterator[MetricFamily]:
         """Yield the metrics without samples, so that a registry can refuse a second collector of the same names."""
-        for metric, names in self._names.items():
-            for name in names:
+        for metric in self._every:
+            for name in self._names[metric.name]:
                 yield new_family(metric, name)
         for info in INFOS:
             for prefix in self._info_prefixes:
@@ -144,32 +145,40 @@ class ReportFamilies:
 
     def collect(self, newest: Iterable[SchedulerStats], counts: Mapping[Metric, int]) -> Iterator[MetricFamily]:
         """Yield the metrics of all ranks, and ``counts``: the value of each of ``own_counters``."""
-        reports: list[_Report] = [({**self._model_label, **dict(stats.labels)}, stats) for stats in newest]
+        reports = self._labelled(newest)
         now = self._clock()
         for metric in CATALOG:
-            samples = [(labels, metric.read(stats)) for labels, stats in reports]
+            samples = [(labels.plain, metric.read(stats)) for labels, stats in reports]
             yield from self._families(metric, samples)
         for metric in HISTOGRAMS:
             yield from self._histogram_families(metric, reports)
         yield from self._families(
-            LOAD_AGE, [(labels, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
+            LOAD_AGE, [(labels.plain, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
         )
         for info in INFOS:
             yield from self._info_families(info, reports)
         for metric, count in counts.items():
             yield from self._families(metric, [(self._model_label, count)])
 
-    def _families(self, metric: Metric, samples: list[tuple[dict[str, str], float | None]]) -> Iterator[MetricFamily]:
-        for name in self._names[metric]:
+    def _labelled(self, newest: Iterable[SchedulerStats]) -> list[_Report]:
+        """Each report with its labels, which are kept for the next scrape; those of ranks that are gone are not."""
+        known = self._labels
+        reports = [
+            (known.get(stats.labels) or _LabelSets({**self._model_label, **dict(stats.labels)}), stats)
+            for stats in newest
+        ]
+        self._labels = {stats.labels: labels for labels, stats in reports}
+        return reports
+
+    def _families(self, metric: Metric, samples: list[tuple[PageLabels, float | None]]) -> Iterator[MetricFamily]:
+        for name in self._names[metric.name]:
             family = new_family(metric, name)
-            for labels, value in samples:
-                if value is not None:
-                    family.add_sample(name, labels, value)
+            family.samples = [Sample(name, labels, value) for labels, value in samples if value is not None]
             if family.samples:
                 yield family
 
     def _info_families(self, info: InfoMetric, reports: list[_Report]) -> Iterator[MetricFamily]:
-        read = [(labels, info.read(stats)) for labels, stats in reports]
+        read = [(labels.plain, info.read(stats)) for labels, stats in reports]
         for prefix in self._info_prefixes:
             family = GaugeMetricFamily(prefix + info.name, info.help)
             for labels, told in read:
@@ -180,7 +189,7 @@ class ReportFamilies:
 
     def _histogram_families(self, metric: Metric, reports: list[_Report]) -> Iterator[MetricFamily]:
         read = [(labels, metric.read_histogram(stats)) for labels, stats in reports]
-        for name in self._names[metric]:
+        for name in self._names[metric.name]:
             family = new_family(metric, name)
             for labels, histogram in read:
                 if histogram is not None:
@@ -196,15 +205,35 @@ def _names(metric: Metric, prefix: str, vllm_names: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))  # with the prefix "vllm:" some would come twice
 
 
-def _add_histogram(family: MetricFamily, labels: dict[str, str], histogram: HistogramSnapshot) -> None:
+class _LabelSets:
+    """One rank's labels: plain, and with the bound of each bucket."""
+
+    __slots__ = ("_of_buckets", "plain")
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self.plain = PageLabels(labels)
+        self._of_buckets: dict[tuple[float, ...], list[PageLabels]] = {}
+
+    def of_buckets(self, bounds: tuple[float, ...]) -> list[PageLabels]:
+        """The labels of each bucket of a histogram, the last one's too."""
+        found = self._of_buckets.get(bounds)
+        if found is None:
+            bounds_told = (*(repr(float(bound)) for bound in bounds), "+Inf")
+            found = self._of_buckets[bounds] = [PageLabels({**self.plain, "le": le}) for le in bounds_told]
+        return found
+
+
+_Report = tuple[_LabelSets, SchedulerStats]
+"""A report with its labels, ``model_name`` among them."""
+
+
+def _add_histogram(family: MetricFamily, labels: _LabelSets, histogram: HistogramSnapshot) -> None:
     """Add one rank's buckets, each with the counts of those below it, then count and sum."""
-    below = 0
-    for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
-        below += count
-        le = "+Inf" if bound == math.inf else repr(float(bound))
-        family.add_sample(f"{family.name}_bucket", {**labels, "le": le}, below)
-    family.add_sample(f"{family.name}_count", labels, below)
-    family.add_sample(f"{family.name}_sum", labels, histogram.total)
+    name, below = family.name, list(accumulate(histogram.counts))
+    bucket, buckets = f"{name}_bucket", labels.of_buckets(histogram.bounds)
+    family.samples += [Sample(bucket, each, count) for each, count in zip(buckets, below, strict=True)]
+    family.add_sample(f"{name}_count", labels.plain, below[-1])
+    family.add_sample(f"{name}_sum", labels.plain, histogram.total)
 
 
 class PrometheusSink(Collector):

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Metric, PlatformCollector, generate_latest
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
+from prometheus_client.samples import Exemplar
 
-from observability import PrometheusSink, StreamCollector, render_metrics
+from observability import PrometheusBoard, PrometheusSink, StreamCollector, render_metrics
 from observability.kv_stream import StreamState, StreamStats
+from observability.prometheus_page import PageLabels
 from scheduler_components import (
     DisaggregationLoad,
     LoadSnapshot,
@@ -105,6 +108,78 @@ def test_every_reader_gets_the_registrys_names_and_types(accept: str, content_ty
     page, named = render_metrics(registry, accept)
     assert named == content_type
     assert told(READERS[content_type](page.decode())) == told(registry.collect())
+
+
+# Families as any collector may give them: plain ones, which the page writes itself, and all others.
+names = st.sampled_from(["sglang:a", "b", "c_created", "d_gsum", "e.utf8", "9f", "é", "a:b_total"])
+texts = st.text(st.sampled_from('a\\"\né'), max_size=4)
+values = st.floats() | st.integers(-(2**70), 2**70) | st.booleans() | st.sampled_from([0.0, -0.0, 1e6, 123456.7, 1e21])
+labels = st.dictionaries(st.sampled_from(["b", "a", "__c", "d.e", "le"]), texts, max_size=3)
+times = st.none() | st.integers(0, 10) | st.floats(0, 10)
+exemplars = st.none() | st.floats(0, 1).map(lambda value: Exemplar({"trace": "7"}, value))
+
+
+@st.composite
+def families(draw: st.DrawFn) -> Metric:
+    kind = draw(st.sampled_from(["gauge", "counter", "histogram", "summary", "info", "stateset", "unknown"]))
+    family = Metric("plain", draw(texts), kind, draw(st.sampled_from(["", "", "seconds"])))
+    family.name = draw(names)
+    wrap = PageLabels if draw(st.booleans()) else dict
+    for _ in range(draw(st.integers(0, 4))):
+        suffix = draw(st.sampled_from(["", "_total", "_bucket", "_sum", "_created"]))
+        told = draw(exemplars) if (kind, suffix) in (("counter", "_total"), ("histogram", "_bucket")) else None
+        family.add_sample(family.name + suffix, wrap(draw(labels)), draw(values), draw(times), told)
+    return family
+
+
+class Families:
+    def __init__(self, found: list[Metric]) -> None:
+        self.found = found
+
+    def collect(self) -> list[Metric]:
+        return self.found
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+openmetrics_of_the_library, _ = choose_encoder("application/openmetrics-text;version=1.0.0;escaping=allow-utf-8")
+
+
+def check_bytes(registry: CollectorRegistry) -> None:
+    assert render_metrics(registry)[0] == generate_latest(registry)
+    assert render_metrics(registry, OPENMETRICS)[0] == openmetrics_of_the_library(registry)
+
+
+@given(st.lists(families(), max_size=4))
+def test_the_bytes_are_those_of_the_client_library(found: list[Metric]) -> None:
+    registry = CollectorRegistry()
+    registry.register(Families(found))
+    check_bytes(registry)
+
+
+def test_the_bytes_of_the_kits_own_metrics_are_those_of_the_client_library() -> None:
+    registry = registry_with_all()
+    PlatformCollector(registry=registry)
+    check_bytes(registry)
+
+
+def test_a_rank_that_left_takes_its_labels_along() -> None:
+    registry, board = CollectorRegistry(), Board()
+    PrometheusBoard(registry, board=board)
+    for dp_rank in (0, 1, 0):
+        board.labels = ParallelState(dp_rank=dp_rank, dp_size=2).metric_labels
+        page = render_metrics(registry)[0].decode()
+        assert f'dp_rank="{dp_rank}"' in page
+        assert f'dp_rank="{1 - dp_rank}"' not in page
+
+
+class Board:
+    unread = 0
+    labels: tuple[tuple[str, str], ...] = ()
+
+    def read(self) -> dict[int, SchedulerStats]:
+        return {0: SchedulerStats(self.labels, LoadSnapshot())}
 
 
 @given(st.text() | st.lists(st.sampled_from([accept for accept, _ in ACCEPTED.values()] + ["q=", ";;", "=", ","])))
