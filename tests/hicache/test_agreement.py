@@ -254,16 +254,16 @@ def test_a_broken_domain_stays_broken() -> None:
         for _ in range(2):
             with pytest.raises(SyncTimeoutError, match=r"'landed' at step 3: not agreed within 0\.1 s; missing.* 1"):
                 domain.min("landed", 1, step=3)
-        return domain.num_collectives
+        return domain.num_calls, domain.num_collectives
 
-    assert on_threads(grid(2, 1), work, timeout_s=0.1) == [0, None]
+    assert on_threads(grid(2, 1), work, timeout_s=0.1) == [(1, 0), None]
 
 
 def test_a_closed_domain_refuses() -> None:
     domain = SyncDomain()
     domain.close()
     domain.close()
-    with pytest.raises(SyncClosedError):
+    with pytest.raises(SyncClosedError, match=r"^the sync domain is closed$"):
         domain.barrier("start", step=0)
 
 
@@ -316,6 +316,19 @@ def test_the_order_of_groups_names_each_once_and_keeps_each_ranks_order(pp: int,
         assert sorted(sets.hops, key=order.index) == list(sets.hops)
 
 
+def test_ranks_in_different_numbers_of_groups_have_one_domain_and_one_order() -> None:
+    world = (
+        RankSets(rank=0, attn_cp=(0, 1, 2)),
+        RankSets(rank=1, attn_cp=(0, 1, 2), attn_tp=(1, 3)),
+        RankSets(rank=2, attn_cp=(0, 1, 2)),
+        RankSets(rank=3, attn_tp=(1, 3), attn_cp=(3, 4)),
+        RankSets(rank=4, attn_cp=(3, 4)),
+    )
+    assert all(domain_of(rank, world) == (0, 1, 2, 3, 4) for rank in range(5))
+    assert groups_in_order(world) == ((0, 1, 2), (3, 4), (1, 3))
+    assert groups_in_order(()) == ()
+
+
 def test_tp2_cp2_reduces_over_cp_and_then_tp() -> None:
     world = world_rank_sets(parallel_of(1, 1, 2, 2))
     assert world[1].hops == ((1, 3), (0, 1))
@@ -358,6 +371,18 @@ def test_ranks_with_different_settings_are_told_field_and_ranks_at_the_start() -
         }
         assert "prefetch: rank 0 has 'best_effort'" in str(error)
         assert "rank 2 has 'timeout'" in str(error)
+
+
+def test_long_settings_are_told_by_their_beginnings() -> None:
+    def start(domain: SyncDomain) -> None:
+        domain.expect_equal("settings", {"model": "x" + "\xe9" * 60 + str(domain.rank)}, step=0)
+
+    for error in on_threads(grid(2, 1), start):
+        assert isinstance(error, SettingsDivergenceError)
+        assert str(error).startswith("settings: ")
+        [told] = error.settings.values()
+        assert all("'x" + "\xe9" * 20 in text for text in told.values())
+        assert sorted(told) == [0, 1]
 
 
 def test_ranks_with_the_same_settings_go_on() -> None:

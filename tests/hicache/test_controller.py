@@ -81,6 +81,16 @@ def test_an_operation_ends_once() -> None:
 DIGESTS = bytes(range(32)) * 6
 
 
+def test_all_that_are_reading_are_stopped_when_all_are_given_up() -> None:
+    ranks = TwoRanks(HiCachePolicy())
+    for number in (1, 2, 3):
+        ranks.begin(number)
+    ranks.handle(StorageAnswered(1, 4))
+    decisions, instructions = ranks.lanes[0].give_up_all()
+    assert len(decisions) == 3
+    assert sorted(stop.op for stop in instructions) == [1, 2, 3]
+
+
 class TwoRanks:
     """Two ranks' prefetches, and a clock each."""
 
