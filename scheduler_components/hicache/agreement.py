@@ -34,9 +34,13 @@ values instead of the agreed ones, slot by slot, and sees them part.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
+from itertools import count
+from typing import Literal, TypeAlias
 
 import attrs
 import msgspec
@@ -59,6 +63,7 @@ __all__ = [
     "InProcessSync",
     "Proposal",
     "RankSets",
+    "Slots",
     "SyncDomain",
     "domain_of",
     "elementwise_min",
@@ -72,6 +77,8 @@ BLOCK_INTS = 256
 _HEADER_INTS = 6
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _ROOM_FOR_PADDING = [0] * BLOCK_INTS
+
+SlotKind: TypeAlias = Literal["min", "max", "all", "any", "equal"]
 
 
 def elementwise_min(vectors: Sequence[Sequence[int]]) -> list[int]:
@@ -91,6 +98,64 @@ class AgreedValues(msgspec.Struct, frozen=True):
     flags: dict[str, bool]
 
 
+class Slots:
+    """Slots that are always asked together: kinds and names, made once, so that a step brings values alone.
+
+    Args:
+        slots: (kind, name) pairs; a kind is ``min``, ``max``, ``all``, ``any`` or ``equal``, as ``Proposal`` has them.
+    """
+
+    __slots__ = ("kinds", "names")
+
+    def __init__(self, *slots: tuple[SlotKind, str]) -> None:
+        self.kinds = tuple(kind for kind, _ in slots)
+        self.names = tuple(name for _, name in slots)
+
+    def __repr__(self) -> str:
+        return f"<Slots: {', '.join(self.names)}>"
+
+
+class _Layout(msgspec.Struct, frozen=True):
+    """Where the slots of a proposal stand in its vector: the header, one integer per slot, and the complements of those
+    that must be equal. The same at every step, so it is worked out once.
+
+    Attributes:
+        digest: of operation, kinds and names.
+        inverted: places of ``max`` and ``any``, which are packed as complements.
+        equal: (name, place, place of the complement).
+        numbers: (name, place) of ``min`` and ``max``; of these, ``maxima`` are read back as complements.
+        flags: (name, place, the value that says no) of ``all`` and ``any``; those of ``equal`` keep their place among
+            them, and are compared with their complements instead.
+    """
+
+    digest: int
+    inverted: tuple[int, ...]
+    equal: tuple[tuple[str, int, int], ...]
+    numbers: tuple[tuple[str, int], ...]
+    maxima: tuple[tuple[str, int], ...]
+    flags: tuple[tuple[str, int, int], ...]
+
+
+@lru_cache(maxsize=16)
+def _layout_of(operation: str, parts: tuple[Slots, ...]) -> _Layout:
+    kinds = [kind for part in parts for kind in part.kinds]
+    names = [name for part in parts for name in part.names]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{operation!r} has two slots named {twice!r}")
+    placed = list(zip(kinds, names, range(_HEADER_INTS, _HEADER_INTS + len(names)), strict=True))
+    complements = count(_HEADER_INTS + len(names))
+    text = "\0".join([operation, *(f"{kind}:{name}" for kind, name, _ in placed)])
+    return _Layout(
+        digest=_digest_of(text),
+        inverted=tuple(at for kind, _, at in placed if kind in ("max", "any")),
+        equal=tuple((name, at, next(complements)) for kind, name, at in placed if kind == "equal"),
+        numbers=tuple((name, at) for kind, name, at in placed if kind in ("min", "max")),
+        maxima=tuple((name, at) for kind, name, at in placed if kind == "max"),
+        flags=tuple((name, at, -1 if kind == "any" else 0) for kind, name, at in placed if kind not in ("min", "max")),
+    )
+
+
 class Proposal:
     """What one rank brings to one agreement: named slots. Every rank fills the same ones, in the same order.
 
@@ -102,14 +167,14 @@ class Proposal:
         ValueError: the name is too long, a slot is named twice, or a value is not an int64.
     """
 
-    __slots__ = ("_kinds", "_values", "operation", "step")
+    __slots__ = ("_parts", "_values", "operation", "step")
 
     def __init__(self, operation: str, *, step: int) -> None:
         if not 0 < len(operation.encode()) <= MAX_OPERATION_BYTES:
             raise ValueError(f"operation {operation!r} is not 1 to {MAX_OPERATION_BYTES} bytes long")
         self.operation = operation
         self.step = step
-        self._kinds: dict[str, str] = {}
+        self._parts: list[Slots] = []
         self._values: list[int] = []
 
     def min(self, name: str, value: int) -> None:
@@ -122,15 +187,29 @@ class Proposal:
 
     def all(self, name: str, agrees: bool) -> None:
         """Ask whether every rank agrees."""
-        self._add("all", name, int(agrees))
+        self._add("all", name, agrees)
 
     def any(self, name: str, agrees: bool) -> None:
         """Ask whether at least one rank agrees."""
-        self._add("any", name, int(agrees))
+        self._add("any", name, agrees)
 
     def equal(self, name: str, value: int) -> None:
         """Ask whether all ranks have the same value, for example a digest."""
         self._add("equal", name, value)
+
+    def fill(self, slots: Slots, values: Sequence[int]) -> None:
+        """Ask for all of ``slots`` at once, with one value each: for what is asked in every step."""
+        try:
+            checked = array("q", values)  # looks at each value, and makes a bool an int
+        except (OverflowError, TypeError) as error:
+            for name, value in zip(slots.names, values, strict=False):
+                if not (isinstance(value, int) and _INT64_MIN <= value <= _INT64_MAX):
+                    raise ValueError(f"{self.operation!r}: {name}={value} is not a signed 64-bit integer") from error
+            raise
+        if len(checked) != len(slots.names):
+            raise ValueError(f"{self.operation!r}: {len(checked)} values for {len(slots.names)} slots, {slots}")
+        self._parts.append(slots)
+        self._values += checked
 
     def __len__(self) -> int:
         """Number of slots."""
@@ -138,53 +217,39 @@ class Proposal:
 
     def pack(self, call_number: int) -> list[int]:
         """Return the vector to reduce: at least ``BLOCK_INTS`` long, and equally long on all ranks with these slots."""
-        packed: list[int] = []
-        for value in (self._layout_digest(), self.step, call_number):
-            packed += (value, ~value)
-        for kind, value in zip(self._kinds.values(), self._values, strict=True):
-            if kind == "equal":
-                packed += (value, ~value)
-            else:
-                packed.append(~value if kind in ("max", "any") else value)
-        return packed + _ROOM_FOR_PADDING[len(packed) :]
+        layout, step = self._layout(), self.step
+        packed = [layout.digest, ~layout.digest, step, ~step, call_number, ~call_number]
+        packed += self._values
+        for at in layout.inverted:
+            packed[at] = ~packed[at]
+        for _, at, _ in layout.equal:
+            packed.append(~packed[at])
+        packed += _ROOM_FOR_PADDING[len(packed) :]
+        return packed
 
     @staticmethod
     def header_agrees(reduced: Sequence[int]) -> bool:
         """Say whether all ranks came with the same operation, slots, step and call number."""
-        return all(reduced[at] == ~reduced[at + 1] for at in range(0, _HEADER_INTS, 2))
+        return reduced[0] == ~reduced[1] and reduced[2] == ~reduced[3] and reduced[4] == ~reduced[5]
 
     def open(self, reduced: Sequence[int]) -> AgreedValues:
         """Read the reduced vector; ask ``header_agrees`` first."""
-        numbers: dict[str, int] = {}
-        flags: dict[str, bool] = {}
-        at = _HEADER_INTS
-        for name, kind in self._kinds.items():
-            least = reduced[at]
-            at += 1
-            if kind == "min":
-                numbers[name] = least
-            elif kind == "max":
-                numbers[name] = ~least
-            elif kind == "all":
-                flags[name] = bool(least)
-            elif kind == "any":
-                flags[name] = bool(~least)
-            else:
-                flags[name] = least == ~reduced[at]
-                at += 1
+        layout = self._layout()
+        numbers = {name: reduced[at] for name, at in layout.numbers}
+        for name, at in layout.maxima:
+            numbers[name] = ~reduced[at]
+        flags = {name: reduced[at] != no for name, at, no in layout.flags}
+        for name, at, complement in layout.equal:
+            flags[name] = reduced[at] == ~reduced[complement]
         return AgreedValues(numbers, flags)
 
-    def _add(self, kind: str, name: str, value: int) -> None:
-        if name in self._kinds:
+    def _add(self, kind: SlotKind, name: str, value: int) -> None:
+        if any(name in slots.names for slots in self._parts):
             raise ValueError(f"{self.operation!r} has two slots named {name!r}")
-        if not _INT64_MIN <= value <= _INT64_MAX:
-            raise ValueError(f"{self.operation!r}: {name}={value} is not a signed 64-bit integer")
-        self._kinds[name] = kind
-        self._values.append(value)
+        self.fill(Slots((kind, name)), (value,))
 
-    def _layout_digest(self) -> int:
-        slots = "\0".join(f"{kind}:{name}" for name, kind in self._kinds.items())
-        return _digest_of(f"{self.operation}\0{slots}")
+    def _layout(self) -> _Layout:
+        return _layout_of(self.operation, tuple(self._parts))
 
 
 def _digest_of(text: str) -> int:
@@ -227,11 +292,12 @@ class SyncDomain:
         self.num_calls += 1
         packed = proposal.pack(call.number)
         try:
-            reduced = self._reduce(packed[:BLOCK_INTS], call)
+            is_long = len(packed) > BLOCK_INTS
+            reduced = self._reduce(packed[:BLOCK_INTS] if is_long else packed, call)
             if not proposal.header_agrees(reduced):
                 # The reduced header is the same on all ranks, so all of them come here.
                 raise self._divergence(call)
-            if len(packed) > BLOCK_INTS:
+            if is_long:
                 reduced += self._reduce(packed[BLOCK_INTS:], call)
         except (SyncTimeoutError, SyncDivergenceError) as error:
             self._failure = error

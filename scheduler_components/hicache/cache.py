@@ -22,7 +22,7 @@ from scheduler_components.cache import (
 )
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
 from scheduler_components.events import MEDIUM_OF, KVCacheEvent, Place, Tier, place_of
-from scheduler_components.hicache.agreement import AgreedValues, Proposal, SyncDomain
+from scheduler_components.hicache.agreement import AgreedValues, Proposal, Slots, SyncDomain
 from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy, PrefetchLanes
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import Preparations, TierTransfers
@@ -33,6 +33,7 @@ from scheduler_components.values import TierStats
 __all__ = ["HiRadixCache", "TierStepper"]
 
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so that counts that differ give digests that differ
+_STATE_SLOT = Slots(("equal", "state"))
 
 
 class HiRadixCache:
@@ -251,7 +252,7 @@ class HiRadixCache:
             now_s: this rank's monotonic clock.
         """
         proposal = Proposal("hicache step", step=step)
-        proposal.equal("state", self.state_digest - 2**63)
+        proposal.fill(_STATE_SLOT, (self.state_digest - 2**63,))
         self._controller.fill(proposal, has_storage=has_storage, load_room_pages=load_room_pages, now_s=now_s)
         return proposal
 

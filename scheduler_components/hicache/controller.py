@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import attrs
 
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache.agreement import AgreedValues, Proposal
+from scheduler_components.hicache.agreement import AgreedValues, Proposal, SlotKind, Slots
 from scheduler_components.page_operations import (
     BackupDone,
     BackupSettled,
@@ -193,6 +193,8 @@ class AckQueue(Generic[Operation]):
             done: MIN over all ranks of ``done()``.
             good: MIN over all ranks of ``good()``.
         """
+        if not done:
+            return []
         settled = [(*self._pop(), True) for _ in range(good)]
         if done > good:
             settled.append((*self._pop(), False))
@@ -211,6 +213,41 @@ class AckQueue(Generic[Operation]):
 
 NUM_LANES = 8
 """Prefetches at a time; more wait. Six slots per lane and the rest fit the proposal's first block."""
+
+
+class _LaneSlots(NamedTuple):
+    """Names of the slots of one lane, in their order in a proposal."""
+
+    answered: str
+    hit: str
+    reserved: str
+    landed: str
+    ended: str
+    timed_out: str
+
+
+_LANE_KINDS: tuple[SlotKind, ...] = ("all", "min", "all", "min", "all", "any")
+_LANES = tuple(
+    _LaneSlots(*(f"prefetch {lane} {field.replace('_', ' ')}" for field in _LaneSlots._fields))
+    for lane in range(NUM_LANES)
+)
+_FREE_LANE = (False, 0, False, 0, False, False)
+_FREE_LANES = _FREE_LANE * NUM_LANES
+_PREFETCH_SLOTS = Slots(
+    *((kind, name) for lane in _LANES for kind, name in zip(_LANE_KINDS, lane, strict=True)),
+    ("max", "line timed out"),
+    ("min", "drains done"),
+)
+_TRANSFER_SLOTS = Slots(
+    ("all", "storage"),
+    ("min", "load room"),
+    ("min", "writes done"),
+    ("min", "writes good"),
+    ("min", "loads done"),
+    ("min", "loads good"),
+    ("min", "backups done"),
+    ("min", "backups good"),
+)
 
 
 class _Phase(enum.Enum):
@@ -386,29 +423,40 @@ class PrefetchLanes:
     def fill(self, proposal: Proposal, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
         self._now_s = now_s
-        for lane, prefetch in enumerate(self._lanes):
-            facts = prefetch.facts if prefetch is not None else _NOTHING
-            proposal.all(f"prefetch {lane} answered", facts.has_answered)
-            proposal.min(f"prefetch {lane} hit", facts.hit_pages)
-            proposal.all(f"prefetch {lane} reserved", facts.host_pages is not None)
-            proposal.min(f"prefetch {lane} landed", facts.landed_pages)
-            proposal.all(f"prefetch {lane} ended", facts.has_ended)
-            proposal.any(f"prefetch {lane} timed out", prefetch is not None and _is_late(prefetch, now_s))
-        proposal.max("line timed out", self._line.num_late(now_s))
-        proposal.min("drains done", self._drains.done())
+        if not self._by_number:
+            proposal.fill(_PREFETCH_SLOTS, (*_FREE_LANES, 0, self._drains.done()))
+            return
+        values: list[int] = []
+        for prefetch in self._lanes:
+            if prefetch is None:
+                values += _FREE_LANE
+                continue
+            facts = prefetch.facts
+            values += (
+                facts.has_answered,
+                facts.hit_pages,
+                facts.host_pages is not None,
+                facts.landed_pages,
+                facts.has_ended,
+                _is_late(prefetch, now_s),
+            )
+        values += (self._line.num_late(now_s), self._drains.done())
+        proposal.fill(_PREFETCH_SLOTS, values)
 
     def settle(self, agreed: AgreedValues) -> tuple[list[Decision], list[Instruction]]:
         """Move every prefetch on by what all ranks agreed."""
+        if not self._by_number and not self._drains:
+            return [], []
         decisions, instructions = self._settle_drains(agreed.numbers["drains done"]), list[Instruction]()
         late = self._line.first_blocking(agreed.numbers["line timed out"])
         for lane, prefetch in enumerate(self._lanes):
             if prefetch is None:
                 continue
-            prefetch.num_landed = agreed.numbers[f"prefetch {lane} landed"]
+            prefetch.num_landed = agreed.numbers[_LANES[lane].landed]
             decision = self._move_on(prefetch, lane, agreed, instructions)
             if decision is not None:
                 decisions.append(decision)
-            elif agreed.flags[f"prefetch {lane} timed out"]:
+            elif agreed.flags[_LANES[lane].timed_out]:
                 late.append(prefetch)
         for prefetch in late:
             settled, more = self._give_up(prefetch)
@@ -427,13 +475,13 @@ class PrefetchLanes:
         self, prefetch: _Prefetch, lane: int, agreed: AgreedValues, instructions: list[Instruction]
     ) -> Decision | None:
         if prefetch.phase is _Phase.QUERYING:
-            if agreed.flags[f"prefetch {lane} answered"]:
-                return self._after_query(prefetch, agreed.numbers[f"prefetch {lane} hit"])
+            if agreed.flags[_LANES[lane].answered]:
+                return self._after_query(prefetch, agreed.numbers[_LANES[lane].hit])
         elif prefetch.phase is _Phase.VOTING:
-            return self._after_vote(prefetch, agreed.flags[f"prefetch {lane} reserved"], instructions)
+            return self._after_vote(prefetch, agreed.flags[_LANES[lane].reserved], instructions)
         else:
             assert prefetch.phase is _Phase.READING, "a PrefetchHit was not answered with reserve()"
-            if agreed.flags[f"prefetch {lane} ended"]:
+            if agreed.flags[_LANES[lane].ended]:
                 return self._end_reading(prefetch)
         return None
 
@@ -502,9 +550,6 @@ def _parts(prefetch: _Prefetch) -> tuple[tuple[int, ...], tuple[int, ...]]:
     host_pages = prefetch.facts.host_pages
     assert host_pages is not None
     return host_pages[: prefetch.num_landed], host_pages[prefetch.num_landed :]
-
-
-_NOTHING = LocalFacts()
 
 
 class _Outbox:
@@ -624,11 +669,10 @@ class HiCacheController:
 
     def fill(self, proposal: Proposal, *, has_storage: bool, load_room_pages: int, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
-        proposal.all("storage", has_storage)
-        proposal.min("load room", load_room_pages)
-        for name, queue in (("writes", self._writes), ("loads", self._loads), ("backups", self._backups)):
-            proposal.min(f"{name} done", queue.done())
-            proposal.min(f"{name} good", queue.good())
+        values = [has_storage, load_room_pages]
+        for queue in (self._writes, self._loads, self._backups):
+            values += (queue.done(), queue.good())
+        proposal.fill(_TRANSFER_SLOTS, values)
         self.prefetches.fill(proposal, now_s)
 
     def settle(self, agreed: AgreedValues) -> list[Decision]:

@@ -16,6 +16,7 @@ from scheduler_components.hicache import (
     Proposal,
     RankSets,
     SettingsDivergenceError,
+    Slots,
     SyncCall,
     SyncClosedError,
     SyncDivergenceError,
@@ -105,7 +106,41 @@ def test_a_callers_mistakes_are_refused() -> None:
 
 
 @settings(deadline=None)
-@given(rank=INT64, number=INT64, step=INT64, operation=st.text(st.characters(exclude_characters="\0"), max_size=16))
+@given(kinds=st.lists(st.sampled_from(KINDS), max_size=8), data=st.data(), cut=st.integers(0, 8))
+def test_slots_filled_together_are_those_filled_one_by_one(kinds: list[str], data: st.DataObject, cut: int) -> None:
+    values = [data.draw(st.booleans() if kind in ("all", "any") else INT64) for kind in kinds]
+    one_by_one, together = Proposal("step", step=3), Proposal("step", step=3)
+    pairs = [(kind, f"slot {at}") for at, kind in enumerate(kinds)]
+    for (kind, name), value in zip(pairs, values, strict=True):
+        getattr(one_by_one, kind)(name, value)
+    for part in (slice(cut), slice(cut, None)):
+        together.fill(Slots(*pairs[part]), values[part])  # type: ignore[arg-type]  # kinds are drawn
+    assert together.pack(7) == one_by_one.pack(7)
+    assert len(together) == len(one_by_one) == len(kinds)
+    assert together.open(together.pack(7)) == one_by_one.open(one_by_one.pack(7))
+
+
+def test_slots_that_do_not_fit_are_refused() -> None:
+    proposal, slots = Proposal("step", step=0), Slots(("min", "free"), ("all", "ready"))
+    with pytest.raises(ValueError, match="3 values for 2 slots, <Slots: free, ready>"):
+        proposal.fill(slots, [1, 1, 1])
+    with pytest.raises(ValueError, match="free=-9223372036854775809 is not a signed 64-bit"):
+        proposal.fill(slots, [-(2**63) - 1, 1])
+    with pytest.raises(ValueError, match=r"ready=0\.5 is not a signed 64-bit"):
+        proposal.fill(slots, [1, 0.5])  # type: ignore[list-item]
+    proposal.fill(slots, [1, 1])
+    proposal.fill(Slots(("max", "free")), [1])
+    with pytest.raises(ValueError, match="two slots named 'free'"):
+        proposal.pack(0)
+
+
+@settings(deadline=None)
+@given(
+    rank=INT64,
+    number=INT64,
+    step=INT64,
+    operation=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=16),
+)
 def test_a_call_survives_its_record(rank: int, number: int, step: int, operation: str) -> None:
     call = SyncCall(rank, number, step, operation)
     assert len(call.to_ints()) == RECORD_INTS
