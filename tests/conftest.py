@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -121,8 +121,10 @@ class RelayProcess:
 
     DEADLINE_S = 40.0
 
-    def __init__(self, *sources: str, before: Callable[[], object] | None, **settings: object) -> None:
-        command = [sys.executable, "-m", "scheduler_components", "relay", *sources]
+    def __init__(
+        self, *sources: str, before: Callable[[], object] | None, arguments: Sequence[str], **settings: object
+    ) -> None:
+        command = [sys.executable, "-m", "scheduler_components", "relay", *sources, *arguments]
         loopback = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
         config = ["--kv-events-config", json.dumps(loopback | settings)]
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": before}
@@ -159,11 +161,11 @@ class RelayProcess:
 
 @pytest.fixture
 def start_relay(die_with_us: Callable[[], object] | None) -> Iterator[Callable[..., RelayProcess]]:
-    """Start a relay in a process of its own: ``start_relay(*sources, **settings)``."""
+    """Start a relay in a process of its own: ``start_relay(*sources, arguments=("--option", "value"), **settings)``."""
     with ExitStack() as stack:
 
-        def start(*sources: str, **settings: object) -> RelayProcess:
-            relay = RelayProcess(*sources, before=die_with_us, **settings)
+        def start(*sources: str, arguments: Sequence[str] = (), **settings: object) -> RelayProcess:
+            relay = RelayProcess(*sources, before=die_with_us, arguments=arguments, **settings)
             stack.callback(relay.end)
             return relay
 

@@ -234,6 +234,11 @@ class LogCursor:
         """True when messages of this life are applied, to the view or to what is to replace it."""
         return epoch == self._place.at.epoch
 
+    def is_fetching(self, epoch: bytes) -> bool:
+        """True while the base of this life is read."""
+        question = self._question
+        return question is not None and question.head is not None and question.head.epoch == epoch
+
     @property
     def open_ask(self) -> int | None:
         """Number of the question whose answer is awaited, None without one."""

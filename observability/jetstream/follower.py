@@ -30,6 +30,7 @@ from observability.kv_stream import (
 __all__ = ["LogChannel", "LogFollower"]
 
 
+_UNHEARD = (StreamState.CONNECTING, StreamState.DEAD)
 _BASE_ANSWER_TIMEOUTS = 12
 """A base is one answer, however large: a minute, instead of the five seconds in which a head comes."""
 
@@ -107,13 +108,14 @@ class LogFollower:
         if self.cursor.would_swap(beat):
             yield from self.applier.preparing_swap()
         yield from self._follow(self.cursor.beat(beat), now_s)
-        if self.cursor.state not in (StreamState.CONNECTING, StreamState.DEAD) and self._is_of_writer(beat):
+        if self.cursor.state not in _UNHEARD and self._is_of_writer(beat):
             self._deadlines.silent_s = now_s + self.policy.answer_timeout_s
             self._deadlines.dead_s = math.inf
 
     def _is_of_writer(self, beat: Beat) -> bool:
-        """True for a beat of the life that is followed; before there is one, any is a sign of life."""
-        return self.cursor.state is StreamState.SYNCING or self.cursor.is_following(beat.epoch)
+        """True for a beat of the life that is followed, or read now; before there is one, any is a sign of life."""
+        cursor = self.cursor
+        return cursor.state is StreamState.SYNCING or cursor.is_following(beat.epoch) or cursor.is_fetching(beat.epoch)
 
     def message(self, read: int, message: LogMessage, now_s: float) -> Iterator[None]:
         """A message of the log came; ``read`` is the number that its reading was asked for by."""
@@ -168,6 +170,9 @@ class LogFollower:
             yield None
         if self.cursor.open_ask is None:
             self._deadlines.answer_s = math.inf
+        if self.cursor.state not in _UNHEARD and self._deadlines.silent_s == math.inf:
+            # It may come to be LIVE without another beat, by a base and the log: also then silence must end that.
+            self._deadlines.silent_s = now_s + self.policy.answer_timeout_s
         if self.cursor.state is not self._told:
             old, self._told = self._told, self.cursor.state
             self.applier.listener.state_changed(self.applier.rank, old, self._told)

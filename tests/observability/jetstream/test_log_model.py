@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from observability.jetstream import (
@@ -361,6 +361,18 @@ class World:
         )
         self.heal()
 
+    def fall_silent(self) -> None:
+        """Nobody says anything any more: no reader goes on saying that it knows, and in the end it takes all back."""
+        for seconds, states in (
+            (POLICY.answer_timeout_s, (StreamState.CONNECTING, StreamState.DEAD)),
+            (POLICY.dead_after_s, (StreamState.DEAD,)),
+        ):
+            for _ in range(6):  # as something is due in between
+                self.wait(seconds / 5)
+            for reader in self.readers:
+                assert reader.cursor.state in states, reader.cursor
+        assert not any(reader.blocks for reader in self.readers)
+
     def heal(self) -> None:
         """No more faults: every reader has what the writer holds, and says so."""
         for number in range(HEAL_ROUNDS):
@@ -415,12 +427,36 @@ STEPS = st.lists(
 )
 
 
+BASE = ("base", "none")
+ONE, TWO = ("store", 1, 1), ("store", 2, 1)
+FIVE = [("store", block, 1) for block in range(5)]
+JOINED = (BASE, ("beat", 0), ("answer", 0, "none"), ("answer", 0, "none"))
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @given(steps=STEPS)
 @settings(max_examples=5 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
 def test_never_live_while_wrong_and_whole_once_it_is_quiet(steps: list[tuple[Any, ...]]) -> None:
     World().run(steps)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@given(steps=STEPS, joins=st.booleans())
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@example(
+    steps=[("wait", 1.1), ("restart_writer",), *JOINED],
+    joins=True,
+)
+def test_who_is_not_heard_is_neither_live_nor_kept_for_ever(steps: list[tuple[Any, ...]], joins: bool) -> None:
+    world = World()
+    if joins:
+        for name, *args in JOINED:
+            getattr(world, name)(*args)
+    for name, *args in steps:
+        getattr(world, name)(*args)
+    world.fall_silent()
 
 
 # --- mutants ---
@@ -437,12 +473,6 @@ def mutant(mutate: Mutate, *steps: tuple[Any, ...]) -> Mutate:
 def caught_by(*steps: tuple[Any, ...]) -> Callable[[Mutate], Mutate]:
     """A mutant that chance finds too seldom: what finds it."""
     return lambda mutate: mutant(mutate, *steps)
-
-
-BASE = ("base", "none")
-ONE, TWO = ("store", 1, 1), ("store", 2, 1)
-FIVE = [("store", block, 1) for block in range(5)]
-JOINED = (BASE, ("beat", 0), ("answer", 0, "none"), ("answer", 0, "none"))
 
 
 @mutant

@@ -1,0 +1,91 @@
+"""`relay --jetstream` as an operator runs it: a real server, a relay in a process of its own, and kill -9."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from observability.jetstream import JetStreamConfig, LogAddress, open_jetstream_subscriber
+from observability.kv_stream import FollowPolicy, StreamState
+from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
+
+POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.05, retry_max_s=0.5, dead_after_s=60.0)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[ZmqEventPublisher]:
+    at = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    publisher = ZmqEventPublisher(0, config=KVEventsConfig(**at, buffer_steps=20))
+    yield publisher
+    publisher.shutdown()
+
+
+@pytest.fixture
+def start(engine: ZmqEventPublisher, nats_server: Any, start_relay: Callable[..., Any]) -> Callable[[], Any]:
+    """Start a relay of the engine into the server."""
+    source = f"{engine.endpoint},{engine.replay_endpoint}"
+    into = ("--jetstream", nats_server.url, "--worker", "pod-1")
+    return lambda: start_relay(source, arguments=into)
+
+
+def kill(relay: Any) -> None:
+    relay.process.kill()
+    relay.process.wait()
+
+
+def test_a_relay_that_is_killed_again_and_again_leaves_its_readers_equal_to_the_engine(
+    engine: ZmqEventPublisher, nats_server: Any, start: Any, feed: Any, wait_for_whole: Any, poll_until: Any
+) -> None:
+    """The engine's window of 20 batches passes while no relay is there. The reader stays."""
+    feeder = feed(engine)
+    relay = start()
+    config = JetStreamConfig(servers=nats_server.url)
+    with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=POLICY) as reader:
+        wait_for_whole(reader, feeder)
+        for number in range(2):
+            feeder.churn(40)
+            if number:
+                wait_for_whole(reader, feeder)
+            kill(relay)  # the first time with batches of which nobody knows how far they went
+            feeder.churn(40)
+            poll_until(reader, lambda: reader.stats()[0].state is StreamState.CONNECTING)
+            relay = start()
+            feeder.churn(40)
+            wait_for_whole(reader, feeder)
+        stats = reader.stats()[0]
+        assert (stats.restarts, stats.decode_errors, stats.losses) == (2, 0, 0)
+        with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=POLICY) as late:
+            wait_for_whole(late, feeder)
+    assert relay.get("/server_info")["kv_events_jetstream"]["worker"] == "pod-1"
+    assert 'kv_log_is_connected{rank="0"} 1.0' in relay.get("/metrics")
+    assert relay.stop()[0] == 143
+
+
+def test_server_and_relay_are_killed_and_the_reader_too(
+    engine: ZmqEventPublisher, nats_server: Any, start: Any, feed: Any, wait_for_whole: Any
+) -> None:
+    """Readers that come and go between find the engine's blocks each time."""
+    feeder = feed(engine)
+    relay = start()
+    config = JetStreamConfig(servers=nats_server.url)
+
+    def read() -> None:
+        with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=POLICY) as reader:
+            wait_for_whole(reader, feeder)
+
+    feeder.churn(40)
+    read()
+    nats_server.kill()
+    feeder.churn(40)
+    nats_server.start()
+    read()
+    nats_server.kill()
+    feeder.churn(40)
+    kill(relay)
+    relay = start()  # before its broker
+    nats_server.start()
+    feeder.churn(40)
+    read()
