@@ -25,6 +25,7 @@ _SECTIONS = (
     "codec",
     "cache",
     "view",
+    "subscribers",
     "relay",
     "hicache_step",
     "start",

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,11 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from benchmarks.bench_load import inquirer_over
 from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns, percentile
-from benchmarks.metrics_process import NUM_GAUGES, ProcessSpec
-from observability import PrometheusSink
+from benchmarks.metrics_process import NUM_GAUGES, ProcessSpec, whole_totals
+from observability import PrometheusBoard, PrometheusSink, render_metrics
 from scheduler_components import MetricsEmitter, ParallelState, SchedulerStats
 from scheduler_components.load import TokenCountedQueue
+from scheduler_components.metrics import open_shm_metrics_board, open_shm_metrics_sink
 
 NAME = "metrics"
 _ROOT = Path(__file__).parent.parent
@@ -62,7 +64,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     us = {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
     beside = {"limit": us["limit"], "64 gauges": us["64 gauges"]}
     scrapes = measure_in_turns(
-        {"ours": lambda: generate_latest(registry), "64 gauges": lambda: generate_latest(gauges)},
+        {"ours": lambda: render_metrics(registry), "64 gauges": lambda: generate_latest(gauges)},
         turns=scale.turns,
         number=scale.of(100),
     )
@@ -70,10 +72,33 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     return [
         Measurement(NAME, "the sink's part of a step, in process", "us", us["record"], beside, Goal(1.0)),
         Measurement(NAME, "emit(): load inquiry and sink", "us", us["emit"], beside),
-        Measurement(NAME, "one scrape", "ms", ms["ours"], {"64 gauges": ms["64 gauges"]}, Goal(0.8)),
+        Measurement(NAME, "one scrape, without request times", "ms", ms["ours"], {"64 gauges": ms["64 gauges"]}),
+        *(_whole_scrape(num_ranks, stats, scale) for num_ranks in (1, 64)),
         *_across_processes(scale, stats),
         *_scraped_loops(scale, registry),
     ]
+
+
+def _whole_scrape(num_ranks: int, stats: SchedulerStats, scale: Scale) -> Measurement:
+    """Reports with tiers and all request times, over a board: processor time, all of it with the GIL held."""
+    whole = msgspec.structs.replace(stats, totals=whole_totals()[0])
+    registry = CollectorRegistry()
+    with tempfile.TemporaryDirectory(prefix="metrics-board-") as folder, ExitStack() as sinks:
+        PrometheusBoard(registry, board=open_shm_metrics_board(Path(folder), num_ranks))
+        for rank in range(num_ranks):
+            parallel = ParallelState(dp_rank=rank, dp_size=num_ranks)
+            sink = open_shm_metrics_sink(Path(folder), parallel)
+            sinks.callback(sink.close)
+            sink.record(msgspec.structs.replace(whole, labels=parallel.metric_labels))
+        found = measure_in_turns(
+            {"ours": lambda: render_metrics(registry), "client library": lambda: generate_latest(registry)},
+            turns=scale.turns,
+            number=max(1, scale.of(100) // num_ranks),
+            clock_ns=time.thread_time_ns,
+        )
+    ms = {name: [ns / 1e6 / num_ranks for ns in samples] for name, samples in found.items()}
+    what = f"a scrape of {num_ranks} rank{'s' * (num_ranks > 1)} with all request times, per rank"
+    return Measurement(NAME, what, "ms", ms.pop("ours"), ms, Goal(0.5))
 
 
 def _across_processes(scale: Scale, stats: SchedulerStats) -> list[Measurement]:
@@ -148,7 +173,7 @@ def _loop_p99_us(registry: CollectorRegistry, pause_s: float | None, steps: int)
 
 def _scrape_until(registry: CollectorRegistry, stop: threading.Event, pause_s: float) -> None:
     while not stop.wait(pause_s):
-        generate_latest(registry)
+        render_metrics(registry)
 
 
 def _loop_alone_p99_us(steps: int) -> float:

@@ -25,7 +25,6 @@ _LIBRARIES = "import attrs, msgspec"
 _MEMORY = {
     "cache": ("radix cache, 100,000 pages of 16 tokens", "bytes a page", COUNT),
     "window": ("publisher's window, 10,000 batches of 1.7 KB", "bytes a batch", NUM_BATCHES),
-    "view": ("observer's view, 100,000 blocks of one rank", "bytes a block", COUNT),
 }
 
 

@@ -1,30 +1,40 @@
-"""The observer's view: applying events, and asking who holds a prompt's prefix."""
+"""The observer's view: applying events, who holds a prompt's prefix, clearing a rank, and memory."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from benchmarks.dynamo_tree import DynamoTree, has_dynamo
 from benchmarks.measure import Goal, Measurement, Samples, Scale, measure_in_turns
 from observability.kv_stream import BlockView
 from scheduler_components import BlockRemoved, BlockStored
 
 NAME = "view"
+_ROOT = Path(__file__).parent.parent
 _DEPTH = 128
 _RUN = 64
+_EQUAL_GOALS = {64: 12.0, 256: 20.0, 1_000: 45.0}
+_CLEARED_BLOCKS = 1_000_000
+_MEMORY = {"distinct": ("blocks of one rank", 105.0), "shared": ("blocks that 64 ranks share", 6.0)}
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - the peers have no view
-    """Time storing and removing, beside one dict store a block; then queries over 1, 8 and 64 ranks."""
-    return [*_apply_rows(scale), *(_query_row(ranks, scale) for ranks in (1, 8, 64))]
+    """Time storing and removing, beside one dict store a block; queries, beside Dynamo's tree; a clear; memory."""
+    unequal = [_unequal_row(ranks, scale) for ranks in (1, 8, 64, 1_000)]
+    equal = [row for ranks in _EQUAL_GOALS for row in _equal_rows(ranks, scale)]
+    return [*_apply_rows(scale), *unequal, *equal, _clear_row(scale), *_memory_rows(scale)]
 
 
 def make_events(num_blocks: int, blocks_per_event: int) -> tuple[list[BlockStored], list[BlockRemoved]]:
     hashes = [(index * 0x9E3779B97F4A7C15) % (1 << 64) - (1 << 63) for index in range(1, num_blocks + 1)]
     runs = [tuple(hashes[first : first + blocks_per_event]) for first in range(0, num_blocks, blocks_per_event)]
     tokens = (0,) * blocks_per_event
-    stored = [BlockStored(run, None, tokens[: len(run)], 1, None) for run in runs]
-    return stored, [BlockRemoved(run) for run in runs]
+    stored = [BlockStored(run, None, tokens[: len(run)], 1, None, "GPU") for run in runs]
+    return stored, [BlockRemoved(run, "GPU") for run in runs]
 
 
 def _apply_rows(scale: Scale) -> list[Measurement]:
@@ -63,21 +73,108 @@ def _store_seconds(events: Sequence[BlockStored]) -> float:
     return time.perf_counter() - begun
 
 
-def _query_row(num_ranks: int, scale: Scale) -> Measurement:
-    """Every rank holds another depth of one prompt of 128 blocks; the first rank holds all."""
-    view = BlockView()
+def _prompt() -> tuple[int, ...]:
     stored, _ = make_events(_DEPTH, 1)
-    prompt = [event.block_hashes[0] for event in stored]
-    for rank in range(num_ranks):
-        view.apply(rank, stored[: _DEPTH - rank * _DEPTH // num_ranks])
+    return tuple(event.block_hashes[0] for event in stored)
+
+
+def _timed_us(calls: Mapping[str, Callable[[], object]], scale: Scale) -> dict[str, list[float]]:
+    found = measure_in_turns(calls, turns=2 * scale.turns, number=scale.of(2_000))
+    return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
+
+
+def _lookups(prompt: Sequence[int]) -> Callable[[], None]:
+    """One dict lookup per block: the least that a query can do."""
     table = dict.fromkeys(prompt, 1)
 
-    def lookups() -> None:
+    def look_up() -> None:
         for block_hash in prompt:
             table.get(block_hash)
 
-    calls = {"ours": lambda: view.deepest_prefix(prompt), "limit": lookups}
-    found = measure_in_turns(calls, turns=2 * scale.turns, number=scale.of(3_000))
-    us = {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
-    what = f"deepest prefix of {_DEPTH} blocks, {num_ranks} rank{'s' * (num_ranks > 1)}"
-    return Measurement(NAME, what, "us", us["ours"], {"limit": us["limit"]}, Goal(25.0))
+    return look_up
+
+
+def _unequal_row(num_ranks: int, scale: Scale) -> Measurement:
+    """Every rank holds another depth of one prompt; the first rank holds all."""
+    view, prompt = BlockView(), _prompt()
+    for rank in range(num_ranks):
+        view.apply(rank, [_stored(prompt[: _DEPTH - rank * _DEPTH // num_ranks])])
+    us = _timed_us({"ours": lambda: view.deepest_prefix(prompt), "limit": _lookups(prompt)}, scale)
+    what = f"deepest prefix of {_DEPTH} blocks, {num_ranks:,} rank{'s' * (num_ranks > 1)} of many depths"
+    return Measurement(NAME, what, "us", us["ours"], {"limit": us["limit"]}, Goal(25.0) if num_ranks <= 64 else None)
+
+
+def _equal_rows(num_ranks: int, scale: Scale) -> list[Measurement]:
+    """Every rank holds all of the prompt: a system prompt that the whole fleet has, the widest answer there is."""
+    view, prompt = BlockView(), _prompt()
+    for rank in range(num_ranks):
+        view.apply(rank, [_stored(prompt)])
+    calls: dict[str, Callable[[], object]] = {
+        "ours": lambda: view.deepest_prefix(prompt),
+        "best": lambda: view.deepest_holders(prompt),
+        "limit": _lookups(prompt),
+    }
+    if has_dynamo():
+        tree, unsigned = DynamoTree(), [each % (1 << 64) for each in prompt]
+        for rank in range(num_ranks):
+            tree.store(rank, prompt)
+        if len(tree.deepest_prefix(unsigned)) != num_ranks:
+            raise AssertionError("Dynamo's tree does not hold what it was told: its events have another form now")
+        calls |= {"Dynamo": lambda: tree.deepest_prefix(unsigned), "Dynamo, no dict": lambda: tree.find(unsigned)}
+    us = _timed_us(calls, scale)
+    ours, best = us.pop("ours"), us.pop("best")
+    what = f"of {_DEPTH} blocks, {num_ranks:,} ranks of one depth"
+    return [
+        Measurement(NAME, f"deepest prefix {what}", "us", ours, us, Goal(_EQUAL_GOALS[num_ranks])),
+        Measurement(NAME, f"deepest holders only, {what}", "us", best, us, Goal(10.0)),
+    ]
+
+
+def _stored(hashes: tuple[int, ...]) -> BlockStored:
+    return BlockStored(hashes, None, (0,) * len(hashes), 1, None, "GPU")
+
+
+def _clear_row(scale: Scale) -> Measurement:
+    """A rank with a million blocks is cleared while batches come: the longest that anything has the view for itself.
+
+    It is processor time of this thread: what the system gives to others meanwhile is no part of it.
+    """
+    num_blocks = scale.of(_CLEARED_BLOCKS)
+    stored, _ = make_events(num_blocks, _RUN)
+    longest_ms, whole_ms = [], []
+    for _ in range(scale.turns):
+        view = BlockView()
+        for event in stored:
+            view.apply(0, (event,))
+            view.apply(1, (event,))
+        spans = [_thread_ms(lambda: view.clear(0))]  # noqa: B023 - called here
+        while not view.is_swept:
+            spans.append(_thread_ms(lambda: view.apply(2, stored[:1])))  # noqa: B023
+            spans.append(_thread_ms(view.sweep))
+        longest_ms.append(max(spans))
+        whole_ms.append(sum(spans))
+    what = f"longest wait for a clear of {num_blocks:,} blocks"
+    return Measurement(NAME, what, "ms", longest_ms, {"all of its slices": whole_ms}, Goal(2.0))
+
+
+def _thread_ms(call: Callable[[], object]) -> float:
+    begun = time.thread_time_ns()
+    call()
+    return (time.thread_time_ns() - begun) / 1e6
+
+
+def _memory_rows(scale: Scale) -> list[Measurement]:
+    if not Path("/proc/self/statm").is_file():
+        return []
+    rows = []
+    for thing, (what, goal) in _MEMORY.items():
+        turns = range(max(1, scale.turns // 2))
+        ours = [_bytes_each(f"view, {thing}") for _ in turns]
+        dynamo = {"Dynamo": [_bytes_each(f"Dynamo, {thing}") for _ in turns]} if has_dynamo() else {}
+        rows.append(Measurement(NAME, f"memory of {what}", "bytes a block and rank", ours, dynamo, Goal(goal)))
+    return rows
+
+
+def _bytes_each(thing: str) -> float:
+    command = [sys.executable, "-m", "benchmarks.view_memory_process", thing]
+    return float(subprocess.run(command, cwd=_ROOT, check=True, capture_output=True).stdout)

@@ -9,11 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.bench_cache import GrowthProbe
-from benchmarks.bench_view import make_events
 from benchmarks.processes import free_endpoints
 from benchmarks.subjects import KIT_WITHOUT_IDLE, open_subject
 from benchmarks.workloads import SHAPES
-from observability.kv_stream import BlockView
 
 COUNT = 100_000
 NUM_BATCHES = 10_000
@@ -23,14 +21,6 @@ def _cache() -> int:
     before = _resident_bytes()
     probe = GrowthProbe(COUNT)
     return _resident_bytes(probe) - before
-
-
-def _view() -> int:
-    view = BlockView()
-    stored, _ = make_events(COUNT, 64)
-    before = _resident_bytes()
-    view.apply(0, stored)
-    return _resident_bytes(view) - before
 
 
 def _window() -> int:
@@ -50,7 +40,7 @@ def _resident_bytes(*_: object) -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-THINGS: dict[str, Callable[[], int]] = {"cache": _cache, "view": _view, "window": _window}
+THINGS: dict[str, Callable[[], int]] = {"cache": _cache, "window": _window}
 
 if __name__ == "__main__":
     print(THINGS[sys.argv[1]]())

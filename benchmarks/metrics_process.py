@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from benchmarks.measure import measure_in_turns
-from observability import PrometheusBoard
+from observability import PrometheusBoard, render_metrics
 from scheduler_components import LatencyTotals, LoadSnapshot, ParallelState, SchedulerStats, SchedulerTotals, TierStats
 from scheduler_components.metrics import RequestLatencies, open_shm_metrics_board, open_shm_metrics_sink
 
@@ -53,7 +53,7 @@ def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
     parallel = ParallelState.trivial()
     sink = open_shm_metrics_sink(directory, parallel)
     plain = SchedulerStats(labels=parallel.metric_labels, load=spec.load)
-    whole = cycle([msgspec.structs.replace(plain, totals=totals) for totals in _whole_totals()])
+    whole = cycle([msgspec.structs.replace(plain, totals=totals) for totals in whole_totals()])
     set_gauges = _gauges()
     records: dict[str, Callable[[], object]] = {
         "record": lambda: sink.record(plain),
@@ -68,7 +68,7 @@ def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
     MultiProcessCollector(theirs)  # type: ignore[no-untyped-call]
     sink.record(plain)
     scrapes: dict[str, Callable[[], object]] = {
-        "scrape": lambda: generate_latest(ours),
+        "scrape": lambda: render_metrics(ours),
         "scrape gauges": lambda: generate_latest(theirs),
     }
     found |= measure_in_turns(scrapes, turns=spec.turns, number=spec.num_scrapes)
@@ -76,7 +76,7 @@ def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
     return found
 
 
-def _whole_totals() -> list[SchedulerTotals]:
+def whole_totals() -> list[SchedulerTotals]:
     """Two in which everything is kept, and one histogram differs: what a step of decoding changes."""
     latencies = RequestLatencies()
     histograms = latencies.histograms

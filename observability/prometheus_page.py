@@ -130,12 +130,14 @@ def _plain_lines(family: MetricFamily, is_openmetrics: bool) -> list[str] | None
     if kind == "counter" and not is_openmetrics:
         name += "_total"
     lines = [f"# HELP {name} {told}\n# TYPE {name} {kind}\n"]
+    checked = name
     for sample in family.samples:
-        labels = sample.labels
+        name, labels, value = sample[:3]
         text = labels.text if isinstance(labels, PageLabels) else _label_text(labels)
-        if text is None or sample[3:] != _NOTHING_MORE or not _is_plain(sample.name):
+        if text is None or sample[3:] != _NOTHING_MORE or not (name is checked or _is_plain(name)):
             return None
-        lines.append(f"{sample.name}{text} {_told(sample.value)}\n")
+        checked = name
+        lines.append(f"{name}{text} {_told(value)}\n")
     return lines
 
 

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from benchmarks.bench_cache import GrowthProbe
 from benchmarks.bench_load import WaitingRequest, inquirer_over
 from benchmarks.measure import measure_in_turns
+from observability import PrometheusSink, render_metrics
 from observability.kv_stream import BlockView
-from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components import BlockStored, KVEventBatch, LoadSnapshot, ParallelState, SchedulerStats
 from scheduler_components.kv_events import BatchEncoder, EventStream
 from scheduler_components.load import TokenCountedQueue
 
@@ -73,6 +75,42 @@ def test_a_prefix_query_costs_the_same_in_a_hundred_times_larger_view() -> None:
         return lambda: view.deepest_prefix(prompt)
 
     assert growth(query(1_000), query(100_000), 300) < GROSS
+
+
+def test_who_holds_the_longest_prefix_costs_the_same_over_a_thousand_ranks() -> None:
+    prompt = tuple(range(128))
+
+    def query(num_ranks: int) -> Callable[[], object]:
+        view = BlockView()
+        for rank in range(num_ranks):
+            view.apply(rank, (BlockStored(prompt, None, prompt, 1, None),))
+        return lambda: view.deepest_holders(prompt)
+
+    assert growth(query(1), query(1_000), 300) < GROSS
+
+
+def test_a_clear_costs_the_same_however_much_a_rank_holds() -> None:
+    def clearing_ns(num_blocks: int) -> int:
+        view = BlockView()
+        view.apply(0, (BlockStored(tuple(range(num_blocks)), None, (), 1, None),))
+        begun = time.thread_time_ns()
+        view.clear(0)
+        return time.thread_time_ns() - begun
+
+    small, large = ([clearing_ns(num_blocks) for _ in range(TURNS)] for num_blocks in (10_000, 500_000))
+    assert min(large) / min(small) < GROSS
+
+
+def test_a_rank_costs_a_scrape_no_more_among_many() -> None:
+    def scraping(num_ranks: int) -> Callable[[], object]:
+        registry = CollectorRegistry()
+        sink = PrometheusSink(registry)
+        for rank in range(num_ranks):
+            labels = ParallelState(dp_rank=rank, dp_size=num_ranks).metric_labels
+            sink.record(SchedulerStats(labels, LoadSnapshot()))
+        return lambda: render_metrics(registry)
+
+    assert growth(scraping(2), scraping(200), 10) < 100 * GROSS
 
 
 def test_a_batch_costs_the_stream_the_same_however_many_went_before() -> None:
