@@ -172,14 +172,15 @@ def test_what_is_sent_again_is_stored_once(
         feeder = feed(writer.sink(0))
         feeder.churn(1)
         wait_for_whole(reader, feeder)
+        eventually(lambda: writer.stats()[0].bases)  # no batch is sent while one is on its way
         nats_server.process.send_signal(signal.SIGSTOP)
         try:
             feeder.churn(20)
-            eventually(lambda: writer.stats()[0].failures >= 20)
+            eventually(lambda: writer.stats()[0].failures)
         finally:
             nats_server.process.send_signal(signal.SIGCONT)
         eventually(lambda: not writer.stats()[0].waiting)
-        assert writer.stats()[0].retried >= 20
+        assert writer.stats()[0].retried
         wait_for_whole(reader, feeder)
         in_log = 21 - writer.stats()[0].collapsed  # the first may have gone into the base
         assert log_state(config).messages <= in_log
