@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -255,3 +257,93 @@ def test_one_owners_removal_leaves_the_others_copy() -> None:
     assert view.blocks_by_site(0) == {("FS", None, None, "a"): {1}, ("OBJ", None, None, None): {1}}
     view.apply(0, [BlockRemoved((1,), "OBJ"), BlockRemoved((1,), "FS", ownership="a")])
     assert view.blocks(0, Tier.STORAGE) == frozenset()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 5, 64, 300])
+@pytest.mark.parametrize("every", [1, 3, 50])
+def test_the_best_ranks_are_a_set_of_their_moment(num_ranks: int, every: int) -> None:
+    view = BlockView()
+    for rank in range(num_ranks):
+        view.apply(-rank, [stored(1, 2) if rank % every else stored(1, 2, 3)])
+    best = {-rank for rank in range(0, num_ranks, every)}
+    depth, ranks = view.deepest_holders([1, 2, 3, 4])
+    view.clear(0)
+    view.apply(7, [stored(1, 2, 3)])
+    assert (depth, len(ranks), set(ranks)) == (3, len(best), best)
+    assert ranks == best
+    assert 0 in ranks
+    assert 7 not in ranks
+    assert ranks & {0, 7} == {0}
+    assert repr(ranks) == f"<RankSet {best}>"
+    assert view.deepest_holders([1, 2, 3, 4])[1] == best - {0} | {7}
+
+
+@pytest.mark.parametrize("prompt", [[], [9], [9, 1]])
+def test_nobody_holds_what_was_never_stored(prompt: list[int]) -> None:
+    view = BlockView()
+    assert (view.deepest_holders(prompt)[0], set(view.deepest_holders(prompt)[1])) == (0, set())
+    view.apply(0, [stored(1)])
+    assert (view.deepest_holders(prompt)[0], set(view.deepest_holders(prompt)[1])) == (0, set())
+
+
+NUM_MANY = 100_000
+SLICE = 4_096
+
+
+def test_what_a_large_clear_leaves_behind_is_swept_out_in_slices() -> None:
+    view = BlockView()
+    view.apply(0, [stored(*range(first, first + 100)) for first in range(10, NUM_MANY, 100)])
+    view.apply(1, [stored(1, 2), stored(10)])
+    view.clear(0)
+    assert (view.blocks(0), view.block_count(0), view.is_swept) == (frozenset(), 0, False)
+    num_slices = 1
+    while view.sweep():
+        num_slices += 1
+    # Each hash is looked at once, and deleted once.
+    assert 2 * NUM_MANY / SLICE - 4 < num_slices < 2 * NUM_MANY / SLICE + 20
+    assert view.is_swept
+    assert not view.sweep()
+    assert (view.blocks(1), view.ranks_holding(10)) == ({1, 2, 10}, (1,))
+
+
+def test_batches_sweep_too_and_a_clear_of_a_few_blocks_leaves_nothing_behind() -> None:
+    view = BlockView()
+    view.apply(0, [stored(*range(100)), AllBlocksCleared()])
+    assert view.is_swept
+    view.apply(0, [stored(*range(20_000)), AllBlocksCleared()])
+    num_batches = 0
+    while not view.is_swept:
+        view.apply(1, [stored(num_batches)])
+        num_batches += 1
+    assert 30 < num_batches < 200
+    assert view.blocks(1) == set(range(num_batches))
+
+
+def test_a_dropped_snapshot_leaves_nothing_behind() -> None:
+    view = BlockView()
+    staging = view.new_staging()
+    staging.apply(0, [stored(*range(20_000))])
+    assert (view.blocks(0), view.deepest_prefix([1]), view.is_swept) == (frozenset(), {}, True)
+    view.forget(staging)
+    assert not view.is_swept
+    while view.sweep():
+        pass
+    assert staging.blocks(0) == frozenset()
+
+
+def test_the_memory_of_a_view_that_was_cleared_is_given_back() -> None:
+    view = BlockView()
+    tracemalloc.start()
+    try:
+        view.apply(0, [stored(*range(first, first + 100)) for first in range(1 << 40, (1 << 40) + NUM_MANY, 100)])
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+        view.clear(0)
+        while view.sweep():
+            pass
+        gc.collect()
+        left, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held > 50 * NUM_MANY
+    assert left < held / 50

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
+from observability.kv_stream import BlockView, FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
 from scheduler_components import AllBlocksCleared, BlockStored, ConfigError, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, StreamAddress
 
@@ -231,3 +231,14 @@ def test_between_two_attempts_to_connect_a_subscriber_sleeps(free_ports: Callabl
         begun_s, wait_s = time.monotonic(), sub.due_in_s / 2
         assert not sub.poll(wait_s)
         assert time.monotonic() - begun_s >= wait_s / 2
+
+
+def test_what_a_clear_leaves_behind_is_swept_out_where_no_more_batches_come() -> None:
+    publisher, view = PlainPublisher(), BlockView()
+    with open_subscriber([publisher.address], policy=QUICK, view=view) as sub:
+        poll_until(sub, publisher, lambda: sub.stats()[0].state is not StreamState.CONNECTING)
+        publisher.publish(0, stored(*range(30_000)), AllBlocksCleared(), stored(7))
+        poll_until(sub, publisher, lambda: sub.stats()[0].last_seq == 0 and view.is_swept)
+        assert sub.blocks(0) == {7}
+        assert (sub.deepest_holders([7, 8])[0], set(sub.deepest_holders([7, 8])[1])) == (1, {0})
+    publisher.close()

@@ -1,0 +1,99 @@
+"""A table of masks, and the bits in it: what a sweep does between two of its strides."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from observability.kv_stream import holders
+from observability.kv_stream.holders import Holders, MaskTable
+from scheduler_components.events import Tier
+
+
+def test_bits_are_the_lowest_that_are_free_and_come_back_when_they_are_swept_out() -> None:
+    found = Holders()
+    first, second, third = (found.new_bit() for _ in range(3))
+    assert (first, second, third) == (1, 2, 4)
+    table = found.tiers[Tier.HOST]
+    table.add(first, (7,))
+    table.add(second, range(10_000))
+    found.retire(second)
+    assert not found.is_swept
+    assert found.new_bit() == 8  # what is retired is in masks still
+    found.give_back(8)
+    while not found.is_swept:
+        found.sweep(1)
+    assert table.masks == {7: first}
+    assert (found.new_bit(), found.new_bit()) == (second, 8)
+
+
+def test_a_bit_that_is_retired_during_a_sweep_is_swept_out_by_the_next() -> None:
+    found = Holders()
+    first, second = found.new_bit(), found.new_bit()
+    table = found.tiers[Tier.DEVICE]
+    table.add(first, range(1_000))
+    table.add(second, range(1_000))
+    found.retire(first)
+    found.sweep(1)
+    found.retire(second)
+    num_strides = 0
+    while not found.is_swept:
+        found.sweep(1)
+        num_strides += 1
+    assert table.is_empty
+    assert num_strides > 1_000 / holders.STRIDE * 2
+    assert found.new_bit() == first
+
+
+@pytest.mark.parametrize("name", ["further", "partial"])
+def test_the_table_of_a_site_goes_when_nobody_uses_it(name: str) -> None:
+    found, site = Holders(), ("FS", None, None, "a")
+    tables = getattr(found, name)
+    kept, gone = MaskTable(), MaskTable()
+    tables |= {site: gone, ("OBJ", None, None, None): kept}
+    kept.num_users = 1
+    bit = found.new_bit()
+    gone.add(bit, (1, 2))
+    found.retire(bit)
+    found.sweep(1_000)
+    assert found.is_swept
+    assert list(tables.values()) == [kept]
+
+
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["add", "drop", "sweep"]), st.sampled_from([1, 2, 1 << 40]), st.lists(st.integers(0, 9))),
+    max_size=40,
+)
+
+
+@given(before=st.lists(st.integers(0, 9), unique=True), changes=CHANGES)
+def test_a_table_in_a_sweep_is_a_dict_of_sets(before: list[int], changes: list[tuple[str, int, list[int]]]) -> None:
+    old, gone = holders.STRIDE, 8
+    holders.STRIDE = 2
+    try:
+        table, plain = MaskTable(), {block_hash: {gone} for block_hash in before}
+        table.add(gone, before)
+        sweep = table.sweeping(gone)
+        for what, bit, hashes in changes:
+            if what == "sweep":
+                next(sweep, None)
+                continue
+            change, num_changed = (table.add if what == "add" else table.drop)(bit, tuple(hashes)), 0
+            for block_hash in hashes:
+                held = plain.setdefault(block_hash, set())
+                num_changed += (bit in held) != (what == "add")
+                (held.add if what == "add" else held.discard)(bit)
+            assert change == num_changed
+            assert not table.add(bit, ())
+            for block_hash in range(10):
+                held = plain.get(block_hash, set()) - {gone}
+                assert table.lookup(block_hash, 0) & ~gone == sum(held)
+                assert table.has(bit, block_hash) == (bit in held)
+            assert sorted(table.holding(bit)) == sorted(each for each, held in plain.items() if bit in held)
+        for _ in sweep:
+            pass
+    finally:
+        holders.STRIDE = old
+    assert not table.is_moving
+    assert table.masks == {block_hash: sum(held - {gone}) for block_hash, held in plain.items() if held - {gone}}
