@@ -131,6 +131,22 @@ class TierMembership:
         self.digest = 0
         self.num_pages = dict.fromkeys(Tier, 0)
 
+    def check(self, nodes: Iterable[RadixNode]) -> None:
+        """Count all nodes of the tree anew.
+
+        Raises:
+            CacheIntegrityError: pages per tier or the digest are not those of the nodes.
+        """
+        counted = TierMembership(self._recorder)
+        for node in nodes:
+            for tier in self.tiers_of(node):
+                counted._count(node, tier, 1)
+        for tier, count in counted.num_pages.items():
+            if self.num_pages[tier] != count:
+                raise CacheIntegrityError(f"{self.num_pages[tier]} pages on {tier.name}, but its nodes have {count}")
+        if self.digest != counted.digest:
+            raise CacheIntegrityError(f"the digest is {self.digest}, but that of the nodes is {counted.digest}")
+
     def _count(self, node: RadixNode, tier: Tier, sign: int) -> None:
         weight = sum(block_hashes_of(node.digests)) * _FACTORS[tier]
         self.digest = (self.digest + sign * weight) & _MASK
@@ -414,6 +430,7 @@ class TierTree:
         for node in nodes:
             for problem in self._problems(node):
                 raise CacheIntegrityError(f"{node} {problem}")
+        self.membership.check(nodes)
         for kept in (host_pages, self.membership.stored, self.writing, self.backing_up):
             if not set(nodes).issuperset(kept):
                 raise CacheIntegrityError("a tier keeps a node that is not in the tree")

@@ -45,6 +45,30 @@ def test_what_only_the_device_has_is_dropped_and_what_the_host_has_stays(tiers: 
     assert (tiers.num_dropped_pages, dropped.parent) == (2, None)
     assert tiers.membership.tiers_of(kept) == (Tier.HOST,)
     assert list(tiers.host.order) == [kept]
+    compute(tiers, [9])
+    assert tiers.device.evict(1) == 1
+    assert tiers.num_dropped_pages == 3
+
+
+def test_nothing_is_left_on_any_tier_after_a_clear(tiers: TierTree) -> None:
+    for tokens in ([1, 2, 3], [7, 8]):
+        node = compute(tiers, tokens)
+        copy_to_host(tiers, node)
+        tiers.membership.place_in_storage(node)
+    tiers.clear()
+    tiers.check()
+    assert (tiers.membership.digest, tiers.membership.num_pages) == (0, dict.fromkeys(Tier, 0))
+    assert tiers.host.num_pages_free == 8
+    assert compute(tiers, [1, 2, 3]).num_pages == 3
+    tiers.check()
+
+
+def test_a_stored_run_that_only_the_device_had_is_forgotten_with_it(tiers: TierTree) -> None:
+    node = compute(tiers, [1, 2])
+    tiers.membership.place_in_storage(node)
+    tiers.device.evict(2)
+    tiers.check()
+    assert not tiers.membership.stored
 
 
 def test_both_parts_of_a_split_are_where_the_run_was(tiers: TierTree) -> None:
@@ -115,6 +139,31 @@ def lose_host_page(tiers: TierTree) -> None:
     tiers.host.pages.release([tiers.membership.host_pages[node].pop()])
 
 
+def miscount(tiers: TierTree) -> None:
+    compute(tiers, [1, 2])
+    tiers.membership.num_pages[Tier.DEVICE] += 1
+
+
+def misdigest(tiers: TierTree) -> None:
+    compute(tiers, [1, 2])
+    tiers.membership.digest ^= 1
+
+
+def lock_a_child_alone(tiers: TierTree) -> None:
+    child = compute(tiers, [9, 9, 1])
+    copy_to_host(tiers, child.parent)
+    copy_to_host(tiers, child)
+    tiers.host.lock([child])
+
+
+def leave_no_tier(tiers: TierTree) -> None:
+    node = compute(tiers, [1, 2])
+    copy_to_host(tiers, node)
+    tiers.device.evict(4)
+    tiers.host.order.discard(node)
+    tiers.host.pages.release(tiers.membership.take_from_host(node))
+
+
 DAMAGES: dict[str, tuple[Callable[[TierTree], object], str]] = {
     "a child on the host below a parent that is not": (orphan_on_host, "in the eviction order|its parent is not"),
     "a stored node below one that is not": (
@@ -123,6 +172,10 @@ DAMAGES: dict[str, tuple[Callable[[TierTree], object], str]] = {
     ),
     "a node that left the tree": (lambda tiers: tiers.writing.add(RadixNode()), "a node that is not in the tree"),
     "a host page too few": (lose_host_page, "not committed|cached|one host page per page"),
+    "a page too many": (miscount, "3 pages on DEVICE, but its nodes have 2|5 pages on DEVICE, but its nodes have 4"),
+    "another digest": (misdigest, "but that of the nodes is"),
+    "a lock below none": (lock_a_child_alone, "has fewer host locks than its children"),
+    "a node that no tier has": (leave_no_tier, "is neither on the device nor on the host|eviction order"),
 }
 
 
