@@ -13,14 +13,13 @@ from benchmarks.workloads import SHAPES
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import (
     BatchEncoder,
-    BlockState,
     EventStream,
     KVEventsConfig,
     ZmqEventPublisher,
     chain_after,
 )
+from scheduler_components.kv_events.base import FoldedPayloads
 from scheduler_components.kv_events.lowering import LOWERINGS
-from scheduler_components.kv_events.stream import PayloadFolder
 
 NAME = "parts"
 _CASES = {"1 block": 20_000, "64 events": 1_000, "8,192 tokens": 500}
@@ -41,10 +40,9 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
     batch = KVEventBatch(1.5, tuple(BlockStored(**fields) for fields in SHAPES[shape].fields(1, tuple)), 0)
     encoder = BatchEncoder()
-    payload = encoder.encode(batch, 0)
+    payload, changes = encoder.encode_told(batch, 0)
     stream = EventStream(epoch=bytes(16), max_steps=number * (scale.turns + 1), max_bytes=_WINDOW_BYTES)
-    state: BlockState[bytes] = BlockState()
-    folder = PayloadFolder()
+    base = FoldedPayloads()
     publisher = ZmqEventPublisher(
         0,
         "tcp://127.0.0.1:0",
@@ -55,11 +53,11 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
     try:
         found = measure_in_turns(
             {
-                "encoding": lambda: encoder.encode(batch, 0),
+                "encoding": lambda: encoder.encode_told(batch, 0),
                 "of it: events to plain tuples": lambda: LOWERINGS["array"].trusted(batch.events),
-                "number, window and digest": lambda: stream.append(payload),
+                "number, window and digest": lambda: stream.append(payload, changes),
                 "of it: the digest": lambda: chain_after(bytes(8), 7, payload),
-                "folding, once it leaves the window": lambda: folder.fold(state, payload),
+                "folding, once it leaves the window": lambda: base.fold(payload, changes),
                 "whole": lambda: publisher.publish(batch),
             },
             turns=scale.turns,

@@ -60,6 +60,7 @@ SHAPES = {
         Shape("1 block", 1, 1),
         Shape("16 events", 16, 1),
         Shape("64 events", 64, 1),
+        Shape("256 events", 256, 1),
         Shape("8,192 tokens", 1, 512),
     )
 }

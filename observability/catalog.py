@@ -353,7 +353,7 @@ SECTIONS: tuple[Section, ...] = (
         gauge("kv_events_blocks_in_base", "blocks", "publisher.blocks_in_base",
             "Blocks that batches before the replay window have stored and none has removed."),
         gauge("kv_events_bytes_in_base", "bytes", "publisher.bytes_in_base",
-            "Bytes of the stored events that these blocks came in, kept until an event's last block is gone."),
+            "Bytes of the batches that these blocks came in; of batches that are half gone, of what is left."),
         gauge("kv_events_lag_seconds", "seconds", "publisher.lag_s",
             "Age of the oldest batch not yet sent."),
         gauge("kv_events_last_sequence", "sequence", "publisher.last_sequence",

@@ -2,7 +2,7 @@
 
 The three structs here are the only declaration of the wire's fields: names, types, order and defaults. Everything
 else is made from them when it is imported: positions in arrays, names in maps, readers and writers (``codec``), and
-what folding reads (``stream``). A new field is one line at the end of a struct, and golden vectors.
+what folding reads (``base``). A new field is one line at the end of a struct, and golden vectors.
 
 An event is frozen and holds tuples: once it is handed to a publisher, it cannot change. Names and order are those of
 ``sglang.srt.disaggregation.kv_events`` (SGLang 0.5.x) for the first seven fields of ``BlockStored``, so that code

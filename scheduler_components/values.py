@@ -323,8 +323,8 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
         replays_open: answers being sent now.
         batches_buffered, bytes_buffered: kept for replay one by one, now.
         blocks_in_base: standing blocks of batches that left that window, now.
-        bytes_in_base: size of the stored events that these blocks came in, now. An event counts whole until its last
-            block is gone. Besides, the base takes some 100 bytes per block and 350 per event.
+        bytes_in_base: size of the payloads that these blocks came in, now. Of payloads that are half gone, what stands
+            is kept alone once more is gone than stands. Besides, the base takes some 100 bytes per block.
         batches_pending: accepted and not yet sent, now.
         lag_s: how long the oldest of them has waited at most, namely since the publisher last drained its queue; 0
             when there are none.

@@ -23,6 +23,7 @@ from scheduler_components.events import (
     place_of,
     tier_of,
 )
+from scheduler_components.kv_events.base import collapse
 from scheduler_components.kv_events.codec import (
     DIALECTS,
     MAX_PAYLOAD_BYTES,
@@ -47,11 +48,9 @@ from scheduler_components.kv_events.replay import (
 from scheduler_components.kv_events.stream import (
     CHAIN_BYTES,
     EPOCH_BYTES,
-    BlockState,
     EventStream,
     chain_after,
     chain_at_start,
-    collapse,
 )
 from scheduler_components.ports import EventPublisher, NullEventPublisher
 
@@ -74,7 +73,6 @@ __all__ = [
     "BatchDecoder",
     "BatchEncoder",
     "BlockRemoved",
-    "BlockState",
     "BlockStored",
     "BoundStream",
     "ClientKeys",

@@ -41,7 +41,9 @@ from scheduler_components.kv_events.lowering import (
     IS_UNFILLED,
     LOWERINGS,
     OPTIONS,
+    Changes,
     Lowering,
+    change_of,
     compiled,
     first_unfilled,
     sound_event,
@@ -134,26 +136,45 @@ class BatchEncoder:
             TypeError, ValueError, OverflowError: some event cannot be encoded, or has a value that readers refuse;
                 see ``encode_sound``.
         """
+        events: Sequence[KVCacheEvent] = batch.events
+        if type(events) is CheckedEvents and len(events) != 1:
+            return self._write(batch, self._lowering.trusted(events), rank)
+        return self._write(batch, self._rows(events)[0], rank)
+
+    def encode_told(self, batch: EventBatch, rank: int) -> tuple[bytes, Changes | None]:
+        """The same, and what the batch changes, for the stream that keeps it; None where that is left to a reader.
+
+        Raises:
+            TypeError, ValueError, OverflowError: as ``encode``.
+        """
+        events: Sequence[KVCacheEvent] = batch.events
+        rows, changes = self._rows(events)
+        if changes is None and len(events) == 1 and type(events[0]) in WIRE_EVENTS:
+            changes = _change_of_checked(events[0])
+        return self._write(batch, rows, rank), changes
+
+    def _rows(self, events: Sequence[KVCacheEvent]) -> tuple[Sequence[Any], Changes | None]:
+        lowering = self._lowering
+        told: tuple[Sequence[Any], Changes | None] | None
+        is_checked = type(events) is CheckedEvents
+        try:
+            if len(events) == 1:
+                row = lowering.trusted_one(events[0]) if is_checked else lowering.checked_one(events[0])
+                told = None if row is None else ((row,), None)
+            else:
+                told = lowering.told(events) if is_checked else lowering.checked(events)
+        except PackError:
+            told = None
+        if told is None:
+            told = lowering.trusted([lowering.sound(event) for event in events]), None
+        return told
+
+    def _write(self, batch: EventBatch, rows: Sequence[Any], rank: int) -> bytes:
         owner = rank_of(batch)
         if owner is None:
             owner = rank
         if type(owner) is not int or not 0 <= owner < _INT64_LIMIT:
             raise ValueError(f"attn_dp_rank {owner!r:.60} is not a rank")
-        events: Sequence[KVCacheEvent] = batch.events
-        lowering = self._lowering
-        if type(events) is CheckedEvents:
-            rows: Any = (lowering.trusted_one(events[0]),) if len(events) == 1 else lowering.trusted(events)
-        else:
-            try:
-                if len(events) == 1:
-                    row = lowering.checked_one(events[0])
-                    rows = None if row is None else (row,)
-                else:
-                    rows = lowering.checked(events)
-            except PackError:
-                rows = None
-            if rows is None:
-                rows = lowering.trusted([lowering.sound(event) for event in events])
         ts = float(batch.ts)
         if not math.isfinite(ts):
             raise ValueError(f"batch time {ts} is not finite")
@@ -185,6 +206,13 @@ class BatchEncoder:
             TypeError, ValueError, OverflowError: it cannot be encoded.
         """
         return self._encode(self._lowering.trusted_one(event))
+
+
+def _change_of_checked(event: Any) -> Changes | None:
+    try:
+        return change_of(event)
+    except PackError:
+        return None  # an unsigned hash, which was written as a signed one
 
 
 def _sound_time(ts: object) -> float:

@@ -20,19 +20,22 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from struct import Struct
 from struct import error as PackError
-from typing import Any, NamedTuple, Protocol, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeAlias, get_type_hints
 
 import msgspec
 from msgspec.structs import astuple
 
 from scheduler_components.events import (
+    HERE,
     VLLM_NIL_FIELDS,
     WIRE_EVENTS,
     AllBlocksCleared,
     BlockStored,
     KVCacheEvent,
+    Site,
     WireEvent,
     signed_block_hash,
+    site_of,
 )
 
 __all__ = [
@@ -40,7 +43,9 @@ __all__ = [
     "LOWERINGS",
     "OPTIONS",
     "REQUIRED",
+    "Changes",
     "Lowering",
+    "change_of",
     "compiled",
     "first_unfilled",
     "pack_tokens",
@@ -53,6 +58,11 @@ OPTIONS = {kind: kind.__struct_fields__[len(REQUIRED[kind]) :] for kind in WIRE_
 
 IS_UNFILLED = "len({0}token_ids) != len({0}block_hashes) * {0}block_size"
 """As source: to call a function for every event would cost as much as half of the check's loop."""
+
+
+Changes: TypeAlias = tuple[tuple[type[WireEvent], Site, bytes], ...]
+"""What a batch changes, in order: stored or removed, or cleared; where; the hashes, eight bytes each, as this machine
+has integers in memory."""
 
 
 def compiled(name: str, source: str, scope: dict[str, Any]) -> Any:
@@ -92,26 +102,50 @@ def _are_hashes(values: Sequence[Any]) -> bool:
     return _PACKED_BOOL not in _pack_hashes[len(values)](*values) or {*map(type, values)} == {int}
 
 
+def _packed(changes: list[tuple[type[WireEvent], Site, list[int]]]) -> Changes | None:
+    """The same with packed hashes; struct.error, or None, where one is no signed 64-bit integer."""
+    told = []
+    for kind, site, hashes in changes:
+        packed = _pack_hashes[len(hashes)](*hashes)
+        if _PACKED_BOOL in packed and {*map(type, hashes)} != {int}:
+            return None
+        told.append((kind, site, packed))
+    return tuple(told)
+
+
+def change_of(event: WireEvent) -> Changes:
+    """What one event of sound values changes."""
+    kind = type(event)
+    if kind is AllBlocksCleared:
+        return ((kind, HERE, b""),)
+    hashes = event.block_hashes  # type: ignore[union-attr]
+    site = site_of(event.medium, event.group_idx, event.locality, event.ownership)  # type: ignore[union-attr]
+    return ((kind, site, _pack_hashes[len(hashes)](*hashes)),)
+
+
 # How one kind of event stands on the wire, as source.
 
 
 class _Form(NamedTuple):
-    """The expression for an event without any option, with the first one (``medium``) alone, and with any of them.
+    """Expressions over the names of the fields.
 
-    ``{required}`` and ``{options}`` stand for the names of the fields, each with a comma behind it; ``count`` is the
-    number of options up to the last one that is given. ``whole`` is that of an ``event`` of which no option
-    has to be looked at.
+    Attributes:
+        rows: an event of which only the first options are given, by their number.
+        whole: that of an ``event`` of which no option has to be looked at.
     """
 
-    plain: str
-    placed: str
-    full: str
+    rows: tuple[str, ...]
     whole: str
 
 
+def _names(names: Iterable[str]) -> str:
+    return "".join(f"{name}, " for name in names)
+
+
 def _array_form(kind: type[WireEvent]) -> _Form:
-    head = f"({kind.__name__!r}, {{required}}"
-    return _Form(f"{head})", f"{head}medium)", f"{head}*({{options}})[:count])", "lower_one(event)")
+    required, options = REQUIRED[kind], OPTIONS[kind]
+    rows = [f"({kind.__name__!r}, {_names((*required, *options[:count]))})" for count in range(len(options) + 1)]
+    return _Form(tuple(rows), "lower_one(event)")
 
 
 _MAX_MAP_FIELDS = 14
@@ -119,17 +153,17 @@ _MAX_MAP_FIELDS = 14
 
 
 def _map_form(kind: type[WireEvent], nil_fields: frozenset[str]) -> _Form:
-    writer, num_required = f"{kind.__name__}Map", len(REQUIRED[kind])
-    num_nils = len(nil_fields.intersection(OPTIONS[kind]))
-    plain = f"{writer}({{required}}{'None, ' * num_nils})"
-    placed = f"{writer}({{required}}medium, {'None, ' * (num_nils - 1)})"
-    early, late = kind.__struct_fields__[num_required:_MAX_MAP_FIELDS], kind.__struct_fields__[_MAX_MAP_FIELDS:]
-    full = f"{writer}({{required}}{''.join(f'{name}, ' for name in early)})"
+    writer, required, options = f"{kind.__name__}Map", REQUIRED[kind], OPTIONS[kind]
+    num_nils = len(nil_fields.intersection(options))
+    rows = []
+    for count in range(len(options) + 1):
+        given = _names((*required, *options[:count])) + "None, " * (num_nils - count)
+        rows.append(f"{writer}({given})" if len(required) + count <= _MAX_MAP_FIELDS else "as_map(event)")
+    late = kind.__struct_fields__[_MAX_MAP_FIELDS:]
     if not late:
-        return _Form(plain, placed, full, "lower_one(event)")
-    full += f" if count <= {len(early)} else as_map(event)"
+        return _Form(tuple(rows), "lower_one(event)")
     is_short = " and ".join(f"event.{name} is None" for name in late)
-    return _Form(plain, placed, full, f"{writer}(*astuple(event)[:{_MAX_MAP_FIELDS}]) if {is_short} else as_map(event)")
+    return _Form(tuple(rows), f"{writer}(*astuple(event)[:{_MAX_MAP_FIELDS}]) if {is_short} else as_map(event)")
 
 
 def _map_writer(kind: type[WireEvent], nil_fields: frozenset[str]) -> Any:
@@ -154,13 +188,20 @@ def _as_map(event: KVCacheEvent, *, nil_fields: frozenset[str]) -> dict[str, Any
 
 
 # The source of a lowering. With checks it returns None, or raises struct.error, where somebody must look closer.
+#
+# Each kind of event has a branch: its required fields, then one expression for each number of options that are given;
+# most events give none, or their medium alone. The lowering of many events also tells what they change (``Changes``):
+# neighbouring ones of one kind and site together, so that little more is done for each than to add its hashes.
 
 _SEQUENCES = frozenset({"extra_keys", "lookahead_token_ids"})
 """Options that msgspec looks at: they are given seldom, and any depth may be wrong with them."""
 
+_SITE = ("group_idx", "locality", "ownership")
+"""Besides the medium, what says where blocks are."""
+
 
 def _checks_of_required(kind: type[WireEvent], *, is_one: bool) -> list[str]:
-    hashes, parent = ["hashes += block_hashes"], ["hashes.append(parent_block_hash)"]
+    hashes, parent = [], ["parents.append(parent_block_hash)"]
     if is_one:  # no list of them is worth making
         look = "if type({0}) is not int or not lowest <= {0} <= highest:"
         hashes = ["if len(block_hashes) == 1:", "    block_hash = block_hashes[0]", f"    {look.format('block_hash')}"]
@@ -187,48 +228,72 @@ def _checks_of_required(kind: type[WireEvent], *, is_one: bool) -> list[str]:
     ]
 
 
-def _checks_of_option(kind: type[WireEvent], name: str) -> list[str]:
+def _check_of_option(kind: type[WireEvent], name: str) -> list[str]:
     if name in _SEQUENCES:
-        return [f"    if not is_{name}({name}):", "        return None"]
+        return [f"if {name} is not None and not is_{name}({name}):", "    return None"]
     wanted = "str" if get_type_hints(kind)[name] == str | None else "int"
-    return [f"    if type({name}) is not {wanted}:", "        return None"]
+    return [f"if {name} is not None and type({name}) is not {wanted}:", "    return None"]
+
+
+def _telling(kind: type[WireEvent], place: str, site: str) -> list[str]:
+    """Add the hashes to what the event before told, or begin anew; what is ``place`` here is known by identity."""
+    return [
+        f"if {place} is not {kind.__name__}_at:",
+        "    hashes = []",
+        f"    changes.append(({kind.__name__}, {site}, hashes))",
+        "    BlockStored_at = BlockRemoved_at = nowhere",
+        f"    {kind.__name__}_at = {place}",
+        "hashes += block_hashes",
+    ]
 
 
 def _branch(kind: type[WireEvent], form: _Form, *, is_checked: bool, is_one: bool) -> list[str]:
     """What is done with an event of one kind."""
     required, options = REQUIRED[kind], OPTIONS[kind]
-    names = {"required": "".join(f"{name}, " for name in required), "options": "".join(f"{name}, " for name in options)}
     take = "return {}" if is_one else "rows.append({})"
-    plain, placed, full = (take.format(each.format(**names)) for each in form[:3])
     lines = [f"{name} = event.{name}" for name in required]
     if is_checked and required:
         lines += _checks_of_required(kind, is_one=is_one)
     if not options:
-        return [*lines, plain]
-    lines += ["medium = event.medium", f"if {_no_option_but_medium(kind)}:"]
-    lines += ["    if medium is None:", f"        {plain}", "    else:"]
-    if is_checked:  # as a rule it is that of the event before
-        lines += ["        if medium is not known:", "            if type(medium) is not str:"]
-        lines += ["                return None", "            known = medium"]
-    lines += [f"        {placed}", "else:", "    count = 0"]
-    for number, name in enumerate(options, start=1):
-        lines += [f"    {name} = event.{name}", f"    if {name} is not None:", f"        count = {number}"]
-        if is_checked:
-            lines += [f"    {line}" for line in _checks_of_option(kind, name)]
-    return [*lines, f"    {full}"]
+        tell = (
+            []
+            if is_one
+            else [f"changes.append(({kind.__name__}, here, ()))", "BlockStored_at = BlockRemoved_at = nowhere"]
+        )
+        return [*lines, *tell, take.format(form.rows[0])]
+    check_of_medium = ["if medium is not None and type(medium) is not str:", "    return None"] if is_checked else []
+    few = check_of_medium
+    if not is_one:
+        few = _telling(kind, "medium", "here if medium is None else (medium, None, None, None)")
+        few[1:1] = [f"    {line}" for line in check_of_medium]  # as a rule it is that of the event before
+    few += ["if medium is None:", f"    {take.format(form.rows[0])}", "else:", f"    {take.format(form.rows[1])}"]
+    many = [f"{name} = event.{name}" for name in options[1:]]
+    if is_checked:
+        many += [line for name in options for line in _check_of_option(kind, name)]
+    if not is_one:
+        many += ["place = medium", f"if not ({_are_none(_SITE)}):", f"    place = site_of(medium, {', '.join(_SITE)})"]
+        many += [f"    if place == {kind.__name__}_at:", f"        place = {kind.__name__}_at"]
+        many += _telling(kind, "place", "place if type(place) is tuple else site_of(medium, None, None, None)")
+    word = "if"
+    for count in range(len(options), 1, -1):
+        many += [f"{word} {options[count - 1]} is not None:", f"    {take.format(form.rows[count])}"]
+        word = "elif"
+    lines += ["medium = event.medium", f"if {_are_none(options[1:], 'event.')}:", *(f"    {line}" for line in few)]
+    return [*lines, "else:", *(f"    {line}" for line in many)]
 
 
-def _no_option_but_medium(kind: type[WireEvent]) -> str:
-    return " and ".join(f"event.{name} is None" for name in OPTIONS[kind][1:])
+def _are_none(names: Iterable[str], owner: str = "") -> str:
+    return " and ".join(f"{owner}{name} is None" for name in names)
 
 
 def _source(form_of: Callable[[type[WireEvent]], _Form], *, is_checked: bool, is_one: bool) -> str:
-    """The source of ``lower(event)`` or ``lower(events)``."""
+    """The source of ``lower(event)``, which gives a row, or of ``lower(events)``, which gives rows and changes."""
     lines = ["def lower(event):" if is_one else "def lower(events):"]
     if is_checked:
-        lines.append("    size = known = num_packed = None")
+        lines.append("    size = num_packed = None")
     if not is_one:
-        lines += ["    rows = []", "    hashes = []", "    for event in events:"]
+        lines += ["    rows = []", "    changes = []", "    parents = []"]
+        lines += ["    BlockStored_at = BlockRemoved_at = nowhere", "    for event in events:"]
     pad, word = "    " if is_one else "        ", "if"
     lines.append(f"{pad}kind = type(event)")
     for kind in WIRE_EVENTS:
@@ -237,18 +302,21 @@ def _source(form_of: Callable[[type[WireEvent]], _Form], *, is_checked: bool, is
         word = "elif"
     lines += [f"{pad}else:", f"{pad}    return None" if is_checked else f"{pad}    raise unknown(event)"]
     if not is_one:
-        lines.append("    return rows if are_hashes(hashes) else None")
+        lines += ["    told = packed(changes)"]
+        lines += ["    return None if told is None or not are_hashes(parents) else (rows, told)"]
     return "\n".join(lines) + "\n"
 
 
 def _trusted_source(form: _Form) -> str:
     """The source of ``lower(events)`` without checks: one expression for what caches store, a call for the rest."""
-    required = "".join(f"event.{name}, " for name in REQUIRED[BlockStored])
-    plain, placed = (each.replace("medium", "event.medium").format(required=required) for each in form[:2])
+    plain, placed = form.rows[0], form.rows[1]
+    for name in (*REQUIRED[BlockStored], "medium"):
+        plain, placed = (each.replace(f"{name}, ", f"event.{name}, ") for each in (plain, placed))
+    has_few = _are_none(OPTIONS[BlockStored][1:], "event.")
     return f"""
 def lower(events):
     return [
-        (({plain} if event.medium is None else {placed}) if {_no_option_but_medium(BlockStored)} else {form.whole})
+        (({plain} if event.medium is None else {placed}) if {has_few} else {form.whole})
         if type(event) is BlockStored
         else lower_one(event)
         for event in events
@@ -274,9 +342,15 @@ class RowMaker(Protocol):
 
 
 class RowsMaker(Protocol):
-    """Makes the rows of events; None where somebody must look closer."""
+    """Makes the rows of events."""
 
-    def __call__(self, events: Sequence[KVCacheEvent], /) -> list[Any] | None: ...
+    def __call__(self, events: Sequence[KVCacheEvent], /) -> list[Any]: ...
+
+
+class ToldRowsMaker(Protocol):
+    """Makes the rows of events, and tells what they change; None where somebody must look closer."""
+
+    def __call__(self, events: Sequence[KVCacheEvent], /) -> tuple[list[Any], Changes] | None: ...
 
 
 class Lowering:
@@ -289,19 +363,24 @@ class Lowering:
     Attributes:
         trusted, trusted_one: the rows of events whose values are known to be sound, and the row of one; TypeError for
             an event that is none of the three.
+        told: the same, and what the events change.
         checked, checked_one: the same of any events; struct.error, or None, where somebody must look closer.
         sound: says closer what is wrong with an event, or returns it as it may go on the wire.
     """
 
-    __slots__ = ("checked", "checked_one", "sound", "trusted", "trusted_one")
+    __slots__ = ("checked", "checked_one", "sound", "told", "trusted", "trusted_one")
 
     def __init__(self, form_of: Callable[[type[WireEvent]], _Form], writers: dict[str, Any]) -> None:
         scope = {
             "astuple": astuple,
             "are_hashes": _are_hashes,
+            "here": HERE,
             "highest": 2**63 - 1,
             "lowest": -(2**63),
+            "nowhere": object(),
             "pack_tokens": pack_tokens,
+            "packed": _packed,
+            "site_of": site_of,
             "unknown": unknown_event,
             **writers,
         }
@@ -312,8 +391,9 @@ class Lowering:
         self.trusted: RowsMaker = compiled(
             "lower", _trusted_source(form_of(BlockStored)), {**scope, "lower_one": self.trusted_one}
         )
+        self.told: ToldRowsMaker = compiled("lower", _source(form_of, is_checked=False, is_one=False), dict(scope))
         self.checked_one: RowMaker = compiled("lower", _source(form_of, is_checked=True, is_one=True), dict(scope))
-        self.checked: RowsMaker = compiled("lower", _source(form_of, is_checked=True, is_one=False), dict(scope))
+        self.checked: ToldRowsMaker = compiled("lower", _source(form_of, is_checked=True, is_one=False), dict(scope))
 
 
 def unknown_event(event: object) -> TypeError:

@@ -273,9 +273,13 @@ class NativeEvents:
         """Return the row of an event that was looked at."""
         return _VLLM.trusted_one(event) if isinstance(event, KVCacheEvent) else event
 
-    def checked(self, events: Sequence[Any]) -> list[Any]:
-        """Return the rows of events; raises as ``sound`` does."""
-        return [self.checked_one(event) for event in events]
+    def checked(self, events: Sequence[Any]) -> tuple[list[Any], None]:
+        """Return the rows of events, and nothing of what they change; raises as ``sound`` does."""
+        return [self.checked_one(event) for event in events], None
+
+    def told(self, events: Sequence[Any]) -> tuple[list[Any], None]:
+        """Return the rows of events that were looked at, and nothing of what they change."""
+        return self.trusted(events), None
 
     def trusted(self, events: Sequence[Any]) -> list[Any]:
         """Return the rows of events that were looked at."""

@@ -19,7 +19,7 @@ import msgspec
 
 from scheduler_components.errors import ConfigError, DecodeError
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.stream import CHAIN_BYTES, EPOCH_BYTES, EventStream, Segment
+from scheduler_components.kv_events.stream import CHAIN_BYTES, EPOCH_BYTES, Chunk, EventStream
 
 __all__ = [
     "END_SEQ",
@@ -346,7 +346,7 @@ class ReplayCursors:
         yield from self._caught_up()
         with self._pinned(client):
             first = self._stream.first
-            chunks: list[list[Segment[bytes]]] = []
+            chunks: list[Chunk] = []
             for planned in self._stream.plan_base(max_chunks=first - start):
                 if planned is None:
                     yield None
@@ -377,7 +377,7 @@ class ReplayCursors:
                 yield from self._chunk(number, planned.pop(0), clear=number == 0)
         return num_chunks
 
-    def _chunk(self, number: int, chunk: list[Segment[bytes]], *, clear: bool) -> Messages:
+    def _chunk(self, number: int, chunk: Chunk, *, clear: bool) -> Messages:
         for payload in self._stream.encode_chunk(chunk, self._encoder, self._rank, clear=clear):
             yield None if payload is None else _numbered(number, payload)
 

@@ -34,6 +34,7 @@ from scheduler_components.errors import ForkedPublisherError, PublisherClosedErr
 from scheduler_components.events import AllBlocksCleared, CheckedEvents, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.fork_hook import tell_of_forks
 from scheduler_components.kv_events.backlog import MAX_WAITING, Backlog, Bursts, cost_of
+from scheduler_components.kv_events.base import collapse
 from scheduler_components.kv_events.codec import (
     ENCODE_ERRORS,
     MAX_PAYLOAD_BYTES,
@@ -46,7 +47,7 @@ from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.file_sequence_floor import SequenceFloor, open_sequence_floor
 from scheduler_components.kv_events.replay import END_SEQ, ReplayCursors
-from scheduler_components.kv_events.stream import EPOCH_BYTES, EventStream, collapse
+from scheduler_components.kv_events.stream import EPOCH_BYTES, EventStream
 from scheduler_components.kv_events.thread_backstop import Backstop, Look
 from scheduler_components.kv_events.zmq_auth import StreamAccess
 from scheduler_components.kv_events.zmq_sockets import Context, Socket, StreamSockets, open_stream_sockets
@@ -190,10 +191,12 @@ class ZmqLiveSender:
     def _send_batch(self, batch: EventBatch) -> None:
         """Encode before taking a number: an event that cannot be encoded takes none, and costs no good event."""
         try:
-            payload: bytes | None = self._encoder.encode(batch, self._rank)
+            payload: bytes | None
+            payload, changes = self._encoder.encode_told(batch, self._rank)
             events = batch.events
         except _UNSOUND:
             payload, events = self._encode_sound(batch)
+            changes = None
         if payload is None:
             return
         if len(payload) > _LARGE_PAYLOAD_BYTES:
@@ -206,7 +209,7 @@ class ZmqLiveSender:
                 for part in parts:
                     self._send_batch(EventBatch(ts=batch.ts, events=CheckedEvents(part), attn_dp_rank=rank_of(batch)))
                 return
-        sequence = self._stream.append(payload)
+        sequence = self._stream.append(payload, changes)
         try:
             self._send(self._topic, _SNDMORE)
             self._send(sequence.to_bytes(8, "big"), _SNDMORE)

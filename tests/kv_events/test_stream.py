@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.events import CheckedEvents
 from scheduler_components.kv_events import (
     DIALECTS,
     BatchDecoder,
     BatchEncoder,
-    BlockState,
     EventStream,
     Place,
     chain_after,
     chain_at_start,
     collapse,
 )
+from scheduler_components.kv_events.base import FoldedPayloads, PayloadReader, segment_bytes
 from scheduler_components.kv_events.codec import read_event
-from scheduler_components.kv_events.stream import PayloadFolder, segment_bytes
+from scheduler_components.kv_events.lowering import Changes
 from scheduler_components.testing import EventLedger
 from scheduler_components.testing.golden import DigestVector, digest_vectors
+from scheduler_components.testing.strategies import events as any_events
 from scheduler_components.testing.strategies import hostile_histories
 
 HISTORIES = st.lists(st.binary(max_size=6), min_size=1, max_size=6)
@@ -94,15 +98,27 @@ PARENT_STORED_AGAIN = [KVEventBatch(0.0, (run(1, 2), BlockRemoved((1,)), run(1))
 CYCLE = [KVEventBatch(0.0, (run(1, parent=2), run(2, parent=1)))]
 
 
-@settings(deadline=None, max_examples=300)
-@example(history=PARENT_STORED_AGAIN, dialect="array")
-@example(history=CYCLE, dialect="array")
-@given(history=hostile_histories(), dialect=st.sampled_from(DIALECTS))
-def test_a_folded_history_stands_for_the_history(history: list[KVEventBatch], dialect: str) -> None:
+SHARED_BYTES = st.sampled_from([1, 100, 300, 10_000])
+"""The sources of a base are of one batch, of some, or of all."""
+
+
+def new_base(shared_bytes: int) -> FoldedPayloads:
+    """A base whose sources are written anew as soon as half is gone."""
+    return FoldedPayloads(shared_bytes=shared_bytes, max_gone_blocks=0)
+
+
+@settings(deadline=None, max_examples=600)
+@example(history=PARENT_STORED_AGAIN, dialect="array", tells=True, shared_bytes=10_000)
+@example(history=CYCLE, dialect="array", tells=True, shared_bytes=1)
+@given(history=hostile_histories(), dialect=st.sampled_from(DIALECTS), tells=st.booleans(), shared_bytes=SHARED_BYTES)
+def test_a_folded_history_stands_for_the_history(
+    history: list[KVEventBatch], dialect: str, shared_bytes: int, *, tells: bool
+) -> None:
     encoder, decoder = BatchEncoder(dialect), BatchDecoder()
-    state: BlockState[bytes] = BlockState()
+    state = new_base(shared_bytes)
     for batch in history:
-        PayloadFolder().fold(state, encoder.encode(batch, 0))
+        payload, changes = encoder.encode_told(batch, 0)
+        state.fold(payload, changes if tells else None)
     expected = ledger_after(history).blocks()
     events: list[KVCacheEvent] = [read_event(segment_bytes(segment)) for segment in state.segments()]
     decoded = decoder.decode(encoder.encode(KVEventBatch(0.0, tuple(events)), 0))
@@ -115,20 +131,21 @@ def test_a_folded_history_stands_for_the_history(history: list[KVEventBatch], di
 @example(before=[], history=PARENT_STORED_AGAIN)
 @given(before=hostile_histories(), history=hostile_histories())
 def test_a_collapsed_queue_ends_where_the_queue_ends(before: list[KVEventBatch], history: list[KVEventBatch]) -> None:
-    merged = collapse(history)
-    assert (merged is None) == (not history)
-    if merged is not None:
-        assert applied(merged.events, before) == ledger_after(before, history).blocks()
-        assert merged.ts == history[-1].ts
+    one = collapse(history)
+    assert (one is None) == (not history)
+    if one is not None:
+        assert applied(one.events, before) == ledger_after(before, history).blocks()
+        assert one.ts == history[-1].ts
 
 
 @settings(deadline=None)
-@example(history=PARENT_STORED_AGAIN)
-@given(history=hostile_histories())
-def test_parents_come_before_children(history: list[KVEventBatch]) -> None:
-    state: BlockState[bytes] = BlockState()
+@example(history=PARENT_STORED_AGAIN, shared_bytes=10_000)
+@example(history=PARENT_STORED_AGAIN, shared_bytes=1)
+@given(history=hostile_histories(), shared_bytes=SHARED_BYTES)
+def test_parents_come_before_children(history: list[KVEventBatch], shared_bytes: int) -> None:
+    state = new_base(shared_bytes)
     for batch in history:
-        PayloadFolder().fold(state, BatchEncoder().encode(batch, 0))
+        state.fold(BatchEncoder().encode(batch, 0))
     standing = ledger_after(history).blocks()
     parents = {key: block.parent for key, block in standing.items()}
     seen: set[tuple[object, int]] = set()
@@ -154,13 +171,68 @@ def _in_cycle(parents: dict[tuple[Place, int], int | None], place: Place, block_
     return above is not None
 
 
+def merged(changes: Changes) -> list[tuple[object, object, bytes]]:
+    """Neighbours of one kind and site as one."""
+    found: list[tuple[object, object, bytes]] = []
+    for kind, site, hashes in changes:
+        if found and found[-1][:2] == (kind, site):
+            hashes = found.pop()[2] + hashes
+        found.append((kind, site, hashes))
+    return found
+
+
+@settings(deadline=None, max_examples=300)
+@given(events=any_events(), dialect=st.sampled_from(DIALECTS), are_checked=st.booleans())
+def test_what_the_encoder_tells_of_a_batch_is_what_its_payload_says(
+    events: tuple[KVCacheEvent, ...], dialect: str, *, are_checked: bool
+) -> None:
+    batch = KVEventBatch(1.0, CheckedEvents(events) if are_checked else events)
+    encoder = BatchEncoder(dialect)
+    payload, changes = encoder.encode_told(batch, 0)
+    assert payload == encoder.encode(batch, 0)
+    assert changes is not None or dialect == "native"
+    if changes is not None:
+        assert merged(changes) == merged(PayloadReader().changes(payload))
+
+
+@pytest.mark.parametrize("events_per_batch", [1, 16])
+def test_what_is_kept_in_vain_is_no_more_than_what_stands(events_per_batch: int) -> None:
+    """One block of sixteen of each batch stays: whole batches would keep sixteen times its bytes."""
+    encoder, base = BatchEncoder(), FoldedPayloads()
+    hashes = range(32_000)
+    for first in hashes[::events_per_batch]:
+        events = tuple(run(block_hash) for block_hash in hashes[first : first + events_per_batch])
+        base.fold(*encoder.encode_told(KVEventBatch(0.0, events), 0))
+    num_bytes = base.num_bytes
+    for stays in hashes[::16]:
+        base.fold(*encoder.encode_told(KVEventBatch(0.0, (BlockRemoved(tuple(range(stays + 1, stays + 16))),)), 0))
+    for _ in range(500):
+        base.fold(*encoder.encode_told(KVEventBatch(0.0, ()), 0))
+    assert len(base) == len(hashes) / 16
+    assert base.num_bytes < 1.1 * (num_bytes / 16 * 2 + 1_000 * num_bytes / len(hashes))
+
+
+def test_the_garbage_collector_does_not_walk_the_base() -> None:
+    encoder = BatchEncoder()
+    stream = EventStream(epoch=bytes(16), max_steps=10, max_bytes=10**6)
+    gc.collect()
+    num_walked = len(gc.get_objects())
+    for number in range(5_000):
+        batch = KVEventBatch(0.0, (run(2 * number), run(2 * number + 1, parent=2 * number)))
+        stream.append(*encoder.encode_told(batch, 0))
+        stream.fold_some()
+    gc.collect()
+    assert stream.num_base_blocks > 9_000
+    assert len(gc.get_objects()) - num_walked < 100
+
+
 def test_collapse_keeps_what_it_does_not_know_for_the_encoder_to_refuse() -> None:
     class Unknown(KVCacheEvent, frozen=True):
         pass
 
-    merged = collapse([KVEventBatch(1.0, (Unknown(), BlockRemoved((1,))))])
-    assert merged is not None
-    assert [type(event).__name__ for event in merged.events] == ["Unknown", "BlockRemoved"]
+    one = collapse([KVEventBatch(1.0, (Unknown(), BlockRemoved((1,))))])
+    assert one is not None
+    assert [type(event).__name__ for event in one.events] == ["Unknown", "BlockRemoved"]
 
 
 @settings(deadline=None)

@@ -267,19 +267,21 @@ def test_chunks_are_bounded_and_whole_or_there_is_none(
         assert stream.num_base_bytes > max_chunks * 1024 * 1024
 
 
-def test_the_bytes_of_the_base_are_those_of_its_events() -> None:
+def test_the_bytes_of_the_base_are_those_of_payloads_of_which_a_block_stands() -> None:
     stream = stream_after([], kept=1)
     encoder = BatchEncoder()
+    payloads = [
+        encoder.encode(KVEventBatch(1.0, events), 0)
+        for events in [
+            (BlockStored((1, 2), None, (7,) * 2_000, 1_000, None),), (BlockStored((3,), 2, (7,) * 5_000, 5_000, None),),
+            (BlockRemoved((1,)),), (BlockRemoved((2,)),), (BlockStored((3,), 2, (7,) * 9_000, 9_000, None),),
+            (AllBlocksCleared(),), (),
+        ]
+    ]  # fmt: skip
     sizes = []
-    for events in [
-        (BlockStored((1, 2), None, (7, 7), 1, None),), (BlockStored((3,), 2, (7,), 1, None),), (BlockRemoved((1,)),),
-        (BlockRemoved((2,)),), (BlockStored((3,), 2, (7,) * 9, 9, None),), (AllBlocksCleared(),), (),
-    ]:  # fmt: skip
-        stream.append(encoder.encode(KVEventBatch(1.0, events), 0))
+    for payload in payloads:
+        stream.append(payload)
         stream.fold_some()
         sizes.append(stream.num_base_bytes)
-    pair, one, nine = (
-        len(encoder.encode_event(BlockStored(hashes, parent, tokens, size, None)))
-        for hashes, parent, tokens, size in [((1, 2), None, (7, 7), 1), ((3,), 2, (7,), 1), ((3,), 2, (7,) * 9, 9)]
-    )
+    pair, one, nine = (len(payloads[index]) for index in (0, 1, 4))
     assert sizes == [0, pair, pair + one, pair + one, one, nine, 0]

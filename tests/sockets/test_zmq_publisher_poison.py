@@ -115,7 +115,8 @@ def test_what_harms_a_reader_takes_no_number(
     assert read_replay(publisher.replay_endpoint) == [*folded, BlockRemoved((8,))]
     stats = publisher.stats()
     assert (stats.events_refused, stats.last_sequence, stats.blocks_in_base) == (2, 2, 1)
-    assert stats.bytes_in_base == len(BatchEncoder(dialect).encode_event(folded[1]))
+    kept = KVEventBatch(1.0, (folded[1], BlockRemoved((6,))))
+    assert stats.bytes_in_base == len(BatchEncoder(dialect).encode(kept, 0))
     assert type(harmful).__name__ in caplog.text
 
 

@@ -227,7 +227,7 @@ def holes_inside_the_base_accepted(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def base_not_folded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(event_stream.PayloadFolder, "fold", lambda self, state, payload: None)
+    patch.setattr(event_stream.FoldedPayloads, "fold", lambda self, payload, changes: None)
 
 
 @caught_by(*REJOIN_BEHIND_THE_WINDOW)
