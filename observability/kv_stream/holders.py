@@ -29,13 +29,15 @@ class MaskTable:
     Attributes:
         masks: the table, but for what came during a sweep. A mask of 0 is nobody's.
         is_moving: a sweep is in it: ``masks`` is not all, and not to be written to.
+        lookup: hash and default to mask; good until the table changes.
         num_users: ranks that have opened the site that this table is of.
     """
 
-    __slots__ = ("_is_walked", "_unheld", "_young", "is_moving", "masks", "num_users")
+    __slots__ = ("_is_walked", "_unheld", "_young", "is_moving", "lookup", "masks", "num_users")
 
     def __init__(self) -> None:
         self.masks: dict[int, int] = {}
+        self.lookup: Callable[[int, int], int] = self.masks.get
         self.is_moving = False
         self.num_users = 0
         self._young: dict[int, int] = {}
@@ -45,11 +47,6 @@ class MaskTable:
     @property
     def is_empty(self) -> bool:
         return not (self.masks or self._young)
-
-    @property
-    def lookup(self) -> Callable[[int, int], int]:
-        """Hash and default to mask; good until the table changes."""
-        return self._get if self.is_moving else self.masks.get
 
     def _get(self, block_hash: int, default: int = 0) -> int:
         mask = self.masks.get(block_hash)
@@ -131,6 +128,7 @@ class MaskTable:
         masks, young, unheld = self.masks, self._young, self._unheld
         keep = ~gone
         self.is_moving = self._is_walked = True
+        self.lookup = self._get
         entries = iter(masks.items())
         while stride := list(islice(entries, STRIDE)):
             for block_hash, mask in stride:
@@ -152,6 +150,7 @@ class MaskTable:
                 masks[block_hash] = mask
             yield None
         self.is_moving = False
+        self.lookup = masks.get
         if not masks:
             masks.clear()  # lets go of what it had grown to
 

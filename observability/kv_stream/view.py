@@ -94,15 +94,18 @@ class RankSet(Set[int]):
         return self._mask.bit_count()
 
     def __repr__(self) -> str:
-        return f"<RankSet {set(self)}>"
+        return f"<RankSet {sorted(self)}>"
 
 
 def _ranks_in(mask: int, rank_at: Sequence[int]) -> Iterable[int]:
     """The rank of each bit in ``mask``; ``rank_at`` has the rank at each place."""
     if _is_dense(mask, rank_at):
         return compress(rank_at, format(mask, "b").encode()[::-1].translate(_TRUTH))
-    ranks: dict[int, int] = {}
-    _note_depth(mask, rank_at, 1, ranks)
+    ranks = []
+    while mask:
+        place = mask.bit_length() - 1
+        ranks.append(rank_at[place])
+        mask ^= 1 << place
     return ranks
 
 
@@ -118,7 +121,7 @@ def _note_depth(mask: int, rank_at: Sequence[int], depth: int, depths: dict[int,
 
 def _is_dense(mask: int, rank_at: Sequence[int]) -> bool:
     """Whether to walk over all places is faster than to search for each bit."""
-    return 16 * mask.bit_count() > len(rank_at) + 32
+    return 6 * mask.bit_count() > len(rank_at) + 48
 
 
 @dataclass(slots=True)
@@ -229,13 +232,14 @@ class BlockView:
     Not locked: one thread applies; a reader in another thread takes its owner's lock.
     """
 
-    __slots__ = ("_holders", "_live", "_prepared", "_rank_at", "_ranks")
+    __slots__ = ("_holders", "_live", "_prepared", "_rank_at", "_rank_of_bit", "_ranks")
 
     def __init__(self) -> None:
         self._holders = Holders()
         self._ranks: dict[int, _RankBlocks] = {}
         self._live = 0
-        self._rank_at: tuple[int, ...] | None = None
+        self._rank_at: tuple[int, ...] | None = None  # with the next, made anew when a bit has changed
+        self._rank_of_bit: dict[int, int] = {}
         self._prepared: _Prepared | None = None
 
     def __repr__(self) -> str:
@@ -443,19 +447,21 @@ class BlockView:
             rank to depth in blocks, for ranks that hold at least the first block.
         """
         rank_at = self._rank_at or self._index()
+        rank_of_bit = self._rank_of_bit.get
         depths: dict[int, int] = {}
         alive, depth = self._live, 0
-        masks = self._lookup(tier, group_idx)
+        masks = self._holders.tiers[tier].lookup if group_idx is None else self._lookup_in_group(tier, group_idx)
         for block_hash in hashes:
             mask = masks(block_hash, 0)
             if mask != alive:
                 still = mask & alive
                 if depth and still != alive:
                     gone = alive ^ still
-                    if gone & (gone - 1):
+                    rank = rank_of_bit(gone)  # as a rule one rank ends
+                    if rank is None:
                         _note_depth(gone, rank_at, depth, depths)
-                    else:  # as a rule one rank ends
-                        depths[rank_at[gone.bit_length() - 1]] = depth
+                    else:
+                        depths[rank] = depth
                 alive = still
                 if not alive:
                     return depths
@@ -475,33 +481,32 @@ class BlockView:
         Returns:
             depth in blocks and the ranks that hold so many; 0 and none where nobody holds the first block.
         """
-        best, alive, depth = 0, self._live, 0
+        alive, depth = self._live, 0
         if not alive:
             return 0, RankSet()
-        masks = self._lookup(tier, group_idx)
+        masks = self._holders.tiers[tier].lookup if group_idx is None else self._lookup_in_group(tier, group_idx)
         for block_hash in hashes:
             mask = masks(block_hash, 0)
             if mask != alive:
-                alive &= mask
-                if not alive:
+                still = mask & alive
+                if not still:
                     break
-            best = alive
+                alive = still
             depth += 1
-        return depth, RankSet(best, self._rank_at or self._index())
+        return depth, RankSet(alive if depth else 0, self._rank_at or self._index())
 
     def _index(self) -> tuple[int, ...]:
         """The rank of the bit at each place; -1 where none is alive."""
+        self._rank_of_bit = {blocks.bit: rank for rank, blocks in self._ranks.items()}
         places = [-1] * self._live.bit_length()
-        for rank, blocks in self._ranks.items():
-            places[blocks.bit.bit_length() - 1] = rank
+        for bit, rank in self._rank_of_bit.items():
+            places[bit.bit_length() - 1] = rank
         self._rank_at = tuple(places)
         return self._rank_at
 
-    def _lookup(self, tier: Tier, group_idx: int | None) -> Callable[[int, int], int]:
-        """Hash and default to the mask of those who hold it."""
+    def _lookup_in_group(self, tier: Tier, group_idx: int) -> Callable[[int, int], int]:
+        """Hash and default to the mask of those who hold it in one group."""
         whole = self._holders.tiers[tier].lookup
-        if group_idx is None:
-            return whole
         away = self._holders.away[tier].lookup
         own = [
             table.lookup
@@ -526,8 +531,10 @@ class BlockView:
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier`` in full attention, in the order in which they were first seen."""
         mask = self._holders.tiers[tier].lookup(block_hash, 0) & self._live
-        holding = set(_ranks_in(mask, self._rank_at or self._index()))
-        return tuple(rank for rank in self._ranks if rank in holding) if holding else ()
+        holding = _ranks_in(mask, self._rank_at or self._index())
+        if mask & (mask - 1):
+            return tuple(filter(set(holding).__contains__, self._ranks))
+        return tuple(holding)
 
     def blocks(self, rank: int, tier: Tier = Tier.DEVICE, *, group_idx: int | None = None) -> Set[int]:
         """A copy of the hashes that a rank holds on ``tier``; empty for a rank that was never seen.
