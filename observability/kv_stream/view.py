@@ -302,9 +302,7 @@ class BlockView:
         elif site == tier.main or site in tier.further:
             place = _Place(tier, site, tier.further.get(site))
         else:
-            table = blocks.partial.get(site, MaskTable())
-            counters.unknown_removals += sum(not table.has(blocks.bit, each) for each in event.block_hashes)
-            return None
+            return _Place(tier, site, MaskTable())  # nothing is there; it may be stored later
         blocks.opened[key] = place
         return place
 
@@ -655,7 +653,7 @@ def _store_at_site(bit: int, place: _Place, block_hash: int) -> int:
 def _remove(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -> int:
     """Take blocks out of full attention; says how many were there."""
     tier = place.tier
-    if tier.further:
+    if tier.further or place.own is not None:
         return sum(_remove_at_site(blocks.bit, place, block_hash) for block_hash in hashes)
     num_gone = tier.table.drop(blocks.bit, hashes)
     tier.num_blocks -= num_gone

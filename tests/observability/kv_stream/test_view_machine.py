@@ -3,56 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from observability.kv_stream import BlockView, Tier, holders, tier_of, view
+from observability.kv_stream import BlockView, Tier, ViewCounters, holders, tier_of, view
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.events import Site, site_of
 
 NUM_RANKS = 4
 NUM_HASHES = 14
-MEDIA = (None, "GPU", "CPU", "FS", "OBJ")
 FULL, PARTIAL = "full_attention", "sliding_window"
+PLACES: tuple[dict[str, Any], ...] = (
+    {},
+    {"medium": "GPU"},
+    {"group_idx": 0},
+    {"group_idx": 1},
+    {"medium": "CPU"},
+    {"medium": "FS", "ownership": "a"},
+    {"medium": "FS", "ownership": "b", "group_idx": 1},
+    {"medium": "OBJ"},
+    {"locality": "REMOTE"},
+    {"medium": "TAPE"},
+)
+"""Few, so that events meet: three sites on the device, three in storage."""
 
 ranks = st.integers(0, NUM_RANKS - 1)
 some_hashes = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=9).map(tuple)
-options = st.fixed_dictionaries(
-    {"medium": st.sampled_from(MEDIA)},
-    optional={"group_idx": st.sampled_from((0, 1)), "ownership": st.just("a"), "locality": st.just("REMOTE")},
-)
+places = st.sampled_from(PLACES)
 stores = st.builds(
     lambda hashes, kind, where: BlockStored(hashes, None, (), 1, None, kv_cache_spec_kind=kind, **where),
     some_hashes,
     st.sampled_from((None, None, FULL, PARTIAL)),
-    options,
+    places,
 )
-plain_stores = some_hashes.map(lambda hashes: BlockStored(hashes, None, (), 1, None))
-removals = st.builds(lambda hashes, where: BlockRemoved(hashes, **where), some_hashes, options)
-events = st.one_of(plain_stores, plain_stores, stores, removals, st.just(AllBlocksCleared()))
+removals = st.builds(lambda hashes, where: BlockRemoved(hashes, **where), some_hashes, places)
+events = st.one_of(stores, stores, removals, removals, st.just(AllBlocksCleared()))
 batches = st.lists(events, max_size=4)
 
 
 class PlainBlocks:
-    """One rank's blocks, each with its site and whether its group attends to a whole prefix."""
+    """One rank's blocks, each with its site and whether its group attends to a whole prefix; and what was counted."""
 
     def __init__(self) -> None:
         self.at: dict[tuple[Site, int], bool] = {}
+        self.counters = ViewCounters()
 
     def apply(self, batch: Iterable[KVCacheEvent]) -> None:
         for event in batch:
             if isinstance(event, AllBlocksCleared):
                 self.at.clear()
-            elif isinstance(event, BlockStored | BlockRemoved) and event.locality != "REMOTE":
-                site = site_of(event.medium, event.group_idx, event.locality, event.ownership)
-                for block_hash in event.block_hashes:
-                    if isinstance(event, BlockRemoved):
-                        self.at.pop((site, block_hash), None)
-                    else:
-                        self.at[site, block_hash] = event.kv_cache_spec_kind != PARTIAL
+                self.counters.clears += 1
+            elif isinstance(event, BlockStored | BlockRemoved):
+                if event.locality == "REMOTE":
+                    self.counters.remote_events += 1
+                elif tier_of(event.medium) is None:
+                    self.counters.unknown_media += 1
+                else:
+                    site = site_of(event.medium, event.group_idx, event.locality, event.ownership)
+                    for block_hash in event.block_hashes:
+                        self.change(event, (site, block_hash))
+
+    def change(self, event: BlockStored | BlockRemoved, block: tuple[Site, int]) -> None:
+        counters = self.counters
+        if isinstance(event, BlockStored):
+            is_full = event.kv_cache_spec_kind != PARTIAL
+            counters.stored_blocks += 1
+            counters.duplicate_stores += self.at.get(block) is is_full
+            self.at[block] = is_full
+        elif self.at.pop(block, None) is None:
+            counters.unknown_removals += 1
+        else:
+            counters.removed_blocks += 1
 
     def on(self, tier: Tier, group_idx: int | None = None) -> set[int]:
         return {
@@ -127,6 +152,7 @@ class ViewMachine(RuleBasedStateMachine):
         if between:
             self.apply(rank, batch)
         self.view.replace(rank, staging)
+        plain.counters.add(self.plain[rank].counters)
         self.plain[rank], self.staging = plain, None
 
     @precondition(lambda self: self.staging is not None)
@@ -157,6 +183,7 @@ class ViewMachine(RuleBasedStateMachine):
         for rank, plain in self.plain.items():
             assert self.view.block_count(rank) == sum(len(plain.on(tier)) for tier in Tier)
             assert self.view.blocks_by_site(rank) == plain.by_site()
+            assert self.view.counters(rank) == plain.counters
 
     def answers(self, tier: Tier, held: dict[int, set[int]], group_idx: int | None = None) -> None:
         for prompt in (range(NUM_HASHES), range(NUM_HASHES - 1, -1, -2)):
