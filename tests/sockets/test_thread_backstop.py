@@ -41,8 +41,13 @@ def scheduler() -> Scheduler:
     return Scheduler()
 
 
+@pytest.fixture(params=[thread_backstop._NAPS_S, ()], ids=["dozing", "fast asleep"], autouse=True)
+def naps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_backstop, "_NAPS_S", request.param)
+
+
 @pytest.fixture
-def backstop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backstop]:
+def backstop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, naps: None) -> Iterator[Backstop]:
     monkeypatch.setattr(thread_backstop, "_LOOK_EVERY_MS", 0.1)
     backstop = Backstop(scheduler, watched_fds=(), name="backstop-under-test")
     backstop.start()
@@ -94,6 +99,49 @@ def test_it_wakes_again(backstop: Backstop, scheduler: Scheduler, eventually: Ev
     assert scheduler.sleeps.wait(10.0)
     looks = scheduler.notes.count("look")
     eventually(lambda: backstop.watch() and scheduler.notes.count("look") > looks)
+
+
+@pytest.mark.parametrize("moment", ["in a nap", "after the last nap", "fast asleep"])
+def test_who_rings_while_it_falls_asleep_is_heard(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, eventually: Eventually, moment: str
+) -> None:
+    monkeypatch.setattr(thread_backstop, "_NAPS_S", (0.001,))
+    backstop = Backstop(scheduler, watched_fds=(), name="backstop-under-test")
+    bell = backstop._bell
+    rung: list[bool] = []
+
+    def ring(now: str) -> None:
+        if now == moment and not rung:
+            rung.append(backstop.watch())
+
+    class Bell:
+        release = staticmethod(bell.release)
+
+        @staticmethod
+        def acquire(blocking: bool = True, timeout: float = -1) -> bool:
+            ring("in a nap" if blocking else "fast asleep")
+            is_rung = bell.acquire(blocking, timeout)
+            ring("after the last nap")
+            return is_rung
+
+    backstop._bell = Bell()  # type: ignore[assignment]
+    backstop.start()
+    eventually(lambda: "look" in scheduler.notes)
+    assert backstop.stop(10.0)
+
+
+def test_it_dozes_first_and_then_sleeps_on_its_descriptors(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(thread_backstop, "_NAPS_S", (0.001, 0.001))
+    backstop = Backstop(scheduler, watched_fds=(), name="backstop-under-test")
+    backstop.start()
+    eventually(lambda: backstop._is_fast_asleep)
+    assert scheduler.notes == []
+    backstop.watch()
+    eventually(lambda: "look" in scheduler.notes)
+    assert not backstop._is_fast_asleep
+    assert backstop.stop(10.0)
 
 
 def test_a_dead_one_says_so(scheduler: Scheduler, eventually: Eventually) -> None:
