@@ -141,13 +141,13 @@ def test_what_came_while_the_thread_had_the_sockets_is_looked_for_again(
     monkeypatch.setattr(zmq_publisher.ZmqStreamEdge, "drain", drain_late)
     assert publisher.drain_for_scheduler(0.0) is Look.SHARING  # so the thread comes back at once
     assert publisher.stats().batches_pending == 20
-    encode, num_slices = zmq_publisher.BatchEncoder.encode, 1
+    encode, num_slices = zmq_publisher.BatchEncoder.encode_told, 1
 
-    def slow(encoder: Any, *args: Any) -> bytes:
+    def slow(encoder: Any, *args: Any) -> Any:
         clock[0] += 0.0001
         return encode(encoder, *args)
 
-    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode", slow)
+    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_told", slow)
     while publisher.drain_for_scheduler(0.0) in (Look.SHARING, Look.BUSY):
         num_slices += 1
     assert publisher.stats().batches_pending == 0
@@ -264,15 +264,15 @@ def test_a_batch_that_the_thread_encodes_just_now_is_pending(
     opened: Open, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     """Whoever compares the pool with the stream's last number must know that it is about to change."""
-    encode, encodes, go_on = zmq_publisher.BatchEncoder.encode, threading.Event(), threading.Event()
+    encode, encodes, go_on = zmq_publisher.BatchEncoder.encode_told, threading.Event(), threading.Event()
 
-    def slow(encoder: Any, *args: Any) -> bytes:
+    def slow(encoder: Any, *args: Any) -> Any:
         encodes.set()
         assert go_on.wait(10.0)
         return encode(encoder, *args)
 
     publisher = opened()
-    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode", slow)
+    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_told", slow)
     publisher.publish(batch(0))
     assert encodes.wait(10.0)
     stats = publisher.stats()
