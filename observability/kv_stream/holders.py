@@ -126,14 +126,17 @@ class MaskTable:
     def sweeping(self, gone: int) -> Iterator[None]:
         """Take the bits in ``gone`` out of every mask, a stride between two yields."""
         masks, young, unheld = self.masks, self._young, self._unheld
-        keep = ~gone
+        keep, last = ~gone, 0
         self.is_moving = self._is_walked = True
         self.lookup = self._get
         entries = iter(masks.items())
         while stride := list(islice(entries, STRIDE)):
             for block_hash, mask in stride:
                 if mask & gone:
-                    masks[block_hash] = rest = mask & keep
+                    rest = mask & keep
+                    if rest != last:
+                        last = rest
+                    masks[block_hash] = last  # neighbours, held by the same, share one integer
                     if not rest:
                         unheld.append(block_hash)
             yield None

@@ -38,7 +38,7 @@ _MOST_EARLY = 256
 _STRIDES_PER_BATCH = 2
 """Of a sweep, with each batch that is applied: 60 us."""
 
-_STRIDES_AT_ONCE = 16
+_STRIDES_AT_ONCE = 8
 """Of a sweep, with each large clear and where nothing else waits: half a millisecond."""
 
 _PARTIAL_KIND = "sliding_window"

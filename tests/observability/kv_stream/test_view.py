@@ -287,7 +287,7 @@ def test_nobody_holds_what_was_never_stored(prompt: list[int]) -> None:
 
 
 NUM_MANY = 100_000
-SLICE = 4_096
+SLICE = 2_048
 
 
 def test_what_a_large_clear_leaves_behind_is_swept_out_in_slices() -> None:
@@ -347,3 +347,28 @@ def test_the_memory_of_a_view_that_was_cleared_is_given_back() -> None:
         tracemalloc.stop()
     assert held > 50 * NUM_MANY
     assert left < held / 50
+
+
+def test_a_snapshot_that_was_swapped_in_takes_the_memory_of_the_blocks_before_it() -> None:
+    view = BlockView()
+    for rank in range(40):  # the last ones' bits are no small integers, which Python keeps once
+        view.apply(rank, [stored(1)])
+    tracemalloc.start()
+    try:
+        hashes = tuple(range(1 << 40, (1 << 40) + NUM_MANY))
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        view.apply(39, [stored(*hashes)])
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0] - before
+        staging = view.new_staging()
+        staging.apply(39, [stored(*hashes)])
+        view.replace(39, staging)
+        assert view.block_count(39) == NUM_MANY
+        while view.sweep():
+            pass
+        gc.collect()
+        left = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert left < held * 1.05
