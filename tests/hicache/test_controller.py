@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -65,6 +66,13 @@ def test_ranks_acknowledge_alike(schedule: tuple[int, list[list[tuple[int, bool]
             popped.append(number)
     assert popped == list(range(num_operations))
     assert not any(len(queue) for queue in queues)
+
+
+@pytest.mark.parametrize(("num_tokens", "bound_s"), [(0, 1.5), (1024, 1.75), (4096, 2.5)])
+def test_a_timeout_grows_with_the_tokens_that_are_read(num_tokens: int, bound_s: float) -> None:
+    policy = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=1.5, prefetch_timeout_s_per_ki_token=0.25)
+    assert policy.prefetch_bound_s(num_tokens) == bound_s
+    assert HiCachePolicy(prefetch="best_effort").prefetch_bound_s(num_tokens) == math.inf
 
 
 def test_an_operation_ends_once() -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from scheduler_components import CacheIntegrityError
-from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.cache import DIGEST_BYTES, PLAIN_NAMESPACE, pack_tokens, page_digests
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Tier
 from scheduler_components.hicache.controller import HiCacheController, PrefetchLanes
 from scheduler_components.hicache.tiers import TierTree
@@ -304,6 +304,17 @@ def test_a_prefix_is_written_to_the_host_before_what_follows_is_read() -> None:
     assert it.pages_on() == (2, 6, 0)
 
 
+def test_what_follows_a_prefix_is_asked_for_by_the_whole_chain_of_digests() -> None:
+    """A page's digest covers all before it: another chain would find other pages, or none."""
+    it = Rank()
+    it.cache_on_host(0, 3)
+    for chat, num_pages, num_cached in ((0, 6, 3), (1, 4, 0)):
+        it.cache.preparations.expect(f"r{chat}", prompt(chat, num_pages))
+        [query] = it.take(QueryStorage)
+        whole = page_digests(pack_tokens(prompt(chat, num_pages)), PAGE_SIZE, PLAIN_NAMESPACE.seed())
+        assert query.digests == whole[num_cached * DIGEST_BYTES :]
+
+
 def test_the_prefix_of_a_prefetch_stays_on_the_host_until_it_settles() -> None:
     it = Rank(num_host_pages=8)
     it.cache_on_host(0, 2)
@@ -317,6 +328,10 @@ def test_the_prefix_of_a_prefetch_stays_on_the_host_until_it_settles() -> None:
     it.end_read(read, 2)
     it.step()
     assert it.pages_on()[1] == 4
+    it.compute(2, 8)  # and no longer: it wants the whole host
+    it.end_writes()
+    it.step()
+    assert it.pages_on()[1] == 8
 
 
 def test_pages_below_a_prefix_that_went_away_are_given_back() -> None:
@@ -608,20 +623,20 @@ def test_the_ledger_of_host_pages_is_checked() -> None:
 
 def test_what_was_moved_adds_up() -> None:
     it = Rank(num_device_pages=32, num_host_pages=32)
-    for chat, is_good in enumerate((True, False, True, False)):
+    for chat, is_good in enumerate((True, False, True, False, True)):
         it.compute(chat, 1 + chat)
         it.end_writes(is_good=is_good)
         it.step()
-        it.end_backups(is_good=chat > 0)
+        it.end_backups(is_good=chat == 2)
         it.step()
     stats = it.cache.stats()
-    assert (stats.pages_written, stats.pages_not_written) == (1 + 3, 2 + 4)
-    assert (stats.pages_backed_up, stats.pages_not_backed_up) == (3, 1)
+    assert (stats.pages_written, stats.pages_not_written) == (1 + 3 + 5, 2 + 4)
+    assert (stats.pages_backed_up, stats.pages_not_backed_up) == (3, 1 + 5)
     for chat in (10, 11):
         it.compute(chat, 9)  # more than may be locked for storage
         it.end_writes()
         it.step()
-    assert it.cache.stats().pages_not_backed_up == 1 + 9 + 9
+    assert it.cache.stats().pages_not_backed_up == 1 + 5 + 9 + 9
     it = Rank()
     for chat in range(4):
         it.cache_on_host(chat, 2)
