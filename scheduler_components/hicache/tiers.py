@@ -17,7 +17,7 @@ ranks. It is not asked of the host's pool, which is each rank's own.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from scheduler_components.cache import (
@@ -197,6 +197,11 @@ class HostTier:
     def forget(self, node: RadixNode) -> None:
         """A node on the device has left the tree for a run that has as many holders."""
         self._locks.pop(node, None)
+
+    @property
+    def locked(self) -> Set[RadixNode]:
+        """The nodes that have holders."""
+        return self._locks.keys()
 
     def num_locks(self, node: RadixNode) -> int:
         """Return how many holders keep the host pages of a node, or of a node below it."""
@@ -431,7 +436,7 @@ class TierTree:
             for problem in self._problems(node):
                 raise CacheIntegrityError(f"{node} {problem}")
         self.membership.check(nodes)
-        for kept in (host_pages, self.membership.stored, self.writing, self.backing_up):
+        for kept in (host_pages, self.membership.stored, self.writing, self.backing_up, self.host.locked):
             if not set(nodes).issuperset(kept):
                 raise CacheIntegrityError("a tier keeps a node that is not in the tree")
 
