@@ -490,7 +490,7 @@ def open_subscriber(
     listener: StreamListener | None = None,
     keys: ClientKeys | None = None,
     view: BlockView | None = None,
-    new_decoder: Callable[[], PayloadDecoder] = BatchDecoder,
+    new_decoder: Callable[[], PayloadDecoder] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> Subscriber:
@@ -505,7 +505,8 @@ def open_subscriber(
             thread that does.
         keys: for publishers that ask clients for keys (CURVE).
         view: an empty one to keep the blocks in; by default a ``BlockView``.
-        new_decoder: makes what reads one stream's payloads.
+        new_decoder: makes what reads one stream's payloads; by default a ``BatchDecoder``, which reads tokens where
+            there is a listener, and leaves them unread where there is a view alone.
         clock: monotonic seconds, for deadlines; wall_clock: seconds since the epoch, for the lag.
 
     Raises:
@@ -532,7 +533,7 @@ def open_subscriber(
                 applier=BatchApplier(
                     rank=address.rank,
                     view=blocks,
-                    decoder=new_decoder(),
+                    decoder=BatchDecoder(reads_tokens=listener is not None) if new_decoder is None else new_decoder(),
                     listener=NullListener() if listener is None else listener,
                     wall_clock=wall_clock,
                 ),

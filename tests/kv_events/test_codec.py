@@ -20,6 +20,7 @@ from scheduler_components import (
     KVEventBatch,
 )
 from scheduler_components.kv_events import DIALECTS, MAX_PAYLOAD_BYTES, BatchDecoder, BatchEncoder
+from scheduler_components.kv_events.codec import UnreadTokensStored
 from scheduler_components.testing.golden import BatchVector, PeerVector, batch_vectors, peer_vectors
 from scheduler_components.testing.strategies import events as any_events
 from scheduler_components.testing.strategies import removed_events, stored_events
@@ -249,3 +250,73 @@ def test_mutated_bytes_never_raise_anything_else(vector: PeerVector, data: st.Da
         BatchDecoder().decode(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
     except DecodeError:
         return
+
+
+# Without tokens: who only keeps blocks reads the rest, and sees all that tells of them.
+
+
+def without_tokens(events: tuple[KVCacheEvent, ...]) -> list[object]:
+    """The events' fields but the tokens."""
+    return [
+        {name: getattr(event, name) for name in event.__struct_fields__ if name != "token_ids"}
+        | {"kind": next(kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared) if isinstance(event, kind))}
+        for event in events
+    ]
+
+
+def assert_reads_the_same_without_tokens(payload: bytes) -> None:
+    reader = BatchDecoder(reads_tokens=False)
+    whole = BatchDecoder().decode(payload)
+    for _ in range(2):  # the first batch tells the dialect
+        bare = reader.decode(payload)
+        assert without_tokens(bare.events) == without_tokens(whole.events)
+        assert [str(error) for error in bare.errors] == [str(error) for error in whole.errors]
+        assert (bare.ts, bare.attn_dp_rank) == (whole.ts, whole.attn_dp_rank)
+
+
+@settings(deadline=None)
+@given(dialect=st.sampled_from(DIALECTS), events=any_events())
+def test_without_tokens_all_else_is_read(dialect: str, events: tuple[KVCacheEvent, ...]) -> None:
+    payload = BatchEncoder(dialect).encode(KVEventBatch(2.25, events), 1)
+    assert_reads_the_same_without_tokens(payload)
+    reader = BatchDecoder(reads_tokens=False)
+    reader.decode(payload)
+    for event in reader.decode(payload).events:
+        assert not isinstance(event, BlockStored) or isinstance(event, UnreadTokensStored)
+
+
+@pytest.mark.parametrize("vector", [*batch_vectors(), *peer_vectors()], ids=str)
+def test_without_tokens_every_dialect_and_peer_is_read(vector: PeerVector) -> None:
+    assert_reads_the_same_without_tokens(vector.payload)
+
+
+def stored_with(tokens: object, *, as_map: bool, count: int = 1) -> bytes:
+    values = {"block_hashes": list(range(count)), "parent_block_hash": None, "token_ids": tokens, "block_size": 1}
+    values["lora_id"] = None
+    event = {"type": "BlockStored"} | values if as_map else ["BlockStored", *values.values()]
+    return msgspec.msgpack.encode([1.0, [event], 0])
+
+
+@pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 65_535, 65_536, 65_537])
+def test_tokens_that_are_not_read_are_counted(count: int, *, as_map: bool) -> None:
+    for tokens in ([7] * count, [7] * (count - 1), [7] * (count + 1), [], None, 7, "text", b"bytes", {}):
+        assert_reads_the_same_without_tokens(stored_with(tokens, as_map=as_map, count=count))
+
+
+@pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])
+@pytest.mark.parametrize("tokens", [[-1], [2**32], ["x"], [None], [0.5]], ids=str)
+def test_tokens_that_are_not_read_may_be_anything(tokens: list[object], *, as_map: bool) -> None:
+    """Who does not need them takes the blocks; who reads them drops the event."""
+    payload = stored_with(tokens, as_map=as_map)
+    assert len(BatchDecoder().decode(payload).errors) == 1
+    (event,) = BatchDecoder(reads_tokens=False).decode(payload).events
+    assert isinstance(event, UnreadTokensStored)
+    assert event.block_hashes == (0,)
+    assert msgspec.msgpack.decode(event.token_ids) == tokens
+
+
+def test_an_event_of_unread_tokens_is_refused_by_name_when_it_is_written() -> None:
+    (event,) = BatchDecoder(reads_tokens=False).decode(stored_with([7], as_map=False)).events
+    with pytest.raises(ValueError, match="token_ids"):
+        BatchEncoder().encode(KVEventBatch(1.0, (event,)), 0)
