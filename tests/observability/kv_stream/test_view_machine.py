@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -210,3 +210,29 @@ def test_a_view_is_at_every_moment_what_plain_sets_are(stride: int, monkeypatch:
     monkeypatch.setattr(view, "_STRIDES_PER_BATCH", 1)
     monkeypatch.setattr(view, "_STRIDES_AT_ONCE", 1)
     run_state_machine_as_test(ViewMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+near_places = st.sampled_from(PLACES[1:4])
+few_hashes = st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple)
+near_stores = st.builds(
+    lambda hashes, kind, where: BlockStored(hashes, None, (), 1, None, kv_cache_spec_kind=kind, **where),
+    few_hashes,
+    st.sampled_from((None, None, PARTIAL)),
+    near_places,
+)
+near_removals = st.builds(lambda hashes, where: BlockRemoved(hashes, **where), few_hashes, near_places)
+near_events = st.one_of(near_stores, near_stores, near_removals, st.just(AllBlocksCleared()))
+
+
+@given(changes=st.lists(st.tuples(st.sampled_from((0, 0, 1)), near_events), max_size=40))
+@settings(max_examples=500)
+def test_sites_and_groups_of_one_tier_are_kept_apart(changes: list[tuple[int, KVCacheEvent]]) -> None:
+    """Three sites, four hashes: each event meets what the ones before it left."""
+    machine = ViewMachine()
+    for rank, event in changes:
+        machine.apply(rank, [event])
+        machine.shows_what_plain_sets_show()
+    for rank in (0, 1):
+        machine.apply(rank, [BlockRemoved(tuple(range(4)), **where) for where in PLACES[1:4]])
+    machine.shows_what_plain_sets_show()
+    assert machine.view.blocks_by_site(0) == machine.view.blocks_by_site(1) == {}
