@@ -26,7 +26,9 @@ _SECTIONS = (
     "cache",
     "view",
     "subscribers",
+    "native",
     "relay",
+    "jetstream",
     "hicache_step",
     "start",
 )

