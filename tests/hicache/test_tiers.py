@@ -99,6 +99,15 @@ def test_a_full_host_evicts_its_oldest_leaf_and_no_more_than_is_needed(tiers: Ti
     assert tiers.membership.tiers_of(young) == (Tier.HOST,)
 
 
+def test_all_that_can_be_evicted_makes_room(tiers: TierTree) -> None:
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        copy_to_host(tiers, compute(tiers, tokens))
+    tiers.device.evict(8)
+    assert not tiers.make_host_room(9)
+    assert tiers.make_host_room(8)
+    tiers.check()
+
+
 def test_what_is_computed_again_is_on_both_tiers_and_is_not_evicted_from_the_host(tiers: TierTree) -> None:
     node = compute(tiers, [1, 2])
     copy_to_host(tiers, node)

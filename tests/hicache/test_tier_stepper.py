@@ -1,0 +1,160 @@
+"""A step of a rank, by hand: its facts go to the agreement, what was agreed is carried out, its mover gets the rest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from scheduler_components.hicache import (
+    AgreedValues,
+    HiCachePolicy,
+    HiRadixCache,
+    Proposal,
+    SyncDomain,
+    Tier,
+    TierDivergenceError,
+    TierStepper,
+)
+from scheduler_components.page_operations import (
+    BackupDone,
+    CopyToDevice,
+    CopyToHost,
+    Instruction,
+    IoEvent,
+    LoadDone,
+    QueryStorage,
+    StopReading,
+    StorageAnswered,
+    StorageUnused,
+    WriteDone,
+    WriteToStorage,
+)
+from scheduler_components.reference.device import SimulatedHostPages
+
+PROMPT = list(range(4))
+
+
+class HeardDomain(SyncDomain):
+    """One rank's domain, which notes what it is asked. What it answers is true unless ``is_alike`` says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int]] = []
+        self.is_alike = True
+
+    def agree(self, proposal: Proposal) -> AgreedValues:
+        self.asked.append((proposal.operation, proposal.step))
+        agreed = super().agree(proposal)
+        return agreed if self.is_alike else AgreedValues(agreed.numbers, agreed.flags | {"state": False})
+
+
+class ToldMover:
+    """A mover whose events, storage and room are what the test says."""
+
+    def __init__(self) -> None:
+        self.has_storage = True
+        self.load_room_pages = 8
+        self.events: list[IoEvent] = []
+        self.submitted: list[Instruction] = []
+
+    def submit(self, instructions: Sequence[Instruction]) -> None:
+        self.submitted += instructions
+
+    def poll(self) -> list[IoEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def take(self) -> list[Instruction]:
+        taken, self.submitted = self.submitted, []
+        return taken
+
+
+class Rank:
+    def __init__(self, policy: HiCachePolicy) -> None:
+        host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
+        self.cache = HiRadixCache(page_size=2, capacity_tokens=8, host=host, num_host_pages=8, policy=policy)
+        self.mover, self.domain, self.now_s = ToldMover(), HeardDomain(), 0.0
+        self.stepper = TierStepper(
+            cache=self.cache, domain=self.domain, mover=self.mover, settings={"model": "m"}, clock=lambda: self.now_s
+        )
+
+    def step(self, *events: IoEvent) -> list[Instruction]:
+        """Let these things have happened; returns what the mover gets."""
+        self.mover.events = list(events)
+        self.stepper.step()
+        return self.mover.take()
+
+    def compute(self) -> None:
+        self.cache.insert(PROMPT, self.cache.allocate(2))
+
+
+def test_a_page_goes_down_and_up_again_a_step_at_a_time() -> None:
+    it = Rank(HiCachePolicy())
+    it.compute()
+    [copy] = it.step()
+    assert isinstance(copy, CopyToHost)
+    [write] = it.step(WriteDone(copy.op, True))
+    assert isinstance(write, WriteToStorage)
+    assert it.step(BackupDone(write.op, True)) == []
+    assert [it.cache.num_pages_on(tier) for tier in Tier] == [2, 2, 2]
+    it.cache.evict(2)
+    it.mover.load_room_pages = 0
+    it.step()
+    assert it.cache.preparations.is_ready("r", PROMPT), "no room, and no load that will give some back"
+    it.mover.load_room_pages = 8
+    it.step()
+    assert not it.cache.preparations.is_ready("s", PROMPT)
+    [load] = it.step()
+    assert isinstance(load, CopyToDevice)
+    assert it.step(LoadDone(load.op, True)) == []
+    assert it.cache.preparations.is_ready("s", PROMPT)
+    assert [it.cache.num_pages_on(tier) for tier in Tier] == [2, 2, 2]
+    assert it.stepper.num_steps == 7
+    assert [step for _, step in it.domain.asked] == list(range(8))
+    assert it.domain.asked[0] == ("hicache settings", 0)
+    assert len({operation for operation, _ in it.domain.asked[1:]}) == 1
+
+
+def test_storage_is_let_go_when_nothing_uses_it_any_more() -> None:
+    it = Rank(HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1))
+    it.compute()
+    [copy] = it.step()
+    it.cache.preparations.expect("r", [9, 9])
+    query, write = it.step(WriteDone(copy.op, True))
+    assert (type(query), type(write)) == (QueryStorage, WriteToStorage)
+    it.mover.has_storage = False
+    assert it.step() == [StopReading(query.op)]
+    assert it.step(BackupDone(write.op, True)) == [], "a question is under way"
+    assert it.step(StorageAnswered(query.op, 0)) == [StorageUnused()]
+    it.mover.has_storage = True
+    assert it.step() == []
+
+
+def test_the_time_of_a_prefetch_is_this_ranks_clock() -> None:
+    it = Rank(HiCachePolicy(prefetch="timeout", prefetch_timeout_s=1.0, prefetch_threshold_pages=1))
+    it.step()
+    it.cache.preparations.expect("r", PROMPT)
+    it.step()
+    assert not it.cache.preparations.is_ready("r", PROMPT)
+    it.now_s = 0.9
+    it.step()
+    assert not it.cache.preparations.is_ready("r", PROMPT)
+    it.now_s = 1.1
+    it.step()
+    assert it.cache.preparations.is_ready("r", PROMPT)
+
+
+def test_ranks_that_hold_different_pages_part_in_the_step_that_finds_it() -> None:
+    it = Rank(HiCachePolicy())
+    it.step()
+    it.domain.is_alike = False
+    it.compute()
+    with pytest.raises(TierDivergenceError, match=r"^step 2: ranks hold different pages") as caught:
+        it.step()
+    assert (caught.value.step, caught.value.digest) == (2, it.cache.state_digest)
+    assert it.mover.take() == []
