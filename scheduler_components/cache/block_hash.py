@@ -14,7 +14,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
-from struct import Struct
+from struct import iter_unpack
 
 import msgspec
 
@@ -35,8 +35,6 @@ __all__ = [
 
 TOKEN_BYTES = 4
 DIGEST_BYTES = 32
-
-_HEAD = Struct(">q24x")  # the first 8 bytes of each 32-byte digest
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -87,20 +85,18 @@ def page_digests(packed: bytes | bytearray, page_size: int, prior: bytes) -> byt
         The pages' 32-byte digests, one after the other.
     """
     page_bytes = page_size * TOKEN_BYTES
-    digests = []
-    for start in range(0, len(packed) - page_bytes + 1, page_bytes):
-        prior = sha256(prior + packed[start : start + page_bytes]).digest()
-        digests.append(prior)
-    return b"".join(digests)
+    whole = memoryview(packed)[: len(packed) // page_bytes * page_bytes]
+    pages = iter_unpack(f"{page_bytes}s", whole)
+    return b"".join([prior := sha256(prior + page).digest() for (page,) in pages])
 
 
 def block_hashes_of(digests: bytes | bytearray) -> tuple[int, ...]:
     """Return the signed 64-bit block hash of each 32-byte digest."""
-    return tuple(head for (head,) in _HEAD.iter_unpack(digests))
+    return tuple(block_hash_array(digests))
 
 
 def block_hash_array(digests: bytes | bytearray) -> array[int]:
-    """Return what ``block_hashes_of`` does, for a whole cache: 8 bytes per hash, and no loop over pages."""
+    """Return what ``block_hashes_of`` does in 8 bytes per hash: the first 8 of each digest, and no loop over pages."""
     hashes = array("q")
     hashes.frombytes(memoryview(digests).cast("q")[:: DIGEST_BYTES // 8].tobytes())
     if sys.byteorder == "little":

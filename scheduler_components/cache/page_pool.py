@@ -1,4 +1,9 @@
-"""The pages of a KV pool: which are free, which a request holds, which the prefix tree holds."""
+"""The pages of a KV pool: which are free, which a request holds, which the prefix tree holds.
+
+Pages travel in lists, and mostly they are runs: 40, 41, 42 and so on. With one token per page a prompt has ten thousand
+of them, so a run is looked at and moved in one go. What is no run is halved until its parts are, or are so short that
+page by page is quicker. Pages that come back are handed out in the same order again, so runs stay runs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,9 @@ __all__ = ["PagePool"]
 
 _FREE, _HELD, _CACHED = 0, 1, 2
 _STATE_NAMES = ("free", "held by a request", "cached")
+
+_SHORT = 128
+"""Pages that are moved one by one where they are no run: a look at a run takes as long as a dozen of pages."""
 
 
 class PagePool:
@@ -27,12 +35,14 @@ class PagePool:
         ConfigError: ``num_pages`` is below 1.
     """
 
-    __slots__ = ("_free", "_num_cached", "_states", "num_pages")
+    __slots__ = ("_free", "_num_cached", "_numbers", "_states", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
         check_integer("num_pages", num_pages)
         self.num_pages = num_pages
-        self._free = array("I", range(num_pages - 1, -1, -1))
+        numbers = array("I", range(num_pages))
+        self._numbers = numbers.tobytes()  # what a run is compared with
+        self._free = numbers[::-1]
         self._states = bytearray(num_pages)
         self._num_cached = 0
 
@@ -51,8 +61,8 @@ class PagePool:
         """Pages that requests hold."""
         return self.num_pages - len(self._free) - self._num_cached
 
-    def allocate(self, num_pages: int) -> list[int]:
-        """Hand out free pages to a request.
+    def allocate(self, num_pages: int) -> array[int]:
+        """Hand out free pages to a request, as an ``array("I")``.
 
         Raises:
             ConfigError: ``num_pages`` is negative.
@@ -63,10 +73,10 @@ class PagePool:
         rest = len(self._free) - num_pages
         if rest < 0:
             raise OutOfPagesError(num_pages, len(self._free))
-        pages = self._free[rest:].tolist()
+        pages = self._free[rest:]
         del self._free[rest:]
         pages.reverse()
-        self._move(pages, _HELD)
+        self._move(pages, _FREE, _HELD)
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
@@ -75,9 +85,7 @@ class PagePool:
         Raises:
             CacheIntegrityError: a page is not held by a request (freed twice, or cached), or is named twice.
         """
-        self.expect_held(pages)
-        self._move(pages, _FREE)
-        self._free.extend(reversed(pages))
+        self._free += self._move(pages, _HELD, _FREE)[::-1]
 
     def to_cache(self, pages: Sequence[int]) -> None:
         """Pass pages from a request to the tree.
@@ -85,9 +93,7 @@ class PagePool:
         Raises:
             CacheIntegrityError: a page is not held by a request, or is named twice.
         """
-        self.expect_held(pages)
-        self._move(pages, _CACHED)
-        self._num_cached += len(pages)
+        self._num_cached += len(self._move(pages, _HELD, _CACHED))
 
     def from_cache(self, pages: Sequence[int]) -> None:
         """Take back pages from the tree.
@@ -95,10 +101,24 @@ class PagePool:
         Raises:
             CacheIntegrityError: a page is not cached, or is named twice.
         """
-        self._expect(pages, _CACHED)
-        self._move(pages, _FREE)
-        self._num_cached -= len(pages)
-        self._free.extend(reversed(pages))
+        moved = self._move(pages, _CACHED, _FREE)
+        self._num_cached -= len(moved)
+        self._free += moved[::-1]
+
+    def as_array(self, pages: Sequence[int]) -> array[int]:
+        """Return pages as an ``array("I")``, which every call here takes without a copy.
+
+        Raises:
+            CacheIntegrityError: one is negative or beyond 32 bits, and so is no page of this pool.
+        """
+        if isinstance(pages, array) and pages.typecode == "I":
+            return pages
+        try:
+            # array() would take bytes as raw memory instead of as a sequence of numbers.
+            return array("I", list(pages) if isinstance(pages, bytes | bytearray) else pages)
+        except OverflowError as error:
+            wrong = next(page for page in pages if not 0 <= page < self.num_pages)
+            raise CacheIntegrityError(f"page {wrong} is not one of 0 to {self.num_pages - 1}") from error
 
     def expect_held(self, pages: Sequence[int]) -> None:
         """Check that a request may give these pages away.
@@ -123,10 +143,44 @@ class PagePool:
             )
         self._expect(self._free, _FREE)
 
-    def _move(self, pages: Sequence[int], state: int) -> None:
-        states = self._states
-        for page in pages:
-            states[page] = state
+    def _move(self, pages: Sequence[int], old: int, new: int) -> array[int]:
+        """Move pages from one state to another, and return them; where one is not in ``old``, nothing changes."""
+        moving = self.as_array(pages)
+        num_moved = self._move_from_start(moving, old, new)
+        if num_moved < len(moving):  # a page that is named twice is no longer in ``old`` the second time
+            for page in moving[:num_moved]:
+                self._states[page] = old
+            self._expect(moving, old)
+        return moving
+
+    def _move_from_start(self, pages: array[int], old: int, new: int) -> int:
+        """Move pages up to the first that is not in ``old``; returns how many."""
+        num_pages = len(pages)
+        if not num_pages:
+            return 0
+        states, first = self._states, pages[0]
+        end = first + num_pages
+        is_run = pages[-1] == end - 1 < self.num_pages and self._is_run(pages, first, end)
+        if is_run and states.count(old, first, end) == num_pages:
+            states[first:end] = bytes((new,)) * num_pages
+            return num_pages
+        if num_pages > _SHORT:
+            half = num_pages // 2
+            num_moved = self._move_from_start(pages[:half], old, new)
+            return num_moved if num_moved < half else half + self._move_from_start(pages[half:], old, new)
+        num_moved = 0
+        try:
+            for num_moved, page in enumerate(pages):
+                if states[page] != old:
+                    return num_moved
+                states[page] = new
+        except IndexError:  # beyond the pool
+            return num_moved
+        return num_pages
+
+    def _is_run(self, pages: array[int], first: int, end: int) -> bool:
+        size = pages.itemsize
+        return pages.tobytes() == self._numbers[first * size : end * size]
 
     def _expect(self, pages: Sequence[int], state: int) -> None:
         if len(set(pages)) != len(pages):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 
 from scheduler_components.cache.block_hash import (
     DIGEST_BYTES,
     PLAIN_NAMESPACE,
     PrefixNamespace,
+    block_hash_array,
     block_hashes_of,
     unpack_tokens,
 )
@@ -95,7 +97,7 @@ class EventRecorder:
         self.max_pending_blocks = max_pending_blocks
         self.num_collapses = 0
         self._events: list[KVCacheEvent] = []
-        self._removed: list[int] = []  # not yet an event: removals that follow each other become one
+        self._removed = array("q")  # not yet an event: removals that follow each other become one
         self._removed_medium: str | None = None
         self._pending_blocks = 0
         self._collapsed = False
@@ -113,7 +115,7 @@ class EventRecorder:
             if medium != self._removed_medium:
                 self._flush_removed()
                 self._removed_medium = medium
-            self._removed.extend(reversed(block_hashes_of(node.digests)))
+            self._removed += block_hash_array(node.digests)[::-1]
 
     def cleared(self) -> None:
         """Every page left every medium: events that wait no longer matter."""
@@ -134,7 +136,7 @@ class EventRecorder:
 
     def _reset(self) -> None:
         self._events = []
-        self._removed = []
+        self._removed = array("q")
         self._removed_medium = None
         self._pending_blocks = 0
         self._collapsed = False
@@ -153,7 +155,7 @@ class EventRecorder:
         return False
 
     def _flush_removed(self) -> None:
-        removed, self._removed = self._removed, []
+        removed, self._removed = self._removed, array("q")
         for first in range(0, len(removed), MAX_EVENT_TOKENS):
             hashes = tuple(removed[first : first + MAX_EVENT_TOKENS])
             self._events.append(BlockRemoved(block_hashes=hashes, medium=self._removed_medium))

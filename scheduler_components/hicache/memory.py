@@ -147,7 +147,7 @@ class HostPool:
         Raises:
             OutOfPagesError: fewer are free; nothing is taken. Answer no in the next proposal.
         """
-        return self._pages.allocate(num_pages)
+        return self._pages.allocate(num_pages).tolist()
 
     def commit(self, pages: Sequence[int]) -> None:
         """Make reserved pages readable: every rank has its part of them.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,15 +16,33 @@ from scheduler_components.cache import PagePool
 PAGES = st.lists(st.integers(-2, 9), max_size=4)
 
 
-class PagePoolMachine(RuleBasedStateMachine):
-    """Three sets stand for the pool; any list of pages is tried on every call."""
+FORMS: dict[str, Callable[[list[int]], Sequence[int]]] = {
+    "list": list,
+    "tuple": tuple,
+    "array": lambda pages: array("I", pages),
+}
+FAULTS: dict[str, Callable[[list[int], int], list[int]]] = {
+    "none": lambda pages, _: pages,
+    "turned": lambda pages, at: pages[at:] + pages[:at],
+    "reversed": lambda pages, _: pages[::-1],
+    "scattered": lambda pages, at: pages[:at:2] + pages[at:],
+    "named twice": lambda pages, at: [*pages, pages[at]],
+    "negative": lambda pages, at: [*pages[:at], -1, *pages[at:]],
+    "beyond": lambda pages, at: [*pages[:at], pages[at] + 600, *pages[at:]],
+    "somebody else's": lambda pages, at: [*pages[:at], (pages[at] + 300) % 600, *pages[at:]],
+}
 
-    @initialize(num_pages=st.integers(1, 8))
+
+class PagePoolMachine(RuleBasedStateMachine):
+    """Three sets and the order of the free pages stand for the pool; any list of pages is tried on every call."""
+
+    @initialize(num_pages=st.integers(1, 8) | st.just(600))
     def start(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
         self.free, self.held, self.cached = set(range(num_pages)), set[int](), set[int]()
+        self.stack = list(range(num_pages))[::-1]  # the next one to be handed out last
 
-    @rule(num_pages=st.integers(-1, 9))
+    @rule(num_pages=st.integers(-1, 9) | st.integers(100, 600))
     def allocate(self, num_pages: int) -> None:
         if num_pages < 0:
             with pytest.raises(ConfigError, match="num_pages"):
@@ -31,8 +52,8 @@ class PagePoolMachine(RuleBasedStateMachine):
                 self.pool.allocate(num_pages)
             assert (caught.value.wanted_pages, caught.value.free_pages) == (num_pages, len(self.free))
         else:
-            pages = self.pool.allocate(num_pages)
-            assert len(pages) == num_pages
+            pages = list(self.pool.allocate(num_pages))
+            assert pages == [self.stack.pop() for _ in range(num_pages)]
             self.move(pages, self.free, self.held)
 
     @rule(pages=PAGES)
@@ -47,13 +68,38 @@ class PagePoolMachine(RuleBasedStateMachine):
     def from_cache(self, pages: list[int]) -> None:
         self.call("from_cache", pages, self.cached, self.free)
 
-    def call(self, method: str, pages: list[int], source: set[int], target: set[int]) -> None:
+    @rule(
+        method=st.sampled_from(["free", "to_cache", "to_cache", "from_cache"]),
+        start=st.integers(0, 500),
+        count=st.integers(1, 600),
+        at=st.integers(0, 600),
+        fault=st.sampled_from(["none", *sorted(FAULTS)]),
+        form=st.sampled_from(sorted(FORMS)),
+    )
+    def move_a_long_run(self, method: str, start: int, count: int, at: int, fault: str, form: str) -> None:
+        source = self.cached if method == "from_cache" else self.held
+        target = self.cached if method == "to_cache" else self.free
+        run = sorted(source)[start : start + count]
+        if run:
+            self.call(method, FAULTS[fault](run, at % len(run)), source, target, FORMS[form])
+
+    def call(
+        self,
+        method: str,
+        pages: list[int],
+        source: set[int],
+        target: set[int],
+        form: Callable[[list[int]], Sequence[int]] = list,
+    ) -> None:
+        given = form(pages) if min(pages, default=0) >= 0 else pages
         if source.issuperset(pages) and len(set(pages)) == len(pages):
-            getattr(self.pool, method)(pages)
+            getattr(self.pool, method)(given)
             self.move(pages, source, target)
+            if target is self.free:
+                self.stack += pages[::-1]
         else:
             with pytest.raises(CacheIntegrityError):
-                getattr(self.pool, method)(pages)
+                getattr(self.pool, method)(given)
 
     def move(self, pages: list[int], source: set[int], target: set[int]) -> None:
         assert source.issuperset(pages)
@@ -74,9 +120,9 @@ TestPagePoolMachine.settings = settings(max_examples=100, stateful_step_count=30
 
 def test_pages_come_in_a_fixed_order() -> None:
     pool = PagePool(6)
-    assert pool.allocate(4) == [0, 1, 2, 3]
+    assert list(pool.allocate(4)) == [0, 1, 2, 3]
     pool.free([1, 3])
-    assert pool.allocate(3) == [1, 3, 4]
+    assert list(pool.allocate(3)) == [1, 3, 4]
 
 
 def test_a_check_names_the_numbers() -> None:
@@ -86,6 +132,24 @@ def test_a_check_names_the_numbers() -> None:
         pool.check([0])
     with pytest.raises(CacheIntegrityError, match="page 3 is free, not cached"):
         pool.check([0, 3])
+
+
+def test_bytes_are_numbers_of_pages_like_any_sequence() -> None:
+    pool = PagePool(4)
+    pool.allocate(3)
+    pool.free(bytes([0, 2]))
+    assert list(pool.allocate(3)) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("page", [-1, 4, 2**32, 2**80])
+def test_what_is_no_page_is_named(page: int) -> None:
+    pool = PagePool(4)
+    held = pool.allocate(2)
+    for call in (pool.free, pool.to_cache, pool.from_cache, pool.expect_held, pool.as_array):
+        if page != 4 or call != pool.as_array:
+            with pytest.raises(CacheIntegrityError, match=rf"page {page} is not one of 0 to 3|page 0 is held"):
+                call([*held, page])
+    pool.free(held)
 
 
 def test_an_empty_pool_is_refused() -> None:

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler_components import (
     AllBlocksCleared,
@@ -304,3 +306,39 @@ def test_a_damaged_tree_is_told(name: str) -> None:
     damage(cache, store(cache, [1, 1, 2, 2]).node)
     with pytest.raises(CacheIntegrityError, match=message):
         cache.check_integrity()
+
+
+prompts = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.sampled_from([None, "salt"])), max_size=12
+)
+
+
+@settings(deadline=None)
+@given(page_size=st.integers(1, 3), prompts=prompts, num_evicted=st.integers(0, 6))
+def test_hashes_asked_for_late_are_those_computed_at_once(
+    page_size: int, prompts: list[tuple[list[int], str | None]], num_evicted: int
+) -> None:
+    early, late = (RadixCache(page_size=page_size, capacity_tokens=200, record=record) for record in (True, False))
+    for tokens, salt in prompts:
+        for cache in (early, late):
+            store(cache, tokens[: len(tokens) // page_size * page_size], PrefixNamespace(cache_salt=salt))
+    for cache in (early, late):
+        cache.evict(num_evicted)
+    assert not any(node.digests for node in late.tree.walk()), "without events nothing is hashed until somebody asks"
+    assert list(late.block_hashes()) == list(early.block_hashes())
+    assert {place: list(hashes) for place, hashes in late.held_blocks().items()} == {
+        place: list(hashes) for place, hashes in early.held_blocks().items()
+    }
+
+
+def test_a_match_has_its_pages_as_an_array_of_its_own() -> None:
+    cache = RadixCache(page_size=1, capacity_tokens=8)
+    match = store(cache, [1, 2, 3])
+    assert (match.pages, list(match.page_array)) == ((0, 1, 2), [0, 1, 2])
+    match.page_array[0] = 7
+    assert cache.match_prefix([1, 2, 3]).pages == (0, 1, 2)
+    given = array("I", cache.allocate(2))
+    cache.insert([8, 9], given)
+    given[0] = 7
+    assert cache.match_prefix([8, 9]).pages == (3, 4)
+    cache.check_integrity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import assert_type
 
 import scheduler_components
@@ -80,6 +81,7 @@ def test_the_cache() -> None:
     match = cache.insert([1, 2, 3, 4], pages)
     assert_type(match, PrefixMatch)
     assert_type(match.num_tokens, int)
+    assert isinstance(match.page_array, array)
     assert_type(match.pages, tuple[int, ...])
     assert_type(cache.take_events(), tuple[KVCacheEvent, ...])
 

@@ -103,7 +103,7 @@ class SimulatedHostPages:
     def reserve(self, num_pages: int) -> list[int]:
         if self._rng.random() < self._failure:
             raise OutOfPagesError(num_pages, 0)
-        return self.pool.allocate(num_pages)
+        return self.pool.allocate(num_pages).tolist()
 
     def commit(self, pages: Sequence[int]) -> None:
         self.pool.to_cache(pages)
