@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from hashlib import sha256
 
 import pytest
@@ -56,6 +57,14 @@ def test_packing_is_little_endian_and_comes_back(token_ids: list[int]) -> None:
     packed = pack_tokens(token_ids)
     assert packed == b"".join(token.to_bytes(4, "little") for token in token_ids)
     assert unpack_tokens(packed) == tuple(token_ids)
+    assert all(pack_tokens(array(code, token_ids)) == packed for code in "IqQ")
+    assert pack_tokens(memoryview(packed)) == b"".join(bytes((byte, 0, 0, 0)) for byte in packed)
+
+
+@pytest.mark.parametrize("bad", [array("q", [1, -1]), array("q", [1, 2**32]), [1, -1], [2**70], array("d", [1.0])])
+def test_what_is_no_token_id_is_refused_in_any_form(bad: Sequence[int]) -> None:
+    with pytest.raises(ConfigError, match="token_ids"):
+        pack_tokens(bad)
 
 
 @settings(deadline=None)
