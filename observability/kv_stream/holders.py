@@ -181,6 +181,20 @@ class Holders:
         self._sweep: Iterator[None] = iter(())
         self.is_swept = True
 
+    def open_site(self, tables: dict[Site, MaskTable], used: dict[Site, MaskTable], site: Site) -> MaskTable:
+        """The table of a site; ``used`` are a rank's own of ``tables``, which are all."""
+        if site not in used:
+            used[site] = table = tables.setdefault(site, MaskTable())
+            table.num_users += 1
+        return used[site]
+
+    def close_sites(self, tables: dict[Site, MaskTable], used: dict[Site, MaskTable]) -> None:
+        """A rank holds nothing at its sites any more. A site that nobody uses goes, at once or with a sweep's end."""
+        for site, table in used.items():
+            table.num_users -= 1
+            _drop_unused(tables, site)
+        used.clear()
+
     def new_bit(self) -> int:
         """The lowest bit that is nowhere in use: narrow masks are short."""
         bit = ~self._used & (self._used + 1)
@@ -210,6 +224,12 @@ class Holders:
                 yield from table.sweeping(gone)
             self._used &= ~gone
             for tables in (self.further, self.partial):
-                for site in [site for site, table in tables.items() if not table.num_users and table.is_empty]:
-                    del tables[site]
+                for site in tuple(tables):
+                    _drop_unused(tables, site)
         self.is_swept = True
+
+
+def _drop_unused(tables: dict[Site, MaskTable], site: Site) -> None:
+    table = tables[site]
+    if not table.num_users and table.is_empty:
+        del tables[site]

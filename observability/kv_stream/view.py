@@ -150,13 +150,6 @@ class _OnTier:
     def is_further(self, bit: int, block_hash: int) -> bool:
         return any(table.has(bit, block_hash) for table in self.further.values())
 
-    def choose_main(self, site: Site | None) -> None:
-        """Begin anew, without blocks, with this main site."""
-        self.main = site
-        for table in self.further.values():
-            table.num_users -= 1
-        self.further.clear()
-
 
 @dataclass(slots=True)
 class _Place:
@@ -297,7 +290,7 @@ class BlockView:
             if event.kv_cache_spec_kind in FULL_ATTENTION_KINDS:
                 own, is_partial = self._open_site(blocks, tier, site), False
             else:
-                own, is_partial = _open_table(self._holders.partial, blocks.partial, site), True
+                own, is_partial = self._holders.open_site(self._holders.partial, blocks.partial, site), True
             place = _Place(tier, site, own, is_partial)
         elif site == tier.main or site in tier.further:
             place = _Place(tier, site, tier.further.get(site))
@@ -309,9 +302,10 @@ class BlockView:
     def _open_site(self, blocks: _RankBlocks, tier: _OnTier, site: Site) -> MaskTable | None:
         """The table of a site in full attention; None for the main one, which a rank without blocks chooses anew."""
         if not tier.num_blocks:
-            tier.choose_main(site)
+            tier.main = site
+            self._holders.close_sites(self._holders.further, tier.further)
             blocks.opened.clear()
-        return None if site == tier.main else _open_table(self._holders.further, tier.further, site)
+        return None if site == tier.main else self._holders.open_site(self._holders.further, tier.further, site)
 
     def new_staging(self) -> BlockView:
         """An empty view of the same kind, for a snapshot that is to replace this one's blocks.
@@ -348,10 +342,9 @@ class BlockView:
         blocks.early = []
         for tier in blocks.tiers:
             tier.num_blocks = 0
-            tier.choose_main(None)
-        for table in blocks.partial.values():
-            table.num_users -= 1
-        blocks.partial.clear()
+            tier.main = None
+            holders.close_sites(holders.further, tier.further)
+        holders.close_sites(holders.partial, blocks.partial)
         blocks.opened.clear()
 
     @property
@@ -596,14 +589,6 @@ class CountingView(BlockView):
 
 def _site_of(event: BlockStored | BlockRemoved) -> Site:
     return site_of(event.medium, event.group_idx, event.locality, event.ownership)
-
-
-def _open_table(tables: dict[Site, MaskTable], used: dict[Site, MaskTable], site: Site) -> MaskTable:
-    """The view's table of a site, which one more rank uses."""
-    if site not in used:
-        used[site] = table = tables.setdefault(site, MaskTable())
-        table.num_users += 1
-    return used[site]
 
 
 def _store(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -> None:

@@ -110,25 +110,31 @@ def test_every_reader_gets_the_registrys_names_and_types(accept: str, content_ty
     assert told(READERS[content_type](page.decode())) == told(registry.collect())
 
 
-# Families as any collector may give them: plain ones, which the page writes itself, and all others.
-names = st.sampled_from(["sglang:a", "b", "c_created", "d_gsum", "e.utf8", "9f", "é", "a:b_total"])
+# Families as any collector may give them: plain ones, which the page writes itself, and those that are odd in one way.
 texts = st.text(st.sampled_from('a\\"\né'), max_size=4)
 values = st.floats() | st.integers(-(2**70), 2**70) | st.booleans() | st.sampled_from([0.0, -0.0, 1e6, 123456.7, 1e21])
-labels = st.dictionaries(st.sampled_from(["b", "a", "__c", "d.e", "le"]), texts, max_size=3)
-times = st.none() | st.integers(0, 10) | st.floats(0, 10)
-exemplars = st.none() | st.floats(0, 1).map(lambda value: Exemplar({"trace": "7"}, value))
+ODD_NAMES = ["c_created", "d_gsum", "e.utf8", "9f", "é"]
+SUFFIXES = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
 
 
 @st.composite
 def families(draw: st.DrawFn) -> Metric:
-    kind = draw(st.sampled_from(["gauge", "counter", "histogram", "summary", "info", "stateset", "unknown"]))
-    family = Metric("plain", draw(texts), kind, draw(st.sampled_from(["", "", "seconds"])))
-    family.name = draw(names)
-    wrap = PageLabels if draw(st.booleans()) else dict
+    odd = draw(st.sampled_from(["nothing", "name", "kind", "unit", "suffix", "label", "time", "exemplar"]))
+    kinds = ["summary", "info", "stateset", "unknown", "gaugehistogram"] if odd == "kind" else list(SUFFIXES)
+    family = Metric("plain", draw(texts), draw(st.sampled_from(kinds)), "seconds" if odd == "unit" else "")
+    family.name = draw(st.sampled_from(ODD_NAMES if odd == "name" else ["sglang:a", "b", "a:b_total"]))
+    suffixes = SUFFIXES.get(family.type, [""])
+    if odd == "suffix":
+        suffixes = [*suffixes, "_created", "_gsum", "_gcount", ".x"]
+    label_names = ["b", "a", "le", "__c", "d.e"] if odd == "label" else ["b", "a", "le"]
+    wrap = draw(st.sampled_from([dict, PageLabels]))
     for _ in range(draw(st.integers(0, 4))):
-        suffix = draw(st.sampled_from(["", "_total", "_bucket", "_sum", "_created"]))
-        told = draw(exemplars) if (kind, suffix) in (("counter", "_total"), ("histogram", "_bucket")) else None
-        family.add_sample(family.name + suffix, wrap(draw(labels)), draw(values), draw(times), told)
+        suffix = draw(st.sampled_from(suffixes))
+        labels = wrap(draw(st.dictionaries(st.sampled_from(label_names), texts, max_size=3)))
+        time_s = draw(st.none() | st.integers(0, 10) | st.floats(0, 10)) if odd == "time" else None
+        has_exemplar = odd == "exemplar" and suffix in ("_total", "_bucket")
+        exemplar = Exemplar({"trace": "7"}, draw(st.floats(0, 1))) if has_exemplar else None
+        family.add_sample(family.name + suffix, labels, draw(values), time_s, exemplar)
     return family
 
 

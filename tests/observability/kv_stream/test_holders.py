@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.kv_stream import holders
+from observability.kv_stream import BlockView, holders
 from observability.kv_stream.holders import Holders, MaskTable
+from scheduler_components import BlockStored
 from scheduler_components.events import Tier
 
 
@@ -97,3 +98,19 @@ def test_a_table_in_a_sweep_is_a_dict_of_sets(before: list[int], changes: list[t
         holders.STRIDE = old
     assert not table.is_moving
     assert table.masks == {block_hash: sum(held - {gone}) for block_hash, held in plain.items() if held - {gone}}
+
+
+@pytest.mark.parametrize("num_blocks", [1, 1_000])
+def test_masks_stay_narrow_however_often_a_rank_is_cleared_or_replaced(num_blocks: int) -> None:
+    view = BlockView()
+    blocks = BlockStored(tuple(range(num_blocks)), None, (), 1, None)
+    for _ in range(20):
+        staging, dropped = view.new_staging(), view.new_staging()
+        for each in (view, staging, dropped):
+            each.apply(0, (blocks,))
+        view.replace(0, staging)
+        view.forget(dropped)
+        view.clear(0)
+        while view.sweep():
+            pass
+    assert view._holders.new_bit() <= 8

@@ -317,6 +317,8 @@ def test_batches_sweep_too_and_a_clear_of_a_few_blocks_leaves_nothing_behind() -
         num_batches += 1
     assert 30 < num_batches < 200
     assert view.blocks(1) == set(range(num_batches))
+    view.apply(0, [stored(*range(100)), AllBlocksCleared()])
+    assert view.is_swept
 
 
 def test_a_dropped_snapshot_leaves_nothing_behind() -> None:
@@ -372,3 +374,42 @@ def test_a_snapshot_that_was_swapped_in_takes_the_memory_of_the_blocks_before_it
     finally:
         tracemalloc.stop()
     assert left < held * 1.05
+
+
+def test_a_rank_that_holds_nothing_any_more_begins_anew_wherever_it_stores() -> None:
+    view = BlockView()
+    view.apply(0, [told(1), BlockRemoved((1,)), told(2, group_idx=1), told(3), told(4, group_idx=2)])
+    assert view.blocks_by_site(0) == {
+        ("GPU", 1, None, None): {2},
+        ("GPU", None, None, None): {3},
+        ("GPU", 2, None, None): {4},
+    }
+    view.apply(0, [BlockRemoved((2,), group_idx=1), BlockRemoved((3,)), BlockRemoved((4,), group_idx=2)])
+    view.apply(0, [told(5, group_idx=3), told(6, group_idx=2)])
+    assert view.blocks_by_site(0) == {("GPU", 3, None, None): {5}, ("GPU", 2, None, None): {6}}
+    assert (view.block_count(0), view.counters(0).unknown_removals) == (2, 0)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_window"])
+@pytest.mark.parametrize("num_blocks", [1, 1_000])
+def test_sites_that_nobody_uses_any_more_are_forgotten(kind: str, num_blocks: int) -> None:
+    view = BlockView()
+    hashes = tuple(range(num_blocks))
+    tracemalloc.start()
+    try:
+        before = 0
+        for round_number in range(3):
+            for number in range(200):
+                owner = f"{round_number} {number}"
+                view.apply(
+                    0, [BlockStored(hashes[:1], None, (), 1, None, "FS", ownership=owner, kv_cache_spec_kind=kind)]
+                )
+            view.apply(0, [BlockStored(hashes, None, (), 1, None), AllBlocksCleared()])
+            while view.sweep():
+                pass
+            gc.collect()
+            before = before or tracemalloc.get_traced_memory()[0]
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 200 * 100

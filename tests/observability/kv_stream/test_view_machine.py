@@ -110,6 +110,7 @@ class ViewMachine(RuleBasedStateMachine):
         self.view = BlockView()
         self.plain = {rank: PlainBlocks() for rank in range(NUM_RANKS)}
         self.staging: tuple[int, BlockView, PlainBlocks] | None = None
+        self.is_foreign = False
 
     @rule(rank=ranks, batch=batches)
     def apply(self, rank: int, batch: list[KVCacheEvent]) -> None:
@@ -128,6 +129,7 @@ class ViewMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.staging is None)
     @rule(rank=ranks, is_foreign=st.booleans(), batch=batches)
     def begin_staging(self, rank: int, is_foreign: bool, batch: list[KVCacheEvent]) -> None:
+        self.is_foreign = is_foreign
         self.staging = rank, BlockView() if is_foreign else self.view.new_staging(), PlainBlocks()
         self.stage(batch)
 
@@ -152,6 +154,8 @@ class ViewMachine(RuleBasedStateMachine):
         if between:
             self.apply(rank, batch)
         self.view.replace(rank, staging)
+        if not self.is_foreign:
+            assert (staging.deepest_prefix(range(NUM_HASHES)), staging.block_count(rank)) == ({}, 0)
         plain.counters.add(self.plain[rank].counters)
         self.plain[rank], self.staging = plain, None
 
