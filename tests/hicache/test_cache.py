@@ -120,6 +120,14 @@ def test_write_back_copies_what_is_next_to_go() -> None:
     assert it.pages_on() == (2, 3)
 
 
+def test_a_host_of_one_page_is_a_host_and_one_of_none_is_refused() -> None:
+    host = SimulatedHostPages(1, rng=random.Random(0), failure=0.0)
+    assert HiRadixCache(page_size=1, capacity_tokens=4, host=host, num_host_pages=1).num_pages_on(Tier.HOST) == 0
+    with pytest.raises(ConfigError) as caught:
+        HiRadixCache(page_size=1, capacity_tokens=4, host=host, num_host_pages=0)
+    assert str(caught.value) == "num_host_pages=0: is no host tier; give at least 1, or use RadixCache"
+
+
 def test_what_is_on_its_way_is_not_evicted() -> None:
     it = Cache()
     it.compute(0, 6)

@@ -406,6 +406,53 @@ def test_nothing_is_cleared_while_a_prefetch_is_under_way() -> None:
     assert it.host.pool.num_free == 16
 
 
+def test_host_pages_of_a_prefetch_that_was_given_up_are_free_once_nobody_writes_to_them() -> None:
+    it = Rank(num_host_pages=8)
+    read = it.read("r", 0, 4, num_hit=4)
+    it.cache.handle(PagesLanded(read.op, 1))
+    it.step()
+    it.cache.preparations.forget("r")
+    it.step()
+    assert (it.pages_on()[1], it.host.pool.num_free) == (1, 4), "three may still be written to"
+    assert [stop.op for stop in it.take(StopReading)] == [read.op]
+    it.cache.handle(ReadEnded(read.op))
+    it.step()
+    assert it.host.pool.num_free == 7
+    it.compute(1, 8)
+    it.end_writes()
+    it.step()
+    assert it.pages_on()[1] == 8, "and by the ledger, too"
+
+
+# --- writes ahead of need ---
+
+
+@pytest.mark.parametrize("num_ahead", [1, 2, 3])
+def test_as_many_pages_are_copied_ahead_as_were_asked_for_and_only_when_pages_run_short(num_ahead: int) -> None:
+    it = Rank(HiCachePolicy(write="write_back", clean_ahead_pages=num_ahead))
+    for chat in range(8 - num_ahead):
+        it.compute(chat, 1)
+    it.step()
+    assert it.take(CopyToHost) == [], "so many pages are free"
+    it.compute(90, 1)
+    it.step()
+    copies = it.take(CopyToHost)
+    assert sum(len(copy.device_pages) for copy in copies) == num_ahead
+    for copy in copies:
+        it.cache.handle(WriteDone(copy.op, False))
+    it.step()
+    it.step()
+    assert it.take(CopyToHost) == [], "a copy that failed is tried again at the next insertion"
+    it.compute(91, 1)
+    it.step()
+    copies = it.take(CopyToHost)
+    assert sum(len(copy.device_pages) for copy in copies) == num_ahead
+    for copy in copies:
+        it.cache.handle(WriteDone(copy.op, True))
+    it.step()
+    assert it.pages_on()[1] == num_ahead
+
+
 # --- backups and loads ---
 
 
