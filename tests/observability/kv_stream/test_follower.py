@@ -244,3 +244,21 @@ def test_pauses_grow_and_stay_within_their_bounds(failures: int, jitter: float) 
 def test_a_time_that_cannot_be_waited_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="dead_after_s"):
         FollowPolicy(dead_after_s=value)
+
+
+@pytest.mark.parametrize("begins_another", [True, False])
+def test_a_snapshot_that_came_to_nothing_leaves_nothing_in_the_view(begins_another: bool) -> None:
+    bench = live_bench()
+    applier, before = bench.follower.applier, bench.view.blocks(3)
+    many = tuple(range(100, 20_000))
+    applier.begin_staging()
+    applier.apply_staged(0, payload(BlockStored(many, None, many, 1, None)), is_base=True)
+    assert (bench.view.blocks(3), bench.view.is_swept) == (before, True)
+    if begins_another:
+        applier.begin_staging()
+    else:
+        applier.drop_staging()
+    assert not bench.view.is_swept  # its blocks are on their way out
+    while bench.view.sweep():
+        pass
+    assert bench.view.blocks(3) == before

@@ -238,7 +238,10 @@ def test_what_a_clear_leaves_behind_is_swept_out_where_no_more_batches_come() ->
     with open_subscriber([publisher.address], policy=QUICK, view=view) as sub:
         poll_until(sub, publisher, lambda: sub.stats()[0].state is not StreamState.CONNECTING)
         publisher.publish(0, stored(*range(30_000)), AllBlocksCleared(), stored(7))
-        poll_until(sub, publisher, lambda: sub.stats()[0].last_seq == 0 and view.is_swept)
+        poll_until(sub, publisher, lambda: sub.stats()[0].last_seq == 0)
+        assert not view.is_swept
+        assert sub.due_in_s <= 0.001
+        poll_until(sub, publisher, lambda: view.is_swept)
         assert sub.blocks(0) == {7}
         assert (sub.deepest_holders([7, 8])[0], set(sub.deepest_holders([7, 8])[1])) == (1, {0})
     publisher.close()
