@@ -6,11 +6,12 @@ step finds them cold, and takes two to three times as long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import cycle
 
 from benchmarks.measure import Measurement, Scale, measure_in_turns
 from benchmarks.workloads import SHAPES
-from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import (
     BatchEncoder,
     EventStream,
@@ -42,7 +43,6 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
     encoder = BatchEncoder()
     payload, changes = encoder.encode_told(batch, 0)
     stream = EventStream(epoch=bytes(16), max_steps=number * (scale.turns + 1), max_bytes=_WINDOW_BYTES)
-    base = FoldedPayloads()
     publisher = ZmqEventPublisher(
         0,
         "tcp://127.0.0.1:0",
@@ -57,7 +57,8 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
                 "of it: events to plain tuples": lambda: LOWERINGS["array"].trusted(batch.events),
                 "number, window and digest": lambda: stream.append(payload, changes),
                 "of it: the digest": lambda: chain_after(bytes(8), 7, payload),
-                "folding, once it leaves the window": lambda: base.fold(payload, changes),
+                "folding, once it leaves the window, and removing as much": _folding(shape, tells=True),
+                "the same where the encoder told nothing": _folding(shape, tells=False),
                 "whole": lambda: publisher.publish(batch),
             },
             turns=scale.turns,
@@ -66,3 +67,23 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
     finally:
         publisher.close(1.0)
     return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
+
+
+_CYCLE = 64
+
+
+def _folding(shape: str, *, tells: bool) -> Callable[[], None]:
+    """Fold one batch more; each also removes what went in half a cycle before, so that the base does not grow."""
+    encoder, base = BatchEncoder(), FoldedPayloads()
+    stored = [tuple(BlockStored(**fields) for fields in SHAPES[shape].fields(step, tuple)) for step in range(_CYCLE)]
+    hashes = [tuple(each for event in events for each in event.block_hashes) for events in stored]
+    told = [
+        encoder.encode_told(KVEventBatch(1.5, (*events, BlockRemoved(hashes[step - _CYCLE // 2], "GPU")), 0), 0)
+        for step, events in enumerate(stored)
+    ]
+    coming = cycle(told if tells else [(payload, None) for payload, _ in told])
+
+    def fold() -> None:
+        base.fold(*next(coming))
+
+    return fold

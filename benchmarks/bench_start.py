@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.measure import Measurement, Scale
-from benchmarks.memory_process import COUNT, NUM_BATCHES
+from benchmarks.measure import Goal, Measurement, Scale
+from benchmarks.memory_process import BASE_BLOCKS, COUNT, NUM_BATCHES
 
 NAME = "start"
 _ROOT = Path(__file__).parent.parent
@@ -25,7 +25,10 @@ _LIBRARIES = "import attrs, msgspec"
 _MEMORY = {
     "cache": ("radix cache, 100,000 pages of 16 tokens", "bytes a page", COUNT),
     "window": ("publisher's window, 10,000 batches of 1.7 KB", "bytes a batch", NUM_BATCHES),
+    "base1": ("publisher's base, 400,000 blocks of 16 tokens, 1 per event and batch", "bytes a block", BASE_BLOCKS),
+    "base64": ("publisher's base, the same, 64 per event", "bytes a block", BASE_BLOCKS),
 }
+_MEMORY_GOALS = {"base1": Goal(200.0), "base64": Goal(60.0)}
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - importing them imports torch
@@ -59,5 +62,5 @@ def _memory_rows(scale: Scale) -> list[Measurement]:
         for _ in range(max(1, scale.turns // 2)):
             done = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True)
             found.append(int(done.stdout) / count)
-        rows.append(Measurement(NAME, f"memory of {what}", unit, found))
+        rows.append(Measurement(NAME, f"memory of {what}", unit, found, {}, _MEMORY_GOALS.get(thing)))
     return rows

@@ -11,9 +11,12 @@ from pathlib import Path
 from benchmarks.bench_cache import GrowthProbe
 from benchmarks.processes import free_endpoints
 from benchmarks.subjects import KIT_WITHOUT_IDLE, open_subject
-from benchmarks.workloads import SHAPES
+from benchmarks.workloads import SHAPES, Shape
+from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components.kv_events import BatchEncoder, EventStream
 
 COUNT = 100_000
+BASE_BLOCKS = 400_000
 NUM_BATCHES = 10_000
 
 
@@ -34,13 +37,39 @@ def _window() -> int:
     return after - before
 
 
+def _base(shape: Shape) -> int:
+    """What the base of a stream takes, whose window is of one batch."""
+    encoder, stream = BatchEncoder(), EventStream(epoch=bytes(16), max_steps=1, max_bytes=1 << 30)
+    blocks_per_step = shape.num_events * shape.blocks_per_event
+
+    def publish(first: int, num_steps: int) -> None:
+        for step in range(first, first + num_steps):
+            events = tuple(BlockStored(**fields) for fields in shape.fields(step, tuple))
+            stream.append(*encoder.encode_told(KVEventBatch(1.5, events), 0))
+            stream.fold_some()
+
+    publish(0, _FIRST_STEPS)
+    before = _resident_bytes()
+    publish(_FIRST_STEPS, BASE_BLOCKS // blocks_per_step)
+    return _resident_bytes(stream) - before
+
+
+_FIRST_STEPS = 20
+"""What the libraries keep is there after them."""
+
+
 def _resident_bytes(*_: object) -> int:
     """Pages of this process that are in memory; what is given is alive until it has been read."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-THINGS: dict[str, Callable[[], int]] = {"cache": _cache, "window": _window}
+THINGS: dict[str, Callable[[], int]] = {
+    "cache": _cache,
+    "window": _window,
+    "base1": lambda: _base(SHAPES["1 block"]),
+    "base64": lambda: _base(Shape("64 blocks", 1, 64)),
+}
 
 if __name__ == "__main__":
     print(THINGS[sys.argv[1]]())

@@ -11,11 +11,17 @@ import zmq
 from benchmarks.peers import load_peer
 from benchmarks.workloads import Shape
 from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components.events import CheckedEvents
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
-__all__ = ["KIT", "KIT_INLINE", "KIT_WITHOUT_IDLE", "LIMIT", "OFF", "Subject", "open_subject"]
+__all__ = ["KIT", "KIT_CACHE", "KIT_INLINE", "KIT_WITHOUT_IDLE", "LIMIT", "OFF", "Subject", "open_subject"]
 
 KIT = "kit"
+"""With events made by anybody: each value is looked at."""
+
+KIT_CACHE = "kit's caches"
+"""The same with events of the kit's own caches, whose tokens were looked at when their prompt came."""
+
 KIT_WITHOUT_IDLE = "kit without idle()"
 KIT_INLINE = "kit, inline"
 LIMIT = "limit"
@@ -82,6 +88,13 @@ class KitSubject:
 
     def close(self) -> None:
         self._publisher.close(5.0)
+
+
+class KitCacheSubject(KitSubject):
+    """The kit's publisher behind the kit's caches."""
+
+    def make_batch(self, events: Any, ts: float) -> Any:
+        return KVEventBatch(ts, CheckedEvents(events))
 
 
 class KitWithoutIdleSubject(KitSubject):
@@ -191,6 +204,8 @@ def open_subject(name: str, shape: Shape, endpoint: str, replay_endpoint: str, b
         return OffSubject(shape)
     if name == KIT:
         return KitSubject(shape, endpoint, replay_endpoint, buffer_steps)
+    if name == KIT_CACHE:
+        return KitCacheSubject(shape, endpoint, replay_endpoint, buffer_steps)
     if name == KIT_WITHOUT_IDLE:
         return KitWithoutIdleSubject(shape, endpoint, replay_endpoint, buffer_steps)
     if name == KIT_INLINE:

@@ -62,5 +62,6 @@ SHAPES = {
         Shape("64 events", 64, 1),
         Shape("256 events", 256, 1),
         Shape("8,192 tokens", 1, 512),
+        Shape("128 events of 64 tokens", 128, 4),
     )
 }

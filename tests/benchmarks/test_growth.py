@@ -16,8 +16,9 @@ from benchmarks.bench_load import WaitingRequest, inquirer_over
 from benchmarks.measure import measure_in_turns
 from observability import PrometheusSink, render_metrics
 from observability.kv_stream import BlockView
-from scheduler_components import BlockStored, KVEventBatch, LoadSnapshot, ParallelState, SchedulerStats
+from scheduler_components import BlockRemoved, BlockStored, KVEventBatch, LoadSnapshot, ParallelState, SchedulerStats
 from scheduler_components.kv_events import BatchEncoder, EventStream
+from scheduler_components.kv_events.base import FoldedPayloads
 from scheduler_components.load import TokenCountedQueue
 
 GROSS = 4.0
@@ -131,6 +132,43 @@ def test_a_batch_costs_the_stream_the_same_however_many_went_before() -> None:
         return lambda: append_one(payloads[-1])
 
     assert growth(appending(500), appending(30_000), 500) < GROSS
+
+
+def base_of(num_blocks: int, *, stays: int = 1) -> FoldedPayloads:
+    """A base of so many blocks, of which all but every ``stays``-th are removed again."""
+    encoder, base = BatchEncoder(), FoldedPayloads()
+    for first in range(0, num_blocks, 50):
+        hashes = range(first, first + 50)
+        base.fold(
+            *encoder.encode_told(
+                KVEventBatch(1.0, tuple(BlockStored((each,), None, (7,), 1, None) for each in hashes)), 0
+            )
+        )
+    for first in range(0, num_blocks, 50):
+        gone = tuple(each for each in range(first, first + 50) if each % stays)
+        base.fold(*encoder.encode_told(KVEventBatch(1.0, (BlockRemoved(gone),)), 0))
+    return base
+
+
+def test_folding_costs_the_same_in_a_hundred_times_larger_base() -> None:
+    def folding(num_blocks: int) -> Callable[[], None]:
+        base, hashes = base_of(num_blocks), tuple(range(-64, 0))
+        stored = tuple(BlockStored((each,), None, (7,), 1, None) for each in hashes)
+        told = BatchEncoder().encode_told(KVEventBatch(1.0, (*stored, BlockRemoved(hashes))), 0)
+        return lambda: base.fold(*told)
+
+    assert growth(folding(1_000), folding(100_000), 200) < GROSS
+
+
+def test_a_block_of_the_base_takes_the_same_bytes_however_many_stand_or_went() -> None:
+    small, large, thinned = base_of(2_000), base_of(40_000), base_of(40_000, stays=10)
+    assert large.num_bytes / len(large) < 1.1 * small.num_bytes / len(small)
+    assert thinned.num_bytes / len(thinned) < GROSS * small.num_bytes / len(small)
+
+
+def test_writing_the_base_costs_each_block_the_same() -> None:
+    small, large = base_of(1_000), base_of(30_000)
+    assert growth(lambda: list(small.segments()), lambda: list(large.segments()), 3) < 30 * GROSS
 
 
 def test_an_event_costs_the_encoder_the_same_in_a_long_batch() -> None:
