@@ -65,9 +65,10 @@ __all__ = ["BlockState", "FoldedPayloads", "PayloadReader", "Run", "Segment", "S
 # which none stands; but only while there are more gone blocks than standing ones in all sources together: most sources
 # that are half gone are soon gone whole, for nothing.
 #
-# Order: parents first. A site's blocks are in its table in the order of storing, for one that is stored again is taken
-# out first; a source's blocks are neighbours there. A block that was stored again comes later than its children: its
-# segment is written before them all the same. (Only a hostile history has cycles; they end.)
+# Order: parents first. A site's table has sources in the order of storing, for a block that is stored again is taken
+# out first; a source's blocks are neighbours there, and go out in the order of its runs. A block that was stored again
+# comes later than its children: its segment is written before them all the same. (Only a hostile history has cycles;
+# they end.)
 
 T = TypeVar("T")
 
@@ -174,13 +175,8 @@ class BlockState(Generic[T]):
         num_before = len(owners)
         for block_hash in block_hashes:
             owners[block_hash] = source
-        num_new = len(owners) - num_before
         source.num_stored += len(block_hashes)
-        source.num_standing += num_new
-        if num_new != len(block_hashes):  # one of them is there twice: its place is that of the last time
-            for block_hash in block_hashes:
-                del owners[block_hash]
-                owners[block_hash] = source
+        source.num_standing += len(owners) - num_before
 
     def remove(self, site: Site, block_hashes: Iterable[int]) -> None:
         """Fold a removed event; blocks that do not stand are nothing to remove."""

@@ -43,7 +43,6 @@ from scheduler_components.kv_events.lowering import (
     OPTIONS,
     Changes,
     Lowering,
-    change_of,
     compiled,
     first_unfilled,
     sound_event,
@@ -150,8 +149,8 @@ class BatchEncoder:
         """
         events: Sequence[KVCacheEvent] = batch.events
         rows, changes = self._rows(events)
-        if changes is None and len(events) == 1 and type(events[0]) in WIRE_EVENTS:
-            changes = _change_of_checked(events[0])
+        if changes is None and len(events) == 1:
+            changes = self._lowering.change_of(events[0])
         return self._write(batch, rows, rank), changes
 
     def _rows(self, events: Sequence[KVCacheEvent]) -> tuple[Sequence[Any], Changes | None]:
@@ -207,13 +206,6 @@ class BatchEncoder:
             TypeError, ValueError, OverflowError: it cannot be encoded.
         """
         return self._encode(self._lowering.trusted_one(event))
-
-
-def _change_of_checked(event: Any) -> Changes | None:
-    try:
-        return change_of(event)
-    except PackError:
-        return None  # an unsigned hash, which was written as a signed one
 
 
 def _sound_time(ts: object) -> float:

@@ -45,10 +45,10 @@ __all__ = [
     "REQUIRED",
     "Changes",
     "Lowering",
-    "change_of",
     "compiled",
     "first_unfilled",
     "pack_tokens",
+    "packed",
     "sound_event",
     "unknown_event",
 ]
@@ -102,25 +102,30 @@ def _are_hashes(values: Sequence[Any]) -> bool:
     return _PACKED_BOOL not in _pack_hashes[len(values)](*values) or {*map(type, values)} == {int}
 
 
-def _packed(changes: list[tuple[type[WireEvent], Site, list[int]]]) -> Changes | None:
+def packed(changes: list[tuple[type[WireEvent], Site, list[int]]]) -> Changes | None:
     """The same with packed hashes; struct.error, or None, where one is no signed 64-bit integer."""
     told = []
     for kind, site, hashes in changes:
-        packed = _pack_hashes[len(hashes)](*hashes)
-        if _PACKED_BOOL in packed and {*map(type, hashes)} != {int}:
+        row = _pack_hashes[len(hashes)](*hashes)
+        if _PACKED_BOOL in row and {*map(type, hashes)} != {int}:
             return None
-        told.append((kind, site, packed))
+        told.append((kind, site, row))
     return tuple(told)
 
 
-def change_of(event: WireEvent) -> Changes:
-    """What one event of sound values changes."""
+def _change_of(event: Any) -> Changes | None:
+    """What one event of sound values changes; None where it was written as another one."""
     kind = type(event)
+    if kind not in WIRE_EVENTS:
+        return None
     if kind is AllBlocksCleared:
         return ((kind, HERE, b""),)
-    hashes = event.block_hashes  # type: ignore[union-attr]
-    site = site_of(event.medium, event.group_idx, event.locality, event.ownership)  # type: ignore[union-attr]
-    return ((kind, site, _pack_hashes[len(hashes)](*hashes)),)
+    hashes = event.block_hashes
+    try:
+        row = _pack_hashes[len(hashes)](*hashes)
+    except PackError:
+        return None
+    return ((kind, site_of(event.medium, event.group_idx, event.locality, event.ownership), row),)
 
 
 # How one kind of event stands on the wire, as source.
@@ -386,12 +391,12 @@ class Lowering:
     Attributes:
         trusted, trusted_one: the rows of events whose values are known to be sound, and the row of one; TypeError for
             an event that is none of the three.
-        told: the same, and what the events change.
+        told: the same, and what the events change; change_of: what one changes.
         checked, checked_one: the same of any events; struct.error, or None, where somebody must look closer.
         sound: says closer what is wrong with an event, or returns it as it may go on the wire.
     """
 
-    __slots__ = ("checked", "checked_one", "sound", "told", "trusted", "trusted_one")
+    __slots__ = ("change_of", "checked", "checked_one", "sound", "told", "trusted", "trusted_one")
 
     def __init__(self, form_of: Callable[[type[WireEvent]], _Form], writers: dict[str, Any]) -> None:
         scope = {
@@ -402,7 +407,7 @@ class Lowering:
             "lowest": -(2**63),
             "nowhere": object(),
             "pack_tokens": pack_tokens,
-            "packed": _packed,
+            "packed": packed,
             "site_of": site_of,
             "unknown": unknown_event,
             **writers,
@@ -410,6 +415,7 @@ class Lowering:
         for name in _SEQUENCES:
             scope[f"is_{name}"] = _is_of(name, get_type_hints(BlockStored, include_extras=True)[name])
         self.sound = sound_event
+        self.change_of = _change_of
         self.trusted_one: RowMaker = compiled("lower", _source(form_of, is_checked=False, is_one=True), dict(scope))
         self.trusted: RowsMaker = compiled(
             "lower", _trusted_source(form_of(BlockStored)), {**scope, "lower_one": self.trusted_one}

@@ -16,7 +16,8 @@ not attend to all blocks (a sliding window) an event tells the tokens of the blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from struct import error as PackError
 from typing import Any, NamedTuple, Protocol, TypeAlias, get_type_hints
 
@@ -25,6 +26,7 @@ import msgspec
 from scheduler_components.errors import DecodeError
 from scheduler_components.events import (
     FULL_ATTENTION_KINDS,
+    HERE,
     WIRE_EVENTS,
     AllBlocksCleared,
     BlockRemoved,
@@ -39,8 +41,10 @@ from scheduler_components.kv_events.lowering import (
     IS_UNFILLED,
     LOWERINGS,
     REQUIRED,
+    Changes,
     compiled,
     pack_tokens,
+    packed,
     sound_event,
     unknown_event,
 )
@@ -160,11 +164,13 @@ class _Class(NamedTuple):
         kind: which of the three it is.
         is_sound: says of an event whether all of its values may go on the wire.
         names: the fields that this kit knows.
+        place_of: gives of an event what it says of its site; equal for equal sites.
     """
 
     kind: type[WireEvent]
     is_sound: _Look
     names: tuple[str, ...]
+    place_of: Callable[[object], object]
 
 
 _classes: dict[type, _Class] = {}
@@ -185,8 +191,38 @@ def _class_of(event: object) -> _Class:
     if missing or event.__struct_fields__ != event.__struct_encode_fields__:
         raise TypeError(f"{type(event).__name__} names its fields otherwise than the wire: {', '.join(missing)}")
     names = tuple(name for name in event.__struct_fields__ if name in kind.__struct_fields__)
-    known = _classes[type(event)] = _Class(kind, _looker(kind, names), names)
+    place = [name for name in _PLACE if name in names]
+    place_of: Callable[[object], object] = attrgetter(*place) if place else type
+    known = _classes[type(event)] = _Class(kind, _looker(kind, names), names, place_of)
     return known
+
+
+_PLACE = ("medium", "group_idx", "locality", "ownership")
+
+
+def _changes_of(events: Sequence[Any]) -> Changes | None:
+    """What events of an engine's classes change; None where others are among them, or hashes that must be converted."""
+    changes: list[tuple[type[WireEvent], Site, list[int]]] = []
+    hashes: list[int] = []
+    last_known, last_place = None, None
+    for event in events:
+        known = _classes.get(type(event))
+        if known is None:
+            return None
+        if known.kind is AllBlocksCleared:
+            changes.append((AllBlocksCleared, HERE, []))
+            last_known = None
+            continue
+        place = known.place_of(event)
+        if known is not last_known or place != last_place:
+            last_known, last_place, hashes = known, place, []
+            site = site_of(*(getattr(event, name) if name in known.names else None for name in _PLACE))
+            changes.append((known.kind, site, hashes))
+        hashes += event.block_hashes
+    try:
+        return packed(changes)
+    except PackError:
+        return None
 
 
 _WANTED: dict[type[WireEvent], dict[str, Any]] = {
@@ -273,13 +309,17 @@ class NativeEvents:
         """Return the row of an event that was looked at."""
         return _VLLM.trusted_one(event) if isinstance(event, KVCacheEvent) else event
 
-    def checked(self, events: Sequence[Any]) -> tuple[list[Any], None]:
-        """Return the rows of events, and nothing of what they change; raises as ``sound`` does."""
-        return [self.checked_one(event) for event in events], None
+    def checked(self, events: Sequence[Any]) -> tuple[list[Any], Changes | None]:
+        """Return the rows of events, and what they change where that is known; raises as ``sound`` does."""
+        return [self.checked_one(event) for event in events], _changes_of(events)
 
-    def told(self, events: Sequence[Any]) -> tuple[list[Any], None]:
-        """Return the rows of events that were looked at, and nothing of what they change."""
-        return self.trusted(events), None
+    def told(self, events: Sequence[Any]) -> tuple[list[Any], Changes | None]:
+        """Return the rows of events that were looked at, and what they change where that is known."""
+        return self.trusted(events), _changes_of(events)
+
+    def change_of(self, event: Any) -> Changes | None:
+        """What one event changes, where that is known."""
+        return _changes_of((event,))
 
     def trusted(self, events: Sequence[Any]) -> list[Any]:
         """Return the rows of events that were looked at."""

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from observability.kv_stream import BlockView, Tier
 from scheduler_components import AllBlocksCleared, BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream, collapse
+from scheduler_components.kv_events.base import PayloadReader
 from scheduler_components.kv_events.codec import halves, why_too_large
+from scheduler_components.kv_events.lowering import Changes
 
 # The declarations of two engines, as they are in vLLM 0.32 and SGLang 0.5.23.
 
@@ -321,6 +323,34 @@ def sent_of(history: list[list[Any]]) -> list[bytes]:
 
 
 PAIR = VllmStored([5, WIDE], None, [7, 7], 1, None, "GPU", None)
+
+
+def joined(changes: Changes) -> list[tuple[object, object, bytes]]:
+    """Neighbours of one kind and site as one."""
+    found: list[tuple[object, object, bytes]] = []
+    for kind, site, hashes in changes:
+        before = found.pop()[2] if found and found[-1][:2] == (kind, site) else b""
+        found.append((kind, site, before + hashes))
+    return found
+
+
+@settings(deadline=None, max_examples=400)
+@example(history=[[VllmStored([5], None, [7], 1, None, "GPU", None), VllmRemoved([5], "CPU"), AllBlocksCleared()]])
+@example(history=[[VllmRemoved([5], "GPU"), VllmRemoved([6], "GPU", 1), VllmRemoved([7], "GPU", 1, "REMOTE")]])
+@given(history=NATIVE_HISTORIES)
+def test_what_is_told_of_an_engines_events_is_what_their_payload_says(history: list[list[Any]]) -> None:
+    encoder = BatchEncoder("native")
+    for events in history:
+        payload, changes = encoder.encode_told(VllmBatch(1.0, events), 0)
+        assert payload == encoder.encode(VllmBatch(1.0, events), 0)
+        if changes is not None:
+            assert joined(changes) == joined(PayloadReader().changes(payload))
+
+
+def test_of_plain_events_of_an_engine_no_payload_is_read() -> None:
+    stored = VllmStored([5, -6], None, [7, 7], 1, None, "GPU", None, group_idx=1)
+    for events in ([stored], [stored, stored, VllmRemoved([5], "GPU", 1), VllmCleared()], [VllmCleared()]):
+        assert BatchEncoder("native").encode_told(VllmBatch(1.0, events), 0)[1] is not None
 
 
 @settings(deadline=None, max_examples=400)
