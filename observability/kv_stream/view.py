@@ -319,8 +319,11 @@ class BlockView:
 
     def forget(self, staging: BlockView) -> None:
         """Let go of what a staging view holds; it is empty then."""
-        for rank in staging._ranks:
+        for rank, blocks in staging._ranks.items():
             staging._empty(rank)
+            staging._holders.give_back(blocks.bit)
+        staging._ranks.clear()
+        staging._live, staging._rank_at = 0, None
 
     def clear(self, rank: int) -> None:
         """Forget all blocks of one rank, on every tier, at once; what they leave in memory is swept out later."""

@@ -389,6 +389,26 @@ def test_a_rank_that_holds_nothing_any_more_begins_anew_wherever_it_stores() -> 
     view.apply(0, [told(5, group_idx=3), told(6, group_idx=2)])
     assert view.blocks_by_site(0) == {("GPU", 3, None, None): {5}, ("GPU", 2, None, None): {6}}
     assert (view.block_count(0), view.counters(0).unknown_removals) == (2, 0)
+    view.apply(0, [BlockRemoved((5,), group_idx=3), BlockRemoved((6,), group_idx=2), told(7, group_idx=1)])
+    view.apply(0, [told(8, group_idx=2), BlockRemoved((7,), group_idx=1)])
+    assert view.blocks_by_site(0) == {("GPU", 2, None, None): {8}}
+    assert (view.block_count(0), view.counters(0).unknown_removals) == (1, 0)
+
+
+def test_a_preparation_is_for_one_rank_and_one_view() -> None:
+    view, first, second = BlockView(), BlockView(), BlockView()
+    first.apply(0, [stored(1)])
+    first.apply(1, [stored(2)])
+    second.apply(0, [stored(3)])
+    for prepared, rank, replaced, expected in (
+        (first, 1, first, {2}),
+        (first, 0, second, {3}),
+        (second, 0, first, {1}),
+    ):
+        for _ in view.preparing(0, prepared):
+            pass
+        view.replace(rank, replaced)
+        assert view.blocks(rank) == expected
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_window"])
