@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.hicache_step_process import StepResult, StepSpec
-from benchmarks.measure import Measurement, Scale
+from benchmarks.measure import Goal, Measurement, Scale
 
 NAME = "hicache_step"
 _ROOT = Path(__file__).parent.parent
@@ -28,7 +28,9 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     for transport in transports:
         for name, grid in _GRIDS.items():
             result = _measure(scale, transport, grid, 0)
-            rows.append(Measurement(NAME, f"a step, {name}, {transport}", "us", result.us_a_step))
+            beside = {"bare reductions": result.us_bare} if grid != (1, 1) else {}
+            goal = None if beside else Goal(15.0)
+            rows.append(Measurement(NAME, f"a step, {name}, {transport}", "us", result.us_a_step, beside, goal))
     grid = _GRIDS["4 ranks (CP2 x TP2)"]
     for num_operations in _QUEUES:
         result = _measure(scale, "zmq", grid, num_operations)

@@ -12,7 +12,8 @@ import msgspec
 import zmq
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import HiRadixCache, SyncDomain, TierStepper, world_rank_sets
+from scheduler_components.hicache import HiRadixCache, SyncCall, SyncDomain, TierStepper, world_rank_sets
+from scheduler_components.hicache.agreement import BLOCK_INTS
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.reference.device import SimulatedHostPages
 from scheduler_components.reference.engine import open_zmq_sync_domain
@@ -34,9 +35,10 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds a step, one value a turn, and collectives a step."""
+    """Microseconds a step and of its bare reductions, one value a turn, and collectives a step."""
 
     us_a_step: list[float]
+    us_bare: list[float]
     collectives_a_step: float
 
 
@@ -87,6 +89,16 @@ def _open_domain(spec: StepSpec) -> SyncDomain:
     )
 
 
+def _bare_us(domain: SyncDomain, num_steps: int) -> float:
+    """The same reductions of a vector that says nothing: no proposal is made, and nothing is read of the answer."""
+    nothing, call = [0] * BLOCK_INTS, SyncCall(domain.rank, 0, 0, "bare")
+    begun = time.perf_counter()
+    for _ in range(num_steps):
+        for group in domain.groups:
+            group.all_reduce_min(nothing, call)
+    return (time.perf_counter() - begun) * 1e6 / num_steps
+
+
 def main() -> None:
     """Step in turns."""
     spec = msgspec.json.decode(sys.argv[1], type=StepSpec)
@@ -102,14 +114,16 @@ def main() -> None:
     stepper = TierStepper(cache=cache, domain=_open_domain(spec), mover=StuckMover())
     for _ in range(_WARM_UP_STEPS):
         stepper.step()
-    us_a_step, collectives = [], stepper.domain.num_collectives
+    us_a_step, us_bare, collectives = [], [], stepper.domain.num_collectives
     for _ in range(spec.num_turns):
         begun = time.perf_counter()
         for _ in range(spec.num_steps):
             stepper.step()
         us_a_step.append((time.perf_counter() - begun) * 1e6 / spec.num_steps)
+        us_bare.append(_bare_us(stepper.domain, spec.num_steps))
     collectives = stepper.domain.num_collectives - collectives
-    result = StepResult(us_a_step=us_a_step, collectives_a_step=collectives / (spec.num_turns * spec.num_steps))
+    per_step = collectives / (spec.num_turns * spec.num_steps)
+    result = StepResult(us_a_step=us_a_step, us_bare=us_bare, collectives_a_step=per_step)
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     sys.stdout.flush()
     stepper.domain.barrier("end", step=0)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["PEERS", "find_peers", "load_peer"]
+__all__ = ["PEERS", "Placeholders", "find_peers", "load_peer"]
 
 PEERS = {
     "SGLang": ("sglang.srt.disaggregation.kv_events", "BENCH_SGLANG_KV_EVENTS"),
@@ -60,7 +60,7 @@ def load_peer(name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[alone] = module  # msgspec looks a struct's module up by its name
-    placeholders = _Placeholders(module_name.partition(".")[0])
+    placeholders = Placeholders(module_name.partition(".")[0])
     sys.meta_path.insert(0, placeholders)
     try:
         spec.loader.exec_module(module)
@@ -72,20 +72,30 @@ def load_peer(name: str) -> ModuleType:
     return module
 
 
+class _PlaceholderClass(type):
+    """A class that has every attribute: an enum's members, say."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
 class _PlaceholderModule(ModuleType):
     """Gives a class for every name that looks like one, and for any other a function that returns a logger."""
 
     __path__: list[str] = []  # noqa: RUF012 - a package that has no files
+    __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if name[0].isupper():
-            return type(name, (), {"__init__": lambda *_, **__: None})
+            return _PlaceholderClass(name, (), {"__init__": lambda *_, **__: None})
         return lambda *_, **__: logging.getLogger("peer")
 
 
-class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds any module of one package, and makes it a placeholder."""
 
     def __init__(self, package: str) -> None:

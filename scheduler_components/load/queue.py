@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from typing import Any, TypeVar, overload
 
 from scheduler_components.errors import ConfigError
@@ -44,6 +45,8 @@ def count_request(request: QueuedRequest) -> tuple[int, int]:
 # A queue of requests that always knows how many tokens it holds.
 
 R = TypeVar("R", bound=QueuedRequest)
+
+_request_of = itemgetter(0)  # of an entry; what walks a queue of thousands stays out of Python's own loops
 
 
 class CountedQueue:
@@ -174,12 +177,10 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[R]:
-        for entry in self._entries.values():
-            yield entry[0]
+        return map(_request_of, self._entries.values())
 
     def __reversed__(self) -> Iterator[R]:
-        for entry in reversed(self._entries.values()):
-            yield entry[0]
+        return map(_request_of, reversed(self._entries.values()))
 
     def __contains__(self, request: object) -> bool:
         return id(request) in self._entries

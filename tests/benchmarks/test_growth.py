@@ -13,13 +13,16 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.bench_cache import GrowthProbe
 from benchmarks.bench_load import WaitingRequest, inquirer_over
+from benchmarks.bench_step import running_scheduler
 from benchmarks.measure import measure_in_turns
 from observability import PrometheusSink, render_metrics
 from observability.kv_stream import BlockView
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch, LoadSnapshot, ParallelState, SchedulerStats
+from scheduler_components.cache import RadixCache
 from scheduler_components.kv_events import BatchEncoder, EventStream
 from scheduler_components.kv_events.base import FoldedPayloads
 from scheduler_components.load import TokenCountedQueue
+from scheduler_components.reference.engine import Scheduler
 
 GROSS = 4.0
 """Caches of the processor and a neighbour's noise stay below this; one more factor of n does not."""
@@ -51,6 +54,36 @@ def test_a_load_inquiry_costs_the_same_at_any_queue_length() -> None:
     empty = inquirer_over(TokenCountedQueue())
     full = inquirer_over(TokenCountedQueue(WaitingRequest() for _ in range(10_000)))
     assert growth(empty.get_loads, full.get_loads, 2_000) < GROSS
+
+
+def test_a_load_inquiry_costs_the_same_however_many_run() -> None:
+    with running_scheduler(4) as few, running_scheduler(256) as many:
+        assert growth(few.load.get_loads, many.load.get_loads, 2_000) < GROSS
+
+
+def test_a_request_costs_the_latencies_no_more_in_a_large_step() -> None:
+    with running_scheduler(4) as few, running_scheduler(256) as many:
+
+        def booking(scheduler: Scheduler) -> Callable[[], None]:
+            requests = list(scheduler.queues.running)
+            return lambda: scheduler.book.generated(requests, [1] * len(requests))
+
+        assert growth(booking(few), booking(many), 300) < 64 * GROSS
+
+
+def test_an_eviction_costs_the_same_however_many_leaves_there_are() -> None:
+    def evicting(num_leaves: int) -> Callable[[], None]:
+        cache = RadixCache(page_size=1, capacity_tokens=num_leaves + 1)
+        for token in range(1, num_leaves + 1):
+            cache.insert([0, token], [*cache.match_prefix([0]).pages, *cache.allocate(1 + (token == 1))])
+
+        def go() -> None:
+            cache.insert([0, num_leaves + 1], [*cache.match_prefix([0]).pages, *cache.allocate(1)])
+            cache.evict(1)
+
+        return go
+
+    assert growth(evicting(100), evicting(20_000), 300) < GROSS
 
 
 def test_entering_and_leaving_a_queue_costs_the_same_at_any_length() -> None:

@@ -337,7 +337,8 @@ def test_a_match_has_its_pages_as_an_array_of_its_own() -> None:
     assert (match.pages, list(match.page_array)) == ((0, 1, 2), [0, 1, 2])
     match.page_array[0] = 7
     assert cache.match_prefix([1, 2, 3]).pages == (0, 1, 2)
-    given = array("I", cache.allocate(2))
+    given = cache.allocate_array(2)
+    assert (type(given), given.typecode, list(given)) == (array, "I", [3, 4])
     cache.insert([8, 9], given)
     given[0] = 7
     assert cache.match_prefix([8, 9]).pages == (3, 4)

@@ -1,0 +1,139 @@
+"""What the thread of a scheduler pays in a step beside its events: statistics, load, times of requests.
+
+All of it is called as the reference scheduler calls it, with a publisher attached and requests that run. Counted is the
+processor time of this thread.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from observability import PrometheusSink
+from scheduler_components import MetricsSink, NullMetricsSink, ParallelState
+from scheduler_components.kv_events import open_event_publisher
+from scheduler_components.load import TokenCountedQueue
+from scheduler_components.metrics import open_shm_metrics_sink
+from scheduler_components.reference.device import SimulatedDevice
+from scheduler_components.reference.engine import (
+    Request,
+    SamplingLimits,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerSinks,
+)
+
+NAME = "step"
+RUNNING = (16, 64, 256)
+_TOKENS_EACH = 100
+_STEPS_BEFORE = 20
+_PARALLEL = ParallelState.trivial()
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
+    """Time ``emit`` over both sinks, the load inquiry, the booking of latencies, and a queue's sort."""
+    with tempfile.TemporaryDirectory(prefix="step-") as folder:
+        rows = [*_emits(scale, Path(folder))]
+    return [*rows, *_inquiries(scale), _latencies(scale), *_sorting(scale)]
+
+
+@contextmanager
+def running_scheduler(num_running: int, sink: MetricsSink | None = None, *, bind: str = "") -> Iterator[Scheduler]:
+    """A reference scheduler with so many requests in decode; its publisher binds at ``bind``, where that is given."""
+    config = f'{{"publisher": "zmq", "endpoint": "{bind}"}}' if bind else None
+    scheduler = Scheduler.compose(
+        SchedulerConfig(page_size=16, kv_tokens=1 << 18, max_running_requests=256, max_prefill_tokens=1 << 17),
+        _PARALLEL,
+        SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None),
+        sinks=SchedulerSinks(
+            events=open_event_publisher(config, parallel=_PARALLEL),
+            metrics=sink or NullMetricsSink(),
+        ),
+    )
+    limits = SamplingLimits(max_new_tokens=500, ignore_eos=True)
+    for number in range(num_running):
+        first = number * _TOKENS_EACH
+        scheduler.submit(Request(f"r{number}", range(first, first + _TOKENS_EACH), limits))
+    try:
+        for _ in range(_STEPS_BEFORE):
+            scheduler.step()
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
+def _emits(scale: Scale, folder: Path) -> Iterator[Measurement]:
+    shared = open_shm_metrics_sink(folder, _PARALLEL)
+    sinks: dict[str, tuple[MetricsSink, float]] = {
+        "in process": (PrometheusSink(CollectorRegistry()), 1.5),
+        "shared memory": (shared, 4.0),
+    }
+    for name, (sink, goal_us) in sinks.items():
+        with running_scheduler(64, sink, bind=f"ipc://{folder}/{name[:2]}") as scheduler:
+            calls = {
+                "ours": scheduler.metrics.emit,
+                "load": scheduler.load.get_loads,
+                "counters": scheduler.kv_events.stats,
+            }
+            us = _us(_measured(calls, scale, 20_000))
+        beside = {"its load inquiry": us["load"], "the publisher's counters alone": us["counters"]}
+        what = f"emit(), 64 running, publisher attached, {name}"
+        yield Measurement(NAME, what, "us", us["ours"], beside, Goal(goal_us))
+    shared.close()
+
+
+def _inquiries(scale: Scale) -> Iterator[Measurement]:
+    for num_running in RUNNING:
+        with running_scheduler(num_running) as scheduler:
+            us = _us(_measured({"ours": scheduler.load.get_loads}, scale, 20_000))
+        yield Measurement(NAME, f"get_loads(), {num_running} running", "us", us["ours"], {}, Goal(1.0))
+
+
+def _latencies(scale: Scale) -> Measurement:
+    """Each call is a step: the requests took one token each since the last one."""
+    with running_scheduler(64) as scheduler:
+        requests, book, ones = list(scheduler.queues.running), scheduler.book, [1] * 64
+
+        def one_by_one() -> None:
+            for request in requests:
+                book.generated([request], [1])
+
+        calls = {"ours": lambda: book.generated(requests, ones), "one by one": one_by_one}
+        us = _us(_measured(calls, scale, 2_000))
+    beside = {"one by one": us["one by one"]}
+    return Measurement(NAME, "latencies and rates, a step of 64 running", "us", us["ours"], beside, Goal(15.0))
+
+
+def _sorting(scale: Scale) -> Iterator[Measurement]:
+    class Waiting:
+        num_input_tokens, num_cached_tokens = 1_000, 300
+
+        def __init__(self, priority: int) -> None:
+            self.priority = priority
+
+    requests = [Waiting(number * 7919 % 10_000) for number in range(10_000)]
+    queue, plain = TokenCountedQueue(requests), list(requests)
+
+    def by_priority(request: Waiting) -> int:
+        return request.priority
+
+    sorts = {"ours": lambda: queue.sort(key=by_priority), "a list": lambda: plain.sort(key=by_priority)}
+    walks = {"ours": lambda: [None for _ in queue], "a list": lambda: [None for _ in plain]}
+    for what, calls in (("sort", sorts), ("a walk over", walks)):
+        found = _measured(calls, scale, 20)
+        ms = {name: [ns / 1e6 for ns in samples] for name, samples in found.items()}
+        yield Measurement(NAME, f"{what} a TokenCountedQueue of 10,000", "ms", ms["ours"], {"a list": ms["a list"]})
+
+
+def _measured(calls: Mapping[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:
+    return measure_in_turns(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
+
+
+def _us(found: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
