@@ -22,7 +22,7 @@ import zmq
 
 from scheduler_components import StartError
 from scheduler_components.engines.settings import KV_EVENTS_VARIABLE
-from scheduler_components.engines.vllm import PLUGIN_NAME, VllmEventPublisher, register
+from scheduler_components.engines.vllm import PLUGIN_NAME, VllmEventPublisher, VllmPublisherOpener, register
 from scheduler_components.kv_events import write_key_pair
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
@@ -41,10 +41,16 @@ def vllm(vllm_events: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def factory(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's factory. Its table, and what ``once_per_block`` changes in vLLM's pool, are put back after each test."""
+    """vLLM's factory, in which an engine of other tests may have put the plugin already.
+
+    Its table, and what ``once_per_block`` changes in vLLM's pool, are put back after each test.
+    """
     pool = import_module("vllm.v1.core.block_pool").BlockPool
     monkeypatch.setattr(pool, "_emit_block_removed_events", pool._emit_block_removed_events)
-    monkeypatch.setattr(vllm.EventPublisherFactory, "_registry", dict(vllm.EventPublisherFactory._registry))
+    table = dict(vllm.EventPublisherFactory._registry)
+    if isinstance(table["zmq"], VllmPublisherOpener):
+        table["zmq"] = table["zmq"].own
+    monkeypatch.setattr(vllm.EventPublisherFactory, "_registry", table)
     return vllm.EventPublisherFactory
 
 
