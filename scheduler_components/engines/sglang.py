@@ -144,6 +144,8 @@ def _in_our_words(asked: Any, settings: Any) -> KVEventsConfig:
     binds = settings.publisher.bind if asked.bind is None else asked.bind
     if binds is None:
         endpoint = Endpoint.parse(asked.endpoint, field="endpoint")
+        # SGLang looks for "::" anywhere in the address, so it binds at a host such as [fd00::1], too. Where it would
+        # have bound this must bind, or readers that dial it would find nobody.
         binds = endpoint.transport != "tcp" or endpoint.is_wildcard or (endpoint.is_ipv6 and "::" in endpoint.host)
     whole: KVEventsConfig = settings.publisher.changed(**values, bind=binds)
     return whole

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -17,40 +21,23 @@ from scheduler_components.kv_events.base import PayloadReader
 from scheduler_components.kv_events.codec import halves, why_too_large
 from scheduler_components.kv_events.lowering import Changes
 
-# The declarations of two engines, as they are in vLLM 0.32 and SGLang 0.5.23.
-
-ExternalHash = bytes | int
+# The declarations of two engines, as they are in vLLM 0.33 and SGLang 0.5.23. vLLM's are those of its double.
 
 
-class VllmBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    ts: float
-    events: list[Any]
-    data_parallel_rank: int | None = None
+def _vllms_declarations() -> ModuleType:
+    name, path = "vllm_kv_events_double", Path(__file__).parents[1] / "engines/doubles/vllm/distributed/kv_events.py"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)  # msgspec looks for its types there
+    spec.loader.exec_module(module)
+    return module
 
 
-class VllmEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """The base of vLLM's events."""
-
-
-class VllmStored(VllmEvent, tag="BlockStored"):
-    block_hashes: list[ExternalHash]
-    parent_block_hash: ExternalHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
-
-
-class Vllm33Stored(VllmStored, tag="BlockStored"):
-    lookahead_token_ids: list[int] | None = None
+VLLM = _vllms_declarations()
+VllmBatch, VllmStored, VllmRemoved, VllmCleared = (
+    VLLM.EventBatch, VLLM.BlockStored, VLLM.BlockRemoved, VLLM.AllBlocksCleared,
+)  # fmt: skip
 
 
 class LaterStored(VllmStored, tag="BlockStored"):
@@ -61,20 +48,8 @@ class LaterStored(VllmStored, tag="BlockStored"):
     whole: Any = None
 
 
-class VllmRemoved(VllmEvent, tag="BlockRemoved"):
-    block_hashes: list[ExternalHash]
-    medium: str | None
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
 class LaterRemoved(VllmRemoved, tag="BlockRemoved"):
     whole: Any = None
-
-
-class VllmCleared(VllmEvent, tag="AllBlocksCleared"):
-    """vLLM's clear."""
 
 
 class SglangBatch(msgspec.Struct, array_like=True, gc=False):
@@ -103,8 +78,8 @@ class StorageMedium(str, Enum):  # noqa: UP042 - as SGLang has it
 class ArrayStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="BlockStored"):
     """Both engines' first form."""
 
-    block_hashes: list[ExternalHash]
-    parent_block_hash: ExternalHash | None
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -113,7 +88,7 @@ class ArrayStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
 
 
 class ArrayRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="BlockRemoved"):
-    block_hashes: list[ExternalHash]
+    block_hashes: list[int | bytes]
     medium: str | None = None
 
 
@@ -128,7 +103,7 @@ def engines_bytes(batch: Any, rank: int) -> bytes:
 WIDE = (1 << 64) - 3
 DIGEST = bytes(range(24)) + WIDE.to_bytes(8, "big")
 
-FULL_STORED = Vllm33Stored(
+FULL_STORED = VllmStored(
     [5, WIDE], DIGEST, [1, 2, 3, 4], 2, None, "GPU", "adapter", [("a", ("mm", 3)), None], 1, "sliding_window", 128,
     "LOCAL", "fs", "session", [9],
 )  # fmt: skip
@@ -274,7 +249,7 @@ def native_stored(draw: st.DrawFn) -> Any:
         return ArrayStored(hashes, parent, tokens, size, None, medium)
     event = LaterStored(
         hashes, parent, tokens, size, None, medium, None, draw(st.sampled_from([None, [("a", 1)] * len(hashes)])),
-        draw(st.sampled_from([None, 0, 1])), draw(KINDS), None, draw(LOCALITIES), draw(OWNERS), None,
+        draw(st.sampled_from([None, 0, 1])), draw(KINDS), None, draw(LOCALITIES), draw(OWNERS), None, None,
         list(range(len(hashes))), [[token] for token in tokens], draw(ODDITIES),
     )  # fmt: skip
     return msgspec.Raw(msgspec.msgpack.encode(event)) if form == "raw" else event
@@ -389,7 +364,7 @@ def base_of(*batches: list[Any]) -> list[Any]:
 OTHER = bytes(range(32))
 LATER = LaterStored(
     [5, WIDE, OTHER], 4, [1, 2, 3, 4, 5, 6], 2, None, "GPU", None, [("a",), None, ("c",)], 0, "full_attention", None,
-    None, None, "session", ["x", "y", "z"], [11, 12, 13, 14, 15, 16], {"kept": [1, 2]},
+    None, None, "session", None, ["x", "y", "z"], [11, 12, 13, 14, 15, 16], {"kept": [1, 2]},
 )  # fmt: skip
 
 

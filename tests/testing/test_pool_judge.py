@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_scheduler import PAGE_SIZE, ReferenceScheduler
 
 from scheduler_components import (
     AllBlocksCleared,
@@ -18,7 +19,6 @@ from scheduler_components import (
     KVCacheEvent,
     KvEventSink,
     KvPoolOracle,
-    LoadSnapshot,
     OutputSink,
     ParallelState,
     PoolReading,
@@ -27,14 +27,11 @@ from scheduler_components import (
 from scheduler_components.events import MEDIUM_OF, Place, Tier, place_of
 from scheduler_components.ports import NO_POOL_ORACLE
 from scheduler_components.reference.device import DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.testing import (
     POOL_CHECKS,
     ConformanceError,
-    InstantDevice,
     ListEventSink,
-    PagedModel,
     PoolDifference,
     PoolJudge,
     parts,
@@ -186,11 +183,9 @@ def test_read_after_each_batch_a_difference_names_the_batch_that_forgot(
 
 # A scheduler of one's own.
 
-PAGE_SIZE = 4
 
-
-class Reference:
-    """The reference scheduler, with a pool that is full and, where asked, a host tier; ``change`` edits what it tells.
+class Reference(ReferenceScheduler):
+    """The reference scheduler as its own oracle; ``change`` edits what it tells.
 
     ``change`` is given the number of the batch and its events.
     """
@@ -202,39 +197,8 @@ class Reference:
         change: Callable[[int, Iterable[KVCacheEvent]], Iterable[KVCacheEvent]] = lambda _, events: events,
         tiers: CacheTiers | None = None,
     ) -> None:
-        self.model = PagedModel(PAGE_SIZE)
-        config = SchedulerConfig(page_size=PAGE_SIZE, kv_tokens=parts.MIN_POOL_TOKENS, max_running_requests=3,
-                                 chunk_tokens=16, max_prefill_tokens=32, new_token_ratio=0.1)  # fmt: skip
-        self.scheduler = Scheduler.compose(
-            config, ParallelState.trivial(), InstantDevice(self.compute), tiers=tiers,
-            sinks=SchedulerSinks(events=_Changed(events, change), outputs=outputs),
-        )  # fmt: skip
+        super().__init__(_Changed(events, change), outputs, tiers)
         self.pool: KvPoolOracle = self.scheduler.cache
-
-    def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
-        return tuple(
-            self.model.forward(work.request.token_ids[: work.end], work.request.pages, work.start)
-            for work in batch.works
-        )
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
-
-    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
-        self.scheduler.submit(Request(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens)))
-
-    def abort(self, rid: str) -> object:
-        return self.scheduler.abort(rid)
-
-    def step(self) -> object:
-        return self.scheduler.step()
-
-    def get_loads(self) -> LoadSnapshot:
-        return self.scheduler.load.get_loads()
-
-    def block_hashes(self) -> Iterable[int]:
-        return self.scheduler.cache.block_hashes()
 
     def held_blocks(self) -> Mapping[Place, Collection[int]]:
         return self.pool.held_blocks()

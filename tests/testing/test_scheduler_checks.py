@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, settings
+from reference_scheduler import PAGE_SIZE, ReferenceScheduler
 
 from scheduler_components import (
     BatchResultProcessor,
@@ -21,89 +22,37 @@ from scheduler_components import (
     OutputBatch,
     OutputDelta,
     OutputSink,
-    ParallelState,
     TokenOutput,
 )
 from scheduler_components.reference.device import DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
+from scheduler_components.reference.engine import Request, SamplingLimits
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages
 from scheduler_components.reference.engine.request import RequestQueues
 from scheduler_components.testing import (
     ConformanceError,
-    InstantDevice,
     ListEventSink,
     ListOutputSink,
-    PagedModel,
     parts,
 )
 from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.strategies import workloads
 
-PAGE_SIZE = 4
-
-
-class Reference:
-    """The reference scheduler over a model that reads its KV from pages, with small chunks and a pool that is full."""
-
-    def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
-        self.model = PagedModel(PAGE_SIZE)
-        config = SchedulerConfig(
-            page_size=PAGE_SIZE,
-            kv_tokens=parts.MIN_POOL_TOKENS,
-            max_running_requests=3,
-            chunk_tokens=16,
-            max_prefill_tokens=32,
-            new_token_ratio=0.1,
-        )
-        self.events, self.outputs = events, outputs
-        self.scheduler = Scheduler.compose(
-            config,
-            ParallelState.trivial(),
-            InstantDevice(self.compute),
-            sinks=SchedulerSinks(events=events, outputs=outputs),
-        )
-
-    def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
-        return tuple(
-            self.model.forward(work.request.token_ids[: work.end], work.request.pages, work.start)
-            for work in batch.works
-        )
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
-
-    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
-        self.scheduler.submit(Request(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens)))
-
-    def abort(self, rid: str) -> object:
-        return self.scheduler.abort(rid)
-
-    def step(self) -> object:
-        return self.scheduler.step()
-
-    def get_loads(self) -> LoadSnapshot:
-        return self.scheduler.load.get_loads()
-
-    def block_hashes(self) -> Iterable[int]:
-        return self.scheduler.cache.block_hashes()
-
 
 @pytest.mark.parametrize("check", checks.SCHEDULER_CHECKS)
 def test_the_reference_scheduler_passes(check: Callable[[checks.OpenScheduler, parts.Workload], None]) -> None:
-    check(Reference, checks.WORKLOAD)
+    check(ReferenceScheduler, checks.WORKLOAD)
 
 
 @settings(deadline=None, max_examples=15)
 @given(workload=workloads())
 def test_the_reference_scheduler_passes_on_any_workload(workload: parts.Workload) -> None:
     for check in checks.SCHEDULER_CHECKS:
-        check(Reference, workload)
+        check(ReferenceScheduler, workload)
 
 
 def test_the_fixed_workload_fills_the_pool_and_the_chunks() -> None:
     """Without retractions, evictions and chunked prefills the checks would not see what goes wrong in them."""
-    scheduler = Reference(ListEventSink(), ListOutputSink())
+    scheduler = ReferenceScheduler(ListEventSink(), ListOutputSink())
     for number, (prompt, max_new_tokens) in enumerate(checks.WORKLOAD):
         scheduler.submit(f"r{number}", prompt, max_new_tokens)
     num_retracted = sum(result.num_retracted for result in scheduler.scheduler.drain())
@@ -127,7 +76,7 @@ class _Forgetful(RequestQueues):
         del self._by_rid[request.rid]
 
 
-class LosesTheRetracted(Reference):
+class LosesTheRetracted(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         become(self.scheduler.queues, _Forgetful)
@@ -144,7 +93,7 @@ class _TiredOfWaiting(Batcher):
         return False
 
 
-class LosesWhoDoesNotFit(Reference):
+class LosesWhoDoesNotFit(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         become(self.scheduler.batcher, _TiredOfWaiting)
@@ -168,10 +117,10 @@ class _Outputs:
         pass
 
 
-def telling(change: Callable[[OutputDelta], Iterable[OutputDelta]]) -> type[Reference]:
+def telling(change: Callable[[OutputDelta], Iterable[OutputDelta]]) -> type[ReferenceScheduler]:
     """Return a scheduler that tells something else than it should."""
 
-    class Telling(Reference):
+    class Telling(ReferenceScheduler):
         def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
             super().__init__(events, _Outputs(outputs, change))
 
@@ -224,13 +173,13 @@ class _Swapping(Request):
         return msgspec.structs.replace(output, token_ids=tuple(reversed(output.token_ids)))
 
 
-class SwapsTokens(Reference):
+class SwapsTokens(ReferenceScheduler):
     def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
         limits = SamplingLimits(max_new_tokens=max_new_tokens)
         self.scheduler.submit(_Swapping(rid, prompt, limits, stream_interval=3))
 
 
-class GivesOneMore(Reference):
+class GivesOneMore(ReferenceScheduler):
     def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
         super().submit(rid, prompt, max_new_tokens + 1)
 
@@ -244,7 +193,7 @@ class _Uncomputed(RequestQueues):
             request.num_computed_tokens = request.num_input_tokens - 1
 
 
-class KeepsNoKv(Reference):
+class KeepsNoKv(ReferenceScheduler):
     """After a retraction it goes on as if the KV were still there."""
 
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
@@ -270,7 +219,7 @@ class _Unlocked(RequestPages):
         request.num_shared_pages = num_pages
 
 
-class LocksNothing(Reference):
+class LocksNothing(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         become(self.scheduler.batcher.pages, _Unlocked)
@@ -289,7 +238,7 @@ class _SharesEarly(RequestPages):
         return True
 
 
-class SharesBeforeItComputes(Reference):
+class SharesBeforeItComputes(ReferenceScheduler):
     """What an error or an abort leaves in the cache then was never computed."""
 
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
@@ -305,7 +254,7 @@ class SharesBeforeItComputes(Reference):
         return tuple(reversed(results))
 
 
-class NeverDone(Reference):
+class NeverDone(ReferenceScheduler):
     @property
     def has_work(self) -> bool:
         return True
@@ -314,7 +263,7 @@ class NeverDone(Reference):
         return super().step() if super().has_work else None
 
 
-class KeepsUsed(Reference):
+class KeepsUsed(ReferenceScheduler):
     def get_loads(self) -> LoadSnapshot:
         load = super().get_loads()
         return msgspec.structs.replace(load, num_used_tokens=4, num_total_tokens=4 + load.num_pending_tokens)
@@ -328,7 +277,7 @@ class _LeakyAtRetraction(Batcher):
         super()._retract(request)
 
 
-class LeaksAtRetraction(Reference):
+class LeaksAtRetraction(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         become(self.scheduler.batcher, _LeakyAtRetraction)
@@ -342,31 +291,31 @@ class _LeakyAtAbort(BatchResultProcessor[Request]):
         return super().abort(request)
 
 
-class LeaksAtAbort(Reference):
+class LeaksAtAbort(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         become(self.scheduler.results, _LeakyAtAbort)
 
 
-class IgnoresAborts(Reference):
+class IgnoresAborts(ReferenceScheduler):
     def abort(self, rid: str) -> object:
         return False
 
 
-class AbortsByPrefix(Reference):
+class AbortsByPrefix(ReferenceScheduler):
     def abort(self, rid: str) -> object:
         return [
             self.scheduler.abort(request.rid) for request in list(self.scheduler.queues) if request.rid.startswith(rid)
         ]
 
 
-class SleepsOnAnAbort(Reference):
+class SleepsOnAnAbort(ReferenceScheduler):
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.queues)
 
 
-class RunsOneTooMany(Reference):
+class RunsOneTooMany(ReferenceScheduler):
     def get_loads(self) -> LoadSnapshot:
         return msgspec.structs.replace(super().get_loads(), max_running_requests=2)
 
@@ -380,7 +329,7 @@ class _WholePrompts(RequestPages):
             request.num_computed_tokens = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
 
 
-class ComputesTooLittle(Reference):
+class ComputesTooLittle(ReferenceScheduler):
     """It takes a position as cached that is not."""
 
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
@@ -388,33 +337,33 @@ class ComputesTooLittle(Reference):
         become(self.scheduler.batcher.pages, _WholePrompts)
 
 
-class RefusesLateAborts(Reference):
+class RefusesLateAborts(ReferenceScheduler):
     def abort(self, rid: str) -> object:
         if not self.scheduler.abort(rid):
             raise KeyError(rid)
         return True
 
 
-class ServesTheLatestFirst(Reference):
+class ServesTheLatestFirst(ReferenceScheduler):
     def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
         super().submit(rid, prompt, max_new_tokens)
         waiting = self.scheduler.queues.waiting
         waiting.appendleft(waiting.pop())
 
 
-class ServesTheShortestFirst(Reference):
+class ServesTheShortestFirst(ReferenceScheduler):
     def step(self) -> object:
         self.scheduler.queues.waiting.sort(key=lambda request: request.num_input_tokens)
         return super().step()
 
 
-class ServesTheCachedFirst(Reference):
+class ServesTheCachedFirst(ReferenceScheduler):
     def step(self) -> object:
         self.scheduler.queues.waiting.sort(key=lambda request: -request.num_cached_tokens)
         return super().step()
 
 
-class ForgetsAStep(Reference):
+class ForgetsAStep(ReferenceScheduler):
     def step(self) -> object:
         answer = super().step()
         self.scheduler.cache.evict(1)
@@ -432,24 +381,24 @@ class _LateEvents(ListEventSink):
         super().publish(events)
 
 
-class TellsEventsLate(Reference):
+class TellsEventsLate(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(_LateEvents(events), outputs)
 
 
-class TellsTwice(Reference):
+class TellsTwice(ReferenceScheduler):
     def step(self) -> object:
         answer = super().step()
         self.events.publish(KVEventBatch(1.0, (BlockStored((5,), None, (1, 2, 3, 4), 4, None),)))
         return answer
 
 
-class OneNumber(Reference):
+class OneNumber(ReferenceScheduler):
     def get_loads(self) -> LoadSnapshot:
         return msgspec.structs.replace(super().get_loads(), sequence=1)
 
 
-class AddsUp(Reference):
+class AddsUp(ReferenceScheduler):
     def get_loads(self) -> LoadSnapshot:
         load = super().get_loads()
         return msgspec.structs.replace(load, token_usage=load.token_usage * 2)
@@ -460,18 +409,18 @@ class _NoChunks(RequestQueues):
     num_chunked_tokens_left = 0
 
 
-class ForgetsItsChunks(Reference):
+class ForgetsItsChunks(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         become(self.scheduler.queues, _NoChunks)
 
 
-class CountsOnlyWhatRuns(Reference):
+class CountsOnlyWhatRuns(ReferenceScheduler):
     def get_loads(self) -> LoadSnapshot:
         return msgspec.structs.replace(super().get_loads(), num_waiting_reqs=0)
 
 
-class CountsEachTokenTwice(Reference):
+class CountsEachTokenTwice(ReferenceScheduler):
     def get_loads(self) -> LoadSnapshot:
         load = super().get_loads()
         total = load.num_used_tokens + 2 * load.num_pending_tokens
@@ -481,7 +430,7 @@ class CountsEachTokenTwice(Reference):
 OPENED = count()
 
 
-class SaltsItsTokens(Reference):
+class SaltsItsTokens(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         self.salt = next(OPENED)
@@ -490,7 +439,7 @@ class SaltsItsTokens(Reference):
         super().submit(rid, [self.salt, *prompt], max_new_tokens)
 
 
-class TiesByChance(Reference):
+class TiesByChance(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         self.salt = next(OPENED)
@@ -545,7 +494,7 @@ class TiesByChance(Reference):
     ],
 )
 def test_a_broken_scheduler_fails_with_its_trace(
-    broken: type[Reference], check: Callable[[checks.OpenScheduler], None], told: str
+    broken: type[ReferenceScheduler], check: Callable[[checks.OpenScheduler], None], told: str
 ) -> None:
     with pytest.raises(ConformanceError) as failed:
         check(broken)

@@ -1,0 +1,61 @@
+"""The reference scheduler as the checks drive a scheduler of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from scheduler_components import KvEventSink, LoadSnapshot, OutputSink, ParallelState
+from scheduler_components.reference.device import DeviceRequest, ScheduledBatch
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
+from scheduler_components.reference.engine.cache_tiers import CacheTiers
+from scheduler_components.testing import InstantDevice, PagedModel, parts
+
+PAGE_SIZE = 4
+
+
+class ReferenceScheduler:
+    """Over a model that reads its KV from pages, with small chunks and a full pool; with a host tier where asked."""
+
+    def __init__(self, events: KvEventSink, outputs: OutputSink, tiers: CacheTiers | None = None) -> None:
+        self.model = PagedModel(PAGE_SIZE)
+        config = SchedulerConfig(
+            page_size=PAGE_SIZE,
+            kv_tokens=parts.MIN_POOL_TOKENS,
+            max_running_requests=3,
+            chunk_tokens=16,
+            max_prefill_tokens=32,
+            new_token_ratio=0.1,
+        )
+        self.events, self.outputs = events, outputs
+        self.scheduler = Scheduler.compose(
+            config,
+            ParallelState.trivial(),
+            InstantDevice(self.compute),
+            tiers=tiers,
+            sinks=SchedulerSinks(events=events, outputs=outputs),
+        )
+
+    def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
+        return tuple(
+            self.model.forward(work.request.token_ids[: work.end], work.request.pages, work.start)
+            for work in batch.works
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
+        self.scheduler.submit(Request(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens)))
+
+    def abort(self, rid: str) -> object:
+        return self.scheduler.abort(rid)
+
+    def step(self) -> object:
+        return self.scheduler.step()
+
+    def get_loads(self) -> LoadSnapshot:
+        return self.scheduler.load.get_loads()
+
+    def block_hashes(self) -> Iterable[int]:
+        return self.scheduler.cache.block_hashes()
