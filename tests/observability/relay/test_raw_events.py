@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BatchApplier, CountingView
 from observability.relay import RelayedStream, SourceListener
-from observability.relay.raw_events import RawKeepingDecoder, RawStored
-from scheduler_components import AllBlocksCleared, BlockStored, EventBatch, KVEventBatch, PublisherStats
+from observability.relay.raw_events import RawKeepingDecoder, RawRemoved, RawStored, removals_of
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, PublisherStats
 from scheduler_components.events import signed_block_hash
-from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream, read_event
 
 FORMS = ("map", "array")
 STORED_FIELDS = BlockStored.__struct_fields__
@@ -273,6 +273,16 @@ def test_a_removal_of_which_a_part_still_stands_keeps_its_unknown_fields(form: s
     assert len(relay.out.sent) == 1  # all of it stands already
     relay.hear(payload_of(removed(form, "gone", [1, 2, 3, 4])))
     assert events_of(relay)[1:] == [removed(form, "gone", [1, 2]), removed(form, "gone", [4])]
+
+
+def test_a_part_of_a_removal_names_what_its_bytes_name() -> None:
+    (event,) = RawKeepingDecoder().decode(payload_of(removed("map", "gone", [1, 2, 3, 2**63 + 4]))).events
+    assert isinstance(event, RawRemoved)
+    parts = list(removals_of(event, {1, 3, 4 - 2**63}))
+    assert [part.block_hashes for part in parts] == [(1,), (3, 4 - 2**63)]
+    assert [read_event(part.raw) for part in parts] == [BlockRemoved((1,)), BlockRemoved((3, 4 - 2**63))]
+    plain = BlockRemoved((1, 2, 3), "CPU")
+    assert list(removals_of(plain, {1, 3})) == [BlockRemoved((1, 3), "CPU")]
 
 
 @pytest.mark.parametrize("form", FORMS)
