@@ -324,6 +324,15 @@ def test_what_the_dialect_native_refuses_goes_on_as_it_was_read() -> None:
     assert (first["block_hashes"], first["lora_name"], "mark" in first) == ([1], None, False)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_what_goes_on_as_it_was_read_has_its_sources_form(form: str) -> None:
+    relay, wide = Relay(), 2**63 + 5
+    relay.hear(payload_of(stored(form, "a", [wide])), payload_of(stored(form, "b", [7], parent=wide, lora_name=1.5)))
+    relay.hear(payload_of(stored(form, "c", [wide + 1], lora_name=1.5)))
+    told = [list(event.values()) if isinstance(event, dict) else event for event in events_of(relay)[1:]]
+    assert [event[:3] for event in told] == [["BlockStored", [7], wide], ["BlockStored", [wide + 1], None]]
+
+
 def test_an_event_that_no_reader_could_cut_costs_itself() -> None:
     relay = Relay()
     good = stored("map", "b", [2])
