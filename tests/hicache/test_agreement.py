@@ -362,6 +362,13 @@ def test_ranks_in_different_numbers_of_groups_have_one_domain_and_one_order() ->
     assert all(domain_of(rank, world) == (0, 1, 2, 3, 4) for rank in range(5))
     assert groups_in_order(world) == ((0, 1, 2), (3, 4), (1, 3))
     assert groups_in_order(()) == ()
+    sync = InProcessSync({sets.rank: sets.hops for sets in world})
+    proposals = {rank: Proposal("step", step=0) for rank in range(5)}
+    for rank, proposal in proposals.items():
+        proposal.min("value", rank)
+    agreed = sync.agree(proposals)
+    # Rank 4 does not hear of what rank 3 learns after their hop: each group reduces what its ranks have by then.
+    assert {rank: values.numbers["value"] for rank, values in agreed.items()} == {0: 0, 1: 0, 2: 0, 3: 0, 4: 3}
 
 
 def test_tp2_cp2_reduces_over_cp_and_then_tp() -> None:
@@ -410,13 +417,13 @@ def test_ranks_with_different_settings_are_told_field_and_ranks_at_the_start() -
 
 def test_long_settings_are_told_by_their_beginnings() -> None:
     def start(domain: SyncDomain) -> None:
-        domain.expect_equal("settings", {"model": "x" + "\xe9" * 60 + str(domain.rank)}, step=0)
+        domain.expect_equal("settings", {"model": "xy" + "\xe9" * 60 + str(domain.rank)}, step=0)
 
     for error in on_threads(grid(2, 1), start):
         assert isinstance(error, SettingsDivergenceError)
         assert str(error).startswith("settings: ")
         [told] = error.settings.values()
-        assert all("'x" + "\xe9" * 20 in text for text in told.values())
+        assert all("'xy" + "\xe9" * 20 in text for text in told.values())
         assert sorted(told) == [0, 1]
 
 
