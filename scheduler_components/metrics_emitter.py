@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Final
 
 from scheduler_components.errors import FailureLog
 from scheduler_components.parallel_state import ParallelState
@@ -16,15 +15,12 @@ from scheduler_components.ports import (
     PublisherStatsSource,
     TotalsSource,
 )
+from scheduler_components.validators import check_integer
 from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
 
 __all__ = ["MetricsEmitter"]
 
 logger = logging.getLogger(__name__)
-
-COUNTERS_EVERY_STEPS: Final = 16
-"""Counters come from a dozen objects, and cost more than all the rest of a report. Sixteen steps are less than a second
-of any engine's time, and a Prometheus server asks every few seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,8 +31,9 @@ class MetricsEmitter:
     episode, and that step's report is left out. A rank that does not report (``ParallelState.reports_metrics``)
     reads nothing and hands on nothing, so no gauge is multiplied by its TP, CP or PP ranks.
 
-    The load is that of the step. Totals and the publisher's counters, which only grow, are read in every 16th step, and
-    in each step after which nothing runs or waits: what an engine says while it is idle is exact.
+    The load is that of the step. Totals and the publisher's counters, which only grow, are read every few steps, and in
+    each step after which nothing runs or waits: what an engine says while it is idle is exact. They come from a dozen
+    objects, and cost more than all the rest of a report.
 
     Attributes:
         parallel: decides whether this rank reports, and gives the labels.
@@ -44,7 +41,12 @@ class MetricsEmitter:
         sink: where reports go; how often one is exported or logged is the sink's business.
         totals: the scheduler's running totals.
         publisher: usually the ``SchedulerKvEventsPublisher``.
+        counters_every_steps: 16 are less than a second of any engine's time, and a Prometheus server asks every few
+            seconds. 1 reads them in each step.
         failures: what went wrong so far.
+
+    Raises:
+        ConfigError: ``counters_every_steps`` is below 1.
     """
 
     parallel: ParallelState
@@ -52,6 +54,7 @@ class MetricsEmitter:
     sink: MetricsSink
     totals: TotalsSource = NO_TOTALS
     publisher: PublisherStatsSource = NO_PUBLISHER_STATS
+    counters_every_steps: int = 16
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _labels: tuple[tuple[str, str], ...] = field(init=False, repr=False)
     _reports: bool = field(init=False, repr=False)
@@ -59,6 +62,7 @@ class MetricsEmitter:
     _num_steps_left: int = field(default=0, init=False, repr=False)  # for which these counters do
 
     def __post_init__(self) -> None:
+        check_integer("counters_every_steps", self.counters_every_steps)
         self._labels = self.parallel.metric_labels
         self._reports = self.parallel.reports_metrics
 
@@ -73,7 +77,7 @@ class MetricsEmitter:
             else:
                 self._num_steps_left = 0
                 self._counters = self.totals.totals(), self.publisher.stats()
-                self._num_steps_left = COUNTERS_EVERY_STEPS - 1
+                self._num_steps_left = self.counters_every_steps - 1
             self.sink.record(SchedulerStats(self._labels, load, *self._counters))
         except Exception as error:  # noqa: BLE001 - a broken gauge must not take the engine down
             self.failures.failed("emitting metrics", error)

@@ -378,7 +378,8 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
-    """Everything that one rank reports at the end of one step.
+    """Everything that one rank reports at the end of one step. The load is that step's; totals and counters may be of a
+    step before while requests run (``MetricsEmitter``).
 
     ``labels`` are ``ParallelState.metric_labels``: they tell the ranks apart in one sink.
     """

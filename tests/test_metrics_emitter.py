@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler_components import (
+    ConfigError,
     LoadSnapshot,
     MetricsEmitter,
     ParallelState,
@@ -95,6 +96,18 @@ def test_a_busy_step_seldom_asks_for_counters_and_an_idle_one_always_does() -> N
         emitter.emit()
     assert [stats.publisher.batches_sent for stats in sink.recorded] == [4, 5] + [6] * 16 + [7] * 2
     assert all(stats.totals.num_requests_total == stats.publisher.batches_sent for stats in sink.recorded)
+
+
+def test_counters_of_each_step_are_to_be_had() -> None:
+    sink, counters = Sink(), Counters()
+    emitter = MetricsEmitter(
+        parallel=ParallelState(), load=BusyLoad(), sink=sink, publisher=counters, counters_every_steps=1
+    )
+    for _ in range(3):
+        emitter.emit()
+    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 2, 3]
+    with pytest.raises(ConfigError, match="counters_every_steps"):
+        MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, counters_every_steps=0)
 
 
 def test_counters_that_could_not_be_read_are_asked_for_again() -> None:
