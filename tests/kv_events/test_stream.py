@@ -212,6 +212,25 @@ def test_what_is_kept_in_vain_is_no_more_than_what_stands(events_per_batch: int)
     assert base.num_bytes < 1.1 * (num_bytes / 16 * 2 + 1_000 * num_bytes / len(hashes))
 
 
+@pytest.mark.parametrize("events_per_batch", [1, 40, 400])
+def test_a_cache_that_forgets_in_order_has_no_payload_read(
+    events_per_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes in the order in which it came is soon gone whole; to write it anew before would be for nothing."""
+    read: list[bytes] = []
+    runs = PayloadReader.runs
+    monkeypatch.setattr(PayloadReader, "runs", lambda self, content: read.append(content) or runs(self, content))
+    monkeypatch.setattr(PayloadReader, "changes", lambda self, payload: read.append(payload))
+    encoder, base = BatchEncoder(), FoldedPayloads()
+    for first in range(0, 100 * events_per_batch, events_per_batch):
+        hashes = range(first, first + events_per_batch)
+        gone = BlockRemoved(tuple(each - 30 * events_per_batch for each in hashes))
+        batch = KVEventBatch(0.0, (*(run(each) for each in hashes), gone))
+        base.fold(*encoder.encode_told(batch, 0))
+    assert len(base) == 30 * events_per_batch
+    assert not read
+
+
 def test_the_garbage_collector_does_not_walk_the_base() -> None:
     encoder = BatchEncoder()
     stream = EventStream(epoch=bytes(16), max_steps=10, max_bytes=10**6)
