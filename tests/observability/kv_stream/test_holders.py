@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from observability.kv_stream import BlockView, holders
 from observability.kv_stream.holders import Holders, MaskTable
 from scheduler_components import BlockStored
-from scheduler_components.events import Tier
+from scheduler_components.events import Site, Tier
 
 
 def test_bits_are_the_lowest_that_are_free_and_come_back_when_they_are_swept_out() -> None:
@@ -31,13 +31,14 @@ def test_bits_are_the_lowest_that_are_free_and_come_back_when_they_are_swept_out
 
 def test_a_bit_that_is_retired_during_a_sweep_is_swept_out_by_the_next() -> None:
     found = Holders()
-    first, second = found.new_bit(), found.new_bit()
+    first, second, third = (found.new_bit() for _ in range(3))
     table = found.tiers[Tier.DEVICE]
-    table.add(first, range(1_000))
-    table.add(second, range(1_000))
+    for bit in (first, second, third):
+        table.add(bit, range(1_000))
     found.retire(first)
     found.sweep(1)
     found.retire(second)
+    found.retire(third)
     num_strides = 0
     while not found.is_swept:
         found.sweep(1)
@@ -97,6 +98,7 @@ def test_a_table_in_a_sweep_is_a_dict_of_sets(before: list[int], changes: list[t
     finally:
         holders.STRIDE = old
     assert not table.is_moving
+    assert table.lookup == table.masks.get
     assert table.masks == {block_hash: sum(held - {gone}) for block_hash, held in plain.items() if held - {gone}}
 
 
@@ -118,3 +120,33 @@ def test_masks_stay_narrow_however_often_a_rank_is_cleared_or_replaced(num_block
         while view.sweep():
             pass
     assert max(view._holders.new_bit() for _ in range(3)) <= 32
+
+
+def test_what_is_dropped_while_new_hashes_move_over_is_deleted() -> None:
+    table = MaskTable()
+    table.add(1, range(10))
+    sweep = table.sweeping(4)
+    next(sweep)
+    table.add(1, range(1_000, 1_000 + 3 * holders.STRIDE))  # kept apart from what is walked
+    assert len(table.masks) == 10
+    next(sweep)
+    assert table.is_moving
+    assert len(table.masks) > 10
+    assert table.drop(1, range(5)) == 5
+    assert set(table.masks) & set(range(10)) == set(range(5, 10))
+    assert len(list(sweep)) < 4
+    assert set(table.masks) == {*range(5, 10), *range(1_000, 1_000 + 3 * holders.STRIDE)}
+
+
+def test_a_site_that_a_rank_leaves_keeps_its_table_until_that_is_swept() -> None:
+    found, site = Holders(), ("FS", None, None, "a")
+    used: dict[Site, MaskTable] = {}
+    table, bit = found.open_site(found.further, used, site), found.new_bit()
+    table.add(bit, range(10_000))
+    found.retire(bit)
+    found.close_sites(found.further, used)
+    assert (used, found.further) == ({}, {site: table})
+    while not found.is_swept:
+        found.sweep(1)
+    assert found.further == {}
+    assert table.is_empty

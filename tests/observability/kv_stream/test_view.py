@@ -434,3 +434,15 @@ def test_sites_that_nobody_uses_any_more_are_forgotten(kind: str, num_blocks: in
     finally:
         tracemalloc.stop()
     assert grown < 60 * 100
+
+
+def test_a_rank_that_gets_a_bit_that_was_swept_out_finds_nothing_of_the_one_before() -> None:
+    view = BlockView()
+    sites = [told(1), told(2, group_idx=1), told(3, group_idx=1, kv_cache_spec_kind="sliding_window")]
+    view.apply(0, [*sites, stored(*range(100, 1_000)), AllBlocksCleared()])
+    while view.sweep():
+        pass
+    for rank in (1, 2, 3):  # one of them has it
+        view.apply(rank, [told(5), told(6, group_idx=1), told(2)])
+        assert view.blocks_by_site(rank) == {("GPU", None, None, None): {5, 2}, ("GPU", 1, None, None): {6}}
+        assert (view.block_count(rank), view.counters(rank).duplicate_stores) == (3, 0)
