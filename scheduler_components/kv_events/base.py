@@ -33,7 +33,7 @@ from scheduler_components.events import (
     site_of,
 )
 from scheduler_components.kv_events.codec import ENCODE_ERRORS, part_of, rank_of, read_event
-from scheduler_components.kv_events.lowering import Changes
+from scheduler_components.kv_events.lowering import Change, Changes
 from scheduler_components.kv_events.native import NATIVE, cut_event, told_of
 
 __all__ = ["BlockState", "FoldedPayloads", "PayloadReader", "Run", "Segment", "Source", "collapse", "segment_bytes"]
@@ -504,7 +504,7 @@ class PayloadReader:
             if not changes or changes[-1][0] is not kind or changes[-1][1] != site:
                 changes.append((kind, site, []))
             changes[-1][2].extend(hashes)
-        return tuple([(kind, site, array("q", hashes).tobytes()) for kind, site, hashes in changes])
+        return tuple([Change(kind, site, array("q", hashes).tobytes()) for kind, site, hashes in changes])
 
     def runs(self, content: bytes) -> list[Run[msgspec.Raw]]:
         """The runs of a source: of one payload, or of a list of them."""
@@ -581,14 +581,14 @@ class FoldedPayloads:
     def fold(self, payload: bytes, changes: Changes | None = None) -> None:
         """Fold one batch, which changes what its encoder has told; None where it told nothing."""
         state, source = self._state, None
-        for kind, site, packed in self._reader.changes(payload) if changes is None else changes:
-            hashes = memoryview(packed).cast("q").tolist()
-            if kind is BlockStored:
+        for change in self._reader.changes(payload) if changes is None else changes:
+            hashes = memoryview(change.hashes).cast("q").tolist()
+            if change.kind is BlockStored:
                 if source is None:
                     source = self._source_of(len(payload))
-                state.store(site, hashes, source)
-            elif kind is BlockRemoved:
-                state.remove(site, hashes)
+                state.store(change.site, hashes, source)
+            elif change.kind is BlockRemoved:
+                state.remove(change.site, hashes)
             else:
                 state.clear()
                 if self._filling is not None:

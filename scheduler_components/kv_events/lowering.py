@@ -43,6 +43,7 @@ __all__ = [
     "LOWERINGS",
     "OPTIONS",
     "REQUIRED",
+    "Change",
     "Changes",
     "Lowering",
     "compiled",
@@ -60,9 +61,22 @@ IS_UNFILLED = "len({0}token_ids) != len({0}block_hashes) * {0}block_size"
 """As source: to call a function for every event would cost as much as half of the check's loop."""
 
 
-Changes: TypeAlias = tuple[tuple[type[WireEvent], Site, bytes], ...]
-"""What a batch changes, in order: stored or removed, or cleared; where; the hashes, eight bytes each, as this machine
-has integers in memory."""
+class Change(msgspec.Struct, frozen=True, gc=False):
+    """What neighbouring events of one kind change at one site. No object of the garbage collector's: a window has many.
+
+    Attributes:
+        kind: stored or removed; or cleared, which has no hashes.
+        site: where.
+        hashes: eight bytes each, as this machine has integers in memory.
+    """
+
+    kind: type[WireEvent]
+    site: Site
+    hashes: bytes
+
+
+Changes: TypeAlias = tuple[Change, ...]
+"""What a batch changes, in order."""
 
 
 def compiled(name: str, source: str, scope: dict[str, Any]) -> Any:
@@ -109,7 +123,7 @@ def packed(changes: list[tuple[type[WireEvent], Site, list[int]]]) -> Changes | 
         row = _pack_hashes[len(hashes)](*hashes)
         if _PACKED_BOOL in row and {*map(type, hashes)} != {int}:
             return None
-        told.append((kind, site, row))
+        told.append(Change(kind, site, row))
     return tuple(told)
 
 
@@ -119,13 +133,13 @@ def _change_of(event: Any) -> Changes | None:
     if kind not in WIRE_EVENTS:
         return None
     if kind is AllBlocksCleared:
-        return ((kind, HERE, b""),)
+        return (Change(kind, HERE, b""),)
     hashes = event.block_hashes
     try:
         row = _pack_hashes[len(hashes)](*hashes)
     except PackError:
         return None
-    return ((kind, site_of(event.medium, event.group_idx, event.locality, event.ownership), row),)
+    return (Change(kind, site_of(event.medium, event.group_idx, event.locality, event.ownership), row),)
 
 
 # How one kind of event stands on the wire, as source.

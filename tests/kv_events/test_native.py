@@ -303,9 +303,10 @@ PAIR = VllmStored([5, WIDE], None, [7, 7], 1, None, "GPU", None)
 def joined(changes: Changes) -> list[tuple[object, object, bytes]]:
     """Neighbours of one kind and site as one."""
     found: list[tuple[object, object, bytes]] = []
-    for kind, site, hashes in changes:
-        before = found.pop()[2] if found and found[-1][:2] == (kind, site) else b""
-        found.append((kind, site, before + hashes))
+    for change in changes:
+        place = (change.kind, change.site)
+        before = found.pop()[2] if found and found[-1][:2] == place else b""
+        found.append((*place, before + change.hashes))
     return found
 
 
