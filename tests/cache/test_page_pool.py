@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -123,6 +123,54 @@ def test_pages_come_in_a_fixed_order() -> None:
     assert list(pool.allocate(4)) == [0, 1, 2, 3]
     pool.free([1, 3])
     assert list(pool.allocate(3)) == [1, 3, 4]
+    pool.to_cache([3, 0, 4])
+    pool.from_cache([3, 0, 4])
+    assert list(pool.allocate(4)) == [3, 0, 4, 5]
+
+
+def test_what_begins_and_ends_like_a_run_need_not_be_one() -> None:
+    pool = PagePool(16)
+    pool.allocate(16)
+    pool.to_cache([0, 9, 2, 3])
+    pool.check([0, 2, 3, 9])
+    with pytest.raises(CacheIntegrityError, match="page 9 is cached"):
+        pool.to_cache([1, 9, 10, 4])
+    pool.check([0, 2, 3, 9])
+
+
+def test_a_run_is_not_mistaken_for_its_neighbours() -> None:
+    pool = PagePool(12)
+    pool.free(pool.allocate(12)[4:8])
+    for free_run in ([4, 5, 6, 7], [5, 6, 7, 8], [3, 4, 5, 6]):
+        with pytest.raises(CacheIntegrityError, match="is free, not held"):
+            pool.free(free_run)
+    assert list(pool.allocate(4)) == [4, 5, 6, 7]
+
+
+@settings(deadline=None, max_examples=50)
+@given(order=st.permutations(range(400)), num_moved=st.integers(100, 400), wrong=st.integers(0, 399))
+def test_many_pages_in_any_order_are_moved_all_or_none(order: list[int], num_moved: int, wrong: int) -> None:
+    pool = PagePool(400)
+    pool.allocate(400)
+    pages = order[:num_moved]
+    pool.to_cache(pages)
+    pool.check(pages)
+    at = wrong % num_moved
+    for bad in ([*pages[:at], pages[at - 1], *pages[at + 1 :]], [*pages[:at], 400, *pages[at + 1 :]]):
+        with pytest.raises(CacheIntegrityError):
+            pool.from_cache(bad)
+        pool.check(pages)
+    pool.from_cache(pages)
+    assert list(pool.allocate(num_moved)) == pages
+
+
+def test_pages_that_are_named_twice_are_counted() -> None:
+    pool = PagePool(4)
+    first, second, _ = pool.allocate(3)
+    for call in (pool.free, pool.to_cache, pool.expect_held):
+        with pytest.raises(CacheIntegrityError, match="2 of 4 pages are named twice"):
+            call([first, second, first, second])
+    assert (pool.num_free, pool.num_held, pool.num_cached) == (1, 3, 0)
 
 
 def test_a_check_names_the_numbers() -> None:
