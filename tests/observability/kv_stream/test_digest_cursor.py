@@ -410,3 +410,54 @@ def test_a_relay_that_does_not_know_its_upstream_is_partial_whatever_the_digest_
     cursor.live(1, payload(1))
     meta(cursor, Kind.STATUS, at(OLD, 1), first=1, upstream="partial")
     assert cursor.state is StreamState.PARTIAL
+
+
+def test_everything_is_counted_as_often_as_it_happens() -> None:
+    cursor = opened()
+    for life in (NEW, OLD):
+        cursor.probe()
+        meta(cursor, Kind.STATUS, at(life, 1))
+        take_snapshot(cursor, at(life, 1))
+    assert (cursor.counters.restarts, cursor.counters.snapshots) == (2, 3)
+    for _ in range(2):
+        cursor.probe()
+        ask = cursor.open_ask or 0
+        cursor.answer_meta(ask, Meta(b"another!", OLD, 0, 1, Kind.STATUS, False, 1, at(OLD, 1).chain))
+        assert cursor.answer_missing(ask - 1) == ()
+        [later] = cursor.answer_missing(ask)
+        assert isinstance(later, RetryLater)
+        cursor.retry()
+        meta(cursor, Kind.STATUS, at(OLD, 1))
+    assert (cursor.counters.stale_answers, cursor.counters.unanswered) == (2, 2)
+    assert cursor.state is StreamState.LIVE
+
+
+def test_one_question_at_a_time() -> None:
+    cursor = opened()
+    assert len(cursor.probe()) == 1
+    assert cursor.probe() == ()
+    assert cursor.retry() == ()
+
+
+def test_a_clear_heals_also_while_a_question_is_open() -> None:
+    cursor = opened()
+    cursor.live(3, payload(3))
+    cursor.damaged()
+    assert cursor.state is StreamState.PARTIAL
+    assert len(cursor.probe()) == 1
+    cursor.live(4, payload(4))
+    cursor.cleared()
+    assert cursor.state is StreamState.LIVE
+
+
+def test_a_publisher_that_was_given_up_is_asked_nothing_more_until_it_is_back() -> None:
+    cursor = opened()
+    cursor.probe()
+    cursor.answer_missing(cursor.open_ask or 0)
+    [clear] = cursor.gave_up()
+    assert isinstance(clear, Clear)
+    assert (cursor.state, cursor.last_seq) == (StreamState.DEAD, -1)
+    assert cursor.retry() == cursor.probe() == ()
+    assert cursor.connected() == (AskReplay(3, 0, Verb.SYNC, NO_EPOCH),)
+    assert take_snapshot(cursor, at(NEW, 2)) == (SwapInStaged(),)
+    assert cursor.state is StreamState.LIVE
