@@ -281,6 +281,7 @@ class Engine:
             raise ConfigError("storage", kind, "is not a store that the engine can clear", hint)
         if not self.front.is_idle:
             return None
+        await self.dump_caches()  # answered when no page is on its way any more
         self.front.forget_storage()
         if any(dump.stored_hashes for dump in (await self.dump_caches()).values()):
             return None

@@ -198,7 +198,7 @@ def test_a_store_that_is_cleared_is_empty_told_and_filled_again(tmp_path: Path, 
                 await asyncio.sleep(0)
             assert (await client.post("/clear_hicache_storage_backend")).status_code == 400
             await asked
-            await engine.wait_until_idle()
+            await stored()  # and so no page is on its way
             num_files = sum(path.is_file() for path in (tmp_path / "pages").rglob("*/*"))
             cleared = await client.post("/clear_hicache_storage_backend")
             assert (cleared.status_code, cleared.text) == (200, f"Storage cleared: {num_files} pages.\n")
