@@ -12,25 +12,29 @@ import msgspec
 
 from benchmarks.measure import Measurement
 
-__all__ = ["as_json", "as_table", "machine"]
+__all__ = ["JsonReport", "JsonRow", "as_json", "as_table", "machine", "number_text", "read_json"]
 
 _LIBRARIES = ("msgspec", "pyzmq", "prometheus-client")
 
 
-class _JsonRow(msgspec.Struct, frozen=True):
+class JsonRow(msgspec.Struct, frozen=True):
+    """One measurement. ``samples`` has every turn's values, ours and by name. What could not be measured is None."""
+
     section: str
     what: str
     unit: str
-    value: float
+    value: float | None
     ratios: dict[str, float]
     goal: str
     reached: bool | None
-    samples: dict[str, list[float]]
+    samples: dict[str, list[float | None]]
 
 
-class _JsonReport(msgspec.Struct, frozen=True):
+class JsonReport(msgspec.Struct, frozen=True):
+    """One run, and what it ran on."""
+
     machine: dict[str, str]
-    rows: list[_JsonRow]
+    rows: list[JsonRow]
 
 
 def machine() -> dict[str, str]:
@@ -45,14 +49,20 @@ def machine() -> dict[str, str]:
 
 def as_json(rows: Iterable[Measurement]) -> bytes:
     """Everything, with the value of every turn."""
-    return msgspec.json.format(msgspec.json.encode(_JsonReport(machine(), [_json_row(row) for row in rows])))
+    return msgspec.json.format(msgspec.json.encode(JsonReport(machine(), [_json_row(row) for row in rows])))
 
 
-def _json_row(row: Measurement) -> _JsonRow:
-    ratios = {name: ratio for name in row.beside if (ratio := row.ratio(name)) is not None}
+def read_json(text: bytes) -> JsonReport:
+    """Inverse of ``as_json``; msgspec.ValidationError for anything else."""
+    return msgspec.json.decode(text, type=JsonReport)
+
+
+def _json_row(row: Measurement) -> JsonRow:
+    found = {name: row.ratio(name) for name in row.beside}
+    ratios = {name: ratio for name, ratio in found.items() if ratio is not None and math.isfinite(ratio)}
     samples = {"ours": list(row.ours)} | {name: list(values) for name, values in row.beside.items()}
     goal = str(row.goal) if row.goal else ""
-    return _JsonRow(row.section, row.what, row.unit, row.value, ratios, goal, row.reached, samples)
+    return JsonRow(row.section, row.what, row.unit, row.value, ratios, goal, row.reached, samples)
 
 
 def as_table(rows: Sequence[Measurement]) -> str:
@@ -73,13 +83,14 @@ def _cells(row: Measurement) -> tuple[str, str, str, str, str]:
         ratio = row.ratio(name)
         middle = sorted(values)[len(values) // 2]
         told = "" if ratio is None or not math.isfinite(ratio) else f" ({ratio:.2f}x)"
-        beside.append(f"{name} {_number(middle)}{told}")
+        beside.append(f"{name} {number_text(middle)}{told}")
     mark = {True: "reached", False: "MISSED", None: "-" if row.goal else ""}[row.reached]
     unit = f" {row.unit}" if row.unit else ""
-    return row.what, _number(row.value) + unit, ", ".join(beside), str(row.goal or ""), mark
+    return row.what, number_text(row.value) + unit, ", ".join(beside), str(row.goal or ""), mark
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
+    """Three digits that matter."""
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= 100 or value == int(value):

@@ -1,0 +1,119 @@
+"""Writes the tables of README.md and benchmarks/README.md from one run: ``python -m benchmarks.tables``.
+
+The run is ``benchmarks/results.json``, which ``make bench BENCH_ARGS='--json benchmarks/results.json'`` writes. So no
+figure in a document is of another day than the one beside it, and none can be left out: a goal that is missed needs
+its reason in ``REASONS``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks.misses import REASONS
+from benchmarks.report import JsonReport, JsonRow, number_text, read_json
+
+__all__ = ["headline", "missed_goals", "results", "unexplained", "with_tables"]
+
+RESULTS = Path(__file__).with_name("results.json")
+PAGES = (Path(__file__).with_name("README.md"), Path(__file__).parents[1] / "README.md")
+
+HEADLINE: tuple[tuple[str, str], ...] = ()
+"""Rows of README.md: section, and the beginning of what was measured."""
+
+
+def results(report: JsonReport) -> str:
+    """Every row, one table a section, and what it was measured on."""
+    told = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    tables = [f"Of one run ({told}):"]
+    for section, rows in groupby(report.rows, lambda row: row.section):
+        tables.append(f"### {section}\n\n" + _table(rows))
+    return "\n\n".join(tables)
+
+
+def headline(report: JsonReport) -> str:
+    """The rows that a person asks for first."""
+    found = [
+        next(row for row in report.rows if row.section == section and row.what.startswith(what))
+        for section, what in HEADLINE
+    ]
+    return _table(found)
+
+
+def missed_goals(report: JsonReport) -> str:
+    """Each reason, after the rows that it explains."""
+    lines = []
+    for pattern, reason in REASONS:
+        rows = [row for row in _missed(report) if re.match(pattern, _name(row))]
+        if rows:
+            named = "; ".join(f"{_name(row)} ({_got(row)}, goal {row.goal})" for row in rows)
+            lines.append(f"- **{named}.** {reason}")
+    return "\n".join(lines)
+
+
+def unexplained(report: JsonReport) -> list[str]:
+    """Goals that were missed and have no reason, or several."""
+    return [
+        _name(row)
+        for row in _missed(report)
+        if sum(re.match(pattern, _name(row)) is not None for pattern, _ in REASONS) != 1
+    ]
+
+
+def with_tables(page: str, report: JsonReport) -> str:
+    """``page`` with what stands between its marks (``<!-- results -->`` to ``<!-- /results -->``) written anew."""
+    for mark, write in {"results": results, "headline": headline, "missed": missed_goals}.items():
+        pattern = rf"(?s)(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
+        if re.search(pattern, page):
+            text = write(report)
+            page = re.sub(pattern, lambda found, text=text: f"{found[1]}\n{text}\n\n{found[2]}", page)
+    return page
+
+
+def _missed(report: JsonReport) -> Iterator[JsonRow]:
+    return (row for row in report.rows if row.reached is False)
+
+
+def _name(row: JsonRow) -> str:
+    return f"{row.section}: {row.what}"
+
+
+def _got(row: JsonRow) -> str:
+    _, _, beside = row.goal.partition(" x ")
+    return f"{row.ratios[beside]:.2f}x" if beside in row.ratios else _figure(row)
+
+
+def _figure(row: JsonRow) -> str:
+    return "not measured" if row.value is None else f"{number_text(row.value)} {row.unit}".rstrip()
+
+
+def _table(rows: Iterable[JsonRow]) -> str:
+    lines = ["| what | figure | beside (ours / theirs) | goal |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        beside = ", ".join(_beside(row, name, samples) for name, samples in row.samples.items() if name != "ours")
+        mark = {True: " reached", False: " **missed**", None: ""}[row.reached]
+        lines.append(f"| {row.what} | {_figure(row)} | {beside} | {row.goal}{mark} |")
+    return "\n".join(lines)
+
+
+def _beside(row: JsonRow, name: str, samples: Sequence[float | None]) -> str:
+    measured = sorted(value for value in samples if value is not None)
+    if not measured:
+        return f"{name}: not measured"
+    return f"{name} {number_text(measured[len(measured) // 2])}" + (
+        f" ({row.ratios[name]:.2f}x)" if name in row.ratios else ""
+    )
+
+
+def main() -> None:
+    report = read_json(RESULTS.read_bytes())
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(), report))
+    for name in unexplained(report):
+        print(f"missed, without a reason of its own in benchmarks/misses.py: {name}")
+
+
+if __name__ == "__main__":
+    main()

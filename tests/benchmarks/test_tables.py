@@ -1,0 +1,65 @@
+"""The tables in the documents are those of the run that is kept beside them, and no missed goal is left out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.measure import Goal, Measurement
+from benchmarks.report import JsonReport, as_json, read_json
+
+ROWS = (
+    Measurement("codec", "encode", "us", (2.0, 4.0, 3.0), {"limit": (1.0, 2.0, 1.5)}, Goal(1.5, "limit")),
+    Measurement("codec", "decode", "us", (2.0, 2.0, 2.0), {}, Goal(2.5)),
+    Measurement("view", "apply", "blocks/s", (1_500_000.0,), {"Dynamo": (math.nan,)}, Goal(2.0, "Dynamo")),
+    Measurement("view", "bytes a block", "", (143.0,)),
+)
+
+
+@pytest.fixture
+def report() -> JsonReport:
+    return read_json(as_json(ROWS))
+
+
+def test_a_table_a_section_has_every_row(report: JsonReport) -> None:
+    text = tables.results(report)
+    assert "| encode | 3 us | limit 1.5 (2.00x) | <= 1.5 x limit **missed** |" in text
+    assert "| decode | 2 us |  | <= 2.5 reached |" in text
+    assert "| apply | 1,500,000 blocks/s | Dynamo: not measured | <= 2 x Dynamo |" in text
+    assert "| bytes a block | 143 |  |  |" in text
+    assert text.index("### codec") < text.index("### view")
+
+
+def test_a_missed_goal_without_a_reason_of_its_own_is_named(
+    report: JsonReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "REASONS", ())
+    assert tables.unexplained(report) == ["codec: encode"]
+    monkeypatch.setattr(tables, "REASONS", (("codec: enc", "Tuples."), ("codec", "Others.")))
+    assert tables.unexplained(report) == ["codec: encode"]
+    monkeypatch.setattr(tables, "REASONS", (("codec: enc", "Tuples."), ("view", "Others.")))
+    assert tables.unexplained(report) == []
+    assert tables.missed_goals(report) == "- **codec: encode (2.00x, goal <= 1.5 x limit).** Tuples."
+
+
+def test_only_what_stands_between_marks_is_written_anew(report: JsonReport) -> None:
+    page = "above\n<!-- results -->\nold\n<!-- /results -->\nbelow\n"
+    assert tables.with_tables(page, report) == (
+        f"above\n<!-- results -->\n\n{tables.results(report)}\n\n<!-- /results -->\nbelow\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def kept() -> JsonReport:
+    return read_json(tables.RESULTS.read_bytes())
+
+
+def test_the_documents_tell_the_run_that_is_kept(kept: JsonReport) -> None:
+    for page in tables.PAGES:
+        assert tables.with_tables(page.read_text(), kept) == page.read_text(), "run `python -m benchmarks.tables`"
+
+
+def test_every_goal_that_the_kept_run_missed_has_its_reason(kept: JsonReport) -> None:
+    assert tables.unexplained(kept) == []
