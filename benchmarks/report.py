@@ -48,8 +48,13 @@ def machine() -> dict[str, str]:
 
 
 def as_json(rows: Iterable[Measurement]) -> bytes:
-    """Everything, with the value of every turn."""
-    return msgspec.json.format(msgspec.json.encode(JsonReport(machine(), [_json_row(row) for row in rows])))
+    """Everything, with the value of every turn; a row a line."""
+    return _as_lines(JsonReport(machine(), [_json_row(row) for row in rows]))
+
+
+def _as_lines(report: JsonReport) -> bytes:
+    head = msgspec.json.encode(JsonReport(report.machine, [])).removesuffix(b"]}")
+    return head + b"\n" + b",\n".join(map(msgspec.json.encode, report.rows)) + b"]}\n"
 
 
 def read_json(text: bytes) -> JsonReport:

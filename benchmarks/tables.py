@@ -20,7 +20,18 @@ __all__ = ["headline", "missed_goals", "results", "unexplained", "with_tables"]
 RESULTS = Path(__file__).with_name("results.json")
 PAGES = (Path(__file__).with_name("README.md"), Path(__file__).parents[1] / "README.md")
 
-HEADLINE: tuple[tuple[str, str], ...] = ()
+HEADLINE = (
+    ("publish", "publish() p50, 64 events, idle() called"),
+    ("publish", "publish() p50, 64 events, no idle()"),
+    ("saturated", "delivery p99, 64 events"),
+    ("replay", "live p99 while replaying, loop that also waits"),
+    ("replay", "first answer of an idle publisher"),
+    ("load", "get_loads(), 10,000 waiting"),
+    ("step", "emit(), 64 running, publisher attached, in process"),
+    ("trace", "a request of a trace, pages of 16, no events"),
+    ("view", "deepest prefix of 128 blocks, 256 ranks of one depth"),
+    ("relay", "added delay p50, 2,000 batches/s of 1 block"),
+)
 """Rows of README.md: section, and the beginning of what was measured."""
 
 
@@ -29,7 +40,7 @@ def results(report: JsonReport) -> str:
     told = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     tables = [f"Of one run ({told}):"]
     for section, rows in groupby(report.rows, lambda row: row.section):
-        tables.append(f"### {section}\n\n" + _table(rows))
+        tables.append(f"#### {section}\n\n" + _table(rows))
     return "\n\n".join(tables)
 
 
@@ -39,17 +50,19 @@ def headline(report: JsonReport) -> str:
         next(row for row in report.rows if row.section == section and row.what.startswith(what))
         for section, what in HEADLINE
     ]
-    return _table(found)
+    lines = ["| what | this kit | beside (ours / theirs) |", "| --- | --- | --- |"]
+    lines += [f"| {row.what} | {_figure(row)} | {_all_beside(row, without=('limit', 'kit'))} |" for row in found]
+    return "\n".join(lines)
 
 
 def missed_goals(report: JsonReport) -> str:
-    """Each reason, after the rows that it explains."""
+    """Each reason, and below it the rows that it explains."""
     lines = []
     for pattern, reason in REASONS:
         rows = [row for row in _missed(report) if re.match(pattern, _name(row))]
         if rows:
-            named = "; ".join(f"{_name(row)} ({_got(row)}, goal {row.goal})" for row in rows)
-            lines.append(f"- **{named}.** {reason}")
+            lines.append(f"- {reason}")
+            lines += [f"    - {_name(row)}: {_got(row)}, goal {row.goal}" for row in rows]
     return "\n".join(lines)
 
 
@@ -92,10 +105,15 @@ def _figure(row: JsonRow) -> str:
 def _table(rows: Iterable[JsonRow]) -> str:
     lines = ["| what | figure | beside (ours / theirs) | goal |", "| --- | --- | --- | --- |"]
     for row in rows:
-        beside = ", ".join(_beside(row, name, samples) for name, samples in row.samples.items() if name != "ours")
+        beside = _all_beside(row)
         mark = {True: " reached", False: " **missed**", None: ""}[row.reached]
         lines.append(f"| {row.what} | {_figure(row)} | {beside} | {row.goal}{mark} |")
     return "\n".join(lines)
+
+
+def _all_beside(row: JsonRow, without: tuple[str, ...] = ()) -> str:
+    names = (name for name in row.samples if name != "ours" and not name.startswith(without))
+    return ", ".join(_beside(row, name, row.samples[name]) for name in names)
 
 
 def _beside(row: JsonRow, name: str, samples: Sequence[float | None]) -> str:
