@@ -405,6 +405,31 @@ def test_a_step_of_an_answer_builds_a_bounded_part_of_a_large_message() -> None:
     assert all(len(each) >= len(chunk) / 2 for each, chunk in zip(steps, chunks, strict=True))
 
 
+@pytest.mark.parametrize("request_", [Request(0), Request(0, Verb.SNAPSHOT, TOKEN)])
+def test_the_first_chunk_of_a_base_clears_and_no_other_does(request_: Request) -> None:
+    cursors = cursors_of(stream_of_runs(60, max_steps=2))
+    ask(cursors, request_)
+    batches = [BatchDecoder().decode(message[-1]) for message in answer(cursors) if message[-2] != END_SEQ]
+    clears = [sum(isinstance(event, AllBlocksCleared) for event in batch.events) for batch in batches]
+    assert len(clears) > 4
+    assert (clears[0], isinstance(batches[0].events[0], AllBlocksCleared), sum(clears)) == (1, True, 1)
+
+
+def test_every_answer_that_is_cut_is_counted() -> None:
+    cursors = cursors_of(stream_of(3), max_clients=2)
+    for client in (b"a", b"b", b"c", b"d"):
+        ask(cursors, 0, client)
+    for client, gives_way in ((b"a", b"c"), (b"b", b"d")):
+        cursors.full(client, 0.0)
+        assert client in cursors.clients
+        cursors.full(client, 60.0)
+        assert client not in cursors.clients
+        assert gives_way in cursors.clients
+    assert cursors.num_truncated == 2
+    cursors.cut_short()
+    assert cursors.num_truncated == 4
+
+
 def test_cutting_short_ends_every_answer() -> None:
     cursors = cursors_of(stream_of(3))
     ask(cursors, 0)
