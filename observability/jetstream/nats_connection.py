@@ -24,6 +24,10 @@ NATS_ERRORS = (nats.errors.Error, OSError, asyncio.TimeoutError, ValueError)
 _RECONNECT_WAIT_S = 0.25
 _CONNECT_TIMEOUT_S = 2
 _PING_INTERVAL_S = 5
+_CLOSING_S = 2.0
+_CANCEL_AGAIN_S = 3.0
+"""Longer than closing takes: a second cancellation would cut it."""
+
 _MAX_PINGS_OUT = 2
 """A server that is stopped or cut off is noticed after two of these pings; a closed one at once."""
 
@@ -92,8 +96,10 @@ class NatsThread:
             self._thread.join()
 
     def _cancel(self) -> None:
-        if self._main is not None:
+        """Cancel until it ends: a library that is cancelled while it waits for an answer may keep that to itself."""
+        if self._main is not None and self._loop is not None and not self._main.done():
             self._main.cancel()
+            self._loop.call_later(_CANCEL_AGAIN_S, self._cancel)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -160,6 +166,6 @@ async def _closed(client: Client) -> None:
     """Close the connection, whatever state it is in."""
     closing: Awaitable[None] = client.close()
     try:
-        await asyncio.wait_for(closing, 2.0)
+        await asyncio.wait_for(closing, _CLOSING_S)
     except NATS_ERRORS as error:
         _log.debug("closing the connection: %s", error)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from observability.jetstream import (
     Beat,
     JetStreamConfig,
     LogAddress,
+    nats_connection,
     nats_writer,
     open_jetstream_subscriber,
     open_jetstream_writer,
@@ -355,3 +358,32 @@ def test_a_cluster_of_three_loses_the_one_that_leads_the_log(nats_cluster: Any, 
         with read(config) as late:
             wait_for_whole(late, feeder)
         assert not writer.stats()[0].is_superseded
+
+
+class DeafOnce:
+    """Keeps the first cancellation to itself, as a library may that waits for an answer just then."""
+
+    def __init__(self) -> None:
+        self.is_running = threading.Event()
+
+    async def run(self, client: Any) -> None:
+        self.is_running.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    def broker_lost(self) -> None:
+        """Nothing."""
+
+    def broker_back(self) -> None:
+        """Nothing."""
+
+
+def test_a_thread_ends_though_a_cancellation_was_lost(nats_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen once: closing a reader waited for ever."""
+    monkeypatch.setattr(nats_connection, "_CANCEL_AGAIN_S", 0.05)
+    user = DeafOnce()
+    thread = nats_connection.NatsThread(config_of(nats_server), user, name="deaf")
+    thread.start()
+    assert user.is_running.wait(20)
+    thread.stop()
