@@ -219,7 +219,7 @@ def config_texts(draw: st.DrawFn) -> str:
                 "buffer_steps": _COUNTS,
                 "hwm": _COUNTS,
                 "max_queue_size": _COUNTS,
-                "topic": st.text(st.characters(codec="utf-8"), max_size=8),
+                "topic": st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8),
                 "dialect": st.sampled_from(DIALECTS),
                 "bind": st.sampled_from([None, True]),
                 "replay_framing": st.sampled_from(REPLAY_FRAMINGS),
