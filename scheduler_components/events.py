@@ -13,6 +13,7 @@ by position.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -42,6 +43,7 @@ __all__ = [
     "signed_block_hash",
     "site_of",
     "tier_of",
+    "runs_of_true",
 ]
 
 MEDIUM_GPU = "GPU"
@@ -262,3 +264,14 @@ def signed_block_hash(block_hash: object) -> int:
         raise TypeError(f"a hash is {type(block_hash).__name__}, not an integer")
     low = block_hash & 0xFFFF_FFFF_FFFF_FFFF
     return low - 2**64 if low >= 2**63 else low
+
+
+def runs_of_true(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Where neighbours are all true, of the blocks of an event say: first, and one after the last."""
+    first = None
+    for index, flag in enumerate((*flags, False)):
+        if flag and first is None:
+            first = index
+        elif not flag and first is not None:
+            yield first, index
+            first = None

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import astuple, replace
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, KVCacheEvent, KVEventBatch
-from scheduler_components.events import WireEvent
+from scheduler_components.events import WireEvent, runs_of_true
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, DecodedBatch, part_of, read_event
 
 __all__ = ["RawCleared", "RawKeepingDecoder", "RawRemoved", "RawStored", "SourceForm", "removals_of"]
@@ -126,20 +126,9 @@ def removals_of(event: BlockRemoved, gone: AbstractSet[int]) -> Iterator[BlockRe
     if not isinstance(event, RawRemoved):
         yield replace(event, block_hashes=tuple([each for each in event.block_hashes if each in gone]))
         return
-    for first, stop in _runs([each in gone for each in event.block_hashes]):
+    for first, stop in runs_of_true([each in gone for each in event.block_hashes]):
         cut = part_of(cast("KVCacheEvent", msgspec.Raw(event.raw)), first, stop)
         yield replace(event, block_hashes=event.block_hashes[first:stop], raw=bytes(cast("msgspec.Raw", cut)))
-
-
-def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """First and stop of each run of True."""
-    first = None
-    for index, flag in enumerate((*flags, False)):
-        if flag and first is None:
-            first = index
-        elif not flag and first is not None:
-            yield first, index
-            first = None
 
 
 _ARRAY_FIRST_BYTES = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}

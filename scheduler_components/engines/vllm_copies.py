@@ -13,14 +13,14 @@ hold what the pool holds then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
+from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, runs_of_true
 
 __all__ = ["ONCE_PER_BLOCK", "ToldBlocks", "tell_removals_of_last_copies"]
 
@@ -82,18 +82,7 @@ class ToldBlocks:
         told.update(hashes)
         if True in is_new and len(event.token_ids) != len(hashes) * event.block_size:
             return (event,)  # of a group that skips blocks: its tokens cannot be divided among those it names
-        return [_blocks(event, first, stop) for first, stop in _runs(is_new)]
-
-
-def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Where neighbours are all true: first, and one after the last."""
-    first = None
-    for index, flag in enumerate((*flags, False)):
-        if flag and first is None:
-            first = index
-        elif not flag and first is not None:
-            yield first, index
-            first = None
+        return [_blocks(event, first, stop) for first, stop in runs_of_true(is_new)]
 
 
 def _blocks(event: Any, first: int, stop: int) -> Any:
