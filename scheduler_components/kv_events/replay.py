@@ -205,11 +205,14 @@ class _Cursor:
                 self.full_since_s = None
         self.message = next(self.messages)
 
-    def has_stuck(self, now_s: float) -> bool:
-        """The client took nothing just now; True when it has hardly taken anything for a while."""
+    def full(self, now_s: float) -> None:
+        """The client took nothing just now."""
         if self.full_since_s is None:
             self.full_since_s, self.num_taken = now_s, 0
-        return now_s - self.full_since_s >= _STUCK_AFTER_S
+
+    def is_stuck(self, now_s: float) -> bool:
+        """True when the client has hardly taken anything for a while."""
+        return self.full_since_s is not None and now_s - self.full_since_s >= _STUCK_AFTER_S
 
 
 class ReplayCursors:
@@ -315,6 +318,10 @@ class ReplayCursors:
     def num_waiting(self) -> int:
         """Requests that wait for a place."""
         return len(self._waiting)
+
+    def may_go_on(self, now_s: float) -> bool:
+        """True while an open client is not stuck, or another waits for the place of one that is."""
+        return bool(self._waiting) or not all(cursor.is_stuck(now_s) for cursor in self._cursors.values())
 
     def _admit(self) -> None:
         """Open answers of those who wait, while there are places."""
@@ -455,7 +462,9 @@ class ReplayCursors:
 
     def full(self, client: bytes, now_s: float) -> None:
         """``client`` can take no message now. When it has been stuck for a while, it gives way to one who waits."""
-        if self._cursors[client].has_stuck(now_s) and self._waiting:
+        cursor = self._cursors[client]
+        cursor.full(now_s)
+        if cursor.is_stuck(now_s) and self._waiting:
             self.num_truncated += 1
             self.drop(client)
 

@@ -7,7 +7,8 @@ there is something to do, and goes back to sleep when nothing is left to watch.
 
 At first it dozes, for a quarter of a second: it waits for a lock, which costs the scheduler a third of what a byte in a
 pipe does (8 us against 25 where caches are cold, and a step of an engine leaves them so). A replay client waits for the
-end of its nap then. When nothing has come for longer it sleeps on its descriptors, without any wake-up of its own.
+end of its nap then. When nothing has come for longer it sleeps on its descriptors, without any wake-up of its own;
+while a replay client is stuck, with one now and then.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _BREATHER_S = 0.0001
 
 _LOOKS_BEFORE_SLEEP = 60
 
+_LOOK_AT_STUCK_MS = 500.0
+"""A stuck client that takes again wakes the thread by its descriptor, as a rule."""
+
 _NAPS_S = (0.008, 0.016, *(0.032,) * 7)
 """Between two steps that publish, an engine decodes for some milliseconds; each nap takes the GIL once."""
 
@@ -54,6 +58,7 @@ class Look(enum.Enum):
     HANDED_OVER = "drained, and the scheduler will hand over more: look again when ``soon_s`` has passed"
     WAITING = "drained, and something is to be done when time has passed"
     LULL = "drained, and the scheduler hands nothing over any more"
+    STUCK = "drained, and a replay client has taken nothing for a while: look again now and then"
     QUIET = "drained, and nothing is left"
 
 
@@ -194,10 +199,11 @@ class Backstop:
         for descriptor in self._watched_fds:
             woken_or_asked.register(descriptor, select.POLLIN)
         try:
+            found = Look.QUIET
             while not self._stopping:
-                self._sleep(reader, woken_or_asked)
+                self._sleep(reader, woken_or_asked, _LOOK_AT_STUCK_MS if found is Look.STUCK else None)
                 self._looking = True
-                self._look(reader, woken, woken_or_asked)
+                found = self._look(reader, woken, woken_or_asked)
         except Exception:  # noqa: BLE001 - the thread ends here: nobody else would report it
             _log.exception("the KV-event backstop died: batches go out, and replays are served, inside publish() only")
         finally:
@@ -206,8 +212,8 @@ class Backstop:
             if self._ends_itself:
                 self._close_pipe()
 
-    def _sleep(self, reader: int, woken_or_asked: select.poll) -> None:
-        """Sleep until somebody rings, or a peer wants something."""
+    def _sleep(self, reader: int, woken_or_asked: select.poll, at_most_ms: float | None) -> None:
+        """Sleep until somebody rings, or a peer wants something, or for ``at_most_ms``."""
         for nap_s in _NAPS_S:
             if self._bell.acquire(timeout=nap_s):
                 return
@@ -218,7 +224,7 @@ class Backstop:
         self._is_fast_asleep = True
         try:
             if not self._bell.acquire(blocking=False):
-                _forget_closed(woken_or_asked, _wait(woken_or_asked, reader))
+                _forget_closed(woken_or_asked, _wait(woken_or_asked, reader, at_most_ms))
                 self._bell.acquire(blocking=False)  # whoever has written to the pipe has rung, too
         finally:
             self._is_fast_asleep = False
@@ -235,21 +241,24 @@ class Backstop:
         if drained is not None:
             drained.stop_deferring()
 
-    def _look(self, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
-        """Look until there has been nothing to do for a while."""
+    def _look(self, reader: int, woken: select.poll, woken_or_asked: select.poll) -> Look:
+        """Look until there has been nothing to do for a while; returns what the last look found."""
         quiet_looks = 0
+        found = Look.QUIET
         while not self._stopping:
             found = self._drain()
             quiet_looks = quiet_looks + 1 if found is Look.QUIET else 0
-            if quiet_looks > _LOOKS_BEFORE_SLEEP or found is Look.LULL:
+            if quiet_looks > _LOOKS_BEFORE_SLEEP or found in (Look.LULL, Look.STUCK):
                 self._due_s = math.inf
                 self._looking = False
                 self._stop_deferring()
                 # A batch may have been deferred just before the flags fell: its publisher saw them still set.
-                if self._drain() in (Look.QUIET, Look.LULL):
-                    return
+                found = self._drain()
+                if found in (Look.QUIET, Look.LULL, Look.STUCK):
+                    return found
                 self._looking = True
             self._wait_after(found, reader, woken, woken_or_asked)
+        return found
 
     def _wait_after(self, found: Look, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
         if found is Look.BUSY:

@@ -310,7 +310,7 @@ class ZmqReplayServer:
             sends_left = self._serve(client, sends_left, now_s)
             if not sends_left:
                 return True
-        # A client that cannot take more wakes the socket's descriptor when it can; only a request is work for now.
+        # Who cannot take more is asked again at the next look; only a request is work for now.
         return self._is_readable()
 
     def _is_readable(self) -> bool:
@@ -464,10 +464,17 @@ class ZmqStreamEdge:
         """Let every META say ``state`` from now on; see ``Meta.upstream``."""
         self._cursors.upstream = state
 
+    def may_go_on(self, now_s: float) -> bool:
+        """True while a replay client may soon take more: a full one that is not stuck, or one that waits its turn.
+
+        Nobody tells when it can. A descriptor says so once, and a look that came between may have heard it.
+        """
+        return self._cursors.may_go_on(now_s)
+
     @property
-    def has_waiting(self) -> bool:
-        """True while a replay client waits for another to go on or to be stuck for long enough."""
-        return self._cursors.num_waiting > 0
+    def has_open_replays(self) -> bool:
+        """True while a replay client has not got all of its answer."""
+        return len(self._cursors) > 0
 
     def count_peers(self) -> bool:
         """Take a bounded number of reports of who connected; True while there may be more."""
@@ -848,14 +855,15 @@ class ZmqEventPublisher(EventPublisher):
         if unfinished or self._pending:
             # Whoever has waited for the GIL just now has granted it to the scheduler.
             return Look.SHARING if self._is_handing_over and waited_s < _SLICE_S else Look.BUSY
-        if self._edge.has_waiting:
+        may_go_on = self._edge.may_go_on(now)
+        if self._is_handing_over and (may_go_on or now - self._backlog.last_s <= _LULL_AFTER_S):
+            self._backstop.soon_s = self._backlog.next_look_in_s(now)
+            return Look.HANDED_OVER
+        if may_go_on:
             return Look.WAITING
-        if not self._is_handing_over:
-            return Look.QUIET
-        if now - self._backlog.last_s > _LULL_AFTER_S:
-            return Look.LULL
-        self._backstop.soon_s = self._backlog.next_look_in_s(now)
-        return Look.HANDED_OVER
+        if self._edge.has_open_replays:
+            return Look.STUCK
+        return Look.LULL if self._is_handing_over else Look.QUIET
 
     def shutdown(self) -> None:
         """``close`` within ``SHUTDOWN_TIMEOUT`` seconds; safe to call twice."""
