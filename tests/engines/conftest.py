@@ -196,6 +196,7 @@ class SglangServer:
         )
         path = os.pathsep.join([str(folder), str(PROBES), os.environ["PYTHONPATH"]])
         own = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "SGLANG_PROBE": str(folder), "SGLANG_PLUGINS": "probe"}
+        own["TMPDIR"] = str(folder)  # a server that is killed leaves its metrics there
         with self._log.open("wb") as log:
             process["env"] = os.environ | own | process["env"]
             self._process = subprocess.Popen(

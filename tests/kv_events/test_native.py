@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import Enum
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -300,21 +301,13 @@ def sent_of(history: list[list[Any]]) -> list[bytes]:
 PAIR = VllmStored([5, WIDE], None, [7, 7], 1, None, "GPU", None)
 
 
-def joined(changes: Changes) -> list[tuple[object, object, bytes]]:
-    """Neighbours of one kind and site as one."""
-    found: list[tuple[object, object, bytes]] = []
-    for change in changes:
-        place = (change.kind, change.site)
-        before = found.pop()[2] if found and found[-1][:2] == place else b""
-        found.append((*place, before + change.hashes))
-    return found
-
-
 @settings(deadline=None, max_examples=400)
 @example(history=[[VllmStored([5], None, [7], 1, None, "GPU", None), VllmRemoved([5], "CPU"), AllBlocksCleared()]])
 @example(history=[[VllmRemoved([5], "GPU"), VllmRemoved([6], "GPU", 1), VllmRemoved([7], "GPU", 1, "REMOTE")]])
 @given(history=NATIVE_HISTORIES)
-def test_what_is_told_of_an_engines_events_is_what_their_payload_says(history: list[list[Any]]) -> None:
+def test_what_is_told_of_an_engines_events_is_what_their_payload_says(
+    joined: Callable[[Changes], object], history: list[list[Any]]
+) -> None:
     encoder = BatchEncoder("native")
     for events in history:
         payload, changes = encoder.encode_told(VllmBatch(1.0, events), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given, settings
@@ -171,20 +172,10 @@ def _in_cycle(parents: dict[tuple[Place, int], int | None], place: Place, block_
     return above is not None
 
 
-def merged(changes: Changes) -> list[tuple[object, object, bytes]]:
-    """Neighbours of one kind and site as one."""
-    found: list[tuple[object, object, bytes]] = []
-    for change in changes:
-        place = (change.kind, change.site)
-        before = found.pop()[2] if found and found[-1][:2] == place else b""
-        found.append((*place, before + change.hashes))
-    return found
-
-
 @settings(deadline=None, max_examples=300)
 @given(events=any_events(), dialect=st.sampled_from(DIALECTS), are_checked=st.booleans())
 def test_what_the_encoder_tells_of_a_batch_is_what_its_payload_says(
-    events: tuple[KVCacheEvent, ...], dialect: str, *, are_checked: bool
+    joined: Callable[[Changes], object], events: tuple[KVCacheEvent, ...], dialect: str, *, are_checked: bool
 ) -> None:
     batch = KVEventBatch(1.0, CheckedEvents(events) if are_checked else events)
     encoder = BatchEncoder(dialect)
@@ -192,7 +183,7 @@ def test_what_the_encoder_tells_of_a_batch_is_what_its_payload_says(
     assert payload == encoder.encode(batch, 0)
     assert changes is not None or dialect == "native"
     if changes is not None:
-        assert merged(changes) == merged(PayloadReader().changes(payload))
+        assert joined(changes) == joined(PayloadReader().changes(payload))
 
 
 @pytest.mark.parametrize("events_per_batch", [1, 16])
