@@ -200,14 +200,14 @@ def test_a_burst_beyond_the_limit_loses_nothing(engine: Engine, monkeypatch: pyt
 
     def stuck(*args: Any) -> Any:
         encodes.set()
-        assert go_on.wait(20)
+        assert go_on.wait(30.0)
         return encode(*args)
 
     monkeypatch.setattr(BatchEncoder, "encode_told", stuck)
     with follow(publisher) as reader:
         first = threading.Thread(target=publisher.publish, args=(batches[0],))
         first.start()
-        assert encodes.wait(20)
+        assert encodes.wait(30.0)
         for batch in batches[1:]:
             publisher.publish(batch)  # none waits for the one before
         go_on.set()

@@ -257,7 +257,7 @@ def test_work_that_raises_is_answered_and_told(
             [rank.mover.keys.key(bytes(32))], [bytes(SHAPE.page_bytes)]
         )
         rank.mover.submit([instruction])
-        rank.mover.wait(10)
+        rank.mover.wait(30.0)
         assert rank.mover.poll() == [answer]
         assert "failed; repeats are counted" in caplog.text
 

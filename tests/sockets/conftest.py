@@ -11,7 +11,7 @@ import zmq
 from scheduler_components import KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, KVEventsConfig, ZmqEventPublisher
 
-RECEIVE_MS = 10_000
+RECEIVE_MS = 30_000
 LOOPBACK: dict[str, object] = {
     "endpoint": "tcp://127.0.0.1:0",
     "replay_endpoint": "tcp://127.0.0.1:0",

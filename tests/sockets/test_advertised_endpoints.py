@@ -33,7 +33,7 @@ from scheduler_components.kv_events import (
 )
 from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 CLEARED = KVEventBatch(ts=1.0, events=(AllBlocksCleared(),))
 
 

@@ -268,13 +268,13 @@ def test_a_batch_that_the_thread_encodes_just_now_is_pending(
 
     def slow(encoder: Any, *args: Any) -> Any:
         encodes.set()
-        assert go_on.wait(10.0)
+        assert go_on.wait(30.0)
         return encode(encoder, *args)
 
     publisher = opened()
     monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_told", slow)
     publisher.publish(batch(0))
-    assert encodes.wait(10.0)
+    assert encodes.wait(30.0)
     stats = publisher.stats()
     go_on.set()
     assert (stats.batches_pending, stats.last_sequence) == (1, -1)

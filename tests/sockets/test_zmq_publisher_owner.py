@@ -230,7 +230,7 @@ def test_a_publisher_whose_last_reference_is_the_backstops_own_ends_on_that_thre
 
         def drain_for_scheduler(self, late_s: float) -> Look:
             looking.set()
-            dropped.wait(10.0)
+            dropped.wait(30.0)
             return Look.DRAINING
 
         def stop_deferring(self) -> None:
@@ -246,8 +246,8 @@ def test_a_publisher_whose_last_reference_is_the_backstops_own_ends_on_that_thre
     backstop = Backstop(owner, watched_fds=(), name="kv-events-backstop-dropped")
     backstop.start()
     backstop.watch()
-    assert looking.wait(10.0)
+    assert looking.wait(30.0)
     del owner
     dropped.set()
-    assert ended.wait(10.0)
+    assert ended.wait(30.0)
     eventually(lambda: not threads_of_publishers() and open_files() == before)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +66,17 @@ class NatsServer:
                 continue  # half written
             return found
         return []
+
+    def freeze(self) -> None:
+        """Stop it, and wait until it has stopped: meanwhile its other threads may still serve."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it at once, as a crash would."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import signal
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -176,12 +175,12 @@ def test_what_is_sent_again_is_stored_once(
         feeder.churn(1)
         wait_for_whole(reader, feeder)
         eventually(lambda: writer.stats()[0].bases)  # no batch is sent while one is on its way
-        nats_server.process.send_signal(signal.SIGSTOP)
+        nats_server.freeze()
         try:
             feeder.churn(20)
             eventually(lambda: writer.stats()[0].failures)
         finally:
-            nats_server.process.send_signal(signal.SIGCONT)
+            nats_server.thaw()
         eventually(lambda: not writer.stats()[0].waiting)
         assert writer.stats()[0].retried
         wait_for_whole(reader, feeder)
@@ -385,5 +384,5 @@ def test_a_thread_ends_though_a_cancellation_was_lost(nats_server: Any, monkeypa
     user = DeafOnce()
     thread = nats_connection.NatsThread(config_of(nats_server), user, name="deaf")
     thread.start()
-    assert user.is_running.wait(20)
+    assert user.is_running.wait(30.0)
     thread.stop()

@@ -21,7 +21,7 @@ from observability.kv_stream import (
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, KVEventsConfig, ZmqEventPublisher
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 POLICY = FollowPolicy(probe_interval_s=0.1)
 TOPICS = ("kv@pod1", "kv@pod10")
 

@@ -22,7 +22,7 @@ from observability.kv_stream.zmq_subscriber import QueryLock
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, StreamAddress, ZmqEventPublisher
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 NUM_BLOCKS = 60_000
 PAUSE_S = 0.002
 """Long enough for a thread that was just started to reach its query."""

@@ -17,7 +17,7 @@ from observability.kv_stream import FollowPolicy, StreamState, StreamStats, Subs
 from scheduler_components import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import ClientKeys, KVEventsConfig, StreamAddress, ZmqEventPublisher, write_key_pair
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
 

@@ -39,7 +39,7 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, Co
 from scheduler_components.kv_events import ClientKeys, DecodedBatch, KVEventsConfig, ZmqEventPublisher, write_key_pair
 from scheduler_components.testing import ScriptedPublisher
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 QUICK = FollowPolicy(
     answer_timeout_s=0.3,
     retry_min_s=0.02,
