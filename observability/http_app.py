@@ -121,6 +121,8 @@ def _one_load(load: LoadSnapshot, include: frozenset[str], now: float) -> dict[s
         "cache_hit_rate": round(load.cache_hit_rate, 4),
         "utilization": round(load.utilization, 4),
     }
+    if load.decode_moments is not None:
+        report["decode_moments"] = msgspec.to_builtins(load.decode_moments)
     for word, key in _SECTIONS.items():
         section = getattr(load, key)
         if word in include and section is not None:

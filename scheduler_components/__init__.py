@@ -60,6 +60,7 @@ from scheduler_components.ports import (
     TotalsSource,
 )
 from scheduler_components.values import (
+    DecodeMoments,
     DisaggregationLoad,
     FinishReason,
     HistogramSnapshot,
@@ -129,6 +130,7 @@ __all__ = [  # sorted by meaning
     "KVEventBatch",
     "LoadSnapshot",
     "LoadParts",
+    "DecodeMoments",
     "DisaggregationLoad",
     "LoraLoad",
     "MemoryLoad",

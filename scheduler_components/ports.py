@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 from scheduler_components.events import EventBatch, KVCacheEvent, Place
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.values import (
+    DecodeMoments,
     KvMetrics,
     LoadParts,
     LoadSnapshot,
@@ -252,11 +253,17 @@ class WorkSource(Protocol):
         """Microseconds of the steps that computed them."""
         ...
 
+    @property
+    def decode_moments(self) -> DecodeMoments | None:
+        """Sums over the steps that decoded; None before the first."""
+        ...
+
 
 class _NoWork:
     dispatched_watermarks = ()
     total_prefill_uncached_tokens = 0
     total_prefill_busy_us = 0
+    decode_moments = None
 
 
 NO_WORK: WorkSource = _NoWork()

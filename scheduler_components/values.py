@@ -15,6 +15,7 @@ from scheduler_components.events import Place
 
 __all__ = [
     "FinishReason",
+    "DecodeMoments",
     "DisaggregationLoad",
     "LoadParts",
     "LoadSnapshot",
@@ -113,6 +114,29 @@ class MemoryLoad(msgspec.Struct, frozen=True, gc=False):
     token_capacity: int
 
 
+class DecodeMoments(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Sums over the steps that decoded and prefilled nothing, since the start. An array in JSON, in SGLang's order.
+
+    With b requests and t microseconds of a step, a reader takes differences between two reports and has the
+    least-squares line t = t0 + t1 * b of that time: what one more request costs those that run.
+
+    Attributes:
+        steps: number of steps.
+        requests: sum of b.
+        time_us: sum of t.
+        requests_squared: sum of b * b.
+        requests_time_us: sum of b * t.
+        tokens: tokens generated.
+    """
+
+    steps: int = 0
+    requests: int = 0
+    time_us: int = 0
+    requests_squared: int = 0
+    requests_time_us: int = 0
+    tokens: int = 0
+
+
 class LoadParts(msgspec.Struct, frozen=True, gc=False):
     """The parts of a load snapshot that not every engine has; None for those that this one has not."""
 
@@ -145,6 +169,7 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         total_prefill_uncached_tokens: tokens that prefill has computed since the start.
         total_prefill_busy_us: microseconds that those steps took; readers take differences of both between two
             reports and have the prefill rate (SGLang 0.5.16 and later).
+        decode_moments: of the steps that decoded; None before the first (SGLang 0.5.23).
         dispatched_watermarks: (dispatcher, ticket) pairs: this report counts every request that the dispatcher gave
             that ticket or a lower one.
     """
@@ -172,6 +197,7 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     memory: MemoryLoad | None = None
     total_prefill_uncached_tokens: int = 0
     total_prefill_busy_us: int = 0
+    decode_moments: DecodeMoments | None = None
     dispatched_watermarks: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -360,7 +386,8 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
-    """Running totals of one scheduler since it started; each only ever grows.
+    """Running totals of one scheduler since it started; each only ever grows, except that ``preemptions_per_s`` are the
+    retractions per second of the recent window.
 
     ``latencies`` are the histograms of its requests' times, where it keeps them; ``tiers`` are the counters of its
     hierarchical cache, where it has one.
@@ -373,6 +400,7 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     cached_tokens_total: int = 0
     generation_tokens_total: int = 0
     evicted_tokens_total: int = 0
+    preemptions_per_s: float = 0.0
     latencies: LatencyTotals | None = None
     tiers: TierStats | None = None
 

@@ -25,6 +25,7 @@ FLOORS = (
     ("kv_events", "cache"),
     ("load", "metrics", "hicache"),
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "batch_result_processor"),
+    ("batching",),
     ("load_publisher", "server_info", "kv_pool_reader"),
     ("scheduler_components",),
     ("engines",),

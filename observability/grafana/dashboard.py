@@ -72,7 +72,8 @@ ROWS = (
             Panel("Requests per second", ("num_requests_total", "num_aborted_requests_total")),
             Panel("Prompt tokens per second", ("prompt_tokens_total", "cached_tokens_total")),
             Panel("Tokens per second", ("generation_tokens_total", "prefill_uncached_tokens_total")),
-            Panel("Retractions per second", ("num_retracted_requests_total",)),
+            Panel("Retractions per second", ("num_retracted_requests_total", "preemptions_per_second")),
+            Panel("Decode steps, and their tokens, per second", ("decode_steps_total", "decode_step_tokens_total")),
             Panel("Evicted tokens per second", ("evicted_tokens_total",)),
             Panel("Held back requests", ("num_grammar_queue_reqs", "num_paused_reqs", "num_retracted_reqs")),
             Panel(

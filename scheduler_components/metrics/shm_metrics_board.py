@@ -28,6 +28,7 @@ from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullMetricsSink
 from scheduler_components.shm_board import ReportCodec, ShmBoard, ShmPage, open_shm_page
 from scheduler_components.values import (
+    DecodeMoments,
     DisaggregationLoad,
     HistogramSnapshot,
     LatencyTotals,
@@ -54,7 +55,7 @@ __all__ = [
 
 _STRUCTS = (
     LoadSnapshot, QueueLoad, DisaggregationLoad, LoraLoad, SpeculativeLoad, MemoryLoad, SchedulerTotals, TierStats,
-    LatencyTotals, HistogramSnapshot, PublisherStats,
+    LatencyTotals, HistogramSnapshot, PublisherStats, DecodeMoments,
 )  # fmt: skip
 _NUM_LOAD_FIELDS = LoadSnapshot.__struct_fields__.index("dispatched_watermarks")
 _NUM_COUNTERS = SchedulerTotals.__struct_fields__.index("latencies")
@@ -89,7 +90,7 @@ class _PublisherRow(PublisherStats, frozen=True, gc=False, array_like=True):
     pass
 
 
-_CounterRow: TypeAlias = tuple[int, int, int, int, int, int, int]
+_CounterRow: TypeAlias = tuple[int, int, int, int, int, int, int, float]
 _HistogramRows: TypeAlias = tuple[
     _HistogramRow, _HistogramRow, _HistogramRow, _HistogramRow, _HistogramRow, _HistogramRow
 ]

@@ -69,7 +69,7 @@ class Histogram:
 
 # Rates over the recent past, in memory that does not grow.
 
-_GENERATED, _INPUT, _CACHED = range(3)
+_GENERATED, _INPUT, _CACHED, _PREEMPTED = range(4)
 
 
 class RollingSums:
@@ -134,7 +134,7 @@ class RollingSums:
 
 @dataclass(slots=True, kw_only=True)
 class RateMeter:
-    """Generation throughput and cache hit rate over a rolling window: the kit's ``RateSource``.
+    """Generation throughput, cache hit rate and preemptions over a rolling window: the kit's ``RateSource``.
 
     Tokens are summed in buckets of time, so a rate moves in steps of one bucket, and an idle scheduler reads 0
     one window after its last token. Right after the start the window is as long as the meter is old.
@@ -154,7 +154,7 @@ class RateMeter:
     _window: RollingSums = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._window = RollingSums(num_sums=3, window_s=self.window_s, num_buckets=self.num_buckets, now=self.clock())
+        self._window = RollingSums(num_sums=4, window_s=self.window_s, num_buckets=self.num_buckets, now=self.clock())
 
     def observe_prefill(self, input_tokens: int, cached_tokens: int) -> None:
         """Count a request that entered prefill: its input, and the part that a cached prefix covered."""
@@ -169,6 +169,12 @@ class RateMeter:
         window.advance(self.clock())
         window.add(_GENERATED, tokens)
 
+    def observe_preemption(self) -> None:
+        """Count a request that lost its pages to others."""
+        window = self._window
+        window.advance(self.clock())
+        window.add(_PREEMPTED, 1)
+
     @property
     def gen_throughput(self) -> float:
         """Generated tokens per second over the window."""
@@ -179,8 +185,16 @@ class RateMeter:
     @property
     def cache_hit_rate(self) -> float:
         """Cached / input tokens over the window, 0 to 1; 0 when nothing was prefilled in it."""
-        _, input_tokens, cached_tokens = self._window.advance(self.clock())
-        return cached_tokens / input_tokens if input_tokens else 0.0
+        sums = self._window.advance(self.clock())
+        input_tokens = sums[_INPUT]
+        return sums[_CACHED] / input_tokens if input_tokens else 0.0
+
+    @property
+    def preemptions_per_s(self) -> float:
+        """Requests per second that lost their pages, over the window."""
+        window = self._window
+        preempted = window.advance(self.clock())[_PREEMPTED]
+        return preempted / window.span_s if preempted else 0.0
 
 
 # How long one request was where: times that only grow, whatever happens to the request or to the clock.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, LoadInquirer, LoadParts, ParallelState, WorkTotals
+from scheduler_components import ConfigError, DecodeMoments, LoadInquirer, LoadParts, ParallelState, WorkTotals
 from scheduler_components.load import DispatchLedger
 from scheduler_components.load_inquirer import MAX_DISPATCHERS
 from scheduler_components.testing import FakePool, FakeQueues
@@ -112,6 +113,47 @@ def test_prefill_totals_only_grow(steps: list[tuple[int, float]]) -> None:
         work.prefilled(tokens, busy_s)
         assert before <= (work.total_prefill_uncached_tokens, work.total_prefill_busy_us)
         assert work.total_prefill_busy_us >= before[1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(-2, 64), st.floats(-1, 1), st.integers(0, 64)), max_size=30))
+@example([(0, 1.0, 0), (3, 0.0, 3), (3, -0.5, 3)])
+def test_decode_moments_are_the_sums_over_steps_that_computed(steps: list[tuple[int, float, int]]) -> None:
+    work, counted = WorkTotals(), []
+    for requests, busy_s, tokens in steps:
+        before = work.decode_moments
+        work.decoded(requests, busy_s, tokens)
+        us = round(busy_s * 1e6)
+        if requests > 0 and us > 0:
+            counted.append((1, requests, us, requests * requests, requests * us, tokens))
+            assert before is not work.decode_moments  # a report that was made before keeps what it said
+    expected = tuple(map(sum, zip(*counted, strict=True)))
+    assert work.decode_moments == (DecodeMoments(*expected) if counted else None)
+
+
+def test_decode_moments_give_the_line_of_step_times() -> None:
+    work = WorkTotals()
+    for requests in (4, 9, 16, 33):
+        work.decoded(requests, (5_000 + 20 * requests) * 1e-6, requests)
+    moments = work.decode_moments
+    assert moments is not None
+    covariance = moments.steps * moments.requests_time_us - moments.requests * moments.time_us
+    slope = covariance / (moments.steps * moments.requests_squared - moments.requests**2)
+    assert slope == pytest.approx(20)
+    assert (moments.time_us - slope * moments.requests) / moments.steps == pytest.approx(5_000)
+    assert msgspec.json.decode(msgspec.json.encode(moments)) == list(msgspec.structs.astuple(moments))  # as SGLang's
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([f"d{index}" for index in range(MAX_DISPATCHERS + 9)]), st.integers(0, 9))))
+def test_watermarks_are_the_highest_tickets_of_the_last_dispatchers_sorted(tickets: list[tuple[str, int]]) -> None:
+    work, model = WorkTotals(), dict[str, int]()
+    for name, ticket in tickets:
+        work.took_in(name, ticket)
+        model[name] = max(ticket, model.pop(name, ticket))  # to the end: the one heard last
+        if len(model) > MAX_DISPATCHERS:
+            del model[next(iter(model))]
+        assert work.dispatched_watermarks == tuple(sorted(model.items()))
 
 
 def test_a_load_says_the_totals() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import (
     DecodeError,
+    DecodeMoments,
     DisaggregationLoad,
     HistogramSnapshot,
     LoadSnapshot,
@@ -43,11 +44,12 @@ def whole_report() -> SchedulerStats:
         *range(1, 13), 0.25, 0.5, 0.75, 1.0, QueueLoad(1, 2, 3, 4),
         DisaggregationLoad("decode", 1, 2, 3, 4, 5, 6.5, 7.5, 8, 9), LoraLoad(1, 2, 0.5, ("a", "b"), ("c",)),
         SpeculativeLoad(2.5, 0.25), MemoryLoad(1.5, 2.5, 3.5, 4), 13, 14,
+        DecodeMoments(1, 2, 3, 4, 5, 6),
     )  # fmt: skip
     latencies = RequestLatencies()
     for at, name in enumerate(latencies.totals().__struct_fields__):
         getattr(latencies.histograms, name).observe(0.01 * at, at + 1)
-    totals = SchedulerTotals(*range(1, 8), latencies.totals(), TierStats(*range(1, 16)))
+    totals = SchedulerTotals(*range(1, 8), 0.125, latencies.totals(), TierStats(*range(1, 16)))
     return SchedulerStats(LABELS, load, totals, PublisherStats(*range(1, 17), 0.5, *range(18, 23)))
 
 

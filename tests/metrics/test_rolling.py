@@ -100,3 +100,14 @@ def test_a_window_that_is_none_is_refused(field: str, value: float) -> None:
 def test_no_buckets_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_buckets"):
         RateMeter(num_buckets=0)
+
+
+def test_preemptions_are_a_rate_that_ends_a_window_after_the_last() -> None:
+    meter, clock = make_meter()
+    clock.now_s += WINDOW_S
+    for _ in range(16):
+        meter.observe_preemption()
+    assert meter.preemptions_per_s == pytest.approx(16 / WINDOW_S, rel=BUCKET_S / WINDOW_S + 0.01)
+    assert (meter.gen_throughput, meter.cache_hit_rate) == (0.0, 0.0)
+    clock.now_s += WINDOW_S + BUCKET_S
+    assert meter.preemptions_per_s == 0.0

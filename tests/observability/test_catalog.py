@@ -9,6 +9,7 @@ import pytest
 
 from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, INFOS, OUTPUT_METRICS, Metric, render_markdown
 from scheduler_components import (
+    DecodeMoments,
     DisaggregationLoad,
     LatencyTotals,
     LoadSnapshot,
@@ -43,6 +44,7 @@ PARTS = {
     "load.lora.": LoraLoad,
     "load.speculative.": SpeculativeLoad,
     "load.memory.": MemoryLoad,
+    "load.decode_moments.": DecodeMoments,
     "totals.": SchedulerTotals,
     "totals.latencies.": LatencyTotals,
     "totals.tiers.": TierStats,
@@ -56,6 +58,7 @@ WHOLE = SchedulerStats(
         lora=LoraLoad(1, 2, 0.5),
         speculative=SpeculativeLoad(2.5, 0.5),
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
+        decode_moments=DecodeMoments(),
     ),
     totals=SchedulerTotals(tiers=TierStats()),
 )

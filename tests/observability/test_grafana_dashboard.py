@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from observability import EVERY_METRIC, OutputCollector, PrometheusBoard, RankOutputs
 from observability.grafana import DASHBOARD_FILE, render_dashboard
 from scheduler_components import (
+    DecodeMoments,
     DisaggregationLoad,
     LoadSnapshot,
     LoraLoad,
@@ -33,6 +34,10 @@ NOT_DRAWN = {
     "lora_pool_utilization": "lora_pool_slots_used of lora_pool_slots_total",
     "page_size": "never changes",
     "load_sequence": "load_age_seconds says what it would",
+    "decode_busy_us_total": "a moment: means something beside the other moments only, in a dispatcher",
+    "decode_step_requests_total": "a moment",
+    "decode_step_requests_squared_total": "a moment",
+    "decode_step_requests_us_total": "a moment",
     "prefill_busy_us_total": "means something beside prefill_uncached_tokens_total only, in a dispatcher",
 }
 SERIES = re.compile(r"(sglang:\w+)(\{[^}]*\})")
@@ -68,6 +73,7 @@ def exposed() -> set[tuple[str, frozenset[str]]]:
     report = SchedulerStats(
         labels=ParallelState.trivial().metric_labels,
         load=LoadSnapshot(
+            decode_moments=DecodeMoments(),
             queues=QueueLoad(),
             disaggregation=DisaggregationLoad(),
             lora=LoraLoad(1, 2, 0.5),

@@ -18,6 +18,7 @@ from observability import PrometheusBoard, PrometheusSink
 from observability.testing import METRICS_SINK_CHECKS, OpenMetricsSink
 from scheduler_components import (
     ConfigError,
+    DecodeMoments,
     DisaggregationLoad,
     LatencyTotals,
     LoadSnapshot,
@@ -51,6 +52,7 @@ PARTS = {
     "lora": LoraLoad,
     "speculative": SpeculativeLoad,
     "memory": MemoryLoad,
+    "decode_moments": DecodeMoments,
     "tiers": TierStats,
 }
 

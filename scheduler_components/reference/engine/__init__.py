@@ -9,7 +9,6 @@ from scheduler_components._lazy import lazy_names
 if TYPE_CHECKING:
     from scheduler_components.reference.engine.batcher import (
         Batcher,
-        NewTokenRatio,
         RequestPages,
         check_request_fits,
         expected_pages,
@@ -129,7 +128,6 @@ __all__ = [
     "Leader",
     "LoadDispatcher",
     "LoadReport",
-    "NewTokenRatio",
     "OpenRequest",
     "OutputSocket",
     "PoolPlace",
@@ -200,7 +198,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.reference.engine.batcher": (
-            "Batcher NewTokenRatio RequestPages check_request_fits expected_pages pages_for pages_to_come "
+            "Batcher RequestPages check_request_fits expected_pages pages_for pages_to_come "
             "prefill_chunk retraction_victim"
         ),
         "scheduler_components.reference.engine.cache_tiers": "CacheTiers DeviceTier",

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from scheduler_components import ConfigError
+from scheduler_components.batching import NewTokenRatioTracker
 from scheduler_components.reference.device import ScheduledBatch, ScheduledWork
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, PrefixCache
@@ -31,7 +32,6 @@ from scheduler_components.reference.engine.request import Request, RequestQueues
 
 __all__ = [
     "Batcher",
-    "NewTokenRatio",
     "RequestPages",
     "check_request_fits",
     "expected_pages",
@@ -102,31 +102,6 @@ def retraction_victim(running: Sequence[Request]) -> Request:
     It goes back to the front of the queue, and as all that wait there arrived even later, order of arrival is kept.
     """
     return max(running, key=lambda request: request.arrival)
-
-
-@dataclass(slots=True, kw_only=True)
-class NewTokenRatio:
-    """The share of possible output that admission reserves: decays while all goes well, jumps back at a retraction.
-
-    Counts steps and no time, so all ranks of a replica agree on it.
-    """
-
-    initial: float
-    minimum: float
-    value: float
-    decay_steps: int = 600
-
-    @classmethod
-    def of(cls, config: SchedulerConfig) -> NewTokenRatio:
-        ratio = config.new_token_ratio
-        return cls(initial=ratio, minimum=config.min_new_token_ratio, value=ratio)
-
-    def after_step(self, *, retracted: bool) -> None:
-        """Learn from one step."""
-        if retracted:
-            self.value = self.initial
-        else:
-            self.value = max(self.minimum, self.value - (self.initial - self.minimum) / self.decay_steps)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -226,18 +201,25 @@ class Batcher:
     pages: RequestPages
     book: RequestBook
     tiers: CacheTiers
-    new_token_ratio: NewTokenRatio = field(init=False)
+    new_token_ratio: NewTokenRatioTracker = field(init=False)
 
     def __post_init__(self) -> None:
-        self.new_token_ratio = NewTokenRatio.of(self.config)
+        self.new_token_ratio = NewTokenRatioTracker(
+            initial=self.config.new_token_ratio, minimum=self.config.min_new_token_ratio
+        )
 
     def next_batch(self) -> ScheduledBatch[Request]:
         """Make the next batch and take the pages for it; empty when there is nothing to compute."""
         works: list[ScheduledWork[Request]] = []
+        if not self.queues.running:
+            self.new_token_ratio.reset()
         num_retracted = self._continue_running(works)
         # After a retraction nobody is admitted: the first in the queue is the request that was just retracted.
         num_admitted = 0 if num_retracted else self._admit_waiting(works)
-        self.new_token_ratio.after_step(retracted=num_retracted > 0)
+        if num_retracted:
+            self.new_token_ratio.retracted(self.queues.running)
+        else:
+            self.new_token_ratio.decay_step()
         num_prefill_tokens = _num_prefill_tokens(works)
         return ScheduledBatch(
             works=tuple(works),
@@ -290,7 +272,7 @@ class Batcher:
         if not queues.waiting:
             return 0
         budget_tokens = config.max_prefill_tokens - _num_prefill_tokens(works)
-        ratio = self.new_token_ratio.value
+        ratio = self.new_token_ratio.current
         reserved_pages = pages_to_come(queues.running, page_size=config.page_size, new_token_ratio=ratio)
         num_admitted = 0
         while budget_tokens > 0 and queues.waiting and len(queues.running) < config.max_running_requests:
@@ -317,7 +299,7 @@ class Batcher:
         num_cached_before = request.num_cached_tokens
         self.pages.attach(request)
         num_expected = expected_pages(
-            request, page_size=self.config.page_size, new_token_ratio=self.new_token_ratio.value
+            request, page_size=self.config.page_size, new_token_ratio=self.new_token_ratio.current
         )
         if num_expected - len(request.pages) > self.pages.available_pages - reserved_pages:
             self.pages.release(request)

@@ -9,6 +9,7 @@ from typing import cast
 
 from scheduler_components import FinishReason, LatencyTotals, SchedulerTotals, TierStats, WorkTotals
 from scheduler_components.metrics import RateMeter, RequestLatencies, RequestTimeStats
+from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.request import Request
 
@@ -40,8 +41,10 @@ class RunningTotals:
     generation_tokens: int = 0
     evicted_tokens: int = 0
 
-    def totals(self, latencies: LatencyTotals, tiers: TierStats | None) -> SchedulerTotals:
-        """Return the counters of this moment, with ``latencies`` and ``tiers`` beside them."""
+    def totals(
+        self, latencies: LatencyTotals, tiers: TierStats | None, preemptions_per_s: float = 0.0
+    ) -> SchedulerTotals:
+        """Return the counters of this moment, with the others beside them."""
         return SchedulerTotals(
             num_requests_total=self.num_requests,
             num_aborted_requests_total=self.num_aborted_requests,
@@ -50,6 +53,7 @@ class RunningTotals:
             cached_tokens_total=self.cached_tokens,
             generation_tokens_total=self.generation_tokens,
             evicted_tokens_total=self.evicted_tokens,
+            preemptions_per_s=preemptions_per_s,
             latencies=latencies,
             tiers=tiers,
         )
@@ -96,11 +100,15 @@ class RequestBook:
         """A request lost its pages to others and waits again."""
         self.latencies.retracted(_times(request))
         self.counters.num_retractions += 1
+        self.rates.observe_preemption()
 
-    def prefilled(self, num_tokens: int, *, begun_s: float) -> None:
-        """A batch that began at ``begun_s`` has computed tokens of prompts."""
-        if num_tokens:
-            self.work.prefilled(num_tokens, self.clock() - begun_s)
+    def computed(self, batch: ScheduledBatch[Request], *, begun_s: float) -> None:
+        """The device has computed a batch that began at ``begun_s``."""
+        busy_s = self.clock() - begun_s
+        if batch.num_prefill_tokens:
+            self.work.prefilled(batch.num_prefill_tokens, busy_s)
+        else:
+            self.work.decoded(batch.num_decode_tokens, busy_s, batch.num_decode_tokens)
 
     def generated(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> None:
         """A step gave each of these requests tokens."""
@@ -118,7 +126,7 @@ class RequestBook:
 
     def totals(self) -> SchedulerTotals:
         """Return the counters and histograms of this moment."""
-        return self.counters.totals(self.latencies.totals(), self.tiers.contents.stats())
+        return self.counters.totals(self.latencies.totals(), self.tiers.contents.stats(), self.rates.preemptions_per_s)
 
 
 def _times(request: Request) -> RequestTimeStats:

@@ -73,7 +73,7 @@ class SchedulerConfig:
             decodes that share its batch.
         new_token_ratio: share of a request's possible output that admission reserves at first. 0.7 as in SGLang:
             few requests use all of ``max_new_tokens``.
-        min_new_token_ratio: what that share decays to over 600 steps without a retraction.
+        min_new_token_ratio: what that share decays to over 600 steps without a retraction (``NewTokenRatioTracker``).
         eos_token_id: the model's end-of-sequence token; None for a model that has none.
         kv_metrics_every_steps: cadence of ``KvMetrics`` to the serving process. Events go out every step.
 

@@ -343,7 +343,7 @@ class Scheduler:
                 raise ValueError(f"the device gave {len(next_tokens)} tokens for {len(batch.works)} works")
         except Exception as error:  # noqa: BLE001 - counted and logged there, and told to each request's client
             return self.results.fail([work.request for work in batch.works], error)
-        self.book.prefilled(batch.num_prefill_tokens, begun_s=begun_s)
+        self.book.computed(batch, begun_s=begun_s)
         news = self.results.process(
             WorkResult(work.request, work.start, work.end, (token,), work.is_prefill)
             for work, token in zip(batch.works, next_tokens, strict=True)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.engine import (
-    NewTokenRatio,
     Request,
     SamplingLimits,
     SchedulerConfig,
@@ -108,27 +107,6 @@ def test_the_latest_arrival_is_retracted(arrivals: list[int]) -> None:
         requests.append(a_request(1, 0, 1))
         requests[-1].arrival = arrival
     assert retraction_victim(requests).arrival == 4
-
-
-@checked
-@given(st.floats(0, 1), st.floats(0, 1), st.lists(st.booleans(), max_size=1500))
-def test_the_ratio_stays_between_its_bounds_and_jumps_back_at_a_retraction(
-    one: float, other: float, retractions: list[bool]
-) -> None:
-    config = SchedulerConfig(new_token_ratio=max(one, other), min_new_token_ratio=min(one, other))
-    ratio = NewTokenRatio.of(config)
-    for retracted in retractions:
-        before = ratio.value
-        ratio.after_step(retracted=retracted)
-        assert config.min_new_token_ratio <= ratio.value <= config.new_token_ratio
-        assert ratio.value == config.new_token_ratio if retracted else ratio.value <= before
-
-
-def test_the_ratio_reaches_its_minimum() -> None:
-    ratio = NewTokenRatio.of(SchedulerConfig())
-    for _ in range(601):
-        ratio.after_step(retracted=False)
-    assert ratio.value == SchedulerConfig().min_new_token_ratio
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 from scheduler_components import AllBlocksCleared, ParallelState
 
@@ -94,3 +95,20 @@ def test_an_idle_step_is_harmless(make_bench: Callable) -> None:
     assert (result.step, result.num_news, result.num_prefill_tokens) == (1, 0, 0)
     assert bench.journal == []
     assert not bench.scheduler.has_work
+
+
+def test_decode_moments_and_preemptions_are_told(make_bench: Callable) -> None:
+    bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    ticks = count()
+    bench.scheduler.book.clock = lambda: next(ticks) * 0.25
+    for name in "ab":
+        bench.submit(name, range(8), 16)
+    results = bench.drain()
+    assert sum(result.num_retracted for result in results) > 0
+    decoded = [each.num_decode_tokens for each in results if each.num_decode_tokens and not each.num_prefill_tokens]
+    load, totals = bench.sink.stats[-1].load, bench.sink.stats[-1].totals
+    moments = load.decode_moments
+    assert moments.steps == len(decoded)
+    assert moments.requests == moments.tokens == sum(decoded)
+    assert moments.time_us > 0
+    assert totals.preemptions_per_s > 0
