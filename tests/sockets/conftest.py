@@ -12,6 +12,7 @@ from scheduler_components import KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, KVEventsConfig, ZmqEventPublisher
 
 RECEIVE_MS = 30_000
+LAST_PROBE = -1.0
 LOOPBACK: dict[str, object] = {
     "endpoint": "tcp://127.0.0.1:0",
     "replay_endpoint": "tcp://127.0.0.1:0",
@@ -79,9 +80,10 @@ def connected() -> Callable[..., int]:
         for probes in range(1, 2_000):
             publish(KVEventBatch(ts=0.0, events=()))
             if subscriber.poll(5):
-                while subscriber.poll(50):
-                    subscriber.recv_multipart()
-                return probes
+                publish(KVEventBatch(ts=LAST_PROBE, events=()))
+                while BatchDecoder().decode(subscriber.recv_multipart()[-1]).ts != LAST_PROBE:
+                    pass
+                return probes + 1
         raise AssertionError("the subscriber never heard the publisher")
 
     return publish_until_heard
