@@ -18,12 +18,15 @@ from scheduler_components.events import EventBatch, KVCacheEvent, Place
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.values import (
     DecodeMoments,
+    Incoming,
+    InputRefusal,
     KvMetrics,
     LoadParts,
     LoadSnapshot,
     OutputBatch,
     OutputStats,
     PublisherStats,
+    RelayedInput,
     SchedulerStats,
     SchedulerTotals,
     TokenOutput,
@@ -69,6 +72,15 @@ __all__ = [
     "PageHook",
     "NO_PAGE_HOOK",
     "SyncGroup",
+    "InputSource",
+    "NO_INPUT",
+    "InputReader",
+    "InputRelay",
+    "ALONE",
+    "RequestIds",
+    "NO_IDS",
+    "RefusalSink",
+    "NO_REFUSALS",
     "StopRules",
     "BookedRequest",
     "StreamedRequest",
@@ -646,6 +658,98 @@ class SyncGroup(Protocol):
     def close(self) -> None:
         """Let go of sockets; safe to call twice."""
         ...
+
+
+# Input: what comes to the leading rank, and how it reaches all ranks of the replica. Used by ``intake.Intake``.
+
+Message_co = TypeVar("Message_co", covariant=True)
+
+
+class InputSource(Protocol):
+    """Where messages come in on the leading rank: ``intake.ZmqInputSource``, a queue, a ring of an embedded server."""
+
+    def take(self, most: int) -> Sequence[bytes]:
+        """Return what has come, oldest first, at most ``most`` messages; never wait."""
+        ...
+
+
+class _NoInput:
+    def take(self, most: int) -> Sequence[bytes]:  # noqa: ARG002
+        return ()
+
+
+NO_INPUT: InputSource = _NoInput()
+"""The source of a rank that does not lead: all it gets comes from the leading one."""
+
+
+class InputReader(Protocol[Message_co]):
+    """Reads the engine's messages; the same on every rank."""
+
+    def read(self, frame: bytes) -> Incoming[Message_co]:
+        """Return what a frame says. Raises DecodeError for one that is no message of this engine."""
+        ...
+
+
+class InputRelay(Protocol):
+    """Brings the leading rank's input to all ranks of the replica: ``intake.SyncRelay``, ``intake.ZmqLeaderRelay``."""
+
+    def bring(self, own: RelayedInput) -> RelayedInput:
+        """Return what the leading rank brings. Every rank calls it equally often; the leading one gets ``own`` back.
+
+        Raises:
+            SyncTimeoutError, SyncDivergenceError, StopRequested: the ranks did not come together.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of sockets and groups; safe to call twice."""
+        ...
+
+
+class _Alone:
+    def bring(self, own: RelayedInput) -> RelayedInput:
+        return own
+
+    def close(self) -> None:
+        pass
+
+
+ALONE: InputRelay = _Alone()
+"""The relay of a replica of one rank."""
+
+
+class RequestIds(Protocol):
+    """Says which request ids are in use: a scheduler's queues."""
+
+    def is_taken(self, rid: str) -> bool:
+        """A request of this id is in flight, or its end is still to be told."""
+        ...
+
+
+class _NoIds:
+    def is_taken(self, rid: str) -> bool:  # noqa: ARG002
+        return False
+
+
+NO_IDS: RequestIds = _NoIds()
+"""Ids of a scheduler that cannot be asked: only what waits in the intake itself is in use."""
+
+
+class RefusalSink(Protocol):
+    """Takes the answers to requests that were not let in: the way back to the front."""
+
+    def refuse(self, refusal: InputRefusal, incoming: Incoming[object]) -> None:
+        """Take the answer to one request, which comes with it; store or send it without waiting."""
+        ...
+
+
+class _NoRefusals:
+    def refuse(self, refusal: InputRefusal, incoming: Incoming[object]) -> None:
+        pass
+
+
+NO_REFUSALS: RefusalSink = _NoRefusals()
+"""The sink of a rank that answers nobody."""
 
 
 # Requests: what the parts that book results and stream outputs ask of a scheduler's own class. A request is one object

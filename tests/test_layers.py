@@ -23,7 +23,7 @@ FLOORS = (
     ("parallel_state",),
     ("ports", "shm_board"),
     ("kv_events", "cache"),
-    ("load", "metrics", "hicache"),
+    ("load", "metrics", "hicache", "intake"),
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "batch_result_processor"),
     ("batching",),
     ("load_publisher", "server_info", "kv_pool_reader"),
@@ -142,7 +142,7 @@ def test_a_door_opens_for_every_name_on_it(path: Path) -> None:
 
 DOORS = "scheduler_components scheduler_components.kv_events scheduler_components.cache scheduler_components.load "
 DOORS += "scheduler_components.metrics scheduler_components.hicache scheduler_components.testing observability "
-DOORS += "scheduler_components.engines"
+DOORS += "scheduler_components.engines scheduler_components.intake"
 
 
 @pytest.mark.parametrize("module", DOORS.split())

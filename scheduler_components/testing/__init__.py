@@ -31,10 +31,13 @@ from scheduler_components.testing.fakes import (
     FaultyNetwork,
     InstantDevice,
     ListEventSink,
+    ListInput,
     ListOutputSink,
+    ListRefusals,
     ListSink,
     PagedModel,
     ScriptedEvents,
+    TextReader,
 )
 from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.page_store_checks import PAGE_STORE_CHECKS
@@ -88,11 +91,14 @@ __all__ = [
     "FaultyNetwork",
     "InstantDevice",
     "ListEventSink",
+    "ListInput",
     "ListOutputSink",
+    "ListRefusals",
     "ListSink",
     "PagedModel",
     "ScriptedEvents",
     "ScriptedPublisher",
+    "TextReader",
     "ThreadSyncHub",
     "run_ranks",
     # judge

@@ -5,7 +5,8 @@ Nothing here opens a socket, starts a thread or reads a clock. A sink's ``error`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -14,6 +15,7 @@ from scheduler_components import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    DecodeError,
     EventBatch,
     KVCacheEvent,
     LoadSnapshot,
@@ -22,6 +24,7 @@ from scheduler_components import (
     PublisherStats,
 )
 from scheduler_components.cache import hash_pages
+from scheduler_components.intake import Incoming, InputKind, InputRefusal
 from scheduler_components.testing.parts import BLOCK_SIZE, kv_value, token_after
 
 __all__ = [
@@ -31,10 +34,13 @@ __all__ = [
     "FakePool",
     "FakeQueues",
     "FakeRequest",
+    "ListInput",
     "ScriptedEvents",
+    "TextReader",
     # sinks
     "ListEventSink",
     "ListOutputSink",
+    "ListRefusals",
     "ListSink",
     # what stands around a scheduler
     "ChainHistory",
@@ -107,6 +113,26 @@ class ScriptedEvents:
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         return self.steps.pop(0) if self.steps else ()
+
+
+class ListInput:
+    """An ``InputSource``: ``frames`` are the messages that have come and nobody has taken."""
+
+    def __init__(self, frames: Iterable[bytes] = ()) -> None:
+        self.frames = deque(frames)
+
+    def take(self, most: int) -> Sequence[bytes]:
+        return [self.frames.popleft() for _ in range(min(most, len(self.frames)))]
+
+
+class TextReader:
+    """An ``InputReader`` of messages like ``request:rid:rest``; what it gives the scheduler is the text."""
+
+    def read(self, frame: bytes) -> Incoming[str]:
+        kind, _, rest = frame.decode(errors="replace").partition(":")
+        if kind not in list(InputKind):
+            raise DecodeError(f"no kind of message: {kind!r}")
+        return Incoming(InputKind(kind), frame.decode(), rest.partition(":")[0])
 
 
 # Sinks.
@@ -182,6 +208,18 @@ class ListSink(_Failing, Generic[T]):
     def close(self) -> None:
         self.num_closed += 1
         self._act()
+
+
+class ListRefusals(_Failing):
+    """A ``RefusalSink``: the answers to requests that were not let in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: list[InputRefusal] = []
+
+    def refuse(self, refusal: InputRefusal, incoming: Incoming[object]) -> None:  # noqa: ARG002
+        self._act()
+        self.refused.append(refusal)
 
 
 class ListOutputSink(_Failing):

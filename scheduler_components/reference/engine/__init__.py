@@ -58,8 +58,11 @@ if TYPE_CHECKING:
         ALIVE_EVERY_S,
         FRONT,
         AbortRequest,
+        BlockInput,
         CacheDump,
         Command,
+        CommandReader,
+        DrainInput,
         DumpCache,
         FlushCache,
         ForgetStorage,
@@ -72,12 +75,11 @@ if TYPE_CHECKING:
         ReadPool,
         Report,
         RequestRefused,
-        StepInput,
         SubmitRequest,
+        UnblockInput,
         decode_command,
         decode_outputs,
         decode_report,
-        decode_step,
         encode,
         encode_outputs,
         pack_hashes,
@@ -92,23 +94,27 @@ if TYPE_CHECKING:
         FrontLoadSink,
         Heartbeat,
         Leader,
+        RefusalReports,
         ReportSocket,
         StepExecutor,
         StopSignal,
     )
     from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState, SamplingLimits
     from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks, StepResult
-    from scheduler_components.reference.engine.zmq_sync import StopRequested, open_zmq_sync_domain
+    from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
 
 __all__ = [
     "AbortRequest",
     "BadBodyError",
     "Batcher",
+    "BlockInput",
     "CacheDump",
     "CacheTiers",
     "Clocks",
     "Command",
+    "CommandReader",
     "DeviceTier",
+    "DrainInput",
     "DumpCache",
     "FlushCache",
     "ForgetStorage",
@@ -138,6 +144,7 @@ __all__ = [
     "RankReady",
     "ReadPool",
     "RankSilentError",
+    "RefusalReports",
     "ReplicaLoad",
     "Report",
     "ReportSocket",
@@ -154,13 +161,12 @@ __all__ = [
     "SchedulerSinks",
     "SimulatedKv",
     "StepExecutor",
-    "StepInput",
     "StepResult",
-    "StopRequested",
     "StopSignal",
     "StorageKind",
     "SubmitRequest",
     "TooBusyError",
+    "UnblockInput",
     "ALIVE_EVERY_S",
     "DEFAULT_HOST",
     "FRONT",
@@ -173,7 +179,6 @@ __all__ = [
     "decode_command",
     "decode_outputs",
     "decode_report",
-    "decode_step",
     "default_kv_events",
     "encode",
     "encode_outputs",
@@ -216,17 +221,17 @@ __getattr__ = lazy_names(
             "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint bind_http make_app open_http_server parse_body"
         ),
         "scheduler_components.reference.engine.messages": (
-            "ALIVE_EVERY_S FRONT AbortRequest CacheDump Command DumpCache FlushCache ForgetStorage LoadReport "
-            "OutputSocket PoolPlace PoolRead RankAlive RankReady ReadPool Report RequestRefused StepInput "
-            "SubmitRequest decode_command decode_outputs decode_report decode_step encode encode_outputs "
-            "pack_hashes pack_tokens unpack_hash_array unpack_hashes unpack_tokens"
+            "ALIVE_EVERY_S FRONT AbortRequest BlockInput CacheDump Command CommandReader DrainInput DumpCache "
+            "FlushCache ForgetStorage LoadReport OutputSocket PoolPlace PoolRead RankAlive RankReady ReadPool Report "
+            "RequestRefused SubmitRequest UnblockInput decode_command decode_outputs decode_report encode "
+            "encode_outputs pack_hashes pack_tokens unpack_hash_array unpack_hashes unpack_tokens"
         ),
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
         "scheduler_components.reference.engine.rank_loop": (
-            "Follower FrontLoadSink Heartbeat Leader ReportSocket StepExecutor StopSignal"
+            "Follower FrontLoadSink Heartbeat Leader RefusalReports ReportSocket StepExecutor StopSignal"
         ),
         "scheduler_components.reference.engine.request": "Request RequestQueues RequestState SamplingLimits",
         "scheduler_components.reference.engine.scheduler": "Clocks Scheduler SchedulerSinks StepResult",
-        "scheduler_components.reference.engine.zmq_sync": "StopRequested open_zmq_sync_domain",
+        "scheduler_components.reference.engine.zmq_sync": "open_zmq_sync_domain",
     },
 )

@@ -16,6 +16,7 @@ import msgspec
 
 from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
 from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
+from scheduler_components.intake import InputBounds
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.validators import is_integer, is_number
 
@@ -76,6 +77,8 @@ class SchedulerConfig:
         min_new_token_ratio: what that share decays to over 600 steps without a retraction (``NewTokenRatioTracker``).
         eos_token_id: the model's end-of-sequence token; None for a model that has none.
         kv_metrics_every_steps: cadence of ``KvMetrics`` to the serving process. Events go out every step.
+        recv_interval: weight of steps between two receives of input (``RecvSkipper``); 1 receives before every step.
+        input_bounds: size, rate and number of the requests that a replica takes.
 
     Raises:
         ConfigError: naming the size that cannot work.
@@ -90,6 +93,8 @@ class SchedulerConfig:
     min_new_token_ratio: float = attrs.field(default=0.1, validator=_check_ratio)
     eos_token_id: int | None = None
     kv_metrics_every_steps: int = attrs.field(default=8, validator=is_integer())
+    recv_interval: int = attrs.field(default=1, validator=is_integer("is not an interval"))
+    input_bounds: InputBounds = attrs.field(factory=InputBounds)
 
     def __attrs_post_init__(self) -> None:
         whole_tokens = self.kv_tokens // self.page_size * self.page_size

@@ -31,8 +31,10 @@ from scheduler_components.load import DispatchLedger
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
+    BlockInput,
     CacheDump,
     Command,
+    DrainInput,
     DumpCache,
     FlushCache,
     ForgetStorage,
@@ -44,6 +46,7 @@ from scheduler_components.reference.engine.messages import (
     Report,
     RequestRefused,
     SubmitRequest,
+    UnblockInput,
     encode,
 )
 from scheduler_components.reference.engine.pulse import RankPulse
@@ -158,7 +161,7 @@ class RequestFailedError(ComponentError):
 
 
 class TooBusyError(ComponentError):
-    """More requests are open than the front takes at once."""
+    """More requests are open than the front takes at once, or come than a replica takes in; try again later."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,7 +288,8 @@ class Front:
             self.dispatcher.replicas[report.load.dp_rank].reported(report.load)
             self.board.outputs[report.load.dp_rank] = report.outputs
         elif isinstance(report, RequestRefused):
-            self._pass_on(report.rid, RequestRefusedError(report.reason), ended=True)
+            kind = TooBusyError if report.is_busy else RequestRefusedError
+            self._pass_on(report.rid, kind(report.reason), ended=True)
         elif isinstance(report, CacheDump):
             self.board.dumps[report.tp_rank] = report
         elif isinstance(report, PoolRead):
@@ -317,6 +321,18 @@ class Front:
         """Let every rank that has no work in flight count nothing as stored any more."""
         for replica in range(len(self.leaders)):
             self._send(replica, ForgetStorage())
+
+    def block_input(self, replica: int) -> None:
+        """Let a replica hold requests back, from the next one on; commands and aborts reach it."""
+        self._send(replica, BlockInput())
+
+    def drain_input(self, replica: int) -> None:
+        """Let a replica refuse requests and serve those that it has."""
+        self._send(replica, DrainInput())
+
+    def unblock_input(self, replica: int) -> None:
+        """End what ``block_input`` or ``drain_input`` began; requests that wait go first."""
+        self._send(replica, UnblockInput())
 
     def ask_for_pool(self, replica: int, read_id: int) -> None:
         """Let a replica read its pool after its next step; ``board.pools`` has the answer with this number."""
@@ -372,6 +388,7 @@ class OpenRequest:
 
         Raises:
             RequestRefusedError: the scheduler cannot serve the request.
+            TooBusyError: its replica takes no requests in now.
             RequestFailedError: it could not compute it, or tokens were lost.
             EngineFailedError: the engine stopped.
             RankSilentError: a rank of its replica did, or hangs.

@@ -28,8 +28,9 @@ from scheduler_components.hicache import (
     TierStepper,
     world_rank_sets,
 )
+from scheduler_components.intake import WaitFor
 from scheduler_components.reference.engine.config import HiCacheConfig, RankConfig
-from scheduler_components.reference.engine.zmq_sync import WaitFor, open_zmq_sync_domain
+from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
 
 __all__ = [
     "HostTiers",

@@ -1,8 +1,8 @@
 """What the engine's processes say to each other: msgpack arrays over ZMQ PUSH/PULL on private ipc sockets.
 
-Front to the leader of a replica: ``Command``. Leader to its followers: ``StepInput``, one before each step.
-Every rank to the front: ``Report``, and outputs on a socket of their own. Token ids of prompts travel packed, four
-bytes each, little-endian.
+Front to the leader of a replica: ``Command``, which its intake relays to the followers as it is. Every rank to the
+front: ``Report``, and outputs on a socket of their own. Token ids of prompts travel packed, four bytes each,
+little-endian.
 
 Statistics are not sent: each rank writes them to its page of the engine's board (``open_shm_metrics_sink``), and the
 front reads the board when somebody looks. ``LoadReport`` is what the front must be woken for, since it dispatches by it
@@ -21,14 +21,18 @@ import msgspec
 import zmq
 
 from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
+from scheduler_components.intake import Incoming, InputKind
 from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
     "ALIVE_EVERY_S",
     "FRONT",
     "AbortRequest",
+    "BlockInput",
     "CacheDump",
     "Command",
+    "CommandReader",
+    "DrainInput",
     "DumpCache",
     "FlushCache",
     "ForgetStorage",
@@ -40,11 +44,10 @@ __all__ = [
     "Report",
     "RequestRefused",
     "LoadReport",
-    "StepInput",
     "SubmitRequest",
+    "UnblockInput",
     "decode_command",
     "decode_report",
-    "decode_step",
     "encode",
     "pack_hashes",
     "pack_tokens",
@@ -101,15 +104,29 @@ class ForgetStorage(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     """Every rank of the replica counts nothing as stored any more, unless it has work in flight. Not answered."""
 
 
-Command = SubmitRequest | AbortRequest | DumpCache | ReadPool | FlushCache | ForgetStorage
+class BlockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The replica lets no request in until ``UnblockInput``: they wait at its leader. Not answered."""
 
 
-class StepInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """All that decides step ``step``, and the leader's state before it, for the follower to compare with its own."""
+class UnblockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The replica lets requests in again, those that wait first. Not answered."""
 
-    step: int
-    leader_digest: int
-    commands: tuple[Command, ...]
+
+class DrainInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The replica refuses requests until ``UnblockInput`` and serves those that it has. Not answered."""
+
+
+Command = (
+    SubmitRequest
+    | AbortRequest
+    | DumpCache
+    | ReadPool
+    | FlushCache
+    | ForgetStorage
+    | BlockInput
+    | UnblockInput
+    | DrainInput
+)
 
 
 class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -129,10 +146,11 @@ class RankAlive(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
 
 
 class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The scheduler can never serve this request; ``reason`` is for its author."""
+    """This request is not served; ``reason`` is for its author. ``is_busy``: try again later."""
 
     rid: str
     reason: str
+    is_busy: bool = False
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -183,11 +201,10 @@ T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_steps: msgspec.msgpack.Decoder[StepInput] = msgspec.msgpack.Decoder(StepInput)
 _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
-def encode(message: Command | StepInput | Report) -> bytes:
+def encode(message: Command | Report) -> bytes:
     """One message as one ZMQ frame."""
     return _encoder.encode(message)
 
@@ -197,9 +214,24 @@ def decode_command(frame: bytes) -> Command:
     return _decode(_commands, frame)
 
 
-def decode_step(frame: bytes) -> StepInput:
-    """Raises DecodeError for a frame that is not a step input."""
-    return _decode(_steps, frame)
+_KINDS: dict[type, InputKind] = {
+    SubmitRequest: InputKind.REQUEST,
+    AbortRequest: InputKind.ABORT,
+    BlockInput: InputKind.BLOCK,
+    UnblockInput: InputKind.UNBLOCK,
+    DrainInput: InputKind.DRAIN,
+}
+
+
+class CommandReader:
+    """The ``InputReader`` of this engine."""
+
+    __slots__ = ()
+
+    def read(self, frame: bytes) -> Incoming[Command]:
+        command = decode_command(frame)
+        rid = command.rid if isinstance(command, SubmitRequest | AbortRequest) else ""
+        return Incoming(_KINDS.get(type(command), InputKind.COMMAND), command, rid)
 
 
 def decode_report(frame: bytes) -> Report:

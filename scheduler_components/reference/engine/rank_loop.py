@@ -1,8 +1,8 @@
 """The loop of a scheduler process: the leader of a replica decides what goes into a step, its followers do the same.
 
-Lockstep: every decision of a scheduler follows from its sequence of steps and commands. The leader sends each step's
-commands, and the digest of its state, to its followers before it takes the step itself; a follower whose state differs
-stops the engine: from there on its KV cache would be another one.
+Lockstep: every decision of a scheduler follows from its sequence of steps and commands. Each rank's ``Intake`` brings
+it the commands before a step, with the digest of the leader's state; a follower whose state differs stops the engine:
+from there on its KV cache would be another one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,18 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from scheduler_components import ConfigError, KvPoolReader, LoadPublisher, LoadSnapshot, ParallelState
+from scheduler_components import ConfigError, KvPoolReader, LoadPublisher, LoadSnapshot, ParallelState, WorkTotals
 from scheduler_components.cache import RadixCache
-from scheduler_components.errors import LockstepError
 from scheduler_components.hicache import Tier
+from scheduler_components.intake import (
+    ForwardMode,
+    IdleSleeper,
+    Incoming,
+    InputRefusal,
+    Intake,
+    RefusalReason,
+    StopRequested,
+)
 from scheduler_components.ports import OutputStatsSource
 from scheduler_components.reference.engine.messages import (
     ALIVE_EVERY_S,
@@ -35,10 +43,7 @@ from scheduler_components.reference.engine.messages import (
     ReadPool,
     Report,
     RequestRefused,
-    StepInput,
     SubmitRequest,
-    decode_command,
-    decode_step,
     encode,
     pack_hashes,
     unpack_tokens,
@@ -51,16 +56,16 @@ __all__ = [
     "FrontLoadSink",
     "Heartbeat",
     "Leader",
+    "RefusalReports",
     "ReportSocket",
     "StepExecutor",
     "StopSignal",
 ]
 
-_IDLE_MS = 250  # a fraction of the load gauge's heartbeat: a sample is never much older than that
-_BACKLOG_MS = 20  # until outputs are offered again that the front did not take
-_COMMANDS_PER_STEP = 256
+_WAIT_MS = 250  # longest wait for another rank between two looks at the clock
+_BACKLOG_S = 0.02  # until outputs are offered again that the front did not take
 _DUMP_PATIENCE_STEPS = 10_000
-_SEND_RETRY_MS = 100
+_BUSY = frozenset({RefusalReason.TOO_MANY, RefusalReason.HELD_FULL, RefusalReason.DRAINING})
 
 
 class StopSignal:
@@ -70,17 +75,17 @@ class StopSignal:
         descriptor: file descriptor to watch beside the sockets.
     """
 
-    __slots__ = ("_descriptor",)
+    __slots__ = ("descriptor",)
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
 
     def wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
         """Wait until ``socket`` is ready for ``event`` or time is up; False when the order to stop came."""
         poller = zmq.Poller()
         poller.register(socket, event)
-        poller.register(self._descriptor, zmq.POLLIN)
-        return all(ready != self._descriptor for ready, _ in poller.poll(timeout_ms))
+        poller.register(self.descriptor, zmq.POLLIN)
+        return all(ready != self.descriptor for ready, _ in poller.poll(timeout_ms))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,10 +123,15 @@ class Heartbeat:
             self._due_s = now_s + ALIVE_EVERY_S
             self.reports.send(self.alive)
 
+    @property
+    def due_in_s(self) -> float:
+        """When it is to be said next."""
+        return max(0.0, self._due_s - self.clock())
+
     def wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
         """Do what ``StopSignal.wait`` does, for a short while at most: whoever still waits calls again."""
         self.beat()
-        return self.stop.wait(socket, event, _IDLE_MS if timeout_ms is None else min(timeout_ms, _IDLE_MS))
+        return self.stop.wait(socket, event, _WAIT_MS if timeout_ms is None else min(timeout_ms, _WAIT_MS))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,6 +158,25 @@ class FrontLoadSink:
 
 
 @dataclass(slots=True, kw_only=True)
+class RefusalReports:
+    """A ``RefusalSink``: the leader answers for what its intake did not let in.
+
+    Attributes:
+        reports: the way to the front.
+        work: counts each request that was dispatched, taken or refused.
+    """
+
+    reports: ReportSocket
+    work: WorkTotals
+
+    def refuse(self, refusal: InputRefusal, incoming: Incoming[object]) -> None:
+        if isinstance(incoming.message, SubmitRequest):
+            self.work.took_in(FRONT, incoming.message.ticket)
+        if refusal.reason is not RefusalReason.IN_USE:  # the first request of this id goes on
+            self.reports.send(RequestRefused(refusal.rid, refusal.text, refusal.reason in _BUSY))
+
+
+@dataclass(slots=True, kw_only=True)
 class StepExecutor:
     """One rank's part of a step, the same on every rank of a replica; only the leader speaks for the replica."""
 
@@ -155,18 +184,24 @@ class StepExecutor:
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
     reports: ReportSocket
     _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the step of its last chance
+    _last_mode: ForwardMode = field(default=ForwardMode.IDLE, init=False)
 
-    def execute(self, step: StepInput) -> None:
+    @property
+    def mode(self) -> ForwardMode:
+        """What the last step computed; idle where there is no work."""
+        return self._last_mode if self.scheduler.has_work else ForwardMode.IDLE
+
+    def execute(self, step: int, commands: Sequence[Command]) -> None:
         """Obey the commands, take the step, report."""
-        for command in step.commands:
+        for command in commands:
             self._obey(command)
-        self.scheduler.step()
-        for command in step.commands:
+        self._last_mode = self.scheduler.step().mode
+        for command in commands:
             if isinstance(command, DumpCache):
-                self._dumps_due[command.dump_id] = step.step + _DUMP_PATIENCE_STEPS
+                self._dumps_due[command.dump_id] = step + _DUMP_PATIENCE_STEPS
             elif isinstance(command, ReadPool) and self.parallel.leads_replica:
                 self.reports.send(self._read_pool(command.read_id))
-        self._answer_dumps(step.step)
+        self._answer_dumps(step)
 
     def _answer_dumps(self, step: int) -> None:
         """Dump the cache at a step at which no page is on its way, so that what is told of it is final."""
@@ -223,19 +258,19 @@ class StepExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class Leader:
-    """Takes the front's commands, tells the followers, steps while there is work, and sleeps when there is none.
+    """Steps while there is work, and sleeps when there is none and no command comes.
 
     Attributes:
         executor: takes the steps.
-        commands: from the front.
-        followers: one socket per follower.
-        heartbeat: waits, and hears the order to stop.
+        intake: takes the front's commands, and tells the followers.
+        sleeper: watches the front's socket and the order to stop.
+        heartbeat: hears the order to stop, and is said while the leader sleeps.
         load_publishers: of the load gauge that the operator asked for, and of the front's.
     """
 
     executor: StepExecutor
-    commands: zmq.Socket[bytes]
-    followers: Sequence[zmq.Socket[bytes]]
+    intake: Intake[Command]
+    sleeper: IdleSleeper
     heartbeat: Heartbeat
     load_publishers: Sequence[LoadPublisher]
 
@@ -246,16 +281,17 @@ class Leader:
         while True:
             if not scheduler.has_work:
                 self._tell_what_is_left()
-            if not self.heartbeat.wait(self.commands, zmq.POLLIN, self._patience_ms()):
+            self.heartbeat.beat()
+            if self.heartbeat.stop.descriptor in self.sleeper.sleep(self._patience_s()):
                 return
-            commands = self._take_commands()
-            if not commands and not scheduler.has_work:
+            if not scheduler.has_work and not self.intake.collect():
                 continue
             step += 1
-            step_input = StepInput(step, scheduler.state_digest, commands)
-            if not self._tell_followers(encode(step_input)):
+            try:
+                commands = self.intake.receive(step, scheduler.state_digest, self.executor.mode)
+            except StopRequested:
                 return
-            self.executor.execute(step_input)
+            self.executor.execute(step, commands)
             for publisher in self.load_publishers:
                 publisher.publish_load()
 
@@ -272,33 +308,12 @@ class Leader:
         for publisher in self.load_publishers:
             publisher.flush()
 
-    def _patience_ms(self) -> int:
-        """How long to wait for a command."""
+    def _patience_s(self) -> float:
+        """How long to wait for a command: until the leader has something to say by itself."""
         scheduler = self.executor.scheduler
         if scheduler.has_work:
-            return 0
-        return _BACKLOG_MS if scheduler.output.has_backlog else _IDLE_MS
-
-    def _take_commands(self) -> tuple[Command, ...]:
-        commands: list[Command] = []
-        while len(commands) < _COMMANDS_PER_STEP:
-            try:
-                commands.append(decode_command(self.commands.recv(zmq.DONTWAIT)))
-            except zmq.Again:
-                break
-        return tuple(commands)
-
-    def _tell_followers(self, frame: bytes) -> bool:
-        """Send a step's input to each follower, waiting for one that is far behind; False on the order to stop."""
-        for follower in self.followers:
-            while True:
-                try:
-                    follower.send(frame, zmq.DONTWAIT)
-                    break
-                except zmq.Again:
-                    if not self.heartbeat.wait(follower, zmq.POLLOUT, _SEND_RETRY_MS):
-                        return False
-        return True
+            return 0.0
+        return min(_BACKLOG_S, self.heartbeat.due_in_s) if scheduler.output.has_backlog else self.heartbeat.due_in_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -306,7 +321,7 @@ class Follower:
     """Takes the steps that its leader takes, and checks that its state is the leader's."""
 
     executor: StepExecutor
-    steps: zmq.Socket[bytes]
+    intake: Intake[Command]
     heartbeat: Heartbeat
 
     def run(self) -> None:
@@ -315,13 +330,12 @@ class Follower:
         Raises:
             LockstepError: this rank's state is not its leader's.
         """
-        while self.heartbeat.wait(self.steps, zmq.POLLIN, _IDLE_MS):
+        step = 0
+        while True:
+            self.heartbeat.beat()
+            step += 1
             try:
-                step = decode_step(self.steps.recv(zmq.DONTWAIT))
-            except zmq.Again:
-                continue
-            digest = self.executor.scheduler.state_digest
-            if digest != step.leader_digest:
-                rank = str(self.executor.parallel)
-                raise LockstepError(step.step, rank, f"{step.leader_digest:08x}", f"{digest:08x}")
-            self.executor.execute(step)
+                commands = self.intake.receive(step, self.executor.scheduler.state_digest, self.executor.mode)
+            except StopRequested:
+                return
+            self.executor.execute(step, commands)

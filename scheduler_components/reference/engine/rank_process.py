@@ -14,24 +14,40 @@ from pathlib import Path
 import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
+from scheduler_components.intake import (
+    IdleSleeper,
+    InputScreen,
+    Intake,
+    RecvSkipper,
+    StopRequested,
+    ZmqFollowerRelay,
+    ZmqInputSource,
+    ZmqLeaderRelay,
+)
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metrics_sink
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import RankConfig
-from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, OutputSocket, RankAlive, RankReady
+from scheduler_components.reference.engine.messages import (
+    MAX_QUEUED_BATCHES,
+    CommandReader,
+    OutputSocket,
+    RankAlive,
+    RankReady,
+)
 from scheduler_components.reference.engine.rank_loop import (
     Follower,
     FrontLoadSink,
     Heartbeat,
     Leader,
+    RefusalReports,
     ReportSocket,
     StepExecutor,
     StopSignal,
 )
 from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.reference.engine.zmq_sync import StopRequested
 
 __all__ = [
     "main",
@@ -110,17 +126,28 @@ def _open_loop(
     config: RankConfig, context: _Context, executor: StepExecutor, heartbeat: Heartbeat, gauge: LoadPublisher
 ) -> Leader | Follower:
     parallel, scheduler, paths = executor.parallel, executor.scheduler, config.paths
+    skipper = RecvSkipper(recv_interval=config.engine.scheduler.recv_interval)
     if not parallel.leads_replica:
-        return Follower(
-            executor=executor, steps=_bind_pull(context, paths.steps(parallel.tp_rank)), heartbeat=heartbeat
-        )
-    first_follower = parallel.tp_rank + 1
-    followers = range(first_follower, parallel.tp_rank + config.engine.ranks_per_replica)
+        steps = _bind_pull(context, paths.steps(parallel.tp_rank))
+        relay = ZmqFollowerRelay(steps=steps, wait_for=heartbeat.wait)
+        intake = Intake(rank=str(parallel), reader=CommandReader(), relay=relay, skipper=skipper)
+        return Follower(executor=executor, intake=intake, heartbeat=heartbeat)
+    others = range(parallel.tp_rank + 1, parallel.tp_rank + config.engine.ranks_per_replica)
+    followers = [_connect_push(context, paths.steps(rank), high_water_mark=_STEPS_AHEAD) for rank in others]
+    commands = _bind_pull(context, paths.commands(parallel.kv_stream_index))
+    refusals = RefusalReports(reports=executor.reports, work=scheduler.book.work)
     front = FrontLoadSink(reports=executor.reports, outputs=scheduler.output)
     return Leader(
         executor=executor,
-        commands=_bind_pull(context, paths.commands(parallel.kv_stream_index)),
-        followers=[_connect_push(context, paths.steps(tp_rank), high_water_mark=_STEPS_AHEAD) for tp_rank in followers],
+        intake=Intake(
+            rank=str(parallel),
+            reader=CommandReader(),
+            source=ZmqInputSource(socket=commands),
+            relay=ZmqLeaderRelay(followers=followers, wait_for=heartbeat.wait),
+            screen=InputScreen(bounds=config.engine.scheduler.input_bounds, ids=scheduler.queues, refusals=refusals),
+            skipper=skipper,
+        ),
+        sleeper=IdleSleeper([commands], [heartbeat.stop.descriptor]),
         heartbeat=heartbeat,
         load_publishers=(gauge, LoadPublisher(parallel=parallel, load=scheduler.load, sink=front)),
     )

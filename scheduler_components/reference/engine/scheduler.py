@@ -43,6 +43,7 @@ from scheduler_components import (
     WorkResult,
 )
 from scheduler_components.cache import RadixCache
+from scheduler_components.intake import ForwardMode
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.reference.device import Device, ScheduledBatch
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits
@@ -120,6 +121,13 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     num_admitted: int
     num_retracted: int
     digest: int
+
+    @property
+    def mode(self) -> ForwardMode:
+        """What kinds of positions were computed."""
+        if self.num_prefill_tokens:
+            return ForwardMode.MIXED if self.num_decode_tokens else ForwardMode.EXTEND
+        return ForwardMode.DECODE if self.num_decode_tokens else ForwardMode.IDLE
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,22 +17,15 @@ import msgspec
 import zmq
 
 from scheduler_components.hicache import SyncCall, SyncDomain, SyncTimeoutError, elementwise_min
+from scheduler_components.intake import StopRequested, WaitFor
 
 __all__ = [
-    "StopRequested",
     "ZmqSyncHub",
     "open_zmq_sync_domain",
 ]
 
 _Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 _Ranks: TypeAlias = tuple[int, ...]
-
-WaitFor: TypeAlias = Callable[["zmq.Socket[bytes]", int, "int | None"], bool]
-"""Wait for a socket's event up to a time in ms or for less; False when the engine stops. ``Heartbeat.wait`` is one."""
-
-
-class StopRequested(Exception):
-    """The engine stops while this rank waits for others, who may have stopped already."""
 
 
 class _Vector(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

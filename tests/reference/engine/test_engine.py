@@ -36,6 +36,7 @@ from scheduler_components.reference.engine import (
     RequestRefusedError,
     SamplingLimits,
     SchedulerConfig,
+    TooBusyError,
     default_kv_events,
     make_app,
     open_engine,
@@ -242,6 +243,30 @@ def test_a_request_that_can_never_fit_is_refused_and_costs_nothing_else(private_
         assert len(await generate(engine, wanted(range(40)))) == 5
 
     run_engine(scenario)
+
+
+def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_tmp: Path) -> None:
+    """On two ranks that take input in after every fourth decode step."""
+
+    async def scenario(engine: Engine) -> None:
+        running = asyncio.create_task(generate(engine, wanted(range(40), max_new_tokens=200)))
+        engine.front.block_input(0)
+        waiting = [asyncio.create_task(generate(engine, wanted(range(start, start + 40)))) for start in range(3)]
+        async with engine.front.open_request(wanted(range(9, 49))):
+            pass  # left while it waits: it is answered, and never computed
+        engine.front.unblock_input(0)
+        assert [len(tokens) for tokens in await asyncio.gather(*waiting)] == [5, 5, 5]
+        assert len(await running) == 200
+        engine.front.drain_input(0)
+        with pytest.raises(TooBusyError, match="this replica takes no more requests"):
+            await generate(engine, wanted(range(40)))
+        await engine.wait_until_idle()
+        first, second = (await engine.dump_caches()).values()
+        assert first.digest == second.digest
+        assert engine.front.board.outputs[0].tokens_sent == 215
+
+    sizes = SchedulerConfig(page_size=4, kv_tokens=1024, recv_interval=4)
+    run_engine(scenario, attrs.evolve(SMALL, dp_size=1, scheduler=sizes))
 
 
 def test_a_client_that_leaves_frees_what_its_request_held(private_tmp: Path) -> None:

@@ -172,6 +172,18 @@ def test_a_refusal_reaches_its_author_and_is_not_aborted() -> None:
     run(scenario())
 
 
+def test_who_comes_when_a_replica_takes_nothing_in_is_told_to_try_again() -> None:
+    async def scenario() -> None:
+        front, _ = make_front()
+        with pytest.raises(TooBusyError, match="takes no more requests"):
+            async with front.open_request(wanted("a")) as news:
+                front.receive(RequestRefused("a", "this replica takes no more requests", True))
+                await anext(news)
+        assert not front.num_open_requests
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("delta", "complaint"),
     [

@@ -15,11 +15,15 @@ from scheduler_components import (
     OutputStats,
     TokenOutput,
 )
+from scheduler_components.intake import InputKind
 from scheduler_components.reference.engine import (
     FRONT,
     AbortRequest,
+    BlockInput,
     CacheDump,
     Command,
+    CommandReader,
+    DrainInput,
     DumpCache,
     FlushCache,
     ForgetStorage,
@@ -32,12 +36,11 @@ from scheduler_components.reference.engine import (
     Report,
     RequestRefused,
     SamplingLimits,
-    StepInput,
     SubmitRequest,
+    UnblockInput,
     decode_command,
     decode_outputs,
     decode_report,
-    decode_step,
     encode,
     encode_outputs,
     pack_hashes,
@@ -54,6 +57,9 @@ rids = st.text(min_size=1, max_size=20)
 commands = st.one_of(
     st.builds(FlushCache),
     st.builds(ForgetStorage),
+    st.builds(BlockInput),
+    st.builds(UnblockInput),
+    st.builds(DrainInput),
     st.builds(
         SubmitRequest,
         rids,
@@ -84,7 +90,7 @@ reports = st.one_of(
         st.lists(st.builds(PoolPlace, st.text(), st.none() | counts, hashes.map(pack_hashes)), max_size=3).map(tuple),
     ),
     st.builds(RankAlive, st.text(), counts),
-    st.builds(RequestRefused, rids, st.text()),
+    st.builds(RequestRefused, rids, st.text(), st.booleans()),
     st.builds(
         LoadReport,
         st.builds(LoadSnapshot, sequence=counts, dispatched_watermarks=st.just(((FRONT, 7),))),
@@ -99,11 +105,9 @@ reports = st.one_of(
 @given(commands)
 def test_a_command_comes_out_as_it_went_in(command: Command) -> None:
     assert decode_command(encode(command)) == command
-
-
-@given(st.builds(StepInput, counts, st.integers(0, 2**32 - 1), st.lists(commands, max_size=4).map(tuple)))
-def test_a_step_comes_out_as_it_went_in(step: StepInput) -> None:
-    assert decode_step(encode(step)) == step
+    read = CommandReader().read(encode(command))
+    assert read.message == command
+    assert (read.kind in (InputKind.REQUEST, InputKind.ABORT)) == bool(read.rid)
 
 
 @given(reports)
@@ -139,7 +143,7 @@ def test_hashes_are_packed_in_eight_bytes_each(block_hashes: frozenset[int]) -> 
     assert unpack_hashes(packed) == block_hashes
 
 
-@pytest.mark.parametrize("decode", [decode_command, decode_step, decode_report, decode_outputs])
+@pytest.mark.parametrize("decode", [decode_command, decode_report, decode_outputs])
 @given(noise=st.binary(max_size=40))
 @example(noise=b"\x91\xa1\x80")  # bad UTF-8 where the tag belongs
 def test_noise_is_a_decode_error(decode, noise: bytes) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -21,12 +22,22 @@ from scheduler_components import (
     SchedulerStats,
 )
 from scheduler_components.errors import LockstepError
+from scheduler_components.intake import (
+    IdleSleeper,
+    Intake,
+    RecvSkipper,
+    RelayedInput,
+    ZmqFollowerRelay,
+    ZmqInputSource,
+    ZmqLeaderRelay,
+)
 from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine import (
     FRONT,
     AbortRequest,
     CacheDump,
     Command,
+    CommandReader,
     DumpCache,
     Follower,
     FrontLoadSink,
@@ -43,7 +54,6 @@ from scheduler_components.reference.engine import (
     SchedulerConfig,
     SchedulerSinks,
     StepExecutor,
-    StepInput,
     StopSignal,
     SubmitRequest,
     decode_outputs,
@@ -181,26 +191,47 @@ def submit(rid: str, num_tokens: int = 10, max_new_tokens: int = 3, ticket: int 
     return SubmitRequest(rid, pack_tokens(range(num_tokens)), SamplingLimits(max_new_tokens=max_new_tokens), 1, ticket)
 
 
-def lead(wires: Wires, rank: Rank, commands: list[Command], followers: list[zmq.Socket[bytes]]) -> None:
+def lead(
+    wires: Wires, rank: Rank, commands: list[Command], followers: list[zmq.Socket[bytes]], *, recv_interval: int = 1
+) -> None:
     """Run a leader over ``commands``, all of which it finds at once."""
     push, pull = wires.pair()
     for command in commands:
         push.send(encode(command))
     assert pull.poll(1000)
+    intake = Intake(
+        rank="leader",
+        reader=CommandReader(),
+        source=ZmqInputSource(socket=pull),
+        relay=ZmqLeaderRelay(followers=followers, wait_for=rank.heartbeat.wait),
+        skipper=RecvSkipper(recv_interval=recv_interval),
+    )
     Leader(
         executor=rank.executor,
-        commands=pull,
-        followers=followers,
+        intake=intake,
+        sleeper=IdleSleeper([pull], [rank.order.reader]),
         heartbeat=rank.heartbeat,
         load_publishers=rank.load_publishers,
     ).run()
 
 
-def test_leader_and_follower_take_the_same_steps_and_only_the_leader_answers(wires: Wires) -> None:
+def follow(rank: Rank, steps: zmq.Socket[bytes], *, recv_interval: int = 1) -> None:
+    """Run a follower of the leader at the other end of ``steps``."""
+    intake = Intake(
+        rank=str(rank.executor.parallel),
+        reader=CommandReader(),
+        relay=ZmqFollowerRelay(steps=steps, wait_for=rank.heartbeat.wait),
+        skipper=RecvSkipper(recv_interval=recv_interval),
+    )
+    Follower(executor=rank.executor, intake=intake, heartbeat=rank.heartbeat).run()
+
+
+@pytest.mark.parametrize("recv_interval", [1, 2])
+def test_leader_and_follower_take_the_same_steps_and_only_the_leader_answers(wires: Wires, recv_interval: int) -> None:
     leader, follower = Rank(wires, 0, last_batch=3), Rank(wires, 1, last_batch=3)
     steps_out, steps_in = wires.pair()
-    lead(wires, leader, [submit("a"), submit("b")], [steps_out])
-    Follower(executor=follower.executor, steps=steps_in, heartbeat=follower.heartbeat).run()
+    lead(wires, leader, [submit("a"), submit("b")], [steps_out], recv_interval=recv_interval)
+    follow(follower, steps_in, recv_interval=recv_interval)
     assert leader.executor.scheduler.state_digest == follower.executor.scheduler.state_digest
     outputs = leader.deltas()
     assert [delta.rid for delta in outputs if delta.finish_reason == FinishReason.LENGTH] == ["a", "b"]
@@ -213,16 +244,16 @@ def test_leader_and_follower_take_the_same_steps_and_only_the_leader_answers(wir
 def test_a_follower_whose_state_differs_is_caught_before_it_steps(wires: Wires) -> None:
     rank = Rank(wires, 1, last_batch=1)
     steps_out, steps_in = wires.pair()
-    steps_out.send(encode(StepInput(7, 0xBAD, ())))
-    with pytest.raises(LockstepError, match=r"step 7: dp0/pp0/tp1.*00000bad"):
-        Follower(executor=rank.executor, steps=steps_in, heartbeat=rank.heartbeat).run()
+    steps_out.send(msgspec.msgpack.encode(RelayedInput(1, 0xBAD, 0)))
+    with pytest.raises(LockstepError, match=r"step 1: dp0/pp0/tp1.*00000bad"):
+        follow(rank, steps_in)
     assert rank.executor.scheduler.num_steps == 0
 
 
 def test_a_request_that_cannot_fit_is_refused_by_the_leader_alone(wires: Wires) -> None:
     for tp_rank, num_refusals in ((0, 1), (1, 0)):
         rank = Rank(wires, tp_rank, last_batch=1)
-        rank.executor.execute(StepInput(1, 0, (submit("long", num_tokens=300), submit("fits"))))
+        rank.executor.execute(1, (submit("long", num_tokens=300), submit("fits")))
         refusals = rank.reports(RequestRefused)
         assert len(refusals) == num_refusals
         assert all("the pool has 256" in refusal.reason for refusal in refusals)
@@ -231,16 +262,16 @@ def test_a_request_that_cannot_fit_is_refused_by_the_leader_alone(wires: Wires) 
 
 def test_an_abort_is_told_and_one_of_an_unknown_request_is_not(wires: Wires) -> None:
     rank = Rank(wires, 0, last_batch=9)
-    rank.executor.execute(StepInput(1, 0, (submit("a"),)))
+    rank.executor.execute(1, (submit("a"),))
     rank.deltas()
-    rank.executor.execute(StepInput(2, 0, (AbortRequest("a"), AbortRequest("never seen"))))
+    rank.executor.execute(2, (AbortRequest("a"), AbortRequest("never seen")))
     assert [(delta.rid, delta.finish_reason) for delta in rank.deltas()] == [("a", FinishReason.ABORT)]
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_every_rank_dumps_the_cache_as_it_is_after_the_step(wires: Wires, tp_rank: int) -> None:
     rank = Rank(wires, tp_rank, last_batch=9)
-    rank.executor.execute(StepInput(1, 0, (submit("a"), DumpCache(5))))
+    rank.executor.execute(1, (submit("a"), DumpCache(5)))
     (dump,) = rank.reports(CacheDump)
     assert (dump.dump_id, dump.tp_rank, dump.step) == (5, tp_rank, 1)
     assert unpack_hashes(dump.block_hashes) == set(rank.executor.scheduler.cache.block_hashes())

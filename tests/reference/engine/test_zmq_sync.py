@@ -15,7 +15,8 @@ import zmq
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import Proposal, SyncDivergenceError, SyncDomain, SyncTimeoutError, world_rank_sets
-from scheduler_components.reference.engine import StopRequested, open_zmq_sync_domain
+from scheduler_components.intake import StopRequested
+from scheduler_components.reference.engine import open_zmq_sync_domain
 
 Work = Callable[[SyncDomain], object]
 

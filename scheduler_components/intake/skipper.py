@@ -1,0 +1,59 @@
+"""RecvSkipper: in which steps input is taken in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.validators import check_integer
+from scheduler_components.values import ForwardMode
+
+__all__ = ["WEIGHTS", "RecvSkipper"]
+
+WEIGHTS: Mapping[ForwardMode, int] = {
+    ForwardMode.EXTEND: 1000,
+    ForwardMode.MIXED: 1000,
+    ForwardMode.DECODE: 1,
+    ForwardMode.TARGET_VERIFY: 1,
+}
+"""SGLang's defaults (``SGLANG_SCHEDULER_RECV_SKIPPER_WEIGHT_*``, 0.5.23): a step that computed prompts is long, so
+input is taken after it; decode steps are short, so that many of them share one receive."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RecvSkipper:
+    """Adds up the weights of the steps' forward modes; at ``recv_interval`` input is taken, and the sum begins again.
+
+    A receive costs all ranks a meeting, which a short decode step feels. All ranks of a replica must skip the same
+    steps: give each the same weights, and the mode of the last step, which is equal on them. After an idle step input
+    is always taken: there is nothing that a meeting could delay.
+
+    Attributes:
+        recv_interval: sum that is needed; 1 takes input in every step. SGLang's ``--scheduler-recv-interval``.
+        weights: of each forward mode; a mode that is not named counts as ``recv_interval``.
+
+    Raises:
+        ConfigError: an interval below 1 or a weight below 0.
+    """
+
+    recv_interval: int = 1
+    weights: Mapping[ForwardMode, int] = field(default_factory=lambda: WEIGHTS)
+    _sum: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        check_integer("recv_interval", self.recv_interval, "is not an interval")
+        for mode, weight in self.weights.items():
+            if weight < 0:
+                raise ConfigError(f"weights[{mode}]", weight, "is below 0", "give 0 to never take input after it")
+
+    def should_receive(self, mode: ForwardMode) -> bool:
+        """Say whether input is taken before the next step, after one of ``mode``. Call it once per step."""
+        if mode is ForwardMode.IDLE:
+            self._sum = 0
+            return True
+        self._sum += self.weights.get(mode, self.recv_interval)
+        if self._sum < self.recv_interval:
+            return False
+        self._sum = 0
+        return True

@@ -1,0 +1,151 @@
+"""Whatever arrives when, all ranks admit the same sequence between the same steps; and without the relay they part."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components.errors import LockstepError
+from scheduler_components.intake import ForwardMode, InputBounds, InputScreen, Intake, RecvSkipper, RelayedInput
+from scheduler_components.testing import ListInput, TextReader
+
+
+class Tape:
+    """What a leading rank relayed; its end of the relay. ``playback`` is another rank's, which reads it later."""
+
+    def __init__(self) -> None:
+        self.relayed: list[RelayedInput] = []
+
+    def bring(self, own: RelayedInput) -> RelayedInput:
+        self.relayed.append(own)
+        return own
+
+    def close(self) -> None:
+        pass
+
+
+class Playback:
+    def __init__(self, tape: Tape) -> None:
+        self.to_come = iter(tape.relayed)
+
+    def bring(self, own: RelayedInput) -> RelayedInput:
+        return next(self.to_come)
+
+    def close(self) -> None:
+        pass
+
+
+class OwnEars:
+    """The agreement removed: steps and digests still come from the leading rank, messages are this rank's own."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.to_come = iter(tape.relayed)
+
+    def bring(self, own: RelayedInput) -> RelayedInput:
+        told = next(self.to_come)
+        return RelayedInput(told.step, told.state_digest, told.input_digest, own.frames)
+
+    def close(self) -> None:
+        pass
+
+
+class Rank:
+    """A scheduler whose whole state is what it has admitted, and in which step."""
+
+    def __init__(self, relay: Tape | Playback | OwnEars, interval: int, most: int) -> None:
+        self.source = ListInput()
+        self.intake = Intake(
+            rank="a rank",
+            reader=TextReader(),
+            source=self.source,
+            relay=relay,
+            screen=InputScreen(bounds=InputBounds(max_recv_per_poll=most)),
+            skipper=RecvSkipper(recv_interval=interval),
+        )
+        self.admitted: list[tuple[int, str]] = []
+        self.digest = 0
+
+    def step(self, number: int, arrivals: list[str], mode: ForwardMode) -> None:
+        self.source.frames += [text.encode() for text in arrivals]
+        for text in self.intake.receive(number, self.digest, mode):
+            self.admitted.append((number, text))
+            self.digest = crc32(f"{number} {text}".encode(), self.digest)
+
+
+NOISE = st.sampled_from(["abort:a", "abort:b", "block:", "unblock:", "drain:", "command:dump", "noise", "request:a"])
+REQUESTS = st.builds("request:{}:{}".format, st.integers(0, 30), st.integers(0, 1))
+STEPS = st.lists(
+    st.tuples(st.lists(REQUESTS | NOISE, max_size=5), st.sampled_from(ForwardMode)), min_size=1, max_size=15
+)
+
+
+@given(steps=STEPS, interval=st.integers(1, 4), most=st.integers(1, 4))
+def test_all_ranks_admit_one_sequence(steps: list[tuple[list[str], ForwardMode]], interval: int, most: int) -> None:
+    tape = Tape()
+    leader = Rank(tape, interval, most)
+    for number, (arrivals, mode) in enumerate(steps):
+        leader.step(number, arrivals, mode)
+    for _ in range(2):
+        follower = Rank(Playback(tape), interval, most)
+        for number, (_, mode) in enumerate(steps):
+            follower.step(number, [], mode)
+        assert follower.admitted == leader.admitted
+        assert follower.digest == leader.digest
+    assert leader.intake.stats.receives + leader.intake.stats.receives_skipped == len(steps)
+    assert max((len(each.frames) for each in tape.relayed), default=0) <= most
+
+
+@given(steps=STEPS, late=st.integers(0, 14))
+def test_ranks_that_listen_for_themselves_part_and_are_found_at_the_next_meeting(
+    steps: list[tuple[list[str], ForwardMode]], late: int
+) -> None:
+    """The other rank hears the same messages, one of the lots a step later."""
+    tape = Tape()
+    leader = Rank(tape, 1, 256)
+    steps = [*steps, ([], ForwardMode.DECODE), ([], ForwardMode.DECODE)]
+    for number, (arrivals, mode) in enumerate(steps):
+        leader.step(number, arrivals, mode)
+    other = Rank(OwnEars(tape), 1, 256)
+    heard: list[list[str]] = [arrivals for arrivals, _ in steps]
+    late = min(late, len(steps) - 3)
+    heard[late], heard[late + 1] = [], heard[late] + heard[late + 1]
+    for number, (_, mode) in enumerate(steps):
+        other.step(number, heard[number], mode)
+        if other.admitted != [each for each in leader.admitted if each[0] <= number]:
+            with pytest.raises(LockstepError):
+                other.step(number + 1, heard[number + 1], steps[number + 1][1])
+            return
+
+
+def test_a_rank_that_skips_other_steps_is_found() -> None:
+    tape = Tape()
+    leader = Rank(tape, 1, 256)
+    for number in range(2):
+        leader.step(number, [], ForwardMode.DECODE)
+    other = Rank(Playback(tape), 2, 256)
+    other.step(0, [], ForwardMode.DECODE)
+    with pytest.raises(
+        LockstepError, match=r"step 1: a rank has state 00000000 at step 1 .* its leader has 00000000 at"
+    ):
+        other.step(1, [], ForwardMode.DECODE)
+
+
+def test_an_idle_leading_rank_wakes_nobody_for_what_it_refuses() -> None:
+    rank = Rank(Tape(), 1, 256)
+    rank.source.frames += [b"noise", b"drain:", b"request:a"]
+    assert not rank.intake.collect()
+    assert (rank.intake.stats.messages_unreadable, rank.intake.stats.requests_refused) == (1, 1)
+    rank.source.frames += [b"unblock:", b"request:b"]
+    assert rank.intake.collect()
+    assert rank.intake.receive(1, 0, ForwardMode.IDLE) == ["request:b"]
+
+
+def test_what_waits_is_bounded_by_the_source_and_not_by_memory() -> None:
+    rank = Rank(Tape(), 1, 2)
+    rank.source.frames += [b"request:%d" % number for number in range(7)]
+    for _ in range(3):
+        assert rank.intake.collect()
+    assert len(rank.source.frames) == 5

@@ -1,0 +1,193 @@
+"""What goes on to all ranks, what waits, and what is answered."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components import ConfigError
+from scheduler_components.intake import InputBounds, InputScreen, InputState, RefusalReason
+from scheduler_components.testing import FakeClock, ListRefusals, TextReader
+
+
+class Ids:
+    """``RequestIds`` of a scheduler."""
+
+    def __init__(self) -> None:
+        self.taken: set[str] = set()
+
+    def is_taken(self, rid: str) -> bool:
+        return rid in self.taken
+
+
+class Bench:
+    """A screen, and a scheduler that takes in at once what goes on."""
+
+    def __init__(self, **bounds: float | None) -> None:
+        self.clock, self.refusals, self.ids = FakeClock(), ListRefusals(), Ids()
+        self.screen = InputScreen(bounds=InputBounds(**bounds), ids=self.ids, refusals=self.refusals, clock=self.clock)
+
+    def pass_on(self, *texts: str, brought: bool = True) -> list[str]:
+        frames = [
+            letter.frame.decode()
+            for text in texts
+            for letter in self.screen.pass_on(text.encode(), TextReader().read(text.encode()))
+        ]
+        if brought:
+            self.ids.taken |= {text.split(":")[1] for text in frames if text.startswith("request")}
+            self.screen.brought()
+        return frames
+
+    def reasons(self) -> list[tuple[str, str]]:
+        return [(refusal.rid, refusal.reason) for refusal in self.refusals.refused]
+
+
+def test_messages_go_on_in_the_order_in_which_they_came() -> None:
+    texts = ["request:a", "command:flush", "request:b", "abort:a"]
+    bench = Bench()
+    assert bench.pass_on(*texts) == texts
+    assert bench.screen.stats.requests_admitted == 2
+    assert not bench.refusals.refused
+
+
+def test_blocked_input_holds_requests_and_nothing_else() -> None:
+    bench = Bench()
+    assert bench.pass_on("block:", "block:", "request:a", "command:update", "request:b") == ["command:update"]
+    assert bench.screen.state is InputState.BLOCKED
+    assert bench.screen.stats.requests_held == 2
+    assert bench.pass_on("abort:a") == []
+    assert bench.pass_on("unblock:", "request:c", "unblock:") == ["request:b", "request:c"]
+    assert bench.reasons() == [("a", RefusalReason.ABORTED)]
+    assert bench.screen.stats.requests_held == 0
+
+
+def test_a_full_house_of_held_requests_is_answered() -> None:
+    bench = Bench(max_held_requests=1)
+    assert bench.pass_on("block:", "request:a", "request:b") == []
+    assert bench.reasons() == [("b", RefusalReason.HELD_FULL)]
+
+
+def test_draining_answers_new_requests_and_lets_in_who_came_before_it() -> None:
+    bench = Bench()
+    assert bench.pass_on("block:", "request:a", "drain:") == ["request:a"]
+    assert bench.screen.state is InputState.DRAINING
+    assert bench.pass_on("request:b", "abort:a", "command:dump") == ["abort:a", "command:dump"]
+    assert bench.reasons() == [("b", RefusalReason.DRAINING)]
+    assert bench.pass_on("unblock:", "request:b") == ["request:b"]
+
+
+def test_a_request_that_is_too_large_is_answered_with_its_size() -> None:
+    bench = Bench(max_request_bytes=20)
+    assert bench.pass_on("request:a:123456789!", "request:b:1234567890!") == ["request:a:123456789!"]
+    assert bench.refusals.refused[0].text == "rid='b': has 21 bytes, the limit is 20; shorten the prompt"
+
+
+def test_above_the_rate_requests_are_told_when_to_come_again() -> None:
+    bench = Bench(max_requests_per_s=2.0, burst_requests=2)
+    assert bench.pass_on("request:a", "request:b", "request:c", "abort:a") == ["request:a", "request:b", "abort:a"]
+    (refusal,) = bench.refusals.refused
+    assert (refusal.reason, refusal.retry_after_s) == (RefusalReason.TOO_MANY, 0.5)
+    assert "more than 2 requests per second come; try again in 0.500 s" in refusal.text
+    bench.clock.now_s += 0.5
+    assert bench.pass_on("request:c", "request:d") == ["request:c"]
+    bench.clock.now_s -= 100  # a clock that goes back neither gives nor takes
+    bench.clock.now_s += 1000  # and a long rest gives no more than the burst
+    assert len(bench.pass_on("request:e", "request:f", "request:g")) == 2
+
+
+def test_a_refused_request_costs_no_rate() -> None:
+    bench = Bench(max_requests_per_s=1.0, burst_requests=1, max_request_bytes=12)
+    assert bench.pass_on("request:b:0123456789", "request:a") == ["request:a"]
+
+
+def test_a_copy_in_flight_is_dropped_and_another_request_of_its_id_is_answered() -> None:
+    bench = Bench()
+    assert bench.pass_on("request:a:x", "request:a:x", "request:a:y", brought=False) == ["request:a:x"]
+    bench.ids.taken.add("a")
+    bench.screen.brought()
+    assert bench.pass_on("request:a:x", "request:a:y") == []
+    assert bench.reasons() == [("a", RefusalReason.IN_USE)] * 2
+    assert bench.screen.stats.requests_repeated == 2
+    bench.pass_on("block:", "request:h:x", "request:h:x", "request:h:y")
+    assert bench.screen.stats.requests_repeated == 3
+    assert bench.reasons()[2:] == [("h", RefusalReason.IN_USE)]
+
+
+def test_a_copy_of_what_has_ended_is_answered_and_its_id_may_be_used_again() -> None:
+    bench = Bench()
+    bench.pass_on("request:a:x")
+    bench.ids.taken.clear()
+    assert bench.pass_on("request:a:x") == []
+    assert bench.reasons() == [("a", RefusalReason.SERVED)]
+    assert bench.pass_on("request:a:y") == ["request:a:y"]
+
+
+def test_an_abort_before_its_request_ends_it_once() -> None:
+    bench = Bench(abort_memory_s=10.0)
+    assert bench.pass_on("abort:a", "request:a:x") == []
+    assert bench.reasons() == [("a", RefusalReason.ABORTED)]
+    assert bench.pass_on("request:a:x") == ["request:a:x"]  # it was not served: this is another one
+    assert bench.pass_on("abort:b") == []
+    bench.clock.now_s += 10.5
+    assert bench.pass_on("request:b") == ["request:b"]
+
+
+def test_an_abort_that_comes_late_touches_no_later_request_of_its_id() -> None:
+    bench = Bench()
+    bench.pass_on("request:a:x")
+    bench.ids.taken.clear()  # it ended, and its client had left just before
+    assert bench.pass_on("abort:a", "request:a:y") == ["abort:a", "request:a:y"]
+
+
+def test_a_sink_that_fails_costs_its_answer_and_is_counted() -> None:
+    bench = Bench(max_request_bytes=10)
+    bench.refusals.error = OSError("no way back")
+    assert bench.pass_on("request:a:too long", "request:b") == ["request:b"]
+    assert bench.screen.failures.total == 1
+    assert bench.screen.stats.requests_refused == 1
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"max_recv_per_poll": 0},
+        {"max_request_bytes": 0},
+        {"max_requests_per_s": 0.0},
+        {"max_requests_per_s": math.nan},
+        {"burst_requests": 0},
+        {"max_held_requests": 0},
+        {"abort_memory_s": -1.0},
+    ],
+)
+def test_a_bound_that_cannot_work_is_refused(bounds: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bounds))):
+        InputBounds(**bounds)
+
+
+TEXTS = st.lists(
+    st.one_of(
+        st.builds("request:{}:{}".format, st.sampled_from("abcde"), st.integers(0, 1)),
+        st.builds("abort:{}".format, st.sampled_from("abcde")),
+        st.sampled_from(["block:", "unblock:", "drain:", "command:dump"]),
+    ),
+    max_size=30,
+)
+
+
+@given(texts=TEXTS, brought=st.booleans())
+def test_every_request_goes_on_waits_is_answered_or_is_a_copy(texts: list[str], brought: bool) -> None:
+    bench = Bench()
+    went_on = bench.pass_on(*texts, brought=brought)
+    stats = bench.screen.stats
+    requests = [text for text in texts if text.startswith("request")]
+    assert [text for text in went_on if text.startswith("command")] == [t for t in texts if t.startswith("command")]
+    assert stats.requests_admitted == len([text for text in went_on if text.startswith("request")])
+    assert stats.requests_refused == len(bench.refusals.refused)
+    assert len(requests) == (
+        stats.requests_admitted + stats.requests_refused + stats.requests_repeated + stats.requests_held
+    )
+    arrivals = iter(requests)  # what goes on keeps its order
+    assert all(text in arrivals for text in went_on if text.startswith("request"))

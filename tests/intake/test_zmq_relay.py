@@ -1,0 +1,94 @@
+"""Input over real sockets: one rank tells, others are told; nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from scheduler_components import DecodeError
+from scheduler_components.intake import (
+    RelayedInput,
+    StopRequested,
+    ZmqFollowerRelay,
+    ZmqInputSource,
+    ZmqLeaderRelay,
+)
+
+Pair = tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]
+
+
+class Pairs:
+    """PUSH and PULL sockets of one process."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.sockets: list[zmq.Socket[bytes]] = []
+
+    def open(self, high_water_mark: int = 0) -> Pair:
+        push, pull = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
+        push.sndhwm = pull.rcvhwm = high_water_mark
+        self.sockets += (push, pull)
+        pull.bind(f"inproc://{len(self.sockets)}")
+        push.connect(f"inproc://{len(self.sockets)}")
+        return push, pull
+
+
+@pytest.fixture
+def pairs() -> Iterator[Pairs]:
+    opened = Pairs()
+    yield opened
+    opened.context.destroy(linger=0)
+
+
+def wait(socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
+    return bool(socket.poll(10_000, event))
+
+
+def stopped(socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
+    return False
+
+
+def test_a_source_takes_what_has_come_and_no_more_than_it_may(pairs: Pairs) -> None:
+    push, pull = pairs.open()
+    for number in range(5):
+        push.send(b"%d" % number)
+    assert pull.poll(10_000)
+    source = ZmqInputSource(socket=pull)
+    assert list(source.take(3)) == [b"0", b"1", b"2"]
+    assert list(source.take(3)) == [b"3", b"4"]
+    assert list(source.take(3)) == []
+
+
+def test_what_the_leading_rank_brings_comes_to_each_other_rank(pairs: Pairs) -> None:
+    wires = [pairs.open() for _ in range(3)]
+    leader = ZmqLeaderRelay(followers=[push for push, _ in wires], wait_for=wait)
+    inputs = [RelayedInput(number, 2**32 - 1, number, (b"", bytes(range(256)) * 1000)) for number in range(3)]
+    assert [leader.bring(each) for each in inputs] == inputs
+    for _, pull in wires:
+        follower = ZmqFollowerRelay(steps=pull, wait_for=wait)
+        assert [follower.bring(RelayedInput(0, 0, 0)) for _ in inputs] == inputs
+        follower.close()
+    leader.close()
+
+
+def test_both_ends_hear_the_order_to_stop(pairs: Pairs) -> None:
+    push, pull = pairs.open(high_water_mark=1)
+    leader = ZmqLeaderRelay(followers=[push], wait_for=stopped)
+    with pytest.raises(StopRequested):
+        for number in range(100):  # nobody reads
+            leader.bring(RelayedInput(number, 0, 0))
+    _, silent = pairs.open()
+    with pytest.raises(StopRequested):
+        ZmqFollowerRelay(steps=silent, wait_for=stopped).bring(RelayedInput(0, 0, 0))
+    assert pull.poll(10_000)
+
+
+@pytest.mark.parametrize("noise", [b"", b"\xc1", msgspec.msgpack.encode([1, 2])])
+def test_what_no_leading_rank_says_is_refused(pairs: Pairs, noise: bytes) -> None:
+    push, pull = pairs.open()
+    push.send(noise)
+    with pytest.raises(DecodeError, match="not what a leading rank relays"):
+        ZmqFollowerRelay(steps=pull, wait_for=wait).bring(RelayedInput(0, 0, 0))
