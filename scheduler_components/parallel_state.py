@@ -239,6 +239,11 @@ class ParallelState:
         )
 
     @property
+    def world_rank(self) -> int:
+        """Number of this process in its world, stage by stage: the order that ``from_torchrun`` reads."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
     def owns_kv_stream(self) -> bool:
         """True on exactly one rank of each independent KV cache.
 

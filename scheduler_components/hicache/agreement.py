@@ -11,8 +11,13 @@ the ranks take its minimum, once per step, whether or not anything is under way.
 one rank sees and another does not would let ranks wait for each other without end, and one rank's collective could meet
 another rank's next one. What a rank cannot do is a no, or a 0 for a MIN; never an absence. One operator is enough:
 MAX(v) is ``~MIN(~v)`` (``~`` reverses the order of int64 and cannot overflow), "all agree" is the MIN of 0 and 1, "any
-agrees" their MAX, and values are equal when their MIN is their MAX. MIN over the attention-CP group and then over the
-attention-TP group is MIN over the whole grid of them.
+agrees" their MAX, and values are equal when their MIN is their MAX. MIN over the attention-CP group, then over the
+attention-TP group, then over the pipeline group is MIN over the whole grid of them.
+
+**Pipeline stages have a say.** Each stage holds its own layers of the same pages. A copy that failed on a later stage
+alone has left a page torn there, so it is not enough to relay what stage 0 agreed, as SGLang 0.5.23 does: a later
+stage could wait for its own copy then, but not say that it failed. What stage 0 does decide for all, which requests and
+commands a step begins with, its ``Intake`` relays. The price: stages meet once per step.
 
 **Reserve, vote, commit.** Pages are taken on all ranks or on none. Each rank reserves pages: they are written to, and
 nobody reads them. In its next proposals it says whether it could, and how far its I/O has come. When the agreed values
@@ -258,7 +263,7 @@ def _digest_of(text: str) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class SyncDomain:
-    """One rank's end of the agreement of all attention-CP x attention-TP ranks of a replica.
+    """One rank's end of the agreement of all attention-CP x attention-TP x PP ranks of a replica.
 
     Used by one thread, with groups of its own. Every rank makes the same calls in the same order, always. That is
     checked in every agreement: when ranks come with another operation, other slots, another step or another count, all
@@ -371,7 +376,8 @@ def _as_ranks(ranks: Iterable[int] | None) -> tuple[int, ...] | None:
 class RankSets:
     """The groups that one rank is in, as global ranks; None for a group that the engine does not have.
 
-    Ranks agree over attention-CP, then attention-TP, or over TP where an engine has neither.
+    Ranks agree over attention-CP, then attention-TP, or over TP where an engine has neither; then over PP: the ranks
+    at the same place of each pipeline stage.
 
     A group of one and a missing group differ: an engine whose attention groups have one rank each (DP attention)
     agrees with nobody, and must not fall back to a TP group that spans other replicas.
@@ -384,9 +390,10 @@ class RankSets:
     attn_cp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
     attn_tp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
     tp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
+    pp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
 
     def __attrs_post_init__(self) -> None:
-        for name in ("attn_cp", "attn_tp", "tp"):
+        for name in ("attn_cp", "attn_tp", "tp", "pp"):
             ranks = getattr(self, name)
             if ranks is not None and (self.rank not in ranks or len(set(ranks)) != len(ranks)):
                 raise ConfigError(
@@ -402,14 +409,15 @@ class RankSets:
         given = [ranks for ranks in (self.attn_cp, self.attn_tp) if ranks is not None]
         if not given and self.tp is not None:
             given = [self.tp]
+        if self.pp is not None:
+            given.append(self.pp)
         return tuple(dict.fromkeys(tuple(sorted(ranks)) for ranks in given if len(ranks) > 1))
 
 
 def world_rank_sets(parallel: ParallelState) -> tuple[RankSets, ...]:
     """Return the rank sets of every process of the engine's world, by global rank.
 
-    The global rank is ``pp_rank * tp_size + tp_rank``, the order that ``ParallelState.from_torchrun`` reads. Pipeline
-    stages hold different layers and do not agree with each other here.
+    The global rank is ``ParallelState.world_rank``.
     """
     world: list[RankSets] = []
     for stage in range(parallel.pp_size):
@@ -423,17 +431,18 @@ def world_rank_sets(parallel: ParallelState) -> tuple[RankSets, ...]:
             for tp_rank in range(parallel.tp_size)
         ]
         first = stage * parallel.tp_size
-        world += [_rank_sets_of(me, peers, first) for me in peers]
+        world += [_rank_sets_of(me, peers, first, parallel.pp_size) for me in peers]
     return tuple(world)
 
 
-def _rank_sets_of(me: ParallelState, peers: Sequence[ParallelState], first: int) -> RankSets:
+def _rank_sets_of(me: ParallelState, peers: Sequence[ParallelState], first: int, pp_size: int) -> RankSets:
     replica = [peer for peer in peers if peer.attn_dp_rank == me.attn_dp_rank]
     return RankSets(
         rank=first + me.tp_rank,
         attn_cp=[first + peer.tp_rank for peer in replica if peer.attn_tp_rank == me.attn_tp_rank],
         attn_tp=[first + peer.tp_rank for peer in replica if peer.attn_cp_rank == me.attn_cp_rank],
         tp=[first + peer.tp_rank for peer in peers],
+        pp=[stage * me.tp_size + me.tp_rank for stage in range(pp_size)],
     )
 
 

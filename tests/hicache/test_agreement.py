@@ -332,11 +332,11 @@ def test_a_domain_is_one_replicas_grid(pp: int, dp: int, cp: int, tp: int) -> No
     world = world_rank_sets(parallel_of(pp, dp, cp, tp))
     assert [sets.rank for sets in world] == list(range(pp * dp * cp * tp))
     domains = {domain_of(sets.rank, world) for sets in world}
-    assert len(domains) == pp * dp
-    assert all(len(domain) == cp * tp for domain in domains)
+    assert len(domains) == dp
+    assert all(len(domain) == pp * cp * tp for domain in domains)
     for sets in world:
         assert all(len(hop) > 1 for hop in sets.hops)
-        assert len(set(sets.hops)) == len(sets.hops) == (cp > 1) + (tp > 1)
+        assert len(set(sets.hops)) == len(sets.hops) == (cp > 1) + (tp > 1) + (pp > 1)
         for at, hop in enumerate(sets.hops):
             assert all(world[peer].hops[at] == hop for peer in hop)
 
@@ -374,6 +374,13 @@ def test_ranks_in_different_numbers_of_groups_have_one_domain_and_one_order() ->
 def test_tp2_cp2_reduces_over_cp_and_then_tp() -> None:
     world = world_rank_sets(parallel_of(1, 1, 2, 2))
     assert world[1].hops == ((1, 3), (0, 1))
+
+
+def test_pipeline_stages_come_last() -> None:
+    world = world_rank_sets(parallel_of(2, 1, 2, 2))
+    assert world[1].hops == ((1, 3), (0, 1), (1, 5))
+    assert world[5].hops == ((5, 7), (4, 5), (1, 5))
+    assert RankSets(rank=1, tp=(0, 1), pp=(1, 3)).hops == ((0, 1), (1, 3))
 
 
 def test_tp_is_taken_only_where_an_engine_has_neither_attention_group() -> None:

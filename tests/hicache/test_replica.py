@@ -62,6 +62,7 @@ CONFIGS = st.builds(
     SimulationConfig,
     attn_cp_size=st.integers(1, 3),
     attn_tp_size=st.integers(1, 3),
+    pp_size=st.integers(1, 2),
     policy=POLICIES,
     rates=RATES,
     page_size=st.integers(1, 3),
@@ -99,10 +100,11 @@ class TierView:
 @settings(max_examples=25, deadline=None)
 @given(config=CONFIGS, seed=st.integers(0, 10_000), num_steps=st.integers(1, 80))
 @example(config=SimulationConfig(), seed=0, num_steps=150)
+@example(config=SimulationConfig(attn_cp_size=1, pp_size=2), seed=0, num_steps=150)
 def test_ranks_never_part_and_nothing_leaks(config: SimulationConfig, seed: int, num_steps: int) -> None:
     agreement = agreement_of(config)
     replica, view = SimulatedReplica(config, seed=seed, agreement=agreement), TierView()
-    num_hops = (config.attn_cp_size > 1) + (config.attn_tp_size > 1)
+    num_hops = sum(size > 1 for size in (config.attn_cp_size, config.attn_tp_size, config.pp_size))
     for commands in SimulatedWorkload(seed=seed, page_size=config.page_size).steps(num_steps):
         replica.step(commands)
         assert not replica.has_parted
@@ -175,7 +177,7 @@ def has_parted(replica: SimulatedReplica, seed: int) -> bool:
     for commands in SimulatedWorkload(seed=seed, page_size=replica.config.page_size).steps(400):
         try:
             replica.step(commands)
-        except (TierDivergenceError, CacheIntegrityError, AssertionError, IndexError, KeyError):
+        except (TierDivergenceError, CacheIntegrityError, AssertionError, IndexError, KeyError, ValueError):
             return True
         if replica.has_parted:
             return True
@@ -219,6 +221,28 @@ def test_over_tp_alone_ranks_part_and_over_cp_and_tp_they_never_do() -> None:
     for scope, expected in (("tp", 5), ("cp x tp", 0)):
         config = SimulationConfig(scope=scope)
         assert num_parted(config, NOTHING, seeds) == expected
+
+
+class Stage0Relays:
+    """What stage 0 agreed, given to the other stages as it is: they are told what their own I/O has not done."""
+
+    def __init__(self, config: SimulationConfig) -> None:
+        self._num_ranks = config.tp_size
+        self._agreement = agreement_of(attrs.evolve(config, pp_size=1))
+
+    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
+        first = {rank: proposals[rank] for rank in range(self._num_ranks)}
+        agreed = self._agreement.agree(first)
+        return {rank: agreed[rank % self._num_ranks] for rank in proposals}
+
+
+def test_pipeline_stages_part_unless_each_has_a_say() -> None:
+    """Agreed within each stage; relayed from stage 0; agreed over all."""
+    seeds, config = range(3), SimulationConfig(attn_cp_size=1, attn_tp_size=2, pp_size=2)
+    assert num_parted(attrs.evolve(config, scope="cp x tp"), NOTHING, seeds) == 3
+    relayed = [SimulatedReplica(config, seed=seed, agreement=Stage0Relays(config)) for seed in seeds]
+    assert sum(has_parted(replica, seed) for seed, replica in enumerate(relayed)) == 3
+    assert num_parted(config, NOTHING, seeds) == 0
 
 
 def test_a_rank_that_brings_nothing_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The command ``hicache-sim``: why a hierarchical cache agrees over CP x TP, in words and in a picture."""
+"""The command ``hicache-sim``: why a hierarchical cache agrees over all its ranks, in words and in a picture."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO, get_args
+from typing import TYPE_CHECKING, Annotated, TextIO
 
+import attrs
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
@@ -28,7 +29,7 @@ __all__ = [
 
 _NUM_SAMPLES = 100
 _PROGRESS_EVERY_S = 10.0
-_COLOURS = ("#c2410c", "#1d4ed8")
+_COLOURS = ("#c2410c", "#a16207", "#1d4ed8")  # the last is of the whole agreement
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 
@@ -41,20 +42,22 @@ def hicache_sim(
     attn_tp_size: Annotated[
         int, Parameter(validator=Number(gte=1), help="Ranks along attention tensor parallelism.")
     ] = 2,
+    pp_size: Annotated[int, Parameter(validator=Number(gte=1), help="Pipeline stages.")] = 1,
     seeds: Annotated[int, Parameter(validator=Number(gte=1), help="Runs of each kind.")] = 20,
     steps: Annotated[int, Parameter(validator=Number(gte=_NUM_SAMPLES), help="Steps per run.")] = 500,
     picture: Annotated[Path | None, Parameter(help="Write a picture of it (SVG).")] = None,
 ) -> int:
-    """Show that ranks whose I/O differs part when they agree over TP alone, and never when over CP x TP.
+    """Show that ranks whose I/O differs part when they agree over TP alone, and never when over CP x TP (x PP).
 
-    Exit code 1 when ranks that agree over CP x TP part.
+    Exit code 1 when ranks that agree over all part.
     """
     figure = _new_figure() if picture is not None else None  # refused before the simulation has cost a minute
     runs: dict[AgreementScope, list[SimulationRun]] = {}
     sample_steps = steps // _NUM_SAMPLES
-    progress = RunProgress(out=sys.stderr, num_runs=seeds * len(get_args(AgreementScope)))
-    for scope in get_args(AgreementScope):
-        config = SimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, scope=scope)
+    ranks = SimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, pp_size=pp_size)
+    progress = RunProgress(out=sys.stderr, num_runs=seeds * len(ranks.scopes))
+    for scope in ranks.scopes:
+        config = attrs.evolve(ranks, scope=scope)
         runs[scope] = []
         for seed in range(seeds):
             runs[scope] += run_simulation(config, seeds=[seed], num_steps=steps, sample_steps=sample_steps)
@@ -62,13 +65,12 @@ def hicache_sim(
         progress.clear()
         say_plainly(report_of(scope, runs[scope], num_steps=steps))
     if picture is not None and figure is not None:
-        title = (
-            f"Pages that some ranks of a replica hold and others do not (CP {attn_cp_size} x TP {attn_tp_size} ranks)"
-        )
+        sizes = f"CP {attn_cp_size} x TP {attn_tp_size}" + (f" x PP {pp_size}" if pp_size > 1 else "")
+        title = f"Pages that some ranks of a replica hold and others do not ({sizes} ranks)"
         draw_divergence(figure, runs, sample_steps=sample_steps, title=title)
         _write(figure, picture)
         say_plainly((f"picture: {picture}",))
-    return int(any(run.parted_at is not None for run in runs["cp x tp"]))
+    return int(any(run.parted_at is not None for run in runs[ranks.scopes[-1]]))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +145,7 @@ def draw_divergence(
         title: above the picture.
     """
     axes = figure.subplots()
-    for colour, (scope, of_scope) in zip(_COLOURS, runs.items(), strict=True):
+    for colour, (scope, of_scope) in zip((*_COLOURS[: len(runs) - 1], _COLOURS[-1]), runs.items(), strict=True):
         lines = [(0, *run.differing_pages) for run in of_scope]
         steps = range(0, len(lines[0]) * sample_steps, sample_steps)
         for line in lines:

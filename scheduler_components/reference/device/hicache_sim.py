@@ -1,9 +1,9 @@
-"""Simulated ranks of a hierarchical cache: what happens when they agree over TP only, or over CP x TP.
+"""Simulated ranks of a hierarchical cache: what happens when they agree over TP only, over CP x TP, or over all.
 
 N ranks in one process, each with a small scheduler over a real cache. All get the same commands, and everything in a
 rank follows from them and from its I/O; only the I/O differs. Each transfer takes a random time of its own and may
-fail, as on a machine of its own. The program runs every seed twice: with the whole agreement, and without the hop over
-attention-CP.
+fail, as on a machine of its own. The program runs every seed with the whole agreement, without the hop over pipeline
+stages, and without that over attention-CP as well.
 
 What moves is not bytes but the digest that a page's bytes would be made from. So a page that ends up under another name
 is found out.
@@ -415,7 +415,7 @@ class SimulatedScheduler:
                 return
 
 
-AgreementScope: TypeAlias = Literal["tp", "cp x tp"]
+AgreementScope: TypeAlias = Literal["tp", "cp x tp", "cp x tp x pp"]
 
 
 @attrs.frozen(kw_only=True)
@@ -423,7 +423,7 @@ class SimulationConfig:
     """One simulated replica.
 
     Attributes:
-        attn_cp_size, attn_tp_size: its ranks.
+        attn_cp_size, attn_tp_size, pp_size: its ranks.
         scope: over which of them they agree.
         policy: of every cache.
         rates: of every rank's I/O.
@@ -435,12 +435,23 @@ class SimulationConfig:
 
     attn_cp_size: int = attrs.field(default=2, validator=is_integer())
     attn_tp_size: int = attrs.field(default=2, validator=is_integer())
-    scope: AgreementScope = "cp x tp"
+    pp_size: int = attrs.field(default=1, validator=is_integer())
+    scope: AgreementScope = "cp x tp x pp"
     policy: HiCachePolicy = attrs.field(factory=lambda: HiCachePolicy(prefetch_threshold_pages=2, clean_ahead_pages=16))
     rates: FaultRates = attrs.field(factory=FaultRates)
     page_size: int = attrs.field(default=2, validator=is_integer())
     device_pages: int = attrs.field(default=48, validator=is_integer())
     host_pages: int = attrs.field(default=72, validator=is_integer())
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.attn_cp_size * self.attn_tp_size
+
+    @property
+    def scopes(self) -> tuple[AgreementScope, ...]:
+        """The scopes that differ for these ranks, the whole agreement last."""
+        return ("tp", "cp x tp", "cp x tp x pp") if self.pp_size > 1 else ("tp", "cp x tp")
 
 
 class Agreement(Protocol):
@@ -452,9 +463,11 @@ class Agreement(Protocol):
 def agreement_of(config: SimulationConfig) -> InProcessSync:
     """Return the agreement over the ranks that ``config.scope`` names."""
     parallel = ParallelState.from_tp_rank(
-        0, tp_size=config.attn_cp_size * config.attn_tp_size, attn_cp_size=config.attn_cp_size
+        0, tp_size=config.tp_size, attn_cp_size=config.attn_cp_size, pp_size=config.pp_size
     )
     world = world_rank_sets(parallel)
+    if config.scope != "cp x tp x pp":
+        world = tuple(attrs.evolve(sets, pp=None) for sets in world)
     if config.scope == "tp":
         world = tuple(attrs.evolve(sets, attn_cp=None) for sets in world)
     return InProcessSync({sets.rank: sets.hops for sets in world})
@@ -484,9 +497,7 @@ class SimulatedReplica:
         self.config = config
         self._agreement: Agreement = agreement if agreement is not None else agreement_of(config)
         storage = SimulatedStorage()
-        self.ranks = {
-            rank: make_rank(config, rank, storage, seed) for rank in range(config.attn_cp_size * config.attn_tp_size)
-        }
+        self.ranks = {rank: make_rank(config, rank, storage, seed) for rank in range(config.pp_size * config.tp_size)}
         self.num_steps = 0
 
     @property
@@ -543,10 +554,12 @@ class SimulatedReplica:
 def make_rank(config: SimulationConfig, rank: int, storage: SliceStorage, seed: int) -> SimulatedRank:
     """Make one rank; what its I/O does follows from ``seed`` and ``rank``."""
     rng = random.Random(f"{seed}/{rank}")  # noqa: S311  a simulation
-    cp_rank, tp_rank = divmod(rank, config.attn_tp_size)
+    stage, tp_rank = divmod(rank, config.tp_size)
+    cp_rank, attn_tp_rank = divmod(tp_rank, config.attn_tp_size)
     host = SimulatedHostPages(config.host_pages, rng=rng, failure=config.rates.no_host_page)
-    # Pages are the same on every CP rank, and sliced over TP.
-    mover = SimulatedMover(rng=rng, rates=config.rates, stored=storage.slice_of(f"tp{tp_rank}"), writes=cp_rank == 0)
+    # Pages are the same on every CP rank, and sliced over TP and, by layers, over PP.
+    stored = storage.slice_of(f"pp{stage}-tp{attn_tp_rank}")
+    mover = SimulatedMover(rng=rng, rates=config.rates, stored=stored, writes=cp_rank == 0)
     cache = HiRadixCache(
         page_size=config.page_size,
         capacity_tokens=config.device_pages * config.page_size,

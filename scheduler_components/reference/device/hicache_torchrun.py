@@ -116,11 +116,18 @@ def _told_by_rank_0(path: str) -> Path:
 
 def _run(arguments: argparse.Namespace, folder: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    parallel = ParallelState.from_tp_rank(rank, tp_size=size, attn_cp_size=arguments.attn_cp_size)
+    parallel = ParallelState.from_tp_rank(
+        rank % (size // arguments.pp_size),
+        tp_size=size // arguments.pp_size,
+        attn_cp_size=arguments.attn_cp_size,
+        pp_rank=rank // (size // arguments.pp_size),
+        pp_size=arguments.pp_size,
+    )
     domain = open_torch_sync_domains(world_rank_sets(parallel), ["scheduler"], timeout_s=arguments.timeout)["scheduler"]
     config = SimulationConfig(
         attn_cp_size=parallel.attn_cp_size,
         attn_tp_size=parallel.attn_tp_size,
+        pp_size=parallel.pp_size,
         policy=HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=2),
         rates=FaultRates(no_host_page=0.05),
         host_pages=_HOST_PAGES,
@@ -150,6 +157,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="A simulated replica's rank that agrees over gloo.")
     parser.add_argument("--attn-cp-size", type=int, default=1, help="ranks along attention context parallelism")
+    parser.add_argument("--pp-size", type=int, default=1, help="pipeline stages; they divide the world")
     parser.add_argument("--steps", type=int, default=300, help="steps to take")
     parser.add_argument("--seed", type=int, default=0, help="of workload and I/O")
     parser.add_argument("--store", help="directory that all ranks share; by default one that rank 0 makes and removes")

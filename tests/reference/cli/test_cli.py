@@ -75,7 +75,7 @@ OPTIONS = {
     "doctor": "json listen publisher-key-file secret-key-file timeout",
     "conformance": "badge batches block-size json junit listen oracle replay-endpoint timeout topic",
     "relay": "block-size host jetstream kv-events-config port publisher-key-file secret-key-file topic worker",
-    "hicache-sim": "attn-cp-size attn-tp-size picture seeds steps",
+    "hicache-sim": "attn-cp-size attn-tp-size picture pp-size seeds steps",
     "keygen": "",
     "completion": "",
 }

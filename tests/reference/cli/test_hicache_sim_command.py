@@ -29,6 +29,20 @@ def test_ranks_part_over_tp_and_never_over_cp_x_tp(command_line: Callable, tmp_p
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
+def test_pipeline_stages_part_where_they_are_left_out(command_line: Callable) -> None:
+    found = command_line("hicache-sim", "--attn-cp-size", "1", "--pp-size", "2", "--seeds", "2", "--steps", "100")
+    assert found.code == 0
+    told = [line for line in found.out.splitlines() if line.startswith(("agreement", "  ranks"))]
+    assert [line.split(":")[0].split(",")[0] for line in told] == [
+        "agreement over TP",
+        "  ranks parted in 2 of 2 runs",
+        "agreement over CP X TP",
+        "  ranks parted in 2 of 2 runs",
+        "agreement over CP X TP X PP",
+        "  ranks never parted",
+    ]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
