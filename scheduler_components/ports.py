@@ -55,6 +55,10 @@ __all__ = [
     "PublisherStatsSource",
     "NO_PUBLISHER_STATS",
     "OutputStatsSource",
+    "StateValue",
+    "StateHolder",
+    "Profiler",
+    "NO_PROFILER",
     "KvEventSink",
     "EventPublisher",
     "NullEventPublisher",
@@ -322,6 +326,62 @@ class OutputStatsSource(Protocol):
     def stats(self) -> OutputStats:
         """Return the counters of this moment."""
         ...
+
+
+StateValue: TypeAlias = int | float | bool | str | None
+"""What a value of the internal state is: what JSON has without nesting."""
+
+
+class StateHolder(Protocol):
+    """A part that shows values of its own, and lets some be set. Called by ``InternalState``, between two steps."""
+
+    @property
+    def settable(self) -> Collection[str]:
+        """Names of the values that can be set; always the same, and all of them are in ``state()``."""
+        ...
+
+    def state(self) -> Mapping[str, StateValue]:
+        """Return the values of this moment, by name; the names are always the same."""
+        ...
+
+    def check_state(self, changes: Mapping[str, StateValue]) -> None:
+        """Look at values for names of ``settable``, together, and set none.
+
+        Raises:
+            ConfigError: naming the value that cannot work.
+        """
+        ...
+
+    def set_state(self, changes: Mapping[str, StateValue]) -> None:
+        """Set values that ``check_state`` has let through."""
+        ...
+
+
+class Profiler(Protocol):
+    """Records what this process does: ``profiling.TorchProfiler``, ``profiling.StackSampler``.
+
+    Called by ``ProfilerSession``, on the scheduler's thread.
+    """
+
+    def start(self) -> None:
+        """Begin to record. What it raises ends the session."""
+        ...
+
+    def stop(self, name: str) -> str:
+        """End the recording and write it under this name, to which it adds its own ending; returns where it is."""
+        ...
+
+
+class _NoProfiler:
+    def start(self) -> None:
+        pass
+
+    def stop(self, name: str) -> str:  # noqa: ARG002
+        return ""
+
+
+NO_PROFILER: Profiler = _NoProfiler()
+"""The profiler of a scheduler that has none."""
 
 
 # Sinks: where events, load, metrics and outputs go.

@@ -25,7 +25,7 @@ FLOORS = (
     ("kv_events", "cache"),
     ("load", "metrics", "hicache", "intake"),
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "batch_result_processor"),
-    ("batching",),
+    ("batching", "profiling", "internal_state"),
     ("load_publisher", "server_info", "kv_pool_reader"),
     ("scheduler_components",),
     ("engines",),

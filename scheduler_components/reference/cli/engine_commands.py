@@ -83,6 +83,10 @@ class EngineOptions:
             "They tell who can guess a prompt whether it was sent; so it is off.",
         ),
     ] = False
+    profile_directory: Annotated[
+        str,
+        Parameter(show_default=False, help="Where ranks write profiles; without it /start_profile is refused."),
+    ] = ""
     speed: Annotated[float, Parameter(help="Divides the time of workload, trace and device.")] = 1.0
     seed: Annotated[int, Parameter(help="Of the generated workload and of the tokens that come out.")] = 0
 
@@ -190,6 +194,7 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions) -> EngineConf
         speed=options.speed,
         seed=options.seed,
         hicache=hicache.config(options.kv_tokens),
+        profile_directory=options.profile_directory,
     )
     return _with_kv_events(engine, options.kv_events_config)
 

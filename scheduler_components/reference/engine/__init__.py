@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         check_ports_free,
         default_kv_events,
     )
-    from scheduler_components.reference.engine.engine import Engine, open_engine
+    from scheduler_components.reference.engine.control import BatcherState, Control, ProfiledDevice
+    from scheduler_components.reference.engine.engine import ControlRefusedError, Engine, open_engine
     from scheduler_components.reference.engine.front import (
         EngineFailedError,
         Front,
@@ -104,6 +105,10 @@ if TYPE_CHECKING:
     from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
 
 __all__ = [
+    "BatcherState",
+    "Control",
+    "ControlRefusedError",
+    "ProfiledDevice",
     "AbortRequest",
     "BadBodyError",
     "Batcher",
@@ -211,7 +216,8 @@ __getattr__ = lazy_names(
             "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA EngineConfig EnginePaths HiCacheConfig RankConfig "
             "SchedulerConfig StorageKind check_ports_free default_kv_events"
         ),
-        "scheduler_components.reference.engine.engine": "Engine open_engine",
+        "scheduler_components.reference.engine.control": "BatcherState Control ProfiledDevice",
+        "scheduler_components.reference.engine.engine": "ControlRefusedError Engine open_engine",
         "scheduler_components.reference.engine.front": (
             "EngineFailedError Front GenerateRequest LoadDispatcher OpenRequest ReplicaLoad RequestFailedError "
             "RequestRefusedError TooBusyError"

@@ -204,9 +204,17 @@ class Batcher:
     new_token_ratio: NewTokenRatioTracker = field(init=False)
 
     def __post_init__(self) -> None:
-        self.new_token_ratio = NewTokenRatioTracker(
-            initial=self.config.new_token_ratio, minimum=self.config.min_new_token_ratio
-        )
+        self.new_token_ratio = _tracker_of(self.config)
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Use other budgets from the next batch on; ``page_size`` and ``kv_tokens`` are the same."""
+        if (config.new_token_ratio, config.min_new_token_ratio) != (
+            self.config.new_token_ratio,
+            self.config.min_new_token_ratio,
+        ):
+            self.new_token_ratio = _tracker_of(config)
+        self.config = config
+        self.queues.max_running_requests = config.max_running_requests
 
     def next_batch(self) -> ScheduledBatch[Request]:
         """Make the next batch and take the pages for it; empty when there is nothing to compute."""
@@ -317,6 +325,10 @@ class Batcher:
             request.num_cached_prompt_tokens = request.num_cached_tokens
         self.book.admitted(request)
         return True
+
+
+def _tracker_of(config: SchedulerConfig) -> NewTokenRatioTracker:
+    return NewTokenRatioTracker(initial=config.new_token_ratio, minimum=config.min_new_token_ratio)
 
 
 def _work(request: Request, num_tokens: int) -> ScheduledWork[Request]:

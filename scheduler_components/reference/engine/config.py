@@ -52,7 +52,7 @@ _STORAGE_KINDS = ("none", "file", "mooncake")
 
 
 def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: float) -> None:
-    if not 0.0 <= value <= 1.0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
         raise ConfigError(attribute.name, value, "is not a share", "give a number from 0 to 1")
 
 
@@ -169,6 +169,7 @@ class EngineConfig:
         kv_events: configuration of the event publisher as JSON text; None publishes nothing.
         model_name: what the HTTP routes and metrics call the model.
         hicache: tiers behind the device; None for none.
+        profile_directory: where each rank writes its profiles; empty for an engine that records none.
 
     Raises:
         ConfigError: naming the value that cannot work.
@@ -183,6 +184,7 @@ class EngineConfig:
     kv_events: str | None = None
     model_name: str = "simulated-8b"
     hicache: HiCacheConfig | None = None
+    profile_directory: str = ""
 
     @property
     def ranks_per_replica(self) -> int:

@@ -16,13 +16,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from observability import RankLabels
-from scheduler_components import ConfigError, KvMetrics, OutputStats, PoolReading, SchedulerStats, StartError
+from scheduler_components import (
+    ComponentError,
+    ConfigError,
+    KvMetrics,
+    OutputStats,
+    PoolReading,
+    SchedulerStats,
+    StartError,
+)
 from scheduler_components.metrics import (
     ShmBoard,
     ZmqKvMetricsReceiver,
@@ -30,11 +39,13 @@ from scheduler_components.metrics import (
     open_zmq_kv_metrics_receiver,
 )
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
+from scheduler_components.reference.engine.control import ControlVerb
 from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.messages import (
     ALIVE_EVERY_S,
     MAX_QUEUED_BATCHES,
     CacheDump,
+    ControlQuestion,
     decode_outputs,
     decode_report,
     unpack_hash_array,
@@ -45,6 +56,7 @@ __all__ = [
     "RankExit",
     "RankProcess",
     "open_ranks",
+    "ControlRefusedError",
     "Engine",
     "open_engine",
 ]
@@ -178,6 +190,10 @@ async def _stop(ranks: Sequence[RankProcess], watchers: Sequence[asyncio.Task[Ra
     await asyncio.gather(*watchers)
 
 
+class ControlRefusedError(ComponentError):
+    """The ranks refuse what was asked; the text is for who asked."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Engine:
     """A running engine. Made by ``open_engine``.
@@ -197,6 +213,8 @@ class Engine:
     kv_metrics: dict[int, KvMetrics] = field(default_factory=dict)
     _num_dumps: int = field(default=0, init=False)
     _num_reads: int = field(default=0, init=False)
+    _num_questions: int = field(default=0, init=False)
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def output_stats(self) -> Mapping[RankLabels, OutputStats]:
         """Counters of outputs by the labels of the rank that sent them, for whoever exports them."""
@@ -239,7 +257,7 @@ class Engine:
             EngineFailedError: a rank did not answer in time.
         """
         self._num_dumps += 1
-        dump_id, dumps = self._num_dumps, self.front.board.dumps
+        dump_id, dumps = self._num_dumps, self.front.board.answers.dumps
         self.front.ask_for_dumps(dump_id)
 
         def all_answered() -> bool:
@@ -299,7 +317,7 @@ class Engine:
             EngineFailedError: the rank did not answer in time.
         """
         self._num_reads += 1
-        read_id, pools = self._num_reads, self.front.board.pools
+        read_id, pools = self._num_reads, self.front.board.answers.pools
         self.front.ask_for_pool(rank, read_id)
         await self._expect(
             lambda: rank in pools and pools[rank].read_id >= read_id, f"rank {rank} did not read its pool"
@@ -307,6 +325,29 @@ class Engine:
         read = pools[rank]
         blocks = {(each.medium, each.group_idx): unpack_hash_array(each.hashes) for each in read.places}
         return PoolReading(blocks, read.sequence, rank)
+
+    async def ask(self, verb: ControlVerb, body: bytes = b"") -> dict[int, Any]:
+        """What every rank says to a question of ``Control``, by tp_rank. The questions of an engine come one by one.
+
+        Raises:
+            ConfigError: the engine keeps no profiles.
+            ControlRefusedError: the ranks refuse, all for one reason; nothing is changed.
+            EngineFailedError: a rank did not answer in time.
+        """
+        if verb == "start_profile" and not self.config.profile_directory:
+            raise ConfigError("profile_directory", "", "is not set", "start the engine with --profile-directory")
+        async with self._asking:
+            self._num_questions += 1
+            question_id, answers = self._num_questions, self.front.board.answers.control
+            self.front.ask_all(ControlQuestion(question_id, verb, body))
+            await self._expect(
+                lambda: sum(each.question_id == question_id for each in answers.values()) == self.config.world_size,
+                f"not all ranks answered {verb}",
+            )
+            for answer in answers.values():
+                if answer.problem is not None:
+                    raise ControlRefusedError(answer.problem)
+            return {tp_rank: msgspec.json.decode(answers[tp_rank].body) for tp_rank in sorted(answers)}
 
     async def _expect(self, condition: Callable[[], bool], complaint: str) -> None:
         try:

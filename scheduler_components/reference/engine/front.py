@@ -34,6 +34,8 @@ from scheduler_components.reference.engine.messages import (
     BlockInput,
     CacheDump,
     Command,
+    ControlAnswer,
+    ControlQuestion,
     DrainInput,
     DumpCache,
     FlushCache,
@@ -187,14 +189,28 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
+class RankAnswers:
+    """What ranks have answered.
+
+    Attributes:
+        dumps: tp_rank to its newest cache dump.
+        pools: replica to the newest reading of its pool.
+        control: tp_rank to its newest answer to a ``ControlQuestion``.
+    """
+
+    dumps: dict[int, CacheDump] = field(default_factory=dict)
+    pools: dict[int, PoolRead] = field(default_factory=dict)
+    control: dict[int, ControlAnswer] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class RankBoard:
     """What the front has heard from the ranks.
 
     Attributes:
         ready: tp_rank to what the rank said when it was.
         outputs: replica to the newest counters of its outputs.
-        dumps: tp_rank to its newest cache dump.
-        pools: replica to the newest reading of its pool.
+        answers: to questions.
         changed: set at every report; whoever waits for something clears it first.
         failure: why the engine cannot go on; None while it can.
         failed: set together with ``failure``.
@@ -202,8 +218,7 @@ class RankBoard:
 
     ready: dict[int, RankReady] = field(default_factory=dict)
     outputs: dict[int, OutputStats] = field(default_factory=dict)
-    dumps: dict[int, CacheDump] = field(default_factory=dict)
-    pools: dict[int, PoolRead] = field(default_factory=dict)
+    answers: RankAnswers = field(default_factory=RankAnswers)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     failure: EngineFailedError | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -291,9 +306,11 @@ class Front:
             kind = TooBusyError if report.is_busy else RequestRefusedError
             self._pass_on(report.rid, kind(report.reason), ended=True)
         elif isinstance(report, CacheDump):
-            self.board.dumps[report.tp_rank] = report
+            self.board.answers.dumps[report.tp_rank] = report
         elif isinstance(report, PoolRead):
-            self.board.pools[report.replica] = report
+            self.board.answers.pools[report.replica] = report
+        elif isinstance(report, ControlAnswer):
+            self.board.answers.control[report.tp_rank] = report
         elif isinstance(report, RankReady):
             self.board.ready[report.tp_rank] = report
         elif isinstance(report, RankAlive):
@@ -308,7 +325,7 @@ class Front:
                     request.put(error)
 
     def ask_for_dumps(self, dump_id: int) -> None:
-        """Let every rank dump its cache; ``board.dumps`` fills as they answer with this number."""
+        """Let every rank dump its cache; ``board.answers`` fills as they answer with this number."""
         for replica in range(len(self.leaders)):
             self._send(replica, DumpCache(dump_id))
 
@@ -335,8 +352,13 @@ class Front:
         self._send(replica, UnblockInput())
 
     def ask_for_pool(self, replica: int, read_id: int) -> None:
-        """Let a replica read its pool after its next step; ``board.pools`` has the answer with this number."""
+        """Let a replica read its pool after its next step; ``board.answers`` has it with this number."""
         self._send(replica, ReadPool(read_id))
+
+    def ask_all(self, question: ControlQuestion) -> None:
+        """Let every rank answer; ``board.answers`` fills with this question's number."""
+        for replica in range(len(self.leaders)):
+            self._send(replica, question)
 
     def fail(self, error: EngineFailedError) -> None:
         """The engine cannot go on: everybody who waits is told. Later failures follow from the first, which counts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -39,7 +39,7 @@ from scheduler_components import (
     kv_events_server_info,
 )
 from scheduler_components.kv_events import BoundStream, Endpoint
-from scheduler_components.reference.engine.engine import Engine
+from scheduler_components.reference.engine.engine import ControlRefusedError, Engine
 from scheduler_components.reference.engine.front import (
     Front,
     GenerateRequest,
@@ -335,7 +335,8 @@ class EngineStatus:
 def make_app(engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False) -> Starlette:
     """Every route of the engine.
 
-    ``/generate``, ``/flush_cache``, ``/clear_hicache_storage_backend``, the status routes, and ``/kv_pool`` where it is
+    ``/generate``, ``/flush_cache``, ``/clear_hicache_storage_backend``, ``/get_internal_state``,
+    ``/set_internal_state``, ``/start_profile``, ``/stop_profile``, the status routes, and ``/kv_pool`` where it is
     asked for.
     """
 
@@ -358,8 +359,58 @@ def make_app(engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = Fal
     generate = Route("/generate", GenerateEndpoint(front=engine.front), methods=["POST"])
     flush = Route("/flush_cache", flush_cache, methods=["POST"])
     clear = Route("/clear_hicache_storage_backend", clear_storage, methods=["POST"])  # SGLang's name
-    routes = [generate, flush, clear, *status_routes(EngineStatus(engine=engine), registry=registry)]
+    status = status_routes(EngineStatus(engine=engine), registry=registry)
+    routes = [generate, flush, clear, *_control_routes(engine), *status]
     return Starlette(routes=[*routes, kv_pool_route(engine)] if kv_pool else routes)
+
+
+class _StateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    server_args: msgspec.Raw
+
+
+def _control_routes(engine: Engine) -> list[Route]:
+    """What a person reads, sets and records in a running engine; paths and bodies are SGLang's (0.5.x)."""
+
+    async def get_state(_: Request) -> Response:
+        """One state per replica, as its leader tells it."""
+        states = await engine.ask("get_internal_state")
+        leaders = map(engine.config.leader_of, range(engine.config.dp_size))
+        return JSONResponse({"internal_states": [states[leader] for leader in leaders]})
+
+    async def set_state(request: Request) -> Response:
+        body = await _read_body(request, BODY_DEADLINE_S)
+        try:
+            changes = msgspec.json.decode(body, type=_StateBody).server_args
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadBodyError("body", str(error)) from None
+        answers = await engine.ask("set_internal_state", bytes(changes))
+        return JSONResponse({"updated": True, "server_args": answers[0]})
+
+    async def start_profile(request: Request) -> Response:
+        await engine.ask("start_profile", await _read_body(request, BODY_DEADLINE_S))
+        return PlainTextResponse("Start profiling.\n")
+
+    async def stop_profile(_: Request) -> Response:
+        answers = await engine.ask("stop_profile")
+        return JSONResponse({"traces": [trace for traces in answers.values() for trace in traces]})
+
+    def answered(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except ControlRefusedError as error:
+                return error_response(400, str(error))
+            except ComponentError as error:
+                return _error_response(error)
+
+        return answer
+
+    return [
+        Route("/get_internal_state", answered(get_state), methods=["GET"]),
+        Route("/set_internal_state", answered(set_state), methods=["POST", "PUT"]),
+        Route("/start_profile", answered(start_profile), methods=["POST"]),
+        Route("/stop_profile", answered(stop_profile), methods=["POST"]),
+    ]
 
 
 _LINGER_S = 5  # for a client that still sends to read why it need not

@@ -22,6 +22,7 @@ import zmq
 
 from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
 from scheduler_components.intake import Incoming, InputKind
+from scheduler_components.reference.engine.control import ControlVerb
 from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "Command",
     "CommandReader",
     "DrainInput",
+    "ControlAnswer",
+    "ControlQuestion",
     "DumpCache",
     "FlushCache",
     "ForgetStorage",
@@ -108,6 +111,14 @@ class BlockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tru
     """The replica lets no request in until ``UnblockInput``: they wait at its leader. Not answered."""
 
 
+class ControlQuestion(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """What a person asks (``Control.answer``); every rank of the replica answers before the step. ``body`` is JSON."""
+
+    question_id: int
+    verb: ControlVerb
+    body: bytes
+
+
 class UnblockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """The replica lets requests in again, those that wait first. Not answered."""
 
@@ -126,6 +137,7 @@ Command = (
     | BlockInput
     | UnblockInput
     | DrainInput
+    | ControlQuestion
 )
 
 
@@ -195,7 +207,16 @@ class PoolRead(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True)
     places: tuple[PoolPlace, ...]
 
 
-Report = RankReady | RankAlive | RequestRefused | LoadReport | CacheDump | PoolRead
+class ControlAnswer(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """A rank's answer: ``problem`` is why nothing was done, None where it was; ``body`` is JSON."""
+
+    question_id: int
+    tp_rank: int
+    problem: str | None
+    body: bytes = b"null"
+
+
+Report = RankReady | RankAlive | RequestRefused | LoadReport | CacheDump | PoolRead | ControlAnswer
 
 T = TypeVar("T")
 

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from scheduler_components import ConfigError, KvPoolReader, LoadPublisher, LoadSnapshot, ParallelState, WorkTotals
+from scheduler_components import (
+    ComponentError,
+    ConfigError,
+    KvPoolReader,
+    LoadPublisher,
+    LoadSnapshot,
+    ParallelState,
+    WorkTotals,
+)
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import Tier
 from scheduler_components.intake import (
@@ -27,12 +35,15 @@ from scheduler_components.intake import (
     StopRequested,
 )
 from scheduler_components.ports import OutputStatsSource
+from scheduler_components.reference.engine.control import Control
 from scheduler_components.reference.engine.messages import (
     ALIVE_EVERY_S,
     FRONT,
     AbortRequest,
     CacheDump,
     Command,
+    ControlAnswer,
+    ControlQuestion,
     DumpCache,
     FlushCache,
     ForgetStorage,
@@ -183,6 +194,7 @@ class StepExecutor:
     parallel: ParallelState
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
     reports: ReportSocket
+    control: Control
     _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the step of its last chance
     _last_mode: ForwardMode = field(default=ForwardMode.IDLE, init=False)
 
@@ -219,6 +231,15 @@ class StepExecutor:
             self.scheduler.flush_cache()
         elif isinstance(command, ForgetStorage):
             self.scheduler.forget_storage()
+        elif isinstance(command, ControlQuestion):
+            self.reports.send(self._answer(command))
+
+    def _answer(self, question: ControlQuestion) -> ControlAnswer:
+        try:
+            answer = self.control.answer(question.verb, question.body)
+        except ComponentError as error:  # the fault of who asks, on every rank alike
+            return ControlAnswer(question.question_id, self.parallel.tp_rank, str(error))
+        return ControlAnswer(question.question_id, self.parallel.tp_rank, None, msgspec.json.encode(answer))
 
     def _submit(self, command: SubmitRequest) -> None:
         self.scheduler.book.work.took_in(FRONT, command.ticket)

@@ -24,12 +24,16 @@ from scheduler_components.intake import (
     ZmqInputSource,
     ZmqLeaderRelay,
 )
+from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metrics_sink
+from scheduler_components.ports import NO_PROFILER, Profiler
+from scheduler_components.profiling import ProfilerSession, StackSampler
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import RankConfig
+from scheduler_components.reference.engine.control import BatcherState, Control, ProfiledDevice
 from scheduler_components.reference.engine.messages import (
     MAX_QUEUED_BATCHES,
     CommandReader,
@@ -98,16 +102,28 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
             outputs = _connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
             sinks.outputs = OutputSocket(socket=outputs)
             sinks.kv_metrics = open_zmq_kv_metrics_sink(config.paths.kv_metrics)
-        device = SimulatedDevice(model=SimulatedModel(seed=config.engine.seed), speed=config.engine.speed)
+        profiles = ProfilerSession(profiler=_profiler(config), rank=f"rank{parallel.tp_rank}")
+        opened.callback(profiles.stop)
+        simulated = SimulatedDevice(model=SimulatedModel(seed=config.engine.seed), speed=config.engine.speed)
+        device = ProfiledDevice(device=simulated, session=profiles)
         scheduler = Scheduler.compose(config.engine.scheduler, parallel, device, tiers=tiers, sinks=sinks)
         opened.callback(scheduler.close)
-        executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
+        state = InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles))
+        control = Control(state=state, profiles=profiles)
+        executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports, control=control)
         gauge = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
         opened.callback(gauge.close)
         loop = _open_loop(config, context, executor, heartbeat, gauge)
         heartbeat.beat()  # before the engine is open, so that no rank can be stopped unheard of
         reports.send(_ready(config.tp_rank, events, gauge))
         loop.run()
+
+
+def _profiler(config: RankConfig) -> Profiler:
+    """What records this rank; the front lets nobody ask for profiles without a directory."""
+    if not config.engine.profile_directory:
+        return NO_PROFILER
+    return StackSampler(Path(config.engine.profile_directory))
 
 
 def _open_tiers(

@@ -31,13 +31,17 @@ from scheduler_components.intake import (
     ZmqInputSource,
     ZmqLeaderRelay,
 )
+from scheduler_components.internal_state import InternalState
+from scheduler_components.profiling import ProfilerSession
 from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine import (
     FRONT,
     AbortRequest,
+    BatcherState,
     CacheDump,
     Command,
     CommandReader,
+    Control,
     DumpCache,
     Follower,
     FrontLoadSink,
@@ -157,7 +161,10 @@ class Rank:
         if parallel.leads_replica:
             sinks.outputs = OutputSocket(socket=outputs)
         scheduler = Scheduler.compose(CONFIG, parallel, Device(self.order, last_batch), sinks=sinks)
-        self.executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports)
+        profiles = ProfilerSession()
+        state = InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles))
+        control = Control(state=state, profiles=profiles)
+        self.executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports, control=control)
         alive = RankAlive(str(parallel), parallel.kv_stream_index)
         self.heartbeat = Heartbeat(alive=alive, reports=reports, stop=StopSignal(self.order.reader))
         self.load = ListSink()
