@@ -1,0 +1,172 @@
+"""A session records the steps that its plan names, each trace of one stage; a profiler that fails costs itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components import ConfigError, StartError
+from scheduler_components.profiling import ProfilePlan, ProfilerSession, StackSampler, Stage
+
+
+class ListProfiler:
+    """Notes which steps it recorded."""
+
+    def __init__(self) -> None:
+        self.recorded: dict[str, list[int]] = {}
+        self.open: list[int] | None = None
+        self.error: Exception | None = None
+
+    def start(self) -> None:
+        assert self.open is None, "started twice"
+        if self.error is not None:
+            raise self.error
+        self.open = []
+
+    def stop(self, name: str) -> str:
+        assert self.open is not None, "stopped without a start"
+        assert name not in self.recorded, "a trace was written over"
+        self.recorded[name], self.open = self.open, None
+        if self.error is not None:
+            raise self.error
+        return f"/{name}"
+
+
+stages = st.lists(st.sampled_from(["prefill", "decode"]), max_size=40)
+
+
+def run(session: ProfilerSession, profiler: ListProfiler, steps: list[Stage]) -> None:
+    for number, stage in enumerate(steps):
+        session.step_begins(stage)
+        if profiler.open is not None:
+            profiler.open.append(number)
+
+
+@settings(deadline=None, max_examples=200)
+@given(stages, st.integers(0, 5), st.none() | st.integers(1, 8), st.booleans())
+def test_the_plans_steps_are_recorded_and_no_others(
+    steps: list[Stage], start_step: int, num_steps: int | None, by_stage: bool
+) -> None:
+    by_stage = by_stage and num_steps is not None
+    profiler = ListProfiler()
+    session = ProfilerSession(profiler=profiler, rank="rank3")
+    session.start(ProfilePlan("p", start_step, num_steps, by_stage))
+    run(session, profiler, steps)
+    told = session.stop()
+    assert told == tuple(f"/{name}" for name in profiler.recorded)
+    assert not session.is_recording and profiler.open is None
+    recorded = sorted(step for trace in profiler.recorded.values() for step in trace)
+    after = range(start_step, len(steps))
+    if by_stage:
+        wanted = {
+            stage: [step for step in after if steps[step] == stage][:num_steps] for stage in ("prefill", "decode")
+        }
+        assert recorded == sorted(wanted["prefill"] + wanted["decode"])
+        for name, trace in profiler.recorded.items():
+            assert {steps[step] for step in trace} == {name.split("-")[2]}
+    else:
+        assert recorded == list(after)[:num_steps]
+        assert set(profiler.recorded) <= {"p-rank3"}
+
+
+def test_one_session_at_a_time_and_another_after_it() -> None:
+    profiler = ListProfiler()
+    session = ProfilerSession(profiler=profiler)
+    session.start(ProfilePlan("one", num_steps=1))
+    with pytest.raises(ConfigError, match="stop the session"):
+        session.start(ProfilePlan("two"))
+    run(session, profiler, ["decode"] * 3)
+    session.start(ProfilePlan("two"))  # the first came to its end by itself
+    run(session, profiler, ["decode"])
+    assert session.stop() == ("/two-0",)
+    assert session.stop() == ("/two-0",)  # asked again: the same traces
+    assert session.state() == {"profiler_is_recording": False, "profiler_traces": 2}
+
+
+@pytest.mark.parametrize("fails_at", ["start", "stop"])
+def test_a_profiler_that_fails_ends_its_session_and_no_step(fails_at: str) -> None:
+    profiler = ListProfiler()
+    session = ProfilerSession(profiler=profiler)
+    session.start(ProfilePlan("p", num_steps=1))
+    if fails_at == "stop":
+        session.step_begins("decode")
+    profiler.error = RuntimeError("no room")
+    for _ in range(3):
+        session.step_begins("decode")
+    assert (session.num_traces, session.failures.total, session.is_recording) == (0, 1, False)
+    profiler.error = None
+    session.start(ProfilePlan("again"))
+
+
+@pytest.mark.parametrize(
+    ("field", "plan"),
+    [
+        ("profile_id", ProfilePlan("../etc/passwd")),
+        ("profile_id", ProfilePlan("")),
+        ("profile_id", ProfilePlan("a\n")),
+        ("start_step", ProfilePlan(start_step=-1)),
+        ("num_steps", ProfilePlan(num_steps=0)),
+        ("num_steps", ProfilePlan(profile_by_stage=True)),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_by_name(field: str, plan: ProfilePlan) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ProfilerSession().start(plan)
+    assert refusal.value.field == field
+
+
+def test_the_sampler_sees_where_a_thread_stands(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    release, ident = threading.Event(), list[int]()
+
+    def waits_here() -> None:
+        ident.append(threading.get_ident())
+        release.wait(30)
+
+    thread = threading.Thread(target=waits_here)
+    thread.start()
+    try:
+        eventually(lambda: ident)
+        sampler = StackSampler(tmp_path / "new", interval_s=0.001, thread_ids=ident)
+        sampler.start()
+        with pytest.raises(ConfigError, match="stop it first"):
+            sampler.start()
+        eventually(lambda: sampler.num_looks >= 3)
+        path = sampler.stop("p-rank0")
+    finally:
+        release.set()
+        thread.join()
+    lines = Path(path).read_text().splitlines()
+    assert lines
+    for line in lines:
+        stack, count = line.rsplit(" ", 1)
+        assert int(count) > 0
+        assert "waits_here (test_profiler_session.py:" in stack
+    with pytest.raises(ConfigError, match="start it first"):
+        sampler.stop("p")
+
+
+def test_a_trace_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    sampler = StackSampler(tmp_path / "file")
+    sampler.start()
+    with pytest.raises(StartError, match="can be written to"):
+        sampler.stop("p")
+
+
+def test_torch_writes_a_trace_of_what_it_computed(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from scheduler_components.profiling import TorchProfiler
+
+    profiler = TorchProfiler(tmp_path)
+    profiler.start()
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    path = Path(profiler.stop("p-rank0"))
+    assert path == tmp_path / "p-rank0.trace.json.gz"
+    assert path.stat().st_size > 0
+    with pytest.raises(ConfigError, match="start it first"):
+        profiler.stop("p")

@@ -1,0 +1,101 @@
+"""The internal state: what no part lets be set is never set, and a change is made whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components import ConfigError
+from scheduler_components.internal_state import InternalState
+from scheduler_components.ports import StateValue
+
+
+@dataclass
+class Sizes:
+    """A ``StateHolder``: ``a`` may not be above ``b``; ``shown`` cannot be set."""
+
+    a: int = 1
+    b: int = 5
+    shown: str = "x"
+    breaks_on: int | None = None
+    names: tuple[str, ...] = ("a", "b")
+    prefix: str = ""
+    writes: list[dict[str, StateValue]] = field(default_factory=list)
+
+    @property
+    def settable(self) -> Collection[str]:
+        return [self.prefix + name for name in self.names]
+
+    def state(self) -> Mapping[str, StateValue]:
+        return {f"{self.prefix}a": self.a, f"{self.prefix}b": self.b, f"{self.prefix}shown": self.shown}
+
+    def check_state(self, changes: Mapping[str, StateValue]) -> None:
+        merged = {**self.state(), **changes}
+        a, b = merged[f"{self.prefix}a"], merged[f"{self.prefix}b"]
+        if not isinstance(a, int) or not isinstance(b, int) or a > b:
+            raise ConfigError("a", a, f"is above {b}", "give less")
+
+    def set_state(self, changes: Mapping[str, StateValue]) -> None:
+        self.writes.append(dict(changes))
+        for name, value in changes.items():
+            if value == self.breaks_on:
+                raise RuntimeError("broken")
+            setattr(self, name.removeprefix(self.prefix), value)
+
+
+names = st.sampled_from(["a", "b", "shown", "y_a", "y_b", "y_shown", "other"])
+values = st.integers(0, 9) | st.text(max_size=1) | st.none()
+
+
+@settings(deadline=None)
+@given(st.lists(st.dictionaries(names, values, max_size=4), max_size=8))
+def test_a_change_is_whole_or_none(changes: list[dict[str, StateValue]]) -> None:
+    parts = Sizes(), Sizes(prefix="y_")
+    state = InternalState(holders=parts)
+    for change in changes:
+        before, num_before = state.get(), state.num_changes
+        try:
+            told = state.set(change)
+        except ConfigError:
+            assert (state.get(), state.num_changes) == (before, num_before)
+            assert change
+        else:
+            assert state.get() == {**before, **change}
+            assert told == change
+            assert set(change) <= set(state.settable)
+        assert all(part.a <= part.b and part.shown == "x" for part in parts)
+
+
+def test_the_allowed_are_listed_and_a_slip_gets_a_hint() -> None:
+    state = InternalState(holders=(Sizes(), Sizes(prefix="y_")))
+    assert state.settable == ("a", "b", "y_a", "y_b")
+    for name, problem, hint in (
+        ("shown", "can be read and not set", "set one of a, b, y_a, y_b"),
+        ("y_c", "is no value", "did you mean y_b?"),
+        ("__class__", "is no value", "set one of"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            state.check({name: 1})
+        assert refusal.value.field == name
+        assert problem in str(refusal.value)
+        assert hint in refusal.value.hint or "did you mean y_a?" in refusal.value.hint
+
+
+def test_what_was_set_is_taken_back_when_a_later_part_fails() -> None:
+    first, second = Sizes(), Sizes(prefix="y_", breaks_on=4)
+    state = InternalState(holders=(first, second))
+    with pytest.raises(RuntimeError):
+        state.set({"a": 3, "y_a": 4})
+    assert (first.a, second.a, state.num_changes) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "parts", [(Sizes(), Sizes()), (Sizes(names=("a", "hidden")),)], ids=["one name twice", "set and not shown"]
+)
+def test_parts_that_contradict_each_other_are_refused_at_the_start(parts: tuple[Sizes, ...]) -> None:
+    with pytest.raises(ValueError, match=r"'a'|'hidden'"):
+        InternalState(holders=parts)
