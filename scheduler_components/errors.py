@@ -15,6 +15,7 @@ __all__ = [
     "ForkedPublisherError",
     "LockstepError",
     "OutOfPagesError",
+    "PoolInvariantError",
     "PublisherClosedError",
     "PublisherNameTakenError",
     "SettingsDivergenceError",
@@ -115,6 +116,20 @@ class OutOfPagesError(ComponentError):
 
 class CacheIntegrityError(ComponentError):
     """A cache's own arithmetic does not add up: the kit, or who mutated its tree, is to blame."""
+
+
+class PoolInvariantError(CacheIntegrityError):
+    """Pages of a pool are lost, owned twice, or both owned and free; raised where the policy of the checker says so.
+
+    Args:
+        step: the scheduler's, in which it was found.
+        problems: one sentence each.
+    """
+
+    def __init__(self, step: int, problems: tuple[str, ...]) -> None:
+        self.step = step
+        self.problems = problems
+        super().__init__(f"step {step}: {'; '.join(problems)}")
 
 
 class LockstepError(ComponentError):

@@ -18,6 +18,7 @@ from scheduler_components.events import EventBatch, KVCacheEvent, Place
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.values import (
     DecodeMoments,
+    HeldCount,
     Incoming,
     InputRefusal,
     KvMetrics,
@@ -25,10 +26,14 @@ from scheduler_components.values import (
     LoadSnapshot,
     OutputBatch,
     OutputStats,
+    OwnerRecord,
+    PageHolding,
+    PoolCount,
     PublisherStats,
     RelayedInput,
     SchedulerStats,
     SchedulerTotals,
+    StallReport,
     TokenOutput,
 )
 
@@ -39,6 +44,15 @@ __all__ = [
     "KvEventSource",
     "KvPoolOracle",
     "NO_POOL_ORACLE",
+    "AuditedPool",
+    "PageHolders",
+    "NO_HOLDERS",
+    "TreeNode",
+    "OwnerLog",
+    "NO_OWNER_LOG",
+    "OwnerTrails",
+    "NO_OWNER_TRAILS",
+    "StallSink",
     "QueuedRequest",
     "QueueSource",
     "PoolSource",
@@ -129,6 +143,151 @@ class _NoPoolOracle:
 
 NO_POOL_ORACLE: KvPoolOracle = _NoPoolOracle()
 """The oracle of an engine whose pool nobody can read: it names no place, so nothing is compared."""
+
+
+# What keeps a pool honest: what a pool says of its pages, who holds some, and who took and gave them.
+
+
+class TreeNode(Protocol):
+    """One node of a prefix tree: ``RadixNode``. Read by ``PoolInvariantChecker``.
+
+    A lock is counted on the node where a prefix ends and on all above it. The root has no parent and counts nothing.
+    """
+
+    @property
+    def parent(self) -> TreeNode | None: ...
+
+    @property
+    def lock_count(self) -> int: ...
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """Pages of this pool that the node holds; none where it is not on the device."""
+        ...
+
+
+class AuditedPool(Protocol):
+    """A pool whose pages can be counted and named: ``RadixCachePool``. Read by ``PoolInvariantChecker``.
+
+    Each fact comes from whoever keeps it, never from the difference of others: what is derived is always right.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of the pool, for example ``full``, ``swa`` or ``mamba``; no other pool of the scheduler has it."""
+        ...
+
+    def count(self) -> PoolCount:
+        """Return how the pages are divided. Called in steps: no walk over pages."""
+        ...
+
+    def free_pages(self) -> Sequence[int]:
+        """Return the free list as it is, with whatever stands in it twice."""
+        ...
+
+    def holdings(self) -> Iterable[PageHolding]:
+        """Return what each holder outside of the tree has."""
+        ...
+
+    def tree_nodes(self) -> Iterable[TreeNode]:
+        """Return every node below the root of the tree that caches pages; none for a pool without one."""
+        ...
+
+
+class PageHolders(Protocol):
+    """Whoever holds pages outside of the cache: a scheduler's requests, its sessions, copies between tiers.
+
+    Read by ``RadixCachePool``.
+    """
+
+    def count_held(self) -> HeldCount:
+        """Return how many pages they hold outside the cache. Called in steps."""
+        ...
+
+    def holdings(self) -> Iterable[PageHolding]:
+        """Return what each of them has."""
+        ...
+
+
+class _NoHolders:
+    def count_held(self) -> HeldCount:
+        return _NOTHING_HELD
+
+    def holdings(self) -> Iterable[PageHolding]:
+        return ()
+
+
+_NOTHING_HELD = HeldCount()
+
+NO_HOLDERS: PageHolders = _NoHolders()
+"""The holders of a pool of which nobody holds pages."""
+
+
+class OwnerLog(Protocol):
+    """Is told who takes and gives pages: ``OwnerLedger``. Called by whatever hands pages to requests.
+
+    Each call names the pool, the holder, the component that acts, and the pages, which are not changed afterwards.
+    """
+
+    def took(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        """A holder has taken free pages."""
+        ...
+
+    def gave(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        """A holder has given pages back to the free list."""
+        ...
+
+    def cached(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        """The pages of a holder went to the cache, from its first page on."""
+        ...
+
+    def locked(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        """A holder has locked a prefix of cached pages."""
+        ...
+
+    def unlocked(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        """A holder has given a lock back."""
+        ...
+
+
+class _NoOwnerLog:
+    def took(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        pass
+
+    gave = cached = locked = unlocked = took
+
+
+NO_OWNER_LOG: OwnerLog = _NoOwnerLog()
+"""The log of a scheduler that keeps no ledger of owners."""
+
+
+class OwnerTrails(Protocol):
+    """Knows who took and gave a page: ``OwnerLedger``. Read by ``PoolInvariantChecker`` when something is wrong."""
+
+    def trail(self, pool: str, pages: Collection[int]) -> Sequence[OwnerRecord]:
+        """Return what is known of any of these pages, oldest first."""
+        ...
+
+
+class _NoOwnerTrails:
+    def trail(self, pool: str, pages: Collection[int]) -> Sequence[OwnerRecord]:  # noqa: ARG002 - the port's
+        return ()
+
+
+NO_OWNER_TRAILS: OwnerTrails = _NoOwnerTrails()
+"""The trails of a scheduler that keeps no ledger of owners."""
+
+
+class StallSink(Protocol):
+    """Is told that a scheduler makes no progress: ``LogStallSink``. Called by a watchdog, on its own thread."""
+
+    def stalled(self, report: StallReport) -> None:
+        """A phase has taken too long, and goes on."""
+        ...
+
+    def moved(self, report: StallReport) -> None:
+        """It has ended."""
+        ...
 
 
 class QueuedRequest(Protocol):

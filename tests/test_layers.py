@@ -23,7 +23,7 @@ FLOORS = (
     ("parallel_state",),
     ("ports", "shm_board"),
     ("kv_events", "cache"),
-    ("load", "metrics", "hicache", "intake"),
+    ("load", "metrics", "hicache", "intake", "integrity"),
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "batch_result_processor"),
     ("batching", "profiling", "internal_state"),
     ("load_publisher", "server_info", "kv_pool_reader"),

@@ -61,6 +61,10 @@ class PagePool:
         """Pages that requests hold."""
         return self.num_pages - len(self._free) - self._num_cached
 
+    def free_pages(self) -> array[int]:
+        """Return the free list as it is, as a copy: for checks, not for steps."""
+        return self._free[:]
+
     def allocate(self, num_pages: int) -> array[int]:
         """Hand out free pages to a request, as an ``array("I")``.
 

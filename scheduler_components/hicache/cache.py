@@ -15,6 +15,7 @@ from scheduler_components.cache import (
     PLAIN_NAMESPACE,
     PrefixMatch,
     PrefixNamespace,
+    RadixCache,
     RadixNode,
     block_hash_array,
     block_hashes_of,
@@ -27,7 +28,7 @@ from scheduler_components.hicache.controller import HiCacheController, HiCachePo
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import Preparations, TierTransfers
 from scheduler_components.page_operations import Instruction, IoEvent
-from scheduler_components.ports import NO_PAGE_HOOK, HostPages, PageHook, PageMover
+from scheduler_components.ports import NO_PAGE_HOOK, HostPages, PageHolders, PageHook, PageMover
 from scheduler_components.values import TierStats
 
 __all__ = ["HiRadixCache", "TierStepper"]
@@ -211,6 +212,16 @@ class HiRadixCache:
         """
         self._tiers.check()
         self._transfers.check()
+
+    @property
+    def device(self) -> RadixCache:
+        """The device tier, for checks: whoever changes it by itself breaks the tiers."""
+        return self._device
+
+    @property
+    def transfers(self) -> PageHolders:
+        """What copies under way hold and lock on the device, for checks."""
+        return self._transfers
 
     # --- the step ---
 

@@ -12,7 +12,7 @@ between at any time. What an operation copies is locked until it settles.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -31,7 +31,7 @@ from scheduler_components.page_operations import (
     StorageLost,
     WriteSettled,
 )
-from scheduler_components.values import TierStats
+from scheduler_components.values import HeldCount, PageHolding, TierStats
 
 __all__ = ["DeviceLoads", "HostWrites", "Preparations", "StorageReads", "TierTransfers"]
 
@@ -73,6 +73,16 @@ class DeviceLoads:
     def is_idle(self) -> bool:
         """No load is under way, so none will give room back."""
         return not self._under_way
+
+    @property
+    def num_pages_reserved(self) -> int:
+        """Device pages of loads under way."""
+        return sum(len(load.device_pages) for load in self._under_way.values())
+
+    def holdings(self) -> Iterator[PageHolding]:
+        """What each load under way holds on the device."""
+        for number, load in self._under_way.items():
+            yield PageHolding(f"load {number}", "transfer", load.device_pages, node=load.device_end)
 
     def begin(self, path: list[RadixNode], max_pages: int) -> Load | None:
         """Load what follows on the host where a path leaves the device, as far as the agreed room and the pool allow.
@@ -149,6 +159,11 @@ class HostWrites:
     def num_pages_reserved(self) -> int:
         """Host pages of writes under way."""
         return sum(num_pages for _, num_pages in self._writes.values())
+
+    def holdings(self) -> Iterator[PageHolding]:
+        """What each write to the host that is under way has locked on the device."""
+        for number, (end, _) in self._writes.items():
+            yield PageHolding(f"write {number}", "transfer", node=end)
 
     def after_insert(self, path: list[RadixNode]) -> None:
         """With ``write_through``: copy a path that a request has just cached. With ``write_back``: look ahead soon."""
@@ -452,6 +467,15 @@ class TierTransfers:
                 f"{in_tree} host pages in the tree + {in_flight} in flight, but the ledger says that "
                 f"{host.num_pages_used} of {host.num_pages} are used"
             )
+
+    def count_held(self) -> HeldCount:
+        """Device pages outside the tree: those that loads fill."""
+        return HeldCount(in_transfer=self.loads.num_pages_reserved)
+
+    def holdings(self) -> Iterator[PageHolding]:
+        """What each copy under way holds and locks on the device."""
+        yield from self.loads.holdings()
+        yield from self.writes.holdings()
 
     def forget_storage(self) -> None:
         """What storage holds is no longer known."""

@@ -8,6 +8,7 @@ from scheduler_components._lazy import lazy_names
 
 if TYPE_CHECKING:
     from scheduler_components.reference.engine.batcher import (
+        POOL,
         Batcher,
         RequestPages,
         check_request_fits,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         EngineConfig,
         EnginePaths,
         HiCacheConfig,
+        IntegrityConfig,
         RankConfig,
         SchedulerConfig,
         StorageKind,
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
         PoolRead,
         RankAlive,
         RankReady,
+        RankStalled,
         ReadPool,
         Report,
         RequestRefused,
@@ -89,10 +92,12 @@ if TYPE_CHECKING:
         unpack_hashes,
         unpack_tokens,
     )
+    from scheduler_components.reference.engine.pool_guard import PoolGuard, RequestHolders, RequestSlots
     from scheduler_components.reference.engine.pulse import RankPulse, RankSilentError
     from scheduler_components.reference.engine.rank_loop import (
         Follower,
         FrontLoadSink,
+        FrontStallSink,
         Heartbeat,
         Leader,
         RefusalReports,
@@ -131,10 +136,16 @@ __all__ = [
     "Follower",
     "Front",
     "FrontLoadSink",
+    "FrontStallSink",
     "Heartbeat",
     "GenerateEndpoint",
     "GenerateRequest",
     "HiCacheConfig",
+    "IntegrityConfig",
+    "POOL",
+    "PoolGuard",
+    "RequestHolders",
+    "RequestSlots",
     "HostTiers",
     "Leader",
     "LoadDispatcher",
@@ -144,6 +155,7 @@ __all__ = [
     "PoolPlace",
     "PoolRead",
     "RankAlive",
+    "RankStalled",
     "RankConfig",
     "RankPulse",
     "RankReady",
@@ -208,13 +220,13 @@ __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.reference.engine.batcher": (
-            "Batcher RequestPages check_request_fits expected_pages pages_for pages_to_come "
+            "POOL Batcher RequestPages check_request_fits expected_pages pages_for pages_to_come "
             "prefill_chunk retraction_victim"
         ),
         "scheduler_components.reference.engine.cache_tiers": "CacheTiers DeviceTier",
         "scheduler_components.reference.engine.config": (
-            "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA EngineConfig EnginePaths HiCacheConfig RankConfig "
-            "SchedulerConfig StorageKind check_ports_free default_kv_events"
+            "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA EngineConfig EnginePaths HiCacheConfig IntegrityConfig "
+            "RankConfig SchedulerConfig StorageKind check_ports_free default_kv_events"
         ),
         "scheduler_components.reference.engine.control": "BatcherState Control ProfiledDevice",
         "scheduler_components.reference.engine.engine": "ControlRefusedError Engine open_engine",
@@ -228,13 +240,14 @@ __getattr__ = lazy_names(
         ),
         "scheduler_components.reference.engine.messages": (
             "ALIVE_EVERY_S FRONT AbortRequest BlockInput CacheDump Command CommandReader DrainInput DumpCache "
-            "FlushCache ForgetStorage LoadReport OutputSocket PoolPlace PoolRead RankAlive RankReady ReadPool Report "
-            "RequestRefused SubmitRequest UnblockInput decode_command decode_outputs decode_report encode "
-            "encode_outputs pack_hashes pack_tokens unpack_hash_array unpack_hashes unpack_tokens"
+            "FlushCache ForgetStorage LoadReport OutputSocket PoolPlace PoolRead RankAlive RankReady RankStalled "
+            "ReadPool Report RequestRefused SubmitRequest UnblockInput decode_command decode_outputs decode_report "
+            "encode encode_outputs pack_hashes pack_tokens unpack_hash_array unpack_hashes unpack_tokens"
         ),
+        "scheduler_components.reference.engine.pool_guard": "PoolGuard RequestHolders RequestSlots",
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
         "scheduler_components.reference.engine.rank_loop": (
-            "Follower FrontLoadSink Heartbeat Leader RefusalReports ReportSocket StepExecutor StopSignal"
+            "Follower FrontLoadSink FrontStallSink Heartbeat Leader RefusalReports ReportSocket StepExecutor StopSignal"
         ),
         "scheduler_components.reference.engine.request": "Request RequestQueues RequestState SamplingLimits",
         "scheduler_components.reference.engine.scheduler": "Clocks Scheduler SchedulerSinks StepResult",

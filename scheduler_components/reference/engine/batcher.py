@@ -24,6 +24,7 @@ from itertools import islice
 
 from scheduler_components import ConfigError
 from scheduler_components.batching import NewTokenRatioTracker
+from scheduler_components.ports import NO_OWNER_LOG, OwnerLog
 from scheduler_components.reference.device import ScheduledBatch, ScheduledWork
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, PrefixCache
@@ -35,12 +36,16 @@ __all__ = [
     "RequestPages",
     "check_request_fits",
     "expected_pages",
+    "POOL",
     "pages_for",
     "pages_to_come",
     "prefill_chunk",
     "retraction_victim",
 ]
 
+
+POOL = "full"
+"""The name of the KV pool to checks and ledgers, as SGLang's reports have it."""
 
 _LOOK_AHEAD = 3  # requests behind the next one whose pages are brought closer already
 
@@ -115,10 +120,12 @@ class RequestPages:
     Attributes:
         cache: the KV pool and its radix tree.
         totals: evictions are counted here.
+        owners: is told who takes and gives which pages.
     """
 
     cache: PrefixCache
     totals: RunningTotals
+    owners: OwnerLog = NO_OWNER_LOG
 
     @property
     def available_pages(self) -> int:
@@ -137,6 +144,7 @@ class RequestPages:
         """
         match = self.cache.match_prefix(request.token_ids[:-1])
         self.cache.lock(match.node)
+        self.owners.locked(POOL, request.rid, "RequestPages.attach", match.page_array)
         request.node = match.node
         request.pages = list(match.pages)
         request.num_shared_pages = len(match.pages)
@@ -151,7 +159,9 @@ class RequestPages:
         if num_missing > self.available_pages:
             return False
         self.totals.evicted_tokens += max(0, num_missing * page_size - self.cache.free_tokens)
-        request.pages += self.cache.allocate(num_missing)
+        pages = self.cache.allocate(num_missing)
+        request.pages += pages
+        self.owners.took(POOL, request.rid, "RequestPages.grow", pages)
         return True
 
     def share(self, request: Request) -> None:
@@ -163,10 +173,13 @@ class RequestPages:
         num_pages = request.num_computed_tokens // page_size
         if num_pages <= request.num_shared_pages:
             return
-        match = self.cache.insert(request.token_ids[: num_pages * page_size], request.pages[:num_pages])
+        own, first = request.pages[:num_pages], request.num_shared_pages
+        match = self.cache.insert(request.token_ids[: num_pages * page_size], own)
         self.cache.lock(match.node)
         if request.node is not None:
             self.cache.unlock(request.node)
+        self.owners.cached(POOL, request.rid, "RequestPages.share", own[first:])
+        self.owners.locked(POOL, request.rid, "RequestPages.share", match.page_array[first:])
         request.node = match.node
         request.pages[:num_pages] = match.pages
         request.num_shared_pages = num_pages
@@ -174,9 +187,12 @@ class RequestPages:
     def release(self, request: Request) -> None:
         """Let go of all pages: full ones stay in the cache for whoever comes next, the unfinished one is freed."""
         self.share(request)
-        self.cache.free(request.pages[request.num_shared_pages :])
+        shared, own = request.pages[: request.num_shared_pages], request.pages[request.num_shared_pages :]
+        self.cache.free(own)
+        self.owners.gave(POOL, request.rid, "RequestPages.release", own)
         if request.node is not None:
             self.cache.unlock(request.node)
+            self.owners.unlocked(POOL, request.rid, "RequestPages.release", shared)
         request.num_cached_tokens = request.num_shared_pages * self.cache.page_size
         request.node = None
         request.pages = []

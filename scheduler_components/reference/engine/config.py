@@ -17,6 +17,7 @@ import msgspec
 from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
 from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.intake import InputBounds
+from scheduler_components.integrity import CheckPolicy
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.validators import is_integer, is_number
 
@@ -26,6 +27,7 @@ __all__ = [
     "MOONCAKE_METADATA",
     "EngineConfig",
     "HiCacheConfig",
+    "IntegrityConfig",
     "RankConfig",
     "EnginePaths",
     "SchedulerConfig",
@@ -47,6 +49,8 @@ _BUFFER_BYTES = 16 << 20
 _SEARCHED_PORTS = (20_000, 32_000)  # below the ports that systems give to outgoing connections
 _SEARCHES = 64
 
+_STALL_AFTER_S = 8.0
+
 StorageKind: TypeAlias = Literal["none", "file", "mooncake"]
 _STORAGE_KINDS = ("none", "file", "mooncake")
 
@@ -59,6 +63,33 @@ def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: f
 def _check_kind(_: object, attribute: attrs.Attribute[str], value: str) -> None:
     if value not in _STORAGE_KINDS:
         raise ConfigError(attribute.name, value, "is not a storage", f"give one of {', '.join(_STORAGE_KINDS)}")
+
+
+@attrs.frozen(kw_only=True)
+class IntegrityConfig:
+    """What keeps a scheduler's pools honest, and tells that it is stuck.
+
+    Attributes:
+        checks: how often to look at the pools, and what to do about what is found.
+        owners_one_in: requests of which one is watched by the ledger of owners; 0 keeps no ledger.
+        follows_events: also compare what the events add up to with the cache; costs 60 bytes per cached block.
+        stall_after_s: time in one phase of a step from which on a rank is told to be stuck; 0 for no watchdog. None for
+            8 s, before the front calls the rank silent; with a slow device, as much longer.
+
+    Raises:
+        ConfigError: naming the value that cannot work.
+    """
+
+    checks: CheckPolicy = attrs.field(factory=CheckPolicy)
+    owners_one_in: int = attrs.field(default=1, validator=is_integer("is not a share", at_least=0))
+    follows_events: bool = False
+    stall_after_s: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(is_number(or_zero=True))
+    )
+
+    def stall_bound_s(self, speed: float) -> float:
+        """``stall_after_s`` for a device of this speed."""
+        return _STALL_AFTER_S / min(1.0, speed) if self.stall_after_s is None else self.stall_after_s
 
 
 @attrs.frozen(kw_only=True)
@@ -79,6 +110,7 @@ class SchedulerConfig:
         kv_metrics_every_steps: cadence of ``KvMetrics`` to the serving process. Events go out every step.
         recv_interval: weight of steps between two receives of input (``RecvSkipper``); 1 receives before every step.
         input_bounds: size, rate and number of the requests that a replica takes.
+        integrity: checks of the pools, and the watchdog.
 
     Raises:
         ConfigError: naming the size that cannot work.
@@ -95,6 +127,7 @@ class SchedulerConfig:
     kv_metrics_every_steps: int = attrs.field(default=8, validator=is_integer())
     recv_interval: int = attrs.field(default=1, validator=is_integer("is not an interval"))
     input_bounds: InputBounds = attrs.field(factory=InputBounds)
+    integrity: IntegrityConfig = attrs.field(factory=IntegrityConfig)
 
     def __attrs_post_init__(self) -> None:
         whole_tokens = self.kv_tokens // self.page_size * self.page_size

@@ -44,6 +44,7 @@ from scheduler_components.reference.engine.messages import (
     PoolRead,
     RankAlive,
     RankReady,
+    RankStalled,
     ReadPool,
     Report,
     RequestRefused,
@@ -315,6 +316,8 @@ class Front:
             self.board.ready[report.tp_rank] = report
         elif isinstance(report, RankAlive):
             self.pulse.heard(report)
+        elif isinstance(report, RankStalled):
+            self.pulse.stalled(report)
         self.board.changed.set()
 
     def tick(self) -> None:

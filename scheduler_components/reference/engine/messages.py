@@ -42,6 +42,7 @@ __all__ = [
     "PoolPlace",
     "PoolRead",
     "RankAlive",
+    "RankStalled",
     "RankReady",
     "ReadPool",
     "Report",
@@ -157,6 +158,13 @@ class RankAlive(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     replica: int
 
 
+class RankStalled(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The step of a rank makes no progress: where it stands, in words. Said by its watchdog; ``alive`` ends it."""
+
+    alive: RankAlive
+    place: str
+
+
 class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """This request is not served; ``reason`` is for its author. ``is_busy``: try again later."""
 
@@ -216,7 +224,7 @@ class ControlAnswer(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     body: bytes = b"null"
 
 
-Report = RankReady | RankAlive | RequestRefused | LoadReport | CacheDump | PoolRead | ControlAnswer
+Report = RankReady | RankAlive | RankStalled | RequestRefused | LoadReport | CacheDump | PoolRead | ControlAnswer
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_components import ComponentError
-from scheduler_components.reference.engine.messages import ALIVE_EVERY_S, RankAlive
+from scheduler_components.reference.engine.messages import ALIVE_EVERY_S, RankAlive, RankStalled
 
 __all__ = ["SILENT_AFTER_S", "RankPulse", "RankSilentError"]
 
@@ -33,10 +33,16 @@ class RankPulse:
     silent_after_s: float = SILENT_AFTER_S
     _ticks: dict[RankAlive, int] = field(default_factory=dict, init=False)  # since each rank's last word
     _told: set[int] = field(default_factory=set, init=False)  # replicas whose silence ``tick`` has returned
+    _places: dict[RankAlive, str] = field(default_factory=dict, init=False)  # where ranks are stuck, by their watchdogs
 
     def heard(self, alive: RankAlive) -> None:
         """A rank spoke."""
         self._ticks[alive] = 0
+        self._places.pop(alive, None)
+
+    def stalled(self, report: RankStalled) -> None:
+        """A rank's watchdog spoke for it. The rank is as silent as before; it is known where it is stuck."""
+        self._places[report.alive] = report.place
 
     def tick(self) -> Mapping[int, RankSilentError]:
         """``ALIVE_EVERY_S`` went by; returns the replicas that have become silent by it, and why."""
@@ -52,5 +58,7 @@ class RankPulse:
         errors = {}
         for rank, ticks in sorted(self._ticks.items(), key=lambda each: each[1]):  # of several, the longest stays
             if (age_s := ticks * ALIVE_EVERY_S) > self.silent_after_s:
-                errors[rank.replica] = RankSilentError(f"rank {rank.rank} has said nothing for {age_s:g} s")
+                place = self._places.get(rank)
+                stuck = f"; it is stuck in {place}" if place else ""
+                errors[rank.replica] = RankSilentError(f"rank {rank.rank} has said nothing for {age_s:g} s{stuck}")
         return errors

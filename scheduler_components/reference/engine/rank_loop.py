@@ -34,6 +34,7 @@ from scheduler_components.intake import (
     RefusalReason,
     StopRequested,
 )
+from scheduler_components.integrity import LogStallSink
 from scheduler_components.ports import OutputStatsSource
 from scheduler_components.reference.engine.control import Control
 from scheduler_components.reference.engine.messages import (
@@ -51,6 +52,7 @@ from scheduler_components.reference.engine.messages import (
     PoolPlace,
     PoolRead,
     RankAlive,
+    RankStalled,
     ReadPool,
     Report,
     RequestRefused,
@@ -61,10 +63,12 @@ from scheduler_components.reference.engine.messages import (
 )
 from scheduler_components.reference.engine.request import Request
 from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.values import StallReport
 
 __all__ = [
     "Follower",
     "FrontLoadSink",
+    "FrontStallSink",
     "Heartbeat",
     "Leader",
     "RefusalReports",
@@ -185,6 +189,28 @@ class RefusalReports:
             self.work.took_in(FRONT, incoming.message.ticket)
         if refusal.reason is not RefusalReason.IN_USE:  # the first request of this id goes on
             self.reports.send(RequestRefused(refusal.rid, refusal.text, refusal.reason in _BUSY))
+
+
+@dataclass(slots=True, kw_only=True)
+class FrontStallSink:
+    """A ``StallSink`` that tells the front, and the log with all stacks. Used by the watchdog's thread alone.
+
+    Attributes:
+        reports: a way to the front of its own: sockets belong to one thread.
+        alive: whose step it is.
+    """
+
+    reports: ReportSocket
+    alive: RankAlive
+    _log: LogStallSink = field(default_factory=LogStallSink, init=False)
+
+    def stalled(self, report: StallReport) -> None:
+        self.reports.send(RankStalled(self.alive, report.place))
+        self._log.stalled(report)
+
+    def moved(self, report: StallReport) -> None:
+        """The rank itself speaks again, which is all that the front has to know."""
+        self._log.moved(report)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from scheduler_components.intake import (
     ZmqInputSource,
     ZmqLeaderRelay,
 )
+from scheduler_components.integrity import open_thread_watchdog
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
@@ -44,6 +45,7 @@ from scheduler_components.reference.engine.messages import (
 from scheduler_components.reference.engine.rank_loop import (
     Follower,
     FrontLoadSink,
+    FrontStallSink,
     Heartbeat,
     Leader,
     RefusalReports,
@@ -111,6 +113,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         state = InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles))
         control = Control(state=state, profiles=profiles)
         executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports, control=control)
+        _watch(config, context, alive, scheduler, opened)
         gauge = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
         opened.callback(gauge.close)
         loop = _open_loop(config, context, executor, heartbeat, gauge)
@@ -124,6 +127,18 @@ def _profiler(config: RankConfig) -> Profiler:
     if not config.engine.profile_directory:
         return NO_PROFILER
     return StackSampler(Path(config.engine.profile_directory))
+
+
+def _watch(config: RankConfig, context: _Context, alive: RankAlive, scheduler: Scheduler, opened: ExitStack) -> None:
+    """Watch this thread. Standard error is the engine's to read, so it also gets the stacks that only C can write."""
+    after_s = config.engine.scheduler.integrity.stall_bound_s(config.engine.speed)
+    if not after_s:
+        return
+    sink = FrontStallSink(reports=ReportSocket(socket=_connect_push(context, config.paths.reports)), alive=alive)
+    watchdog = open_thread_watchdog(
+        scheduler.guard.progress, rank=alive.rank, after_s=after_s, sink=sink, stacks_to=sys.stderr
+    )
+    opened.callback(watchdog.close)
 
 
 def _open_tiers(

@@ -9,6 +9,7 @@ One ``step()``:
     news     = results.process(device.wait())     tokens to requests, pages to the cache, outputs to the front
     kv_events.publish_kv_events()             what the cache stored and removed in this step
     metrics.emit()
+    guard.checker.after_step()                every few steps: do the pools still add up?
 
 All ranks of a replica run this with the same calls in the same order and so take the same decisions: nothing
 here depends on a clock or on the rank, and ``state_digest`` lets them check it.
@@ -44,12 +45,14 @@ from scheduler_components import (
 )
 from scheduler_components.cache import RadixCache
 from scheduler_components.intake import ForwardMode
+from scheduler_components.integrity import IDLE
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.reference.device import Device, ScheduledBatch
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits
 from scheduler_components.reference.engine.bookkeeping import RequestBook
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, DeviceTier, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.pool_guard import PoolGuard
 from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState
 
 __all__ = [
@@ -170,6 +173,7 @@ class Scheduler:
         output: sends the tokens of requests.
         kv_events: tells what the cache stored and removed.
         metrics: each step's statistics.
+        guard: looks at the pools between two steps, and knows where the step stands.
 
     Others may call ``load.get_loads()``, ``output.flush()``, ``kv_events.idle()`` and ``metrics.emit()`` between two
     steps and while there is no work, and ``book.work.took_in()`` for a request that was dispatched with a ticket.
@@ -181,6 +185,7 @@ class Scheduler:
     output: OutputStreamer
     kv_events: SchedulerKvEventsPublisher
     metrics: MetricsEmitter
+    guard: PoolGuard
     _decisions: DecisionDigest = field(default_factory=DecisionDigest, init=False)
 
     @classmethod
@@ -208,7 +213,8 @@ class Scheduler:
         tiers = tiers or DeviceTier(cache=_device_cache(config, parallel))
         queues = RequestQueues(max_running_requests=config.max_running_requests)
         book = RequestBook(tiers=tiers, clock=clocks.monotonic)
-        pages = RequestPages(cache=tiers.cache, totals=book.counters)
+        guard = PoolGuard.over(config.integrity, parallel, tiers.cache, queues)
+        pages = RequestPages(cache=tiers.cache, totals=book.counters, owners=guard.owners)
         load = LoadInquirer(
             parallel=parallel,
             queues=queues,
@@ -219,7 +225,7 @@ class Scheduler:
         )
         kv_events = SchedulerKvEventsPublisher(
             parallel=parallel,
-            source=tiers.cache,
+            source=guard.events,
             sink=sinks.events,
             load=load,
             metrics_sink=sinks.kv_metrics,
@@ -239,6 +245,7 @@ class Scheduler:
             output=output,
             kv_events=kv_events,
             metrics=MetricsEmitter(parallel=parallel, load=load, sink=sinks.metrics, totals=book, publisher=kv_events),
+            guard=guard,
         )
 
     @property
@@ -295,19 +302,23 @@ class Scheduler:
             raise ConfigError("rid", request.rid, "is already in flight", "give each request an id of its own")
         if request.state is not RequestState.WAITING or request.num_output_tokens:
             raise ConfigError("rid", request.rid, "has been served before", "make a new Request")
+        self.guard.progress.enter("submit", request.rid)
         self.tiers.contents.preparations.expect(request.rid, request.token_ids[:-1])
         request.num_cached_tokens = self.batcher.pages.look_up(request)
         self.queues.enter(request)
         self.book.queued(request)
         self._decisions.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
+        self.guard.progress.enter(IDLE)
 
     def abort(self, rid: str) -> bool:
         """End a request now, wherever it stands; the next step tells of it. False when it is not in flight."""
         request = self.queues.find(rid)
         if request is None:
             return False
+        self.guard.progress.enter("abort", rid)
         self.tiers.contents.preparations.forget(rid)
         self.results.abort(request)
+        self.guard.progress.enter(IDLE)
         self._decisions.add(request.arrival, self.cache.used_tokens)
         return True
 
@@ -320,7 +331,10 @@ class Scheduler:
         Raises:
             SyncTimeoutError, SyncDivergenceError, TierDivergenceError: the ranks' tiers are no longer the same.
         """
+        progress = self.guard.progress
+        progress.begin_step(self.num_steps + 1, "tiers")
         self.tiers.step()
+        progress.enter("batch")
         batch = self.batcher.next_batch()
         if batch.works:
             news = self._compute(batch)
@@ -329,7 +343,10 @@ class Scheduler:
             news = self.results.process()
         self.queues.all_told()
         self._decisions.add_step(batch, len(news), self.tiers)
+        progress.enter("report")
         self._report()
+        self.guard.checker.after_step(is_idle=not self.has_work)
+        progress.enter(IDLE)
         return StepResult(
             step=self.num_steps,
             num_news=len(news),
@@ -343,6 +360,7 @@ class Scheduler:
     def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
         """Let the device compute a batch, and book it; returns the requests with news."""
         begun_s = self.book.clock()
+        self.guard.progress.enter("device", batch.works[0].request.rid)
         try:
             self.device.launch(batch)
             self.kv_events.idle()
@@ -350,7 +368,9 @@ class Scheduler:
             if len(next_tokens) != len(batch.works):
                 raise ValueError(f"the device gave {len(next_tokens)} tokens for {len(batch.works)} works")
         except Exception as error:  # noqa: BLE001 - counted and logged there, and told to each request's client
+            self.guard.progress.enter("results")
             return self.results.fail([work.request for work in batch.works], error)
+        self.guard.progress.enter("results")
         self.book.computed(batch, begun_s=begun_s)
         news = self.results.process(
             WorkResult(work.request, work.start, work.end, (token,), work.is_prefill)

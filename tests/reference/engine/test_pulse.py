@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components.reference.engine import ALIVE_EVERY_S, RankAlive, RankPulse
+from scheduler_components.reference.engine import ALIVE_EVERY_S, RankAlive, RankPulse, RankStalled
 
 RANKS = [RankAlive(f"dp{replica}/tp{tp_rank}", replica) for replica in range(2) for tp_rank in range(2)]
 PATIENCE = 3
@@ -35,3 +35,17 @@ def test_silence_is_that_of_the_ranks_since_their_last_words(history: list[RankA
             for rank, age in ages.items()
             if rank.replica == replica and age == longest
         }
+
+
+def test_a_silent_rank_that_is_stuck_is_told_with_its_place_until_it_speaks() -> None:
+    pulse, rank = RankPulse(silent_after_s=PATIENCE * ALIVE_EVERY_S), RANKS[0]
+    pulse.heard(rank)
+    pulse.stalled(RankStalled(rank, "step 3, phase device, request r1"))
+    assert not pulse.silent(), "a stuck rank is no silent one yet"
+    for _ in range(PATIENCE + 1):
+        pulse.tick()
+    assert str(pulse.silent()[0]).endswith("has said nothing for 2 s; it is stuck in step 3, phase device, request r1")
+    pulse.heard(rank)
+    for _ in range(PATIENCE + 1):
+        pulse.tick()
+    assert str(pulse.silent()[0]).endswith("has said nothing for 2 s")

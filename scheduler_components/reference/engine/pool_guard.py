@@ -1,0 +1,113 @@
+"""What watches over a scheduler: who holds its pages and slots, the checks of both, and where its step stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_components import KvEventSource, ParallelState, RadixCache
+from scheduler_components.cache import RadixNode
+from scheduler_components.integrity import (
+    EventsView,
+    OwnerLedger,
+    PoolInvariantChecker,
+    RadixCachePool,
+    StepProgress,
+)
+from scheduler_components.ports import NO_OWNER_LOG, AuditedPool, OwnerLog
+from scheduler_components.reference.engine.cache_tiers import PrefixCache
+from scheduler_components.reference.engine.config import IntegrityConfig
+from scheduler_components.reference.engine.request import RequestQueues, RequestState
+from scheduler_components.values import HeldCount, PageHolding, PoolCount
+
+__all__ = ["PoolGuard", "RequestHolders", "RequestSlots"]
+
+SLOTS = "req"
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestHolders:
+    """The ``PageHolders`` of a scheduler's requests: of those that wait too, which should hold none.
+
+    Attributes:
+        queues: requests in flight.
+    """
+
+    queues: RequestQueues
+
+    def count_held(self) -> HeldCount:
+        num_pages = 0
+        for request in self.queues.running:
+            num_pages += len(request.pages) - request.num_shared_pages
+        return HeldCount(num_pages)
+
+    def holdings(self) -> Iterator[PageHolding]:
+        for request in self.queues:
+            if request.pages or request.node is not None:
+                end = request.num_shared_pages
+                yield PageHolding(request.rid, "request", request.pages[end:], request.pages[:end], request.node)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestSlots:
+    """The ``AuditedPool`` of request slots. The reference scheduler numbers none: a slot is a place in ``running``.
+
+    Attributes:
+        queues: what runs, and which requests say that they do.
+    """
+
+    queues: RequestQueues
+    name: str = SLOTS
+
+    def count(self) -> PoolCount:
+        size, running = self.queues.max_running_requests, self.queues.running
+        held = sum(request.state is RequestState.RUNNING for request in running)
+        return PoolCount(self.name, size, size - len(running), uncached=held)
+
+    def free_pages(self) -> Sequence[int]:
+        return range(len(self.queues.running), self.queues.max_running_requests)
+
+    def holdings(self) -> Iterator[PageHolding]:
+        for place, request in enumerate(self.queues.running):
+            if request.state is RequestState.RUNNING:
+                yield PageHolding(request.rid, "request", (place,))
+
+    def tree_nodes(self) -> Iterable[RadixNode]:
+        return ()
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolGuard:
+    """Made by ``PoolGuard.over``; the scheduler tells it where the step stands and calls ``after_step``.
+
+    Attributes:
+        progress: the step and its phase.
+        checker: looks at the pools.
+        owners: is told who takes and gives pages.
+        events: what the publisher takes events from.
+    """
+
+    checker: PoolInvariantChecker
+    owners: OwnerLog
+    events: KvEventSource
+    progress: StepProgress = field(default_factory=StepProgress)
+
+    @classmethod
+    def over(
+        cls, config: IntegrityConfig, parallel: ParallelState, cache: PrefixCache, queues: RequestQueues
+    ) -> PoolGuard:
+        """Make one for a scheduler's cache and queues. A rank without a stream has no events to compare."""
+        progress, requests = StepProgress(), RequestHolders(queues=queues)
+        if isinstance(cache, RadixCache):
+            pool = RadixCachePool(cache=cache, requests=requests)
+        else:
+            pool = RadixCachePool(cache=cache.device, requests=requests, transfers=cache.transfers)
+        pools: tuple[AuditedPool, ...] = (pool, RequestSlots(queues=queues))
+        checker = PoolInvariantChecker(pools=pools, policy=config.checks, progress=progress)
+        guard = cls(checker=checker, owners=NO_OWNER_LOG, events=cache, progress=progress)
+        if config.owners_one_in:
+            guard.owners = checker.owners = OwnerLedger(progress=progress, one_in=config.owners_one_in)
+        if config.follows_events and parallel.owns_kv_stream:
+            guard.events = checker.told = EventsView(source=cache)
+            checker.held = cache
+        return guard

@@ -1,0 +1,184 @@
+"""The reference scheduler with the pools of a hybrid model: KV of full attention, a sliding window, and mamba states.
+
+As in SGLang: a window page per KV page, given back when it slides out of the window; one state per request, taken when
+a prefix is matched, so that a request may hold one while it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from scheduler_components import ParallelState
+from scheduler_components.cache import PagePool
+from scheduler_components.integrity import CheckPolicy, OwnerLedger, PoolInvariantChecker, RadixCachePool, SlotPool
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import (
+    IntegrityConfig,
+    Request,
+    RequestPages,
+    RequestQueues,
+    SamplingLimits,
+    Scheduler,
+    SchedulerConfig,
+)
+from scheduler_components.values import HeldCount, PageHolding
+
+WINDOW_PAGES = 2
+STRICT = CheckPolicy(action="log", counts_every_steps=1, census_every_steps=1, census_in_steps=True)
+SMALL = SchedulerConfig(
+    page_size=2,
+    kv_tokens=64,
+    max_running_requests=6,
+    max_prefill_tokens=24,
+    chunk_tokens=8,
+    new_token_ratio=0.2,
+    min_new_token_ratio=0.0,
+    integrity=IntegrityConfig(checks=STRICT, follows_events=True),
+)
+
+
+class FreeList(list[int]):
+    """The free list of a pool without states, as an engine has it: whatever is given back is taken back."""
+
+    def take(self, count: int) -> list[int]:
+        taken, self[:] = self[-count:] if count else [], self[: len(self) - count]
+        return taken
+
+
+@dataclass
+class Held:
+    """What one request has of one pool beside the KV pool."""
+
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass
+class SideHolders:
+    """The ``PageHolders`` of one side pool: running and waiting requests."""
+
+    held: dict[str, Held]
+    queues: RequestQueues
+
+    def count_held(self) -> HeldCount:
+        return HeldCount(sum(len(each.pages) for each in self.held.values()))
+
+    def holdings(self) -> Iterator[PageHolding]:
+        for rid, each in self.held.items():
+            yield PageHolding(rid, "request", each.pages)
+
+
+class HybridPages:
+    """``RequestPages`` and two pools beside it. Tests override one method to break it."""
+
+    def __init__(self, base: RequestPages, scheduler: Scheduler) -> None:
+        self.base = base
+        self.cache = base.cache
+        self.scheduler = scheduler
+        self.progress = scheduler.guard.progress
+        self.owners = scheduler.guard.owners
+        self.window = FreeList(range(64))
+        self.states = FreeList(range(32))
+        self.window_of: dict[str, Held] = {}
+        self.state_of: dict[str, Held] = {}
+
+    # what the scheduler calls
+
+    @property
+    def available_pages(self) -> int:
+        return self.base.available_pages
+
+    def look_up(self, request: Request) -> int:
+        num_tokens = self.base.look_up(request)
+        if num_tokens and len(self.states) > 16:  # copied on the match, while the request waits
+            self.take_state(request, "HybridPages.look_up")
+        return num_tokens
+
+    def attach(self, request: Request) -> None:
+        self.base.attach(request)
+        self.take_state(request, "HybridPages.attach")
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        before = len(request.pages)
+        if not self.base.grow(request, num_tokens):
+            return False
+        self.slide(request, len(request.pages) - before)
+        return True
+
+    def share(self, request: Request) -> None:
+        self.base.share(request)
+
+    def release(self, request: Request) -> None:
+        self.base.release(request)
+        self.give_window(request)
+        self.give_state(request)
+
+    # what breaks
+
+    def take_state(self, request: Request, component: str) -> None:
+        if request.rid not in self.state_of:
+            self.state_of[request.rid] = Held(self.states.take(1))
+            self.owners.took("mamba", request.rid, component, self.state_of[request.rid].pages)
+
+    def give_state(self, request: Request) -> None:
+        held = self.state_of.pop(request.rid, None)
+        if held is not None:
+            self.states += held.pages
+            self.owners.gave("mamba", request.rid, "HybridPages.give_state", held.pages)
+
+    def slide(self, request: Request, num_pages: int) -> None:
+        """Take a window page per new page; give back what slid out of the window."""
+        taken = self.window.take(num_pages)
+        held = self.window_of.setdefault(request.rid, Held())
+        held.pages = held.pages + taken
+        self.owners.took("swa", request.rid, "HybridPages.slide", taken)
+        out, held.pages = held.pages[:-WINDOW_PAGES], held.pages[-WINDOW_PAGES:]
+        self.give_out(request, out)
+
+    def give_out(self, request: Request, pages: list[int]) -> None:
+        self.window += pages
+        self.owners.gave("swa", request.rid, "HybridPages.slide", pages)
+
+    def give_window(self, request: Request) -> None:
+        held = self.window_of.pop(request.rid, None)
+        if held is not None:
+            self.window += held.pages
+            self.owners.gave("swa", request.rid, "HybridPages.give_window", held.pages)
+
+
+def hybrid_scheduler(
+    pages_class: type[HybridPages] = HybridPages, config: SchedulerConfig = SMALL
+) -> tuple[Scheduler, HybridPages]:
+    """A reference scheduler over three pools of pages and one of slots, all of them checked after every step."""
+    device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
+    scheduler = Scheduler.compose(config, ParallelState.trivial(), device)
+    pages = pages_class(scheduler.batcher.pages, scheduler)
+    scheduler.batcher.pages = scheduler.results.kv = pages  # type: ignore[assignment]
+    checker, queues = scheduler.guard.checker, scheduler.queues
+    checker.pools = (
+        *checker.pools,
+        SlotPool(name="swa", total=64, free=pages.window, holders=SideHolders(pages.window_of, queues)),
+        SlotPool(name="mamba", total=32, free=pages.states, holders=SideHolders(pages.state_of, queues)),
+    )
+    return scheduler, pages
+
+
+def ledger_of(scheduler: Scheduler) -> OwnerLedger:
+    ledger = scheduler.guard.owners
+    assert isinstance(ledger, OwnerLedger)
+    return ledger
+
+
+def checker_of(scheduler: Scheduler) -> PoolInvariantChecker:
+    return scheduler.guard.checker
+
+
+def kv_pool_of(scheduler: Scheduler) -> PagePool:
+    pool = checker_of(scheduler).pools[0]
+    assert isinstance(pool, RadixCachePool)
+    return pool.cache.pool
+
+
+def request(number: int, num_prompt: int, max_new: int) -> Request:
+    prompt = [(number % 3 + place) % 3 for place in range(num_prompt)]
+    return Request(f"r{number}", prompt, SamplingLimits(max_new_tokens=max_new, ignore_eos=True))

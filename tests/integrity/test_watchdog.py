@@ -1,0 +1,135 @@
+"""A step that makes no progress is told once, with where it stands and all stacks; an idle scheduler is never stuck."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components import ConfigError
+from scheduler_components.integrity import IDLE, StallJudge, StepProgress, open_thread_watchdog
+from scheduler_components.values import StallReport
+
+AFTER_S = 3.0
+
+
+class ListStallSink:
+    def __init__(self) -> None:
+        self.reports: list[StallReport] = []
+
+    def stalled(self, report: StallReport) -> None:
+        self.reports.append(report)
+
+    def moved(self, report: StallReport) -> None:
+        self.reports.append(report)
+
+
+@given(st.lists(st.sampled_from(["move", "idle", "look"]) | st.floats(0.0, 4.0), max_size=60))
+def test_a_stall_is_told_when_a_phase_takes_too_long_and_once(history: list[str | float]) -> None:
+    progress = StepProgress()
+    judge = StallJudge(progress=progress, rank="tp0", after_s=AFTER_S)
+    now_s = seen_at_s = 0.0
+    seen_moves, told = -1, False
+    for event in history:
+        if isinstance(event, float):
+            now_s += event
+        elif event == "move":
+            progress.enter("device", "r1")
+        elif event == "idle":
+            progress.enter(IDLE)
+        else:
+            report = judge.look(now_s)
+            if progress.num_moves != seen_moves or progress.phase == IDLE:
+                assert (report is not None) == told
+                assert report is None or report.is_over
+                seen_moves, seen_at_s, told = progress.num_moves, now_s, False
+            elif now_s - seen_at_s >= AFTER_S and not told:
+                assert report is not None
+                assert (report.phase, report.request, report.is_over) == ("device", "r1", False)
+                told = True
+            else:
+                assert report is None
+
+
+def test_the_thread_tells_rank_step_phase_request_and_stacks(eventually: Callable[..., None]) -> None:
+    progress, sink = StepProgress(), ListStallSink()
+    go_on, done = threading.Event(), threading.Event()
+
+    def stuck_in_the_device() -> None:
+        go_on.wait(60)
+
+    def scheduler() -> None:
+        watchdog = open_thread_watchdog(progress, rank="dp0/tp1", after_s=0.05, sink=sink)
+        progress.begin_step(17, "device")
+        progress.request = "r5"
+        stuck_in_the_device()
+        progress.enter(IDLE)
+        done.wait(60)
+        watchdog.close()
+        watchdog.close()
+
+    thread = threading.Thread(target=scheduler)
+    thread.start()
+    try:
+        eventually(lambda: sink.reports)
+        report = sink.reports[0]
+        assert str(report).startswith("rank dp0/tp1 has made no progress for")
+        assert str(report).endswith("in step 17, phase device, request r5")
+        first_stack = report.stacks.partition("\nthread ")[0]
+        assert "stuck_in_the_device" in first_stack
+        assert "MainThread" in report.stacks
+        go_on.set()
+        eventually(lambda: len(sink.reports) > 1)
+        assert "went on after" in str(sink.reports[1])
+        assert progress.num_stalls == 1
+    finally:
+        go_on.set()
+        done.set()
+        thread.join()
+
+
+def test_a_sink_that_raises_does_not_end_the_watch(
+    eventually: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(ListStallSink):
+        def stalled(self, report: StallReport) -> None:
+            raise OSError("no way out")
+
+    progress, sink = StepProgress(), Broken()
+    progress.enter("device")
+    watchdog = open_thread_watchdog(progress, rank="tp0", after_s=0.02, sink=sink)
+    try:
+        eventually(lambda: watchdog.failures.total)
+        progress.enter("results")
+        eventually(lambda: sink.reports)
+        assert sink.reports[0].is_over
+    finally:
+        watchdog.close()
+
+
+def test_a_call_that_holds_the_interpreter_is_dumped_all_the_same() -> None:
+    """No thread of Python runs then, not even the watchdog's."""
+    script = """
+import ctypes, sys
+from scheduler_components.integrity import StepProgress, open_thread_watchdog
+progress = StepProgress()
+watchdog = open_thread_watchdog(progress, rank="tp0", after_s=0.2, stacks_to=sys.stderr)
+progress.begin_step(1, "device")
+def in_native_code():
+    ctypes.PyDLL(None).usleep(900_000)
+in_native_code()
+watchdog.close()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert "in_native_code" in ended.stderr
+
+
+def test_what_is_no_time_span_is_refused() -> None:
+    with pytest.raises(ConfigError, match="after_s"):
+        open_thread_watchdog(StepProgress(), rank="tp0", after_s=0, stacks_to=io.StringIO())

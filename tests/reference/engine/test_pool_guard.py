@@ -1,0 +1,95 @@
+"""The checks and the watchdog in the reference engine: through real processes, and what a rank's configuration says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from scheduler_components import ConfigError
+from scheduler_components.integrity import CheckPolicy
+from scheduler_components.reference.engine import (
+    EngineConfig,
+    EnginePaths,
+    GenerateRequest,
+    IntegrityConfig,
+    RankConfig,
+    SamplingLimits,
+    SchedulerConfig,
+    make_app,
+    open_engine,
+    pack_tokens,
+)
+
+SLOW = EngineConfig(
+    dp_size=1,
+    attn_cp_size=1,
+    attn_tp_size=1,
+    scheduler=SchedulerConfig(page_size=4, kv_tokens=1024, integrity=IntegrityConfig(stall_after_s=0.2)),
+    speed=0.0001,  # a step takes minutes
+)
+
+
+@pytest.fixture
+def private_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the engine puts its sockets; short, since a socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="sc-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+def test_a_rank_that_is_stuck_says_where_over_http_and_with_its_stacks(private_tmp: Path) -> None:
+    lines: list[str] = []
+
+    async def whole() -> None:
+        async with open_engine(SLOW, show=lines.append) as engine:
+            engine.front.pulse.silent_after_s = 1.0
+            app = make_app(engine, CollectorRegistry())
+            wanted = GenerateRequest(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=5))
+            async with (
+                httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client,
+                engine.front.open_request(wanted),
+            ):
+                while "stuck" not in (problem := (await client.get("/health")).text):
+                    await asyncio.sleep(0.05)
+            assert "stuck in step 1, phase device, request " in problem
+            while not any("device.py" in line for line in lines):
+                await asyncio.sleep(0.05)
+            os.kill(engine.ranks[0].process.pid, signal.SIGKILL)  # it would sleep on for minutes
+
+    asyncio.run(asyncio.wait_for(whole(), timeout=60))
+    assert any("has made no progress for" in line and "phase device" in line for line in lines)
+
+
+def test_a_rank_is_told_how_to_check() -> None:
+    integrity = IntegrityConfig(
+        checks=CheckPolicy(action="dump", counts_every_steps=3), owners_one_in=4, follows_events=True, stall_after_s=2.5
+    )
+    config = RankConfig(attrs.evolve(SLOW, scheduler=SchedulerConfig(integrity=integrity)), 0, EnginePaths("x"))
+    assert RankConfig.from_json(config.to_json()) == config
+
+
+def test_a_slow_device_is_given_longer() -> None:
+    assert IntegrityConfig().stall_bound_s(speed=4.0) == 8.0
+    assert IntegrityConfig().stall_bound_s(speed=0.5) == 16.0
+    assert IntegrityConfig(stall_after_s=0).stall_bound_s(speed=0.5) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"stall_after_s": -1.0}, {"owners_one_in": -1}, {"owners_one_in": 1.5}])
+def test_what_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        IntegrityConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"action": "kill"}, {"counts_every_steps": 0}, {"census_every_steps": 0}])
+def test_a_policy_that_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        CheckPolicy(**wrong)  # type: ignore[arg-type]
