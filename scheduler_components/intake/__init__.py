@@ -8,6 +8,7 @@ from scheduler_components._lazy import lazy_names
 from scheduler_components.intake.intake import Intake
 from scheduler_components.intake.screen import InputBounds, InputScreen, InputState
 from scheduler_components.intake.skipper import WEIGHTS, RecvSkipper
+from scheduler_components.intake.sync_relay import SyncRelay
 from scheduler_components.ports import (
     ALONE,
     NO_IDS,
@@ -59,6 +60,7 @@ __all__ = [
     "RelayedInput",
     "RequestIds",
     "StopRequested",
+    "SyncRelay",
     "WaitFor",
     "ZmqFollowerRelay",
     "ZmqInputSource",

@@ -1,0 +1,132 @@
+"""Input over the groups by which ranks agree: CP x TP x PP, short and long; who stands elsewhere is found by all."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from scheduler_components import ParallelState
+from scheduler_components.errors import SyncClosedError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.hicache import SyncDomain
+from scheduler_components.intake import ForwardMode, Intake, RelayedInput, SyncRelay
+from scheduler_components.testing import ListInput, TextReader, run_ranks
+
+TOPOLOGIES = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (3, 1, 1)]
+BATCHES = [
+    [],
+    [b"request:a"],
+    [b"command:%d" % number for number in range(40)],
+    [b"request:long:" + bytes(range(256)) * 2500],  # more than one reduction of the largest size
+    [b"", b"command:"],
+    [b"command:" + b"x" * size for size in range(1960 - 40, 1960)],
+]
+
+
+def world_of(pp: int, cp: int, tp: int) -> ParallelState:
+    return ParallelState.from_tp_rank(0, tp_size=cp * tp, attn_cp_size=cp, pp_size=pp)
+
+
+def relay_of(domain: SyncDomain, *, leader: int = 0) -> SyncRelay:
+    return SyncRelay(rank=domain.rank, leads=domain.rank == leader, groups=domain.groups)
+
+
+@pytest.mark.parametrize("sizes", TOPOLOGIES, ids="pp{0[0]} cp{0[1]} tp{0[2]}".format)
+def test_all_ranks_of_a_replica_get_what_its_leading_rank_brings(sizes: tuple[int, int, int]) -> None:
+    def work(domain: SyncDomain) -> list[tuple[bytes, ...]]:
+        relay = relay_of(domain)
+        return [
+            relay.bring(RelayedInput(step, 2**32 - 1, 0, tuple(frames) if relay.leads else ())).frames
+            for step, frames in enumerate(BATCHES)
+        ]
+
+    assert run_ranks(world_of(*sizes), work) == [[tuple(frames) for frames in BATCHES]] * prod(sizes)
+
+
+def test_every_size_around_the_first_block_comes_whole() -> None:
+    def work(domain: SyncDomain) -> list[int]:
+        relay = relay_of(domain)
+        frames = [(b"x" * size,) if relay.leads else () for size in range(1930, 1990)]
+        return [len(relay.bring(RelayedInput(step, 0, 0, given)).frames[0]) for step, given in enumerate(frames)]
+
+    assert run_ranks(world_of(1, 1, 2), work) == [list(range(1930, 1990))] * 2
+
+
+def test_an_intake_over_groups_admits_one_sequence_on_all_stages() -> None:
+    def work(domain: SyncDomain) -> list[object]:
+        source = ListInput()
+        leads = domain.rank == 0
+        intake = Intake(rank=str(domain.rank), reader=TextReader(), source=source, relay=relay_of(domain))
+        admitted: list[object] = []
+        for step in range(30):
+            if leads and step % 3 != 1:
+                source.frames += [f"request:{step}".encode(), f"abort:{step - 2}".encode()]
+            admitted.append(tuple(intake.receive(step, len(admitted), ForwardMode.DECODE)))
+        return admitted
+
+    first, *others = run_ranks(world_of(2, 2, 1), work)
+    assert sum(map(len, first)) == 20 + 10  # an abort of a request that never came is kept back
+    assert all(each == first for each in others)
+
+
+@pytest.mark.parametrize("field", ["step", "state_digest", "input_digest"])
+def test_a_rank_that_stands_elsewhere_is_found_by_all_of_them(field: str) -> None:
+    def work(domain: SyncDomain) -> str:
+        relay = relay_of(domain)
+        place = {"step": 7, "state_digest": 1, "input_digest": 2} | ({field: 9} if domain.rank == 2 else {})
+        with pytest.raises(SyncDivergenceError) as raised:
+            relay.bring(RelayedInput(**place))
+        with pytest.raises(SyncDivergenceError):
+            relay.bring(RelayedInput(8, 0, 0))  # ranks that parted once are not in step
+        return str(raised.value)
+
+    messages = run_ranks(world_of(2, 1, 2), work)
+    assert len(set(messages)) == 1
+    assert "rank 0: 'input 00000002, state 00000001, leads' at step 7, call 0; rank 1: 'input" in messages[0]
+
+
+@pytest.mark.parametrize("leaders", [(), (0, 1)], ids=["nobody leads", "two lead"])
+def test_ranks_that_do_not_know_who_leads_find_out(leaders: tuple[int, ...]) -> None:
+    def work(domain: SyncDomain) -> None:
+        relay = SyncRelay(rank=domain.rank, leads=domain.rank in leaders, groups=domain.groups)
+        with pytest.raises(SyncDivergenceError, match="rank 0: 'input 0"):
+            relay.bring(RelayedInput(1, 0, 0, (b"request:a",) if relay.leads else ()))
+
+    run_ranks(world_of(1, 1, 2), work)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_groups_say() -> None:
+    def work(domain: SyncDomain) -> None:
+        if domain.rank:
+            return
+        relay = relay_of(domain)
+        for _ in range(2):
+            with pytest.raises(SyncTimeoutError, match="missing ranks: 1"):
+                relay.bring(RelayedInput(1, 0, 0))
+
+    run_ranks(world_of(1, 1, 2), work, timeout_s=0.05)
+
+
+def test_a_relay_is_closed_with_its_groups() -> None:
+    class Group:
+        ranks = (0,)
+        is_open = True
+
+        def all_reduce_min(self, values: list[int], call: object) -> list[int]:
+            if not self.is_open:
+                raise SyncClosedError("closed")
+            return values
+
+        def all_gather(self, values: list[int], call: object) -> list[int]:
+            return values
+
+        def close(self) -> None:
+            self.is_open = False
+
+    relay = SyncRelay(rank=0, leads=True, groups=(Group(),))
+    own = RelayedInput(1, 0, 0, (b"command:",))
+    assert relay.bring(own) is own
+    relay.close()
+    relay.close()
+    with pytest.raises(SyncClosedError):
+        relay.bring(own)
