@@ -63,6 +63,7 @@ class EngineOptions:
     dp_size: Annotated[int, Parameter(help="Data-parallel replicas: independent KV caches, one event stream each.")] = 2
     attn_cp_size: Annotated[int, Parameter(help="Ranks per replica along attention context parallelism.")] = 2
     attn_tp_size: Annotated[int, Parameter(help="Ranks per replica along attention tensor parallelism.")] = 2
+    pp_size: Annotated[int, Parameter(help="Pipeline stages.")] = 1
     page_size: Annotated[int, Parameter(help="Tokens per KV page, and per block of the events.")] = 16
     kv_tokens: KvTokens = 262_144
     max_running_requests: RunningRequests = 64
@@ -184,6 +185,7 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions) -> EngineConf
         dp_size=options.dp_size,
         attn_cp_size=options.attn_cp_size,
         attn_tp_size=options.attn_tp_size,
+        pp_size=options.pp_size,
         scheduler=SchedulerConfig(
             page_size=options.page_size,
             kv_tokens=options.kv_tokens,

@@ -68,16 +68,17 @@ class Evidence:
     """All that a report rests on.
 
     Attributes:
-        dp_size, ranks_per_replica: the topology.
-        owners: tp_ranks that say that they opened a stream.
+        dp_size, pp_size, ranks_per_stage: the topology; a replica has so many ranks in each pipeline stage.
+        owners: ranks that say that they opened a stream.
         probe: None where the streams are not on tcp ports of this machine.
         streams: one entry per stream; empty when nothing could be followed, and ``no_streams_reason`` says why.
-        dumps: tp_rank to its cache.
+        dumps: rank to its cache.
         tally: the workload's outcomes.
     """
 
     dp_size: int
-    ranks_per_replica: int
+    pp_size: int
+    ranks_per_stage: int
     owners: frozenset[int]
     probe: PortProbe | None
     streams: Sequence[StreamEvidence]
@@ -87,12 +88,16 @@ class Evidence:
 
     @property
     def world_size(self) -> int:
-        return self.dp_size * self.ranks_per_replica
+        return self.pp_size * self.dp_size * self.ranks_per_stage
 
     @property
     def leaders(self) -> list[int]:
-        """tp_rank of each replica's first rank, by stream."""
-        return list(range(0, self.world_size, self.ranks_per_replica))
+        """Each replica's first rank, by stream."""
+        return [replica * self.ranks_per_stage for replica in range(self.dp_size)]
+
+    def leader_of(self, rank: int) -> int:
+        """The first rank of a rank's replica."""
+        return self.leaders[rank // self.ranks_per_stage % self.dp_size]
 
 
 @attrs.frozen
@@ -135,13 +140,11 @@ def _check_requests(evidence: Evidence) -> Check:
 def _check_replicas(evidence: Evidence) -> Check:
     """All ranks of a replica hold the same blocks and took the same decisions."""
     differing = []
-    for leader in evidence.leaders:
-        expected = evidence.dumps[leader]
-        for tp_rank in range(leader + 1, leader + evidence.ranks_per_replica):
-            dump = evidence.dumps[tp_rank]
-            same = (dump.step, dump.digest) == (expected.step, expected.digest)
-            if not same or _held(dump) != _held(expected):
-                differing.append(tp_rank)
+    for rank in range(evidence.world_size):
+        dump, expected = evidence.dumps[rank], evidence.dumps[evidence.leader_of(rank)]
+        same = (dump.step, dump.digest) == (expected.step, expected.digest)
+        if not same or _held(dump) != _held(expected):
+            differing.append(rank)
     facts = f"{evidence.world_size} ranks in {evidence.dp_size} replicas, each in lockstep with its leader"
     if differing:
         facts = f"ranks {differing} differ from the leaders of their replicas"

@@ -101,6 +101,7 @@ async def _run_engine(config: SessionConfig, listener: socket.socket, screen: Se
     screen.say(
         f"starting {engine_config.world_size} scheduler processes: dp {engine_config.dp_size} x"
         f" attention-CP {engine_config.attn_cp_size} x attention-TP {engine_config.attn_tp_size}"
+        f" x PP {engine_config.pp_size}"
     )
     registry = CollectorRegistry()
     async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.complain) as engine:
@@ -204,7 +205,8 @@ async def _gather_evidence(engine: Engine, observed: _Observed, tally: Tally) ->
     last_sequences = {replica: dumps[config.leader_of(replica)].last_sequence for replica in range(config.dp_size)}
     return Evidence(
         dp_size=config.dp_size,
-        ranks_per_replica=config.ranks_per_replica,
+        pp_size=config.pp_size,
+        ranks_per_stage=config.attn_cp_size * config.attn_tp_size,
         owners=frozenset(rank for rank, said in ready.items() if said.stream_endpoint is not None),
         probe=await probe_ports(observed.addresses, config.world_size) if observed.addresses else None,
         streams=await _follow_to_the_end(subscriber, last_sequences) if subscriber is not None else [],

@@ -195,7 +195,8 @@ class EngineConfig:
 
     Attributes:
         dp_size: replicas: independent KV caches under DP attention.
-        attn_cp_size, attn_tp_size: ranks per replica, along attention context and tensor parallelism.
+        attn_cp_size, attn_tp_size, pp_size: ranks per replica, along attention context and tensor parallelism, and
+            pipeline stages. The simulated device of each stage answers as the last one's would.
         scheduler: sizes of each replica's scheduler.
         speed: divides the simulated device's time.
         seed: of the simulated model's tokens.
@@ -211,6 +212,7 @@ class EngineConfig:
     dp_size: int = attrs.field(default=2, validator=is_integer())
     attn_cp_size: int = attrs.field(default=2, validator=is_integer())
     attn_tp_size: int = attrs.field(default=2, validator=is_integer())
+    pp_size: int = attrs.field(default=1, validator=is_integer())
     scheduler: SchedulerConfig = attrs.field(factory=SchedulerConfig)
     speed: float = attrs.field(default=1.0, validator=is_number("is not a speed"))
     seed: int = 0
@@ -220,23 +222,37 @@ class EngineConfig:
     profile_directory: str = ""
 
     @property
-    def ranks_per_replica(self) -> int:
-        return self.attn_cp_size * self.attn_tp_size
+    def tp_size(self) -> int:
+        """Ranks of each pipeline stage, over all replicas."""
+        return self.dp_size * self.attn_cp_size * self.attn_tp_size
 
     @property
     def world_size(self) -> int:
         """Scheduler processes in all."""
-        return self.dp_size * self.ranks_per_replica
+        return self.pp_size * self.tp_size
 
-    def parallel(self, tp_rank: int) -> ParallelState:
-        """Where rank ``tp_rank`` stands, under DP attention."""
+    def parallel(self, rank: int) -> ParallelState:
+        """Where rank ``rank`` of the world stands, under DP attention."""
+        stage, tp_rank = divmod(rank, self.tp_size)
         return ParallelState.from_tp_rank(
-            tp_rank, tp_size=self.world_size, attn_dp_size=self.dp_size, attn_cp_size=self.attn_cp_size
+            tp_rank,
+            tp_size=self.tp_size,
+            attn_dp_size=self.dp_size,
+            attn_cp_size=self.attn_cp_size,
+            pp_rank=stage,
+            pp_size=self.pp_size,
         )
 
     def leader_of(self, replica: int) -> int:
-        """tp_rank of the rank that receives a replica's requests."""
-        return replica * self.ranks_per_replica
+        """The rank that receives a replica's requests."""
+        return replica * self.attn_cp_size * self.attn_tp_size
+
+    def followers_of(self, replica: int) -> list[int]:
+        """The other ranks of a replica, stage by stage."""
+        first = self.leader_of(replica)
+        stages = range(first, first + self.world_size, self.tp_size)
+        ranks = [stage + at for stage in stages for at in range(self.attn_cp_size * self.attn_tp_size)]
+        return ranks[1:]
 
 
 @attrs.frozen
@@ -268,13 +284,13 @@ class EnginePaths:
         """The front to the leader of ``replica``; the leader binds."""
         return self._address(f"commands-{replica}")
 
-    def steps(self, tp_rank: int) -> str:
-        """The leader to follower ``tp_rank``; the follower binds."""
-        return self._address(f"steps-{tp_rank}")
+    def steps(self, rank: int) -> str:
+        """The leader to follower ``rank``; the follower binds."""
+        return self._address(f"steps-{rank}")
 
-    def sync(self, tp_rank: int) -> str:
-        """Rank ``tp_rank`` in agreements with the other ranks of its replica; it binds."""
-        return self._address(f"sync-{tp_rank}")
+    def sync(self, rank: int) -> str:
+        """Rank ``rank`` in agreements with the other ranks of its replica; it binds."""
+        return self._address(f"sync-{rank}")
 
     def _address(self, name: str) -> str:
         return f"ipc://{Path(self.directory) / name}"
@@ -282,10 +298,10 @@ class EnginePaths:
 
 @attrs.frozen
 class RankConfig:
-    """All that a rank process is told: the first line of its standard input."""
+    """All that a rank process is told: the first line of its standard input. ``rank`` is its number in the world."""
 
     engine: EngineConfig
-    tp_rank: int
+    rank: int
     paths: EnginePaths
 
     def to_json(self) -> bytes:

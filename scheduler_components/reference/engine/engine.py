@@ -94,7 +94,7 @@ class RankExit:
 class RankProcess:
     """One scheduler process; ``name`` is its rank as ``ParallelState`` puts it."""
 
-    tp_rank: int
+    rank: int
     name: str
     process: asyncio.subprocess.Process
 
@@ -109,7 +109,7 @@ class RankProcess:
         last_line = ""
         async for line in self.process.stderr:
             last_line = line.decode(errors="replace").rstrip()
-            show(f"rank {self.tp_rank}: {last_line}")
+            show(f"rank {self.rank}: {last_line}")
         return_code = await self.process.wait()
         return RankExit(rank=self.name, return_code=return_code, last_line=last_line)
 
@@ -145,8 +145,8 @@ async def open_ranks(
 
     try:
         for config in configs:
-            name = str(config.engine.parallel(config.tp_rank))
-            rank = RankProcess(tp_rank=config.tp_rank, name=name, process=await _start(name))
+            name = str(config.engine.parallel(config.rank))
+            rank = RankProcess(rank=config.rank, name=name, process=await _start(name))
             ranks.append(rank)
             rank.configure(config)
             watcher = asyncio.create_task(rank.wait(show), name=f"rank {name}")
@@ -251,7 +251,7 @@ class Engine:
         await self._expect(lambda: self.front.is_idle, "the engine did not become idle; is somebody else using it?")
 
     async def dump_caches(self) -> dict[int, CacheDump]:
-        """Every rank's blocks by tp_rank; all ranks of a replica answer at the same step.
+        """Every rank's blocks by rank; all ranks of a replica answer at the same step.
 
         Raises:
             EngineFailedError: a rank did not answer in time.
@@ -327,7 +327,7 @@ class Engine:
         return PoolReading(blocks, read.sequence, rank)
 
     async def ask(self, verb: ControlVerb, body: bytes = b"") -> dict[int, Any]:
-        """What every rank says to a question of ``Control``, by tp_rank. The questions of an engine come one by one.
+        """What every rank says to a question of ``Control``, by rank. The questions of an engine come one by one.
 
         Raises:
             ConfigError: the engine keeps no profiles.
@@ -347,7 +347,7 @@ class Engine:
             for answer in answers.values():
                 if answer.problem is not None:
                     raise ControlRefusedError(answer.problem)
-            return {tp_rank: msgspec.json.decode(answers[tp_rank].body) for tp_rank in sorted(answers)}
+            return {rank: msgspec.json.decode(answers[rank].body) for rank in sorted(answers)}
 
     async def _expect(self, condition: Callable[[], bool], complaint: str) -> None:
         try:
@@ -401,7 +401,7 @@ async def open_engine(
             ),
             pulse=RankPulse(silent_after_s=SILENT_AFTER_S / min(1.0, config.speed)),  # a slow device's steps are long
         )
-        rank_configs = [RankConfig(config, tp_rank, paths) for tp_rank in range(config.world_size)]
+        rank_configs = [RankConfig(config, rank, paths) for rank in range(config.world_size)]
         ranks, first_exit = await opened.enter_async_context(open_ranks(rank_configs, show=show))
         stats = open_shm_metrics_board(Path(directory), config.dp_size)
         engine = Engine(config=config, front=front, ranks=ranks, stats=stats)

@@ -194,9 +194,9 @@ class RankAnswers:
     """What ranks have answered.
 
     Attributes:
-        dumps: tp_rank to its newest cache dump.
+        dumps: rank to its newest cache dump.
         pools: replica to the newest reading of its pool.
-        control: tp_rank to its newest answer to a ``ControlQuestion``.
+        control: rank to its newest answer to a ``ControlQuestion``.
     """
 
     dumps: dict[int, CacheDump] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class RankBoard:
     """What the front has heard from the ranks.
 
     Attributes:
-        ready: tp_rank to what the rank said when it was.
+        ready: rank to what the rank said when it was.
         outputs: replica to the newest counters of its outputs.
         answers: to questions.
         changed: set at every report; whoever waits for something clears it first.
@@ -307,13 +307,13 @@ class Front:
             kind = TooBusyError if report.is_busy else RequestRefusedError
             self._pass_on(report.rid, kind(report.reason), ended=True)
         elif isinstance(report, CacheDump):
-            self.board.answers.dumps[report.tp_rank] = report
+            self.board.answers.dumps[report.rank] = report
         elif isinstance(report, PoolRead):
             self.board.answers.pools[report.replica] = report
         elif isinstance(report, ControlAnswer):
-            self.board.answers.control[report.tp_rank] = report
+            self.board.answers.control[report.rank] = report
         elif isinstance(report, RankReady):
-            self.board.ready[report.tp_rank] = report
+            self.board.ready[report.rank] = report
         elif isinstance(report, RankAlive):
             self.pulse.heard(report)
         elif isinstance(report, RankStalled):

@@ -134,7 +134,9 @@ def open_host_tiers(
             num_host_pages=domain.min("host pages", host.num_pages, step=0),
             policy=hicache.policy,
             record=parallel.owns_kv_stream,
-            page_hook=SimulatedKv(device=device, slice_index=parallel.attn_tp_rank),
+            page_hook=SimulatedKv(
+                device=device, slice_index=parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
+            ),
         )
         opened.pop_all()
     settings = {"storage": hicache.storage, "key namespace": keys.namespace}
@@ -168,8 +170,8 @@ def _open_store(hicache: HiCacheConfig) -> PageStore | None:
 def _open_domain(config: RankConfig, parallel: ParallelState, context: _Context, wait_for: WaitFor) -> SyncDomain:
     return open_zmq_sync_domain(
         context,
-        rank=parallel.tp_rank,
-        hops=world_rank_sets(parallel)[parallel.tp_rank].hops,
+        rank=parallel.world_rank,
+        hops=world_rank_sets(parallel)[parallel.world_rank].hops,
         address_of=config.paths.sync,
         wait_for=wait_for,
         timeout_s=_AGREEMENT_TIMEOUT_S,

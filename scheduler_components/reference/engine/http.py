@@ -300,7 +300,8 @@ class EngineStatus:
             "model_path": config.model_name,
             "served_model_name": config.model_name,
             "dp_size": config.dp_size,
-            "tp_size": config.world_size,
+            "tp_size": config.tp_size,
+            "pp_size": config.pp_size,
             "attn_cp_size": config.attn_cp_size,
             "attn_tp_size": config.attn_tp_size,
             "enable_dp_attention": config.dp_size > 1,
@@ -317,12 +318,12 @@ class EngineStatus:
 
     def _bound_streams(self) -> Iterator[BoundStream]:
         """Where the ranks' streams listen, as far as a reader on another machine could dial them."""
-        for tp_rank, said in self.engine.front.board.ready.items():
+        for rank, said in self.engine.front.board.ready.items():
             events = _dialable(said.stream_endpoint)
             if events is not None:
-                rank = self.engine.config.parallel(tp_rank).kv_stream_index
+                stream = self.engine.config.parallel(rank).kv_stream_index
                 replay, load = _dialable(said.replay_endpoint), _dialable(said.load_endpoint)
-                yield BoundStream(rank=rank, events=events, replay=replay, load=load)
+                yield BoundStream(rank=stream, events=events, replay=replay, load=load)
 
     def model_info(self) -> Mapping[str, Any]:
         name = self.engine.config.model_name

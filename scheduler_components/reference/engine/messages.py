@@ -145,7 +145,7 @@ Command = (
 class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """The rank has bound its sockets: where they are. ``stream_endpoint`` is None on a rank without an event stream."""
 
-    tp_rank: int
+    rank: int
     stream_endpoint: str | None
     replay_endpoint: str | None = None
     load_endpoint: str | None = None
@@ -188,7 +188,7 @@ class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     """
 
     dump_id: int
-    tp_rank: int
+    rank: int
     step: int
     digest: int
     last_sequence: int
@@ -219,7 +219,7 @@ class ControlAnswer(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     """A rank's answer: ``problem`` is why nothing was done, None where it was; ``body`` is JSON."""
 
     question_id: int
-    tp_rank: int
+    rank: int
     problem: str | None
     body: bytes = b"null"
 

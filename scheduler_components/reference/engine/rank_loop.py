@@ -264,8 +264,8 @@ class StepExecutor:
         try:
             answer = self.control.answer(question.verb, question.body)
         except ComponentError as error:  # the fault of who asks, on every rank alike
-            return ControlAnswer(question.question_id, self.parallel.tp_rank, str(error))
-        return ControlAnswer(question.question_id, self.parallel.tp_rank, None, msgspec.json.encode(answer))
+            return ControlAnswer(question.question_id, self.parallel.world_rank, str(error))
+        return ControlAnswer(question.question_id, self.parallel.world_rank, None, msgspec.json.encode(answer))
 
     def _submit(self, command: SubmitRequest) -> None:
         self.scheduler.book.work.took_in(FRONT, command.ticket)
@@ -287,7 +287,7 @@ class StepExecutor:
         scheduler.kv_events.idle()  # what the publisher still holds gets its number now
         dump = CacheDump(
             dump_id=dump_id,
-            tp_rank=self.parallel.tp_rank,
+            rank=self.parallel.world_rank,
             step=step,
             digest=scheduler.state_digest,
             last_sequence=scheduler.kv_events.stats().last_sequence,

@@ -84,7 +84,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         ConfigError, StartError: the rank cannot start.
         LockstepError: its state is not its leader's.
     """
-    parallel = config.engine.parallel(config.tp_rank)
+    parallel = config.engine.parallel(config.rank)
     with ExitStack() as opened:
         context: _Context = zmq.Context()
         opened.callback(context.destroy, linger=0)
@@ -104,7 +104,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
             outputs = _connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
             sinks.outputs = OutputSocket(socket=outputs)
             sinks.kv_metrics = open_zmq_kv_metrics_sink(config.paths.kv_metrics)
-        profiles = ProfilerSession(profiler=_profiler(config), rank=f"rank{parallel.tp_rank}")
+        profiles = ProfilerSession(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
         simulated = SimulatedDevice(model=SimulatedModel(seed=config.engine.seed), speed=config.engine.speed)
         device = ProfiledDevice(device=simulated, session=profiles)
@@ -118,7 +118,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         opened.callback(gauge.close)
         loop = _open_loop(config, context, executor, heartbeat, gauge)
         heartbeat.beat()  # before the engine is open, so that no rank can be stopped unheard of
-        reports.send(_ready(config.tp_rank, events, gauge))
+        reports.send(_ready(config.rank, events, gauge))
         loop.run()
 
 
@@ -159,11 +159,11 @@ def _open_loop(
     parallel, scheduler, paths = executor.parallel, executor.scheduler, config.paths
     skipper = RecvSkipper(recv_interval=config.engine.scheduler.recv_interval)
     if not parallel.leads_replica:
-        steps = _bind_pull(context, paths.steps(parallel.tp_rank))
+        steps = _bind_pull(context, paths.steps(parallel.world_rank))
         relay = ZmqFollowerRelay(steps=steps, wait_for=heartbeat.wait)
         intake = Intake(rank=str(parallel), reader=CommandReader(), relay=relay, skipper=skipper)
         return Follower(executor=executor, intake=intake, heartbeat=heartbeat)
-    others = range(parallel.tp_rank + 1, parallel.tp_rank + config.engine.ranks_per_replica)
+    others = config.engine.followers_of(parallel.kv_stream_index)
     followers = [_connect_push(context, paths.steps(rank), high_water_mark=_STEPS_AHEAD) for rank in others]
     commands = _bind_pull(context, paths.commands(parallel.kv_stream_index))
     refusals = RefusalReports(reports=executor.reports, work=scheduler.book.work)
@@ -199,12 +199,12 @@ def _connect_push(context: _Context, address: str, *, high_water_mark: int = 0) 
     return socket
 
 
-def _ready(tp_rank: int, events: EventPublisher, gauge: LoadPublisher) -> RankReady:
+def _ready(rank: int, events: EventPublisher, gauge: LoadPublisher) -> RankReady:
     """Where this rank's event stream and load gauge really listen, where it has them."""
     load_endpoint = gauge.sink.endpoint if isinstance(gauge.sink, ZmqLoadSink) else None
     if isinstance(events, ZmqEventPublisher):
-        return RankReady(tp_rank, events.endpoint, events.replay_endpoint, load_endpoint)
-    return RankReady(tp_rank, None, load_endpoint=load_endpoint)
+        return RankReady(rank, events.endpoint, events.replay_endpoint, load_endpoint)
+    return RankReady(rank, None, load_endpoint=load_endpoint)
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -93,8 +93,8 @@ def test_modules_in_the_working_directory_reach_no_rank(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_context_parallel_ranks_publish_no_stream_of_their_own() -> None:
-    sizes = ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "2"]
+def test_context_parallel_and_pipeline_ranks_publish_no_stream_of_their_own() -> None:
+    sizes = ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "1", "--pp-size", "2"]
     with started("demo", *sizes, "--requests", "10", "--speed", "8") as process:
         code, out, _ = finish(process)
     assert code == 0

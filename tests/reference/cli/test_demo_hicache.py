@@ -43,12 +43,16 @@ def hits(summary: str) -> dict[str, float]:
 
 
 def test_what_the_device_evicts_is_found_on_the_host_and_by_the_next_engine_in_storage(tmp_path: Path) -> None:
-    """Every page that comes back is compared with its bytes on the way; all ranks hold the same pages at every step."""
-    first = hits(run(tmp_path, "demo", "--requests", "40"))
+    """Every page that comes back is compared with its bytes on the way; all ranks hold the same pages at every step.
+
+    On two pipeline stages of two ranks, each of which has its own slice of every page.
+    """
+    stages = ["--attn-cp-size", "1", "--pp-size", "2"]
+    first = hits(run(tmp_path, "demo", "--requests", "40", *stages))
     assert first["device"] > 0
     assert first["host"] > 0
     waiting = ["--hicache-prefetch", "wait_complete", "--hicache-write", "write_back"]
-    second = hits(run(tmp_path, "demo", "--requests", "40", *waiting))
+    second = hits(run(tmp_path, "demo", "--requests", "40", *stages, *waiting))
     assert second["storage"] > 0
 
 

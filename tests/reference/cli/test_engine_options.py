@@ -50,7 +50,19 @@ def test_shared_and_own_options_stand_side_by_side() -> None:
 
 def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
     _, bound = parse(
-        *("serve", "--dp-size", "1", "--attn-cp-size", "3", "--attn-tp-size", "4", "--page-size", "8"),
+        *(
+            "serve",
+            "--dp-size",
+            "1",
+            "--attn-cp-size",
+            "3",
+            "--attn-tp-size",
+            "4",
+            "--pp-size",
+            "2",
+            "--page-size",
+            "8",
+        ),
         *("--kv-tokens", "800", "--max-running-requests", "5", "--chunk-tokens", "32768", "--speed", "2.5"),
         *("--seed", "7", "--kv-events-config", '{"publisher": "null"}', "--hicache", "--hicache-host-tokens", "1600"),
         *("--hicache-storage", "file", "--hicache-storage-path", str(tmp_path)),
@@ -60,7 +72,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         *("--hicache-load-pages", "6"),
     )
     engine = engine_config(bound["options"], bound["hicache"])
-    assert (engine.dp_size, engine.attn_cp_size, engine.attn_tp_size) == (1, 3, 4)
+    assert (engine.dp_size, engine.attn_cp_size, engine.attn_tp_size, engine.pp_size) == (1, 3, 4, 2)
     assert (engine.speed, engine.seed, engine.kv_events) == (2.5, 7, '{"publisher": "null"}')
     assert engine.scheduler == SchedulerConfig(
         page_size=8, kv_tokens=800, max_running_requests=5, chunk_tokens=32_768, max_prefill_tokens=32_768

@@ -17,14 +17,14 @@ from scheduler_components.reference.engine import CacheDump, pack_hashes
 HELD = {0: frozenset({1, -2, 3}), 1: frozenset({4})}
 
 
-def dump(tp_rank: int, **changes: Any) -> CacheDump:
+def dump(rank: int, **changes: Any) -> CacheDump:
     sound = CacheDump(
         dump_id=1,
-        tp_rank=tp_rank,
+        rank=rank,
         step=9,
-        digest=tp_rank // 2,
-        last_sequence=5 if tp_rank % 2 == 0 else -1,
-        block_hashes=pack_hashes(HELD[tp_rank // 2]),
+        digest=rank // 2,
+        last_sequence=5 if rank % 2 == 0 else -1,
+        block_hashes=pack_hashes(HELD[rank // 2]),
     )
     return msgspec.structs.replace(sound, **changes)
 
@@ -48,7 +48,8 @@ def sound_tally() -> Tally:
 def evidence(**changes: Any) -> Evidence:
     sound = Evidence(
         dp_size=2,
-        ranks_per_replica=2,
+        pp_size=1,
+        ranks_per_stage=2,
         owners=frozenset({0, 2}),
         probe=PortProbe(probed=(10, 11, 12, 13), speaking=frozenset({10, 11}), advertised=frozenset({10, 11})),
         streams=[stream(0), stream(1)],
@@ -100,6 +101,16 @@ def test_a_view_passes_only_when_it_is_the_cache(held: frozenset[int], seen: fro
 )
 def test_a_stream_that_was_not_read_whole_fails(changes: dict[str, Any]) -> None:
     assert list(failures(judge(evidence(streams=[stream(0), stream(1, **changes)])))) == ["no gap"]
+
+
+def test_a_pipeline_rank_is_compared_with_the_first_rank_of_its_own_replica() -> None:
+    """Stage 0 has ranks 0 and 1, one per replica; stage 1 has ranks 2 and 3."""
+    dumps = {rank: msgspec.structs.replace(dump(rank % 2 * 2), rank=rank) for rank in range(4)}
+    stages = {"pp_size": 2, "ranks_per_stage": 1, "owners": frozenset({0, 1})}
+    assert "replicas agree" not in failures(judge(evidence(**stages, dumps=dumps)))
+    dumps[3] = dumps[2]
+    found = failures(judge(evidence(**stages, dumps=dumps)))
+    assert found["replicas agree"] == "ranks [3] differ from the leaders of their replicas"
 
 
 @pytest.mark.parametrize("owners", [{0}, {0, 1, 2}, {0, 1, 2, 3}, {1, 3}, set()])

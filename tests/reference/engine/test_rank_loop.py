@@ -280,7 +280,7 @@ def test_every_rank_dumps_the_cache_as_it_is_after_the_step(wires: Wires, tp_ran
     rank = Rank(wires, tp_rank, last_batch=9)
     rank.executor.execute(1, (submit("a"), DumpCache(5)))
     (dump,) = rank.reports(CacheDump)
-    assert (dump.dump_id, dump.tp_rank, dump.step) == (5, tp_rank, 1)
+    assert (dump.dump_id, dump.rank, dump.step) == (5, tp_rank, 1)
     assert unpack_hashes(dump.block_hashes) == set(rank.executor.scheduler.cache.block_hashes())
     assert len(unpack_hashes(dump.block_hashes)) == 2
     assert dump.digest == rank.executor.scheduler.state_digest
