@@ -18,6 +18,7 @@ __all__ = [
     "PoolInvariantError",
     "PublisherClosedError",
     "PublisherNameTakenError",
+    "QuiesceDivergenceError",
     "SettingsDivergenceError",
     "StartError",
     "StorageError",
@@ -218,6 +219,22 @@ class TierDivergenceError(ComponentError):
         self.step = step
         self.digest = digest
         super().__init__(f"step {step}: ranks hold different pages on their tiers; this rank's digest is {digest:016x}")
+
+
+class QuiesceDivergenceError(ComponentError):
+    """Ranks of one replica were brought to different states: one would compute where another rests.
+
+    Args:
+        step: the question that found it, counted from 1.
+        operation: the order that stood.
+        state: this rank's, in words.
+    """
+
+    def __init__(self, step: int, operation: str, state: str) -> None:
+        self.step = step
+        self.operation = operation
+        self.state = state
+        super().__init__(f"question {step}, {operation!r}: ranks are in different states; this rank is {state}")
 
 
 class StorageError(ComponentError):

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Container, Iterable, Mapping, MutableSequence, Sequence, Sized
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
+from scheduler_components.errors import ConfigError
 from scheduler_components.events import EventBatch, KVCacheEvent, Place
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.values import (
@@ -30,6 +31,7 @@ from scheduler_components.values import (
     PageHolding,
     PoolCount,
     PublisherStats,
+    QuiesceStats,
     RelayedInput,
     SchedulerStats,
     SchedulerTotals,
@@ -99,6 +101,16 @@ __all__ = [
     "NO_IDS",
     "RefusalSink",
     "NO_REFUSALS",
+    "ComputeGate",
+    "OPEN_GATE",
+    "PausableWork",
+    "ClearableKv",
+    "WeightStore",
+    "NO_WEIGHTS",
+    "MemoryOccupation",
+    "NO_MEMORY",
+    "QuiesceStatsSource",
+    "NO_QUIESCE_STATS",
     "StopRules",
     "BookedRequest",
     "StreamedRequest",
@@ -969,6 +981,162 @@ class _NoRefusals:
 
 NO_REFUSALS: RefusalSink = _NoRefusals()
 """The sink of a rank that answers nobody."""
+
+
+# Rest: what is paused, emptied, changed and given back. Called by ``quiesce.Quiesce``, in one order on all ranks.
+
+
+class ComputeGate(Protocol):
+    """Says what a scheduler may do now: ``quiesce.QuiesceState``. Read by the scheduler when it makes a batch."""
+
+    @property
+    def admits(self) -> bool:
+        """Requests that wait may begin to run."""
+        ...
+
+    @property
+    def computes(self) -> bool:
+        """Requests that run may go on."""
+        ...
+
+
+class _OpenGate:
+    admits = True
+    computes = True
+
+
+OPEN_GATE: ComputeGate = _OpenGate()
+"""The gate of a scheduler that nobody pauses."""
+
+
+class PausableWork(Protocol):
+    """The requests of a scheduler, as a pause sees them: the scheduler itself. Called between two steps."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none."""
+        ...
+
+    def abort_all(self) -> int:
+        """End every request, running and waiting, and tell its client; returns how many."""
+        ...
+
+    def retract_all(self) -> int:
+        """Take the pages of every running request and let it wait, its output kept; returns how many."""
+        ...
+
+
+class ClearableKv(Protocol):
+    """The cache, its tiers and its stream, as a flush sees them. Called while no request holds a page."""
+
+    @property
+    def num_operations(self) -> int:
+        """Transfers of pages under way on this rank."""
+        ...
+
+    def clear(self, weight_version: str) -> None:
+        """Forget every cached prefix on device and host, and send so at once, also where no step follows.
+
+        What is cached from now on was computed by the weights of this version, and never matches what others have.
+        """
+        ...
+
+    def forget_storage(self) -> None:
+        """Count no page as stored any more, and send so at once."""
+        ...
+
+
+class WeightStore(Protocol):
+    """One rank's weights and, beside them, those of an update. What ``begin``, ``load`` and ``checksum`` raise ends the
+    update on all ranks; the other two must not fail.
+    """
+
+    def begin(self, weight_version: str) -> None:
+        """Make room beside the weights for those of this version."""
+        ...
+
+    def load(self, name: str, content: bytes) -> None:
+        """Load one part of them."""
+        ...
+
+    def checksum(self) -> int:
+        """Return 63 bits over all that was loaded, as it came: equal on ranks that keep different slices of it."""
+        ...
+
+    def commit(self) -> None:
+        """Compute with what was loaded from now on."""
+        ...
+
+    def roll_back(self) -> None:
+        """Forget what was loaded; nothing may have been."""
+        ...
+
+
+class _NoWeights:
+    def begin(self, weight_version: str) -> None:
+        raise ConfigError("weight_version", weight_version, "cannot be loaded", "give this scheduler a WeightStore")
+
+    def load(self, name: str, content: bytes) -> None:  # noqa: ARG002 - the port's
+        self.begin(name)
+
+    def checksum(self) -> int:
+        return 0
+
+    def commit(self) -> None:
+        pass
+
+    def roll_back(self) -> None:
+        pass
+
+
+NO_WEIGHTS: WeightStore = _NoWeights()
+"""The weights of a scheduler that keeps those that it started with: an update is refused at its beginning."""
+
+
+class MemoryOccupation(Protocol):
+    """One rank's device memory by region: ``weights`` and ``kv_cache``, SGLang's tags."""
+
+    def release(self, tags: Sequence[str], *, keep_weights: bool) -> None:
+        """Give regions back, also those that are not held; weights go to the host, or are lost. Must not fail."""
+        ...
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Take regions again, and bring weights back that were kept. What it raises undoes it on all ranks."""
+        ...
+
+
+class _NoMemory:
+    def release(self, tags: Sequence[str], *, keep_weights: bool) -> None:
+        pass
+
+    def resume(self, tags: Sequence[str]) -> None:
+        pass
+
+
+NO_MEMORY: MemoryOccupation = _NoMemory()
+"""The memory of a scheduler that gives none back: a release stops it, and changes nothing else."""
+
+
+class QuiesceStatsSource(Protocol):
+    """A scheduler that can be paused: ``quiesce.QuiesceState``. Read with the totals."""
+
+    def stats(self) -> QuiesceStats | None:
+        """Return the state of this moment; None where nobody can order anything."""
+        ...
+
+
+class _NoQuiesceStats:
+    def stats(self) -> QuiesceStats | None:
+        return None
+
+
+NO_QUIESCE_STATS: QuiesceStatsSource = _NoQuiesceStats()
+"""The state of a scheduler that nobody pauses."""
 
 
 # Requests: what the parts that book results and stream outputs ask of a scheduler's own class. A request is one object

@@ -36,6 +36,7 @@ __all__ = [
     "LatencyTotals",
     "KvMetrics",
     "PublisherStats",
+    "QuiesceStats",
     "SchedulerStats",
     "SchedulerTotals",
     "OutputBatch",
@@ -552,6 +553,30 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
     peers_refused: int = 0
     open_bind_without_auth: int = 0
     replays_waiting: int = 0
+
+
+class QuiesceStats(msgspec.Struct, frozen=True, gc=False):
+    """What a scheduler was ordered to be, and how often. The first four are flags of this moment, 0 or 1.
+
+    Attributes:
+        is_paused: nothing is computed until it is told to continue.
+        is_awake: all of its memory is there, and the weights in it.
+        has_weights_offloaded: the weights are on the host instead of the device.
+        has_discarded_all: the weights are nowhere; an update must bring new ones.
+        num_pauses, num_flushes: carried out.
+        num_weight_updates, num_weight_rollbacks: sessions that ended with new weights, and with the old ones.
+        num_orders_refused: orders of any kind that were not carried out.
+    """
+
+    is_paused: int = 0
+    is_awake: int = 1
+    has_weights_offloaded: int = 0
+    has_discarded_all: int = 0
+    num_pauses: int = 0
+    num_flushes: int = 0
+    num_weight_updates: int = 0
+    num_weight_rollbacks: int = 0
+    num_orders_refused: int = 0
 
 
 class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):

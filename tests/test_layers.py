@@ -26,7 +26,7 @@ FLOORS = (
     ("load", "metrics", "hicache", "intake", "integrity"),
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "batch_result_processor"),
     ("batching", "profiling", "internal_state"),
-    ("load_publisher", "server_info", "kv_pool_reader"),
+    ("load_publisher", "server_info", "kv_pool_reader", "quiesce"),
     ("scheduler_components",),
     ("engines",),
     ("testing", "component_lint"),

@@ -302,7 +302,7 @@ class TierStepper:
 
     Attributes:
         cache: decides.
-        domain: agrees; used by nobody else.
+        domain: agrees. Who shares it asks on the same thread, in one order on all ranks.
         mover: moves pages.
         settings: what else than the cache's settings must be the same on every rank, by field; of a store, say.
         clock: monotonic seconds of this rank; only ever compared with itself.

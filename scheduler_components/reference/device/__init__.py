@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         agreement_of,
         run_simulation,
     )
+    from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
     from scheduler_components.reference.device.workload import (
         BLOCK_TOKENS,
         QUANTUM_S,
@@ -58,8 +59,10 @@ __all__ = [
     "ScheduledWork",
     "SimulatedDevice",
     "SimulatedHostPages",
+    "SimulatedMemory",
     "SimulatedModel",
     "SimulatedReplica",
+    "SimulatedWeights",
     "SimulatedWorkload",
     "SimulationConfig",
     "SimulationRun",
@@ -93,5 +96,6 @@ __getattr__ = lazy_names(
             "BLOCK_TOKENS QUANTUM_S Chat TraceFacts TraceRequest Turn WorkloadConfig check_trace generate_chats "
             "open_trace parse_trace prompt_tokens spread_arrivals"
         ),
+        "scheduler_components.reference.device.weights": "SimulatedMemory SimulatedWeights",
     },
 )

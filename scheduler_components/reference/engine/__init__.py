@@ -67,9 +67,9 @@ if TYPE_CHECKING:
         CommandReader,
         DrainInput,
         DumpCache,
-        FlushCache,
-        ForgetStorage,
+        GiveOrder,
         LoadReport,
+        OrderAnswered,
         OutputSocket,
         PoolPlace,
         PoolRead,
@@ -92,8 +92,10 @@ if TYPE_CHECKING:
         unpack_hashes,
         unpack_tokens,
     )
+    from scheduler_components.reference.engine.orders import OrderDesk, OrderRefusedError
     from scheduler_components.reference.engine.pool_guard import PoolGuard, RequestHolders, RequestSlots
     from scheduler_components.reference.engine.pulse import RankPulse, RankSilentError
+    from scheduler_components.reference.engine.quiesce import SchedulerAtRest, quiesce_of
     from scheduler_components.reference.engine.rank_loop import (
         Follower,
         FrontLoadSink,
@@ -126,8 +128,6 @@ __all__ = [
     "DeviceTier",
     "DrainInput",
     "DumpCache",
-    "FlushCache",
-    "ForgetStorage",
     "Engine",
     "EngineConfig",
     "EngineFailedError",
@@ -140,6 +140,7 @@ __all__ = [
     "Heartbeat",
     "GenerateEndpoint",
     "GenerateRequest",
+    "GiveOrder",
     "HiCacheConfig",
     "IntegrityConfig",
     "POOL",
@@ -151,6 +152,9 @@ __all__ = [
     "LoadDispatcher",
     "LoadReport",
     "OpenRequest",
+    "OrderAnswered",
+    "OrderDesk",
+    "OrderRefusedError",
     "OutputSocket",
     "PoolPlace",
     "PoolRead",
@@ -174,6 +178,7 @@ __all__ = [
     "RequestState",
     "SamplingLimits",
     "Scheduler",
+    "SchedulerAtRest",
     "SchedulerConfig",
     "SchedulerSinks",
     "SimulatedKv",
@@ -210,6 +215,7 @@ __all__ = [
     "pages_to_come",
     "parse_body",
     "prefill_chunk",
+    "quiesce_of",
     "retraction_victim",
     "unpack_hash_array",
     "unpack_hashes",
@@ -240,12 +246,14 @@ __getattr__ = lazy_names(
         ),
         "scheduler_components.reference.engine.messages": (
             "ALIVE_EVERY_S FRONT AbortRequest BlockInput CacheDump Command CommandReader DrainInput DumpCache "
-            "FlushCache ForgetStorage LoadReport OutputSocket PoolPlace PoolRead RankAlive RankReady RankStalled "
+            "GiveOrder LoadReport OrderAnswered OutputSocket PoolPlace PoolRead RankAlive RankReady RankStalled "
             "ReadPool Report RequestRefused SubmitRequest UnblockInput decode_command decode_outputs decode_report "
             "encode encode_outputs pack_hashes pack_tokens unpack_hash_array unpack_hashes unpack_tokens"
         ),
         "scheduler_components.reference.engine.pool_guard": "PoolGuard RequestHolders RequestSlots",
+        "scheduler_components.reference.engine.orders": "OrderDesk OrderRefusedError",
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
+        "scheduler_components.reference.engine.quiesce": "SchedulerAtRest quiesce_of",
         "scheduler_components.reference.engine.rank_loop": (
             "Follower FrontLoadSink FrontStallSink Heartbeat Leader RefusalReports ReportSocket StepExecutor StopSignal"
         ),

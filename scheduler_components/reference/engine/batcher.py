@@ -24,7 +24,8 @@ from itertools import islice
 
 from scheduler_components import ConfigError
 from scheduler_components.batching import NewTokenRatioTracker
-from scheduler_components.ports import NO_OWNER_LOG, OwnerLog
+from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
+from scheduler_components.ports import NO_OWNER_LOG, OPEN_GATE, ComputeGate, OwnerLog
 from scheduler_components.reference.device import ScheduledBatch, ScheduledWork
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, PrefixCache
@@ -121,11 +122,13 @@ class RequestPages:
         cache: the KV pool and its radix tree.
         totals: evictions are counted here.
         owners: is told who takes and gives which pages.
+        namespace: what else than tokens identifies a prefix: the weights that compute it.
     """
 
     cache: PrefixCache
     totals: RunningTotals
     owners: OwnerLog = NO_OWNER_LOG
+    namespace: PrefixNamespace = PLAIN_NAMESPACE
 
     @property
     def available_pages(self) -> int:
@@ -135,14 +138,14 @@ class RequestPages:
 
     def look_up(self, request: Request) -> int:
         """Return how many of the request's tokens the cache covers, without holding them."""
-        return self.cache.match_prefix(request.token_ids[:-1]).num_tokens
+        return self.cache.match_prefix(request.token_ids[:-1], self.namespace).num_tokens
 
     def attach(self, request: Request) -> None:
         """Hold the longest cached prefix of a request that is about to run.
 
         The last token is left out: it must go through the device to give the next one.
         """
-        match = self.cache.match_prefix(request.token_ids[:-1])
+        match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
         self.cache.lock(match.node)
         self.owners.locked(POOL, request.rid, "RequestPages.attach", match.page_array)
         request.node = match.node
@@ -174,7 +177,7 @@ class RequestPages:
         if num_pages <= request.num_shared_pages:
             return
         own, first = request.pages[:num_pages], request.num_shared_pages
-        match = self.cache.insert(request.token_ids[: num_pages * page_size], own)
+        match = self.cache.insert(request.token_ids[: num_pages * page_size], own, self.namespace)
         self.cache.lock(match.node)
         if request.node is not None:
             self.cache.unlock(request.node)
@@ -209,6 +212,7 @@ class Batcher:
         pages: where their pages come from.
         book: admissions and retractions are counted and timed here; nothing is decided by it.
         tiers: bring the prefixes of waiting requests closer.
+        gate: whether requests may be admitted, and go on.
         new_token_ratio: share of possible output that an admission reserves now.
     """
 
@@ -217,6 +221,7 @@ class Batcher:
     pages: RequestPages
     book: RequestBook
     tiers: CacheTiers
+    gate: ComputeGate = OPEN_GATE
     new_token_ratio: NewTokenRatioTracker = field(init=False)
 
     def __post_init__(self) -> None:
@@ -232,14 +237,41 @@ class Batcher:
         self.config = config
         self.queues.max_running_requests = config.max_running_requests
 
+    @property
+    def has_work(self) -> bool:
+        """A batch would not be empty, now or after pages have come closer."""
+        return bool(self.queues if self.gate.admits else self.gate.computes and self.queues.running)
+
+    def expect(self, request: Request) -> None:
+        """A request has come: begin to bring its prefix closer."""
+        self.tiers.contents.preparations.expect(request.rid, request.token_ids[:-1], self.pages.namespace)
+
+    def forget_cached(self, namespace: PrefixNamespace) -> None:
+        """The cache was emptied: prefixes of requests that wait are looked for in ``namespace`` from now on."""
+        self.pages.namespace = namespace
+        for request in self.queues.waiting:
+            self.tiers.contents.preparations.forget(request.rid)
+            request.num_cached_tokens = 0
+            self.queues.waiting.recount(request)
+            self.expect(request)
+
+    def retract_all(self) -> int:
+        """Let every running request wait again, its output kept; returns how many there were."""
+        num_running = len(self.queues.running)
+        while self.queues.running:
+            self._retract(retraction_victim(self.queues.running))
+        return num_running
+
     def next_batch(self) -> ScheduledBatch[Request]:
-        """Make the next batch and take the pages for it; empty when there is nothing to compute."""
+        """Make the next batch and take the pages for it; empty when there is nothing to compute, or nothing may be."""
+        if not self.gate.computes:
+            return ScheduledBatch()
         works: list[ScheduledWork[Request]] = []
         if not self.queues.running:
             self.new_token_ratio.reset()
         num_retracted = self._continue_running(works)
         # After a retraction nobody is admitted: the first in the queue is the request that was just retracted.
-        num_admitted = 0 if num_retracted else self._admit_waiting(works)
+        num_admitted = 0 if num_retracted or not self.gate.admits else self._admit_waiting(works)
         if num_retracted:
             self.new_token_ratio.retracted(self.queues.running)
         else:
@@ -316,7 +348,8 @@ class Batcher:
 
     def _is_ready(self, request: Request, *, is_next: bool) -> bool:
         """Say whether a request need not wait for pages, and begin to bring them closer."""
-        return self.tiers.contents.preparations.is_ready(request.rid, request.token_ids[:-1], is_next=is_next)
+        preparations, namespace = self.tiers.contents.preparations, self.pages.namespace
+        return preparations.is_ready(request.rid, request.token_ids[:-1], namespace, is_next=is_next)
 
     def _try_admit(self, request: Request, reserved_pages: int) -> bool:
         """Hold the cached prefix of a request and start it, unless the pool cannot promise the pages it lacks."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from scheduler_components import TierStats
-from scheduler_components.cache import RadixCache
+from scheduler_components.cache import PrefixNamespace, RadixCache
 from scheduler_components.hicache import HiRadixCache
 
 __all__ = [
@@ -25,11 +25,11 @@ PrefixCache: TypeAlias = RadixCache | HiRadixCache
 class PrefixPreparations(Protocol):
     """Brings the pages of waiting requests closer; ``HiRadixCache.preparations`` does."""
 
-    def expect(self, rid: str, token_ids: Sequence[int]) -> None:
+    def expect(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
         """A request has come."""
         ...
 
-    def is_ready(self, rid: str, token_ids: Sequence[int], *, is_next: bool) -> bool:
+    def is_ready(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace, *, is_next: bool) -> bool:
         """Say whether a waiting request need not wait for pages, and begin to bring them closer."""
         ...
 
@@ -98,10 +98,17 @@ class CacheTiers(Protocol):
 class _NoPreparations:
     """All that is cached is on the device already."""
 
-    def expect(self, rid: str, token_ids: Sequence[int]) -> None:
+    def expect(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
         pass
 
-    def is_ready(self, rid: str, token_ids: Sequence[int], *, is_next: bool) -> bool:  # noqa: ARG002
+    def is_ready(
+        self,
+        rid: str,  # noqa: ARG002 - the port's, as the next three
+        token_ids: Sequence[int],  # noqa: ARG002
+        namespace: PrefixNamespace,  # noqa: ARG002
+        *,
+        is_next: bool,  # noqa: ARG002
+    ) -> bool:
         return True
 
     def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:

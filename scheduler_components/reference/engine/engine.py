@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from scheduler_components.metrics import (
     open_shm_metrics_board,
     open_zmq_kv_metrics_receiver,
 )
+from scheduler_components.quiesce import ForgetStorage
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
 from scheduler_components.reference.engine.control import ControlVerb
 from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
@@ -50,6 +52,7 @@ from scheduler_components.reference.engine.messages import (
     decode_report,
     unpack_hash_array,
 )
+from scheduler_components.reference.engine.orders import OrderDesk, OrderRefusedError
 from scheduler_components.reference.engine.pulse import SILENT_AFTER_S, RankPulse
 
 __all__ = [
@@ -67,6 +70,7 @@ _STOP_GRACE_S = 5.0  # a rank drains its event stream before it goes
 _START_DEADLINE_S = 60.0  # eight interpreters that start at once on two busy cores
 _ANSWER_DEADLINE_S = 30.0
 _KV_METRICS_EVERY_S = 0.25
+_TRANSFERS_END_S = 10.0  # pages that are on their way when a store is to be cleared
 
 T = TypeVar("T")
 
@@ -204,6 +208,7 @@ class Engine:
         ranks: the scheduler processes.
         stats: each replica's newest statistics; read when somebody asks for them.
         kv_metrics: newest ``KvMetrics`` of each data-parallel rank.
+        orders: pauses, flushes, new weights: what all replicas are told to do.
     """
 
     config: EngineConfig
@@ -211,10 +216,12 @@ class Engine:
     ranks: list[RankProcess]
     stats: ShmBoard[SchedulerStats]
     kv_metrics: dict[int, KvMetrics] = field(default_factory=dict)
-    _num_dumps: int = field(default=0, init=False)
-    _num_reads: int = field(default=0, init=False)
-    _num_questions: int = field(default=0, init=False)
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    orders: OrderDesk = field(init=False)
+    _ids: count[int] = field(default_factory=lambda: count(1), init=False)
+
+    def __post_init__(self) -> None:
+        self.orders = OrderDesk(front=self.front)
 
     def output_stats(self) -> Mapping[RankLabels, OutputStats]:
         """Counters of outputs by the labels of the rank that sent them, for whoever exports them."""
@@ -256,8 +263,7 @@ class Engine:
         Raises:
             EngineFailedError: a rank did not answer in time.
         """
-        self._num_dumps += 1
-        dump_id, dumps = self._num_dumps, self.front.board.answers.dumps
+        dump_id, dumps = next(self._ids), self.front.board.answers.dumps
         self.front.ask_for_dumps(dump_id)
 
         def all_answered() -> bool:
@@ -265,18 +271,6 @@ class Engine:
 
         await self._expect(all_answered, "not all ranks dumped their caches")
         return dict(dumps)
-
-    async def flush_caches(self) -> bool:
-        """Let all ranks forget their cached prefixes and say so on their streams, also while they are idle.
-
-        Returns:
-            False where a rank still has cached blocks: requests in flight keep its cache as it is.
-
-        Raises:
-            EngineFailedError: a rank did not answer in time.
-        """
-        self.front.flush_caches()
-        return not any(dump.block_hashes for dump in (await self.dump_caches()).values())
 
     async def clear_storage(self) -> int | None:
         """Remove every page of the store, and let all ranks count nothing as stored any more.
@@ -299,9 +293,9 @@ class Engine:
             raise ConfigError("storage", kind, "is not a store that the engine can clear", hint)
         if not self.front.is_idle:
             return None
-        await self.dump_caches()  # answered when no page is on its way any more
-        self.front.forget_storage()
-        if any(dump.stored_hashes for dump in (await self.dump_caches()).values()):
+        try:
+            await self.orders.give(ForgetStorage(_TRANSFERS_END_S))
+        except OrderRefusedError:
             return None
         return await asyncio.to_thread(_clear_file_store, hicache)
 
@@ -316,8 +310,7 @@ class Engine:
         Raises:
             EngineFailedError: the rank did not answer in time.
         """
-        self._num_reads += 1
-        read_id, pools = self._num_reads, self.front.board.answers.pools
+        read_id, pools = next(self._ids), self.front.board.answers.pools
         self.front.ask_for_pool(rank, read_id)
         await self._expect(
             lambda: rank in pools and pools[rank].read_id >= read_id, f"rank {rank} did not read its pool"
@@ -337,8 +330,7 @@ class Engine:
         if verb == "start_profile" and not self.config.profile_directory:
             raise ConfigError("profile_directory", "", "is not set", "start the engine with --profile-directory")
         async with self._asking:
-            self._num_questions += 1
-            question_id, answers = self._num_questions, self.front.board.answers.control
+            question_id, answers = next(self._ids), self.front.board.answers.control
             self.front.ask_all(ControlQuestion(question_id, verb, body))
             await self._expect(
                 lambda: sum(each.question_id == question_id for each in answers.values()) == self.config.world_size,

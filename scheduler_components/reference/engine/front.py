@@ -28,6 +28,7 @@ from scheduler_components import (
     OutputStats,
 )
 from scheduler_components.load import DispatchLedger
+from scheduler_components.quiesce import Order, OrderAnswer
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
@@ -38,9 +39,9 @@ from scheduler_components.reference.engine.messages import (
     ControlQuestion,
     DrainInput,
     DumpCache,
-    FlushCache,
-    ForgetStorage,
+    GiveOrder,
     LoadReport,
+    OrderAnswered,
     PoolRead,
     RankAlive,
     RankReady,
@@ -197,11 +198,13 @@ class RankAnswers:
         dumps: rank to its newest cache dump.
         pools: replica to the newest reading of its pool.
         control: rank to its newest answer to a ``ControlQuestion``.
+        orders: how an order ended on a replica, by the order's id and the replica; taken out by who gave it.
     """
 
     dumps: dict[int, CacheDump] = field(default_factory=dict)
     pools: dict[int, PoolRead] = field(default_factory=dict)
     control: dict[int, ControlAnswer] = field(default_factory=dict)
+    orders: dict[tuple[int, int], OrderAnswer] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -211,7 +214,7 @@ class RankBoard:
     Attributes:
         ready: rank to what the rank said when it was.
         outputs: replica to the newest counters of its outputs.
-        answers: to questions.
+        answers: to questions and orders.
         changed: set at every report; whoever waits for something clears it first.
         failure: why the engine cannot go on; None while it can.
         failed: set together with ``failure``.
@@ -312,6 +315,8 @@ class Front:
             self.board.answers.pools[report.replica] = report
         elif isinstance(report, ControlAnswer):
             self.board.answers.control[report.rank] = report
+        elif isinstance(report, OrderAnswered):
+            self.board.answers.orders[report.answer.order_id, report.replica] = report.answer
         elif isinstance(report, RankReady):
             self.board.ready[report.rank] = report
         elif isinstance(report, RankAlive):
@@ -326,21 +331,17 @@ class Front:
             for request in self._open.values():
                 if request.replica == replica:
                     request.put(error)
+            self.board.changed.set()
 
     def ask_for_dumps(self, dump_id: int) -> None:
         """Let every rank dump its cache; ``board.answers`` fills as they answer with this number."""
         for replica in range(len(self.leaders)):
             self._send(replica, DumpCache(dump_id))
 
-    def flush_caches(self) -> None:
-        """Let every rank that has no work in flight forget its cached prefixes."""
+    def give_order(self, order_id: int, order: Order) -> None:
+        """Let every replica carry an order out; ``board.answers`` fills as they answer."""
         for replica in range(len(self.leaders)):
-            self._send(replica, FlushCache())
-
-    def forget_storage(self) -> None:
-        """Let every rank that has no work in flight count nothing as stored any more."""
-        for replica in range(len(self.leaders)):
-            self._send(replica, ForgetStorage())
+            self._send(replica, GiveOrder(order_id, order))
 
     def block_input(self, replica: int) -> None:
         """Let a replica hold requests back, from the next one on; commands and aborts reach it."""
@@ -371,6 +372,7 @@ class Front:
         for request in self._open.values():
             request.put(error)
         self.board.failed.set()
+        self.board.changed.set()
 
     def _pass_on(self, rid: str, news: OutputDelta | ComponentError, *, ended: bool) -> None:
         self._open[rid].put(news)

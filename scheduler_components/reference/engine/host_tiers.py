@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import zmq
 
 from scheduler_components import CacheIntegrityError, ParallelState
 from scheduler_components.cache import DIGEST_BYTES
@@ -26,11 +24,8 @@ from scheduler_components.hicache import (
     SyncDomain,
     ThreadPageMover,
     TierStepper,
-    world_rank_sets,
 )
-from scheduler_components.intake import WaitFor
 from scheduler_components.reference.engine.config import HiCacheConfig, RankConfig
-from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
 
 __all__ = [
     "HostTiers",
@@ -39,11 +34,8 @@ __all__ = [
 ]
 
 _SHAPE = PageShape(num_layers=2, layer_page_bytes=64)  # small: its content is checked, not computed with
-_AGREEMENT_TIMEOUT_S = 60.0  # eight interpreters that start at once on two busy cores
 _STORAGE_DEADLINE_S = 2.0
 _WAIT_S = 0.001
-
-_Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,9 +97,9 @@ class HostTiers:
 
 
 def open_host_tiers(
-    config: RankConfig, hicache: HiCacheConfig, parallel: ParallelState, *, context: _Context, wait_for: WaitFor
+    config: RankConfig, hicache: HiCacheConfig, parallel: ParallelState, *, domain: SyncDomain
 ) -> HostTiers:
-    """Open everything; all ranks of a replica do so, and wait for each other here.
+    """Open everything; all ranks of a replica do so, and wait for each other here. Closing it closes ``domain``.
 
     Raises:
         ConfigError, StartError, StorageError: the storage cannot be opened.
@@ -125,8 +117,6 @@ def open_host_tiers(
         store = _open_store(hicache)
         if store is not None:
             mover.attach(store, deadline_s=_STORAGE_DEADLINE_S)
-        domain = _open_domain(config, parallel, context, wait_for)
-        opened.callback(domain.close)
         cache = HiRadixCache(
             page_size=page_size,
             capacity_tokens=engine.scheduler.kv_tokens,
@@ -165,14 +155,3 @@ def _open_store(hicache: HiCacheConfig) -> PageStore | None:
 
         return open_mooncake_page_store(hicache.mooncake)
     return None
-
-
-def _open_domain(config: RankConfig, parallel: ParallelState, context: _Context, wait_for: WaitFor) -> SyncDomain:
-    return open_zmq_sync_domain(
-        context,
-        rank=parallel.world_rank,
-        hops=world_rank_sets(parallel)[parallel.world_rank].hops,
-        address_of=config.paths.sync,
-        wait_for=wait_for,
-        timeout_s=_AGREEMENT_TIMEOUT_S,
-    )

@@ -47,6 +47,7 @@ from scheduler_components.reference.engine.front import (
     RequestFailedError,
     RequestRefusedError,
 )
+from scheduler_components.reference.engine.http_orders import order_routes
 from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.engine.request import SamplingLimits
 
@@ -297,6 +298,7 @@ class EngineStatus:
         config = self.engine.config
         facts = {
             "version": __version__,
+            "weight_version": self.engine.orders.weight_version,
             "model_path": config.model_name,
             "served_model_name": config.model_name,
             "dp_size": config.dp_size,
@@ -336,15 +338,10 @@ class EngineStatus:
 def make_app(engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False) -> Starlette:
     """Every route of the engine.
 
-    ``/generate``, ``/flush_cache``, ``/clear_hicache_storage_backend``, ``/get_internal_state``,
+    ``/generate``, ``/clear_hicache_storage_backend``, those of orders, ``/get_internal_state``,
     ``/set_internal_state``, ``/start_profile``, ``/stop_profile``, the status routes, and ``/kv_pool`` where it is
     asked for.
     """
-
-    async def flush_cache(_: Request) -> Response:
-        if await engine.flush_caches():
-            return PlainTextResponse("Cache flushed.\n")
-        return error_response(400, "the cache is kept, for requests are in flight")
 
     async def clear_storage(_: Request) -> Response:
         try:
@@ -358,10 +355,9 @@ def make_app(engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = Fal
         return PlainTextResponse(f"Storage cleared: {num_pages} pages.\n")
 
     generate = Route("/generate", GenerateEndpoint(front=engine.front), methods=["POST"])
-    flush = Route("/flush_cache", flush_cache, methods=["POST"])
     clear = Route("/clear_hicache_storage_backend", clear_storage, methods=["POST"])  # SGLang's name
     status = status_routes(EngineStatus(engine=engine), registry=registry)
-    routes = [generate, flush, clear, *_control_routes(engine), *status]
+    routes = [generate, clear, *order_routes(engine), *_control_routes(engine), *status]
     return Starlette(routes=[*routes, kv_pool_route(engine)] if kv_pool else routes)
 
 

@@ -22,6 +22,7 @@ import zmq
 
 from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
 from scheduler_components.intake import Incoming, InputKind
+from scheduler_components.quiesce import Order, OrderAnswer
 from scheduler_components.reference.engine.control import ControlVerb
 from scheduler_components.reference.engine.request import SamplingLimits
 
@@ -37,8 +38,8 @@ __all__ = [
     "ControlAnswer",
     "ControlQuestion",
     "DumpCache",
-    "FlushCache",
-    "ForgetStorage",
+    "GiveOrder",
+    "OrderAnswered",
     "PoolPlace",
     "PoolRead",
     "RankAlive",
@@ -100,12 +101,11 @@ class ReadPool(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True)
     read_id: int
 
 
-class FlushCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Every rank of the replica forgets its cached prefixes, unless it has work in flight. Not answered."""
+class GiveOrder(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Every rank of the replica carries an order out, in the same step; the leader answers with ``OrderAnswered``."""
 
-
-class ForgetStorage(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Every rank of the replica counts nothing as stored any more, unless it has work in flight. Not answered."""
+    order_id: int
+    order: Order
 
 
 class BlockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -133,8 +133,7 @@ Command = (
     | AbortRequest
     | DumpCache
     | ReadPool
-    | FlushCache
-    | ForgetStorage
+    | GiveOrder
     | BlockInput
     | UnblockInput
     | DrainInput
@@ -224,7 +223,24 @@ class ControlAnswer(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     body: bytes = b"null"
 
 
-Report = RankReady | RankAlive | RankStalled | RequestRefused | LoadReport | CacheDump | PoolRead | ControlAnswer
+class OrderAnswered(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """How an order ended on a replica."""
+
+    replica: int
+    answer: OrderAnswer
+
+
+Report = (
+    RankReady
+    | RankAlive
+    | RankStalled
+    | RequestRefused
+    | LoadReport
+    | CacheDump
+    | PoolRead
+    | ControlAnswer
+    | OrderAnswered
+)
 
 T = TypeVar("T")
 

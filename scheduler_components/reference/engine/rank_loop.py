@@ -36,6 +36,7 @@ from scheduler_components.intake import (
 )
 from scheduler_components.integrity import LogStallSink
 from scheduler_components.ports import OutputStatsSource
+from scheduler_components.quiesce import QuiesceStepper
 from scheduler_components.reference.engine.control import Control
 from scheduler_components.reference.engine.messages import (
     ALIVE_EVERY_S,
@@ -46,9 +47,9 @@ from scheduler_components.reference.engine.messages import (
     ControlAnswer,
     ControlQuestion,
     DumpCache,
-    FlushCache,
-    ForgetStorage,
+    GiveOrder,
     LoadReport,
+    OrderAnswered,
     PoolPlace,
     PoolRead,
     RankAlive,
@@ -221,19 +222,28 @@ class StepExecutor:
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
     reports: ReportSocket
     control: Control
+    quiesce: QuiesceStepper
     _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the step of its last chance
     _last_mode: ForwardMode = field(default=ForwardMode.IDLE, init=False)
 
     @property
     def mode(self) -> ForwardMode:
         """What the last step computed; idle where there is no work."""
-        return self._last_mode if self.scheduler.has_work else ForwardMode.IDLE
+        return self._last_mode if self.has_work else ForwardMode.IDLE
+
+    @property
+    def has_work(self) -> bool:
+        """A step has something to do: work of the scheduler's, or an order that stands."""
+        return self.scheduler.has_work or self.quiesce.quiesce.has_orders
 
     def execute(self, step: int, commands: Sequence[Command]) -> None:
         """Obey the commands, take the step, report."""
         for command in commands:
             self._obey(command)
+        answer = self.quiesce.step()
         self._last_mode = self.scheduler.step().mode
+        if answer is not None and self.parallel.leads_replica:
+            self.reports.send(OrderAnswered(self.parallel.kv_stream_index, answer))
         for command in commands:
             if isinstance(command, DumpCache):
                 self._dumps_due[command.dump_id] = step + _DUMP_PATIENCE_STEPS
@@ -253,10 +263,8 @@ class StepExecutor:
             self._submit(command)
         elif isinstance(command, AbortRequest):
             self.scheduler.abort(command.rid)
-        elif isinstance(command, FlushCache):
-            self.scheduler.flush_cache()
-        elif isinstance(command, ForgetStorage):
-            self.scheduler.forget_storage()
+        elif isinstance(command, GiveOrder):
+            self.quiesce.take(command.order_id, command.order)
         elif isinstance(command, ControlQuestion):
             self.reports.send(self._answer(command))
 
@@ -326,12 +334,12 @@ class Leader:
         scheduler = self.executor.scheduler
         step = 0
         while True:
-            if not scheduler.has_work:
+            if not self.executor.has_work:
                 self._tell_what_is_left()
             self.heartbeat.beat()
             if self.heartbeat.stop.descriptor in self.sleeper.sleep(self._patience_s()):
                 return
-            if not scheduler.has_work and not self.intake.collect():
+            if not self.executor.has_work and not self.intake.collect():
                 continue
             step += 1
             try:
@@ -358,7 +366,7 @@ class Leader:
     def _patience_s(self) -> float:
         """How long to wait for a command: until the leader has something to say by itself."""
         scheduler = self.executor.scheduler
-        if scheduler.has_work:
+        if self.executor.has_work:
             return 0.0
         return min(_BACKLOG_S, self.heartbeat.due_in_s) if scheduler.output.has_backlog else self.heartbeat.due_in_s
 

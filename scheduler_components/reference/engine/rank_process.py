@@ -14,6 +14,7 @@ from pathlib import Path
 import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
+from scheduler_components.hicache import SyncDomain, world_rank_sets
 from scheduler_components.intake import (
     IdleSleeper,
     InputScreen,
@@ -31,7 +32,8 @@ from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metrics_sink
 from scheduler_components.ports import NO_PROFILER, Profiler
 from scheduler_components.profiling import ProfilerSession, StackSampler
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.quiesce import QuiesceState
+from scheduler_components.reference.device import SimulatedDevice, SimulatedMemory, SimulatedModel, SimulatedWeights
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import RankConfig
 from scheduler_components.reference.engine.control import BatcherState, Control, ProfiledDevice
@@ -42,6 +44,7 @@ from scheduler_components.reference.engine.messages import (
     RankAlive,
     RankReady,
 )
+from scheduler_components.reference.engine.quiesce import quiesce_of
 from scheduler_components.reference.engine.rank_loop import (
     Follower,
     FrontLoadSink,
@@ -54,6 +57,7 @@ from scheduler_components.reference.engine.rank_loop import (
     StopSignal,
 )
 from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
 
 __all__ = [
     "main",
@@ -61,6 +65,7 @@ __all__ = [
 ]
 
 _STDIN = 0
+_AGREEMENT_TIMEOUT_S = 60.0  # eight interpreters that start at once on two busy cores
 _STEPS_AHEAD = 16  # a leader waits for a follower that is further behind, as a collective would make it wait
 
 _Context = zmq.Context[zmq.Socket[bytes]]
@@ -94,7 +99,9 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         events = open_event_publisher(config.engine.kv_events, parallel=parallel)
         opened.callback(events.shutdown)
         opened.enter_context(suppress(StopRequested))
-        tiers = _open_tiers(config, parallel, context, heartbeat)
+        domain = _open_domain(config, parallel, context, heartbeat)
+        opened.callback(domain.close)
+        tiers = _open_tiers(config, parallel, domain)
         if tiers is not None:
             opened.callback(tiers.close)
         metrics = open_shm_metrics_sink(Path(config.paths.directory), parallel)
@@ -108,11 +115,18 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         opened.callback(profiles.stop)
         simulated = SimulatedDevice(model=SimulatedModel(seed=config.engine.seed), speed=config.engine.speed)
         device = ProfiledDevice(device=simulated, session=profiles)
-        scheduler = Scheduler.compose(config.engine.scheduler, parallel, device, tiers=tiers, sinks=sinks)
+        state = QuiesceState()
+        scheduler = Scheduler.compose(
+            config.engine.scheduler, parallel, device, tiers=tiers, sinks=sinks, quiesce=state
+        )
         opened.callback(scheduler.close)
-        state = InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles))
-        control = Control(state=state, profiles=profiles)
-        executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports, control=control)
+        weights, memory = SimulatedWeights(device=simulated), SimulatedMemory(device=simulated)
+        quiesce = quiesce_of(scheduler, state, domain=domain, weights=weights, memory=memory)
+        internal = InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles))
+        control = Control(state=internal, profiles=profiles)
+        executor = StepExecutor(
+            parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce
+        )
         _watch(config, context, alive, scheduler, opened)
         gauge = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
         opened.callback(gauge.close)
@@ -141,16 +155,26 @@ def _watch(config: RankConfig, context: _Context, alive: RankAlive, scheduler: S
     opened.callback(watchdog.close)
 
 
-def _open_tiers(
-    config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: Heartbeat
-) -> CacheTiers | None:
+def _open_domain(config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: Heartbeat) -> SyncDomain:
+    """Open this rank's end of the agreement of its replica, for tiers and orders."""
+    return open_zmq_sync_domain(
+        context,
+        rank=parallel.world_rank,
+        hops=world_rank_sets(parallel)[parallel.world_rank].hops,
+        address_of=config.paths.sync,
+        wait_for=heartbeat.wait,
+        timeout_s=_AGREEMENT_TIMEOUT_S,
+    )
+
+
+def _open_tiers(config: RankConfig, parallel: ParallelState, domain: SyncDomain) -> CacheTiers | None:
     """Open what is behind the device; None where the scheduler's own cache is enough."""
     if config.engine.hicache is None:
         return None
     # Imported here: the memory of a host tier needs numpy, which an engine without one need not have.
     from scheduler_components.reference.engine.host_tiers import open_host_tiers
 
-    return open_host_tiers(config, config.engine.hicache, parallel, context=context, wait_for=heartbeat.wait)
+    return open_host_tiers(config, config.engine.hicache, parallel, domain=domain)
 
 
 def _open_loop(

@@ -47,6 +47,7 @@ from scheduler_components.cache import RadixCache
 from scheduler_components.intake import ForwardMode
 from scheduler_components.integrity import IDLE
 from scheduler_components.kv_events import NullEventPublisher
+from scheduler_components.quiesce import DEFAULT_WEIGHT_VERSION, QuiesceState, namespace_of
 from scheduler_components.reference.device import Device, ScheduledBatch
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits
 from scheduler_components.reference.engine.bookkeeping import RequestBook
@@ -198,6 +199,7 @@ class Scheduler:
         tiers: CacheTiers | None = None,
         sinks: SchedulerSinks | None = None,
         clocks: Clocks | None = None,
+        quiesce: QuiesceState | None = None,
     ) -> Scheduler:
         """Wire one.
 
@@ -208,6 +210,7 @@ class Scheduler:
             tiers: the prefix cache and what is behind it; by default a ``RadixCache`` of ``config``'s sizes alone.
             sinks: where everything goes; by default nowhere.
             clocks: where time comes from.
+            quiesce: what may be done now; by default everything.
         """
         sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
         tiers = tiers or DeviceTier(cache=_device_cache(config, parallel))
@@ -234,7 +237,9 @@ class Scheduler:
         output = OutputStreamer(sink=sinks.outputs)
         return cls(
             device=device,
-            batcher=Batcher(config=config, queues=queues, pages=pages, book=book, tiers=tiers),
+            batcher=Batcher(
+                config=config, queues=queues, pages=pages, book=book, tiers=tiers, gate=quiesce or QuiesceState()
+            ),
             results=BatchResultProcessor(
                 kv=pages,
                 requests=queues,
@@ -287,8 +292,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while a step has something to do: requests in flight, aborts to tell of, pages on their way."""
-        return bool(self.queues or self.results.has_news or self.tiers.contents.num_operations)
+        """True while a step has something to do: requests that may run, aborts to tell of, pages on their way."""
+        return bool(self.batcher.has_work or self.results.has_news or self.tiers.contents.num_operations)
 
     def submit(self, request: Request) -> None:
         """Queue a request. A refusal changes nothing.
@@ -303,7 +308,7 @@ class Scheduler:
         if request.state is not RequestState.WAITING or request.num_output_tokens:
             raise ConfigError("rid", request.rid, "has been served before", "make a new Request")
         self.guard.progress.enter("submit", request.rid)
-        self.tiers.contents.preparations.expect(request.rid, request.token_ids[:-1])
+        self.batcher.expect(request)
         request.num_cached_tokens = self.batcher.pages.look_up(request)
         self.queues.enter(request)
         self.book.queued(request)
@@ -394,26 +399,34 @@ class Scheduler:
         while self.has_work:
             yield self.step()
 
-    def flush_cache(self) -> bool:
-        """Forget every cached prefix and say so on the stream; False, and nothing done, with work in flight."""
-        if not self._is_at_rest:
-            return False
+    def retract_all(self) -> int:
+        """Let every running request wait again, its output kept; returns how many there were."""
+        num_retracted = self.batcher.retract_all()
+        self._decisions.add(num_retracted, self.cache.used_tokens)
+        return num_retracted
+
+    def clear_cache(self, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
+        """Forget every cached prefix on device and host, and send so at once, also while no step follows.
+
+        Args:
+            weight_version: of the weights that compute what is cached from now on.
+
+        Raises:
+            CacheIntegrityError: a request runs, or pages are on their way; nothing has changed.
+        """
         self.cache.clear()
-        self._decisions.add(self.cache.used_tokens, self.cache.free_tokens)
-        self.kv_events.publish_kv_events()
-        return True
+        self.batcher.forget_cached(namespace_of(weight_version))
+        self._decisions.add(self.cache.free_tokens, crc32(weight_version.encode()))
+        self.kv_events.flush()
 
-    def forget_storage(self) -> bool:
-        """Count nothing as stored any more, and say so on the stream; False, and nothing done, with work in flight."""
-        if not self._is_at_rest:
-            return False
+    def forget_storage(self) -> None:
+        """Count nothing as stored any more, and send so at once.
+
+        Raises:
+            CacheIntegrityError: pages are on their way; nothing has changed.
+        """
         self.tiers.contents.forget_storage()
-        self.kv_events.publish_kv_events()
-        return True
-
-    @property
-    def _is_at_rest(self) -> bool:
-        return not self.queues and not self.tiers.contents.num_operations
+        self.kv_events.flush()
 
     def close(self) -> None:
         """Send the last events and outputs, and close the sinks. Requests in flight are served no further.

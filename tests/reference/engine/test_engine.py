@@ -153,6 +153,8 @@ def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> Non
             while not (await engine.dump_caches())[0].block_hashes:
                 await asyncio.sleep(0)
             assert (await client.post("/flush_cache")).status_code == 400
+            late = await client.post("/flush_cache?timeout=0.05")
+            assert late.status_code == 400 and "given up at its deadline: 1 requests run" in late.text
             refused = await client.post("/clear_hicache_storage_backend")
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "storage")
             for each in asked:

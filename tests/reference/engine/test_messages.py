@@ -16,6 +16,22 @@ from scheduler_components import (
     TokenOutput,
 )
 from scheduler_components.intake import InputKind
+from scheduler_components.quiesce import (
+    BeginWeightUpdate,
+    CheckWeights,
+    ContinueGeneration,
+    EndWeightUpdate,
+    FlushCache,
+    ForgetStorage,
+    LoadWeights,
+    MemoryTag,
+    OrderAnswer,
+    PauseGeneration,
+    PauseMode,
+    ReleaseMemory,
+    ResumeMemory,
+    RollBackWeights,
+)
 from scheduler_components.reference.engine import (
     FRONT,
     AbortRequest,
@@ -25,9 +41,9 @@ from scheduler_components.reference.engine import (
     CommandReader,
     DrainInput,
     DumpCache,
-    FlushCache,
-    ForgetStorage,
+    GiveOrder,
     LoadReport,
+    OrderAnswered,
     PoolPlace,
     PoolRead,
     RankAlive,
@@ -54,9 +70,21 @@ hashes = st.frozensets(st.integers(-(2**63), 2**63 - 1), max_size=20)
 counts = st.integers(0, 2**40)
 rids = st.text(min_size=1, max_size=20)
 
+seconds = st.floats(0, 1e6)
+tags = st.lists(st.sampled_from(MemoryTag), max_size=2).map(tuple)
+orders = st.one_of(
+    st.builds(PauseGeneration, st.sampled_from(PauseMode), seconds),
+    st.sampled_from([ContinueGeneration(), CheckWeights(), RollBackWeights()]),
+    st.builds(FlushCache, seconds),
+    st.builds(ForgetStorage, seconds),
+    st.builds(BeginWeightUpdate, rids, seconds),
+    st.builds(LoadWeights, rids, st.binary(max_size=20)),
+    st.builds(EndWeightUpdate, st.integers(0, 2**63 - 1)),
+    st.builds(ReleaseMemory, tags, st.booleans(), seconds),
+    st.builds(ResumeMemory, tags),
+)
 commands = st.one_of(
-    st.builds(FlushCache),
-    st.builds(ForgetStorage),
+    st.builds(GiveOrder, counts, orders),
     st.builds(BlockInput),
     st.builds(UnblockInput),
     st.builds(DrainInput),
@@ -91,6 +119,7 @@ reports = st.one_of(
     ),
     st.builds(RankAlive, st.text(), counts),
     st.builds(RequestRefused, rids, st.text(), st.booleans()),
+    st.builds(OrderAnswered, counts, st.builds(OrderAnswer, counts, st.text(), counts, st.integers(0, 2**63 - 1))),
     st.builds(
         LoadReport,
         st.builds(LoadSnapshot, sequence=counts, dispatched_watermarks=st.just(((FRONT, 7),))),

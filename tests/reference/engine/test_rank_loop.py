@@ -22,6 +22,7 @@ from scheduler_components import (
     SchedulerStats,
 )
 from scheduler_components.errors import LockstepError
+from scheduler_components.hicache import SyncDomain
 from scheduler_components.intake import (
     IdleSleeper,
     Intake,
@@ -33,6 +34,7 @@ from scheduler_components.intake import (
 )
 from scheduler_components.internal_state import InternalState
 from scheduler_components.profiling import ProfilerSession
+from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine import (
     FRONT,
@@ -64,6 +66,7 @@ from scheduler_components.reference.engine import (
     decode_report,
     encode,
     pack_tokens,
+    quiesce_of,
     unpack_hashes,
 )
 from scheduler_components.testing import ListSink
@@ -160,11 +163,15 @@ class Rank:
         sinks = SchedulerSinks(metrics=self.stats)
         if parallel.leads_replica:
             sinks.outputs = OutputSocket(socket=outputs)
-        scheduler = Scheduler.compose(CONFIG, parallel, Device(self.order, last_batch), sinks=sinks)
+        state = QuiesceState()
+        scheduler = Scheduler.compose(CONFIG, parallel, Device(self.order, last_batch), sinks=sinks, quiesce=state)
+        quiesce = quiesce_of(scheduler, state, domain=SyncDomain(rank=tp_rank))
         profiles = ProfilerSession()
-        state = InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles))
-        control = Control(state=state, profiles=profiles)
-        self.executor = StepExecutor(parallel=parallel, scheduler=scheduler, reports=reports, control=control)
+        internal = InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles))
+        control = Control(state=internal, profiles=profiles)
+        self.executor = StepExecutor(
+            parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce
+        )
         alive = RankAlive(str(parallel), parallel.kv_stream_index)
         self.heartbeat = Heartbeat(alive=alive, reports=reports, stop=StopSignal(self.order.reader))
         self.load = ListSink()

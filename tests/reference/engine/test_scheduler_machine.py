@@ -13,6 +13,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components import BlockRemoved, EventBatch, FinishReason, ParallelState
+from scheduler_components.hicache import SyncDomain
+from scheduler_components.quiesce import (
+    BeginWeightUpdate,
+    CheckWeights,
+    ContinueGeneration,
+    EndWeightUpdate,
+    FlushCache,
+    MemoryTag,
+    Order,
+    PauseGeneration,
+    PauseMode,
+    QuiesceState,
+    ReleaseMemory,
+    ResumeMemory,
+    RollBackWeights,
+)
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine import (
     Request,
@@ -23,6 +39,7 @@ from scheduler_components.reference.engine import (
     SchedulerSinks,
     StepResult,
     pages_for,
+    quiesce_of,
 )
 from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
 
@@ -58,6 +75,37 @@ def foretold(request: Request) -> tuple[tuple[int, ...], FinishReason]:
     return tuple(tokens), FinishReason.LENGTH
 
 
+class SomeWeights:
+    """A ``WeightStore`` of a model that stays as it is: what is foretold stays true."""
+
+    def begin(self, weight_version: str) -> None:
+        pass
+
+    def load(self, name: str, content: bytes) -> None:
+        pass
+
+    def checksum(self) -> int:
+        return 7
+
+    def commit(self) -> None:
+        pass
+
+    def roll_back(self) -> None:
+        pass
+
+
+tags = st.lists(st.sampled_from(MemoryTag), min_size=1, max_size=2, unique=True).map(tuple)
+orders = st.one_of(
+    st.builds(PauseGeneration, st.sampled_from(PauseMode)),
+    st.just(ContinueGeneration()),
+    st.just(FlushCache()),
+    st.builds(BeginWeightUpdate, st.sampled_from(["v1", "v2"])),
+    st.sampled_from([CheckWeights(), EndWeightUpdate(7, 0.0), EndWeightUpdate(8), RollBackWeights()]),
+    st.builds(ReleaseMemory, tags),
+    st.builds(ResumeMemory, tags),
+)
+
+
 def progress(request: Request) -> tuple[int, int]:
     return len(request.token_ids), request.num_computed_tokens
 
@@ -91,7 +139,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             ParallelState.trivial(),
             SimulatedDevice(model=MODEL, clock=lambda: 0.0, sleep=lambda _: None),
             sinks=SchedulerSinks(events=self.view, outputs=self.outputs),
+            quiesce=(state := QuiesceState()),
         )
+        self.quiesce = quiesce_of(self.scheduler, state, domain=SyncDomain(), weights=SomeWeights())
+        self.num_put_back = 0  # by pauses
         self.requests: dict[str, Request] = {}
         self.streamed: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -135,16 +186,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.config.min_new_token_ratio <= ratio <= 1.0
             highest = ratio_before if was_running else self.config.new_token_ratio
             assert result.num_retracted or ratio <= highest
-            assert oldest is None or progress(oldest) > before or oldest.state is RequestState.FINISHED
+            may_move = self.scheduler.batcher.gate.admits
+            assert oldest is None or not may_move or progress(oldest) > before or oldest.state is RequestState.FINISHED
             assert self.view.blocks == set(self.scheduler.cache.block_hashes())
 
-    @rule()
-    def flush(self) -> None:
-        if self.scheduler.flush_cache():
+    @rule(order=orders)
+    def order(self, order: Order) -> None:
+        """Given while anything may run, it ends in a bounded number of steps; what it empties is told at once."""
+        self.quiesce.take(0, order)
+        for _ in range(3):
+            answer = self.quiesce.step()
+            if answer is not None:
+                break
+            self.read(self.scheduler.step())
+        assert answer is not None, "an order without a deadline stands for more than three steps"
+        if isinstance(order, FlushCache) and not answer.problem:
             assert not self.view.blocks
             assert self.scheduler.cache.free_tokens == self.config.kv_tokens
-        else:
-            assert len(self.scheduler.queues)
+        if order == PauseGeneration(PauseMode.RETRACT):
+            self.num_put_back += answer.num_requests
+        if isinstance(order, PauseGeneration) and not answer.problem and order.mode is not PauseMode.IN_PLACE:
+            assert not self.scheduler.queues.running
+        assert self.view.blocks == set(self.scheduler.cache.block_hashes())
 
     def read(self, result: StepResult) -> None:
         for delta in self.outputs.deltas:
@@ -195,7 +258,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        bound = 1 + sum(len(request.token_ids) + request.limits.max_new_tokens for request in self.requests.values())
+        state = self.quiesce.quiesce.state
+        for order in (RollBackWeights(), ResumeMemory(tuple(sorted(state.released))), ContinueGeneration()):
+            self.quiesce.take(0, order)
+            while self.quiesce.quiesce.has_orders:
+                self.quiesce.step()
+        tokens = sum(len(request.token_ids) + request.limits.max_new_tokens for request in self.requests.values())
+        bound = 1 + tokens * (1 + self.num_put_back)
         for result in self.scheduler.drain():
             self.read(result)
             self.pages_add_up()
@@ -222,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_tokens) == (0, 0, 0)
         totals = scheduler.book.totals()
         if self.config.min_new_token_ratio == 1.0:  # all output reserved: nobody is ever in another's way
-            assert totals.num_retractions_total == 0
+            assert totals.num_retractions_total == self.num_put_back
         assert totals.num_requests_total == len(self.requests)
         assert totals.num_aborted_requests_total == list(self.ended.values()).count(FinishReason.ABORT)
         assert totals.generation_tokens_total == sum(map(len, self.streamed.values()))

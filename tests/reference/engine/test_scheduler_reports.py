@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-from scheduler_components import AllBlocksCleared, ParallelState
+import pytest
+
+from scheduler_components import AllBlocksCleared, CacheIntegrityError, ParallelState
 
 
 def test_each_chunk_is_stored_in_the_step_that_computed_it(make_bench: Callable) -> None:
@@ -53,9 +55,13 @@ def test_batches_carry_time_and_stream_index(make_bench: Callable) -> None:
 def test_a_flush_forgets_prefixes_and_says_so_at_once(make_bench: Callable) -> None:
     bench = make_bench()
     bench.submit("r", range(8))
-    assert not bench.scheduler.flush_cache()
+    bench.scheduler.step()
+    bench.submit("holds its pages", range(8), 2)
+    bench.scheduler.step()
+    with pytest.raises(CacheIntegrityError, match="locked"):
+        bench.scheduler.clear_cache()
     bench.drain()
-    assert bench.scheduler.flush_cache()
+    bench.scheduler.clear_cache()
     assert bench.publisher.events()[-1] == AllBlocksCleared()
     bench.submit("again", range(8))
     assert bench.drain()[0].num_prefill_tokens == 8

@@ -1,0 +1,64 @@
+"""A scheduler as what runs, what is cached and what computes: the ports that orders are carried out on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_components.hicache import SyncDomain
+from scheduler_components.ports import NO_MEMORY, NO_WEIGHTS, MemoryOccupation, WeightStore
+from scheduler_components.quiesce import Quiesce, QuiesceState, QuiesceStepper
+from scheduler_components.reference.engine.scheduler import Scheduler
+
+__all__ = ["SchedulerAtRest", "quiesce_of"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerAtRest:
+    """The ``PausableWork`` and ``ClearableKv`` of a scheduler."""
+
+    scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.queues.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.queues.waiting)
+
+    @property
+    def num_operations(self) -> int:
+        return self.scheduler.tiers.contents.num_operations
+
+    def abort_all(self) -> int:
+        return sum(self.scheduler.abort(rid) for rid in [request.rid for request in self.scheduler.queues])
+
+    def retract_all(self) -> int:
+        return self.scheduler.retract_all()
+
+    def clear(self, weight_version: str) -> None:
+        self.scheduler.clear_cache(weight_version)
+
+    def forget_storage(self) -> None:
+        self.scheduler.forget_storage()
+
+
+def quiesce_of(
+    scheduler: Scheduler,
+    state: QuiesceState,
+    *,
+    domain: SyncDomain,
+    weights: WeightStore = NO_WEIGHTS,
+    memory: MemoryOccupation = NO_MEMORY,
+) -> QuiesceStepper:
+    """Make what carries orders out on one rank.
+
+    Args:
+        scheduler: composed with ``state``.
+        state: what it may do now.
+        domain: of its replica.
+        weights, memory: of its device.
+    """
+    at_rest = SchedulerAtRest(scheduler=scheduler)
+    quiesce = Quiesce(work=at_rest, cache=at_rest, weights=weights, memory=memory, state=state)
+    return QuiesceStepper(quiesce=quiesce, domain=domain)

@@ -1,0 +1,171 @@
+"""Orders to an engine of processes, over HTTP: after each of them, what readers know is what the ranks' caches hold."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import attrs
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from observability.kv_stream import addresses_in, open_async_subscriber, worker_url
+from scheduler_components.quiesce import BeginWeightUpdate, FlushCache, PauseMode
+from scheduler_components.reference.engine import (
+    Engine,
+    EngineConfig,
+    EngineFailedError,
+    EngineStatus,
+    GenerateRequest,
+    SamplingLimits,
+    SchedulerConfig,
+    default_kv_events,
+    make_app,
+    open_engine,
+    pack_tokens,
+    unpack_hashes,
+)
+
+SMALL = EngineConfig(
+    dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
+)
+
+
+def run_engine(config: EngineConfig, scenario: Callable[[Engine], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with open_engine(config, show=lambda _: None) as engine:
+            await scenario(engine)
+
+    asyncio.run(asyncio.wait_for(whole(), timeout=60))
+
+
+async def generate(engine: Engine, rid: str, max_new_tokens: int = 6) -> list[int]:
+    limits = SamplingLimits(max_new_tokens=max_new_tokens)
+    asked = GenerateRequest(rid=rid, input_ids=pack_tokens(range(64)), limits=limits)
+    async with engine.front.open_request(asked) as news:
+        return [token async for delta in news for token in delta.output.token_ids]
+
+
+class Bench:
+    """An engine, a client of its routes, and a reader of its streams."""
+
+    def __init__(self, engine: Engine, client: httpx.AsyncClient, reader: object) -> None:
+        self.engine, self.client, self.reader = engine, client, reader
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, engine: Engine) -> AsyncIterator[Bench]:
+        app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
+        addresses = addresses_in(dict(EngineStatus(engine=engine).server_info()), worker_url("http://127.0.0.1:1"))
+        async with (
+            httpx.AsyncClient(transport=app, base_url="http://engine") as client,
+            open_async_subscriber(addresses) as reader,
+        ):
+            yield cls(engine, client, reader)
+
+    async def post(self, path: str, **body: object) -> httpx.Response:
+        return await self.client.post(path, content=json.dumps(body), timeout=40)
+
+    async def done(self, path: str, **body: object) -> str:
+        answer = await self.post(path, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    async def generate_on_all(self, name: str) -> list[list[int]]:
+        asked = [generate(self.engine, f"{name}-{number}") for number in range(4)]
+        return await asyncio.gather(*asked)
+
+    async def routed_blocks(self) -> list[frozenset[int]]:
+        """Each replica's blocks as the reader knows them, which are those that both of its ranks hold."""
+        dumps = await self.engine.dump_caches()
+        found = []
+        for rank in (0, 1):
+            leader, follower = dumps[2 * rank], dumps[2 * rank + 1]
+            assert (leader.block_hashes, leader.digest) == (follower.block_hashes, follower.digest)
+            assert await self.reader.wait_until(rank, leader.last_sequence, 20)
+            found.append(self.reader.blocks(rank))
+            assert found[-1] == unpack_hashes(leader.block_hashes)
+        return found
+
+
+def test_after_each_order_readers_know_what_the_caches_hold() -> None:
+    none = [frozenset()] * 2
+
+    async def scenario(engine: Engine) -> None:
+        async with Bench.open(engine) as bench:
+            old = await bench.generate_on_all("r")
+            plain = await bench.routed_blocks()
+            assert all(plain)
+
+            # Pause and abort: who runs is told so, who comes later waits.
+            running = [asyncio.ensure_future(generate(engine, f"long-{number}", 900)) for number in range(2)]
+            while engine.front.is_idle or not all(
+                stats.load.num_running_reqs for stats in engine.stats.read().values()
+            ):
+                await asyncio.sleep(0.01)
+            assert json.loads(await bench.done("/pause_generation", mode="abort"))["num_requests"] == 2
+            assert all(len(tokens) < 900 for tokens in await asyncio.gather(*running))
+            assert all(await bench.routed_blocks())
+            waiting = asyncio.ensure_future(bench.generate_on_all("r"))
+            assert (await bench.client.get("/flush_cache?timeout=20")).text == "Cache flushed.\n"
+            assert await bench.routed_blocks() == none
+            assert not waiting.done()
+
+            # Other weights while requests wait: they are computed by these, and no old block is found again.
+            parts = {"layer.0": base64.b64encode(b"new").decode(), "layer.1": base64.b64encode(b"newer").decode()}
+            refused = await bench.post("/update_weights", weight_version="v2", parts=parts, checksum=f"{1:016x}")
+            assert refused.status_code == 400 and "check weights: replica 0: the weights have checksum" in refused.text
+            assert (await bench.client.get("/server_info")).json()["weight_version"] == "default"
+            told = json.loads(await bench.done("/update_weights", weight_version="v2", parts=parts))
+            assert (await bench.client.get("/server_info")).json()["weight_version"] == "v2"
+            await bench.done("/update_weights", weight_version="v2", parts=parts, checksum=told["checksum"])
+            assert await bench.routed_blocks() == none
+            assert not waiting.done()
+            await bench.done("/continue_generation")
+            assert all(new != tokens for new, tokens in zip(await waiting, old, strict=True))
+            renamed = await bench.routed_blocks()
+            assert all(renamed) and not any(new & was for new, was in zip(renamed, plain, strict=True))
+
+            # Release and resume: the cache is gone, requests wait, and all is as before.
+            await engine.wait_until_idle()
+            await bench.done("/release_memory_occupation")
+            assert (await bench.post("/release_memory_occupation")).status_code == 400
+            assert await bench.routed_blocks() == none
+            sleeping = asyncio.ensure_future(bench.generate_on_all("r"))
+            await bench.done("/resume_memory_occupation", tags=["weights"])
+            assert not sleeping.done()
+            await bench.done("/resume_memory_occupation", tags=["kv_cache"])
+            assert await sleeping == await waiting
+            assert await bench.routed_blocks() == renamed
+
+            for path, body, problem in (
+                ("/pause_generation", {"mode": "gently"}, "Invalid enum value 'gently'"),
+                ("/pause_generation", {"timeout": -1}, "timeout"),
+                ("/release_memory_occupation", {"tags": ["cuda_graph"]}, "cuda_graph"),
+                ("/resume_memory_occupation", {"tags": ["weights"]}, "weights: not released"),
+                ("/update_weights", {"weight_version": "v3", "parts": {"x": ""}}, "rank 0 could not load weights"),
+                ("/update_weights", {"weight_version": "v3", "parts": {}}, "parts"),
+            ):
+                answer = await bench.post(path, **body)
+                assert answer.status_code == 400 and problem in answer.text, answer.text
+            assert (await bench.client.get("/flush_cache?timeout=soon")).status_code == 400
+
+    run_engine(attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)), scenario)
+
+
+def test_a_rank_that_dies_in_a_session_ends_it_with_its_name() -> None:
+    async def scenario(engine: Engine) -> None:
+        await engine.orders.pause(PauseMode.RETRACT, 0.0)
+        await engine.orders.give(BeginWeightUpdate("v2"))
+        os.kill(engine.ranks[3].process.pid, signal.SIGKILL)
+        with pytest.raises(EngineFailedError, match=r"flush cache: rank .*tp3.* was killed by signal 9"):
+            while True:  # the death itself is heard a moment later
+                await engine.orders.give(FlushCache(20.0))
+
+    run_engine(SMALL, scenario)
