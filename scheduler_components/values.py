@@ -579,12 +579,38 @@ class QuiesceStats(msgspec.Struct, frozen=True, gc=False):
     num_orders_refused: int = 0
 
 
+class IntakeStats(msgspec.Struct, gc=False):
+    """Counters of one rank's intake; those of messages are the leading rank's.
+
+    Attributes:
+        receives: times that all ranks met for input.
+        receives_skipped: steps that took no input, by the weight of their forward mode.
+        requests_admitted: requests that went to all ranks.
+        requests_refused: requests that were answered instead, whatever the reason.
+        requests_repeated: further copies of requests in flight, which were dropped.
+        messages_unreadable: frames that are no message of the engine.
+        requests_held: requests that wait now because input is blocked.
+    """
+
+    receives: int = 0
+    receives_skipped: int = 0
+    requests_admitted: int = 0
+    requests_refused: int = 0
+    requests_repeated: int = 0
+    messages_unreadable: int = 0
+    requests_held: int = 0
+
+    def copy(self) -> IntakeStats:
+        """Return the counts of this moment."""
+        return msgspec.structs.replace(self)
+
+
 class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     """Running totals of one scheduler since it started; each only ever grows, except that ``preemptions_per_s`` are the
     retractions per second of the recent window.
 
     ``latencies`` are the histograms of its requests' times, where it keeps them; ``tiers`` are the counters of its
-    hierarchical cache, where it has one.
+    hierarchical cache, where it has one; ``intake`` are those of its input, where an ``Intake`` takes it.
     """
 
     num_requests_total: int = 0
@@ -597,6 +623,7 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     preemptions_per_s: float = 0.0
     latencies: LatencyTotals | None = None
     tiers: TierStats | None = None
+    intake: IntakeStats | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
@@ -826,25 +853,3 @@ class RelayedInput(msgspec.Struct, frozen=True, gc=False, array_like=True):
     state_digest: int
     input_digest: int
     frames: tuple[bytes, ...] = ()
-
-
-class IntakeStats(msgspec.Struct, gc=False):
-    """Counters of one rank's intake; those of messages are the leading rank's.
-
-    Attributes:
-        receives: times that all ranks met for input.
-        receives_skipped: steps that took no input, by the weight of their forward mode.
-        requests_admitted: requests that went to all ranks.
-        requests_refused: requests that were answered instead, whatever the reason.
-        requests_repeated: further copies of requests in flight, which were dropped.
-        messages_unreadable: frames that are no message of the engine.
-        requests_held: requests that wait now because input is blocked.
-    """
-
-    receives: int = 0
-    receives_skipped: int = 0
-    requests_admitted: int = 0
-    requests_refused: int = 0
-    requests_repeated: int = 0
-    messages_unreadable: int = 0
-    requests_held: int = 0

@@ -75,6 +75,20 @@ ROWS = (
             Panel("Retractions per second", ("num_retracted_requests_total", "preemptions_per_second")),
             Panel("Decode steps, and their tokens, per second", ("decode_steps_total", "decode_step_tokens_total")),
             Panel("Evicted tokens per second", ("evicted_tokens_total",)),
+            Panel(
+                "Requests let in, refused and repeated per second",
+                (
+                    "intake_requests_admitted_total",
+                    "intake_requests_refused_total",
+                    "intake_requests_repeated_total",
+                ),
+            ),
+            Panel(
+                "Receives, and steps without one, per second",
+                ("intake_receives_total", "intake_receives_skipped_total"),
+            ),
+            Panel("Requests that wait for input to be unblocked", ("intake_requests_held",)),
+            Panel("Unreadable messages per second", ("intake_messages_unreadable_total",)),
             Panel("Held back requests", ("num_grammar_queue_reqs", "num_paused_reqs", "num_retracted_reqs")),
             Panel(
                 "Metric reports refused, and pages unread, per second",

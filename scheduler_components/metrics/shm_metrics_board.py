@@ -1,9 +1,9 @@
 """Metrics in shared memory: a scheduler writes its newest report, the serving process of its machine reads it.
 
 All that the metric catalogue reads crosses: labels, load with its optional parts, totals, histograms with their
-bounds, counters of tiers and of the publisher. ``load.dispatched_watermarks`` does not: tickets mean something to
-their dispatchers alone, who read them from a load gauge or a load board. Nor does ``KvMetrics``, which is made of the
-load and has a sink of its own.
+bounds, counters of tiers, of input and of the publisher. ``load.dispatched_watermarks`` does not: tickets mean
+something to their dispatchers alone, who read them from a load gauge or a load board. Nor does ``KvMetrics``, which is
+made of the load and has a sink of its own.
 
 A report is one msgpack array of rows, one row per value struct, without names. Rows of numbers are quicker to make
 than a ``struct`` of the same numbers, and a part that an engine does not have takes one byte. Numbers are written as
@@ -31,6 +31,7 @@ from scheduler_components.values import (
     DecodeMoments,
     DisaggregationLoad,
     HistogramSnapshot,
+    IntakeStats,
     LatencyTotals,
     LoadSnapshot,
     LoraLoad,
@@ -55,7 +56,7 @@ __all__ = [
 
 _STRUCTS = (
     LoadSnapshot, QueueLoad, DisaggregationLoad, LoraLoad, SpeculativeLoad, MemoryLoad, SchedulerTotals, TierStats,
-    LatencyTotals, HistogramSnapshot, PublisherStats, DecodeMoments,
+    LatencyTotals, HistogramSnapshot, PublisherStats, DecodeMoments, IntakeStats,
 )  # fmt: skip
 _NUM_LOAD_FIELDS = LoadSnapshot.__struct_fields__.index("dispatched_watermarks")
 _NUM_COUNTERS = SchedulerTotals.__struct_fields__.index("latencies")
@@ -82,6 +83,10 @@ class _TierRow(TierStats, gc=False, array_like=True):
     pass
 
 
+class _IntakeRow(IntakeStats, gc=False, array_like=True):
+    pass
+
+
 class _HistogramRow(HistogramSnapshot, frozen=True, gc=False, array_like=True):
     pass
 
@@ -101,6 +106,7 @@ class _Report(msgspec.Struct, frozen=True, gc=False, array_like=True):
     load: _LoadRow
     counters: _CounterRow
     tiers: _TierRow | None
+    intake: _IntakeRow | None
     histograms: _HistogramRows | None
     publisher: _PublisherRow
 
@@ -165,10 +171,11 @@ class ReportEncoder:
         return _encode((self._encoded_labels, astuple(stats.load)[:_NUM_LOAD_FIELDS], *totals.rows, *publisher.rows))
 
     def _rows_of_totals(self, totals: SchedulerTotals) -> tuple[msgspec.Raw, ...]:
-        latencies, tiers = totals.latencies, totals.tiers
+        latencies, tiers, intake = totals.latencies, totals.tiers, totals.intake
         return (
             msgspec.Raw(_encode(astuple(totals)[:_NUM_COUNTERS])),
             msgspec.Raw(_encode(None if tiers is None else astuple(tiers))),
+            msgspec.Raw(_encode(None if intake is None else astuple(intake))),
             msgspec.Raw(_encode(None if latencies is None else self._histogram_rows(latencies))),
         )
 
@@ -202,6 +209,7 @@ def decode_report(body: bytes) -> SchedulerStats:
             *report.counters,
             None if report.histograms is None else _latencies_of(report.histograms),
             None if report.tiers is None else TierStats(*astuple(report.tiers)),
+            None if report.intake is None else IntakeStats(*astuple(report.intake)),
         ),
         publisher=PublisherStats(*astuple(report.publisher)),
     )

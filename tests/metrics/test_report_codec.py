@@ -28,6 +28,7 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
+from scheduler_components.intake import IntakeStats
 from scheduler_components.metrics import Histogram, LatencyHistograms, RequestLatencies
 from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID, ReportEncoder, decode_report
 
@@ -49,7 +50,9 @@ def whole_report() -> SchedulerStats:
     latencies = RequestLatencies()
     for at, name in enumerate(latencies.totals().__struct_fields__):
         getattr(latencies.histograms, name).observe(0.01 * at, at + 1)
-    totals = SchedulerTotals(*range(1, 8), 0.125, latencies.totals(), TierStats(*range(1, 16)))
+    totals = SchedulerTotals(
+        *range(1, 8), 0.125, latencies.totals(), TierStats(*range(1, 16)), IntakeStats(*range(1, 8))
+    )
     return SchedulerStats(LABELS, load, totals, PublisherStats(*range(1, 17), 0.5, *range(18, 23)))
 
 

@@ -22,6 +22,7 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
+from scheduler_components.intake import IntakeStats
 from scheduler_components.metrics import RequestLatencies
 
 # Facts that reach a dashboard in another way, each with its reason.
@@ -48,6 +49,7 @@ PARTS = {
     "totals.": SchedulerTotals,
     "totals.latencies.": LatencyTotals,
     "totals.tiers.": TierStats,
+    "totals.intake.": IntakeStats,
     "publisher.": PublisherStats,
 }
 WHOLE = SchedulerStats(
@@ -60,7 +62,7 @@ WHOLE = SchedulerStats(
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
         decode_moments=DecodeMoments(),
     ),
-    totals=SchedulerTotals(tiers=TierStats()),
+    totals=SchedulerTotals(tiers=TierStats(), intake=IntakeStats()),
 )
 
 

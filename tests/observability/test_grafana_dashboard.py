@@ -26,6 +26,7 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
+from scheduler_components.intake import IntakeStats
 from scheduler_components.metrics import RequestLatencies
 from scheduler_components.testing import ListOutputSink
 
@@ -80,7 +81,7 @@ def exposed() -> set[tuple[str, frozenset[str]]]:
             speculative=SpeculativeLoad(2.5, 0.5),
             memory=MemoryLoad(1.0, 2.0, 3.0, 4),
         ),
-        totals=SchedulerTotals(latencies=RequestLatencies().totals(), tiers=TierStats()),
+        totals=SchedulerTotals(latencies=RequestLatencies().totals(), tiers=TierStats(), intake=IntakeStats()),
     )
     PrometheusBoard(registry, board=Board(report))
     found = re.findall(r"^(sglang:\w+)(\{.*\})? ", generate_latest(registry).decode(), re.MULTILINE)

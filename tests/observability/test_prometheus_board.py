@@ -33,6 +33,7 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
+from scheduler_components.intake import IntakeStats
 from scheduler_components.metrics import RequestLatencies, open_shm_metrics_board, open_shm_metrics_sink
 
 NUM_RANKS = 8
@@ -54,6 +55,7 @@ PARTS = {
     "memory": MemoryLoad,
     "decode_moments": DecodeMoments,
     "tiers": TierStats,
+    "intake": IntakeStats,
 }
 
 

@@ -28,6 +28,7 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
+from scheduler_components.intake import IntakeStats
 from scheduler_components.metrics import RequestLatencies
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -79,7 +80,7 @@ def registry_with_all() -> CollectorRegistry:
         speculative=SpeculativeLoad(2.5, 0.5),
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
     )
-    totals = SchedulerTotals(latencies=RequestLatencies().totals(), tiers=TierStats())
+    totals = SchedulerTotals(latencies=RequestLatencies().totals(), tiers=TierStats(), intake=IntakeStats())
     sink = PrometheusSink(registry, model_name='a "model"\\', vllm_names=True, clock=lambda: 5.0)
     for dp_rank in (0, 1):
         labels = ParallelState(dp_rank=dp_rank, dp_size=2).metric_labels

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from scheduler_components import FinishReason, LatencyTotals, SchedulerTotals, TierStats, WorkTotals
+from scheduler_components.intake import IntakeStats
 from scheduler_components.metrics import RateMeter, RequestLatencies, RequestTimeStats
 from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
@@ -42,7 +43,11 @@ class RunningTotals:
     evicted_tokens: int = 0
 
     def totals(
-        self, latencies: LatencyTotals, tiers: TierStats | None, preemptions_per_s: float = 0.0
+        self,
+        latencies: LatencyTotals,
+        tiers: TierStats | None,
+        preemptions_per_s: float = 0.0,
+        intake: IntakeStats | None = None,
     ) -> SchedulerTotals:
         """Return the counters of this moment, with the others beside them."""
         return SchedulerTotals(
@@ -56,6 +61,7 @@ class RunningTotals:
             preemptions_per_s=preemptions_per_s,
             latencies=latencies,
             tiers=tiers,
+            intake=intake,
         )
 
 
@@ -70,6 +76,7 @@ class RequestBook:
         work: what load reports say of work done, and of requests taken in from dispatchers.
         rates: throughput and hit rate over the recent window.
         latencies: histograms of times.
+        intake: what the rank's intake counts.
     """
 
     tiers: CacheTiers
@@ -78,6 +85,7 @@ class RequestBook:
     work: WorkTotals = field(default_factory=WorkTotals)
     rates: RateMeter = field(init=False)
     latencies: RequestLatencies = field(init=False)
+    intake: IntakeStats = field(default_factory=IntakeStats)
 
     def __post_init__(self) -> None:
         self.rates = RateMeter(clock=self.clock)
@@ -126,7 +134,9 @@ class RequestBook:
 
     def totals(self) -> SchedulerTotals:
         """Return the counters and histograms of this moment."""
-        return self.counters.totals(self.latencies.totals(), self.tiers.contents.stats(), self.rates.preemptions_per_s)
+        return self.counters.totals(
+            self.latencies.totals(), self.tiers.contents.stats(), self.rates.preemptions_per_s, self.intake.copy()
+        )
 
 
 def _times(request: Request) -> RequestTimeStats:

@@ -199,7 +199,12 @@ def _open_loop(
             reader=CommandReader(),
             source=ZmqInputSource(socket=commands),
             relay=ZmqLeaderRelay(followers=followers, wait_for=heartbeat.wait),
-            screen=InputScreen(bounds=config.engine.scheduler.input_bounds, ids=scheduler.queues, refusals=refusals),
+            screen=InputScreen(
+                bounds=config.engine.scheduler.input_bounds,
+                ids=scheduler.queues,
+                refusals=refusals,
+                stats=scheduler.book.intake,
+            ),
             skipper=skipper,
         ),
         sleeper=IdleSleeper([commands], [heartbeat.stop.descriptor]),
