@@ -27,6 +27,7 @@ from scheduler_components.values import (
     LoadSnapshot,
     OutputBatch,
     OutputStats,
+    OwnerAction,
     OwnerRecord,
     PageHolding,
     PoolCount,
@@ -236,37 +237,32 @@ NO_HOLDERS: PageHolders = _NoHolders()
 
 
 class OwnerLog(Protocol):
-    """Is told who takes and gives pages: ``OwnerLedger``. Called by whatever hands pages to requests.
+    """Is told who takes and gives pages: ``OwnerLedger``. Called by whatever hands pages to requests."""
 
-    Each call names the pool, the holder, the component that acts, and the pages, which are not changed afterwards.
-    """
-
-    def took(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """A holder has taken free pages."""
+    def watches(self, holder: str) -> bool:
+        """Say whether a request's, session's or copy's pages are noted. Ask once per holder."""
         ...
 
-    def gave(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """A holder has given pages back to the free list."""
-        ...
+    def note(self, action: OwnerAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        """Note what a watched holder does, or is done to it.
 
-    def cached(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """The pages of a holder went to the cache, from its first page on."""
-        ...
-
-    def locked(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """A holder has locked a prefix of cached pages."""
-        ...
-
-    def unlocked(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """A holder has given a lock back."""
+        Args:
+            action: ``took`` from the free list, ``gave`` back to it, ``cached`` its own pages, ``locked`` or
+                ``unlocked`` cached ones.
+            pool: of the pages.
+            holder: whose they are, or were.
+            component: the code that acts, for example ``RequestPages.grow``.
+            pages: must not be changed afterwards: they are kept, not copied.
+        """
         ...
 
 
 class _NoOwnerLog:
-    def took(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        pass
+    def watches(self, holder: str) -> bool:  # noqa: ARG002 - the port's
+        return False
 
-    gave = cached = locked = unlocked = took
+    def note(self, action: OwnerAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        pass
 
 
 NO_OWNER_LOG: OwnerLog = _NoOwnerLog()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ __all__ = [
     "HeldCount",
     "PageHolding",
     "PoolCount",
+    "OwnerAction",
     "OwnerRecord",
     "IntegrityStats",
     "StallReport",
@@ -369,6 +370,10 @@ class PageHolding(msgspec.Struct, frozen=True):
     node: object = None
 
 
+OwnerAction: TypeAlias = Literal["took", "gave", "cached", "locked", "unlocked"]
+"""What can be done with a page, as ledgers note it."""
+
+
 class OwnerRecord(msgspec.Struct, frozen=True):
     """One entry of a ledger of owners: who took or gave which pages, when and where.
 
@@ -385,7 +390,7 @@ class OwnerRecord(msgspec.Struct, frozen=True):
     step: int
     phase: str
     component: str
-    action: Literal["took", "gave", "cached", "locked", "unlocked"]
+    action: OwnerAction
     holder: str
     pool: str
     pages: Sequence[int]

@@ -23,7 +23,15 @@ from scheduler_components.integrity.pool_invariants import (
 )
 from scheduler_components.integrity.stall import StallJudge
 from scheduler_components.integrity.step_progress import IDLE, StepProgress
-from scheduler_components.values import HeldCount, IntegrityStats, OwnerRecord, PageHolding, PoolCount, StallReport
+from scheduler_components.values import (
+    HeldCount,
+    IntegrityStats,
+    OwnerAction,
+    OwnerRecord,
+    PageHolding,
+    PoolCount,
+    StallReport,
+)
 
 if TYPE_CHECKING:
     from scheduler_components.integrity.thread_watchdog import LogStallSink, ThreadWatchdog, open_thread_watchdog
@@ -36,6 +44,7 @@ __all__ = [
     "HeldCount",
     "IntegrityStats",
     "OwnerLedger",
+    "OwnerAction",
     "OwnerRecord",
     "PageHolding",
     "PoolCount",

@@ -6,7 +6,8 @@ costs as much as a short one. Nothing is computed before somebody asks.
 
 It is bounded twice, by entries and by the pages that they name. The oldest entries go first: of a page that has not
 been moved for very long nothing is known then. ``one_in`` watches a part of the requests alone: a leak that repeats
-hits one of them soon, and its trail is whole.
+hits one of them soon, and its trail is whole. Whoever hands out pages asks once per request whether it is watched: at
+one token per page a step has a call per running request, and to ask the ledger each time would cost more than to write.
 """
 
 from __future__ import annotations
@@ -14,15 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from scheduler_components.integrity.step_progress import StepProgress
 from scheduler_components.validators import check_integer
-from scheduler_components.values import OwnerRecord
+from scheduler_components.values import OwnerAction, OwnerRecord
 
 __all__ = ["OwnerLedger"]
-
-_Action = Literal["took", "gave", "cached", "locked", "unlocked"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class OwnerLedger:
     one_in: int = 1
     max_entries: int = 1 << 16
     max_pages: int = 1 << 21
-    _entries: deque[tuple[int, str, str, _Action, str, str, Sequence[int]]] = field(
+    _entries: deque[tuple[int, str, str, OwnerAction, str, str, Sequence[int]]] = field(
         default_factory=deque, init=False, repr=False
     )
     _num_pages: int = field(default=0, init=False)
@@ -56,25 +54,19 @@ class OwnerLedger:
         """Entries."""
         return len(self._entries)
 
-    def took(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """A holder has taken free pages."""
-        self._write("took", pool, holder, component, pages)
+    def watches(self, holder: str) -> bool:
+        """Say whether a holder's pages are noted: the same answer each time."""
+        return self.one_in == 1 or not hash(holder) % self.one_in
 
-    def gave(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """A holder has given pages back to the free list."""
-        self._write("gave", pool, holder, component, pages)
-
-    def cached(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """The pages of a holder went to the cache."""
-        self._write("cached", pool, holder, component, pages)
-
-    def locked(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """A holder has locked a prefix of cached pages."""
-        self._write("locked", pool, holder, component, pages)
-
-    def unlocked(self, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """A holder has given a lock back."""
-        self._write("unlocked", pool, holder, component, pages)
+    def note(self, action: OwnerAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        """Note what a watched holder does; see ``OwnerLog``. Nothing is noted of no pages."""
+        if not pages:
+            return
+        progress, entries = self.progress, self._entries
+        entries.append((progress.step, progress.phase, component, action, holder, pool, pages))
+        self._num_pages += len(pages)
+        if len(entries) > self.max_entries or self._num_pages > self.max_pages:
+            self._forget()
 
     def trail(self, pool: str, pages: Collection[int]) -> list[OwnerRecord]:
         """Return what is known of any of these pages, oldest first. Walks all entries: for reports, not for steps."""
@@ -85,14 +77,7 @@ class OwnerLedger:
             if of_pool == pool and not wanted.isdisjoint(moved)
         ]
 
-    def _write(self, action: _Action, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        # The hash of a text is kept in it, so this is a look and a division.
-        if self.one_in > 1 and hash(holder) % self.one_in:
-            return
-        if not pages:
-            return
-        progress, entries = self.progress, self._entries
-        entries.append((progress.step, progress.phase, component, action, holder, pool, pages))
-        self._num_pages += len(pages)
+    def _forget(self) -> None:
+        entries = self._entries
         while len(entries) > self.max_entries or self._num_pages > self.max_pages:
             self._num_pages -= len(entries.popleft()[-1])

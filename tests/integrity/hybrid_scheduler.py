@@ -34,7 +34,7 @@ SMALL = SchedulerConfig(
     chunk_tokens=8,
     new_token_ratio=0.2,
     min_new_token_ratio=0.0,
-    integrity=IntegrityConfig(checks=STRICT, follows_events=True),
+    integrity=IntegrityConfig(checks=STRICT, owners_one_in=1, follows_events=True),
 )
 
 
@@ -118,32 +118,32 @@ class HybridPages:
     def take_state(self, request: Request, component: str) -> None:
         if request.rid not in self.state_of:
             self.state_of[request.rid] = Held(self.states.take(1))
-            self.owners.took("mamba", request.rid, component, self.state_of[request.rid].pages)
+            self.owners.note("took", "mamba", request.rid, component, self.state_of[request.rid].pages)
 
     def give_state(self, request: Request) -> None:
         held = self.state_of.pop(request.rid, None)
         if held is not None:
             self.states += held.pages
-            self.owners.gave("mamba", request.rid, "HybridPages.give_state", held.pages)
+            self.owners.note("gave", "mamba", request.rid, "HybridPages.give_state", held.pages)
 
     def slide(self, request: Request, num_pages: int) -> None:
         """Take a window page per new page; give back what slid out of the window."""
         taken = self.window.take(num_pages)
         held = self.window_of.setdefault(request.rid, Held())
         held.pages = held.pages + taken
-        self.owners.took("swa", request.rid, "HybridPages.slide", taken)
+        self.owners.note("took", "swa", request.rid, "HybridPages.slide", taken)
         out, held.pages = held.pages[:-WINDOW_PAGES], held.pages[-WINDOW_PAGES:]
         self.give_out(request, out)
 
     def give_out(self, request: Request, pages: list[int]) -> None:
         self.window += pages
-        self.owners.gave("swa", request.rid, "HybridPages.slide", pages)
+        self.owners.note("gave", "swa", request.rid, "HybridPages.slide", pages)
 
     def give_window(self, request: Request) -> None:
         held = self.window_of.pop(request.rid, None)
         if held is not None:
             self.window += held.pages
-            self.owners.gave("swa", request.rid, "HybridPages.give_window", held.pages)
+            self.owners.note("gave", "swa", request.rid, "HybridPages.give_window", held.pages)
 
 
 def hybrid_scheduler(

@@ -54,7 +54,7 @@ class FreesTwice(HybridPages):
         super().release(request)
         if shared and request.state is RequestState.FINISHED:
             self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # a pool without states lets it
-            self.owners.gave("full", request.rid, "FreesTwice.release", shared[-1:])
+            self.owners.note("gave", "full", request.rid, "FreesTwice.release", shared[-1:])
 
 
 class KeepsStateOfRefused(HybridPages):

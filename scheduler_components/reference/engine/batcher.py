@@ -147,7 +147,9 @@ class RequestPages:
         """
         match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
         self.cache.lock(match.node)
-        self.owners.locked(POOL, request.rid, "RequestPages.attach", match.page_array)
+        request.is_watched = self.owners.watches(request.rid)
+        if request.is_watched:
+            self.owners.note("locked", POOL, request.rid, "RequestPages.attach", match.page_array)
         request.node = match.node
         request.pages = list(match.pages)
         request.num_shared_pages = len(match.pages)
@@ -164,7 +166,8 @@ class RequestPages:
         self.totals.evicted_tokens += max(0, num_missing * page_size - self.cache.free_tokens)
         pages = self.cache.allocate(num_missing)
         request.pages += pages
-        self.owners.took(POOL, request.rid, "RequestPages.grow", pages)
+        if request.is_watched:
+            self.owners.note("took", POOL, request.rid, "RequestPages.grow", pages)
         return True
 
     def share(self, request: Request) -> None:
@@ -181,8 +184,9 @@ class RequestPages:
         self.cache.lock(match.node)
         if request.node is not None:
             self.cache.unlock(request.node)
-        self.owners.cached(POOL, request.rid, "RequestPages.share", own[first:])
-        self.owners.locked(POOL, request.rid, "RequestPages.share", match.page_array[first:])
+        if request.is_watched:
+            self.owners.note("cached", POOL, request.rid, "RequestPages.share", own[first:])
+            self.owners.note("locked", POOL, request.rid, "RequestPages.share", match.page_array[first:])
         request.node = match.node
         request.pages[:num_pages] = match.pages
         request.num_shared_pages = num_pages
@@ -192,10 +196,11 @@ class RequestPages:
         self.share(request)
         shared, own = request.pages[: request.num_shared_pages], request.pages[request.num_shared_pages :]
         self.cache.free(own)
-        self.owners.gave(POOL, request.rid, "RequestPages.release", own)
         if request.node is not None:
             self.cache.unlock(request.node)
-            self.owners.unlocked(POOL, request.rid, "RequestPages.release", shared)
+        if request.is_watched:
+            self.owners.note("gave", POOL, request.rid, "RequestPages.release", own)
+            self.owners.note("unlocked", POOL, request.rid, "RequestPages.release", shared)
         request.num_cached_tokens = request.num_shared_pages * self.cache.page_size
         request.node = None
         request.pages = []

@@ -71,7 +71,8 @@ class IntegrityConfig:
 
     Attributes:
         checks: how often to look at the pools, and what to do about what is found.
-        owners_one_in: requests of which one is watched by the ledger of owners; 0 keeps no ledger.
+        owners_one_in: requests of which one is watched by the ledger of owners; 0 keeps no ledger. One of four costs a
+            step less than a microsecond, and a leak that repeats soon hits one of them.
         follows_events: also compare what the events add up to with the cache; costs 60 bytes per cached block.
         stall_after_s: time in one phase of a step from which on a rank is told to be stuck; 0 for no watchdog. None for
             8 s, before the front calls the rank silent; with a slow device, as much longer.
@@ -81,7 +82,7 @@ class IntegrityConfig:
     """
 
     checks: CheckPolicy = attrs.field(factory=CheckPolicy)
-    owners_one_in: int = attrs.field(default=1, validator=is_integer("is not a share", at_least=0))
+    owners_one_in: int = attrs.field(default=4, validator=is_integer("is not a share", at_least=0))
     follows_events: bool = False
     stall_after_s: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(is_number(or_zero=True))

@@ -36,10 +36,7 @@ class RequestHolders:
     queues: RequestQueues
 
     def count_held(self) -> HeldCount:
-        num_pages = 0
-        for request in self.queues.running:
-            num_pages += len(request.pages) - request.num_shared_pages
-        return HeldCount(num_pages)
+        return HeldCount(sum([len(request.pages) - request.num_shared_pages for request in self.queues.running]))
 
     def holdings(self) -> Iterator[PageHolding]:
         for request in self.queues:
@@ -61,7 +58,7 @@ class RequestSlots:
 
     def count(self) -> PoolCount:
         size, running = self.queues.max_running_requests, self.queues.running
-        held = sum(request.state is RequestState.RUNNING for request in running)
+        held = [request.state for request in running].count(RequestState.RUNNING)
         return PoolCount(self.name, size, size - len(running), uncached=held)
 
     def free_pages(self) -> Sequence[int]:

@@ -76,6 +76,7 @@ class Request:
         num_cached_tokens: of ``token_ids``, how many the cache covered when last asked.
         num_cached_prompt_tokens: the same at the first admission: what the client is told.
         num_retractions: how often the request lost its pages to others.
+        is_watched: the ledger of owners notes its pages; no decision looks at it.
         times: kept by the scheduler from submission on; no decision looks at them.
 
     Raises:
@@ -99,6 +100,7 @@ class Request:
         "num_cached_tokens",
         "num_cached_prompt_tokens",
         "num_retractions",
+        "is_watched",
         "times",
     )
 
@@ -121,6 +123,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_retractions = 0
+        self.is_watched = False
         self.times: RequestTimeStats | None = None
 
     @property
