@@ -14,6 +14,7 @@ from scheduler_components.cache import PagePool
 from scheduler_components.integrity import CheckPolicy, OwnerLedger, PoolInvariantChecker, RadixCachePool, SlotPool
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine import (
+    CacheTiers,
     IntegrityConfig,
     Request,
     RequestPages,
@@ -147,11 +148,11 @@ class HybridPages:
 
 
 def hybrid_scheduler(
-    pages_class: type[HybridPages] = HybridPages, config: SchedulerConfig = SMALL
+    pages_class: type[HybridPages] = HybridPages, config: SchedulerConfig = SMALL, tiers: CacheTiers | None = None
 ) -> tuple[Scheduler, HybridPages]:
     """A reference scheduler over three pools of pages and one of slots, all of them checked after every step."""
     device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
-    scheduler = Scheduler.compose(config, ParallelState.trivial(), device)
+    scheduler = Scheduler.compose(config, ParallelState.trivial(), device, tiers=tiers)
     pages = pages_class(scheduler.batcher.pages, scheduler)
     scheduler.batcher.pages = scheduler.results.kv = pages  # type: ignore[assignment]
     checker, queues = scheduler.guard.checker, scheduler.queues
