@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scheduler_components import ParallelState
-from scheduler_components.cache import PagePool
+from scheduler_components.cache import PagePool, PrefixNamespace
 from scheduler_components.integrity import CheckPolicy, OwnerLedger, PoolInvariantChecker, RadixCachePool, SlotPool
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine import (
@@ -88,6 +88,14 @@ class HybridPages:
     @property
     def available_pages(self) -> int:
         return self.base.available_pages
+
+    @property
+    def namespace(self) -> PrefixNamespace:
+        return self.base.namespace
+
+    @namespace.setter
+    def namespace(self, namespace: PrefixNamespace) -> None:
+        self.base.namespace = namespace
 
     def look_up(self, request: Request) -> int:
         num_tokens = self.base.look_up(request)

@@ -135,7 +135,12 @@ class SoundSchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.scheduler.flush_cache()
+        if not self.scheduler.has_work:
+            self.scheduler.clear_cache()
+
+    @rule()
+    def retract_all(self) -> None:
+        type(self).num_retractions += self.scheduler.retract_all()
 
     @invariant()
     def every_page_is_in_one_place_between_steps_too(self) -> None:
