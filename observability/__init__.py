@@ -23,11 +23,13 @@ if TYPE_CHECKING:
         RELAY_CATALOG,
         SECTIONS,
         SGLANG_PREFIX,
+        STATES,
         STREAM_CATALOG,
         STREAM_STATE,
         InfoMetric,
         Metric,
         Section,
+        StateMetric,
         render_markdown,
         render_stream_markdown,
     )
@@ -135,10 +137,12 @@ __all__ = [
     "InfoMetric",
     "Metric",
     "Section",
+    "StateMetric",
     "SECTIONS",
     "CATALOG",
     "HISTOGRAMS",
     "INFOS",
+    "STATES",
     "OUTPUT_METRICS",
     "EVERY_METRIC",
     "STREAM_CATALOG",
@@ -155,7 +159,8 @@ __getattr__ = lazy_names(
     {
         "observability.catalog": (
             "CATALOG EVERY_METRIC HISTOGRAMS INFOS LOG_CATALOG OUTPUT_METRICS RELAY_CATALOG SECTIONS SGLANG_PREFIX "
-            "STREAM_CATALOG STREAM_STATE InfoMetric Metric Section render_markdown render_stream_markdown"
+            "STATES STREAM_CATALOG STREAM_STATE InfoMetric Metric Section StateMetric render_markdown "
+            "render_stream_markdown"
         ),
         "observability.conformance": "ConformanceReport RuleResult StreamReport examine_conformance",
         "observability.conformance_files": "badge_json junit_xml",

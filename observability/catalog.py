@@ -28,6 +28,8 @@ __all__ = [
     "RANKS_REFUSED",
     "PAGES_UNREAD",
     "INFOS",
+    "STATES",
+    "StateMetric",
     "EVERY_METRIC",
     "STREAM_STATE",
     "LOG_CATALOG",
@@ -131,6 +133,29 @@ class InfoMetric:
         assert isinstance(value, int | float), f"{self.path} is {value!r}"
         texts = {label: ",".join(each) if isinstance(each, tuple) else str(each) for label, each in found.items()}
         return texts, value
+
+
+@attrs.frozen(kw_only=True)
+class StateMetric:
+    """A gauge with one sample per state, 1 for those that hold; under vLLM's name too.
+
+    Attributes:
+        name: without prefix.
+        help: one sentence for a person.
+        label: has the state's name.
+        flags: each state and the field that says whether it holds.
+    """
+
+    name: str
+    help: str
+    label: str
+    flags: tuple[tuple[str, str], ...]
+
+    def read(self, stats: SchedulerStats) -> dict[str, float] | None:
+        """Return the value of each state; None where the engine has no such part."""
+        found = {state: _find(stats, path) for state, path in self.flags}
+        values = {state: float(value) for state, value in found.items() if isinstance(value, int | float)}
+        return values or None
 
 
 ReadFrom = Literal["step", "outputs", "collector", "stream", "relay", "log"]
@@ -391,6 +416,20 @@ SECTIONS: tuple[Section, ...] = (
         gauge("kv_events_open_bind_without_auth", "flag", "publisher.open_bind_without_auth",
             "1 when the stream listens beyond loopback without authentication."),
     )),
+    Section("Rest", "step", (
+        gauge("engine_paused", "flag", "totals.quiesce.is_paused",
+            "1 while nothing is computed until the engine is told to continue."),
+        counter("engine_pauses_total", "pauses", "totals.quiesce.num_pauses",
+            "Pauses."),
+        counter("cache_flushes_total", "flushes", "totals.quiesce.num_flushes",
+            "Flushes of the cache that were carried out."),
+        counter("weight_updates_total", "updates", "totals.quiesce.num_weight_updates",
+            "Weight updates that ended with new weights."),
+        counter("weight_rollbacks_total", "updates", "totals.quiesce.num_weight_rollbacks",
+            "Weight updates that ended with the old weights."),
+        counter("engine_orders_refused_total", "orders", "totals.quiesce.num_orders_refused",
+            "Orders that were not carried out: because of the state, the deadline, or what a rank could not do."),
+    )),
     Section("Latencies", "step", (
         histogram("time_to_first_token_seconds", "totals.latencies.time_to_first_token",
             "From the first queueing to the first token.", "time_to_first_token_seconds"),
@@ -551,8 +590,24 @@ INFOS = (
         ),
     ),
 )
-# fmt: on
 """What the model-server contract of Kubernetes' gateway reads beside requests and tokens (``SchedulerStats`` too)."""
+
+STATES = (
+    StateMetric(
+        name="engine_sleep_state",
+        help="awake is 1 while all memory is held; weights_offloaded is 1 while the weights are on the host; "
+        "discard_all is 1 while they are nowhere.",
+        label="sleep_state",
+        flags=(
+            ("awake", "totals.quiesce.is_awake"),
+            ("weights_offloaded", "totals.quiesce.has_weights_offloaded"),
+            ("discard_all", "totals.quiesce.has_discarded_all"),
+        ),
+    ),
+)
+"""States of an engine, as vLLM tells them (``SchedulerStats`` too)."""
+
+# fmt: on
 
 EVERY_METRIC = (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, *_read_from("collector"))
 """What a scheduler's processes expose and the dashboard may draw: all but the metrics of followed streams."""
@@ -589,6 +644,12 @@ def render_markdown() -> str:
         labels = ", ".join(f"`{label}`" for label, _ in info.labels)
         name = f"`{VLLM_PREFIX}{info.name}`"
         lines.append(f"| `{SGLANG_PREFIX}{info.name}` | gauge | {labels} | {info.help} | {name} |")
+    lines += ["", "## States", ""]
+    lines += ["| Metric | Kind | Label and its values | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
+    for state in STATES:
+        values = f"`{state.label}`: " + ", ".join(f"`{each}`" for each, _ in state.flags)
+        name = f"`{VLLM_PREFIX}{state.name}`"
+        lines.append(f"| `{SGLANG_PREFIX}{state.name}` | gauge | {values} | {state.help} | {name} |")
     return "\n".join(lines[1:]) + "\n"
 
 

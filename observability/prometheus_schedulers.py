@@ -31,9 +31,11 @@ from observability.catalog import (
     PAGES_UNREAD,
     RANKS_REFUSED,
     SGLANG_PREFIX,
+    STATES,
     VLLM_PREFIX,
     InfoMetric,
     Metric,
+    StateMetric,
 )
 from observability.prometheus_page import PageLabels
 from scheduler_components import ConfigError, HistogramSnapshot, OutputStats, ParallelState, SchedulerStats
@@ -139,7 +141,7 @@ class ReportFamilies:
         for metric in self._every:
             for name in self._names[metric.name]:
                 yield new_family(metric, name)
-        for info in INFOS:
+        for info in (*INFOS, *STATES):
             for prefix in self._info_prefixes:
                 yield GaugeMetricFamily(prefix + info.name, info.help)
 
@@ -157,6 +159,8 @@ class ReportFamilies:
         )
         for info in INFOS:
             yield from self._info_families(info, reports)
+        for state in STATES:
+            yield from self._state_families(state, reports)
         for metric, count in counts.items():
             yield from self._families(metric, [(self._model_label, count)])
 
@@ -184,6 +188,16 @@ class ReportFamilies:
             for labels, told in read:
                 if told is not None:
                     family.add_sample(family.name, labels | told[0], told[1])
+            if family.samples:
+                yield family
+
+    def _state_families(self, state: StateMetric, reports: list[_Report]) -> Iterator[MetricFamily]:
+        read = [(labels.plain, state.read(stats)) for labels, stats in reports]
+        for prefix in self._info_prefixes:
+            family = GaugeMetricFamily(prefix + state.name, state.help)
+            for labels, values in read:
+                for value, flag in (values or {}).items():
+                    family.add_sample(family.name, labels | {state.label: value}, flag)
             if family.samples:
                 yield family
 

@@ -615,7 +615,8 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     retractions per second of the recent window.
 
     ``latencies`` are the histograms of its requests' times, where it keeps them; ``tiers`` are the counters of its
-    hierarchical cache, where it has one; ``intake`` are those of its input, where an ``Intake`` takes it.
+    hierarchical cache, where it has one; ``intake`` are those of its input, where an ``Intake`` takes it;
+    ``quiesce`` is what it was ordered, where it takes orders.
     """
 
     num_requests_total: int = 0
@@ -629,6 +630,7 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     latencies: LatencyTotals | None = None
     tiers: TierStats | None = None
     intake: IntakeStats | None = None
+    quiesce: QuiesceStats | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):

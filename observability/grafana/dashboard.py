@@ -97,6 +97,15 @@ ROWS = (
         ),
     ),
     Row(
+        "Rest",
+        (
+            Panel("Paused", ("engine_paused",)),
+            Panel("Pauses and flushes per second", ("engine_pauses_total", "cache_flushes_total")),
+            Panel("Weight updates per second", ("weight_updates_total", "weight_rollbacks_total")),
+            Panel("Orders refused per second", ("engine_orders_refused_total",)),
+        ),
+    ),
+    Row(
         "Hierarchical cache",
         (
             Panel(

@@ -38,6 +38,7 @@ from scheduler_components.values import (
     MemoryLoad,
     PublisherStats,
     QueueLoad,
+    QuiesceStats,
     SchedulerStats,
     SchedulerTotals,
     SpeculativeLoad,
@@ -56,7 +57,7 @@ __all__ = [
 
 _STRUCTS = (
     LoadSnapshot, QueueLoad, DisaggregationLoad, LoraLoad, SpeculativeLoad, MemoryLoad, SchedulerTotals, TierStats,
-    LatencyTotals, HistogramSnapshot, PublisherStats, DecodeMoments, IntakeStats,
+    LatencyTotals, HistogramSnapshot, PublisherStats, DecodeMoments, IntakeStats, QuiesceStats,
 )  # fmt: skip
 _NUM_LOAD_FIELDS = LoadSnapshot.__struct_fields__.index("dispatched_watermarks")
 _NUM_COUNTERS = SchedulerTotals.__struct_fields__.index("latencies")
@@ -87,6 +88,10 @@ class _IntakeRow(IntakeStats, gc=False, array_like=True):
     pass
 
 
+class _QuiesceRow(QuiesceStats, frozen=True, gc=False, array_like=True):
+    pass
+
+
 class _HistogramRow(HistogramSnapshot, frozen=True, gc=False, array_like=True):
     pass
 
@@ -107,6 +112,7 @@ class _Report(msgspec.Struct, frozen=True, gc=False, array_like=True):
     counters: _CounterRow
     tiers: _TierRow | None
     intake: _IntakeRow | None
+    quiesce: _QuiesceRow | None
     histograms: _HistogramRows | None
     publisher: _PublisherRow
 
@@ -171,11 +177,12 @@ class ReportEncoder:
         return _encode((self._encoded_labels, astuple(stats.load)[:_NUM_LOAD_FIELDS], *totals.rows, *publisher.rows))
 
     def _rows_of_totals(self, totals: SchedulerTotals) -> tuple[msgspec.Raw, ...]:
-        latencies, tiers, intake = totals.latencies, totals.tiers, totals.intake
+        latencies, tiers, intake, quiesce = totals.latencies, totals.tiers, totals.intake, totals.quiesce
         return (
             msgspec.Raw(_encode(astuple(totals)[:_NUM_COUNTERS])),
             msgspec.Raw(_encode(None if tiers is None else astuple(tiers))),
             msgspec.Raw(_encode(None if intake is None else astuple(intake))),
+            msgspec.Raw(_encode(None if quiesce is None else astuple(quiesce))),
             msgspec.Raw(_encode(None if latencies is None else self._histogram_rows(latencies))),
         )
 
@@ -210,6 +217,7 @@ def decode_report(body: bytes) -> SchedulerStats:
             None if report.histograms is None else _latencies_of(report.histograms),
             None if report.tiers is None else TierStats(*astuple(report.tiers)),
             None if report.intake is None else IntakeStats(*astuple(report.intake)),
+            None if report.quiesce is None else QuiesceStats(*astuple(report.quiesce)),
         ),
         publisher=PublisherStats(*astuple(report.publisher)),
     )

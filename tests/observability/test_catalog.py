@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 
-from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, INFOS, OUTPUT_METRICS, Metric, render_markdown
+from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, INFOS, OUTPUT_METRICS, STATES, Metric, render_markdown
 from scheduler_components import (
     DecodeMoments,
     DisaggregationLoad,
@@ -17,6 +17,7 @@ from scheduler_components import (
     MemoryLoad,
     PublisherStats,
     QueueLoad,
+    QuiesceStats,
     SchedulerStats,
     SchedulerTotals,
     SpeculativeLoad,
@@ -34,6 +35,9 @@ NOT_EXPORTED = {
     "load.memory.token_capacity": "max_total_num_tokens says it",
     "load.lora.running_adapters": "a label of lora_requests_info",
     "load.lora.waiting_adapters": "a label of lora_requests_info",
+    "totals.quiesce.is_awake": "a sample of engine_sleep_state",
+    "totals.quiesce.has_weights_offloaded": "a sample of engine_sleep_state",
+    "totals.quiesce.has_discarded_all": "a sample of engine_sleep_state",
     "load.disaggregation.mode": "not a number; /v1/loads says it",
     "load.disaggregation.waiting_reqs": "in num_queue_reqs",
     "load.disaggregation.pending_tokens": "in num_pending_tokens",
@@ -50,6 +54,7 @@ PARTS = {
     "totals.latencies.": LatencyTotals,
     "totals.tiers.": TierStats,
     "totals.intake.": IntakeStats,
+    "totals.quiesce.": QuiesceStats,
     "publisher.": PublisherStats,
 }
 WHOLE = SchedulerStats(
@@ -62,7 +67,7 @@ WHOLE = SchedulerStats(
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
         decode_moments=DecodeMoments(),
     ),
-    totals=SchedulerTotals(tiers=TierStats(), intake=IntakeStats()),
+    totals=SchedulerTotals(tiers=TierStats(), intake=IntakeStats(), quiesce=QuiesceStats()),
 )
 
 
@@ -85,7 +90,7 @@ def test_names_and_words_follow_the_habits(metric: Metric) -> None:
 
 
 def test_names_are_unique() -> None:
-    names = [metric.name for metric in (*EVERY_METRIC, *INFOS)]
+    names = [metric.name for metric in (*EVERY_METRIC, *INFOS, *STATES)]
     vllm_names = [name for metric in EVERY_METRIC for name in metric.vllm_names]
     assert len(set(names)) == len(names)
     assert len(set(vllm_names)) == len(vllm_names)
@@ -126,7 +131,7 @@ def test_the_names_of_latencies_are_those_of_the_peers() -> None:
 def test_the_tables_for_the_documentation_have_one_row_per_metric() -> None:
     lines = render_markdown().splitlines()
     named = [match[1] for line in lines if (match := re.match(r"\| `sglang:(\w+)` \|", line))]
-    assert sorted(named) == sorted(metric.name for metric in (*EVERY_METRIC, *INFOS))
+    assert sorted(named) == sorted(metric.name for metric in (*EVERY_METRIC, *INFOS, *STATES))
     assert "| `sglang:num_running_reqs` | gauge | requests | Running requests. | `vllm:num_requests_running` |" in lines
 
 

@@ -21,6 +21,7 @@ from scheduler_components import (
     OutputStreamer,
     ParallelState,
     QueueLoad,
+    QuiesceStats,
     SchedulerStats,
     SchedulerTotals,
     SpeculativeLoad,
@@ -81,7 +82,9 @@ def exposed() -> set[tuple[str, frozenset[str]]]:
             speculative=SpeculativeLoad(2.5, 0.5),
             memory=MemoryLoad(1.0, 2.0, 3.0, 4),
         ),
-        totals=SchedulerTotals(latencies=RequestLatencies().totals(), tiers=TierStats(), intake=IntakeStats()),
+        totals=SchedulerTotals(
+            latencies=RequestLatencies().totals(), tiers=TierStats(), intake=IntakeStats(), quiesce=QuiesceStats()
+        ),
     )
     PrometheusBoard(registry, board=Board(report))
     found = re.findall(r"^(sglang:\w+)(\{.*\})? ", generate_latest(registry).decode(), re.MULTILINE)

@@ -28,6 +28,7 @@ from scheduler_components import (
     ParallelState,
     PublisherStats,
     QueueLoad,
+    QuiesceStats,
     SchedulerStats,
     SchedulerTotals,
     SpeculativeLoad,
@@ -56,6 +57,7 @@ PARTS = {
     "decode_moments": DecodeMoments,
     "tiers": TierStats,
     "intake": IntakeStats,
+    "quiesce": QuiesceStats,
 }
 
 

@@ -23,6 +23,7 @@ from scheduler_components import (
     MemoryLoad,
     ParallelState,
     QueueLoad,
+    QuiesceStats,
     SchedulerStats,
     SchedulerTotals,
     SpeculativeLoad,
@@ -80,7 +81,9 @@ def registry_with_all() -> CollectorRegistry:
         speculative=SpeculativeLoad(2.5, 0.5),
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
     )
-    totals = SchedulerTotals(latencies=RequestLatencies().totals(), tiers=TierStats(), intake=IntakeStats())
+    totals = SchedulerTotals(
+        latencies=RequestLatencies().totals(), tiers=TierStats(), intake=IntakeStats(), quiesce=QuiesceStats()
+    )
     sink = PrometheusSink(registry, model_name='a "model"\\', vllm_names=True, clock=lambda: 5.0)
     for dp_rank in (0, 1):
         labels = ParallelState(dp_rank=dp_rank, dp_size=2).metric_labels

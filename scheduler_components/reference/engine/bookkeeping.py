@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import msgspec
+
 from scheduler_components import FinishReason, LatencyTotals, SchedulerTotals, TierStats, WorkTotals
 from scheduler_components.intake import IntakeStats
 from scheduler_components.metrics import RateMeter, RequestLatencies, RequestTimeStats
+from scheduler_components.ports import NO_QUIESCE_STATS, QuiesceStatsSource
 from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.request import Request
@@ -77,12 +80,14 @@ class RequestBook:
         rates: throughput and hit rate over the recent window.
         latencies: histograms of times.
         intake: what the rank's intake counts.
+        quiesce: what was ordered.
     """
 
     tiers: CacheTiers
     clock: Callable[[], float] = time.monotonic
     counters: RunningTotals = field(default_factory=RunningTotals)
     work: WorkTotals = field(default_factory=WorkTotals)
+    quiesce: QuiesceStatsSource = NO_QUIESCE_STATS
     rates: RateMeter = field(init=False)
     latencies: RequestLatencies = field(init=False)
     intake: IntakeStats = field(default_factory=IntakeStats)
@@ -134,9 +139,10 @@ class RequestBook:
 
     def totals(self) -> SchedulerTotals:
         """Return the counters and histograms of this moment."""
-        return self.counters.totals(
+        totals = self.counters.totals(
             self.latencies.totals(), self.tiers.contents.stats(), self.rates.preemptions_per_s, self.intake.copy()
         )
+        return msgspec.structs.replace(totals, quiesce=self.quiesce.stats())
 
 
 def _times(request: Request) -> RequestTimeStats:

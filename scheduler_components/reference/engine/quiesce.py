@@ -31,7 +31,9 @@ class SchedulerAtRest:
         return self.scheduler.tiers.contents.num_operations
 
     def abort_all(self) -> int:
-        return sum(self.scheduler.abort(rid) for rid in [request.rid for request in self.scheduler.queues])
+        num_aborted = sum(self.scheduler.abort(rid) for rid in [request.rid for request in self.scheduler.queues])
+        self.scheduler.kv_events.flush()  # what they had computed stays in the cache
+        return num_aborted
 
     def retract_all(self) -> int:
         return self.scheduler.retract_all()

@@ -215,7 +215,8 @@ class Scheduler:
         sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
         tiers = tiers or DeviceTier(cache=_device_cache(config, parallel))
         queues = RequestQueues(max_running_requests=config.max_running_requests)
-        book = RequestBook(tiers=tiers, clock=clocks.monotonic)
+        quiesce = quiesce or QuiesceState()
+        book = RequestBook(tiers=tiers, clock=clocks.monotonic, quiesce=quiesce)
         guard = PoolGuard.over(config.integrity, parallel, tiers.cache, queues)
         pages = RequestPages(cache=tiers.cache, totals=book.counters, owners=guard.owners)
         load = LoadInquirer(
@@ -237,9 +238,7 @@ class Scheduler:
         output = OutputStreamer(sink=sinks.outputs)
         return cls(
             device=device,
-            batcher=Batcher(
-                config=config, queues=queues, pages=pages, book=book, tiers=tiers, gate=quiesce or QuiesceState()
-            ),
+            batcher=Batcher(config=config, queues=queues, pages=pages, book=book, tiers=tiers, gate=quiesce),
             results=BatchResultProcessor(
                 kv=pages,
                 requests=queues,
@@ -403,6 +402,7 @@ class Scheduler:
         """Let every running request wait again, its output kept; returns how many there were."""
         num_retracted = self.batcher.retract_all()
         self._decisions.add(num_retracted, self.cache.used_tokens)
+        self.kv_events.flush()
         return num_retracted
 
     def clear_cache(self, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:

@@ -121,7 +121,7 @@ def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[
 
 
 def counters(rank: Rank) -> SchedulerTotals:
-    """All totals but the times, which each rank takes by its own clock."""
+    """All totals but times and rates, which each rank takes by its own clock."""
     return msgspec.structs.replace(rank.scheduler.book.totals(), latencies=None, preemptions_per_s=0.0)
 
 

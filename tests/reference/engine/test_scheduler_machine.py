@@ -185,8 +185,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             ratio = self.scheduler.batcher.new_token_ratio.current
             assert self.config.min_new_token_ratio <= ratio <= 1.0
             highest = ratio_before if was_running else self.config.new_token_ratio
-            assert result.num_retracted or ratio <= highest
             may_move = self.scheduler.batcher.gate.admits
+            assert result.num_retracted or not may_move or ratio <= highest
             assert oldest is None or not may_move or progress(oldest) > before or oldest.state is RequestState.FINISHED
             assert self.view.blocks == set(self.scheduler.cache.block_hashes())
 
@@ -207,6 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.num_put_back += answer.num_requests
         if isinstance(order, PauseGeneration) and not answer.problem and order.mode is not PauseMode.IN_PLACE:
             assert not self.scheduler.queues.running
+        self.read(self.scheduler.step())
         assert self.view.blocks == set(self.scheduler.cache.block_hashes())
 
     def read(self, result: StepResult) -> None:
