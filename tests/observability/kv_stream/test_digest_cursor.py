@@ -461,3 +461,154 @@ def test_a_publisher_that_was_given_up_is_asked_nothing_more_until_it_is_back() 
     assert cursor.connected() == (AskReplay(3, 0, Verb.SYNC, NO_EPOCH),)
     assert take_snapshot(cursor, at(NEW, 2)) == (SwapInStaged(),)
     assert cursor.state is StreamState.LIVE
+
+
+def test_each_batch_counts_once_in_its_column() -> None:
+    cursor = opened()
+    for seq in (3, 4):
+        cursor.live(seq, payload(seq))
+    assert (cursor.counters.applied, cursor.counters.recovered) == (2, 0)
+    for repeat in (1, 2):
+        held = cursor.last_seq
+        assert cursor.live(held + 3, b"beyond a gap") == (AskReplay(repeat + 1, held + 1, Verb.SYNC, OLD),)
+        meta(cursor, Kind.BEGIN, at(OLD, held + 1))
+        for seq in (held + 1, held + 2, held + 3, held + 3):
+            cursor.answered(repeat + 1, seq, payload(seq))
+        assert cursor.answered(1, 0, b"of the first answer") == ()
+        meta(cursor, Kind.END, at(OLD, held + 4))
+        assert cursor.answered(repeat + 1, held + 4, b"after the end") == ()
+        late = Meta(token_of(1), OLD, 0, held + 4, Kind.STATUS, False, held + 4, at(OLD, held + 4).chain)
+        assert cursor.answer_meta(repeat + 1, late) == ()
+    counters = cursor.counters
+    assert (counters.applied, counters.recovered, counters.duplicates, counters.gaps) == (8, 6, 2, 2)
+    assert (counters.stale_answers, counters.asks, counters.cut, counters.losses) == (6, 3, 0, 0)
+    assert cursor.state is StreamState.LIVE
+
+
+def test_batches_after_the_base_are_staged_as_batches() -> None:
+    cursor = StreamCursor(has_replay=True)
+    assert cursor.live(7, payload(7)) == (AskReplay(1, 0, Verb.SYNC, NO_EPOCH),)  # it tells that the stream is up
+    meta(cursor, Kind.BEGIN, at(OLD, 3), snap=True)
+    assert cursor.answered(1, 0, b"chunk") == (ApplyStaged(2, b"chunk", True),)
+    meta(cursor, Kind.BEGIN, at(OLD, 3), chunks=1)
+    assert cursor.answered(1, 3, payload(3)) == (ApplyStaged(3, payload(3), False),)
+    assert meta(cursor, Kind.END, at(OLD, 4)) == (SwapInStaged(), AskReplay(2, 4, Verb.SYNC, OLD))
+
+
+def test_a_snapshot_that_is_not_where_its_chunks_lead_is_cut_and_not_held_against_the_view() -> None:
+    cursor = opened()
+    for cut in (1, 2):
+        cursor.live(9, b"beyond a gap") if cut == 1 else cursor.retry()
+        meta(cursor, Kind.BEGIN, at(NEW, 5), snap=True)
+        assert meta(cursor, Kind.BEGIN, at(OLD, 5)) == (DropStaging(), RetryLater(cut))
+        assert (cursor.counters.cut, cursor.counters.splices) == (cut, 0)
+
+
+def test_what_could_not_be_read_of_a_snapshot_is_asked_for_when_it_is_folded() -> None:
+    cursor = StreamCursor(has_replay=True)
+    cursor.connected()
+    meta(cursor, Kind.BEGIN, at(OLD, 3), snap=True)
+    cursor.answered(1, 0, b"chunk")
+    cursor.damaged()
+    meta(cursor, Kind.BEGIN, at(OLD, 3), chunks=1)
+    assert meta(cursor, Kind.END, at(OLD, 3)) == (SwapInStaged(),)
+    assert cursor.state is StreamState.PARTIAL
+    cursor.live(3, payload(3))
+    cursor.probe()
+    assert meta(cursor, Kind.STATUS, at(OLD, 4), first=3) == ()
+    assert cursor.state is StreamState.PARTIAL
+    cursor.probe()
+    assert meta(cursor, Kind.STATUS, at(OLD, 4), first=4) == (AskReplay(4, 4, Verb.SNAPSHOT, OLD),)
+
+
+def test_a_relays_doubt_is_heard_also_where_its_window_has_passed_the_place() -> None:
+    for upstream, state in ((None, StreamState.LIVE), ("connecting", StreamState.PARTIAL)):
+        cursor = opened()
+        cursor.probe()
+        cursor.live(3, payload(3))
+        assert meta(cursor, Kind.STATUS, at(OLD, 4), upstream=upstream) == ()  # the next probe tells of the place
+        assert cursor.state is state
+
+
+@pytest.mark.parametrize(("gap_seen", "asks_again"), [(4, True), (5, False)])
+def test_a_gap_is_the_publishers_where_it_is_below_its_next_number(gap_seen: int, asks_again: bool) -> None:
+    cursor = opened()
+    cursor.live(900, b"stray")
+    meta(cursor, Kind.BEGIN, at(OLD, 3))
+    meta(cursor, Kind.END, at(OLD, 3))
+    assert cursor.live(gap_seen, b"beyond a gap") == (AskReplay(3, 3, Verb.STATUS, OLD),)
+    cursor.live(3, payload(3))
+    again = (AskReplay(4, 4, Verb.SYNC, OLD),) if asks_again else ()
+    assert meta(cursor, Kind.STATUS, at(OLD, 3), next=5) == again
+
+
+def test_a_stray_at_the_publishers_next_number_is_a_stray() -> None:
+    cursor = opened()
+    cursor.live(4, b"of another life")
+    meta(cursor, Kind.BEGIN, at(OLD, 3))
+    cursor.answered(2, 3, payload(3))
+    meta(cursor, Kind.END, at(OLD, 4))
+    assert cursor.live(6, b"of another life") == (AskReplay(3, 4, Verb.STATUS, OLD),)
+    assert cursor.state is StreamState.LIVE
+
+
+def taken_for_plain(*, patience: int = 3) -> StreamCursor:
+    """LIVE by the plain rules with batch 0; the next probe of the connection asks for the extension."""
+    cursor = StreamCursor(has_replay=True, patience=patience)
+    cursor.connected()
+    cursor.answer_ended(1)
+    cursor.answered(2, 0, b"0")
+    cursor.answer_ended(2)
+    cursor.disconnected()
+    cursor.connected()
+    cursor.answered(3, 0, b"0")
+    cursor.answer_ended(3)
+    return cursor
+
+
+def test_the_plain_rules_share_the_patience_and_the_credit() -> None:
+    cursor = taken_for_plain(patience=1)
+    cursor.credit.left = 0
+    assert cursor.live(2, b"2") == ()
+    assert (cursor.state, cursor.open_ask) == (StreamState.RECOVERING, None)
+    cursor.credit.left = 1
+    assert cursor.may_ask() == (AskReplay(4, 0),)
+    assert cursor.answer_missing(4) == (Clear("the replay channel does not answer"), RetryLater(1))
+    assert cursor.state is StreamState.PARTIAL
+
+
+def test_a_plain_stream_hears_the_extension_in_the_answer_to_its_probe_alone() -> None:
+    cursor = taken_for_plain()
+    here = at(OLD, 1)
+    told = Meta(token_of(4), OLD, 0, 1, Kind.STATUS, False, 1, here.chain)
+    assert cursor.answer_meta(3, told) == cursor.answer_meta(4, told) == ()
+    assert cursor.probe() == (AskReplay(4, 0, Verb.STATUS),)
+    assert cursor.answer_meta(3, told) == ()
+    assert (cursor.counters.stale_answers, cursor.is_extended) == (3, False)
+    assert cursor.answer_meta(4, told) == (AskReplay(5, 0, Verb.SYNC, NO_EPOCH),)
+
+
+def test_who_has_shown_the_extension_is_asked_for_it_at_every_probe() -> None:
+    cursor = opened()
+    cursor.disconnected()
+    cursor.connected()
+    for ask in (2, 3, 4):
+        cursor.answer_ended(ask)
+        cursor.retry()
+    cursor.answered(5, 0, b"0")
+    cursor.answer_ended(5)
+    for ask in (6, 8, 10):
+        assert cursor.probe() == (AskReplay(ask, 0, Verb.STATUS),)
+        assert cursor.answer_ended(ask) == (AskReplay(ask + 1, 0),)
+        cursor.answered(ask + 1, 0, b"0")
+        cursor.answer_ended(ask + 1)
+
+
+def test_nobody_is_asked_for_the_extension_without_a_connection_or_without_replay() -> None:
+    cursor = taken_for_plain()
+    cursor.disconnected()
+    assert [cursor.probe() for _ in range(20)] == [()] * 20
+    alone = StreamCursor(has_replay=False)
+    alone.connected()
+    alone.live(0, b"0")
+    assert [alone.probe() for _ in range(20)] == [()] * 20
