@@ -23,6 +23,7 @@ _SECTIONS = (
     "load",
     "metrics",
     "step",
+    "intake",
     "codec",
     "cache",
     "trace",

@@ -86,15 +86,15 @@ class Intake(Generic[T]):
 
         For a leading rank that is idle: it need not wake the others for what is refused here. Others have no source.
         """
-        most = self.screen.bounds.max_recv_per_poll
-        for frame in self.source.take(most) if len(self._order.to_bring) < most else ():
+        most, to_bring = self.screen.bounds.max_recv_per_poll, self._order.to_bring
+        for frame in self.source.take(most) if len(to_bring) < most else ():
             try:
                 incoming = self.reader.read(frame)
             except DecodeError:
                 self.stats.messages_unreadable += 1
                 continue
-            self._order.to_bring += self.screen.pass_on(frame, incoming)
-        return bool(self._order.to_bring)
+            to_bring += self.screen.pass_on(frame, incoming)
+        return bool(to_bring)
 
     def receive(self, step: int, state_digest: int, mode: ForwardMode) -> Sequence[T]:
         """Return the messages to obey before step ``step``: the same on every rank.

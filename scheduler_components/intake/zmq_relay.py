@@ -39,12 +39,10 @@ class ZmqInputSource:
     socket: zmq.Socket[bytes]
 
     def take(self, most: int) -> Sequence[bytes]:
-        frames: list[bytes] = []
-        while len(frames) < most:
-            try:
-                frames.append(self.socket.recv(zmq.DONTWAIT))
-            except zmq.Again:
-                break
+        frames = list[bytes]()
+        # In most steps nothing has come: to ask costs a third of an exception.
+        while len(frames) < most and zmq.zmq_poll([(self.socket, zmq.POLLIN)], 0):
+            frames.append(self.socket.recv(zmq.DONTWAIT))
         return frames
 
 

@@ -132,12 +132,14 @@ class Heartbeat:
     clock: Callable[[], float] = time.monotonic
     _due_s: float = field(default=0.0, init=False)
 
-    def beat(self) -> None:
-        """Say it, unless it was said lately."""
+    def beat(self) -> bool:
+        """Say it, unless it was said lately; True when it was said now."""
         now_s = self.clock()
-        if now_s >= self._due_s:
-            self._due_s = now_s + ALIVE_EVERY_S
-            self.reports.send(self.alive)
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + ALIVE_EVERY_S
+        self.reports.send(self.alive)
+        return True
 
     @property
     def due_in_s(self) -> float:
@@ -334,12 +336,14 @@ class Leader:
         scheduler = self.executor.scheduler
         step = 0
         while True:
-            if not self.executor.has_work:
+            was_due = self.heartbeat.beat()
+            is_idle = not self.executor.has_work
+            if is_idle:
                 self._tell_what_is_left()
-            self.heartbeat.beat()
-            if self.heartbeat.stop.descriptor in self.sleeper.sleep(self._patience_s()):
+            # A busy leader hears the order to stop as often as it says that it runs: to look costs a step 2 us.
+            if (is_idle or was_due) and self._is_told_to_stop(is_idle):
                 return
-            if not self.executor.has_work and not self.intake.collect():
+            if is_idle and not self.intake.collect():
                 continue
             step += 1
             try:
@@ -363,12 +367,12 @@ class Leader:
         for publisher in self.load_publishers:
             publisher.flush()
 
-    def _patience_s(self) -> float:
-        """How long to wait for a command: until the leader has something to say by itself."""
-        scheduler = self.executor.scheduler
-        if self.executor.has_work:
-            return 0.0
-        return min(_BACKLOG_S, self.heartbeat.due_in_s) if scheduler.output.has_backlog else self.heartbeat.due_in_s
+    def _is_told_to_stop(self, is_idle: bool) -> bool:
+        """Look for the order to stop; when idle, sleep until it or a command comes, or there is something to say."""
+        patience_s = self.heartbeat.due_in_s if is_idle else 0.0
+        if self.executor.scheduler.output.has_backlog:
+            patience_s = min(_BACKLOG_S, patience_s)
+        return self.heartbeat.stop.descriptor in self.sleeper.sleep(patience_s)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,190 @@
+"""What taking input in costs a step: on and off at 64 running, alone and with ranks to tell.
+
+Counted is the processor time of the leading rank's thread. The other ranks' sockets are on ipc, as the reference
+engine's; nobody reads them, so what they cost their own ranks is not in it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import zmq
+
+from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from scheduler_components import ParallelState
+from scheduler_components.intake import (
+    ForwardMode,
+    IdleSleeper,
+    InputScreen,
+    Intake,
+    RecvSkipper,
+    ZmqInputSource,
+    ZmqLeaderRelay,
+)
+from scheduler_components.reference.device import SimulatedDevice
+from scheduler_components.reference.engine import (
+    Command,
+    CommandReader,
+    Request,
+    SamplingLimits,
+    Scheduler,
+    SchedulerConfig,
+    SubmitRequest,
+    encode,
+    pack_tokens,
+)
+
+NAME = "intake"
+_RUNNING = 64
+_STEPS_PER_TURN = 200
+_SKIPS = 8  # decode steps that share a receive, in the rows that skip
+_PROMPT = pack_tokens(range(1000))
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - SGLang's wants its whole scheduler
+    """Time a step with and without a receive, and what a receive is made of."""
+    return [*_steps(scale), *_receives(scale)]
+
+
+def _steps(scale: Scale) -> Iterator[Measurement]:
+    for num_others in (0, 3):
+        with _leader(num_others) as leader, _scheduler(scale) as scheduler:
+            every, some = leader.receiving(1), leader.receiving(_SKIPS)
+
+            def on(receive: Callable[[], object], scheduler: Scheduler = scheduler) -> None:
+                receive()
+                scheduler.step()
+
+            us = _us(
+                {"off": scheduler.step, "on": lambda: on(every), "skips": lambda: on(some)},  # noqa: B023 - called here
+                scale,
+                scale.of(_STEPS_PER_TURN),
+            )
+        what = f"a step, {_RUNNING} running, input from a socket, {num_others} other ranks"
+        yield Measurement(NAME, what, "us", us["on"], {"without input": us["off"]}, Goal(1.1, "without input"))
+        what += f", input after {_SKIPS} decode steps"
+        yield Measurement(NAME, what, "us", us["skips"], {"without input": us["off"]}, Goal(1.05, "without input"))
+
+
+def _receives(scale: Scale) -> Iterator[Measurement]:
+    for num_others in (0, 1, 3, 7):
+        with _leader(num_others) as leader:
+            us = _us({"ours": leader.receiving(1), "poll": leader.look}, scale, scale.of(5_000))
+        what = f"a receive in which nothing came, {num_others} other ranks"
+        yield Measurement(NAME, what, "us", us["ours"], {"one poll of the socket": us["poll"]})
+    with _leader(3) as leader:
+        us = _us({"ours": leader.taking_in(), "sent": leader.sending()}, scale, scale.of(500))
+    what = "a receive of one request of 1,000 tokens, 3 other ranks"
+    yield Measurement(NAME, what, "us", us["ours"], {"its four sends and a recv alone": us["sent"]})
+
+
+@contextmanager
+def _scheduler(scale: Scale) -> Iterator[Scheduler]:
+    """A reference scheduler with so many requests in decode, for longer than they are measured."""
+    scheduler = Scheduler.compose(
+        SchedulerConfig(page_size=16, kv_tokens=1 << 20, max_running_requests=_RUNNING, max_prefill_tokens=1 << 17),
+        ParallelState.trivial(),
+        SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None),
+    )
+    limits = SamplingLimits(max_new_tokens=3 * (scale.turns + 1) * _STEPS_PER_TURN + 50, ignore_eos=True)
+    for number in range(_RUNNING):
+        scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
+    for _ in range(20):
+        scheduler.step()
+    yield scheduler
+    scheduler.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Leader:
+    """The leading rank's sockets."""
+
+    front: zmq.Socket[bytes]
+    commands: zmq.Socket[bytes]
+    others: list[zmq.Socket[bytes]]
+    sleeper: IdleSleeper
+    _numbers: count[int] = field(default_factory=count)
+
+    def look(self) -> None:
+        self.sleeper.sleep(0)
+
+    def receiving(self, recv_interval: int) -> Callable[[], object]:
+        """Return what a busy leading rank does before a decode step for which nothing has come."""
+        intake, numbers = self._intake(recv_interval), count()
+
+        def receive() -> None:
+            intake.receive(next(numbers), 0, ForwardMode.DECODE)
+
+        return receive
+
+    def taking_in(self) -> Callable[[], object]:
+        """Return a receive for which a request has come."""
+        intake, numbers = self._intake(1), count()
+
+        def receive() -> None:
+            self._submit()
+            assert len(intake.receive(next(numbers), 0, ForwardMode.DECODE)) == 1
+
+        return receive
+
+    def sending(self) -> Callable[[], object]:
+        """Return what no intake can do without: the request comes, and goes to each other rank."""
+
+        def send() -> None:
+            self._submit()
+            frame = self.commands.recv()
+            for other in self.others:
+                other.send(frame, zmq.DONTWAIT)
+
+        return send
+
+    def _submit(self) -> None:
+        number = next(self._numbers)
+        self.front.send(encode(SubmitRequest(f"r{number}", _PROMPT, SamplingLimits(max_new_tokens=1), 1, number)))
+        self.commands.poll()
+
+    def _intake(self, recv_interval: int) -> Intake[Command]:
+        return Intake(
+            rank="leader",
+            reader=CommandReader(),
+            source=ZmqInputSource(socket=self.commands),
+            relay=ZmqLeaderRelay(followers=self.others, wait_for=lambda *_: True),
+            screen=InputScreen(),
+            skipper=RecvSkipper(recv_interval=recv_interval),
+        )
+
+
+@contextmanager
+def _leader(num_others: int) -> Iterator[_Leader]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with tempfile.TemporaryDirectory(prefix="intake-") as folder:
+        pairs = [_pair(context, f"ipc://{Path(folder) / str(number)}") for number in range(num_others + 1)]
+        (front, commands), *others = pairs
+        try:
+            yield _Leader(
+                front=front,
+                commands=commands,
+                others=[push for push, _ in others],
+                sleeper=IdleSleeper([commands]),
+            )
+        finally:
+            context.destroy(linger=0)
+
+
+def _pair(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    push.sndhwm = pull.rcvhwm = 0
+    pull.bind(address)
+    push.connect(address)
+    return push, pull
+
+
+def _us(calls: dict[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:
+    found = measure_in_turns(calls, turns=scale.turns, number=number, clock_ns=time.thread_time_ns)
+    return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
