@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         RecorderMachine,
     )
     from scheduler_components.testing.subscriber_checks import SUBSCRIBER_CHECKS
+    from scheduler_components.testing.thread_intake_checks import INTAKE_CHECKS
     from scheduler_components.testing.thread_ranks import ThreadSyncHub, run_ranks
     from scheduler_components.testing.zmq_probe import ProbeOptions, probe_streams
     from scheduler_components.testing.zmq_publisher_checks import PUBLISHER_CHECKS
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     # checks
+    "INTAKE_CHECKS",
     "PAGE_STORE_CHECKS",
     "POOL_CHECKS",
     "PREFIX_CACHE_CHECKS",
@@ -123,6 +125,7 @@ __getattr__ = lazy_names(
         "scheduler_components.testing.machines": "FollowerMachine PageStoreMachine PrefixCacheMachine RecorderMachine",
         "scheduler_components.testing.strategies": "strategies",
         "scheduler_components.testing.subscriber_checks": "SUBSCRIBER_CHECKS",
+        "scheduler_components.testing.thread_intake_checks": "INTAKE_CHECKS",
         "scheduler_components.testing.thread_ranks": "ThreadSyncHub run_ranks",
         "scheduler_components.testing.zmq_probe": "ProbeOptions probe_streams",
         "scheduler_components.testing.zmq_publisher_checks": "PUBLISHER_CHECKS",

@@ -12,6 +12,7 @@ A check is a plain function. It takes a part of yours, or a function that opens 
 | ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``FollowingSubscriber`` of what is at ``place`` |
 | ``SCHEDULER_CHECKS`` | ``open_scheduler(events, outputs), workload`` | a ``ServingScheduler`` over two sinks |
 | ``POOL_CHECKS`` | the same | a ``PooledScheduler``: one that can read its pool |
+| ``INTAKE_CHECKS`` | ``open_intakes(source)`` | one ``ReceivingRank`` per rank, the leading one first |
 
 ``FollowerMachine`` drives a ``FollowerCore``. Where your part has other names, wrap it. These ports have more members
 than a component's: a check looks at the whole part, a component never does.
@@ -28,6 +29,7 @@ import msgspec
 
 from scheduler_components import EventBatch, KVCacheEvent, LoadSnapshot
 from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
+from scheduler_components.intake import ForwardMode
 from scheduler_components.ports import KvPoolOracle
 
 __all__ = [
@@ -56,6 +58,8 @@ __all__ = [
     "kv_value",
     "next_token",
     "token_after",
+    # intakes
+    "ReceivingRank",
     # metrics sinks: the checks are in ``observability.testing``
     "MetricReader",
     # how a check fails
@@ -340,6 +344,19 @@ class ServingScheduler(Protocol):
 
 class PooledScheduler(ServingScheduler, KvPoolOracle, Protocol):
     """A scheduler that can read its KV pool: ``held_blocks`` says what it holds, by medium and group."""
+
+
+# Intakes.
+
+
+class ReceivingRank(Protocol):
+    """One rank's intake of messages like those of the fakes' ``TextReader``; what ``Intake`` promises."""
+
+    def receive(self, step: int, state_digest: int, mode: ForwardMode) -> Sequence[str]:
+        """The messages before a step: the same on every rank. Every rank calls it before each of its steps."""
+        ...
+
+    def close(self) -> None: ...
 
 
 # Metrics sinks.
