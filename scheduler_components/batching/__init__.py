@@ -6,6 +6,27 @@ learns from a clock, it says how ranks come to one value.
 
 from __future__ import annotations
 
+from scheduler_components.batching.dp_attn import (
+    BatchShape,
+    DpBatchSync,
+    DpStats,
+    DpStep,
+    PrefillDelayer,
+    PrefillVote,
+    PrefillWish,
+    dp_rank_sets,
+)
 from scheduler_components.batching.new_token_ratio import DecodingRequest, NewTokenRatioTracker
 
-__all__ = ["DecodingRequest", "NewTokenRatioTracker"]
+__all__ = [
+    "BatchShape",
+    "DecodingRequest",
+    "DpBatchSync",
+    "DpStats",
+    "DpStep",
+    "NewTokenRatioTracker",
+    "PrefillDelayer",
+    "PrefillVote",
+    "PrefillWish",
+    "dp_rank_sets",
+]

@@ -15,6 +15,7 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError
+from scheduler_components.batching import BatchShape
 from scheduler_components.validators import check_number, is_number
 
 __all__ = [
@@ -78,6 +79,7 @@ class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
         num_prefill_tokens, num_decode_tokens: positions computed, by kind.
         num_context_tokens: positions whose KV is read: the sum of all ``end``.
         num_admitted, num_retracted: requests that got and lost their pages while the batch was made.
+        replicas: under DP attention, the shapes of all replicas' batches, this one's among them; none otherwise.
     """
 
     works: tuple[ScheduledWork[RequestT_co], ...] = ()
@@ -86,6 +88,12 @@ class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
     num_context_tokens: int = 0
     num_admitted: int = 0
     num_retracted: int = 0
+    replicas: tuple[BatchShape, ...] = ()
+
+    @property
+    def has_work(self) -> bool:
+        """The device takes this step: something is computed, here or in another replica."""
+        return bool(self.works) or any(shape.num_tokens for shape in self.replicas)
 
 
 class Device(Protocol):
@@ -119,6 +127,11 @@ class CostModel:
         prefill_us_per_token: 16 GFLOP per token: 40 us.
         decode_us_per_request: sampling and launch overhead of one more sequence: 20 us.
         context_us_per_1k_tokens: reading 131 KB of KV for each position attended to: 40 us per thousand.
+        eager_ms: under DP attention, launching 300 kernels one by one where a replica's batch fits no captured graph,
+            10 us each: 3 ms.
+
+    Under DP attention all replicas' tokens go through the experts together, padded to the longest batch, and nobody
+    goes on before all have come: a step takes as long as the longest of its batches, in every replica.
     """
 
     base_ms: float = attrs.field(default=5.0, validator=is_number("is not a cost", or_zero=True))
@@ -126,8 +139,16 @@ class CostModel:
     decode_us_per_request: float = attrs.field(default=20.0, validator=is_number("is not a cost", or_zero=True))
     context_us_per_1k_tokens: float = attrs.field(default=40.0, validator=is_number("is not a cost", or_zero=True))
 
+    eager_ms: float = attrs.field(default=3.0, validator=is_number("is not a cost", or_zero=True))
+
     def batch_s(self, batch: ScheduledBatch[DeviceRequest]) -> float:
         """Seconds for ``batch`` at speed 1."""
+        if batch.replicas:
+            is_eager = not all(shape.can_run_graph for shape in batch.replicas)
+            return max(map(self._shape_s, batch.replicas)) + is_eager * self.eager_ms * 1e-3
+        return self._shape_s(batch)
+
+    def _shape_s(self, batch: ScheduledBatch[DeviceRequest] | BatchShape) -> float:
         return (
             self.base_ms * 1e-3
             + batch.num_prefill_tokens * self.prefill_us_per_token * 1e-6

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
         default_kv_events,
     )
     from scheduler_components.reference.engine.control import BatcherState, Control, ProfiledDevice
+    from scheduler_components.reference.engine.dp_attn_sim import (
+        Arrival,
+        DpSimConfig,
+        DpSimReport,
+        make_arrivals,
+        simulate_dp_attn,
+    )
     from scheduler_components.reference.engine.engine import ControlRefusedError, Engine, open_engine
     from scheduler_components.reference.engine.front import (
         EngineFailedError,
@@ -112,6 +119,11 @@ if TYPE_CHECKING:
     from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
 
 __all__ = [
+    "Arrival",
+    "DpSimConfig",
+    "DpSimReport",
+    "make_arrivals",
+    "simulate_dp_attn",
     "BatcherState",
     "Control",
     "ControlRefusedError",
@@ -235,6 +247,9 @@ __getattr__ = lazy_names(
             "RankConfig SchedulerConfig StorageKind check_ports_free default_kv_events"
         ),
         "scheduler_components.reference.engine.control": "BatcherState Control ProfiledDevice",
+        "scheduler_components.reference.engine.dp_attn_sim": (
+            "Arrival DpSimConfig DpSimReport make_arrivals simulate_dp_attn"
+        ),
         "scheduler_components.reference.engine.engine": "ControlRefusedError Engine open_engine",
         "scheduler_components.reference.engine.front": (
             "EngineFailedError Front GenerateRequest LoadDispatcher OpenRequest ReplicaLoad RequestFailedError "

@@ -22,8 +22,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
+
 from scheduler_components import ConfigError
-from scheduler_components.batching import NewTokenRatioTracker
+from scheduler_components.batching import BatchShape, DpBatchSync, NewTokenRatioTracker, PrefillWish
 from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
 from scheduler_components.ports import NO_OWNER_LOG, OPEN_GATE, ComputeGate, OwnerLog
 from scheduler_components.reference.device import ScheduledBatch, ScheduledWork
@@ -33,6 +35,7 @@ from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.request import Request, RequestQueues
 
 __all__ = [
+    "BatchTerms",
     "Batcher",
     "RequestPages",
     "check_request_fits",
@@ -208,6 +211,24 @@ class RequestPages:
 
 
 @dataclass(slots=True, kw_only=True)
+class BatchTerms:
+    """Who else has a say in a batch.
+
+    Attributes:
+        gate: orders: whether requests may be admitted, and go on.
+        dp: the other replicas of an engine with DP attention; by default this one is alone.
+    """
+
+    gate: ComputeGate = OPEN_GATE
+    dp: DpBatchSync = field(default_factory=DpBatchSync)
+
+    @property
+    def admits(self) -> bool:
+        """Requests may be admitted now."""
+        return self.gate.admits and self.dp.last.may_prefill
+
+
+@dataclass(slots=True, kw_only=True)
 class Batcher:
     """Makes the batches by the rules at the top of this file.
 
@@ -217,7 +238,7 @@ class Batcher:
         pages: where their pages come from.
         book: admissions and retractions are counted and timed here; nothing is decided by it.
         tiers: bring the prefixes of waiting requests closer.
-        gate: whether requests may be admitted, and go on.
+        terms: what orders and other replicas say of the batch.
         new_token_ratio: share of possible output that an admission reserves now.
     """
 
@@ -226,7 +247,7 @@ class Batcher:
     pages: RequestPages
     book: RequestBook
     tiers: CacheTiers
-    gate: ComputeGate = OPEN_GATE
+    terms: BatchTerms = field(default_factory=BatchTerms)
     new_token_ratio: NewTokenRatioTracker = field(init=False)
 
     def __post_init__(self) -> None:
@@ -245,7 +266,7 @@ class Batcher:
     @property
     def has_work(self) -> bool:
         """A batch would not be empty, now or after pages have come closer."""
-        return bool(self.queues if self.gate.admits else self.gate.computes and self.queues.running)
+        return bool(self.queues if self.terms.gate.admits else self.terms.gate.computes and self.queues.running)
 
     def expect(self, request: Request) -> None:
         """A request has come: begin to bring its prefix closer."""
@@ -269,14 +290,16 @@ class Batcher:
 
     def next_batch(self) -> ScheduledBatch[Request]:
         """Make the next batch and take the pages for it; empty when there is nothing to compute, or nothing may be."""
-        if not self.gate.computes:
-            return ScheduledBatch()
+        batch = self._own_batch() if self.terms.gate.computes else ScheduledBatch()
+        return batch if self.terms.dp.num_replicas == 1 else self._beside_others(batch)
+
+    def _own_batch(self) -> ScheduledBatch[Request]:
         works: list[ScheduledWork[Request]] = []
         if not self.queues.running:
             self.new_token_ratio.reset()
         num_retracted = self._continue_running(works)
         # After a retraction nobody is admitted: the first in the queue is the request that was just retracted.
-        num_admitted = 0 if num_retracted or not self.gate.admits else self._admit_waiting(works)
+        num_admitted = 0 if num_retracted or not self.terms.admits else self._admit_waiting(works)
         if num_retracted:
             self.new_token_ratio.retracted(self.queues.running)
         else:
@@ -290,6 +313,21 @@ class Batcher:
             num_admitted=num_admitted,
             num_retracted=num_retracted,
         )
+
+    def _beside_others(self, batch: ScheduledBatch[Request]) -> ScheduledBatch[Request]:
+        """Tell the other replicas what this one computes, and note what they do."""
+        queues, cache = self.queues, self.pages.cache
+        shape = BatchShape(
+            batch.num_prefill_tokens, batch.num_decode_tokens, batch.num_context_tokens, not batch.num_prefill_tokens
+        )
+        wish = PrefillWish(
+            has_work=self.has_work,
+            is_running=bool(queues.running),
+            is_prefilling=queues.num_chunked_tokens_left > batch.num_prefill_tokens,
+            is_prefillable=bool(queues.waiting) and len(queues.running) < queues.max_running_requests,
+            token_usage=cache.used_tokens / cache.capacity_tokens,
+        )
+        return msgspec.structs.replace(batch, replicas=self.terms.dp.agree(shape, wish).shapes)
 
     def _continue_running(self, works: list[ScheduledWork[Request]]) -> int:
         """Move every running request on, earliest first; return how many later ones were retracted for that.

@@ -43,13 +43,14 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
     WorkResult,
 )
+from scheduler_components.batching import DpBatchSync
 from scheduler_components.cache import RadixCache
 from scheduler_components.intake import ForwardMode
 from scheduler_components.integrity import IDLE
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.quiesce import DEFAULT_WEIGHT_VERSION, QuiesceState, namespace_of
 from scheduler_components.reference.device import Device, ScheduledBatch
-from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits
+from scheduler_components.reference.engine.batcher import Batcher, BatchTerms, RequestPages, check_request_fits
 from scheduler_components.reference.engine.bookkeeping import RequestBook
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, DeviceTier, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
@@ -158,6 +159,7 @@ class DecisionDigest:
             request = work.request
             facts += (request.arrival, work.start, work.end, request.token_ids[-1])
             facts.append(request.pages[-1] if request.pages else -1)
+        facts += (shape.num_tokens for shape in batch.replicas)
         cache = tiers.cache
         facts += (num_news, cache.used_tokens, cache.free_tokens, cache.evictable_tokens)
         self.add(*facts, tiers.contents.state_digest - 2**63)
@@ -200,6 +202,7 @@ class Scheduler:
         sinks: SchedulerSinks | None = None,
         clocks: Clocks | None = None,
         quiesce: QuiesceState | None = None,
+        dp: DpBatchSync | None = None,
     ) -> Scheduler:
         """Wire one.
 
@@ -211,6 +214,7 @@ class Scheduler:
             sinks: where everything goes; by default nowhere.
             clocks: where time comes from.
             quiesce: what may be done now; by default everything.
+            dp: under DP attention, the exchange with the other replicas; by default there are none.
         """
         sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
         tiers = tiers or DeviceTier(cache=_device_cache(config, parallel))
@@ -238,7 +242,14 @@ class Scheduler:
         output = OutputStreamer(sink=sinks.outputs)
         return cls(
             device=device,
-            batcher=Batcher(config=config, queues=queues, pages=pages, book=book, tiers=tiers, gate=quiesce),
+            batcher=Batcher(
+                config=config,
+                queues=queues,
+                pages=pages,
+                book=book,
+                tiers=tiers,
+                terms=BatchTerms(gate=quiesce, dp=dp or DpBatchSync()),
+            ),
             results=BatchResultProcessor(
                 kv=pages,
                 requests=queues,
@@ -291,8 +302,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while a step has something to do: requests that may run, aborts to tell of, pages on their way."""
-        return bool(self.batcher.has_work or self.results.has_news or self.tiers.contents.num_operations)
+        """True while a step has something to do: requests that may run, aborts to tell of, pages on their way; and
+        under DP attention while other replicas have requests.
+        """
+        is_busy = self.batcher.has_work or self.results.has_news or self.tiers.contents.num_operations
+        return bool(is_busy or self.batcher.terms.dp.last.any_work)
 
     def submit(self, request: Request) -> None:
         """Queue a request. A refusal changes nothing.
@@ -340,7 +354,7 @@ class Scheduler:
         self.tiers.step()
         progress.enter("batch")
         batch = self.batcher.next_batch()
-        if batch.works:
+        if batch.has_work:
             news = self._compute(batch)
         else:
             self.tiers.wait()

@@ -185,7 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ratio = self.scheduler.batcher.new_token_ratio.current
             assert self.config.min_new_token_ratio <= ratio <= 1.0
             highest = ratio_before if was_running else self.config.new_token_ratio
-            may_move = self.scheduler.batcher.gate.admits
+            may_move = self.scheduler.batcher.terms.gate.admits
             assert result.num_retracted or not may_move or ratio <= highest
             assert oldest is None or not may_move or progress(oldest) > before or oldest.state is RequestState.FINISHED
             assert self.view.blocks == set(self.scheduler.cache.block_hashes())
