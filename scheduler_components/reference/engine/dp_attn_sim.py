@@ -25,7 +25,7 @@ from scheduler_components.validators import is_integer, is_number
 
 __all__ = ["Arrival", "DpSimConfig", "DpSimReport", "make_arrivals", "simulate_dp_attn"]
 
-_PATIENCE_S = 60.0  # of real time, for a thread that others wait for
+_PATIENCE_S = 20.0  # of real time, for a thread that others wait for
 
 
 @attrs.frozen(kw_only=True)

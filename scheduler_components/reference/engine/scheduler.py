@@ -378,7 +378,7 @@ class Scheduler:
     def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
         """Let the device compute a batch, and book it; returns the requests with news."""
         begun_s = self.book.clock()
-        self.guard.progress.enter("device", batch.works[0].request.rid)
+        self.guard.progress.enter("device", batch.works[0].request.rid if batch.works else "")
         try:
             self.device.launch(batch)
             self.kv_events.idle()
