@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -169,6 +170,33 @@ def test_events_that_nobody_takes_collapse_into_the_table() -> None:
     assert ledger.hashes() == {1, 2, 5, 6} == set(recorder.block_hashes())
     recorder.remove((6,))
     assert recorder.take_events() == (BlockRemoved((6,)),)
+
+
+def test_a_collapse_comes_after_as_many_blocks_as_are_allowed_and_is_counted_each_time() -> None:
+    recorder = BlockTableRecorder(1, max_pending_blocks=2)
+    for told in range(1, 3):
+        first = 10 * told
+        recorder.store((first, first + 1), (1, 1))
+        [event] = recorder.take_events()
+        assert isinstance(event, BlockStored)
+        recorder.store((first + 2, first + 3, first + 4), (1, 1, 1), first + 1)
+        assert recorder.take_events()[0] == AllBlocksCleared()
+        assert recorder.num_collapses == told
+
+
+def test_nothing_more_is_kept_of_events_that_have_collapsed() -> None:
+    recorder = BlockTableRecorder(1, max_pending_blocks=2)
+    recorder.store((1, 2, 3), (1, 1, 1))
+    tracemalloc.start()
+    try:
+        for _ in range(5_000):
+            recorder.remove((3,))
+            recorder.store((3,), (1,), 2)
+        grown_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown_bytes < 100_000  # 5,000 events would be ten times as many
+    assert recorder.num_collapses == 1
 
 
 @pytest.mark.parametrize(

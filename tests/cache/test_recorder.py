@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
 import pytest
@@ -123,6 +124,24 @@ def test_events_that_nobody_takes_collapse_into_the_present_content(end: str) ->
     cache.insert([90], cache.allocate(1))
     assert replay((*events, *cache.take_events())) == set(cache.block_hashes())
     assert cache.num_event_collapses == 1
+
+
+def test_nothing_more_is_kept_of_events_that_have_collapsed() -> None:
+    tree, node = tree_with([5, 6, 7], 1)
+    recorder = EventRecorder(tree, max_pending_blocks=2)
+    for collapses in (1, 2):
+        recorder.stored(node)
+        tracemalloc.start()
+        try:
+            for _ in range(5_000):
+                recorder.removed(node)
+                recorder.stored(node)
+            grown_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert grown_bytes < 100_000  # 5,000 events would be ten times as many
+        assert replay(recorder.take()) == set(tree.block_hashes())
+        assert recorder.num_collapses == collapses
 
 
 def test_one_turnover_of_the_whole_pool_in_one_step_is_told_as_it_was() -> None:
