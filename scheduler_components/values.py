@@ -32,6 +32,7 @@ __all__ = [
     "OwnerAction",
     "OwnerRecord",
     "IntegrityStats",
+    "PoolStats",
     "StallReport",
     "HistogramSnapshot",
     "LatencyTotals",
@@ -399,6 +400,33 @@ class OwnerRecord(msgspec.Struct, frozen=True):
         return f"{self.action} by {self.holder} in step {self.step} ({self.component}, {self.phase})"
 
 
+class PoolStats(msgspec.Struct, frozen=True, gc=False):
+    """How full each pool of a scheduler is now. Names are those of SGLang's metrics; pools that it has not are None.
+
+    Attributes:
+        max_pool_usage: used / total of the fullest pool, 0 to 1.
+        full_token_usage, kv_available_tokens, kv_evictable_tokens, kv_used_tokens: KV of full attention.
+        swa_token_usage, swa_available_tokens, swa_evictable_tokens, swa_used_tokens: KV of sliding windows.
+        mamba_usage, mamba_available_slots, mamba_evictable_slots, mamba_used_slots: states.
+        session_held_pages: pages, over all pools, that sessions hold between two requests.
+    """
+
+    max_pool_usage: float
+    full_token_usage: float | None = None
+    kv_available_tokens: int | None = None
+    kv_evictable_tokens: int | None = None
+    kv_used_tokens: int | None = None
+    swa_token_usage: float | None = None
+    swa_available_tokens: int | None = None
+    swa_evictable_tokens: int | None = None
+    swa_used_tokens: int | None = None
+    mamba_usage: float | None = None
+    mamba_available_slots: int | None = None
+    mamba_evictable_slots: int | None = None
+    mamba_used_slots: int | None = None
+    session_held_pages: int = 0
+
+
 class IntegrityStats(msgspec.Struct, frozen=True, gc=False):
     """What a ``PoolInvariantChecker`` and a watchdog have done and found. All but ``problems_open`` only ever grow.
 
@@ -617,6 +645,7 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     ``latencies`` are the histograms of its requests' times, where it keeps them; ``tiers`` are the counters of its
     hierarchical cache, where it has one; ``intake`` are those of its input, where an ``Intake`` takes it;
     ``quiesce`` is what it was ordered, where it takes orders.
+    ``integrity`` are those of its checks; ``pools`` says how full its pools are, which does not only grow.
     """
 
     num_requests_total: int = 0
@@ -631,6 +660,8 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     tiers: TierStats | None = None
     intake: IntakeStats | None = None
     quiesce: QuiesceStats | None = None
+    integrity: IntegrityStats | None = None
+    pools: PoolStats | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):

@@ -106,6 +106,25 @@ ROWS = (
         ),
     ),
     Row(
+        "Pools",
+        (
+            Panel("Pages in use", ("max_pool_usage", "full_token_usage", "swa_token_usage", "mamba_usage")),
+            Panel("KV tokens", ("kv_available_tokens", "kv_evictable_tokens", "kv_used_tokens")),
+            Panel("KV tokens of sliding windows", ("swa_available_tokens", "swa_evictable_tokens", "swa_used_tokens")),
+            Panel("Mamba states", ("mamba_available_slots", "mamba_evictable_slots", "mamba_used_slots")),
+            Panel("Pages held by sessions", ("session_held_pages",)),
+            Panel("Broken rules that stand", ("integrity_problems_open",)),
+            Panel(
+                "Broken rules, and lost pages, per second", ("integrity_problems_total", "integrity_pages_lost_total")
+            ),
+            Panel(
+                "Checks per second",
+                ("integrity_checks_total", "integrity_censuses_total", "integrity_checks_failed_total"),
+            ),
+            Panel("Stalls per second", ("integrity_stalls_total",)),
+        ),
+    ),
+    Row(
         "Hierarchical cache",
         (
             Panel(

@@ -21,6 +21,7 @@ from scheduler_components.integrity.pool_invariants import (
     PoolReport,
     describe_pools,
 )
+from scheduler_components.integrity.pool_stats import PoolStatsObserver
 from scheduler_components.integrity.stall import StallJudge
 from scheduler_components.integrity.step_progress import IDLE, StepProgress
 from scheduler_components.values import (
@@ -30,6 +31,7 @@ from scheduler_components.values import (
     OwnerRecord,
     PageHolding,
     PoolCount,
+    PoolStats,
     StallReport,
 )
 
@@ -52,6 +54,8 @@ __all__ = [
     "PoolInvariantChecker",
     "PoolProblem",
     "PoolReport",
+    "PoolStats",
+    "PoolStatsObserver",
     "RadixCachePool",
     "SlotPool",
     "StallJudge",

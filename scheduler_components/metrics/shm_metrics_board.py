@@ -32,10 +32,12 @@ from scheduler_components.values import (
     DisaggregationLoad,
     HistogramSnapshot,
     IntakeStats,
+    IntegrityStats,
     LatencyTotals,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
+    PoolStats,
     PublisherStats,
     QueueLoad,
     QuiesceStats,
@@ -57,7 +59,8 @@ __all__ = [
 
 _STRUCTS = (
     LoadSnapshot, QueueLoad, DisaggregationLoad, LoraLoad, SpeculativeLoad, MemoryLoad, SchedulerTotals, TierStats,
-    LatencyTotals, HistogramSnapshot, PublisherStats, DecodeMoments, IntakeStats, QuiesceStats,
+    LatencyTotals, HistogramSnapshot, PublisherStats, DecodeMoments, IntakeStats, QuiesceStats, IntegrityStats,
+    PoolStats,
 )  # fmt: skip
 _NUM_LOAD_FIELDS = LoadSnapshot.__struct_fields__.index("dispatched_watermarks")
 _NUM_COUNTERS = SchedulerTotals.__struct_fields__.index("latencies")
@@ -92,6 +95,14 @@ class _QuiesceRow(QuiesceStats, frozen=True, gc=False, array_like=True):
     pass
 
 
+class _IntegrityRow(IntegrityStats, frozen=True, gc=False, array_like=True):
+    pass
+
+
+class _PoolRow(PoolStats, frozen=True, gc=False, array_like=True):
+    pass
+
+
 class _HistogramRow(HistogramSnapshot, frozen=True, gc=False, array_like=True):
     pass
 
@@ -113,6 +124,8 @@ class _Report(msgspec.Struct, frozen=True, gc=False, array_like=True):
     tiers: _TierRow | None
     intake: _IntakeRow | None
     quiesce: _QuiesceRow | None
+    integrity: _IntegrityRow | None
+    pools: _PoolRow | None
     histograms: _HistogramRows | None
     publisher: _PublisherRow
 
@@ -177,12 +190,11 @@ class ReportEncoder:
         return _encode((self._encoded_labels, astuple(stats.load)[:_NUM_LOAD_FIELDS], *totals.rows, *publisher.rows))
 
     def _rows_of_totals(self, totals: SchedulerTotals) -> tuple[msgspec.Raw, ...]:
-        latencies, tiers, intake, quiesce = totals.latencies, totals.tiers, totals.intake, totals.quiesce
+        parts = (totals.tiers, totals.intake, totals.quiesce, totals.integrity, totals.pools)
+        latencies = totals.latencies
         return (
             msgspec.Raw(_encode(astuple(totals)[:_NUM_COUNTERS])),
-            msgspec.Raw(_encode(None if tiers is None else astuple(tiers))),
-            msgspec.Raw(_encode(None if intake is None else astuple(intake))),
-            msgspec.Raw(_encode(None if quiesce is None else astuple(quiesce))),
+            *[msgspec.Raw(_encode(None if part is None else astuple(part))) for part in parts],
             msgspec.Raw(_encode(None if latencies is None else self._histogram_rows(latencies))),
         )
 
@@ -218,6 +230,8 @@ def decode_report(body: bytes) -> SchedulerStats:
             None if report.tiers is None else TierStats(*astuple(report.tiers)),
             None if report.intake is None else IntakeStats(*astuple(report.intake)),
             None if report.quiesce is None else QuiesceStats(*astuple(report.quiesce)),
+            None if report.integrity is None else IntegrityStats(*astuple(report.integrity)),
+            None if report.pools is None else PoolStats(*astuple(report.pools)),
         ),
         publisher=PublisherStats(*astuple(report.publisher)),
     )

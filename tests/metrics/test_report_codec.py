@@ -17,10 +17,12 @@ from scheduler_components import (
     DecodeMoments,
     DisaggregationLoad,
     HistogramSnapshot,
+    IntegrityStats,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
     ParallelState,
+    PoolStats,
     PublisherStats,
     QueueLoad,
     SchedulerStats,
@@ -51,7 +53,13 @@ def whole_report() -> SchedulerStats:
     for at, name in enumerate(latencies.totals().__struct_fields__):
         getattr(latencies.histograms, name).observe(0.01 * at, at + 1)
     totals = SchedulerTotals(
-        *range(1, 8), 0.125, latencies.totals(), TierStats(*range(1, 16)), IntakeStats(*range(1, 8))
+        *range(1, 8),
+        0.125,
+        latencies.totals(),
+        TierStats(*range(1, 16)),
+        IntakeStats(*range(1, 8)),
+        integrity=IntegrityStats(*range(1, 8)),
+        pools=PoolStats(*range(1, 15)),
     )
     return SchedulerStats(LABELS, load, totals, PublisherStats(*range(1, 17), 0.5, *range(18, 23)))
 

@@ -11,10 +11,12 @@ from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, INFOS, OUTPUT_METRI
 from scheduler_components import (
     DecodeMoments,
     DisaggregationLoad,
+    IntegrityStats,
     LatencyTotals,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
+    PoolStats,
     PublisherStats,
     QueueLoad,
     QuiesceStats,
@@ -55,6 +57,8 @@ PARTS = {
     "totals.tiers.": TierStats,
     "totals.intake.": IntakeStats,
     "totals.quiesce.": QuiesceStats,
+    "totals.integrity.": IntegrityStats,
+    "totals.pools.": PoolStats,
     "publisher.": PublisherStats,
 }
 WHOLE = SchedulerStats(
@@ -67,7 +71,13 @@ WHOLE = SchedulerStats(
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
         decode_moments=DecodeMoments(),
     ),
-    totals=SchedulerTotals(tiers=TierStats(), intake=IntakeStats(), quiesce=QuiesceStats()),
+    totals=SchedulerTotals(
+        tiers=TierStats(),
+        intake=IntakeStats(),
+        quiesce=QuiesceStats(),
+        integrity=IntegrityStats(),
+        pools=PoolStats(*[0] * 14),
+    ),
 )
 
 

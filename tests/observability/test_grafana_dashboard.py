@@ -15,11 +15,13 @@ from observability.grafana import DASHBOARD_FILE, render_dashboard
 from scheduler_components import (
     DecodeMoments,
     DisaggregationLoad,
+    IntegrityStats,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
     OutputStreamer,
     ParallelState,
+    PoolStats,
     QueueLoad,
     QuiesceStats,
     SchedulerStats,
@@ -83,7 +85,12 @@ def exposed() -> set[tuple[str, frozenset[str]]]:
             memory=MemoryLoad(1.0, 2.0, 3.0, 4),
         ),
         totals=SchedulerTotals(
-            latencies=RequestLatencies().totals(), tiers=TierStats(), intake=IntakeStats(), quiesce=QuiesceStats()
+            latencies=RequestLatencies().totals(),
+            tiers=TierStats(),
+            intake=IntakeStats(),
+            quiesce=QuiesceStats(),
+            integrity=IntegrityStats(),
+            pools=PoolStats(*[0] * 14),
         ),
     )
     PrometheusBoard(registry, board=Board(report))

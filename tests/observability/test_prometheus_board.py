@@ -20,12 +20,14 @@ from scheduler_components import (
     ConfigError,
     DecodeMoments,
     DisaggregationLoad,
+    IntegrityStats,
     LatencyTotals,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
     MetricsSink,
     ParallelState,
+    PoolStats,
     PublisherStats,
     QueueLoad,
     QuiesceStats,
@@ -44,6 +46,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 VALUES = {
     int: st.integers(-(2**63), 2**64 - 1) | st.integers(0, 9),
     float: st.floats(),
+    int | None: st.none() | st.integers(-(2**63), 2**64 - 1),
+    float | None: st.none() | st.floats(),
     str: st.text(max_size=5),
     tuple[tuple[str, int], ...]: st.just((("front", 3),)),
     tuple[str, ...]: st.lists(st.text(max_size=5), max_size=2).map(tuple),
@@ -58,6 +62,8 @@ PARTS = {
     "tiers": TierStats,
     "intake": IntakeStats,
     "quiesce": QuiesceStats,
+    "integrity": IntegrityStats,
+    "pools": PoolStats,
 }
 
 

@@ -18,10 +18,12 @@ from observability.kv_stream import StreamState, StreamStats
 from observability.prometheus_page import PageLabels
 from scheduler_components import (
     DisaggregationLoad,
+    IntegrityStats,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
     ParallelState,
+    PoolStats,
     QueueLoad,
     QuiesceStats,
     SchedulerStats,
@@ -82,7 +84,12 @@ def registry_with_all() -> CollectorRegistry:
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
     )
     totals = SchedulerTotals(
-        latencies=RequestLatencies().totals(), tiers=TierStats(), intake=IntakeStats(), quiesce=QuiesceStats()
+        latencies=RequestLatencies().totals(),
+        tiers=TierStats(),
+        intake=IntakeStats(),
+        quiesce=QuiesceStats(),
+        integrity=IntegrityStats(),
+        pools=PoolStats(*[0] * 14),
     )
     sink = PrometheusSink(registry, model_name='a "model"\\', vllm_names=True, clock=lambda: 5.0)
     for dp_rank in (0, 1):

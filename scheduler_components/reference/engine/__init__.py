@@ -100,7 +100,7 @@ if TYPE_CHECKING:
         unpack_tokens,
     )
     from scheduler_components.reference.engine.orders import OrderDesk, OrderRefusedError
-    from scheduler_components.reference.engine.pool_guard import PoolGuard, RequestHolders, RequestSlots
+    from scheduler_components.reference.engine.pool_guard import GuardedTotals, PoolGuard, RequestHolders, RequestSlots
     from scheduler_components.reference.engine.pulse import RankPulse, RankSilentError
     from scheduler_components.reference.engine.quiesce import SchedulerAtRest, quiesce_of
     from scheduler_components.reference.engine.rank_loop import (
@@ -156,6 +156,7 @@ __all__ = [
     "HiCacheConfig",
     "IntegrityConfig",
     "POOL",
+    "GuardedTotals",
     "PoolGuard",
     "RequestHolders",
     "RequestSlots",
@@ -265,7 +266,7 @@ __getattr__ = lazy_names(
             "ReadPool Report RequestRefused SubmitRequest UnblockInput decode_command decode_outputs decode_report "
             "encode encode_outputs pack_hashes pack_tokens unpack_hash_array unpack_hashes unpack_tokens"
         ),
-        "scheduler_components.reference.engine.pool_guard": "PoolGuard RequestHolders RequestSlots",
+        "scheduler_components.reference.engine.pool_guard": "GuardedTotals PoolGuard RequestHolders RequestSlots",
         "scheduler_components.reference.engine.orders": "OrderDesk OrderRefusedError",
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
         "scheduler_components.reference.engine.quiesce": "SchedulerAtRest quiesce_of",

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from scheduler_components import KvEventSource, ParallelState, RadixCache
 from scheduler_components.cache import RadixNode
 from scheduler_components.integrity import (
     EventsView,
     OwnerLedger,
     PoolInvariantChecker,
+    PoolStatsObserver,
     RadixCachePool,
     StepProgress,
 )
-from scheduler_components.ports import NO_OWNER_LOG, AuditedPool, OwnerLog
+from scheduler_components.ports import NO_OWNER_LOG, AuditedPool, OwnerLog, TotalsSource
 from scheduler_components.reference.engine.cache_tiers import PrefixCache
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.request import RequestQueues, RequestState
-from scheduler_components.values import HeldCount, PageHolding, PoolCount
+from scheduler_components.values import HeldCount, PageHolding, PoolCount, SchedulerTotals
 
-__all__ = ["PoolGuard", "RequestHolders", "RequestSlots"]
+__all__ = ["GuardedTotals", "PoolGuard", "RequestHolders", "RequestSlots"]
 
 SLOTS = "req"
 
@@ -82,11 +85,13 @@ class PoolGuard:
         checker: looks at the pools.
         owners: is told who takes and gives pages.
         events: what the publisher takes events from.
+        pools: says how full they are.
     """
 
     checker: PoolInvariantChecker
     owners: OwnerLog
     events: KvEventSource
+    pools: PoolStatsObserver
     progress: StepProgress = field(default_factory=StepProgress)
 
     @classmethod
@@ -99,12 +104,32 @@ class PoolGuard:
             pool = RadixCachePool(cache=cache, requests=requests)
         else:
             pool = RadixCachePool(cache=cache.device, requests=requests, transfers=cache.transfers)
-        pools: tuple[AuditedPool, ...] = (pool, RequestSlots(queues=queues))
-        checker = PoolInvariantChecker(pools=pools, policy=config.checks, progress=progress)
-        guard = cls(checker=checker, owners=NO_OWNER_LOG, events=cache, progress=progress)
+        audited: tuple[AuditedPool, ...] = (pool, RequestSlots(queues=queues))
+        checker = PoolInvariantChecker(pools=audited, policy=config.checks, progress=progress)
+        pools = PoolStatsObserver(pools=(pool,), page_size=cache.page_size)
+        guard = cls(checker=checker, owners=NO_OWNER_LOG, events=cache, pools=pools, progress=progress)
         if config.owners_one_in:
             guard.owners = checker.owners = OwnerLedger(progress=progress, one_in=config.owners_one_in)
         if config.follows_events and parallel.owns_kv_stream:
             guard.events = checker.told = EventsView(source=cache)
             checker.held = cache
         return guard
+
+
+@dataclass(slots=True, kw_only=True)
+class GuardedTotals:
+    """A ``TotalsSource``: what the requests went through, and what the guard has to say.
+
+    Attributes:
+        book: the former.
+        guard: the latter.
+    """
+
+    book: TotalsSource
+    guard: PoolGuard
+
+    def totals(self) -> SchedulerTotals:
+        guard = self.guard
+        return msgspec.structs.replace(
+            self.book.totals(), integrity=guard.checker.stats(), pools=guard.pools.get_pool_stats()
+        )

@@ -54,7 +54,7 @@ from scheduler_components.reference.engine.batcher import Batcher, BatchTerms, R
 from scheduler_components.reference.engine.bookkeeping import RequestBook
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, DeviceTier, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.pool_guard import PoolGuard
+from scheduler_components.reference.engine.pool_guard import GuardedTotals, PoolGuard
 from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState
 
 __all__ = [
@@ -259,7 +259,13 @@ class Scheduler:
             ),
             output=output,
             kv_events=kv_events,
-            metrics=MetricsEmitter(parallel=parallel, load=load, sink=sinks.metrics, totals=book, publisher=kv_events),
+            metrics=MetricsEmitter(
+                parallel=parallel,
+                load=load,
+                sink=sinks.metrics,
+                totals=GuardedTotals(book=book, guard=guard),
+                publisher=kv_events,
+            ),
             guard=guard,
         )
 
