@@ -45,6 +45,7 @@ from scheduler_components.testing.parts import ConformanceError, Trace
 from scheduler_components.testing.pool_judge import PoolDifference, PoolJudge
 from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
 from scheduler_components.testing.recorder_checks import RECORDER_CHECKS
+from scheduler_components.testing.rest_checks import REST_CHECKS
 from scheduler_components.testing.rules import RULES, SPECIFICATION, Rule, Violation, Weight
 from scheduler_components.testing.scheduler_checks import POOL_CHECKS, SCHEDULER_CHECKS
 
@@ -71,6 +72,7 @@ __all__ = [
     "PREFIX_CACHE_CHECKS",
     "PUBLISHER_CHECKS",
     "RECORDER_CHECKS",
+    "REST_CHECKS",
     "SCHEDULER_CHECKS",
     "SUBSCRIBER_CHECKS",
     "ConformanceError",

@@ -12,6 +12,7 @@ A check is a plain function. It takes a part of yours, or a function that opens 
 | ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``FollowingSubscriber`` of what is at ``place`` |
 | ``SCHEDULER_CHECKS`` | ``open_scheduler(events, outputs), workload`` | a ``ServingScheduler`` over two sinks |
 | ``POOL_CHECKS`` | the same | a ``PooledScheduler``: one that can read its pool |
+| ``REST_CHECKS`` | the same | a ``RestingScheduler``: one that also takes orders to pause, flush and the like |
 | ``INTAKE_CHECKS`` | ``open_intakes(source)`` | one ``ReceivingRank`` per rank, the leading one first |
 
 ``FollowerMachine`` drives a ``FollowerCore``. Where your part has other names, wrap it. These ports have more members
@@ -31,6 +32,7 @@ from scheduler_components import EventBatch, KVCacheEvent, LoadSnapshot
 from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
 from scheduler_components.intake import ForwardMode
 from scheduler_components.ports import KvPoolOracle
+from scheduler_components.quiesce import Order, OrderAnswer
 
 __all__ = [
     # prefix caches
@@ -53,6 +55,7 @@ __all__ = [
     # schedulers
     "MIN_POOL_TOKENS",
     "PooledScheduler",
+    "RestingScheduler",
     "ServingScheduler",
     "Workload",
     "kv_value",
@@ -344,6 +347,14 @@ class ServingScheduler(Protocol):
 
 class PooledScheduler(ServingScheduler, KvPoolOracle, Protocol):
     """A scheduler that can read its KV pool: ``held_blocks`` says what it holds, by medium and group."""
+
+
+class RestingScheduler(PooledScheduler, Protocol):
+    """A scheduler that takes the orders of ``quiesce``."""
+
+    def order(self, order: Order) -> OrderAnswer:
+        """Carry an order out, stepping for as long as it takes, and return how it ended."""
+        ...
 
 
 # Intakes.

@@ -302,6 +302,10 @@ class _Session:
     def step(self) -> None:
         self.trace.call(f"step {self.num_steps}", self.scheduler.step)
         self.num_steps += 1
+        self.take_news()
+
+    def take_news(self) -> None:
+        """Hear what was told since the last time."""
         for delta in self.outputs.take_news():
             self._hear(delta)
 

@@ -34,6 +34,7 @@ from scheduler_components import (
     FinishReason,
     LoadSnapshot,
     OutputDelta,
+    QuiesceStats,
     StartError,
     __version__,
     kv_events_server_info,
@@ -299,6 +300,8 @@ class EngineStatus:
         facts = {
             "version": __version__,
             "weight_version": self.engine.orders.weight_version,
+            "is_paused": any(told.is_paused for told in self._quiesce()),
+            "is_sleeping": not all(told.is_awake for told in self._quiesce()),
             "model_path": config.model_name,
             "served_model_name": config.model_name,
             "dp_size": config.dp_size,
@@ -317,6 +320,11 @@ class EngineStatus:
         return facts | kv_events_server_info(
             config.kv_events, block_size=page_size, dp_size=config.dp_size, publishers=self._bound_streams()
         )
+
+    def _quiesce(self) -> list[QuiesceStats]:
+        """What each replica was last ordered to be, as far as it has said."""
+        found = [stats.totals.quiesce for stats in self.engine.stats.read().values()]
+        return [each for each in found if each is not None]
 
     def _bound_streams(self) -> Iterator[BoundStream]:
         """Where the ranks' streams listen, as far as a reader on another machine could dial them."""

@@ -1,0 +1,130 @@
+"""The checks of rest pass on the reference scheduler, and name what is wrong with one that breaks its promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import pytest
+from reference_scheduler import ReferenceScheduler
+
+from scheduler_components import KvEventSink, OutputSink
+from scheduler_components.events import Place
+from scheduler_components.hicache import SyncDomain
+from scheduler_components.quiesce import Order, OrderAnswer, QuiesceState
+from scheduler_components.reference.device import SimulatedDevice, SimulatedWeights
+from scheduler_components.reference.engine import Request, Scheduler, quiesce_of
+from scheduler_components.reference.engine.batcher import Batcher
+from scheduler_components.testing import REST_CHECKS, ConformanceError, parts
+from scheduler_components.testing import rest_checks as checks
+from scheduler_components.testing.scheduler_checks import WORKLOAD
+
+
+class RestingReference(ReferenceScheduler):
+    """The reference scheduler that takes orders; its weights change nothing in what the model answers."""
+
+    def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
+        super().__init__(events, outputs)
+        state = self.scheduler.batcher.terms.gate
+        assert isinstance(state, QuiesceState)
+        weights = SimulatedWeights(device=SimulatedDevice())
+        self.stepper = quiesce_of(self.scheduler, state, domain=SyncDomain(), weights=weights)
+
+    def order(self, order: Order) -> OrderAnswer:
+        self.stepper.take(1, order)
+        while (answer := self.stepper.step()) is None:
+            self.scheduler.step()
+        if self.scheduler.results.has_news:
+            self.scheduler.step()
+        return answer
+
+    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+        return self.scheduler.cache.held_blocks()
+
+
+@pytest.mark.parametrize("check", REST_CHECKS)
+def test_the_reference_scheduler_passes(check: Callable[[checks.OpenRestingScheduler, parts.Workload], None]) -> None:
+    check(RestingReference, WORKLOAD)
+
+
+class _KeepsComputing(Batcher):
+    __slots__ = ()
+
+    def next_batch(self) -> Any:
+        gate, self.terms.gate = self.terms.gate, QuiesceState()
+        try:
+            return super().next_batch()
+        finally:
+            self.terms.gate = gate
+
+
+class _KeepsItsNamespace(Batcher):
+    __slots__ = ()
+
+    def forget_cached(self, namespace: object) -> None:
+        super().forget_cached(self.pages.namespace)
+
+
+class _LosesTheRetracted(Batcher):
+    __slots__ = ()
+
+    def _retract(self, request: Request) -> None:
+        super()._retract(request)
+        self.queues.waiting.remove(request)
+        del self.queues._by_rid[request.rid]
+
+
+class _TellsLater(Scheduler):
+    __slots__ = ()
+
+    def clear_cache(self, weight_version: str = "default") -> None:
+        kv_events, self.kv_events = self.kv_events, _Deaf()
+        super().clear_cache(weight_version)
+        self.kv_events = kv_events
+
+
+class _Deaf:
+    def flush(self) -> None:
+        pass
+
+
+class _ClearsNothing(Scheduler):
+    __slots__ = ()
+
+    def clear_cache(self, weight_version: str = "default") -> None:
+        pass
+
+
+def with_batcher(broken: type) -> type[RestingReference]:
+    class Broken(RestingReference):
+        def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
+            super().__init__(events, outputs)
+            self.scheduler.batcher.__class__ = broken
+
+    return Broken
+
+
+def with_scheduler(broken: type) -> type[RestingReference]:
+    class Broken(RestingReference):
+        def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
+            super().__init__(events, outputs)
+            self.scheduler.__class__ = broken
+
+    return Broken
+
+
+@pytest.mark.parametrize(
+    ("check", "broken", "words"),
+    [
+        (checks.check_a_paused_scheduler_computes_nothing, with_batcher(_KeepsComputing), "while nothing may be"),
+        (checks.check_a_paused_scheduler_computes_nothing, with_batcher(_LosesTheRetracted), "never told their end"),
+        (checks.check_a_clear_goes_out_of_an_idle_scheduler, with_scheduler(_TellsLater), "in a reader's view"),
+        (checks.check_a_clear_goes_out_of_an_idle_scheduler, with_scheduler(_ClearsNothing), "after the flush"),
+        (checks.check_new_weights_share_no_block_with_old_ones, with_batcher(_KeepsItsNamespace), "of old weights"),
+        (checks.check_released_memory_holds_nothing, with_batcher(_KeepsComputing), "while nothing may be"),
+        (checks.check_released_memory_holds_nothing, with_scheduler(_ClearsNothing), "after the release"),
+    ],
+)
+def test_a_broken_promise_is_named(check: Any, broken: type[RestingReference], words: str) -> None:
+    with pytest.raises(ConformanceError, match=words):
+        check(broken, WORKLOAD)
