@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 import msgspec
 import zmq
@@ -78,7 +79,6 @@ __all__ = [
     "StopSignal",
 ]
 
-_WAIT_MS = 250  # longest wait for another rank between two looks at the clock
 _BACKLOG_S = 0.02  # until outputs are offered again that the front did not take
 _DUMP_PATIENCE_STEPS = 10_000
 _BUSY = frozenset({RefusalReason.TOO_MANY, RefusalReason.HELD_FULL, RefusalReason.DRAINING})
@@ -147,9 +147,10 @@ class Heartbeat:
         return max(0.0, self._due_s - self.clock())
 
     def wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
-        """Do what ``StopSignal.wait`` does, for a short while at most: whoever still waits calls again."""
+        """Do what ``StopSignal.wait`` does, until this is to be said next at most: whoever still waits calls again."""
         self.beat()
-        return self.stop.wait(socket, event, _WAIT_MS if timeout_ms is None else min(timeout_ms, _WAIT_MS))
+        due_ms = ceil(self.due_in_s * 1000)
+        return self.stop.wait(socket, event, due_ms if timeout_ms is None else min(timeout_ms, due_ms))
 
 
 @dataclass(slots=True, kw_only=True)
