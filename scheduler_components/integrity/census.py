@@ -113,7 +113,7 @@ def _problems_of_count(
     count: PoolCount, free: Sequence[int], nodes: Iterable[TreeNode], holdings: Iterable[PageHolding]
 ) -> Iterator[PoolProblem]:
     if count.num_missing:
-        yield PoolProblem("count", count.name, f"{count.num_missing} pages are missing: {count}")
+        yield PoolProblem("count", count.name, f"{count.num_missing} pages are missing")
     listed = Counter(available=len(free))
     for node in nodes:
         listed["protected" if node.lock_count else "evictable"] += len(node.pages)
@@ -123,7 +123,10 @@ def _problems_of_count(
     for term in ("available", "evictable", "protected", "session_held", "uncached", "in_transfer"):
         counted: int = getattr(count, term)
         if counted != listed[term]:
-            yield PoolProblem("count", count.name, f"{term} is {counted}, but {listed[term]} pages are {term}")
+            # The difference alone: it stays what it is while the pool works, and so the problem stays the same one.
+            yield PoolProblem(
+                "count", count.name, f"{term} is {counted - listed[term]:+d} pages off what the lists say"
+            )
 
 
 def _problems_of_places(

@@ -74,9 +74,13 @@ class PoolReport(msgspec.Struct, frozen=True):
     counts: tuple[PoolCount, ...]
     problems: tuple[PoolProblem, ...]
 
+    @property
+    def head(self) -> str:
+        """The first line."""
+        return f"step {self.step}: {len(self.problems)} problems; counts last added up after step {self.sound_until}"
+
     def __str__(self) -> str:
-        head = f"step {self.step}: {len(self.problems)} problems; counts last added up after step {self.sound_until}"
-        return "\n  ".join((head, *map(str, self.counts), *map(str, self.problems)))
+        return "\n  ".join((self.head, *map(str, self.counts), *map(str, self.problems)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,7 +175,7 @@ class PoolInvariantChecker:
         new = self._found.take(report)
         if not new or self.policy.action == "count":
             return
-        logger.error("%s", "\n  ".join((str(report).partition("\n")[0], *map(str, new))))
+        logger.error("%s", "\n  ".join((report.head, *map(str, report.counts), *map(str, new))))
         if self.policy.action == "dump":
             logger.error("%s", "\n".join(describe_pools(self.pools)))
         if self.policy.action == "raise":

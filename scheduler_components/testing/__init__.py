@@ -47,7 +47,7 @@ from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
 from scheduler_components.testing.recorder_checks import RECORDER_CHECKS
 from scheduler_components.testing.rest_checks import REST_CHECKS
 from scheduler_components.testing.rules import RULES, SPECIFICATION, Rule, Violation, Weight
-from scheduler_components.testing.scheduler_checks import POOL_CHECKS, SCHEDULER_CHECKS
+from scheduler_components.testing.scheduler_checks import AUDIT_CHECKS, POOL_CHECKS, SCHEDULER_CHECKS
 
 if TYPE_CHECKING:
     from scheduler_components.testing import strategies
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     # checks
+    "AUDIT_CHECKS",
     "INTAKE_CHECKS",
     "PAGE_STORE_CHECKS",
     "POOL_CHECKS",

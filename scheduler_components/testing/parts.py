@@ -13,6 +13,7 @@ A check is a plain function. It takes a part of yours, or a function that opens 
 | ``SCHEDULER_CHECKS`` | ``open_scheduler(events, outputs), workload`` | a ``ServingScheduler`` over two sinks |
 | ``POOL_CHECKS`` | the same | a ``PooledScheduler``: one that can read its pool |
 | ``REST_CHECKS`` | the same | a ``RestingScheduler``: one that also takes orders to pause, flush and the like |
+| ``AUDIT_CHECKS`` | the same | an ``AuditedScheduler``: one whose pools can be counted |
 | ``INTAKE_CHECKS`` | ``open_intakes(source)`` | one ``ReceivingRank`` per rank, the leading one first |
 
 ``FollowerMachine`` drives a ``FollowerCore``. Where your part has other names, wrap it. These ports have more members
@@ -31,7 +32,7 @@ import msgspec
 from scheduler_components import EventBatch, KVCacheEvent, LoadSnapshot
 from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
 from scheduler_components.intake import ForwardMode
-from scheduler_components.ports import KvPoolOracle
+from scheduler_components.ports import AuditedPool, KvPoolOracle
 from scheduler_components.quiesce import Order, OrderAnswer
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "StreamPlace",
     # schedulers
     "MIN_POOL_TOKENS",
+    "AuditedScheduler",
     "PooledScheduler",
     "RestingScheduler",
     "ServingScheduler",
@@ -354,6 +356,14 @@ class RestingScheduler(PooledScheduler, Protocol):
 
     def order(self, order: Order) -> OrderAnswer:
         """Carry an order out, stepping for as long as it takes, and return how it ended."""
+
+
+class AuditedScheduler(ServingScheduler, Protocol):
+    """A scheduler whose pools can be counted and read: of pages, of states, of request slots."""
+
+    @property
+    def pools(self) -> Sequence[AuditedPool]:
+        """All of them."""
         ...
 
 

@@ -9,6 +9,7 @@ A request is told of by its id. The end is told once, after all tokens, and noth
 to retract: one that reserves the pages of a whole request passes too.
 
 ``POOL_CHECKS`` take a scheduler that can also read its pool (``KvPoolOracle``): they name the batch that forgot.
+``AUDIT_CHECKS`` take one whose pools can be counted (``AuditedPool``): they name the pages and who holds them.
 """
 
 from __future__ import annotations
@@ -17,16 +18,34 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_components import FinishReason, KvEventSink, LoadSnapshot, OutputDelta, OutputSink
+from scheduler_components.integrity import problems_of_pool
+from scheduler_components.ports import NO_OWNER_TRAILS, AuditedPool
 from scheduler_components.testing.fakes import ListEventSink, ListOutputSink
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import PooledScheduler, ServingScheduler, Trace, Workload, next_token
+from scheduler_components.testing.parts import (
+    AuditedScheduler,
+    PooledScheduler,
+    ServingScheduler,
+    Trace,
+    Workload,
+    next_token,
+)
 from scheduler_components.testing.pool_judge import PoolJudge
 from scheduler_components.values import PoolReading
 
-__all__ = ["POOL_CHECKS", "SCHEDULER_CHECKS", "WORKLOAD", "OpenPooledScheduler", "OpenScheduler"]
+__all__ = [
+    "AUDIT_CHECKS",
+    "POOL_CHECKS",
+    "SCHEDULER_CHECKS",
+    "WORKLOAD",
+    "OpenAuditedScheduler",
+    "OpenPooledScheduler",
+    "OpenScheduler",
+]
 
 OpenScheduler = Callable[[KvEventSink, OutputSink], ServingScheduler]
 OpenPooledScheduler = Callable[[KvEventSink, OutputSink], PooledScheduler]
+OpenAuditedScheduler = Callable[[KvEventSink, OutputSink], AuditedScheduler]
 
 _SYSTEM = tuple(range(1, 33))
 WORKLOAD: Workload = (
@@ -135,6 +154,40 @@ def check_the_stream_is_the_pool(open_scheduler: OpenPooledScheduler, workload: 
         reading = PoolReading(opened[0].held_blocks(), sequence=num_applied - 1)
         trace.require(bool(reading.blocks), "at least one place named by held_blocks()", "none")
         trace.expect([], [str(each) for each in judge.compare(reading)], "differences between pool and stream")
+
+
+def check_pools_add_up(open_scheduler: OpenAuditedScheduler, workload: Workload = WORKLOAD) -> None:
+    """After every step, also with aborts, each page of each pool is in one place, and locks are those of holders."""
+    for delay in (None, *_ABORT_DELAYS):
+        session, pools = _audited("After every step each page of each pool is in one place", open_scheduler)
+        for _ in session.serve(workload, abort_delay=delay):
+            problems = [str(each) for pool in pools for each in problems_of_pool(pool, NO_OWNER_TRAILS)]
+            session.trace.expect([], problems, "broken rules of the pools")
+
+
+def check_pools_are_given_back(open_scheduler: OpenAuditedScheduler, workload: Workload = WORKLOAD) -> None:
+    """When all work has ended, also by aborts, every page is free or cached and nothing is locked."""
+    for delay in (None, *_ABORT_DELAYS):
+        session, pools = _audited("When all work has ended, nobody holds a page", open_scheduler)
+        for _ in session.serve(workload, abort_delay=delay):
+            pass
+        for count in (pool.count() for pool in pools):
+            left = (count.available + count.evictable, count.protected, count.uncached)
+            session.trace.expect((count.total, 0, 0), left, f"(free or evictable, protected, uncached) of {count.name}")
+
+
+def _audited(title: str, open_scheduler: OpenAuditedScheduler) -> tuple[_Session, Sequence[AuditedPool]]:
+    """Open a scheduler; returns the session and the scheduler's pools."""
+    opened: list[AuditedScheduler] = []
+
+    def open_and_keep(events: KvEventSink, outputs: OutputSink) -> AuditedScheduler:
+        opened.append(open_scheduler(events, outputs))
+        return opened[0]
+
+    session = _Session.open(title, open_and_keep)
+    pools = opened[0].pools
+    session.trace.require(bool(pools), "at least one pool", "none")
+    return session, pools
 
 
 def check_load_is_sound(open_scheduler: OpenScheduler, workload: Workload = WORKLOAD) -> None:
@@ -383,3 +436,9 @@ SCHEDULER_CHECKS: tuple[Callable[[OpenScheduler, Workload], None], ...] = (
 
 POOL_CHECKS: tuple[Callable[[OpenPooledScheduler, Workload], None], ...] = (check_the_stream_is_the_pool,)
 """For a scheduler that is a ``KvPoolOracle`` too, whatever tiers it has."""
+
+AUDIT_CHECKS: tuple[Callable[[OpenAuditedScheduler, Workload], None], ...] = (
+    check_pools_add_up,
+    check_pools_are_given_back,
+)
+"""For a scheduler whose pools are ``AuditedPool``; the rules are those of ``integrity.census``."""

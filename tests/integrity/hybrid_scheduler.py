@@ -72,13 +72,13 @@ class SideHolders:
 class HybridPages:
     """``RequestPages`` and two pools beside it. Tests override one method to break it."""
 
-    def __init__(self, base: RequestPages, scheduler: Scheduler) -> None:
+    def __init__(self, base: RequestPages, scheduler: Scheduler, num_window_pages: int = 64) -> None:
         self.base = base
         self.cache = base.cache
         self.scheduler = scheduler
         self.progress = scheduler.guard.progress
         self.owners = scheduler.guard.owners
-        self.window = FreeList(range(64))
+        self.window = FreeList(range(num_window_pages))
         self.states = FreeList(range(32))
         self.window_of: dict[str, Held] = {}
         self.state_of: dict[str, Held] = {}
@@ -156,17 +156,21 @@ class HybridPages:
 
 
 def hybrid_scheduler(
-    pages_class: type[HybridPages] = HybridPages, config: SchedulerConfig = SMALL, tiers: CacheTiers | None = None
+    pages_class: type[HybridPages] = HybridPages,
+    config: SchedulerConfig = SMALL,
+    tiers: CacheTiers | None = None,
+    *,
+    num_window_pages: int = 64,
 ) -> tuple[Scheduler, HybridPages]:
     """A reference scheduler over three pools of pages and one of slots, all of them checked after every step."""
     device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device, tiers=tiers)
-    pages = pages_class(scheduler.batcher.pages, scheduler)
+    pages = pages_class(scheduler.batcher.pages, scheduler, num_window_pages)
     scheduler.batcher.pages = scheduler.results.kv = pages  # type: ignore[assignment]
     checker, queues = scheduler.guard.checker, scheduler.queues
     checker.pools = (
         *checker.pools,
-        SlotPool(name="swa", total=64, free=pages.window, holders=SideHolders(pages.window_of, queues)),
+        SlotPool(name="swa", total=num_window_pages, free=pages.window, holders=SideHolders(pages.window_of, queues)),
         SlotPool(name="mamba", total=32, free=pages.states, holders=SideHolders(pages.state_of, queues)),
     )
     return scheduler, pages
