@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,16 @@ from benchmarks.measure import Goal, Measurement, Scale
 NAME = "hicache_step"
 _ROOT = Path(__file__).parent.parent
 _PATIENCE_S = 120
-_GRIDS = {"1 rank (none)": (1, 1), "2 ranks (CP2)": (2, 1), "4 ranks (CP2 x TP2)": (2, 2)}
+_Grid = tuple[int, int, int]
+"""Sizes along attention-CP, attention-TP and PP."""
+
+_GRIDS: dict[str, _Grid] = {
+    "1 rank (none)": (1, 1, 1),
+    "2 ranks (CP2)": (2, 1, 1),
+    "2 ranks (PP2)": (1, 1, 2),
+    "4 ranks (CP2 x TP2)": (2, 2, 1),
+    "4 ranks (TP2 x PP2)": (1, 2, 2),
+}
 _QUEUES = (0, 100, 1000)
 
 
@@ -28,7 +38,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     for transport in transports:
         for name, grid in _GRIDS.items():
             result = _measure(scale, transport, grid, 0)
-            beside = {"bare reductions": result.us_bare} if grid != (1, 1) else {}
+            beside = {"bare reductions": result.us_bare} if prod(grid) > 1 else {}
             goal = None if beside else Goal(15.0)
             rows.append(Measurement(NAME, f"a step, {name}, {transport}", "us", result.us_a_step, beside, goal))
     grid = _GRIDS["4 ranks (CP2 x TP2)"]
@@ -40,16 +50,17 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     return rows
 
 
-def _measure(scale: Scale, transport: str, grid: tuple[int, int], num_operations: int) -> StepResult:
+def _measure(scale: Scale, transport: str, grid: _Grid, num_operations: int) -> StepResult:
     """Start a process a rank; returns what the slowest says."""
     with tempfile.TemporaryDirectory(prefix="hicache-step-") as folder:
         processes = []
         try:
-            for rank in range(grid[0] * grid[1]):
+            for rank in range(prod(grid)):
                 spec = StepSpec(
                     rank=rank,
                     attn_cp_size=grid[0],
                     attn_tp_size=grid[1],
+                    pp_size=grid[2],
                     transport=transport,
                     folder=folder,
                     num_operations=num_operations,

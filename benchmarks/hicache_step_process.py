@@ -27,6 +27,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     attn_cp_size: int
     attn_tp_size: int
+    pp_size: int
     transport: str
     folder: str
     num_operations: int
@@ -64,8 +65,10 @@ def _wait(socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool
 
 
 def _open_domain(spec: StepSpec) -> SyncDomain:
-    size = spec.attn_cp_size * spec.attn_tp_size
-    world = world_rank_sets(ParallelState.from_tp_rank(spec.rank, tp_size=size, attn_cp_size=spec.attn_cp_size))
+    tp_size = spec.attn_cp_size * spec.attn_tp_size
+    size = spec.pp_size * tp_size
+    stages = ParallelState.from_tp_rank(0, tp_size=tp_size, attn_cp_size=spec.attn_cp_size, pp_size=spec.pp_size)
+    world = world_rank_sets(stages)
     if spec.transport == "gloo":
         import torch.distributed as dist
 

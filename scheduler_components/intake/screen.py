@@ -38,7 +38,6 @@ __all__ = ["InputBounds", "InputScreen", "InputState"]
 logger = logging.getLogger(__name__)
 
 _ANSWERING = "answering a request that was not let in"
-_REMEMBERED = 16_384  # ids each of requests that went on and of early aborts: some seconds of a very busy front
 
 
 class InputState(enum.StrEnum):
@@ -64,6 +63,8 @@ class InputBounds:
         max_requests_per_s: on average; None for no bound on the rate.
         burst_requests: how many may come at once before the rate counts.
         max_held_requests: while input is blocked.
+        max_known_requests: ids of requests that went on, and of aborts that came before their requests, that are kept;
+            by default some seconds of a very busy front.
         abort_memory_s: how long the abort of a request that has not come is kept.
 
     Raises:
@@ -75,6 +76,7 @@ class InputBounds:
     max_requests_per_s: float | None = attrs.field(default=None, validator=_check_rate)
     burst_requests: int = attrs.field(default=256, validator=is_integer())
     max_held_requests: int = attrs.field(default=4096, validator=is_integer())
+    max_known_requests: int = attrs.field(default=16_384, validator=is_integer())
     abort_memory_s: float = attrs.field(default=60.0, validator=is_number(or_zero=True))
 
 
@@ -112,9 +114,10 @@ class _TokenBucket:
 class _KnownRequests:
     """Requests that went on lately, by a sum over their frames, and aborts that came before their requests."""
 
-    __slots__ = ("_early_aborts", "_sums")
+    __slots__ = ("_early_aborts", "_most", "_sums")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._sums: OrderedDict[str, int] = OrderedDict()
         self._early_aborts: OrderedDict[str, float] = OrderedDict()
 
@@ -124,7 +127,7 @@ class _KnownRequests:
     def went_on(self, rid: str, frame: bytes) -> None:
         self._sums[rid] = crc32(frame)
         self._sums.move_to_end(rid)
-        if len(self._sums) > _REMEMBERED:
+        if len(self._sums) > self._most:
             self._sums.popitem(last=False)
 
     def is_copy(self, rid: str, frame: bytes) -> bool:
@@ -133,7 +136,7 @@ class _KnownRequests:
     def aborted_early(self, rid: str, now_s: float) -> None:
         self._early_aborts[rid] = now_s
         self._early_aborts.move_to_end(rid)
-        if len(self._early_aborts) > _REMEMBERED:
+        if len(self._early_aborts) > self._most:
             self._early_aborts.popitem(last=False)
 
     def take_abort(self, rid: str, since_s: float) -> bool:
@@ -147,10 +150,10 @@ class _Requests:
     """What a screen knows of requests: those that wait for it to be unblocked, those between it and the scheduler."""
 
     bucket: _TokenBucket
+    known: _KnownRequests
     state: InputState = InputState.OPEN
     held: dict[str, Letter] = field(default_factory=dict)
     under_way: set[str] = field(default_factory=set)
-    known: _KnownRequests = field(default_factory=_KnownRequests)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,7 +178,9 @@ class InputScreen:
     _requests: _Requests = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._requests = _Requests(bucket=_TokenBucket(bounds=self.bounds))
+        self._requests = _Requests(
+            bucket=_TokenBucket(bounds=self.bounds), known=_KnownRequests(self.bounds.max_known_requests)
+        )
 
     @property
     def state(self) -> InputState:
@@ -267,7 +272,7 @@ class InputScreen:
             self.stats.requests_held = len(requests.held)
             text = f"rid={rid!r}: was aborted before it was let in"
             self._refuse(InputRefusal(rid, RefusalReason.ABORTED, text), held)
-        elif rid in requests.known or self.ids.is_taken(rid):
+        elif rid in requests.under_way or rid in requests.known or self.ids.is_taken(rid):
             yield letter
         else:
             requests.known.aborted_early(rid, self.clock())

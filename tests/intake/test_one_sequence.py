@@ -149,3 +149,27 @@ def test_what_waits_is_bounded_by_the_source_and_not_by_memory() -> None:
     for _ in range(3):
         assert rank.intake.collect()
     assert len(rank.source.frames) == 5
+
+
+@pytest.mark.parametrize(
+    "heard", [[], [b"command:other"], [b"command:", b"command:"]], ids=["nothing", "another", "cut elsewhere"]
+)
+def test_a_caller_that_has_no_digest_of_its_own_is_found_by_its_input(heard: list[bytes]) -> None:
+    tape = Tape()
+    leader = Rank(tape, 1, 256)
+    leader.source.frames.append(b"command:command:")
+    for step in range(2):
+        leader.intake.receive(step, 0, ForwardMode.DECODE)
+    other = Rank(OwnEars(tape), 1, 256)
+    other.source.frames += heard
+    other.intake.receive(0, 0, ForwardMode.DECODE)
+    with pytest.raises(LockstepError, match="after input"):
+        other.intake.receive(1, 0, ForwardMode.DECODE)
+
+
+def test_an_id_may_come_again_once_the_scheduler_says_that_it_is_free() -> None:
+    rank = Rank(Tape(), 1, 256)
+    rank.source.frames += [b"request:a:1", b"request:a:2"]  # the second while the first is on its way
+    assert rank.intake.receive(0, 0, ForwardMode.DECODE) == ["request:a:1"]
+    rank.source.frames.append(b"request:a:3")
+    assert rank.intake.receive(1, 0, ForwardMode.DECODE) == ["request:a:3"]

@@ -94,6 +94,8 @@ def test_above_the_rate_requests_are_told_when_to_come_again() -> None:
     bench.clock.now_s += 0.5
     assert bench.pass_on("request:c", "request:d") == ["request:c"]
     bench.clock.now_s -= 100  # a clock that goes back neither gives nor takes
+    assert bench.pass_on("request:d") == []
+    assert bench.refusals.refused[-1].retry_after_s == 0.5
     bench.clock.now_s += 1000  # and a long rest gives no more than the burst
     assert len(bench.pass_on("request:e", "request:f", "request:g")) == 2
 
@@ -135,6 +137,16 @@ def test_an_abort_before_its_request_ends_it_once() -> None:
     assert bench.pass_on("request:b") == ["request:b"]
 
 
+def test_what_is_known_of_requests_is_bounded() -> None:
+    bench = Bench(max_known_requests=1)
+    bench.pass_on("request:a", "request:b")
+    bench.ids.taken.clear()
+    assert bench.pass_on("request:b", "request:a") == ["request:a"]
+    assert bench.pass_on("abort:x", "abort:y", "request:x", "request:y") == ["request:x"]
+    assert bench.reasons() == [("b", RefusalReason.SERVED), ("y", RefusalReason.ABORTED)]
+    assert bench.pass_on("request:m", "request:n", "abort:m", brought=False) == ["request:m", "request:n", "abort:m"]
+
+
 def test_an_abort_that_comes_late_touches_no_later_request_of_its_id() -> None:
     bench = Bench()
     bench.pass_on("request:a:x")
@@ -159,6 +171,7 @@ def test_a_sink_that_fails_costs_its_answer_and_is_counted() -> None:
         {"max_requests_per_s": math.nan},
         {"burst_requests": 0},
         {"max_held_requests": 0},
+        {"max_known_requests": 0},
         {"abort_memory_s": -1.0},
     ],
 )

@@ -68,6 +68,7 @@ class EngineOptions:
     kv_tokens: KvTokens = 262_144
     max_running_requests: RunningRequests = 64
     chunk_tokens: ChunkTokens = 2048
+    recv_interval: Annotated[int, Parameter(help="Decode steps that share one receive of input.")] = 1
     kv_events_config: Annotated[
         str | None,
         Parameter(help="Event publisher's configuration, as JSON. Default: loopback, free ports, with replay."),
@@ -192,6 +193,7 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions) -> EngineConf
             max_running_requests=options.max_running_requests,
             chunk_tokens=options.chunk_tokens,
             max_prefill_tokens=max(options.chunk_tokens, SchedulerConfig().max_prefill_tokens),
+            recv_interval=options.recv_interval,
         ),
         speed=options.speed,
         seed=options.seed,

@@ -69,13 +69,18 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         *("--hicache-mooncake-master", "m:1", "--hicache-mooncake-metadata", "http://m:2"),
         *("--hicache-write", "write_back", "--hicache-prefetch", "timeout"),
         *("--hicache-write-hits", "4", "--hicache-retry-steps", "5"),
-        *("--hicache-load-pages", "6"),
+        *("--hicache-load-pages", "6", "--recv-interval", "4"),
     )
     engine = engine_config(bound["options"], bound["hicache"])
     assert (engine.dp_size, engine.attn_cp_size, engine.attn_tp_size, engine.pp_size) == (1, 3, 4, 2)
     assert (engine.speed, engine.seed, engine.kv_events) == (2.5, 7, '{"publisher": "null"}')
     assert engine.scheduler == SchedulerConfig(
-        page_size=8, kv_tokens=800, max_running_requests=5, chunk_tokens=32_768, max_prefill_tokens=32_768
+        page_size=8,
+        kv_tokens=800,
+        max_running_requests=5,
+        chunk_tokens=32_768,
+        max_prefill_tokens=32_768,
+        recv_interval=4,
     )
     assert engine.hicache == HiCacheConfig(
         host_tokens=1600,
