@@ -24,6 +24,7 @@ _SECTIONS = (
     "metrics",
     "step",
     "intake",
+    "quiesce",
     "codec",
     "cache",
     "trace",

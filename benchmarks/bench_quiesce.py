@@ -1,0 +1,81 @@
+"""What a scheduler that can be brought to rest pays for it: in a step without an order, and in one that asks all ranks.
+
+Counted is the processor time of the scheduler's thread, at 64 running. The question is that of a replica of one rank:
+what others add is the agreement itself, which the section ``hicache_step`` times over groups.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from scheduler_components import ParallelState
+from scheduler_components.hicache import SyncDomain
+from scheduler_components.quiesce import FlushCache, PauseGeneration, PauseMode, QuiesceState, QuiesceStepper
+from scheduler_components.reference.device import SimulatedDevice
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, quiesce_of
+
+NAME = "quiesce"
+_RUNNING = 64
+_STEPS_PER_TURN = 200
+_FOR_EVER_S = 1e9
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
+    """Time a step with orders off, on, and standing; and a question by itself."""
+    return [*_steps(scale), _question(scale)]
+
+
+def _steps(scale: Scale) -> Iterator[Measurement]:
+    with _scheduler(scale, 2) as (scheduler, stepper):
+
+        def on() -> None:
+            stepper.step()
+            scheduler.step()
+
+        us = _us({"on": on, "off": scheduler.step}, scale, _STEPS_PER_TURN)
+    what = f"a step, {_RUNNING} running, orders can come and none stands"
+    yield Measurement(NAME, what, "us", us["on"], {"no orders": us["off"]}, Goal(1.02, "no orders"))
+    with _scheduler(scale, 2) as (scheduler, stepper), _scheduler(scale, 2) as (other, _):
+        stepper.take(1, PauseGeneration(PauseMode.FINISH, _FOR_EVER_S))
+
+        def asking() -> None:
+            stepper.step()
+            scheduler.step()
+
+        us = _us({"on": asking, "off": other.step}, scale, _STEPS_PER_TURN)
+    what = f"a step, {_RUNNING} running, an order stands: one question"
+    yield Measurement(NAME, what, "us", us["on"], {"no orders": us["off"]})
+
+
+def _question(scale: Scale) -> Measurement:
+    with _scheduler(scale, 1) as (_, stepper):
+        stepper.take(1, FlushCache(_FOR_EVER_S))
+        us = _us({"ours": stepper.step}, scale, 2_000)
+    return Measurement(NAME, "one question: propose, agree, settle; one rank", "us", us["ours"], {}, Goal(20.0))
+
+
+@contextmanager
+def _scheduler(scale: Scale, num_timed: int) -> Iterator[tuple[Scheduler, QuiesceStepper]]:
+    """A reference scheduler with so many requests in decode, for longer than they are measured."""
+    state = QuiesceState()
+    scheduler = Scheduler.compose(
+        SchedulerConfig(page_size=16, kv_tokens=1 << 20, max_running_requests=_RUNNING, max_prefill_tokens=1 << 17),
+        ParallelState.trivial(),
+        SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None),
+        quiesce=state,
+    )
+    limits = SamplingLimits(max_new_tokens=num_timed * (scale.turns + 1) * _STEPS_PER_TURN + 50, ignore_eos=True)
+    for number in range(_RUNNING):
+        scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
+    for _ in range(20):
+        scheduler.step()
+    yield scheduler, quiesce_of(scheduler, state, domain=SyncDomain())
+    scheduler.close()
+
+
+def _us(calls: dict[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:
+    found = measure_in_turns(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
+    return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
