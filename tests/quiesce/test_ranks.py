@@ -6,17 +6,12 @@ memory that they have left. The tests at the end take single agreements away and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import cast
-
-import msgspec
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from resting_replica import GOOD, Given, OwnFacts, Replica
 
 from scheduler_components.errors import QuiesceDivergenceError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache import AgreedValues, InProcessSync, Proposal
 from scheduler_components.quiesce import (
     BeginWeightUpdate,
     CheckWeights,
@@ -27,183 +22,12 @@ from scheduler_components.quiesce import (
     LoadWeights,
     MemoryTag,
     Order,
-    OrderAnswer,
     PauseGeneration,
     PauseMode,
-    Quiesce,
     ReleaseMemory,
     ResumeMemory,
     RollBackWeights,
 )
-
-RANKS = (0, 1, 2, 3)
-HOPS = {0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 3)], 2: [(2, 3), (0, 2)], 3: [(2, 3), (1, 3)]}
-GOOD = 5  # checksum of parts that came whole
-
-
-class OwnFacts(msgspec.Struct, frozen=True):
-    """What is one rank's own while an order stands."""
-
-    transfers_end_after: int = 0  # steps from the order on
-    clock_s: float = 0.0  # how far its clock runs ahead
-    fails: bool = False
-    reads: int = GOOD
-
-
-class Given(msgspec.Struct, frozen=True):
-    """An order, with what each rank makes of it, and requests that come before it and after its first question."""
-
-    order: Order
-    facts: tuple[OwnFacts, ...] = (OwnFacts(),) * 4
-    new_requests: int = 0
-    late_requests: int = 0
-
-
-@dataclass
-class Engine:
-    """One rank's work, cache, weights and memory, all four ports at once. Requests run for three steps each."""
-
-    facts: OwnFacts = field(default_factory=OwnFacts)
-    age: int = 0
-    running: list[int] = field(default_factory=list)
-    num_waiting: int = 0
-    did: list[str] = field(default_factory=list)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_operations(self) -> int:
-        return max(0, self.facts.transfers_end_after - self.age)
-
-    def abort_all(self) -> int:
-        ended, self.running, self.num_waiting = self.num_running + self.num_waiting, [], 0
-        return ended
-
-    def retract_all(self) -> int:
-        retracted, self.running = self.num_running, []
-        self.num_waiting += retracted
-        return retracted
-
-    def clear(self, weight_version: str) -> None:
-        assert not self.running and not self.num_operations, "emptied under somebody's hands"
-        self.did.append(f"cleared for {weight_version}")
-
-    def forget_storage(self) -> None:
-        assert not self.num_operations
-        self.did.append("forgot storage")
-
-    def begin(self, weight_version: str) -> None:
-        self._may_fail()
-
-    def load(self, name: str, content: bytes) -> None:
-        self._may_fail()
-
-    def checksum(self) -> int:
-        self._may_fail()
-        return self.facts.reads
-
-    def commit(self) -> None:
-        self.did.append("new weights")
-
-    def roll_back(self) -> None:
-        self.did.append("old weights")
-
-    def release(self, tags: Sequence[str], *, keep_weights: bool) -> None:
-        self.did.append(f"gave {sorted(tags)}, keeping: {keep_weights}")
-
-    def resume(self, tags: Sequence[str]) -> None:
-        self._may_fail()
-        self.did.append(f"took {sorted(tags)}")
-
-    def _may_fail(self) -> None:
-        if self.facts.fails:
-            raise MemoryError("no room")
-
-    def step(self, quiesce: Quiesce) -> None:
-        state = quiesce.state
-        assert not (state.admits and not state.computes)
-        if state.computes:
-            self.running = [left - 1 for left in self.running if left > 1]
-        if state.admits:
-            self.running += [3] * self.num_waiting
-            self.num_waiting = 0
-        self.age += 1
-
-
-class Replica:
-    """Four ranks in lockstep. ``local_slot`` is the one that ranks do not agree on: each uses its own value."""
-
-    def __init__(self, local_slot: str = "") -> None:
-        self.engines = {rank: Engine() for rank in RANKS}
-        self.ranks = {
-            rank: Quiesce(work=engine, cache=engine, weights=engine, memory=engine)
-            for rank, engine in self.engines.items()
-        }
-        self.sync = InProcessSync(HOPS)
-        self.local_slot = local_slot
-        self.num_steps = 0
-
-    def give(self, given: Given) -> None:
-        for rank, quiesce in self.ranks.items():
-            engine = self.engines[rank]
-            engine.facts, engine.age = given.facts[rank], 0
-            engine.num_waiting += given.new_requests
-            quiesce.take(7, given.order, now_s=float(self.num_steps))
-
-    def step(self) -> list[OrderAnswer | None]:
-        self.num_steps += 1
-        answers: list[OrderAnswer | None] = [None] * len(RANKS)
-        if all(quiesce.has_orders for quiesce in self.ranks.values()):
-            proposals = {
-                rank: quiesce.propose(
-                    self.num_steps, rank=rank, now_s=self.num_steps + self.engines[rank].facts.clock_s
-                )
-                for rank, quiesce in self.ranks.items()
-            }
-            agreed = self._with_own_values(proposals, self.sync.agree(proposals))
-            answers = [quiesce.settle(self.num_steps, agreed[rank]) for rank, quiesce in self.ranks.items()]
-        for rank, engine in self.engines.items():
-            engine.step(self.ranks[rank])
-        return answers
-
-    def _with_own_values(
-        self, proposals: Mapping[int, Proposal], agreed: Mapping[int, AgreedValues]
-    ) -> Mapping[int, AgreedValues]:
-        if not self.local_slot:
-            return agreed
-        own = {rank: proposal.open(proposal.pack(0)) for rank, proposal in proposals.items()}
-        slot = self.local_slot
-        return {
-            rank: AgreedValues(
-                each.numbers | {name: own[rank].numbers[name] for name in each.numbers if name == slot},
-                each.flags | {name: own[rank].flags[name] for name in each.flags if name == slot},
-            )
-            for rank, each in agreed.items()
-        }
-
-    def carry_out(self, given: Given) -> list[OrderAnswer]:
-        """Give an order and step until it is over on all ranks, in one step on all of them."""
-        self.give(given)
-        for num_steps in range(60):
-            for engine in self.engines.values():
-                engine.num_waiting += given.late_requests if num_steps == 1 else 0
-            answers = self.step()
-            assert not self.have_parted(answers), f"ranks parted: {answers}"
-            if answers[0] is not None:
-                return cast("list[OrderAnswer]", answers)
-        raise AssertionError(f"{given.order} does not come to an end")
-
-    def have_parted(self, answers: list[OrderAnswer | None]) -> bool:
-        told = {
-            answer and (answer.problem.partition(":")[0], answer.num_requests, answer.checksum) for answer in answers
-        }
-        states = {quiesce.state.digest() for quiesce in self.ranks.values()}
-        did = {tuple(each for each in engine.did if not each.startswith("took")) for engine in self.engines.values()}
-        counts = {(engine.num_running, engine.num_waiting) for engine in self.engines.values()}
-        return max(map(len, (told, states, did, counts))) > 1
-
 
 deadlines = st.sampled_from([0.0, 4.0, 30.0])
 tags = st.lists(st.sampled_from(MemoryTag), max_size=2, unique=True).map(tuple)

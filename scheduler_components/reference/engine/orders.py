@@ -96,7 +96,8 @@ class OrderDesk:
             deadline_s: how long to wait until nothing runs.
 
         Raises:
-            OrderRefusedError: a rank could not, or has other weights; all keep the old ones.
+            OrderRefusedError: a rank could not, or has other weights; all keep the old ones. Where some have the new
+                ones already, the engine has failed.
         """
         async with self._turn:
             try:
@@ -107,9 +108,20 @@ class OrderDesk:
             except (OrderRefusedError, asyncio.CancelledError):
                 await asyncio.shield(self._ask(RollBackWeights()))  # refused where no session is open (any more)
                 raise
-            await self.give(EndWeightUpdate(checksum))
+            await self._end_update(EndWeightUpdate(checksum))
             self.weight_version = weight_version
             return checksum
+
+    async def _end_update(self, order: EndWeightUpdate) -> None:
+        """Commit on all replicas. Where only some could, the engine has two models, and must not go on."""
+        try:
+            await self.give(order)
+        except OrderRefusedError as error:
+            if len(error.problems) == len(self.front.leaders):
+                await self._ask(RollBackWeights())
+            else:
+                self.front.fail(EngineFailedError(f"replicas have different weights: {error}"))
+            raise
 
     @staticmethod
     def _one_checksum(answers: tuple[OrderAnswer, ...], wanted: int | None) -> int:

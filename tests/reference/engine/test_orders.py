@@ -1,0 +1,171 @@
+"""The desk of orders, over replicas that are played: all carry an order out, or what was done is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+
+from scheduler_components.quiesce import (
+    BeginWeightUpdate,
+    CheckWeights,
+    ContinueGeneration,
+    EndWeightUpdate,
+    FlushCache,
+    LoadWeights,
+    Order,
+    OrderAnswer,
+    PauseGeneration,
+    PauseMode,
+    RollBackWeights,
+)
+from scheduler_components.reference.engine import (
+    ALIVE_EVERY_S,
+    EngineFailedError,
+    Front,
+    GiveOrder,
+    LoadDispatcher,
+    OrderAnswered,
+    OrderDesk,
+    OrderRefusedError,
+    RankAlive,
+    RankPulse,
+    RankSilentError,
+    ReplicaLoad,
+    decode_command,
+)
+
+T = TypeVar("T")
+
+
+class PlayedReplicas:
+    """Leaders' sockets that answer orders at once; ``problems`` and ``checksums`` say how, ``deaf`` do not answer."""
+
+    def __init__(self) -> None:
+        self.told: list[list[Order]] = [[], []]
+        self.problems: dict[tuple[int, type[Order]], str] = {}
+        self.checksums = [5, 5]
+        self.deaf: set[int] = set()
+        self.front = Front(
+            leaders=[_Leader(self, 0), _Leader(self, 1)],  # type: ignore[list-item]  # a socket's send is all it needs
+            dispatcher=LoadDispatcher(replicas=[ReplicaLoad(), ReplicaLoad()]),
+            pulse=RankPulse(silent_after_s=2 * ALIVE_EVERY_S),
+        )
+        self.desk = OrderDesk(front=self.front)
+
+    def take(self, replica: int, command: GiveOrder) -> None:
+        order = command.order
+        self.told[replica].append(order)
+        problem = self.problems.get((replica, type(order)), "")
+        checksum = self.checksums[replica] if isinstance(order, CheckWeights) else 0
+        if replica not in self.deaf:
+            self.front.receive(OrderAnswered(replica, OrderAnswer(command.order_id, problem, 3, checksum)))
+
+    def kinds(self, replica: int) -> list[type[Order]]:
+        return [type(order) for order in self.told[replica]]
+
+
+class _Leader:
+    def __init__(self, replicas: PlayedReplicas, replica: int) -> None:
+        self.replicas, self.replica = replicas, replica
+
+    def send(self, frame: bytes, flags: int) -> None:
+        command = decode_command(frame)
+        assert isinstance(command, GiveOrder)
+        self.replicas.take(self.replica, command)
+
+
+def run(work: Callable[[], Awaitable[T]]) -> T:
+    return asyncio.run(asyncio.wait_for(work(), timeout=30))
+
+
+SESSION = [BeginWeightUpdate, LoadWeights, LoadWeights, CheckWeights]
+PARTS = {"a": b"1", "b": b"2"}
+
+
+def test_an_update_is_one_session_on_all_replicas() -> None:
+    replicas = PlayedReplicas()
+    assert run(lambda: replicas.desk.update_weights("v2", PARTS)) == 5
+    for replica in (0, 1):
+        assert replicas.kinds(replica) == [*SESSION, EndWeightUpdate]
+        assert replicas.told[replica][-1] == EndWeightUpdate(5)
+    assert replicas.desk.weight_version == "v2"
+    assert not replicas.front.board.answers.orders
+
+
+@pytest.mark.parametrize(
+    ("checksums", "wanted", "words"),
+    [
+        ([5, 6], None, "replica 1: the weights have checksum 0000000000000006, not 0000000000000005"),
+        ([6, 6], 5, "replica 0: the weights have checksum 0000000000000006, not 0000000000000005; replica 1: "),
+    ],
+)
+def test_replicas_with_other_weights_roll_back(checksums: list[int], wanted: int | None, words: str) -> None:
+    replicas = PlayedReplicas()
+    replicas.checksums = checksums
+    with pytest.raises(OrderRefusedError, match=words):
+        run(lambda: replicas.desk.update_weights("v2", PARTS, checksum=wanted))
+    assert [replicas.kinds(replica) for replica in (0, 1)] == [[*SESSION, RollBackWeights]] * 2
+    assert replicas.desk.weight_version == "default"
+
+
+@pytest.mark.parametrize("order", [BeginWeightUpdate, LoadWeights, CheckWeights])
+def test_what_one_replica_could_not_is_taken_back_on_all(order: type[Order]) -> None:
+    replicas = PlayedReplicas()
+    replicas.problems[1, order] = "rank 3 could not"
+    with pytest.raises(OrderRefusedError, match="replica 1: rank 3 could not"):
+        run(lambda: replicas.desk.update_weights("v2", PARTS))
+    assert replicas.kinds(0)[-1] is replicas.kinds(1)[-1] is RollBackWeights
+    assert EndWeightUpdate not in replicas.kinds(0)
+    assert replicas.desk.weight_version == "default"
+
+
+def test_two_models_end_the_engine_and_none_at_all_does_not() -> None:
+    replicas = PlayedReplicas()
+    replicas.problems = dict.fromkeys([(0, EndWeightUpdate), (1, EndWeightUpdate)], "given up at its deadline")
+    with pytest.raises(OrderRefusedError):
+        run(lambda: replicas.desk.update_weights("v2", PARTS))
+    assert replicas.kinds(1)[-1] is RollBackWeights
+    assert replicas.front.board.failure is None
+    del replicas.problems[0, EndWeightUpdate]
+    with pytest.raises(OrderRefusedError, match="replica 1: given up"):
+        run(lambda: replicas.desk.update_weights("v2", PARTS))
+    assert "replicas have different weights" in str(replicas.front.board.failure)
+
+
+def test_a_pause_that_one_replica_gives_up_pauses_none() -> None:
+    replicas = PlayedReplicas()
+    assert run(lambda: replicas.desk.pause(PauseMode.ABORT, 0.0)) == 6
+    replicas.problems[0, PauseGeneration] = "given up at its deadline"
+    with pytest.raises(OrderRefusedError, match="pause generation: replica 0: given up"):
+        run(lambda: replicas.desk.pause(PauseMode.FINISH, 0.0))
+    assert [replicas.told[replica][-1] for replica in (0, 1)] == [ContinueGeneration()] * 2
+
+
+def test_a_rank_that_is_silent_or_dead_ends_the_order() -> None:
+    async def hang() -> None:
+        replicas.front.receive(RankAlive("rank 7", 1))
+        asked = asyncio.ensure_future(replicas.desk.give(FlushCache(3600.0)))
+        while not replicas.told[1]:
+            await asyncio.sleep(0)
+        for _ in range(3):
+            replicas.front.tick()
+        await asked
+
+    async def die() -> None:
+        asked = asyncio.ensure_future(replicas.desk.give(FlushCache(3600.0)))
+        while not replicas.told[1]:
+            await asyncio.sleep(0)
+        replicas.front.fail(EngineFailedError("rank 7 was killed by signal 9"))
+        await asked
+
+    replicas = PlayedReplicas()
+    replicas.deaf = {1}
+    with pytest.raises(RankSilentError, match="rank 7 has said nothing"):
+        run(hang)
+    replicas = PlayedReplicas()
+    replicas.deaf = {1}
+    with pytest.raises(EngineFailedError, match="flush cache: rank 7 was killed by signal 9"):
+        run(die)
