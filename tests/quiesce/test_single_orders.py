@@ -170,3 +170,24 @@ def test_requests_that_are_paused_in_place_keep_the_cache_as_it_is() -> None:
         assert problem == "1 requests are paused in place; continue, or pause with retract or abort"
     assert done(replica, PauseGeneration(PauseMode.RETRACT))[0].num_requests == 1
     done(replica, FlushCache())
+
+
+def test_who_waits_will_run_so_a_flush_waits_for_them_unless_paused() -> None:
+    replica = Replica()
+    problem = replica.carry_out(Given(FlushCache(), new_requests=1))[0].problem
+    assert problem.startswith("given up at its deadline: 0 requests run, 1 wait")
+    assert replica.engines[0].did == []
+    done(replica, PauseGeneration(PauseMode.RETRACT), FlushCache())
+    assert replica.engines[0].did == ["cleared for default"]
+
+
+def test_nothing_is_computed_in_a_session() -> None:
+    replica = Replica()
+    done(replica, BeginWeightUpdate("v1"))
+    assert replica.carry_out(Given(LoadWeights("a", b"a"), new_requests=2))[0].problem == ""
+    replica.step()
+    assert (replica.engines[0].num_running, replica.engines[0].num_waiting) == (0, 2)
+    done(replica, EndWeightUpdate(GOOD))
+    assert replica.engines[0].did == ["new weights", "cleared for v1"]
+    replica.step()
+    assert replica.engines[0].num_running == 2
