@@ -34,6 +34,7 @@ _SECTIONS = (
     "relay",
     "jetstream",
     "hicache_step",
+    "batching",
     "start",
 )
 _QUICK = Scale(turns=1, share=0.2)

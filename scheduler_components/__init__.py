@@ -60,6 +60,7 @@ from scheduler_components.ports import (
     TotalsSource,
 )
 from scheduler_components.values import (
+    BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
     FinishReason,
@@ -133,6 +134,7 @@ __all__ = [  # sorted by meaning
     "KVEventBatch",
     "LoadSnapshot",
     "LoadParts",
+    "BatchingStats",
     "DecodeMoments",
     "DisaggregationLoad",
     "LoraLoad",

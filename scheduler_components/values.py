@@ -16,6 +16,7 @@ from scheduler_components.events import Place
 
 __all__ = [
     "FinishReason",
+    "BatchingStats",
     "DecodeMoments",
     "DisaggregationLoad",
     "LoadParts",
@@ -638,13 +639,41 @@ class IntakeStats(msgspec.Struct, gc=False):
         return msgspec.structs.replace(self)
 
 
+class BatchingStats(msgspec.Struct, frozen=True, gc=False):
+    """How batches are made.
+
+    Attributes:
+        new_token_ratio: share of possible output that an admission reserves, now.
+        first_tokens_predicted: forecasts of a first token that came since.
+        first_token_error_p50_s, first_token_error_p90_s: how far off the last of them were, in the middle and at most
+            but for one in ten; 0 before the first.
+        dp_steps: under DP attention, steps in which some replica computed.
+        dp_idle_batches: of them, in which this one had nothing to compute.
+        dp_eager_steps: of them, without a captured graph.
+        dp_padded_tokens: positions that this replica's batches were short of the longest.
+        dp_prefills_delayed: steps before which replicas that would have prefilled were told to wait.
+        dp_prefills_forced: times that they had waited enough.
+    """
+
+    new_token_ratio: float = 0.0
+    first_tokens_predicted: int = 0
+    first_token_error_p50_s: float = 0.0
+    first_token_error_p90_s: float = 0.0
+    dp_steps: int = 0
+    dp_idle_batches: int = 0
+    dp_eager_steps: int = 0
+    dp_padded_tokens: int = 0
+    dp_prefills_delayed: int = 0
+    dp_prefills_forced: int = 0
+
+
 class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     """Running totals of one scheduler since it started; each only ever grows, except that ``preemptions_per_s`` are the
     retractions per second of the recent window.
 
     ``latencies`` are the histograms of its requests' times, where it keeps them; ``tiers`` are the counters of its
     hierarchical cache, where it has one; ``intake`` are those of its input, where an ``Intake`` takes it;
-    ``quiesce`` is what it was ordered, where it takes orders.
+    ``quiesce`` is what it was ordered, where it takes orders; ``batching`` says how it makes its batches.
     ``integrity`` are those of its checks; ``pools`` says how full its pools are, which does not only grow.
     """
 
@@ -662,6 +691,7 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     quiesce: QuiesceStats | None = None
     integrity: IntegrityStats | None = None
     pools: PoolStats | None = None
+    batching: BatchingStats | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):

@@ -125,6 +125,25 @@ ROWS = (
         ),
     ),
     Row(
+        "Batches",
+        (
+            Panel("New-token ratio", ("new_token_ratio",)),
+            Panel(
+                "Error of forecasts of first tokens",
+                ("first_token_error_p50_seconds", "first_token_error_p90_seconds"),
+            ),
+            Panel("Forecasts judged per second", ("first_tokens_predicted_total",)),
+            Panel(
+                "DP attention: steps per second", ("dp_steps_total", "dp_idle_batches_total", "dp_eager_steps_total")
+            ),
+            Panel("DP attention: padded tokens per second", ("dp_padded_tokens_total",)),
+            Panel(
+                "DP attention: prefills delayed and forced, per second",
+                ("dp_prefills_delayed_total", "dp_prefills_forced_total"),
+            ),
+        ),
+    ),
+    Row(
         "Hierarchical cache",
         (
             Panel(

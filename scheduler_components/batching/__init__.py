@@ -6,6 +6,12 @@ learns from a clock, it says how ranks come to one value.
 
 from __future__ import annotations
 
+from scheduler_components.batching.chunk_sizer import (
+    ChunkSizer,
+    FirstTokenForecast,
+    PrefillLatencyFit,
+    PrefillModel,
+)
 from scheduler_components.batching.dp_attn import (
     BatchShape,
     DpBatchSync,
@@ -20,6 +26,10 @@ from scheduler_components.batching.new_token_ratio import DecodingRequest, NewTo
 
 __all__ = [
     "BatchShape",
+    "ChunkSizer",
+    "FirstTokenForecast",
+    "PrefillLatencyFit",
+    "PrefillModel",
     "DecodingRequest",
     "DpBatchSync",
     "DpStats",

@@ -28,6 +28,7 @@ from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullMetricsSink
 from scheduler_components.shm_board import ReportCodec, ShmBoard, ShmPage, open_shm_page
 from scheduler_components.values import (
+    BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
     HistogramSnapshot,
@@ -61,6 +62,7 @@ _STRUCTS = (
     LoadSnapshot, QueueLoad, DisaggregationLoad, LoraLoad, SpeculativeLoad, MemoryLoad, SchedulerTotals, TierStats,
     LatencyTotals, HistogramSnapshot, PublisherStats, DecodeMoments, IntakeStats, QuiesceStats, IntegrityStats,
     PoolStats,
+    BatchingStats,
 )  # fmt: skip
 _NUM_LOAD_FIELDS = LoadSnapshot.__struct_fields__.index("dispatched_watermarks")
 _NUM_COUNTERS = SchedulerTotals.__struct_fields__.index("latencies")
@@ -103,6 +105,10 @@ class _PoolRow(PoolStats, frozen=True, gc=False, array_like=True):
     pass
 
 
+class _BatchingRow(BatchingStats, frozen=True, gc=False, array_like=True):
+    pass
+
+
 class _HistogramRow(HistogramSnapshot, frozen=True, gc=False, array_like=True):
     pass
 
@@ -126,6 +132,7 @@ class _Report(msgspec.Struct, frozen=True, gc=False, array_like=True):
     quiesce: _QuiesceRow | None
     integrity: _IntegrityRow | None
     pools: _PoolRow | None
+    batching: _BatchingRow | None
     histograms: _HistogramRows | None
     publisher: _PublisherRow
 
@@ -190,7 +197,7 @@ class ReportEncoder:
         return _encode((self._encoded_labels, astuple(stats.load)[:_NUM_LOAD_FIELDS], *totals.rows, *publisher.rows))
 
     def _rows_of_totals(self, totals: SchedulerTotals) -> tuple[msgspec.Raw, ...]:
-        parts = (totals.tiers, totals.intake, totals.quiesce, totals.integrity, totals.pools)
+        parts = (totals.tiers, totals.intake, totals.quiesce, totals.integrity, totals.pools, totals.batching)
         latencies = totals.latencies
         return (
             msgspec.Raw(_encode(astuple(totals)[:_NUM_COUNTERS])),
@@ -232,6 +239,7 @@ def decode_report(body: bytes) -> SchedulerStats:
             None if report.quiesce is None else QuiesceStats(*astuple(report.quiesce)),
             None if report.integrity is None else IntegrityStats(*astuple(report.integrity)),
             None if report.pools is None else PoolStats(*astuple(report.pools)),
+            None if report.batching is None else BatchingStats(*astuple(report.batching)),
         ),
         publisher=PublisherStats(*astuple(report.publisher)),
     )

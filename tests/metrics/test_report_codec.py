@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import (
+    BatchingStats,
     DecodeError,
     DecodeMoments,
     DisaggregationLoad,
@@ -61,6 +62,7 @@ def whole_report() -> SchedulerStats:
         integrity=IntegrityStats(*range(1, 8)),
         pools=PoolStats(*range(1, 15)),
     )
+    totals = msgspec.structs.replace(totals, batching=BatchingStats(0.5, *range(2, 11)))
     return SchedulerStats(LABELS, load, totals, PublisherStats(*range(1, 17), 0.5, *range(18, 23)))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, INFOS, OUTPUT_METRICS, STATES, Metric, render_markdown
 from scheduler_components import (
+    BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
     IntegrityStats,
@@ -57,6 +58,7 @@ PARTS = {
     "totals.tiers.": TierStats,
     "totals.intake.": IntakeStats,
     "totals.quiesce.": QuiesceStats,
+    "totals.batching.": BatchingStats,
     "totals.integrity.": IntegrityStats,
     "totals.pools.": PoolStats,
     "publisher.": PublisherStats,
@@ -77,6 +79,7 @@ WHOLE = SchedulerStats(
         quiesce=QuiesceStats(),
         integrity=IntegrityStats(),
         pools=PoolStats(*[0] * 14),
+        batching=BatchingStats(),
     ),
 )
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from observability import EVERY_METRIC, OutputCollector, PrometheusBoard, RankOutputs
 from observability.grafana import DASHBOARD_FILE, render_dashboard
 from scheduler_components import (
+    BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
     IntegrityStats,
@@ -91,6 +92,7 @@ def exposed() -> set[tuple[str, frozenset[str]]]:
             quiesce=QuiesceStats(),
             integrity=IntegrityStats(),
             pools=PoolStats(*[0] * 14),
+            batching=BatchingStats(),
         ),
     )
     PrometheusBoard(registry, board=Board(report))

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from observability import PrometheusBoard, PrometheusSink
 from observability.testing import METRICS_SINK_CHECKS, OpenMetricsSink
 from scheduler_components import (
+    BatchingStats,
     ConfigError,
     DecodeMoments,
     DisaggregationLoad,
@@ -61,6 +62,7 @@ PARTS = {
     "decode_moments": DecodeMoments,
     "tiers": TierStats,
     "intake": IntakeStats,
+    "batching": BatchingStats,
     "quiesce": QuiesceStats,
     "integrity": IntegrityStats,
     "pools": PoolStats,

@@ -17,6 +17,7 @@ from observability import PrometheusBoard, PrometheusSink, StreamCollector, rend
 from observability.kv_stream import StreamState, StreamStats
 from observability.prometheus_page import PageLabels
 from scheduler_components import (
+    BatchingStats,
     DisaggregationLoad,
     IntegrityStats,
     LoadSnapshot,
@@ -90,6 +91,7 @@ def registry_with_all() -> CollectorRegistry:
         quiesce=QuiesceStats(),
         integrity=IntegrityStats(),
         pools=PoolStats(*[0] * 14),
+        batching=BatchingStats(),
     )
     sink = PrometheusSink(registry, model_name='a "model"\\', vllm_names=True, clock=lambda: 5.0)
     for dp_rank in (0, 1):

@@ -1,7 +1,7 @@
 """The commands of ``scheduler-components``: options in, exit code out.
 
 What a person did wrong comes out of ``run_command`` as one sentence. The commands that look at engines are here, and
-``keygen``; those that run one and ``hicache-sim`` have files of their own.
+``keygen``; those that run one, ``hicache-sim`` and ``dp-attn-sim`` have files of their own.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from observability.kv_stream import UnreachableError
 from scheduler_components import ComponentError, ConfigError, __version__
 from scheduler_components.kv_events import write_key_pair
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, client_keys
+from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_components.reference.cli.engine_commands import demo, serve
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
 from scheduler_components.reference.cli.relay_command import relay
@@ -188,6 +189,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "conformance": conformance,
     "relay": relay,
     "hicache-sim": hicache_sim,
+    "dp-attn-sim": dp_attn_sim,
     "keygen": keygen,
     "completion": completion,
 }

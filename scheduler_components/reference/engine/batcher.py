@@ -25,17 +25,17 @@ from itertools import islice
 import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.batching import BatchShape, DpBatchSync, NewTokenRatioTracker, PrefillWish
+from scheduler_components.batching import BatchShape, NewTokenRatioTracker, PrefillWish
 from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
-from scheduler_components.ports import NO_OWNER_LOG, OPEN_GATE, ComputeGate, OwnerLog
+from scheduler_components.ports import NO_OWNER_LOG, OwnerLog
 from scheduler_components.reference.device import ScheduledBatch, ScheduledWork
+from scheduler_components.reference.engine.batch_terms import BatchTerms
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.request import Request, RequestQueues
 
 __all__ = [
-    "BatchTerms",
     "Batcher",
     "RequestPages",
     "check_request_fits",
@@ -211,24 +211,6 @@ class RequestPages:
 
 
 @dataclass(slots=True, kw_only=True)
-class BatchTerms:
-    """Who else has a say in a batch.
-
-    Attributes:
-        gate: orders: whether requests may be admitted, and go on.
-        dp: the other replicas of an engine with DP attention; by default this one is alone.
-    """
-
-    gate: ComputeGate = OPEN_GATE
-    dp: DpBatchSync = field(default_factory=DpBatchSync)
-
-    @property
-    def admits(self) -> bool:
-        """Requests may be admitted now."""
-        return self.gate.admits and self.dp.last.may_prefill
-
-
-@dataclass(slots=True, kw_only=True)
 class Batcher:
     """Makes the batches by the rules at the top of this file.
 
@@ -238,8 +220,7 @@ class Batcher:
         pages: where their pages come from.
         book: admissions and retractions are counted and timed here; nothing is decided by it.
         tiers: bring the prefixes of waiting requests closer.
-        terms: what orders and other replicas say of the batch.
-        new_token_ratio: share of possible output that an admission reserves now.
+        terms: what else decides: orders, other replicas, the new-token ratio, the length of chunks.
     """
 
     config: SchedulerConfig
@@ -248,10 +229,14 @@ class Batcher:
     book: RequestBook
     tiers: CacheTiers
     terms: BatchTerms = field(default_factory=BatchTerms)
-    new_token_ratio: NewTokenRatioTracker = field(init=False)
 
     def __post_init__(self) -> None:
-        self.new_token_ratio = _tracker_of(self.config)
+        self.terms.new_token_ratio = _tracker_of(self.config)
+
+    @property
+    def new_token_ratio(self) -> NewTokenRatioTracker:
+        """Which share of possible output an admission reserves."""
+        return self.terms.new_token_ratio
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Use other budgets from the next batch on; ``page_size`` and ``kv_tokens`` are the same."""
@@ -259,7 +244,7 @@ class Batcher:
             self.config.new_token_ratio,
             self.config.min_new_token_ratio,
         ):
-            self.new_token_ratio = _tracker_of(config)
+            self.terms.new_token_ratio = _tracker_of(config)
         self.config = config
         self.queues.max_running_requests = config.max_running_requests
 
@@ -271,6 +256,17 @@ class Batcher:
     def expect(self, request: Request) -> None:
         """A request has come: begin to bring its prefix closer."""
         self.tiers.contents.preparations.expect(request.rid, request.token_ids[:-1], self.pages.namespace)
+
+    def forecast(self, request: Request) -> None:
+        """A request is about to be queued: say when its first token will come. Nothing is decided by it."""
+        forecast, queues = self.terms.forecast, self.queues
+        predicted_s = forecast.predict_s(
+            request.num_input_tokens - request.num_cached_tokens,
+            tokens_ahead=queues.waiting.uncached_tokens + queues.num_chunked_tokens_left,
+            step_tokens=self.config.max_prefill_tokens,
+            history_tokens=request.num_cached_tokens,
+        )
+        forecast.expect(request.rid, predicted_s)
 
     def forget_cached(self, namespace: PrefixNamespace) -> None:
         """The cache was emptied: prefixes of requests that wait are looked for in ``namespace`` from now on."""
@@ -356,7 +352,8 @@ class Batcher:
         num_tokens_left = request.num_prefill_tokens_left
         if not num_tokens_left:
             return request.num_uncomputed_tokens
-        return prefill_chunk(num_tokens_left, chunk_tokens=self.config.chunk_tokens, budget_tokens=budget_tokens)
+        chunk_tokens = self.terms.chunk_sizer.chunk_tokens(request.num_computed_tokens, self.config.chunk_tokens)
+        return prefill_chunk(num_tokens_left, chunk_tokens=chunk_tokens, budget_tokens=budget_tokens)
 
     def _retract(self, request: Request) -> None:
         """Take a request's pages and let it wait at the front; its output so far is kept and prefilled again."""

@@ -14,6 +14,7 @@ from scheduler_components.intake import IntakeStats
 from scheduler_components.metrics import RateMeter, RequestLatencies, RequestTimeStats
 from scheduler_components.ports import NO_QUIESCE_STATS, QuiesceStatsSource
 from scheduler_components.reference.device import ScheduledBatch
+from scheduler_components.reference.engine.batch_terms import BatchTerms
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.request import Request
 
@@ -81,6 +82,7 @@ class RequestBook:
         latencies: histograms of times.
         intake: what the rank's intake counts.
         quiesce: what was ordered.
+        terms: what is known of how batches are made.
     """
 
     tiers: CacheTiers
@@ -88,6 +90,7 @@ class RequestBook:
     counters: RunningTotals = field(default_factory=RunningTotals)
     work: WorkTotals = field(default_factory=WorkTotals)
     quiesce: QuiesceStatsSource = NO_QUIESCE_STATS
+    terms: BatchTerms = field(default_factory=BatchTerms)
     rates: RateMeter = field(init=False)
     latencies: RequestLatencies = field(init=False)
     intake: IntakeStats = field(default_factory=IntakeStats)
@@ -120,6 +123,7 @@ class RequestBook:
         busy_s = self.clock() - begun_s
         if batch.num_prefill_tokens:
             self.work.prefilled(batch.num_prefill_tokens, busy_s)
+            self.terms.learn(batch, busy_s)
         else:
             self.work.decoded(batch.num_decode_tokens, busy_s, batch.num_decode_tokens)
 
@@ -134,6 +138,7 @@ class RequestBook:
     def ended(self, request: Request, reason: FinishReason) -> None:
         """A request is over."""
         self.latencies.ended(_times(request))
+        self.terms.ended(request)
         if reason is FinishReason.ABORT:
             self.counters.num_aborted_requests += 1
 
@@ -142,7 +147,7 @@ class RequestBook:
         totals = self.counters.totals(
             self.latencies.totals(), self.tiers.contents.stats(), self.rates.preemptions_per_s, self.intake.copy()
         )
-        return msgspec.structs.replace(totals, quiesce=self.quiesce.stats())
+        return msgspec.structs.replace(totals, quiesce=self.quiesce.stats(), batching=self.terms.stats())
 
 
 def _times(request: Request) -> RequestTimeStats:

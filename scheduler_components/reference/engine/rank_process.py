@@ -122,7 +122,9 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         opened.callback(scheduler.close)
         weights, memory = SimulatedWeights(device=simulated), SimulatedMemory(device=simulated)
         quiesce = quiesce_of(scheduler, state, domain=domain, weights=weights, memory=memory)
-        internal = InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles))
+        internal = InternalState(
+            holders=(BatcherState(batcher=scheduler.batcher), scheduler.batcher.terms.chunk_sizer, profiles)
+        )
         control = Control(state=internal, profiles=profiles)
         executor = StepExecutor(
             parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce

@@ -43,14 +43,15 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
     WorkResult,
 )
-from scheduler_components.batching import DpBatchSync
+from scheduler_components.batching import ChunkSizer, DpBatchSync
 from scheduler_components.cache import RadixCache
 from scheduler_components.intake import ForwardMode
 from scheduler_components.integrity import IDLE
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.quiesce import DEFAULT_WEIGHT_VERSION, QuiesceState, namespace_of
 from scheduler_components.reference.device import Device, ScheduledBatch
-from scheduler_components.reference.engine.batcher import Batcher, BatchTerms, RequestPages, check_request_fits
+from scheduler_components.reference.engine.batch_terms import BatchTerms
+from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits
 from scheduler_components.reference.engine.bookkeeping import RequestBook
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, DeviceTier, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
@@ -220,7 +221,9 @@ class Scheduler:
         tiers = tiers or DeviceTier(cache=_device_cache(config, parallel))
         queues = RequestQueues(max_running_requests=config.max_running_requests)
         quiesce = quiesce or QuiesceState()
-        book = RequestBook(tiers=tiers, clock=clocks.monotonic, quiesce=quiesce)
+        terms = BatchTerms(gate=quiesce, dp=dp or DpBatchSync(), chunk_sizer=ChunkSizer(page_size=config.page_size))
+        terms.forecast.clock = clocks.monotonic
+        book = RequestBook(tiers=tiers, clock=clocks.monotonic, quiesce=quiesce, terms=terms)
         guard = PoolGuard.over(config.integrity, parallel, tiers.cache, queues)
         pages = RequestPages(cache=tiers.cache, totals=book.counters, owners=guard.owners)
         load = LoadInquirer(
@@ -242,14 +245,7 @@ class Scheduler:
         output = OutputStreamer(sink=sinks.outputs)
         return cls(
             device=device,
-            batcher=Batcher(
-                config=config,
-                queues=queues,
-                pages=pages,
-                book=book,
-                tiers=tiers,
-                terms=BatchTerms(gate=quiesce, dp=dp or DpBatchSync()),
-            ),
+            batcher=Batcher(config=config, queues=queues, pages=pages, book=book, tiers=tiers, terms=terms),
             results=BatchResultProcessor(
                 kv=pages,
                 requests=queues,
@@ -329,6 +325,7 @@ class Scheduler:
         self.guard.progress.enter("submit", request.rid)
         self.batcher.expect(request)
         request.num_cached_tokens = self.batcher.pages.look_up(request)
+        self.batcher.forecast(request)
         self.queues.enter(request)
         self.book.queued(request)
         self._decisions.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
@@ -401,6 +398,7 @@ class Scheduler:
             for work, token in zip(batch.works, next_tokens, strict=True)
         )
         if batch.num_prefill_tokens:
+            self.batcher.terms.first_tokens(batch)
             for work in batch.works:
                 if work.is_prefill:
                     self.queues.recount_prefill(work.request)

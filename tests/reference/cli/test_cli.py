@@ -76,6 +76,7 @@ OPTIONS = {
     "conformance": "badge batches block-size json junit listen oracle replay-endpoint timeout topic",
     "relay": "block-size host jetstream kv-events-config port publisher-key-file secret-key-file topic worker",
     "hicache-sim": "attn-cp-size attn-tp-size picture pp-size seeds steps",
+    "dp-attn-sim": "delay-steps dp-size output-tokens prompt-tokens rate requests seed",
     "keygen": "",
     "completion": "",
 }

@@ -1,0 +1,84 @@
+"""What the parts that decide over batches take of a step, on and off, at 64 running. Processor time of this thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.bench_step import running_scheduler
+from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from scheduler_components.batching import (
+    BatchShape,
+    ChunkSizer,
+    DpBatchSync,
+    NewTokenRatioTracker,
+    PrefillDelayer,
+    PrefillModel,
+    PrefillWish,
+)
+from scheduler_components.hicache import SyncDomain
+from scheduler_components.internal_state import InternalState
+from scheduler_components.load_inquirer import WorkTotals
+from scheduler_components.profiling import ProfilerSession
+from scheduler_components.reference.engine import BatcherState
+from scheduler_components.values import SyncCall
+
+NAME = "batching"
+_REPLICAS = 8
+
+
+class _EchoGroup:
+    """Seven other replicas that decode 64 requests each: what the exchange costs without its transport."""
+
+    ranks = tuple(range(_REPLICAS))
+
+    def all_reduce_min(self, values: Sequence[int], call: SyncCall) -> list[int]:  # noqa: ARG002
+        absent = 2**63 - 1
+        return [64 if value == absent else value for value in values]
+
+    def all_gather(self, values: Sequence[int], call: SyncCall) -> list[int]:  # noqa: ARG002
+        return list(values) * _REPLICAS
+
+    def close(self) -> None:
+        pass
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
+    """Time each part alone, beside a step of 64 running."""
+    sync = DpBatchSync(
+        domain=SyncDomain(groups=(_EchoGroup(),)), num_replicas=_REPLICAS, delayer=PrefillDelayer(max_delay_steps=30)
+    )
+    shape, wish = BatchShape(0, 64, 8_192), PrefillWish(has_work=True, is_running=True, token_usage=0.5)
+    tracker, work, session = NewTokenRatioTracker(), WorkTotals(), ProfilerSession()
+    sizer = ChunkSizer(page_size=16)
+    sized = ChunkSizer(page_size=16, model=PrefillModel(5_000, 40, 20))
+    with running_scheduler(64) as scheduler:
+        terms = scheduler.batcher.terms
+        state = InternalState(holders=(BatcherState(batcher=scheduler.batcher), terms.chunk_sizer, session))
+        parts: dict[str, tuple[Callable[[], object], float]] = {
+            "the exchange of 8 replicas under DP attention, without its transport": (
+                lambda: sync.agree(shape, wish),
+                40.0,
+            ),
+            "the new-token ratio": (tracker.decay_step, 1.0),
+            "decode moments": (lambda: work.decoded(64, 0.006, 64), 2.0),
+            "a session of profiles that records nothing": (lambda: session.step_begins("decode"), 0.5),
+            "the length of a chunk, by a model": (lambda: sized.chunk_tokens(30_000, 2_048), 3.0),
+            "the length of a chunk, without one": (lambda: sizer.chunk_tokens(30_000, 2_048), 0.5),
+            "counts of how batches are made, every 16 steps": (terms.stats, 3.0),
+            "the whole internal state, when asked": (state.get, 200.0),
+        }
+        calls = {name: call for name, (call, _) in parts.items()}
+        us = _us(_measured({**calls, "a batch": scheduler.batcher.next_batch}, scale, 2_000))
+    return [
+        Measurement(NAME, name, "us", us[name], {"a batch of 64": us["a batch"]}, Goal(goal_us))
+        for name, (_, goal_us) in parts.items()
+    ]
+
+
+def _measured(calls: Mapping[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:
+    return measure_in_turns(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
+
+
+def _us(found: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}

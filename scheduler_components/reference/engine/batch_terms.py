@@ -1,0 +1,74 @@
+"""What decides over a batch beside queues and pages, and what is known of how batches were made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler_components import BatchingStats
+from scheduler_components.batching import ChunkSizer, DpBatchSync, FirstTokenForecast, NewTokenRatioTracker
+from scheduler_components.ports import OPEN_GATE, ComputeGate
+from scheduler_components.reference.device import ScheduledBatch
+from scheduler_components.reference.engine.request import Request
+
+__all__ = ["BatchTerms"]
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchTerms:
+    """Who else has a say in a batch.
+
+    Attributes:
+        gate: orders: whether requests may be admitted, and go on.
+        dp: the other replicas of an engine with DP attention; by default this one is alone.
+        new_token_ratio: share of possible output that an admission reserves now.
+        chunk_sizer: how long the next chunk of a prompt may be.
+        forecast: when first tokens will come; decides nothing.
+    """
+
+    gate: ComputeGate = OPEN_GATE
+    dp: DpBatchSync = field(default_factory=DpBatchSync)
+    new_token_ratio: NewTokenRatioTracker = field(default_factory=NewTokenRatioTracker)
+    chunk_sizer: ChunkSizer = field(default_factory=ChunkSizer)
+    forecast: FirstTokenForecast = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forecast = FirstTokenForecast(fit=self.chunk_sizer.fit)
+
+    @property
+    def admits(self) -> bool:
+        """Requests may be admitted now."""
+        return self.gate.admits and self.dp.last.may_prefill
+
+    def learn(self, batch: ScheduledBatch[Request], busy_s: float) -> None:
+        """A batch with prefills took so long."""
+        pairs = sum(work.end**2 - work.start**2 for work in batch.works if work.is_prefill)
+        self.chunk_sizer.fit.observe(batch.num_prefill_tokens, pairs, busy_s)
+
+    def first_tokens(self, batch: ScheduledBatch[Request]) -> None:
+        """Requests have got the tokens of a batch: some of them their first."""
+        for work in batch.works:
+            if work.is_prefill and work.request.num_output_tokens == 1:
+                self.forecast.came(work.request.rid)
+
+    def ended(self, request: Request) -> None:
+        """A request is over; one that got its only token with its end has got its first."""
+        if request.num_output_tokens:
+            self.forecast.came(request.rid)
+        else:
+            self.forecast.forget(request.rid)
+
+    def stats(self) -> BatchingStats:
+        """Return the counts of this moment."""
+        dp, forecast = self.dp.stats, self.forecast
+        return BatchingStats(
+            self.new_token_ratio.current,
+            forecast.num_judged,
+            forecast.error_s(0.5),
+            forecast.error_s(0.9),
+            dp.steps,
+            dp.idle_batches,
+            dp.eager_steps,
+            dp.padded_tokens,
+            dp.prefills_delayed,
+            dp.prefills_forced,
+        )
