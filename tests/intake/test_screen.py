@@ -147,6 +147,13 @@ def test_what_is_known_of_requests_is_bounded() -> None:
     assert bench.pass_on("request:m", "request:n", "abort:m", brought=False) == ["request:m", "request:n", "abort:m"]
 
 
+def test_an_abort_of_a_request_that_has_run_for_long_goes_on() -> None:
+    """So long that the screen has forgotten it: the scheduler has not."""
+    bench = Bench(max_known_requests=1)
+    bench.pass_on("request:a", "request:b")
+    assert bench.pass_on("abort:a") == ["abort:a"]
+
+
 def test_an_abort_that_comes_late_touches_no_later_request_of_its_id() -> None:
     bench = Bench()
     bench.pass_on("request:a:x")

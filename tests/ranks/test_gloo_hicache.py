@@ -1,4 +1,4 @@
-"""The hierarchical cache on real gloo processes, started by torchrun as a person would: TP2 x CP2, CP2 and TP2.
+"""The hierarchical cache on real gloo processes, started by torchrun as a person would: TP2 x CP2, CP2 and PP2.
 
 Property: every rank holds the same pages at every step, though each one's I/O is slow and fails at times of its own.
 And pages are read from the store that all of them share: reserve, read, revoke and commit are agreed over gloo.
@@ -21,13 +21,15 @@ pytestmark = pytest.mark.skipif(
 PATIENCE_S = 90
 
 
-@pytest.mark.parametrize("size, cp_size", [(4, 2), (2, 2), (2, 1)], ids=["TP2 x CP2", "CP2", "TP2"])
-def test_ranks_hold_the_same_pages_at_every_step(size: int, cp_size: int) -> None:
+@pytest.mark.parametrize("size, cp_size, pp_size", [(4, 2, 1), (2, 2, 1), (2, 1, 2)], ids=["TP2 x CP2", "CP2", "PP2"])
+def test_ranks_hold_the_same_pages_at_every_step(size: int, cp_size: int, pp_size: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m"]
     command += [
         "scheduler_components.reference.device.hicache_torchrun",
         "--attn-cp-size",
         str(cp_size),
+        "--pp-size",
+        str(pp_size),
         "--steps",
         "300",
     ]
