@@ -17,11 +17,13 @@ from prometheus_client import CollectorRegistry
 from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
 from observability import PrometheusSink
 from scheduler_components import MetricsSink, NullMetricsSink, ParallelState
+from scheduler_components.integrity import CheckPolicy
 from scheduler_components.kv_events import open_event_publisher
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import open_shm_metrics_sink
 from scheduler_components.reference.device import SimulatedDevice
 from scheduler_components.reference.engine import (
+    IntegrityConfig,
     Request,
     SamplingLimits,
     Scheduler,
@@ -37,18 +39,30 @@ _PARALLEL = ParallelState.trivial()
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
-    """Time ``emit`` over both sinks, the load inquiry, the booking of latencies, and a queue's sort."""
+    """Time ``emit`` over both sinks, the load inquiry, latencies, the guard of the pools, and a queue's sort."""
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         rows = [*_emits(scale, Path(folder))]
-    return [*rows, *_inquiries(scale), _latencies(scale), *_sorting(scale)]
+    return [*rows, *_inquiries(scale), _latencies(scale), *_guards(scale), *_sorting(scale)]
 
 
 @contextmanager
-def running_scheduler(num_running: int, sink: MetricsSink | None = None, *, bind: str = "") -> Iterator[Scheduler]:
+def running_scheduler(
+    num_running: int,
+    sink: MetricsSink | None = None,
+    *,
+    bind: str = "",
+    integrity: IntegrityConfig | None = None,
+) -> Iterator[Scheduler]:
     """A reference scheduler with so many requests in decode; its publisher binds at ``bind``, where that is given."""
     config = f'{{"publisher": "zmq", "endpoint": "{bind}"}}' if bind else None
     scheduler = Scheduler.compose(
-        SchedulerConfig(page_size=16, kv_tokens=1 << 18, max_running_requests=256, max_prefill_tokens=1 << 17),
+        SchedulerConfig(
+            page_size=16,
+            kv_tokens=1 << 18,
+            max_running_requests=256,
+            max_prefill_tokens=1 << 17,
+            integrity=integrity or IntegrityConfig(),
+        ),
         _PARALLEL,
         SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None),
         sinks=SchedulerSinks(
@@ -108,6 +122,48 @@ def _latencies(scale: Scale) -> Measurement:
         us = _us(_measured(calls, scale, 2_000))
     beside = {"one by one": us["one by one"]}
     return Measurement(NAME, "latencies and rates, a step of 64 running", "us", us["ours"], beside, Goal(15.0))
+
+
+def _guards(scale: Scale) -> Iterator[Measurement]:
+    """What keeps the pools honest: what a step calls of it, and whole steps with it and without."""
+    every_step = IntegrityConfig(checks=CheckPolicy(counts_every_steps=1), owners_one_in=1)
+    with running_scheduler(64) as usual, running_scheduler(64, integrity=every_step) as thorough:
+        ledger = _us(_measured({"ours": _ledger_of(usual), "all watched": _ledger_of(thorough)}, scale, 10_000))
+        checks = _us(_measured({"ours": _checks_of(usual), "in each step": _checks_of(thorough)}, scale, 5_000))
+    beside = {"all watched": ledger["all watched"]}
+    what = "ledger of owners, a step of 64 running, one of four watched"
+    yield Measurement(NAME, what, "us", ledger["ours"], beside, Goal(2.0))
+    what = "checks and phases, a step of 64 running, counts every 16 steps"
+    yield Measurement(NAME, what, "us", checks["ours"], {"in each step": checks["in each step"]}, Goal(2.0))
+    without = IntegrityConfig(checks=CheckPolicy(counts_every_steps=10**9), owners_one_in=0)
+    with running_scheduler(64) as usual, running_scheduler(64, integrity=without) as bare:
+        us = _us(_measured({"ours": usual.step, "without": bare.step}, scale, 80))
+    yield Measurement(
+        NAME, "a step of 64 running, with checks and ledger", "us", us["ours"], {"without": us["without"]}
+    )
+
+
+def _ledger_of(scheduler: Scheduler) -> Callable[[], None]:
+    """What a decode of 64 requests calls: four of them take a page."""
+    owners, growing, page = scheduler.guard.owners, scheduler.queues.running[:4], [1]
+
+    def step() -> None:
+        for request in growing:
+            if request.is_watched:
+                owners.note("took", "full", request.rid, "RequestPages.grow", page)
+
+    return step
+
+
+def _checks_of(scheduler: Scheduler) -> Callable[[], None]:
+    progress, checker = scheduler.guard.progress, scheduler.guard.checker
+
+    def step() -> None:
+        for phase in ("tiers", "batch", "device", "results", "report", "idle"):
+            progress.enter(phase)
+        checker.after_step(is_idle=False)
+
+    return step
 
 
 def _sorting(scale: Scale) -> Iterator[Measurement]:
