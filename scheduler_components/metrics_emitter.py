@@ -66,6 +66,10 @@ class MetricsEmitter:
         self._labels = self.parallel.metric_labels
         self._reports = self.parallel.reports_metrics
 
+    def refresh(self) -> None:
+        """Read totals and counters anew for the next report: something has changed that must be told at once."""
+        self._num_steps_left = 0
+
     def emit(self) -> None:
         """Report this step. Call it at the end of every step, and once when the scheduler becomes idle."""
         if not self._reports:

@@ -98,6 +98,16 @@ def test_a_busy_step_seldom_asks_for_counters_and_an_idle_one_always_does() -> N
     assert all(stats.totals.num_requests_total == stats.publisher.batches_sent for stats in sink.recorded)
 
 
+def test_what_has_changed_is_told_at_once() -> None:
+    sink, counters = Sink(), Counters()
+    emitter = MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, totals=counters, publisher=counters)
+    for _ in range(3):
+        emitter.emit()
+    emitter.refresh()
+    emitter.emit()
+    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 1, 1, 2]
+
+
 def test_counters_of_each_step_are_to_be_had() -> None:
     sink, counters = Sink(), Counters()
     emitter = MetricsEmitter(

@@ -30,7 +30,9 @@ from scheduler_components.quiesce import (
 )
 from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.parts import RestingScheduler, Workload
+from scheduler_components.testing.pool_judge import PoolJudge
 from scheduler_components.testing.scheduler_checks import WORKLOAD, _Session
+from scheduler_components.values import PoolReading
 
 __all__ = ["REST_CHECKS", "OpenRestingScheduler"]
 
@@ -48,6 +50,7 @@ class _Rest:
     session: _Session
     scheduler: RestingScheduler  # noqa: SCH001 the part under check, driven from outside
     reader: EventLedger
+    judge: PoolJudge
     num_read: int = 0
 
     @classmethod
@@ -59,7 +62,7 @@ class _Rest:
             return opened[0]
 
         session = _Session.open(title, open_and_keep, is_strict=True)
-        return cls(session=session, scheduler=opened[0], reader=EventLedger())
+        return cls(session=session, scheduler=opened[0], reader=EventLedger(), judge=PoolJudge())
 
     def begin(self, workload: Workload) -> None:
         """Submit everything and take a few steps."""
@@ -79,13 +82,16 @@ class _Rest:
         return answer
 
     def read(self) -> None:
-        """Apply what was told, and compare it with the pool."""
+        """Apply what was told, and compare it with the pool, on each tier."""
         trace, batches = self.session.trace, self.session.events.batches
-        events = [event for batch in batches[self.num_read :] for event in batch.events]
+        for number, batch in enumerate(batches[self.num_read :], start=self.num_read):
+            trace.expect([], self.reader.apply_all(batch.events), "broken rules of the wire")
+            self.judge.apply(number, batch.events)
         self.num_read = len(batches)
-        trace.expect([], self.reader.apply_all(events), "broken rules of the wire")
+        reading = PoolReading(self.scheduler.held_blocks(), sequence=self.num_read - 1)
         blocks = sorted(set(self.scheduler.block_hashes()))
         trace.expect(blocks, sorted(self.reader.hashes()), "the cache's blocks, in a reader's view")
+        trace.expect([], [str(each) for each in self.judge.compare(reading)], "differences between pool and stream")
 
     def update_weights(self, version: str) -> None:
         self.order(BeginWeightUpdate(version, _DEADLINE_S))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_scheduler import PAGE_SIZE, ReferenceScheduler
+from reference_scheduler import ReferenceScheduler
 
 from scheduler_components import (
     AllBlocksCleared,
@@ -20,7 +20,6 @@ from scheduler_components import (
     KvEventSink,
     KvPoolOracle,
     OutputSink,
-    ParallelState,
     PoolReading,
     RadixCache,
 )
@@ -248,41 +247,6 @@ def test_a_scheduler_that_forgets_is_named_with_its_batch(kind: type[KVCacheEven
     assert forgets.forgot_in is not None
     assert told in str(failed.value)
     assert f"wrong since batch {forgets.forgot_in}'" in str(failed.value)
-
-
-@pytest.fixture
-def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
-    """A host tier of 200 pages behind the device of ``Reference``; closed after the test."""
-    pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
-    from scheduler_components.hicache import (
-        HiRadixCache,
-        HostPool,
-        KeySpace,
-        PageShape,
-        Placement,
-        SimulatedDeviceMemory,
-        SyncDomain,
-        ThreadPageMover,
-        TierStepper,
-    )  # fmt: skip
-    from scheduler_components.reference.engine import HostTiers
-
-    opened: list[HostTiers] = []
-
-    def open_one() -> HostTiers:
-        parallel, shape = ParallelState.trivial(), PageShape(num_layers=1, layer_page_bytes=8)
-        host, device = HostPool(shape, 200), SimulatedDeviceMemory(shape, parts.MIN_POOL_TOKENS // PAGE_SIZE)
-        keys = KeySpace(model="m", dtype="d", page_size=PAGE_SIZE, layout="page_first", placement=Placement(),
-                        parallel=parallel)  # fmt: skip
-        mover = ThreadPageMover(host=host, device=device, keys=keys)
-        cache = HiRadixCache(page_size=PAGE_SIZE, capacity_tokens=parts.MIN_POOL_TOKENS, host=host,
-                             num_host_pages=200, record=True)  # fmt: skip
-        opened.append(HostTiers(stepper=TierStepper(cache=cache, domain=SyncDomain(), mover=mover), mover=mover))
-        return opened[-1]
-
-    yield open_one
-    for each in opened:
-        each.close()
 
 
 def test_all_tiers_are_compared_and_one_forgotten_change_of_tier_is_named(

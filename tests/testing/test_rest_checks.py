@@ -12,9 +12,15 @@ from scheduler_components import KvEventSink, OutputSink
 from scheduler_components.events import Place
 from scheduler_components.hicache import SyncDomain
 from scheduler_components.quiesce import Order, OrderAnswer, QuiesceState
-from scheduler_components.reference.device import SimulatedDevice, SimulatedWeights
+from scheduler_components.reference.device import (
+    DeviceRequest,
+    ScheduledBatch,
+    SimulatedDevice,
+    SimulatedWeights,
+)
 from scheduler_components.reference.engine import Request, Scheduler, quiesce_of
 from scheduler_components.reference.engine.batcher import Batcher
+from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.testing import REST_CHECKS, ConformanceError, parts
 from scheduler_components.testing import rest_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD
@@ -23,8 +29,8 @@ from scheduler_components.testing.scheduler_checks import WORKLOAD
 class RestingReference(ReferenceScheduler):
     """The reference scheduler that takes orders; its weights change nothing in what the model answers."""
 
-    def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
-        super().__init__(events, outputs)
+    def __init__(self, events: KvEventSink, outputs: OutputSink, tiers: CacheTiers | None = None) -> None:
+        super().__init__(events, outputs, tiers)
         state = self.scheduler.batcher.terms.gate
         assert isinstance(state, QuiesceState)
         weights = SimulatedWeights(device=SimulatedDevice())
@@ -45,6 +51,17 @@ class RestingReference(ReferenceScheduler):
 @pytest.mark.parametrize("check", REST_CHECKS)
 def test_the_reference_scheduler_passes(check: Callable[[checks.OpenRestingScheduler, parts.Workload], None]) -> None:
     check(RestingReference, WORKLOAD)
+
+
+@pytest.mark.parametrize("check", REST_CHECKS)
+def test_it_passes_with_a_host_tier(
+    check: Callable[[checks.OpenRestingScheduler, parts.Workload], None], open_host_tier: Callable[[], CacheTiers]
+) -> None:
+    class Tiered(RestingReference):  # the model that reads KV by page cannot stand behind a tier that moves pages
+        def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
+            return tuple(parts.next_token(work.request.token_ids[: work.end]) for work in batch.works)
+
+    check(lambda events, outputs: Tiered(events, outputs, open_host_tier()), WORKLOAD[:4])
 
 
 class _KeepsComputing(Batcher):

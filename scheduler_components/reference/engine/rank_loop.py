@@ -244,6 +244,8 @@ class StepExecutor:
         for command in commands:
             self._obey(command)
         answer = self.quiesce.step()
+        if answer is not None:
+            self.scheduler.metrics.refresh()
         self._last_mode = self.scheduler.step().mode
         if answer is not None and self.parallel.leads_replica:
             self.reports.send(OrderAnswered(self.parallel.kv_stream_index, answer))

@@ -77,6 +77,11 @@ class Bench:
         assert answer.status_code == 200, answer.text
         return answer.text
 
+    async def state(self) -> tuple[bool, bool]:
+        """Whether the engine says that it is paused, and that it sleeps."""
+        told = (await self.client.get("/server_info")).json()
+        return told["is_paused"], told["is_sleeping"]
+
     async def generate_on_all(self, name: str) -> list[list[int]]:
         asked = [generate(self.engine, f"{name}-{number}") for number in range(4)]
         return await asyncio.gather(*asked)
@@ -116,6 +121,7 @@ def test_after_each_order_readers_know_what_the_caches_hold() -> None:
             assert (await bench.client.get("/flush_cache?timeout=20")).text == "Cache flushed.\n"
             assert await bench.routed_blocks() == none
             assert not waiting.done()
+            assert (await bench.state()) == (True, False)
 
             # Other weights while requests wait: they are computed by these, and no old block is found again.
             parts = {"layer.0": base64.b64encode(b"new").decode(), "layer.1": base64.b64encode(b"newer").decode()}
@@ -137,11 +143,13 @@ def test_after_each_order_readers_know_what_the_caches_hold() -> None:
             await bench.done("/release_memory_occupation")
             assert (await bench.post("/release_memory_occupation")).status_code == 400
             assert await bench.routed_blocks() == none
+            assert (await bench.state()) == (False, True)
             sleeping = asyncio.ensure_future(bench.generate_on_all("r"))
             await bench.done("/resume_memory_occupation", tags=["weights"])
             assert not sleeping.done()
             await bench.done("/resume_memory_occupation", tags=["kv_cache"])
             assert await sleeping == await waiting
+            assert (await bench.state()) == (False, False)
             assert await bench.routed_blocks() == renamed
 
             for path, body, problem in (
