@@ -1,5 +1,7 @@
 """The hierarchical cache on real gloo processes, started by torchrun as a person would: TP2 x CP2, CP2 and PP2.
 
+Rank 0 makes the requests; an intake brings them to the others over gloo.
+
 Property: every rank holds the same pages at every step, though each one's I/O is slow and fails at times of its own.
 And pages are read from the store that all of them share: reserve, read, revoke and commit are agreed over gloo.
 """

@@ -36,6 +36,7 @@ from scheduler_components.ports import OutputStatsSource, RequestRegister, Strea
 if TYPE_CHECKING:
     from observability import ReportBoard
     from scheduler_components import NullMetricsSink, SchedulerStats
+    from scheduler_components.intake import SyncRelay, ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
     from scheduler_components.kv_events import ZmqEventPublisher
     from scheduler_components.load import ZmqLoadSink
     from scheduler_components.metrics import ShmBoard, ShmMetricsSink, ZmqKvMetricsSink
@@ -54,6 +55,12 @@ if TYPE_CHECKING:
 
     def a_report_board(board: ShmBoard[SchedulerStats]) -> ReportBoard:
         return board
+
+    def an_input_source(source: ZmqInputSource) -> ports.InputSource:
+        return source
+
+    def an_input_relay(relay: ZmqLeaderRelay | ZmqFollowerRelay | SyncRelay) -> ports.InputRelay:
+        return relay
 
     def a_kv_metrics_sink(metrics: ZmqKvMetricsSink) -> ports.KvMetricsSink:
         return metrics

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 -m scheduler_components.reference.device.hicache_torchrun --attn-cp-size 2
 
-Every rank serves the same requests, with I/O of its own that is slow and fails at random, and prints what it holds
-after each tenth of the run, and at the end what it read. All ranks print the same; one that does not ends all of them
-with an error.
+Rank 0 makes the requests, and an ``Intake`` brings them to all ranks. Every rank serves them, with I/O of its own that
+is slow and fails at random, and prints what it holds after each tenth of the run, and at the end what it read. All
+ranks print the same; one that does not ends all of them with an error.
 
 The ranks share one directory of pages, as they would share a store: what one writes, its peers read. Ranks of several
 machines are given one that all of them see.
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -33,7 +34,9 @@ from scheduler_components.hicache import (
     open_torch_sync_domains,
     world_rank_sets,
 )
+from scheduler_components.intake import NO_INPUT, ForwardMode, Incoming, InputKind, Intake, SyncRelay
 from scheduler_components.reference.device.hicache_sim import (
+    Commands,
     FaultRates,
     SimulatedWorkload,
     SimulationConfig,
@@ -83,6 +86,23 @@ class _FileStorage:
         return _FileSlice(self.store, name)
 
 
+@dataclass(slots=True)
+class _Workload:
+    """An ``InputSource``: each time it is asked, the commands of one more step."""
+
+    steps: Iterator[Commands]
+
+    def take(self, most: int) -> Sequence[bytes]:  # noqa: ARG002 - one is never too many
+        return [msgspec.msgpack.encode(next(self.steps))]
+
+
+class _CommandsReader:
+    """An ``InputReader`` of the commands of a step."""
+
+    def read(self, frame: bytes) -> Incoming[Commands]:
+        return Incoming(InputKind.COMMAND, msgspec.msgpack.decode(frame, type=Commands))
+
+
 def main() -> None:
     """Run one rank of the world that the environment describes, as ``torchrun`` sets it."""
     arguments = _parser().parse_args()
@@ -123,7 +143,8 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
         pp_rank=rank // (size // arguments.pp_size),
         pp_size=arguments.pp_size,
     )
-    domain = open_torch_sync_domains(world_rank_sets(parallel), ["scheduler"], timeout_s=arguments.timeout)["scheduler"]
+    domains = open_torch_sync_domains(world_rank_sets(parallel), ["scheduler", "input"], timeout_s=arguments.timeout)
+    domain = domains["scheduler"]
     config = SimulationConfig(
         attn_cp_size=parallel.attn_cp_size,
         attn_tp_size=parallel.attn_tp_size,
@@ -135,9 +156,16 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
     store = open_file_page_store(folder, capacity_bytes=_STORE_BYTES)
     simulated = make_rank(config, rank, _FileStorage(store), arguments.seed)
     stepper = TierStepper(cache=simulated.cache, domain=domain, mover=simulated.mover)
-    workload = SimulatedWorkload(seed=arguments.seed, page_size=config.page_size)
+    source = _Workload(SimulatedWorkload(seed=arguments.seed, page_size=config.page_size).steps(arguments.steps))
+    intake = Intake(
+        rank=str(parallel),
+        reader=_CommandsReader(),
+        source=NO_INPUT if rank else source,
+        relay=SyncRelay(rank=rank, leads=not rank, groups=domains["input"].groups),
+    )
     try:
-        for step, commands in enumerate(workload.steps(arguments.steps), start=1):
+        for step in range(1, arguments.steps + 1):
+            [commands] = intake.receive(step, simulated.cache.state_digest % 2**32, ForwardMode.DECODE)
             stepper.step()
             simulated.scheduler.step(commands)
             simulated.cache.check_integrity()
@@ -151,6 +179,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
         domain.barrier("end", step=arguments.steps)
     finally:
         stepper.close()
+        intake.close()
         store.close()
 
 
