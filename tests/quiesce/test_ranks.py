@@ -105,7 +105,9 @@ def parts(history: list[Given], local_slot: str) -> bool:
 
 @pytest.mark.parametrize("slot", ["rest", "late", "failed_rank", "checksum"])
 def test_without_this_agreement_ranks_part(slot: str) -> None:
-    in_session = histories.map(lambda history: [Given(BeginWeightUpdate("v1")), *history])
+    in_session = st.lists(givens, min_size=1, max_size=3).map(
+        lambda history: [Given(BeginWeightUpdate("v1")), *history]
+    )
     found = find(
         in_session,
         lambda history: parts(history, slot),

@@ -118,3 +118,16 @@ def test_decode_moments_and_preemptions_are_told(make_bench: Callable) -> None:
     assert moments.requests == moments.tokens == sum(decoded)
     assert moments.time_us > 0
     assert totals.preemptions_per_s > 0
+
+
+def test_after_a_clear_who_waits_counts_nothing_as_cached(make_bench: Callable) -> None:
+    """Also in the namespace of other weights, in which the same tokens are not found."""
+    bench = make_bench(max_running_requests=1)
+    bench.submit("first", range(8))
+    bench.drain()
+    bench.submit("waits", range(8))
+    assert bench.scheduler.load.get_loads().num_waiting_uncached_tokens < 8
+    bench.scheduler.clear_cache("v2")
+    assert bench.scheduler.load.get_loads().num_waiting_uncached_tokens == 8
+    bench.drain()
+    assert bench.publisher.events()[-1].extra_keys == (("weight_version=v2",),) * 2
