@@ -572,6 +572,19 @@ class Preparations:
         preparation.num_retries += 1
         preparation.prefetch = self._begin_prefetch(token_ids, namespace) or missed
 
+    def storage_spans(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Which tokens of which waiting requests storage has, as (rid, (first, end)): they are read and not computed.
+
+        What is on its way counts once all ranks have agreed that they have room for it, and what has landed until the
+        request runs. An empty span says that storage was asked, and had nothing.
+        """
+        page_size = self.transfers.tiers.tree.page_size
+        for rid, preparation in self._by_rid.items():
+            prefetch = preparation.prefetch
+            if prefetch is not None:
+                num_pages = prefetch.num_reserved if prefetch.num_landed is None else prefetch.num_landed
+                yield rid, (prefetch.first_page * page_size, (prefetch.first_page + num_pages) * page_size)
+
     def forget(self, rid: str) -> None:
         """A request is gone before it ran: nothing is brought closer for it any more."""
         preparation = self._by_rid.pop(rid, _Preparation())

@@ -158,12 +158,21 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         self._entries.clear()
         self._pending_tokens = self._uncached_tokens = 0
 
-    def recount(self, request: R) -> None:
-        """Count a queued request anew, in place: its prefix match has changed."""
+    def recount(self, request: R, storage_span: tuple[int, int] = (0, 0)) -> None:
+        """Count a queued request anew, in place: its prefix match has changed, or storage was found to have more.
+
+        Args:
+            request: stands in the queue.
+            storage_span: its tokens from the first to before the end that a storage tier will bring: they wait, and
+                are not to be computed (SGLang's ``waiting_storage_span``). What is cached already counts once.
+        """
         entry = self._entries.get(id(request))
         if entry is None:
             raise ValueError(f"{request!r} is not queued")
         pending, uncached = count_request(request)
+        first, end = storage_span
+        if end > first:
+            uncached -= max(0, min(end, pending) - max(first, pending - uncached))
         self._entries[id(request)] = (request, pending, uncached)
         self._pending_tokens += pending - entry[1]
         self._uncached_tokens += uncached - entry[2]

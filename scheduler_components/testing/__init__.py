@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_names
 from scheduler_components.testing import golden, parts, stream_judge
+from scheduler_components.testing.control_checks import PROFILER_CHECKS, STATE_HOLDER_CHECKS
 from scheduler_components.testing.fakes import (
     ChainHistory,
     FakeClock,
@@ -71,6 +72,8 @@ __all__ = [
     "PAGE_STORE_CHECKS",
     "POOL_CHECKS",
     "PREFIX_CACHE_CHECKS",
+    "PROFILER_CHECKS",
+    "STATE_HOLDER_CHECKS",
     "PUBLISHER_CHECKS",
     "RECORDER_CHECKS",
     "REST_CHECKS",

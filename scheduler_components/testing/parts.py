@@ -14,6 +14,8 @@ A check is a plain function. It takes a part of yours, or a function that opens 
 | ``POOL_CHECKS`` | the same | a ``PooledScheduler``: one that can read its pool |
 | ``REST_CHECKS`` | the same | a ``RestingScheduler``: one that also takes orders to pause, flush and the like |
 | ``AUDIT_CHECKS`` | the same | an ``AuditedScheduler``: one whose pools can be counted |
+| ``STATE_HOLDER_CHECKS`` | ``holder, change`` | a ``StateHolder``, and values that can be set in it |
+| ``PROFILER_CHECKS`` | ``open_profiler()`` | a ``Profiler`` |
 | ``INTAKE_CHECKS`` | ``open_intakes(source)`` | one ``ReceivingRank`` per rank, the leading one first |
 
 ``FollowerMachine`` drives a ``FollowerCore``. Where your part has other names, wrap it. These ports have more members

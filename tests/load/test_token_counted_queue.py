@@ -160,3 +160,19 @@ def test_counts_stay_in_range_whatever_a_request_says(input_tokens: int, cached_
     if 0 <= cached_tokens <= input_tokens:
         assert uncached_tokens == input_tokens - cached_tokens
     assert TokenCountedQueue([Req(input_tokens, cached_tokens)]).totals() == (1, pending_tokens, uncached_tokens)
+
+
+@given(st.integers(0, 50), st.integers(-5, 60), st.integers(0, 60), st.integers(0, 60))
+def test_what_storage_brings_is_not_to_be_computed_and_nothing_counts_twice(
+    pending: int, cached: int, first: int, end: int
+) -> None:
+    request, other = Req(pending, cached), Req(7, 2)
+    queue = TokenCountedQueue([request, other])
+    queue.recount(request, (first, end))
+    covered = set(range(max(0, cached))) | set(range(first, end))
+    assert queue.totals() == (2, pending + 7, len(set(range(pending)) - covered) + 5)
+    queue.recount(request)
+    assert queue.totals() == TokenCountedQueue([request, other]).totals()
+    queue.recount(request, (first, end))
+    queue.remove(request)
+    assert queue.totals() == (1, 7, 5)

@@ -268,6 +268,13 @@ class Batcher:
         )
         forecast.expect(request.rid, predicted_s)
 
+    def recount_stored(self) -> None:
+        """What storage has of requests that wait is read and not computed: load reports leave it out."""
+        for rid, span in self.tiers.contents.preparations.storage_spans():
+            request = self.queues.find(rid)
+            if request is not None and request in self.queues.waiting:
+                self.queues.waiting.recount(request, span)
+
     def forget_cached(self, namespace: PrefixNamespace) -> None:
         """The cache was emptied: prefixes of requests that wait are looked for in ``namespace`` from now on."""
         self.pages.namespace = namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -35,6 +35,10 @@ class PrefixPreparations(Protocol):
 
     def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
         """A request begins to run for the first time."""
+        ...
+
+    def storage_spans(self) -> Iterable[tuple[str, tuple[int, int]]]:
+        """Which tokens of which waiting requests are read from storage, as (rid, (first, end))."""
         ...
 
     def forget(self, rid: str) -> None:
@@ -113,6 +117,9 @@ class _NoPreparations:
 
     def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
         pass
+
+    def storage_spans(self) -> Iterable[tuple[str, tuple[int, int]]]:
+        return ()
 
     def forget(self, rid: str) -> None:
         pass

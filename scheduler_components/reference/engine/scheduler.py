@@ -355,6 +355,7 @@ class Scheduler:
         progress = self.guard.progress
         progress.begin_step(self.num_steps + 1, "tiers")
         self.tiers.step()
+        self.batcher.recount_stored()
         progress.enter("batch")
         batch = self.batcher.next_batch()
         if batch.has_work:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from scheduler_components.batching import PrefillModel
 from scheduler_components.testing import FakeClock
 
@@ -53,3 +55,39 @@ def test_without_a_model_chunks_are_as_long_as_ever(make_bench: Callable) -> Non
     bench = make_bench(kv_tokens=4096, chunk_tokens=256, max_prefill_tokens=256)
     bench.submit("long", range(1000))
     assert [result.num_prefill_tokens for result in bench.drain()] == [256, 256, 256, 232]
+
+
+class ComingFromStorage:
+    """Preparations of a cache whose storage brings tokens 8 to 40 of one request, and lets it wait until then."""
+
+    def __init__(self) -> None:
+        self.spans = [("waits", (8, 40)), ("never-came", (0, 4))]
+
+    def expect(self, *_: object) -> None:
+        pass
+
+    def is_ready(self, rid: str, *_: object, is_next: bool) -> bool:
+        return not self.spans
+
+    def book_admission(self, rid: str, **_: int) -> None:
+        pass
+
+    def storage_spans(self) -> list[tuple[str, tuple[int, int]]]:
+        return self.spans
+
+    def forget(self, rid: str) -> None:
+        pass
+
+
+def test_what_storage_brings_is_left_out_of_what_waits_to_be_computed(
+    make_bench: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(kv_tokens=256)
+    coming = ComingFromStorage()
+    monkeypatch.setattr(type(bench.scheduler.tiers.contents), "preparations", coming)
+    bench.submit("waits", range(100))
+    bench.scheduler.step()
+    assert bench.sink.stats[-1].load.num_waiting_uncached_tokens == 100 - 32
+    coming.spans = []
+    bench.drain()
+    assert bench.sink.stats[-1].load.num_waiting_uncached_tokens == 0

@@ -1,0 +1,100 @@
+"""The checks of state holders and profilers: the kit's own parts pass them, broken ones are told what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_components import ParallelState
+from scheduler_components.batching import ChunkSizer
+from scheduler_components.profiling import StackSampler
+from scheduler_components.reference.device import SimulatedDevice
+from scheduler_components.reference.engine import BatcherState, Scheduler, SchedulerConfig
+from scheduler_components.testing import PROFILER_CHECKS, STATE_HOLDER_CHECKS, ConformanceError
+
+MODEL = {"chunk_base_us": 1.0, "chunk_token_us": 2.0, "chunk_million_pairs_us": 3.0}
+
+
+def batcher_state() -> BatcherState:
+    return BatcherState(
+        batcher=Scheduler.compose(SchedulerConfig(), ParallelState.trivial(), SimulatedDevice()).batcher
+    )
+
+
+@pytest.mark.parametrize("check", STATE_HOLDER_CHECKS)
+@pytest.mark.parametrize(
+    ("make", "change"), [(ChunkSizer, MODEL), (batcher_state, {"chunk_tokens": 512, "new_token_ratio": 0.5})]
+)
+def test_the_kits_holders_pass(check: Callable[..., None], make: Callable[[], Any], change: dict[str, Any]) -> None:
+    check(make(), change)
+
+
+class Holder:
+    """Wrong in one way."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault, self.values = fault, {"a": 1, "b": 2}
+        self.settable = ["a", "hidden"] if fault == "hides" else ["a", "b"]
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def check_state(self, changes: dict[str, Any]) -> None:
+        if self.fault == "sets early":
+            self.values.update(changes)
+        if self.fault == "raises" and any(isinstance(value, str) for value in changes.values()):
+            raise TypeError("not a number")
+
+    def set_state(self, changes: dict[str, Any]) -> None:
+        if self.fault != "forgets":
+            self.values.update(changes)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("hides", "not shown"),
+        ("sets early", "changes nothing"),
+        ("forgets", "can be taken back"),
+        ("raises", "refused with a ConfigError"),
+    ],
+)
+def test_a_broken_holder_is_told(fault: str, words: str) -> None:
+    found = []
+    for check in STATE_HOLDER_CHECKS:
+        try:
+            check(Holder(fault), {"a": 5})
+        except ConformanceError as error:
+            found.append(str(error))
+    assert any(words in text for text in found), found
+
+
+@pytest.mark.parametrize("check", PROFILER_CHECKS)
+def test_the_kits_profilers_pass(check: Callable[..., None], tmp_path: Path) -> None:
+    check(lambda: StackSampler(tmp_path / "stacks"))
+    pytest.importorskip("torch")
+    from scheduler_components.profiling import TorchProfiler
+
+    check(lambda: TorchProfiler(tmp_path / "torch"))
+
+
+class OneFile:
+    """Writes every trace to one file, and does not mind being started twice."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def start(self) -> None:
+        self.path.write_text("")
+
+    def stop(self, name: str) -> str:
+        return str(self.path)
+
+
+@pytest.mark.parametrize("check", PROFILER_CHECKS)
+def test_a_broken_profiler_is_told(check: Callable[..., None], tmp_path: Path) -> None:
+    with pytest.raises(ConformanceError):
+        check(lambda: OneFile(tmp_path / "trace"))
