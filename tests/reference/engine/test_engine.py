@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from observability.kv_stream import Tier, addresses_in, open_async_subscriber, worker_url
 from scheduler_components import ConfigError, DecodeError
+from scheduler_components.intake import IntakeStats
 from scheduler_components.load import open_zmq_load_reader
 from scheduler_components.reference.engine import (
     FRONT,
@@ -251,11 +252,20 @@ def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_t
     """On two ranks that take input in after every fourth decode step."""
 
     async def scenario(engine: Engine) -> None:
+        def counts() -> IntakeStats:
+            stats = next(iter(engine.stats.read().values()), None)
+            return IntakeStats() if stats is None or stats.totals.intake is None else stats.totals.intake
+
         running = asyncio.create_task(generate(engine, wanted(range(40), max_new_tokens=200)))
+        await asyncio.sleep(0)  # it is sent now
         engine.front.block_input(0)
         waiting = [asyncio.create_task(generate(engine, wanted(range(start, start + 40)))) for start in range(3)]
+        await asyncio.sleep(0)
         async with engine.front.open_request(wanted(range(9, 49))):
             pass  # left while it waits: it is answered, and never computed
+        while (counts().requests_held, counts().requests_refused) != (3, 1):
+            await asyncio.sleep(0.01)
+        assert not any(task.done() for task in waiting)
         engine.front.unblock_input(0)
         assert [len(tokens) for tokens in await asyncio.gather(*waiting)] == [5, 5, 5]
         assert len(await running) == 200
@@ -266,6 +276,8 @@ def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_t
         first, second = (await engine.dump_caches()).values()
         assert first.digest == second.digest
         assert engine.front.board.outputs[0].tokens_sent == 215
+        assert (counts().requests_admitted, counts().requests_refused) == (4, 2)
+        assert counts().receives_skipped > 0
 
     sizes = SchedulerConfig(page_size=4, kv_tokens=1024, recv_interval=4)
     run_engine(scenario, attrs.evolve(SMALL, dp_size=1, scheduler=sizes))
