@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
@@ -30,7 +30,8 @@ class ListStallSink:
         self.reports.append(report)
 
 
-@given(st.lists(st.sampled_from(["move", "idle", "look"]) | st.floats(0.0, 4.0), max_size=60))
+@given(st.lists(st.sampled_from(["move", "idle", "look", "look", 0.5, 2.0, 4.0]), max_size=60))
+@example(["move", "look", 4.0, "look", "look", 4.0, "look", "move", "look", 4.0, "look", "idle", "look"])
 def test_a_stall_is_told_when_a_phase_takes_too_long_and_once(history: list[str | float]) -> None:
     progress = StepProgress()
     judge = StallJudge(progress=progress, rank="tp0", after_s=AFTER_S)
