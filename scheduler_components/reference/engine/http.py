@@ -337,7 +337,13 @@ class EngineStatus:
 
     def model_info(self) -> Mapping[str, Any]:
         name = self.engine.config.model_name
-        return {"model_path": name, "served_model_name": name, "is_generation": True, "skip_tokenizer_init": True}
+        return {
+            "model_path": name,
+            "served_model_name": name,
+            "is_generation": True,
+            "skip_tokenizer_init": True,
+            "weight_version": self.engine.orders.weight_version,
+        }
 
     def load_snapshots(self) -> Sequence[LoadSnapshot]:
         return [stats.load for _, stats in sorted(self.engine.stats.read().items())]

@@ -129,7 +129,8 @@ def test_after_each_order_readers_know_what_the_caches_hold() -> None:
             assert refused.status_code == 400 and "check weights: replica 0: the weights have checksum" in refused.text
             assert (await bench.client.get("/server_info")).json()["weight_version"] == "default"
             told = json.loads(await bench.done("/update_weights", weight_version="v2", parts=parts))
-            assert (await bench.client.get("/server_info")).json()["weight_version"] == "v2"
+            for path in ("/server_info", "/model_info"):
+                assert (await bench.client.get(path)).json()["weight_version"] == "v2"
             await bench.done("/update_weights", weight_version="v2", parts=parts, checksum=told["checksum"])
             assert await bench.routed_blocks() == none
             assert not waiting.done()
