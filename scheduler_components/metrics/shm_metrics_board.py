@@ -123,9 +123,7 @@ _HistogramRows: TypeAlias = tuple[
 ]
 
 
-class _Report(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    labels: tuple[tuple[str, str], ...]
-    load: _LoadRow
+class _TotalsRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
     counters: _CounterRow
     tiers: _TierRow | None
     intake: _IntakeRow | None
@@ -134,6 +132,12 @@ class _Report(msgspec.Struct, frozen=True, gc=False, array_like=True):
     pools: _PoolRow | None
     batching: _BatchingRow | None
     histograms: _HistogramRows | None
+
+
+class _Report(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    labels: tuple[tuple[str, str], ...]
+    load: _LoadRow
+    totals: _TotalsRow  # in one array: a step that brings no new ones writes it as one piece
     publisher: _PublisherRow
 
 
@@ -199,11 +203,12 @@ class ReportEncoder:
     def _rows_of_totals(self, totals: SchedulerTotals) -> tuple[msgspec.Raw, ...]:
         parts = (totals.tiers, totals.intake, totals.quiesce, totals.integrity, totals.pools, totals.batching)
         latencies = totals.latencies
-        return (
-            msgspec.Raw(_encode(astuple(totals)[:_NUM_COUNTERS])),
-            *[msgspec.Raw(_encode(None if part is None else astuple(part))) for part in parts],
-            msgspec.Raw(_encode(None if latencies is None else self._histogram_rows(latencies))),
+        row = (
+            astuple(totals)[:_NUM_COUNTERS],
+            *[None if part is None else astuple(part) for part in parts],
+            None if latencies is None else self._histogram_rows(latencies),
         )
+        return (msgspec.Raw(_encode(row)),)
 
     def _histogram_rows(self, latencies: LatencyTotals) -> list[msgspec.Raw]:
         """Encode those histograms that are not the same objects as last time: in most steps one or two of them."""
@@ -228,18 +233,19 @@ def decode_report(body: bytes) -> SchedulerStats:
     for name, _ in report.labels:
         if not (name.isascii() and name.isidentifier()):
             raise DecodeError(f"not a metrics report: {name!r} is no label's name")
+    totals = report.totals
     return SchedulerStats(
         labels=report.labels,
         load=LoadSnapshot(*astuple(report.load)),
         totals=SchedulerTotals(
-            *report.counters,
-            None if report.histograms is None else _latencies_of(report.histograms),
-            None if report.tiers is None else TierStats(*astuple(report.tiers)),
-            None if report.intake is None else IntakeStats(*astuple(report.intake)),
-            None if report.quiesce is None else QuiesceStats(*astuple(report.quiesce)),
-            None if report.integrity is None else IntegrityStats(*astuple(report.integrity)),
-            None if report.pools is None else PoolStats(*astuple(report.pools)),
-            None if report.batching is None else BatchingStats(*astuple(report.batching)),
+            *totals.counters,
+            None if totals.histograms is None else _latencies_of(totals.histograms),
+            None if totals.tiers is None else TierStats(*astuple(totals.tiers)),
+            None if totals.intake is None else IntakeStats(*astuple(totals.intake)),
+            None if totals.quiesce is None else QuiesceStats(*astuple(totals.quiesce)),
+            None if totals.integrity is None else IntegrityStats(*astuple(totals.integrity)),
+            None if totals.pools is None else PoolStats(*astuple(totals.pools)),
+            None if totals.batching is None else BatchingStats(*astuple(totals.batching)),
         ),
         publisher=PublisherStats(*astuple(report.publisher)),
     )
