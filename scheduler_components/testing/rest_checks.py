@@ -54,7 +54,7 @@ class _Rest:
     num_read: int = 0
 
     @classmethod
-    def open(cls, title: str, open_scheduler: OpenRestingScheduler) -> _Rest:  # noqa: SCH001 as above
+    def open(cls, title: str, open_scheduler: OpenRestingScheduler) -> _Rest:  # noqa: SCH001 the part under check
         opened: list[RestingScheduler] = []
 
         def open_and_keep(events: KvEventSink, outputs: OutputSink) -> RestingScheduler:
