@@ -160,6 +160,24 @@ class SoundSchedulerMachine(RuleBasedStateMachine):
         assert (slots.available, window.available, states.available) == (slots.total, window.total, states.total)
 
 
+def test_copies_between_tiers_are_counted_as_such() -> None:
+    """Three prompts in turn over a device that holds one or two: each comes back from the host."""
+    config = attrs.evolve(
+        SMALL, kv_tokens=24, new_token_ratio=0.0, integrity=IntegrityConfig(checks=RAISE, follows_events=True)
+    )
+    scheduler, _ = hybrid_scheduler(config=config, tiers=LateTiers(2, 12, seed=5))
+    pool, num_in_transfer, num_locked_by_copies = checker_of(scheduler).pools[0], 0, 0
+    for number in range(30):
+        prompt = [number % 3] * 12
+        scheduler.submit(Request(f"r{number}", prompt, SamplingLimits(max_new_tokens=2, ignore_eos=True)))
+        for _ in scheduler.drain():
+            copies = [each for each in pool.holdings() if each.kind == "transfer"]
+            num_in_transfer += pool.count().in_transfer
+            num_locked_by_copies += sum(each.node is not None for each in copies)
+    assert num_in_transfer > 0
+    assert num_locked_by_copies > 0
+
+
 TestSoundScheduler = SoundSchedulerMachine.TestCase
 TestSoundScheduler.settings = settings(
     max_examples=max(10, settings().max_examples // 4), stateful_step_count=30, deadline=None

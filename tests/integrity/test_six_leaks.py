@@ -126,6 +126,7 @@ def test_a_leak_is_found_and_named(broken: type[HybridPages], rule: str, pool: s
     culprit = problem.culprit
     assert isinstance(culprit, OwnerRecord)
     assert (problem.pool, culprit.component, culprit.phase) == (pool, component, phase)
+    assert culprit.action == ("gave" if broken is FreesTwice else "took")
     assert culprit.step <= report.step
     assert culprit.holder in str(problem)
     assert set(problem.pages) & set(culprit.pages)
