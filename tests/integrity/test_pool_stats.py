@@ -8,7 +8,7 @@ import attrs
 from hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, request
 
 from scheduler_components import PoolStats, SchedulerStats
-from scheduler_components.integrity import PageHolding, PoolCount, PoolStatsObserver
+from scheduler_components.integrity import IDLE, PageHolding, PoolCount, PoolStatsObserver
 
 
 @attrs.frozen
@@ -89,3 +89,14 @@ def test_a_report_says_how_full_the_pools_are_and_what_checks_found() -> None:
     scheduler.metrics.emit()
     assert sink.stats.totals.integrity == checker_of(scheduler).stats()
     assert sink.stats.totals.integrity.checks >= scheduler.num_steps
+
+
+def test_between_steps_a_scheduler_is_idle_to_its_watchdog() -> None:
+    scheduler, _ = hybrid_scheduler()
+    progress = scheduler.guard.progress
+    for act in (lambda: scheduler.submit(request(1, 9, 3)), scheduler.step, lambda: scheduler.abort("r1")):
+        num_moves = progress.num_moves
+        act()
+        assert progress.phase == IDLE
+        assert progress.num_moves > num_moves
+    assert progress.step == scheduler.num_steps == 1
