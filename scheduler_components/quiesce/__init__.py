@@ -6,6 +6,9 @@ the engine may do now. What is ordered are the structs of ``Order``; each ends i
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from scheduler_components._lazy import lazy_names
 from scheduler_components.quiesce.orders import (
     DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
@@ -28,6 +31,10 @@ from scheduler_components.quiesce.orders import (
 )
 from scheduler_components.quiesce.quiesce import Quiesce, QuiesceStepper
 from scheduler_components.quiesce.state import Phase, QuiesceState, namespace_of
+from scheduler_components.quiesce.weights import LoadedParts
+
+if TYPE_CHECKING:
+    from scheduler_components.quiesce.torch_weights import TorchWeights
 
 __all__ = [
     "DEFAULT_WEIGHT_VERSION",
@@ -38,6 +45,7 @@ __all__ = [
     "FlushCache",
     "ForgetStorage",
     "LoadWeights",
+    "LoadedParts",
     "MemoryTag",
     "Order",
     "OrderAnswer",
@@ -51,6 +59,9 @@ __all__ = [
     "RestOrder",
     "ResumeMemory",
     "RollBackWeights",
+    "TorchWeights",
     "namespace_of",
     "what_is_ordered",
 ]
+
+__getattr__ = lazy_names(__name__, {"scheduler_components.quiesce.torch_weights": "TorchWeights"})

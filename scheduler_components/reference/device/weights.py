@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 import attrs
 
 from scheduler_components import ConfigError
+from scheduler_components.quiesce import LoadedParts
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 
 __all__ = ["SimulatedMemory", "SimulatedWeights"]
@@ -23,36 +23,28 @@ class SimulatedWeights:
     """
 
     device: SimulatedDevice
-    _parts: dict[str, bytes] = field(default_factory=dict, init=False, repr=False)
+    _parts: LoadedParts = field(default_factory=LoadedParts, init=False, repr=False)
 
     def begin(self, weight_version: str) -> None:  # noqa: ARG002 - the port's
-        self._parts = {}
+        self._parts.clear()
 
     def load(self, name: str, content: bytes) -> None:
-        """Keep one part.
+        """Take one part.
 
         Raises:
             ConfigError: it came before, or is empty.
         """
-        if name in self._parts:
-            raise ConfigError("name", name, "was loaded before", "load each part once")
-        if not content:
-            raise ConfigError("content", content, f"is empty, in part {name!r}", "leave the part out")
-        self._parts[name] = content
+        self._parts.add(name, content)
 
     def checksum(self) -> int:
-        """Return 63 bits over names and contents, in the order of names."""
-        digest = blake2b(digest_size=8)
-        for name, content in sorted(self._parts.items()):
-            digest.update(blake2b(name.encode()).digest() + blake2b(content).digest())
-        return int.from_bytes(digest.digest(), "big") >> 1
+        return self._parts.checksum()
 
     def commit(self) -> None:
         self.device.model = attrs.evolve(self.device.model, seed=self.checksum())
-        self._parts = {}
+        self._parts.clear()
 
     def roll_back(self) -> None:
-        self._parts = {}
+        self._parts.clear()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,96 @@
+"""New weights for a real model: what it generates changes when the update is ended, and not before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip(
+    "transformers", "5.23", reason="`make engines` makes an environment with transformers 5.23"
+)
+
+import torch  # noqa: E402
+
+from scheduler_components.hicache import InProcessSync  # noqa: E402
+from scheduler_components.quiesce import (  # noqa: E402
+    BeginWeightUpdate,
+    CheckWeights,
+    EndWeightUpdate,
+    LoadWeights,
+    Order,
+    OrderAnswer,
+    Quiesce,
+    RollBackWeights,
+    TorchWeights,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")  # the engine's own
+
+
+class Idle:
+    """Nothing runs, nothing is cached; notes for which version the cache was emptied."""
+
+    num_running = num_waiting = num_operations = 0
+
+    def __init__(self) -> None:
+        self.cleared_for = ""
+
+    def abort_all(self) -> int:
+        return 0
+
+    def retract_all(self) -> int:
+        return 0
+
+    def clear(self, weight_version: str) -> None:
+        self.cleared_for = weight_version
+
+    def forget_storage(self) -> None:
+        """There is none."""
+
+
+class Rank:
+    """One rank of one, over a real model."""
+
+    def __init__(self, model: Any) -> None:
+        self.idle, self.num_steps = Idle(), 0
+        self.quiesce = Quiesce(work=self.idle, cache=self.idle, weights=TorchWeights(model=model))
+        self.sync = InProcessSync({0: []})
+
+    def order(self, order: Order) -> OrderAnswer:
+        self.quiesce.take(1, order, now_s=0.0)
+        answer = None
+        while answer is None:
+            self.num_steps += 1
+            proposal = self.quiesce.propose(self.num_steps, rank=0, now_s=0.0)
+            answer = self.quiesce.settle(self.num_steps, self.sync.agree({0: proposal})[0])
+        return answer
+
+
+def generated(model: Any) -> list[int]:
+    prompt = torch.tensor([[0, *range(10, 60)]])
+    with torch.no_grad():
+        ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
+    return ids[0].tolist()  # type: ignore[no-any-return]
+
+
+def test_a_model_generates_by_its_old_weights_until_the_update_is_ended(tiny_llama: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    torch.manual_seed(8)
+    new = transformers.LlamaForCausalLM(model.config).to(torch.bfloat16)
+    old_tokens, new_tokens = generated(model), generated(new)
+    assert old_tokens != new_tokens
+    parts = [
+        LoadWeights(name, tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in new.state_dict().items()
+    ]
+    rank = Rank(model)
+    for last in (RollBackWeights(), CheckWeights()):
+        for order in (BeginWeightUpdate("trained"), *parts):
+            assert not rank.order(order).problem
+        answer = rank.order(last)
+        assert (answer.problem, generated(model)) == ("", old_tokens)
+    assert not rank.order(EndWeightUpdate(answer.checksum)).problem
+    assert generated(model) == new_tokens
+    assert rank.idle.cleared_for == rank.quiesce.state.weight_version == "trained"
