@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import EventBatch, ParallelState, SchedulerTotals
+from scheduler_components import BatchingStats, EventBatch, ParallelState, SchedulerTotals
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine import (
@@ -101,6 +101,10 @@ class Rank:
 @settings(deadline=None, max_examples=150)
 @given(workloads, st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 4)]))
 @example([[Submit((0, 1, 2, 3) * 4, 8), Submit((3, 2, 1, 0) * 4, 8)], [], [Abort(0)]], (2, 2))
+@example(
+    [*[[Submit((0,), 1)]] * 2, [Submit((0, 1, *[0] * 9), 1), Submit((0,) * 15, 1)], *[[]] * 5, [Submit((0,), 1)]],
+    (1, 2),
+)
 def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[int, int]) -> None:
     cp_size, tp_size = sizes
     world = [
@@ -121,8 +125,11 @@ def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[
 
 
 def counters(rank: Rank) -> SchedulerTotals:
-    """All totals but times and rates, which each rank takes by its own clock."""
-    return msgspec.structs.replace(rank.scheduler.book.totals(), latencies=None, preemptions_per_s=0.0)
+    """All totals but times, rates and forecasts, which each rank takes by its own clock."""
+    totals = rank.scheduler.book.totals()
+    assert totals.batching is not None
+    batching = BatchingStats(new_token_ratio=totals.batching.new_token_ratio)
+    return msgspec.structs.replace(totals, latencies=None, preemptions_per_s=0.0, batching=batching)
 
 
 def digests(workload: list[list[Call]], kv_pages: int = 9) -> list[int]:
