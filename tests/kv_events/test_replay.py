@@ -214,6 +214,30 @@ def test_a_malformed_request_gets_a_bare_end_marker(frames: list[bytes]) -> None
     assert cursors.num_refused == 1
 
 
+def test_who_waits_and_then_asks_badly_or_leaves_waits_no_more() -> None:
+    cursors = cursors_of(stream_of(3), max_clients=1)
+    for client in (b"c", b"d", b"e"):
+        ask(cursors, 0, client)
+    cursors.ask([b"d", b"", b"bad"])
+    cursors.drop(b"e")
+    assert (cursors.num_waiting, cursors.num_refused) == (0, 1)
+    assert answer(cursors, b"d") == [(b"d", b"", END_SEQ, b"")]
+    cursors.ask([b"d", b"", b"bad"])
+    answer(cursors, b"d")
+    answer(cursors)
+    assert (len(cursors), cursors.num_refused) == (0, 2)
+
+
+def test_what_is_sent_again_is_counted_and_what_is_folded_has_the_rank() -> None:
+    stream = stream_of(8, max_steps=3)
+    cursors = ReplayCursors(stream, encoder=ENCODER, rank=5)
+    for turn in (1, 2):
+        ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH))
+        chunk, *_ = (message for message in answer(cursors) if message[-2] != END_SEQ)
+        assert BatchDecoder().decode(chunk[-1]).attn_dp_rank == 5
+        assert (cursors.num_served, cursors.num_batches) == (turn, 4 * turn)
+
+
 def test_one_client_too_many_waits_for_its_turn() -> None:
     cursors = cursors_of(stream_of(3), max_clients=1)
     ask(cursors, 0)
