@@ -24,6 +24,8 @@ from scheduler_components.kv_events import (
 from scheduler_components.kv_events.base import FoldedPayloads, PayloadReader, segment_bytes
 from scheduler_components.kv_events.codec import read_event
 from scheduler_components.kv_events.lowering import Changes
+from scheduler_components.kv_events.stream import _FOLDS_PER_DRAIN as FOLDS_PER_DRAIN
+from scheduler_components.kv_events.stream import _MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
 from scheduler_components.testing import EventLedger
 from scheduler_components.testing.golden import DigestVector, digest_vectors
 from scheduler_components.testing.strategies import events as any_events
@@ -170,6 +172,60 @@ def _in_cycle(parents: dict[tuple[Place, int], int | None], place: Place, block_
         visited.add(above)
         above = parents.get((place, above))
     return above is not None
+
+
+@settings(deadline=None)
+@example(steps=[("hold", 0), *[("append", 3)] * 20, ("let go", 0), *[("append", 1)] * 3], max_steps=2, max_bytes=10**6)
+@example(steps=[("append", 9)] * 6, max_steps=100, max_bytes=300)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["append", "append", "append", "hold", "let go"]), st.integers(1, 9))),
+    max_steps=st.integers(1, 5),
+    max_bytes=st.integers(1, 600),
+)
+def test_the_window_is_bounded_and_its_bytes_are_counted(
+    steps: list[tuple[str, int]], max_steps: int, max_bytes: int
+) -> None:
+    stream = EventStream(epoch=bytes(16), max_steps=max_steps, max_bytes=max_bytes)
+    encoder, counts = BatchEncoder("array"), [0]
+    for what, count in steps:
+        stream.pins = {"hold": 1, "let go": 0}.get(what, stream.pins)
+        if what == "append":
+            hashes = tuple(range(sum(counts), sum(counts) + count))
+            counts.append(count)
+            stored = KVEventBatch(1.0, (BlockStored(hashes, None, (1,) * count, 1, None),))
+            stream.append(*encoder.encode_told(stored, 0))
+        first = stream.first
+        stream.fold_some()
+        assert stream.first - first <= (0 if stream.pins else 1 + FOLDS_PER_DRAIN)
+        kept = [len(stream.payload(sequence)) for sequence in range(stream.first, stream.next_sequence)]
+        assert stream.kept_bytes == sum(kept)
+        fits = len(kept) <= max_steps and (sum(kept) <= max_bytes or len(kept) == 1)
+        assert stream.is_behind == (bool(kept) and not fits)
+    stream.pins = 0
+    while stream.is_behind:
+        stream.fold_some()
+    assert stream.num_base_blocks == sum(counts[: stream.first + 1])
+
+
+def test_a_base_is_given_in_as_few_messages_as_it_needs_and_not_in_fewer() -> None:
+    stream = EventStream(epoch=bytes(16), max_steps=1, max_bytes=10**9)
+    encoder = BatchEncoder("array")
+    for number in range(1, 200):
+        tokens = tuple(range(2**31, 2**31 + 9_000))
+        stored = KVEventBatch(1.0, (BlockStored((number,), None, tokens, 9_000, None),))
+        stream.append(*encoder.encode_told(stored, 0))
+        stream.fold_some()
+
+    def num_chunks(most: int | None) -> int:
+        *_, chunks = stream.plan_base(max_chunks=most)
+        assert chunks is not None
+        return len(chunks)
+
+    num_bytes = stream.num_base_bytes
+    least = min(most for most in range(1, 50) if num_chunks(most))
+    assert num_chunks(None) > least > 1
+    assert [num_chunks(least - 1), num_chunks(least), num_chunks(num_chunks(None))] == [0, least, num_chunks(None)]
+    assert least == -(-num_bytes // MAX_CHUNK_BYTES)
 
 
 @settings(deadline=None, max_examples=300)
