@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -264,6 +265,12 @@ def test_what_is_kept_in_vain_is_no_more_than_what_stands(events_per_batch: int)
         fold(BlockRemoved(tuple(hashes[::16])))
         assert len(base) == 0
         assert 0 <= base.num_bytes < 4_096  # of the source that is being filled
+
+
+def test_an_event_that_nobody_knows_changes_nothing_and_hides_nothing() -> None:
+    known = [["BlockStored", [1], None, [7], 1, None], ["BlockRemoved", [1]]]
+    payload = msgspec.msgpack.encode([1.0, [known[0], ["Unheard", [2]], known[1]], 0])
+    assert [change.kind for change in PayloadReader().changes(payload)] == [BlockStored, BlockRemoved]
 
 
 @pytest.mark.parametrize("events_per_batch", [1, 40, 400])
