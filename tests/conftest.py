@@ -2,7 +2,8 @@
 
 ``make test`` runs every test with the profile ``default``. ``make soak`` runs the tests marked ``soak`` again with the
 profile ``soak``: ten times the examples for a property whose ``max_examples`` is a multiple of the profile's, and the
-long form of a test that asks for ``soaking``. To repeat a failure: ``pytest TEST --hypothesis-seed N``.
+long form of a test that asks for ``soaking``. CI runs the suite with the profile ``ci``, whose examples are the same in
+each run, and the searches of ``soak`` beside it. To repeat a failure: ``pytest TEST --hypothesis-seed N``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hypothesis import Phase, settings
 
 # Loaded machines are slow: a deadline per example says more about the machine than about the code.
 settings.register_profile("default", deadline=None, max_examples=100, print_blob=True)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None)
 settings.register_profile("soak", settings.get_profile("default"), max_examples=1_000)
 # `make mutants`: the same examples for each broken variant, and no shrinking of what will be thrown away.
 settings.register_profile(
