@@ -292,6 +292,7 @@ def test_fields_of_tomorrow_go_on_as_the_bytes_that_came(bench: Bench, form: str
     with zmq.Context() as context, context.socket(zmq.SUB) as live:
         live.linger = 0
         live.subscribe(b"")
+        bench.until(lambda: bench.relay.stream_stats()[0].publisher.batches_sent)  # before anybody listens
         live.connect(str(addresses[0].events))
         bench.until(lambda: bench.relay.stream_stats()[0].publisher.subscribers_seen)
         for event in (*events[1:4], BlockRemoved((2,)), *events[4:]):
