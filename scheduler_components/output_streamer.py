@@ -25,6 +25,7 @@ _BYTES_A_TOKEN = 36
 """A pointer in a tuple and a small int behind it."""
 
 _BYTES_A_LOGPROB = 32
+_BYTES_A_TOP_LOGPROB = 120  # a pair, its token and its number
 
 
 class HeldEnds:
@@ -77,7 +78,9 @@ class HeldEnds:
     def _take_tokens_of_oldest(self) -> None:
         delta = self._full.popleft()
         self._lose_tokens(delta)
-        output = msgspec.structs.replace(delta.output, token_ids=(), logprobs=None, hidden_states=None)
+        output = msgspec.structs.replace(
+            delta.output, token_ids=(), logprobs=None, hidden_states=None, top_logprobs=None
+        )
         self._bare.append(msgspec.structs.replace(delta, output=output))
 
     def _drop_oldest(self) -> None:
@@ -105,6 +108,7 @@ def _size_bytes(output: TokenOutput) -> int:
         len(output.token_ids) * _BYTES_A_TOKEN
         + len(output.logprobs or ()) * _BYTES_A_LOGPROB
         + sum(map(len, output.hidden_states or ()))
+        + sum(map(len, output.top_logprobs or ())) * _BYTES_A_TOP_LOGPROB
     )
 
 

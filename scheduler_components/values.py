@@ -719,6 +719,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
         num_cached_tokens: prompt tokens that the prefix cache covered at the first admission.
         num_retractions: how often the request lost its pages.
         logprobs: one per token, where the request asked for them.
+        top_logprobs: per token, the most probable ones there and their logprobs, where the request asked for them.
         hidden_states: one vector per token, as the model gave it; type and width are the model's.
     """
 
@@ -728,6 +729,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     num_retractions: int = 0
     logprobs: tuple[float, ...] | None = None
     hidden_states: tuple[bytes, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):

@@ -45,6 +45,15 @@ def test_what_was_taken_is_forgotten_and_not_counted_as_lost() -> None:
     assert (held.deltas, held.num_bytes, held.tokens_dropped) == ((), 0, 0)
 
 
+def test_alternatives_to_a_token_count_and_go_with_it() -> None:
+    top = (((1, -0.5), (2, -1.0)),)
+    delta = OutputDelta("r", 0, 1, "stop", TokenOutput((1,), 7, logprobs=(-0.5,), top_logprobs=top))
+    held = HeldEnds(max_bytes=200)
+    held.hold(delta)
+    (kept,) = held.deltas
+    assert (kept.output.top_logprobs, kept.output.logprobs, held.num_bytes) == (None, None, 0)
+
+
 @pytest.mark.parametrize("name", ["max_ends", "max_bytes"])
 def test_a_bound_leaves_room(name: str) -> None:
     with pytest.raises(ConfigError, match=name):

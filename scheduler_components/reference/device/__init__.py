@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from scheduler_components.reference.device.device import (
         CostModel,
         Device,
+        DeviceOutput,
         DeviceRequest,
         ScheduledBatch,
         ScheduledWork,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         agreement_of,
         run_simulation,
     )
+    from scheduler_components.reference.device.sampling import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
     from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
     from scheduler_components.reference.device.workload import (
         BLOCK_TOKENS,
@@ -48,13 +50,16 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "MAX_TOP_LOGPROBS",
     "AgreementScope",
     "Chat",
     "Commands",
     "CostModel",
     "Device",
+    "DeviceOutput",
     "DeviceRequest",
     "FaultRates",
+    "SamplingParams",
     "ScheduledBatch",
     "ScheduledWork",
     "SimulatedDevice",
@@ -66,6 +71,7 @@ __all__ = [
     "SimulatedWorkload",
     "SimulationConfig",
     "SimulationRun",
+    "TokenLogprobs",
     "TraceFacts",
     "TraceRequest",
     "Turn",
@@ -86,7 +92,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.reference.device.device": (
-            "CostModel Device DeviceRequest ScheduledBatch ScheduledWork SimulatedDevice SimulatedModel"
+            "CostModel Device DeviceOutput DeviceRequest ScheduledBatch ScheduledWork SimulatedDevice SimulatedModel"
         ),
         "scheduler_components.reference.device.hicache_sim": (
             "AgreementScope Commands FaultRates SimulatedHostPages SimulatedReplica SimulatedWorkload SimulationConfig "
@@ -96,6 +102,7 @@ __getattr__ = lazy_names(
             "BLOCK_TOKENS QUANTUM_S Chat TraceFacts TraceRequest Turn WorkloadConfig check_trace generate_chats "
             "open_trace parse_trace prompt_tokens spread_arrivals"
         ),
+        "scheduler_components.reference.device.sampling": "MAX_TOP_LOGPROBS SamplingParams TokenLogprobs",
         "scheduler_components.reference.device.weights": "SimulatedMemory SimulatedWeights",
     },
 )

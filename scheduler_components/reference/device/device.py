@@ -6,7 +6,7 @@ The device stands below the engine: of a request it reads what ``DeviceRequest``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 from zlib import crc32
@@ -16,11 +16,13 @@ import msgspec
 
 from scheduler_components import ConfigError
 from scheduler_components.batching import BatchShape
+from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
 from scheduler_components.validators import check_number, is_number
 
 __all__ = [
     "CostModel",
     "Device",
+    "DeviceOutput",
     "DeviceRequest",
     "ScheduledBatch",
     "ScheduledWork",
@@ -45,6 +47,11 @@ class DeviceRequest(Protocol):
     @property
     def pages(self) -> Sequence[int]:
         """KV pages of the positions from 0 on, as many as the batch needs."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its next token is chosen."""
         ...
 
 
@@ -96,6 +103,21 @@ class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
         return bool(self.works) or any(shape.num_tokens for shape in self.replicas)
 
 
+class DeviceOutput(msgspec.Struct, frozen=True):
+    """What one forward pass gave.
+
+    Attributes:
+        token_ids: the next token of each work of the batch, in order. The token after a chunk that does not reach the
+            end of its request's tokens means nothing.
+        errors: why a work has no result, in one sentence, by its place in the batch; its token means nothing.
+        logprobs: of the tokens whose request asked for them, by place in the batch.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    errors: Mapping[int, str] = {}
+    logprobs: Mapping[int, TokenLogprobs] = {}
+
+
 class Device(Protocol):
     """Computes one batch at a time.
 
@@ -107,10 +129,10 @@ class Device(Protocol):
         """Start computing ``batch``; returns at once."""
         ...
 
-    def wait(self) -> tuple[int, ...]:
-        """Block until the launched batch is done; the next token of each of its works, in order.
+    def wait(self) -> DeviceOutput:
+        """Block until the launched batch is done, and return what came out.
 
-        The token after a chunk that does not reach the end of its request's tokens means nothing.
+        What is raised fails the whole batch; what concerns one request alone belongs into ``DeviceOutput.errors``.
         """
         ...
 
@@ -216,9 +238,9 @@ class SimulatedDevice:
         self._batch = batch
         self._deadline_s = self.clock() + self.cost.batch_s(batch) / self.speed
 
-    def wait(self) -> tuple[int, ...]:
+    def wait(self) -> DeviceOutput:
         left_s = self._deadline_s - self.clock()
         if left_s > 0:
             self.sleep(left_s)
         next_token = self.model.next_token
-        return tuple(next_token(work.request.rid, work.end) for work in self._batch.works)
+        return DeviceOutput(tuple(next_token(work.request.rid, work.end) for work in self._batch.works))

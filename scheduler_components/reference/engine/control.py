@@ -17,7 +17,7 @@ from scheduler_components import ConfigError
 from scheduler_components.internal_state import InternalState
 from scheduler_components.ports import StateValue
 from scheduler_components.profiling import ProfilePlan, ProfilerSession
-from scheduler_components.reference.device import Device, DeviceRequest, ScheduledBatch
+from scheduler_components.reference.device import Device, DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine.batcher import Batcher
 from scheduler_components.reference.engine.config import SchedulerConfig
 
@@ -105,7 +105,7 @@ class ProfiledDevice:
         self.session.step_begins("prefill" if batch.num_prefill_tokens else "decode")
         self.device.launch(batch)
 
-    def wait(self) -> tuple[int, ...]:
+    def wait(self) -> DeviceOutput:
         return self.device.wait()
 
 

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from secrets import randbits
 from types import TracebackType
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from scheduler_components import (
 )
 from scheduler_components.load import DispatchLedger
 from scheduler_components.quiesce import Order, OrderAnswer
+from scheduler_components.reference.device import SamplingParams
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
@@ -175,6 +177,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         rid: unique among open requests; None lets the front choose.
         input_ids: prompt tokens, packed (``messages.pack_tokens``).
         limits: when to stop.
+        sampling: how tokens are chosen; without a seed the front draws one.
         stream_interval: tokens between two pieces of news; 0 for all at the end.
         conversation: requests with the same value share a prefix; the dispatcher may keep them together.
     """
@@ -182,6 +185,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | None = None
     input_ids: bytes
     limits: SamplingLimits
+    sampling: SamplingParams = SamplingParams()
     stream_interval: int = 1
     conversation: str | None = None
 
@@ -286,7 +290,8 @@ class Front:
             raise silent[min(silent)]
         replica, ticket = self.dispatcher.dispatch(request.num_input_tokens, request.conversation, avoid=silent)
         opened = self._open[rid] = OpenRequest(rid=rid, replica=replica, front=self)
-        command = SubmitRequest(rid, request.input_ids, request.limits, request.stream_interval, ticket)
+        sampling = _with_seed(request.sampling)
+        command = SubmitRequest(rid, request.input_ids, request.limits, request.stream_interval, ticket, sampling)
         self._send(replica, command)
         return opened
 
@@ -437,3 +442,10 @@ def _news_in(delta: OutputDelta) -> OutputDelta | RequestFailedError:
     if num_lost:
         return RequestFailedError(f"{num_lost} tokens of request {delta.rid!r} were dropped: too many were waiting")
     return delta
+
+
+def _with_seed(sampling: SamplingParams) -> SamplingParams:
+    """Draw a seed where there is none: here, so that all ranks of a replica have the same."""
+    if sampling.is_greedy or sampling.seed is not None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=randbits(63))

@@ -23,6 +23,7 @@ import zmq
 from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
 from scheduler_components.intake import Incoming, InputKind
 from scheduler_components.quiesce import Order, OrderAnswer
+from scheduler_components.reference.device import SamplingParams
 from scheduler_components.reference.engine.control import ControlVerb
 from scheduler_components.reference.engine.request import SamplingLimits
 
@@ -81,6 +82,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     limits: SamplingLimits
     stream_interval: int
     ticket: int
+    sampling: SamplingParams = SamplingParams()
 
 
 class AbortRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

@@ -284,7 +284,14 @@ class StepExecutor:
         self.scheduler.book.work.took_in(FRONT, command.ticket)
         tokens = unpack_tokens(command.input_ids)
         try:
-            self.scheduler.submit(Request(command.rid, tokens, command.limits, stream_interval=command.stream_interval))
+            request = Request(
+                command.rid,
+                tokens,
+                command.limits,
+                sampling=command.sampling,
+                stream_interval=command.stream_interval,
+            )
+            self.scheduler.submit(request)
         except ConfigError as error:  # the fault of the request's author, on every rank alike
             if self.parallel.leads_replica:
                 self.reports.send(RequestRefused(command.rid, str(error)))

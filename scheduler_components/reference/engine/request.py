@@ -13,6 +13,7 @@ from scheduler_components import ConfigError, FinishReason, TokenOutput
 from scheduler_components.cache import RadixNode
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import RequestTimeStats
+from scheduler_components.reference.device import SamplingParams, TokenLogprobs
 
 __all__ = [
     "Request",
@@ -20,6 +21,8 @@ __all__ = [
     "RequestState",
     "SamplingLimits",
 ]
+
+_GREEDY = SamplingParams()
 
 MAX_TOKEN_ID = 2**32 - 1
 """Token ids are u32 on the wire of KV events."""
@@ -66,6 +69,8 @@ class Request:
         token_ids: u32; the prompt, then what was generated.
         num_prompt_tokens: where the prompt ends in ``token_ids``.
         limits: when to stop.
+        sampling: how its tokens are chosen.
+        logprobs: one per generated token, where ``sampling`` asks for them; kept by the scheduler.
         stream_interval: tokens between two messages to the client; 0 for all at the end.
         arrival: number given by the scheduler at submission; every order between requests comes from it.
         state, finish_reason: the reason is None until the state is FINISHED.
@@ -88,6 +93,8 @@ class Request:
         "token_ids",
         "num_prompt_tokens",
         "limits",
+        "sampling",
+        "logprobs",
         "stream_interval",
         "arrival",
         "state",
@@ -105,12 +112,20 @@ class Request:
     )
 
     def __init__(
-        self, rid: str, input_ids: Iterable[int], limits: SamplingLimits | None = None, *, stream_interval: int = 1
+        self,
+        rid: str,
+        input_ids: Iterable[int],
+        limits: SamplingLimits | None = None,
+        *,
+        sampling: SamplingParams = _GREEDY,
+        stream_interval: int = 1,
     ) -> None:
         self.rid = _checked_rid(rid)
         self.token_ids = _as_token_array(input_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.limits = limits if limits is not None else SamplingLimits()
+        self.sampling = sampling
+        self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.stream_interval = stream_interval
         self.arrival = -1
         self.state = RequestState.WAITING
@@ -136,13 +151,21 @@ class Request:
         """What was generated so far; a retraction keeps it."""
         return tuple(self.token_ids[self.num_prompt_tokens :])
 
+    def took_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Keep what the device says of the token that it gives next; not where the request did not ask."""
+        if self.logprobs is not None and len(self.logprobs) == self.num_output_tokens:
+            self.logprobs.append(logprobs)
+
     def output_since(self, start: int) -> TokenOutput:
         """Return the output from its token ``start`` on, and the counts that go with it."""
+        logprobs = None if self.logprobs is None else self.logprobs[start : self.num_output_tokens]
         return TokenOutput(
             token_ids=tuple(self.token_ids[self.num_prompt_tokens + start :]),
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_prompt_tokens,
             num_retractions=self.num_retractions,
+            logprobs=None if logprobs is None else tuple(each.logprob for each in logprobs),
+            top_logprobs=None if logprobs is None else tuple(each.top for each in logprobs),
         )
 
     @property

@@ -386,17 +386,20 @@ class Scheduler:
         try:
             self.device.launch(batch)
             self.kv_events.idle()
-            next_tokens = self.device.wait()
-            if len(next_tokens) != len(batch.works):
-                raise ValueError(f"the device gave {len(next_tokens)} tokens for {len(batch.works)} works")
+            output = self.device.wait()
+            if len(output.token_ids) != len(batch.works):
+                raise ValueError(f"the device gave {len(output.token_ids)} tokens for {len(batch.works)} works")
         except Exception as error:  # noqa: BLE001 - counted and logged there, and told to each request's client
             self.guard.progress.enter("results")
             return self.results.fail([work.request for work in batch.works], error)
         self.guard.progress.enter("results")
         self.book.computed(batch, begun_s=begun_s)
+        for place, logprobs in output.logprobs.items():
+            batch.works[place].request.took_logprobs(logprobs)
+        errors = output.errors
         news = self.results.process(
-            WorkResult(work.request, work.start, work.end, (token,), work.is_prefill)
-            for work, token in zip(batch.works, next_tokens, strict=True)
+            WorkResult(work.request, work.start, work.end, (token,), work.is_prefill, errors.get(place, ""))
+            for place, (work, token) in enumerate(zip(batch.works, output.token_ids, strict=True))
         )
         if batch.num_prefill_tokens:
             self.batcher.terms.first_tokens(batch)

@@ -92,7 +92,7 @@ def test_a_token_depends_on_seed_request_and_position_alone(works: list[tuple[st
         time = FakeTime()
         device = SimulatedDevice(model=model, clock=time.clock, sleep=time.sleep)
         device.launch(a_batch(batch_works))
-        return list(device.wait())
+        return list(device.wait().token_ids)
 
     alone = [tokens([work])[0] for work in works]
     assert tokens(works) == alone

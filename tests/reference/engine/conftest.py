@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_components import BlockStored, EventBatch, KVCacheEvent, KvMetrics, ParallelState, SchedulerStats
 from scheduler_components.kv_events import EventPublisher
-from scheduler_components.reference.device import ScheduledBatch, SimulatedModel
+from scheduler_components.reference.device import DeviceOutput, ScheduledBatch, SimulatedModel
 from scheduler_components.reference.engine import (
     Clocks,
     Request,
@@ -28,20 +28,20 @@ class InstantDevice:
 
     def __init__(self, journal: list[str]) -> None:
         self.journal = journal
-        self.answers: list[tuple[int, ...] | Exception] = []  # given instead of the model's, one a step
+        self.answers: list[tuple[int, ...] | DeviceOutput | Exception] = []  # given instead of the model's, one a step
 
     def launch(self, batch: ScheduledBatch) -> None:
         self.journal.append("launch")
         self.batch = batch
 
-    def wait(self) -> tuple[int, ...]:
+    def wait(self) -> DeviceOutput:
         self.journal.append("wait")
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Exception):
             raise answer
         if answer is not None:
-            return answer
-        return tuple(MODEL.next_token(work.request.rid, work.end) for work in self.batch.works)
+            return answer if isinstance(answer, DeviceOutput) else DeviceOutput(answer)
+        return DeviceOutput(tuple(MODEL.next_token(work.request.rid, work.end) for work in self.batch.works))
 
 
 class ListPublisher(EventPublisher):

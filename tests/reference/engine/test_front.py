@@ -18,6 +18,7 @@ from scheduler_components import (
     OutputStats,
     TokenOutput,
 )
+from scheduler_components.reference.device import SamplingParams
 from scheduler_components.reference.engine import (
     ALIVE_EVERY_S,
     FRONT,
@@ -86,6 +87,26 @@ def test_a_request_is_submitted_once_and_gets_its_own_news_in_order() -> None:
         assert [command.rid for command in leader.commands if isinstance(command, SubmitRequest)] == ["a", "b"]
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
         assert front.num_open_requests == 0
+
+    run(scenario())
+
+
+def test_a_request_that_draws_gets_a_seed_and_keeps_its_own() -> None:
+    async def scenario() -> None:
+        front, (leader,) = make_front()
+        asked = (
+            SamplingParams(),
+            SamplingParams(temperature=1.0),
+            SamplingParams(temperature=1.0),
+            SamplingParams(temperature=1.0, seed=0),
+        )
+        for sampling in asked:
+            async with front.open_request(msgspec.structs.replace(wanted(), sampling=sampling)):
+                pass
+        told = [command.sampling for command in leader.commands if isinstance(command, SubmitRequest)]
+        assert (told[0], told[3]) == (asked[0], asked[3])
+        assert None not in (told[1].seed, told[2].seed)
+        assert told[1].seed != told[2].seed
 
     run(scenario())
 

@@ -32,6 +32,7 @@ from scheduler_components.quiesce import (
     ResumeMemory,
     RollBackWeights,
 )
+from scheduler_components.reference.device import SamplingParams
 from scheduler_components.reference.engine import (
     FRONT,
     AbortRequest,
@@ -95,6 +96,15 @@ commands = st.one_of(
         st.builds(SamplingLimits, st.integers(1, 2**31), tokens.map(tuple), st.booleans()),
         counts,
         counts,
+        st.builds(
+            SamplingParams,
+            st.floats(0, 100),
+            st.floats(0.01, 1),
+            st.integers(0, 2**31),
+            st.floats(0, 1),
+            st.none() | st.integers(0, 2**63 - 1),
+            st.none() | st.integers(0, 20),
+        ),
     ),
     st.builds(AbortRequest, rids),
     st.builds(DumpCache, counts),
@@ -106,7 +116,15 @@ outputs = st.builds(
     counts,
     counts,
     st.none() | st.sampled_from(FinishReason),
-    st.builds(TokenOutput, tokens.map(tuple), counts, counts, counts),
+    st.builds(
+        TokenOutput,
+        tokens.map(tuple),
+        counts,
+        counts,
+        counts,
+        logprobs=st.none() | st.lists(st.floats(-50, 0), max_size=3).map(tuple),
+        top_logprobs=st.none() | st.just((((5, -0.5), (6, -1.0)), ())),
+    ),
 )
 reports = st.one_of(
     st.builds(RankReady, counts, *[st.none() | st.text()] * 3),

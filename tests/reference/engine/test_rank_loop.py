@@ -35,7 +35,7 @@ from scheduler_components.intake import (
 from scheduler_components.internal_state import InternalState
 from scheduler_components.profiling import ProfilerSession
 from scheduler_components.quiesce import QuiesceState
-from scheduler_components.reference.device import ScheduledBatch
+from scheduler_components.reference.device import DeviceOutput, ScheduledBatch
 from scheduler_components.reference.engine import (
     FRONT,
     AbortRequest,
@@ -102,10 +102,10 @@ class Device:
         self.batch = batch
         self.num_batches += 1
 
-    def wait(self) -> tuple[int, ...]:
+    def wait(self) -> DeviceOutput:
         if self.num_batches == self._last:
             self._order.give()
-        return tuple(work.end for work in self.batch.works)
+        return DeviceOutput(tuple(work.end for work in self.batch.works))
 
 
 class LastStats:

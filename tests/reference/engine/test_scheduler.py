@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_components import ConfigError, FinishReason
-from scheduler_components.reference.device import SimulatedModel
+from scheduler_components.reference.device import DeviceOutput, SamplingParams, SimulatedModel, TokenLogprobs
 from scheduler_components.reference.engine import Request, SamplingLimits
 
 MODEL = SimulatedModel()  # what the bench's device computes with
@@ -184,6 +184,32 @@ def test_a_batch_that_the_device_cannot_compute_fails_its_requests_and_nothing_e
     bench.scheduler.cache.check_integrity()
     assert waiting.output_ids == bench.foretold(waiting)
     assert bench.scheduler.cache.used_tokens == 0
+
+
+def test_a_request_without_a_result_ends_alone(make_bench: Callable) -> None:
+    bench = make_bench()
+    broken, whole = bench.submit("broken", range(12), 4), bench.submit("whole", range(20, 32), 4)
+    bench.device.answers = [DeviceOutput((0, MODEL.next_token("whole", 12)), errors={0: "its logits are not numbers"})]
+    bench.drain()
+    assert (broken.finish_reason, broken.num_output_tokens) == (FinishReason.ERROR, 0)
+    assert whole.output_ids == bench.foretold(whole)
+    assert bench.scheduler.cache.match_prefix(range(12)).num_tokens == 0  # its KV is not trusted
+    bench.scheduler.cache.check_integrity()
+
+
+def test_logprobs_go_out_with_the_tokens_whose_request_asked(make_bench: Callable) -> None:
+    bench = make_bench()
+    asks = Request("asks", range(4), SamplingLimits(2), sampling=SamplingParams(logprobs=1))
+    bench.scheduler.submit(asks)
+    told = [TokenLogprobs(-0.5, ((7, -0.25),)), TokenLogprobs(-1.5, ((8, -0.75),))]
+    bench.device.answers = [DeviceOutput((place,), logprobs={0: each}) for place, each in enumerate(told)]
+    bench.submit("silent", range(10, 14), 1)
+    bench.device.answers[0] = DeviceOutput((0, 1), logprobs={0: told[0]})
+    bench.drain()
+    outputs = {rid: [delta.output for delta in bench.outputs.deltas if delta.rid == rid] for rid in ("asks", "silent")}
+    assert [output.logprobs for output in outputs["asks"]] == [(-0.5,), (-1.5,)]
+    assert [output.top_logprobs for output in outputs["asks"]] == [(((7, -0.25),),), (((8, -0.75),),)]
+    assert [output.logprobs for output in outputs["silent"]] == [None]
 
 
 def test_tokens_go_out_at_the_pace_that_a_request_asks_for(make_bench: Callable) -> None:

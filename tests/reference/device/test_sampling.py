@@ -1,0 +1,46 @@
+"""How a token is chosen, as values: what cannot work is refused, and the rest travels."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from scheduler_components import ConfigError
+from scheduler_components.reference.device import MAX_TOP_LOGPROBS, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("temperature", math.nan),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("min_p", -0.01),
+        ("min_p", 1.5),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("logprobs", -1),
+        ("logprobs", MAX_TOP_LOGPROBS + 1),
+    ],
+)
+def test_what_chooses_no_token_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}="):
+        SamplingParams(**{field: value})
+
+
+def test_the_bounds_themselves_work_and_travel() -> None:
+    for params in (
+        SamplingParams(),
+        SamplingParams(temperature=2, top_p=1, top_k=1, min_p=1, seed=2**63 - 1, logprobs=MAX_TOP_LOGPROBS),
+        SamplingParams(temperature=1e-6, top_p=1e-6, seed=0, logprobs=0),
+    ):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert SamplingParams().is_greedy
+    assert not SamplingParams(temperature=1e-6).is_greedy
