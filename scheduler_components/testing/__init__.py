@@ -10,7 +10,8 @@ installs, and nothing needs pytest. Read ``parts`` first: what is asked of a par
   sockets whose every fault is an attribute; ``run_ranks`` runs agreeing ranks on threads.
 - judge: ``RULES`` are the rules that a live stream is judged by, ``SPECIFICATION`` all. ``EventLedger`` applies events
   and reports the rules that they break, ``stream_judge`` does it for recorded frames, ``probe_streams`` records them.
-  ``PoolJudge`` compares a stream with what the pool really holds.
+  ``PoolJudge`` compares a stream with what the pool really holds; ``GenerateJudge`` compares greedy text with that of
+  transformers' ``generate`` (needs torch and transformers).
 - golden: bytes of every dialect and peer, with their reader.
 """
 
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from scheduler_components.testing.subscriber_checks import SUBSCRIBER_CHECKS
     from scheduler_components.testing.thread_intake_checks import INTAKE_CHECKS
     from scheduler_components.testing.thread_ranks import ThreadSyncHub, run_ranks
+    from scheduler_components.testing.torch_generate import GeneratedText, GenerateJudge, NearTie
     from scheduler_components.testing.zmq_probe import ProbeOptions, probe_streams
     from scheduler_components.testing.zmq_publisher_checks import PUBLISHER_CHECKS
     from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher
@@ -113,6 +115,9 @@ __all__ = [
     "RULES",
     "SPECIFICATION",
     "EventLedger",
+    "GenerateJudge",
+    "GeneratedText",
+    "NearTie",
     "PoolDifference",
     "PoolJudge",
     "ProbeOptions",
@@ -133,6 +138,7 @@ __getattr__ = lazy_names(
         "scheduler_components.testing.subscriber_checks": "SUBSCRIBER_CHECKS",
         "scheduler_components.testing.thread_intake_checks": "INTAKE_CHECKS",
         "scheduler_components.testing.thread_ranks": "ThreadSyncHub run_ranks",
+        "scheduler_components.testing.torch_generate": "GenerateJudge GeneratedText NearTie",
         "scheduler_components.testing.zmq_probe": "ProbeOptions probe_streams",
         "scheduler_components.testing.zmq_publisher_checks": "PUBLISHER_CHECKS",
         "scheduler_components.testing.zmq_scripted_publisher": "ScriptedPublisher",
