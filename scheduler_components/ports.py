@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 from scheduler_components.errors import ConfigError
 from scheduler_components.events import EventBatch, KVCacheEvent, Place
 from scheduler_components.page_operations import Instruction, IoEvent
+from scheduler_components.page_shape import PageShape
 from scheduler_components.values import (
     DecodeMoments,
     HeldCount,
@@ -41,6 +42,9 @@ from scheduler_components.values import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from scheduler_components.values import FinishReason, SyncCall
 
 __all__ = [
@@ -88,6 +92,10 @@ __all__ = [
     "OutputSink",
     "PageBytes",
     "PageStore",
+    "CopyEnd",
+    "COPIED",
+    "HostPlane",
+    "DeviceMemory",
     "HostPages",
     "PageMover",
     "PageHook",
@@ -751,6 +759,65 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Let go of files, sockets and memory; what is stored stays where the store outlives the process."""
+        ...
+
+
+HostPlane: TypeAlias = "npt.NDArray[np.uint8]"
+"""One layer of all host pages: shape ``(num_parts, num_pages, part_bytes)``, with strides of the host's layout."""
+
+
+class CopyEnd(Protocol):
+    """The end of a copy between tiers that was begun: ``COPIED``, or an event of a device's stream."""
+
+    def is_done(self) -> bool:
+        """All its bytes are there. Never waits."""
+        ...
+
+    def hold_forward(self) -> None:
+        """What the calling thread's forward begins from now on comes after this copy; the thread does not wait."""
+        ...
+
+
+class _Copied:
+    def is_done(self) -> bool:
+        return True
+
+    def hold_forward(self) -> None:
+        pass
+
+
+COPIED: CopyEnd = _Copied()
+"""The end of a copy that was done when its call returned."""
+
+
+class DeviceMemory(Protocol):
+    """The pages of the device tier: ``hicache.SimulatedDeviceMemory``, ``hicache.TorchDeviceMemory``.
+
+    Called by ``hicache.HostPool`` on the thread that copies, one layer at a time, so that a forward may use a layer
+    while the next one is on its way. ``plane`` is the host's memory of that layer. Page numbers were checked by the
+    caller.
+    """
+
+    @property
+    def shape(self) -> PageShape:
+        """Of every page."""
+        ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the device."""
+        ...
+
+    def fence(self) -> None:
+        """Let copies that begin from now on come after what the calling thread's forward has begun. Never waits."""
+        ...
+
+    def copy_to_host(self, layer: int, pages: Sequence[int], plane: HostPlane, host_pages: Sequence[int]) -> CopyEnd:
+        """Copy one layer of pages to the host, the n-th of ``pages`` to the n-th of ``host_pages``."""
+        ...
+
+    def copy_to_device(self, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
+        """Copy one layer of pages from the host, the n-th of ``host_pages`` to the n-th of ``pages``."""
         ...
 
 

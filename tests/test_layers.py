@@ -19,7 +19,7 @@ SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observ
 FLOORS = (
     ("_version", "_lazy", "errors", "events", "fork_hook"),
     ("file_lock", "validators"),
-    ("values", "page_operations"),
+    ("values", "page_operations", "page_shape"),
     ("parallel_state",),
     ("ports", "shm_board"),
     ("kv_events", "cache"),

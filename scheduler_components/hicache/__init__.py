@@ -31,12 +31,25 @@ from scheduler_components.hicache.cache import HiRadixCache, TierStepper
 from scheduler_components.hicache.controller import HiCachePolicy, PrefetchStop, WritePolicy
 from scheduler_components.hicache.memory_storage import MemoryPageStore
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
-from scheduler_components.ports import NO_PAGE_HOOK, HostPages, PageBytes, PageHook, PageMover, PageStore, SyncGroup
+from scheduler_components.page_shape import PageShape
+from scheduler_components.ports import (
+    COPIED,
+    NO_PAGE_HOOK,
+    CopyEnd,
+    DeviceMemory,
+    HostPages,
+    HostPlane,
+    PageBytes,
+    PageHook,
+    PageMover,
+    PageStore,
+    SyncGroup,
+)
 from scheduler_components.values import SyncCall
 
 if TYPE_CHECKING:
     from scheduler_components.hicache.file_storage import FilePageStore, open_file_page_store
-    from scheduler_components.hicache.memory import HostPool, PageShape, SimulatedDeviceMemory
+    from scheduler_components.hicache.memory import HostLayout, HostPool, SimulatedDeviceMemory
     from scheduler_components.hicache.mooncake_storage import (
         MooncakeAddress,
         MooncakePageStore,
@@ -44,15 +57,21 @@ if TYPE_CHECKING:
     )
     from scheduler_components.hicache.thread_page_mover import ThreadPageMover
     from scheduler_components.hicache.thread_storage import open_deadline_page_store
+    from scheduler_components.hicache.torch_memory import TorchDeviceMemory
     from scheduler_components.hicache.torch_sync import open_torch_sync_domains
 
 __all__ = [
     "AgreedValues",
+    "COPIED",
     "CheckedPageStore",
+    "CopyEnd",
+    "DeviceMemory",
     "FilePageStore",
     "HiCachePolicy",
     "HiRadixCache",
+    "HostLayout",
     "HostPages",
+    "HostPlane",
     "HostPool",
     "InProcessSync",
     "KeySpace",
@@ -84,6 +103,7 @@ __all__ = [
     "Tier",
     "TierDivergenceError",
     "TierStepper",
+    "TorchDeviceMemory",
     "WritePolicy",
     "domain_of",
     "elementwise_min",
@@ -100,10 +120,11 @@ __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.hicache.file_storage": "FilePageStore open_file_page_store",
-        "scheduler_components.hicache.memory": "HostPool PageShape SimulatedDeviceMemory",
+        "scheduler_components.hicache.memory": "HostLayout HostPool SimulatedDeviceMemory",
         "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
         "scheduler_components.hicache.thread_page_mover": "ThreadPageMover",
         "scheduler_components.hicache.thread_storage": "open_deadline_page_store",
+        "scheduler_components.hicache.torch_memory": "TorchDeviceMemory",
         "scheduler_components.hicache.torch_sync": "open_torch_sync_domains",
     },
 )

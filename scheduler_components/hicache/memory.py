@@ -1,7 +1,8 @@
 """Real memory of pages: the layouts of the device and host tiers, and the copies between them.
 
-The device keeps each layer's pages together, as attention kernels read them; the host keeps each page's layers
-together, so that a page is one run of bytes for storage. A copy between them is a transposition.
+The device keeps each layer's pages together, as attention kernels read them. The host keeps each page's layers together
+(``page_first``), so that a page is one run of bytes for storage; or each layer's pages (``layer_first``), so that a run
+of pages is one run of bytes for a copy. Storage gets the same bytes from both: layer after layer, part after part.
 
 ``HostPool`` says which host pages are free, in flight or in the tree. They are taken in two moves, because all ranks
 must take them or none: ``reserve``, then, when the agreed values are known, ``commit`` or ``abort``. Only committed
@@ -10,59 +11,96 @@ pages may be read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
 from zlib import crc32
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from scheduler_components.cache import PagePool
-from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.ports import PageBytes
-from scheduler_components.validators import is_integer
+from scheduler_components.errors import CacheIntegrityError, ConfigError
+from scheduler_components.page_shape import PageShape
+from scheduler_components.ports import COPIED, CopyEnd, DeviceMemory, HostPlane, PageBytes
 
-__all__ = ["HostMemory", "HostPool", "PageShape", "SimulatedDeviceMemory", "copy_to_device", "copy_to_host"]
+__all__ = ["HostLayout", "HostMemory", "HostPool", "SimulatedDeviceMemory", "merged_runs"]
 
-_Memory = npt.NDArray[np.uint8]
+_Memory: TypeAlias = npt.NDArray[np.uint8]
+HostLayout: TypeAlias = Literal["page_first", "layer_first"]
 
 
-@attrs.frozen(kw_only=True)
-class PageShape:
-    """What one rank holds of one page.
-
-    Attributes:
-        num_layers: layers of this pipeline stage.
-        layer_page_bytes: keys and values of one page's tokens in one layer, as this rank's slice of them.
-
-    Raises:
-        ConfigError: a size is below 1.
-    """
-
-    num_layers: int = attrs.field(validator=is_integer())
-    layer_page_bytes: int = attrs.field(validator=is_integer())
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a whole page on this rank."""
-        return self.num_layers * self.layer_page_bytes
+def merged_runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Give the runs in which both lists of pages go up by one: each is one copy, however many pages it has."""
+    start = 0
+    for at in range(1, len(first) + 1):
+        if at < len(first) and first[at] == first[at - 1] + 1 and second[at] == second[at - 1] + 1:
+            continue
+        length = at - start
+        yield slice(first[start], first[start] + length), slice(second[start], second[start] + length)
+        start = at
 
 
 class HostMemory:
-    """Pages one after the other: uint8 of shape ``(num_pages, num_layers, layer_page_bytes)``."""
+    """Pages of the host tier.
 
-    __slots__ = ("pages",)
+    Args:
+        shape: of every page.
+        num_pages: pages of it.
+        layout: which bytes lie together.
+        buffer: the memory, at least ``num_pages`` long; by default made here. Pinned memory of a device, say.
 
-    def __init__(self, shape: PageShape, num_pages: int) -> None:
-        self.pages: _Memory = np.zeros((num_pages, shape.num_layers, shape.layer_page_bytes), np.uint8)
+    Raises:
+        ConfigError: the layout is unknown, or the buffer is too small.
+    """
 
-    def view(self, page: int) -> memoryview:
-        """Return the page's own memory, ``page_bytes`` long."""
-        return memoryview(self.pages[page].reshape(-1))
+    __slots__ = ("_pages", "layout", "shape")
+
+    def __init__(
+        self, shape: PageShape, num_pages: int, *, layout: HostLayout = "page_first", buffer: _Memory | None = None
+    ) -> None:
+        if layout not in ("page_first", "layer_first"):
+            raise ConfigError("layout", layout, "is not a layout of host memory", "give page_first or layer_first")
+        num_bytes = num_pages * shape.page_bytes
+        memory = np.zeros(num_bytes, np.uint8) if buffer is None else buffer.reshape(-1)[:num_bytes]
+        if len(memory) < num_bytes:
+            raise ConfigError("buffer", len(memory), f"is too small for {num_pages} pages", f"give {num_bytes} bytes")
+        self.shape = shape
+        self.layout = layout
+        layers, parts, width = shape.num_layers, shape.num_parts, shape.part_bytes
+        # Whatever the layout, the axes are page, layer, part, byte.
+        self._pages: _Memory = (
+            memory.reshape(num_pages, layers, parts, width)
+            if layout == "page_first"
+            else memory.reshape(layers, parts, num_pages, width).transpose(2, 0, 1, 3)
+        )
+
+    def plane(self, layer: int) -> HostPlane:
+        """Return the memory of one layer of all pages."""
+        return self._pages[:, layer].swapaxes(0, 1)
+
+    def view(self, page: int) -> memoryview | None:
+        """Return the page's own memory, ``page_bytes`` long; None where it is not one run of bytes."""
+        return memoryview(self._pages[page].reshape(-1)) if self.layout == "page_first" else None
+
+    def read(self, page: int) -> memoryview:
+        """Return a page's bytes, read-only: its own memory, or a copy where that is not one run."""
+        return memoryview(self._pages[page].reshape(-1)).toreadonly()  # copies what does not lie together
+
+    def write(self, page: int, content: PageBytes) -> None:
+        """Fill a page with exactly its bytes."""
+        shape = self.shape
+        self._pages[page] = np.frombuffer(content, np.uint8).reshape(
+            shape.num_layers, shape.num_parts, shape.part_bytes
+        )
 
 
 class SimulatedDeviceMemory:
-    """A device's pages in host memory: uint8 of shape ``(num_layers, num_pages, layer_page_bytes)``."""
+    """A ``DeviceMemory`` in host memory.
+
+    Attributes:
+        shape: of every page.
+        layers: uint8 of shape ``(num_layers, num_pages, layer_page_bytes)``.
+    """
 
     __slots__ = ("layers", "shape")
 
@@ -84,19 +122,26 @@ class SimulatedDeviceMemory:
         """Return a page's bytes, layer after layer."""
         return self.layers[:, page].tobytes()
 
+    def fence(self) -> None:
+        """Nothing: what is computed here is there when its call returns."""
 
-def copy_to_host(
-    device: SimulatedDeviceMemory, device_pages: Sequence[int], host: HostMemory, host_pages: Sequence[int]
-) -> None:
-    """Copy pages from the device, the n-th of ``device_pages`` to the n-th of ``host_pages``."""
-    host.pages[list(host_pages)] = device.layers[:, list(device_pages)].swapaxes(0, 1)
+    def copy_to_host(self, layer: int, pages: Sequence[int], plane: HostPlane, host_pages: Sequence[int]) -> CopyEnd:
+        own = self._plane(layer)
+        for run, host_run in merged_runs(pages, host_pages):
+            plane[:, host_run] = own[:, run]
+        return COPIED
 
+    def copy_to_device(self, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
+        own = self._plane(layer)
+        for run, host_run in merged_runs(pages, host_pages):
+            own[:, run] = plane[:, host_run]
+        return COPIED
 
-def copy_to_device(
-    host: HostMemory, host_pages: Sequence[int], device: SimulatedDeviceMemory, device_pages: Sequence[int]
-) -> None:
-    """Copy pages from the host, the n-th of ``host_pages`` to the n-th of ``device_pages``."""
-    device.layers[:, list(device_pages)] = host.pages[list(host_pages)].swapaxes(0, 1)
+    def _plane(self, layer: int) -> _Memory:
+        """One layer as the host has it: part, page, byte."""
+        rows = self.layers[layer].reshape(self.num_pages, self.shape.num_parts, self.shape.part_bytes)
+        plane: _Memory = rows.swapaxes(0, 1)
+        return plane
 
 
 class HostPool:
@@ -110,14 +155,24 @@ class HostPool:
         verify: checksum pages when they are committed and again when they are read, to find out that something
             wrote to a page in between. Costs about a millisecond per megabyte each time; meant for tests and for
             finding bugs.
+        layout: which bytes lie together.
+        buffer: memory to use, ``num_pages`` long at least: pinned, where a device copies from it. By default made here.
 
     Raises:
-        ConfigError: ``num_pages`` is below 1.
+        ConfigError: ``num_pages`` is below 1, or layout or buffer cannot be used.
     """
 
-    def __init__(self, shape: PageShape, num_pages: int, *, verify: bool = False) -> None:
+    def __init__(
+        self,
+        shape: PageShape,
+        num_pages: int,
+        *,
+        verify: bool = False,
+        layout: HostLayout = "page_first",
+        buffer: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
         self._pages = PagePool(num_pages)
-        self._memory = HostMemory(shape, num_pages)
+        self._memory = HostMemory(shape, num_pages, layout=layout, buffer=buffer)
         self._verify = verify
         self._committed: dict[int, int] = {}  # page -> checksum, 0 where pages are not verified
 
@@ -176,8 +231,10 @@ class HostPool:
         for page in pages:
             del self._committed[page]
 
-    def view_reserved(self, page: int) -> memoryview:
+    def view_reserved(self, page: int) -> memoryview | None:
         """Return a reserved page's own memory, for a transfer that writes to it; done before ``commit`` or ``abort``.
+
+        None with ``layer_first``: the page is not one run of bytes there, and ``write`` puts it in its places.
 
         Raises:
             CacheIntegrityError: the page is not reserved.
@@ -191,42 +248,55 @@ class HostPool:
         Raises:
             CacheIntegrityError: the page is not reserved, or the content is not a page long.
         """
-        memory = self.view_reserved(page)
-        if len(content) != len(memory):
-            raise CacheIntegrityError(f"{len(content)} bytes for a page of {len(memory)}")
-        memory[:] = content
+        self._pages.expect_held((page,))
+        if len(content) != self._memory.shape.page_bytes:
+            raise CacheIntegrityError(f"{len(content)} bytes for a page of {self._memory.shape.page_bytes}")
+        self._memory.write(page, content)
 
     def read(self, page: int) -> memoryview:
-        """Return a committed page's own memory, read-only; copy what must outlive the page.
+        """Return a committed page's own memory, or a copy with ``layer_first``; read-only. Copy what must outlive it.
 
         Raises:
             CacheIntegrityError: the page is not committed, or (when verifying) has changed since it was.
         """
         self._expect_readable((page,))
-        return self._memory.view(page).toreadonly()
+        return self._memory.read(page)
 
-    def load_from(self, device: SimulatedDeviceMemory, device_pages: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy pages from the device into reserved pages, in order.
+    def load_from(self, device: DeviceMemory, device_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
+        """Copy pages from the device into reserved pages, in order; they are there when the copy has ended.
 
         Raises:
             CacheIntegrityError: a page is not reserved, is named twice, does not exist, or the numbers of pages differ.
         """
         self._pages.expect_held(pages)
         _expect_one_for_one(device, device_pages, pages)
-        copy_to_host(device, device_pages, self._memory, pages)
+        end = COPIED
+        for layer in range(device.shape.num_layers):  # in order: when the last one has ended, all have
+            end = device.copy_to_host(layer, device_pages, self._memory.plane(layer), pages)
+        return end
 
-    def load_back(self, pages: Sequence[int], device: SimulatedDeviceMemory, device_pages: Sequence[int]) -> None:
-        """Copy committed pages to the device, in order.
+    def load_back(self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]) -> CopyEnd:
+        """Copy committed pages to the device, in order, all layers; see ``load_layers`` for what it raises."""
+        end = COPIED
+        for end in self.load_layers(pages, device, device_pages):  # noqa: B007 - in order: the last ends last
+            pass
+        return end
+
+    def load_layers(self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]) -> Iterator[CopyEnd]:
+        """Copy committed pages to the device, in order, one layer whenever the next end is asked for.
 
         Raises:
             CacheIntegrityError: a page is not committed, is named twice, does not exist, has changed (when verifying),
-                or the numbers of pages differ.
+                or the numbers of pages differ; then no layer is copied.
         """
         _expect_one_for_one(device, device_pages, pages)
         if len(set(device_pages)) != len(device_pages):
             raise CacheIntegrityError("a device page is named twice")
         self._expect_readable(pages)
-        copy_to_device(self._memory, pages, device, device_pages)
+        return (
+            device.copy_to_device(layer, self._memory.plane(layer), pages, device_pages)
+            for layer in range(device.shape.num_layers)
+        )
 
     def check_integrity(self, committed: Sequence[int]) -> None:
         """Check that free, reserved and committed pages add up, ``committed`` being those that the tree holds.
@@ -245,10 +315,10 @@ class HostPool:
                 raise CacheIntegrityError(f"page {page} has changed since it was committed")
 
     def _checksum(self, page: int) -> int:
-        return crc32(self._memory.view(page)) if self._verify else 0
+        return crc32(self._memory.read(page)) if self._verify else 0
 
 
-def _expect_one_for_one(device: SimulatedDeviceMemory, device_pages: Sequence[int], host_pages: Sequence[int]) -> None:
+def _expect_one_for_one(device: DeviceMemory, device_pages: Sequence[int], host_pages: Sequence[int]) -> None:
     if len(device_pages) != len(host_pages):
         raise CacheIntegrityError(f"{len(device_pages)} device pages for {len(host_pages)} host pages")
     for page in device_pages:

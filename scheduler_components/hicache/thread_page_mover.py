@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import FailureLog, StorageError
-from scheduler_components.hicache.memory import HostPool, SimulatedDeviceMemory
+from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats
 from scheduler_components.hicache.thread_storage import DeadlinePageStore, open_deadline_page_store
 from scheduler_components.page_operations import (
@@ -42,7 +42,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import PageStore
+from scheduler_components.ports import DeviceMemory, PageStore
 
 __all__ = ["ThreadPageMover"]
 
@@ -133,7 +133,7 @@ def _nothing() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class ThreadPageMover:
-    """A ``PageMover`` over a host pool, a simulated device and any page store.
+    """A ``PageMover`` over a host pool, a device's memory and any page store.
 
     All methods are for one thread, the scheduler's. The workers start with the first instructions; ``close`` ends them.
 
@@ -145,7 +145,7 @@ class ThreadPageMover:
     """
 
     host: HostPool
-    device: SimulatedDeviceMemory
+    device: DeviceMemory
     keys: KeySpace
     max_load_pages: int = 4096
     _io: _Io = field(default_factory=_Io, init=False)

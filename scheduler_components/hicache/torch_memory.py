@@ -1,0 +1,173 @@
+"""A device's KV pool in torch tensors: what a model computes into, and what HiCache copies from and to.
+
+On a CPU a copy is done when its call returns. On CUDA it goes to a stream of its own, from and to pinned memory of the
+host; an event says when it has ended, and the forward's stream waits for that event where it needs the pages. What is
+said here of CUDA was not run: there was none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.hicache.memory import merged_runs
+from scheduler_components.page_shape import PageShape
+from scheduler_components.ports import COPIED, CopyEnd, HostPlane
+from scheduler_components.validators import check_integer
+
+__all__ = ["TorchDeviceMemory"]
+
+_KEYS_AND_VALUES = 2
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _StreamedCopy:
+    """A ``CopyEnd`` on a stream."""
+
+    event: torch.cuda.Event
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def hold_forward(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+@dataclass(slots=True, kw_only=True)
+class TorchDeviceMemory:
+    """A ``DeviceMemory``. Make it with ``allocate``.
+
+    Attributes:
+        keys, values: one tensor per layer, each ``[num_pages, page_size, kv_heads, head_dim]``, contiguous.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    _stream: torch.cuda.Stream | None = field(default=None, init=False)  # None where copies are done at once
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ) -> TorchDeviceMemory:
+        """Make a pool of zeros: what was never computed must not be a NaN, which a mask of zero does not hide.
+
+        Raises:
+            ConfigError: a size is below 1, or the device has no room for so many pages.
+        """
+        sizes = {"num_pages": num_pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, size in {"num_layers": num_layers, **sizes}.items():
+            check_integer(name, size)
+        try:
+            pools = [torch.zeros(*sizes.values(), dtype=dtype, device=device) for _ in range(2 * num_layers)]
+        except RuntimeError as error:  # torch's error for memory that cannot be had, on every device
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError("num_pages", num_pages, f"cannot be held ({first_line})", "give fewer tokens") from error
+        return cls(keys=tuple(pools[:num_layers]), values=tuple(pools[num_layers:]))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.keys[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.keys[0].dtype
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.keys[0].shape[1]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the device."""
+        return self.keys[0].shape[0]
+
+    @property
+    def shape(self) -> PageShape:
+        """Of every page: keys and values are two parts of a layer."""
+        part_bytes = self.keys[0][0].numel() * self.keys[0].element_size()
+        return PageShape(
+            num_layers=len(self.keys), layer_page_bytes=_KEYS_AND_VALUES * part_bytes, num_parts=_KEYS_AND_VALUES
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_pages * self.shape.page_bytes
+
+    def host_buffer(self, num_pages: int) -> npt.NDArray[np.uint8]:
+        """Return memory of the host for so many pages, pinned where this device copies faster from it.
+
+        Raises:
+            ConfigError: the host has no such memory.
+        """
+        try:
+            pinned = torch.zeros(
+                num_pages * self.shape.page_bytes, dtype=torch.uint8, pin_memory=self._stream is not None
+            )
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError(
+                "host_tokens", num_pages * self.page_size, f"cannot be held ({first_line})", "give fewer"
+            ) from error
+        return pinned.numpy()
+
+    def fence(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def copy_to_host(self, layer: int, pages: Sequence[int], plane: HostPlane, host_pages: Sequence[int]) -> CopyEnd:
+        host = torch.from_numpy(plane)
+        with torch.cuda.stream(self._stream):
+            for part, own in enumerate(self._parts(layer)):
+                for run, host_run in merged_runs(pages, host_pages):
+                    _copy(host[part, host_run], own[run])
+            return self._end()
+
+    def copy_to_device(self, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
+        host = torch.from_numpy(plane)
+        with torch.cuda.stream(self._stream):
+            for part, own in enumerate(self._parts(layer)):
+                for run, host_run in merged_runs(pages, host_pages):
+                    _copy(own[run], host[part, host_run])
+            return self._end()
+
+    def _parts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer as bytes, ``[num_pages, part_bytes]``: the pool's own memory."""
+        keys, values = self.keys[layer], self.values[layer]
+        return keys.view(self.num_pages, -1).view(torch.uint8), values.view(self.num_pages, -1).view(torch.uint8)
+
+    def _end(self) -> CopyEnd:
+        if self._stream is None:
+            return COPIED
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return _StreamedCopy(event=event)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy pages; as one piece where they lie together on both sides, page by page where a stream would wait."""
+    if not (target.is_cuda or source.is_cuda) or (target.is_contiguous() and source.is_contiguous()):
+        target.copy_(source, non_blocking=True)
+        return
+    for page in range(len(target)):
+        target[page].copy_(source[page], non_blocking=True)
