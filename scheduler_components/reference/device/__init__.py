@@ -1,5 +1,5 @@
-"""What the reference engine runs on and serves: a simulated device, generated and recorded requests; and many simulated
-ranks of a hierarchical cache.
+"""What the reference engine runs on and serves: a simulated device or a real model, generated and recorded requests;
+and many simulated ranks of a hierarchical cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
         agreement_of,
         run_simulation,
     )
+    from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpace
     from scheduler_components.reference.device.sampling import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
+    from scheduler_components.reference.device.torch_device import TorchDevice
+    from scheduler_components.reference.device.torch_model import inspect_model, load_model
     from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
     from scheduler_components.reference.device.workload import (
         BLOCK_TOKENS,
@@ -59,6 +62,9 @@ __all__ = [
     "DeviceOutput",
     "DeviceRequest",
     "FaultRates",
+    "KvShape",
+    "ModelDtype",
+    "ModelSpec",
     "SamplingParams",
     "ScheduledBatch",
     "ScheduledWork",
@@ -72,6 +78,8 @@ __all__ = [
     "SimulationConfig",
     "SimulationRun",
     "TokenLogprobs",
+    "TokenSpace",
+    "TorchDevice",
     "TraceFacts",
     "TraceRequest",
     "Turn",
@@ -81,6 +89,8 @@ __all__ = [
     "agreement_of",
     "check_trace",
     "generate_chats",
+    "inspect_model",
+    "load_model",
     "open_trace",
     "parse_trace",
     "prompt_tokens",
@@ -102,6 +112,9 @@ __getattr__ = lazy_names(
             "BLOCK_TOKENS QUANTUM_S Chat TraceFacts TraceRequest Turn WorkloadConfig check_trace generate_chats "
             "open_trace parse_trace prompt_tokens spread_arrivals"
         ),
+        "scheduler_components.reference.device.model_spec": "KvShape ModelDtype ModelSpec TokenSpace",
+        "scheduler_components.reference.device.torch_device": "TorchDevice",
+        "scheduler_components.reference.device.torch_model": "inspect_model load_model",
         "scheduler_components.reference.device.sampling": "MAX_TOP_LOGPROBS SamplingParams TokenLogprobs",
         "scheduler_components.reference.device.weights": "SimulatedMemory SimulatedWeights",
     },

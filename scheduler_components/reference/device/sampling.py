@@ -18,6 +18,7 @@ MAX_TOP_LOGPROBS = 20
 """Alternatives per token, as OpenAI's API bounds them."""
 
 _MAX_SEED = 2**63 - 1
+_GREEDY_BELOW = 1e-5  # as in vLLM: nothing but the best token is left, and the logits would grow out of their type
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False):
@@ -27,7 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
     was retracted. So equal requests with equal seeds get equal tokens, on every rank.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy, and then all but ``logprobs`` is without effect.
+        temperature: divides the logits; 0, and what is next to it, is greedy: then all but ``logprobs`` has no effect.
         top_p: the most probable tokens that together have this share are kept; 1 keeps all.
         top_k: so many most probable tokens are kept; 0 keeps all.
         min_p: tokens of at least this share of the most probable one's probability are kept; 0 keeps all.
@@ -64,7 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_greedy(self) -> bool:
         """No draw decides."""
-        return self.temperature == 0.0
+        return self.temperature < _GREEDY_BELOW
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):

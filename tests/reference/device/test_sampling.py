@@ -39,8 +39,9 @@ def test_the_bounds_themselves_work_and_travel() -> None:
     for params in (
         SamplingParams(),
         SamplingParams(temperature=2, top_p=1, top_k=1, min_p=1, seed=2**63 - 1, logprobs=MAX_TOP_LOGPROBS),
-        SamplingParams(temperature=1e-6, top_p=1e-6, seed=0, logprobs=0),
+        SamplingParams(temperature=1e-4, top_p=1e-6, seed=0, logprobs=0),
     ):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     assert SamplingParams().is_greedy
-    assert not SamplingParams(temperature=1e-6).is_greedy
+    assert SamplingParams(temperature=1e-6).is_greedy
+    assert not SamplingParams(temperature=1e-4).is_greedy

@@ -1,0 +1,75 @@
+"""What is known of a model before any process loads it: made by ``torch_model.inspect_model``, sent to every rank."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import attrs
+
+__all__ = ["KvShape", "ModelDtype", "ModelSpec", "TokenSpace"]
+
+ModelDtype: TypeAlias = Literal["float32", "bfloat16"]
+_ITEM_BYTES: dict[ModelDtype, int] = {"float32": 4, "bfloat16": 2}
+
+
+@attrs.frozen(kw_only=True)
+class KvShape:
+    """Keys and values of one position.
+
+    Attributes:
+        num_layers: of the model.
+        kv_heads: heads of keys and values in each layer, of the whole model.
+        head_dim: numbers per head.
+    """
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def num_numbers(self) -> int:
+        """Keys and values, of all layers."""
+        return 2 * self.num_layers * self.kv_heads * self.head_dim
+
+
+@attrs.frozen(kw_only=True)
+class TokenSpace:
+    """Which tokens, and how many, the model takes.
+
+    Attributes:
+        vocab_size: ids are below it.
+        context_tokens: positions that it was made for.
+        eos_token_ids: with any of them an answer ends.
+    """
+
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class ModelSpec:
+    """A model that transformers loads and that can be paged.
+
+    Attributes:
+        path: a folder with ``config.json`` and ``*.safetensors``, or a ``.gguf`` file; absolute.
+        dtype: of weights, keys and values.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        kv: keys and values of one position.
+        tokens: what goes in and comes out.
+        weight_bytes: of the loaded model, in ``dtype``.
+        identity: a digest of configuration and weights: pages of one identity, layout and dtype mean the same.
+    """
+
+    path: str
+    dtype: ModelDtype = "float32"
+    device: str = "cpu"
+    kv: KvShape
+    tokens: TokenSpace
+    weight_bytes: int
+    identity: str
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one position, in all layers."""
+        return self.kv.num_numbers * _ITEM_BYTES[self.dtype]

@@ -1,0 +1,277 @@
+"""Models of transformers: what is checked before a process loads one, and the loading.
+
+``inspect_model`` reads configuration and headers alone and builds the model without weights. It finds out what no list
+of model types would: whether each layer's attention goes through transformers' interface, and with which shapes. So
+what cannot be served costs one sentence and no process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from scheduler_components import ConfigError
+from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpace
+from scheduler_components.reference.device.torch_attention import PAGED_ATTENTION, register_paged_attention
+
+__all__ = ["inspect_model", "load_model"]
+
+_DTYPES: Mapping[ModelDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WHAT_LOADS = "name a folder with config.json and *.safetensors, or a .gguf file"
+_INDEX = "model.safetensors.index.json"
+_PROBED_ROWS = 3
+_SAMPLES, _SAMPLE_BYTES = 16, 65_536  # of each file, for the identity: whoever trains a model changes all of it
+_DIGEST_BYTES = 16
+
+
+def inspect_model(path: str | Path, *, dtype: ModelDtype = "float32", device: str = "cpu") -> ModelSpec:
+    """Find out whether a model can be served, without loading its weights.
+
+    Args:
+        path: a folder with ``config.json`` and ``*.safetensors``, or a ``.gguf`` file.
+        dtype: of weights, keys and values.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        ConfigError: it cannot; in one sentence, why.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError("dtype", dtype, "is not a type to compute in", f"give one of {', '.join(_DTYPES)}")
+    _check_device(device)
+    place = Path(path).absolute()
+    files = _weight_files(place)
+    with _quiet():
+        config = _config(place)
+        model = _without_weights(place, config, _DTYPES[dtype])
+        kv = _probe(place, model, config)
+        eos_token_ids = _eos_token_ids(place, config)
+    text = config.get_text_config()
+    context_tokens = getattr(text, "max_position_embeddings", None)
+    if not isinstance(context_tokens, int):
+        raise _refusal(place, "does not say how many positions it takes", "give its config max_position_embeddings")
+    return ModelSpec(
+        path=str(place),
+        dtype=dtype,
+        device=device,
+        kv=kv,
+        tokens=TokenSpace(vocab_size=text.vocab_size, context_tokens=context_tokens, eos_token_ids=eos_token_ids),
+        weight_bytes=sum(each.numel() * each.element_size() for each in model.parameters()),
+        identity=_identity(config, files),
+    )
+
+
+def load_model(spec: ModelSpec) -> PreTrainedModel:
+    """Load a model that was inspected, to run over pages, in evaluation mode on its device.
+
+    Raises:
+        ConfigError: weights are missing, of other shapes, or cannot be read.
+    """
+    place = Path(spec.path)
+    register_paged_attention()
+    with _quiet():
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                **_source(place),
+                dtype=_DTYPES[spec.dtype],
+                attn_implementation=PAGED_ATTENTION,
+                use_safetensors=place.is_dir(),
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise _refusal(place, f"cannot be loaded ({_first_line(error)})", _WHAT_LOADS) from error
+    model, report = loaded  # its type says the model alone
+    lacking = sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"])))
+    if lacking:
+        problem = f"lacks {len(lacking)} of its weights, or has them in other shapes ({lacking[0]} first)"
+        raise _refusal(place, problem, "give the whole model")
+    try:
+        served: PreTrainedModel = model.to(spec.device).eval().requires_grad_(False)
+    except RuntimeError as error:
+        raise ConfigError(
+            "device", spec.device, f"has no room ({_first_line(error)})", "give a smaller model"
+        ) from error
+    return served
+
+
+def _refusal(place: Path, problem: str, hint: str) -> ConfigError:
+    return ConfigError("model", str(place), problem, hint)
+
+
+def _first_line(error: Exception) -> str:
+    """What a library says, as a part of one sentence."""
+    return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".:;")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and from warning of what is checked here."""
+    verbosity, had_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bar:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = "unknown"
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError("device", device, "is not a device to compute on", "give cpu, cuda or cuda:N")
+    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        problem = f"is not there (torch sees {torch.cuda.device_count()} CUDA devices)"
+        raise ConfigError("device", device, problem, "give cpu, or another")
+
+
+def _weight_files(place: Path) -> list[Path]:
+    """Return the files with weights, in order; look at what can be seen without reading them."""
+    if not place.exists():
+        raise _refusal(place, "is not there", _WHAT_LOADS)
+    if place.is_file():
+        if place.suffix != ".gguf":
+            raise _refusal(place, "is neither a folder nor a .gguf file", _WHAT_LOADS)
+        return [place]
+    if not (place / "config.json").is_file():
+        raise _refusal(place, "has no config.json", _WHAT_LOADS)
+    names = _indexed(place) if (place / _INDEX).is_file() else sorted(each.name for each in place.glob("*.safetensors"))
+    if not names:
+        raise _refusal(place, "has no *.safetensors (other files are not read)", "save it by save_pretrained")
+    for name in names:
+        _check_safetensors(place, name)
+    return [place / name for name in names]
+
+
+def _indexed(place: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads((place / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _refusal(place, f"has an index that cannot be read ({_first_line(error)})", "copy it again") from error
+
+
+def _check_safetensors(place: Path, name: str) -> None:
+    """The header is whole, and the file as long as it says."""
+    if not (place / name).is_file():
+        raise _refusal(place, f"lacks {name}, which its index names", "copy it again")
+    try:
+        with safe_open(place / name, framework="pt"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise _refusal(place, f"has a broken {name} ({_first_line(error)})", "copy it again") from error
+
+
+def _source(place: Path) -> dict[str, str]:
+    """The arguments by which transformers finds the model."""
+    if place.is_dir():
+        return {"pretrained_model_name_or_path": str(place)}
+    return {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
+
+
+def _config(place: Path) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(**_source(place), local_files_only=True)
+    except Exception as error:
+        raise _refusal(place, f"is no model that transformers knows ({_first_line(error)})", _WHAT_LOADS) from error
+    return config
+
+
+def _without_weights(place: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    register_paged_attention()
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, attn_implementation=PAGED_ATTENTION
+            )
+    except Exception as error:
+        problem = f"is no decoder whose attention can be replaced ({_first_line(error)})"
+        raise _refusal(place, problem, "serve a causal language model") from error
+    decoder: PreTrainedModel = model.eval()
+    return decoder
+
+
+@dataclass(slots=True)
+class _ShapeProbe:
+    """``AttentionLayers`` that notes who asks, with which shape of a key."""
+
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,  # noqa: ARG002 - the port's
+    ) -> torch.Tensor:
+        if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
+            raise ConfigError("model", "keys and values", "differ in width", "serve a model whose heads are alike")
+        self.shapes[layer] = (key.shape[1], key.shape[2])
+        return torch.empty_like(query)
+
+
+def _probe(place: Path, model: PreTrainedModel, config: PretrainedConfig) -> KvShape:
+    """Run the model without weights, and see what reaches attention."""
+    probe = _ShapeProbe()
+    rows = torch.zeros((1, _PROBED_ROWS), dtype=torch.int64, device="meta")
+    hint = "serve a model with full causal attention in each layer"
+    try:
+        model(input_ids=rows, position_ids=rows, use_cache=False, paged=probe)
+    except ConfigError as error:
+        raise _refusal(place, f"cannot be paged: {error.value} {error.problem}", hint) from error
+    except Exception as error:
+        raise _refusal(place, f"cannot be paged ({_first_line(error)})", hint) from error
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise _refusal(place, f"cannot be paged: it has layers of {', '.join(sorted(kinds))}", hint)
+    if sorted(probe.shapes) != list(range(text.num_hidden_layers)):
+        problem = f"cannot be paged: {len(probe.shapes)} of its {text.num_hidden_layers} layers ask for attention"
+        raise _refusal(place, problem, hint)
+    if len(set(probe.shapes.values())) != 1:
+        raise _refusal(place, "cannot be paged: its layers have keys of different shapes", hint)
+    kv_heads, head_dim = probe.shapes[0]
+    return KvShape(num_layers=text.num_hidden_layers, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _eos_token_ids(place: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """As ``generate`` finds them: what the folder says of generation, or else the model's configuration."""
+    found: Any = config.get_text_config().eos_token_id
+    if (place / "generation_config.json").is_file():
+        try:
+            found = GenerationConfig.from_pretrained(place, local_files_only=True).eos_token_id
+        except (OSError, ValueError) as error:
+            problem = f"has a generation_config.json that cannot be read ({_first_line(error)})"
+            raise _refusal(place, problem, "repair it, or take it away") from error
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def _identity(config: PretrainedConfig, files: list[Path]) -> str:
+    """A digest of the configuration, and of each file's size and parts from all over it."""
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    facts = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    for path in files:
+        size_bytes = path.stat().st_size
+        digest.update(f"{path.name}/{size_bytes}".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(max(0, size_bytes - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

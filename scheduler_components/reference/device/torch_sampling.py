@@ -1,0 +1,96 @@
+"""The next token of each row of logits: greedy, or drawn after transformers' own cuts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import msgspec
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
+
+__all__ = ["Draw", "choose_tokens", "token_logprobs", "uniform"]
+
+
+class Draw(msgspec.Struct, frozen=True, gc=False):
+    """One row's choice: how, and what its draw depends on.
+
+    Attributes:
+        sampling: how.
+        rid: the seed where ``sampling`` has none.
+        position: of the token that is chosen.
+    """
+
+    sampling: SamplingParams
+    rid: str
+    position: int
+
+
+def uniform(draw: Draw) -> float:
+    """A number from 0 up to 1, the same for the same seed and position on every machine."""
+    seed = draw.rid if draw.sampling.seed is None else draw.sampling.seed
+    digest = blake2b(f"{seed}/{draw.position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
+    """Choose one token per row.
+
+    Args:
+        logits: ``[rows, vocabulary]``, of any float type.
+        draws: one per row.
+
+    Returns:
+        The tokens, and the rows whose logits are not numbers; their tokens mean nothing.
+    """
+    best, tokens = logits.max(dim=-1)  # NaN wins a maximum
+    broken = (~best.isfinite()).nonzero().flatten().tolist()
+    by_cut: dict[SamplingParams, list[int]] = defaultdict(list)
+    for row, draw in enumerate(draws):
+        if not draw.sampling.is_greedy and row not in broken:
+            by_cut[msgspec.structs.replace(draw.sampling, seed=None, logprobs=None)].append(row)
+    for cut, rows in by_cut.items():
+        tokens[rows] = _draw(logits[rows].float(), cut, [uniform(draws[row]) for row in rows])
+    return tokens.tolist(), broken
+
+
+def _draw(logits: torch.Tensor, cut: SamplingParams, uniforms: Sequence[float]) -> torch.Tensor:
+    """Draw one token per row: where the running sum of probabilities passes the row's number."""
+    candidates = None
+    if 0 < cut.top_k < logits.shape[-1]:  # the other cuts then sort few tokens instead of all
+        logits, candidates = logits.topk(cut.top_k)
+    kept = _warpers(cut)(None, logits)  # type: ignore[arg-type]  # these look at no tokens
+    sums = kept.softmax(dim=-1).double().cumsum(dim=-1)
+    points = torch.tensor(uniforms, dtype=sums.dtype, device=sums.device)[:, None] * sums[:, -1:]
+    places = torch.searchsorted(sums, points, right=True).clamp_(max=sums.shape[-1] - 1)
+    return (places if candidates is None else candidates.gather(1, places))[:, 0]
+
+
+def _warpers(cut: SamplingParams) -> LogitsProcessorList:
+    """In the order in which transformers' ``generate`` applies them."""
+    warpers = LogitsProcessorList()
+    if cut.temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(cut.temperature)))
+    if cut.top_k:
+        warpers.append(TopKLogitsWarper(cut.top_k))
+    if cut.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(float(cut.top_p)))
+    if cut.min_p:
+        warpers.append(MinPLogitsWarper(float(cut.min_p)))
+    return warpers
+
+
+def token_logprobs(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
+    """What the model thought of ``token`` and of the ``num_top`` most probable ones; ``logits`` is one row."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    top = logprobs.topk(min(num_top, logprobs.shape[-1]))
+    return TokenLogprobs(float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
