@@ -34,7 +34,7 @@ FLOORS = (
     ("observability.jetstream",),
     ("observability",),
     ("observability.testing", "observability.grafana", "observability.relay"),
-    ("reference", "reference.device"),
+    ("reference", "reference.device", "reference.text"),
     ("reference.engine",),
     ("reference.cli",),
     ("__main__",),

@@ -211,7 +211,7 @@ class SimulatedModel:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedDevice:
-    """Takes the time of ``CostModel`` and answers with the tokens of ``SimulatedModel``.
+    """Takes the time of ``CostModel`` and answers with the tokens of ``SimulatedModel``, of which it is certain.
 
     Attributes:
         model: the tokens.
@@ -242,5 +242,11 @@ class SimulatedDevice:
         left_s = self._deadline_s - self.clock()
         if left_s > 0:
             self.sleep(left_s)
-        next_token = self.model.next_token
-        return DeviceOutput(tuple(next_token(work.request.rid, work.end) for work in self._batch.works))
+        next_token, works = self.model.next_token, self._batch.works
+        token_ids = tuple(next_token(work.request.rid, work.end) for work in works)
+        logprobs = {
+            place: TokenLogprobs(0.0, ((token_ids[place], 0.0),) if work.request.sampling.logprobs else ())
+            for place, work in enumerate(works)
+            if work.request.sampling.logprobs is not None
+        }
+        return DeviceOutput(token_ids, logprobs=logprobs)

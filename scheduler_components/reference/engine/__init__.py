@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         DEFAULT_HOST,
         MOONCAKE_MASTER,
         MOONCAKE_METADATA,
-        DpAttentionConfig,
         EngineConfig,
         EnginePaths,
         HiCacheConfig,
@@ -54,17 +53,18 @@ if TYPE_CHECKING:
         RequestRefusedError,
         TooBusyError,
     )
+    from scheduler_components.reference.engine.generation import DEFAULT_NEW_TOKENS, TextFront, TextNews, Wanted
     from scheduler_components.reference.engine.host_tiers import HostTiers, SimulatedKv
     from scheduler_components.reference.engine.http import (
-        MAX_BODY_BYTES,
-        BadBodyError,
         EngineStatus,
-        GenerateEndpoint,
         bind_http,
         make_app,
         open_http_server,
-        parse_body,
+        text_routes,
     )
+    from scheduler_components.reference.engine.http_exchange import MAX_BODY_BYTES, BadBodyError, BodyReader
+    from scheduler_components.reference.engine.http_generate import GenerateBody, GenerateEndpoint, read_generate_body
+    from scheduler_components.reference.engine.http_openai import RANK_HEADER, ChatEndpoint, CompletionEndpoint
     from scheduler_components.reference.engine.messages import (
         ALIVE_EVERY_S,
         FRONT,
@@ -117,7 +117,7 @@ if TYPE_CHECKING:
     )
     from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState, SamplingLimits
     from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks, StepResult
-    from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_sync_domain, open_zmq_sync_hub
+    from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
 
 __all__ = [
     "Arrival",
@@ -139,7 +139,6 @@ __all__ = [
     "Command",
     "CommandReader",
     "DeviceTier",
-    "DpAttentionConfig",
     "DrainInput",
     "DumpCache",
     "Engine",
@@ -152,6 +151,10 @@ __all__ = [
     "FrontLoadSink",
     "FrontStallSink",
     "Heartbeat",
+    "BodyReader",
+    "ChatEndpoint",
+    "CompletionEndpoint",
+    "GenerateBody",
     "GenerateEndpoint",
     "GenerateRequest",
     "GiveOrder",
@@ -202,14 +205,19 @@ __all__ = [
     "StopSignal",
     "StorageKind",
     "SubmitRequest",
+    "TextFront",
+    "TextNews",
     "TooBusyError",
     "UnblockInput",
+    "Wanted",
     "ALIVE_EVERY_S",
     "DEFAULT_HOST",
+    "DEFAULT_NEW_TOKENS",
     "FRONT",
     "MAX_BODY_BYTES",
     "MOONCAKE_MASTER",
     "MOONCAKE_METADATA",
+    "RANK_HEADER",
     "bind_http",
     "check_ports_free",
     "check_request_fits",
@@ -224,16 +232,15 @@ __all__ = [
     "open_engine",
     "open_http_server",
     "open_zmq_sync_domain",
-    "open_zmq_sync_hub",
-    "ZmqSyncHub",
     "pack_hashes",
     "pack_tokens",
     "pages_for",
     "pages_to_come",
-    "parse_body",
     "prefill_chunk",
     "quiesce_of",
+    "read_generate_body",
     "retraction_victim",
+    "text_routes",
     "unpack_hash_array",
     "unpack_hashes",
     "unpack_tokens",
@@ -248,8 +255,8 @@ __getattr__ = lazy_names(
         ),
         "scheduler_components.reference.engine.cache_tiers": "CacheTiers DeviceTier",
         "scheduler_components.reference.engine.config": (
-            "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA DpAttentionConfig EngineConfig EnginePaths HiCacheConfig "
-            "IntegrityConfig RankConfig SchedulerConfig StorageKind check_ports_free default_kv_events"
+            "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA EngineConfig EnginePaths HiCacheConfig IntegrityConfig "
+            "RankConfig SchedulerConfig StorageKind check_ports_free default_kv_events"
         ),
         "scheduler_components.reference.engine.control": "BatcherState Control ProfiledDevice",
         "scheduler_components.reference.engine.dp_attn_sim": (
@@ -261,9 +268,11 @@ __getattr__ = lazy_names(
             "RequestRefusedError TooBusyError"
         ),
         "scheduler_components.reference.engine.host_tiers": "HostTiers SimulatedKv",
-        "scheduler_components.reference.engine.http": (
-            "MAX_BODY_BYTES BadBodyError EngineStatus GenerateEndpoint bind_http make_app open_http_server parse_body"
-        ),
+        "scheduler_components.reference.engine.generation": "DEFAULT_NEW_TOKENS TextFront TextNews Wanted",
+        "scheduler_components.reference.engine.http": "EngineStatus bind_http make_app open_http_server text_routes",
+        "scheduler_components.reference.engine.http_exchange": "MAX_BODY_BYTES BadBodyError BodyReader",
+        "scheduler_components.reference.engine.http_generate": "GenerateBody GenerateEndpoint read_generate_body",
+        "scheduler_components.reference.engine.http_openai": "RANK_HEADER ChatEndpoint CompletionEndpoint",
         "scheduler_components.reference.engine.messages": (
             "ALIVE_EVERY_S FRONT AbortRequest BlockInput CacheDump Command CommandReader DrainInput DumpCache "
             "GiveOrder LoadReport OrderAnswered OutputSocket PoolPlace PoolRead RankAlive RankReady RankStalled "
@@ -279,6 +288,6 @@ __getattr__ = lazy_names(
         ),
         "scheduler_components.reference.engine.request": "Request RequestQueues RequestState SamplingLimits",
         "scheduler_components.reference.engine.scheduler": "Clocks Scheduler SchedulerSinks StepResult",
-        "scheduler_components.reference.engine.zmq_sync": "ZmqSyncHub open_zmq_sync_domain open_zmq_sync_hub",
+        "scheduler_components.reference.engine.zmq_sync": "open_zmq_sync_domain",
     },
 )

@@ -142,6 +142,17 @@ class LoadDispatcher:
             self._remember(conversation, chosen)
         return Placement(chosen, self.replicas[chosen].dispatched(num_tokens))
 
+    def pin(self, num_tokens: int, replica: int) -> Placement:
+        """Count a request at the replica that its client has chosen.
+
+        Raises:
+            ConfigError: there is no such replica.
+        """
+        if not 0 <= replica < len(self.replicas):
+            hint = f"give 0 to {len(self.replicas) - 1}, or none"
+            raise ConfigError("data_parallel_rank", replica, "is not a rank of this engine", hint)
+        return Placement(replica, self.replicas[replica].dispatched(num_tokens))
+
     def _order(self, index: int) -> tuple[int, int]:
         """Load first; among equals, such as idle replicas, the one that was given the fewest requests."""
         replica = self.replicas[index]
@@ -180,6 +191,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         sampling: how tokens are chosen; without a seed the front draws one.
         stream_interval: tokens between two pieces of news; 0 for all at the end.
         conversation: requests with the same value share a prefix; the dispatcher may keep them together.
+        replica: where it must be served; None leaves that to the dispatcher.
     """
 
     rid: str | None = None
@@ -188,6 +200,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     stream_interval: int = 1
     conversation: str | None = None
+    replica: int | None = None
 
     @property
     def num_input_tokens(self) -> int:
@@ -276,7 +289,7 @@ class Front:
 
         Raises:
             EngineFailedError, RankSilentError, TooBusyError: nothing was dispatched.
-            ConfigError: the rid is in use.
+            ConfigError: the rid is in use, or the request is pinned to a replica that does not exist.
         """
         if self.board.failure is not None:
             raise self.board.failure
@@ -285,15 +298,23 @@ class Front:
         rid = request.rid if request.rid is not None else self._new_rid()
         if rid in self._open:
             raise ConfigError("rid", rid, "is the id of an open request", "give another, or none")
-        silent = self.pulse.silent()
-        if len(silent) == len(self.leaders):
-            raise silent[min(silent)]
-        replica, ticket = self.dispatcher.dispatch(request.num_input_tokens, request.conversation, avoid=silent)
+        replica, ticket = self._place(request)
         opened = self._open[rid] = OpenRequest(rid=rid, replica=replica, front=self)
         sampling = _with_seed(request.sampling)
         command = SubmitRequest(rid, request.input_ids, request.limits, request.stream_interval, ticket, sampling)
         self._send(replica, command)
         return opened
+
+    def _place(self, request: GenerateRequest) -> Placement:
+        silent = self.pulse.silent()
+        pinned = request.replica
+        if pinned in silent:
+            raise silent[pinned]
+        if pinned is not None:
+            return self.dispatcher.pin(request.num_input_tokens, pinned)
+        if len(silent) == len(self.leaders):
+            raise silent[min(silent)]
+        return self.dispatcher.dispatch(request.num_input_tokens, request.conversation, avoid=silent)
 
     def close_request(self, request: OpenRequest) -> None:
         """Abort a request unless its end has been heard. Until then its id stays in use, for late news."""

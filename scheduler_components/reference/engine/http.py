@@ -1,39 +1,32 @@
-"""The engine over HTTP: ``POST /generate``, what it says of itself, and the server.
-
-Token ids in, tokens out, whole or as server-sent events. Body and answer have the shape of SGLang's native API for
-token ids. What this engine does not do is refused by name and not ignored. A streamed event carries the tokens that are
-new since the one before.
-"""
+"""The engine over HTTP: all its routes, what it says of itself, and the server."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import h11
 import msgspec
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from observability import error_response, kv_pool_route, status_routes
 from scheduler_components import (
     ComponentError,
     ConfigError,
-    FinishReason,
     LoadSnapshot,
-    OutputDelta,
     QuiesceStats,
     StartError,
     __version__,
@@ -41,240 +34,27 @@ from scheduler_components import (
 )
 from scheduler_components.kv_events import BoundStream, Endpoint
 from scheduler_components.reference.engine.engine import ControlRefusedError, Engine
-from scheduler_components.reference.engine.front import (
-    Front,
-    GenerateRequest,
-    OpenRequest,
-    RequestFailedError,
-    RequestRefusedError,
-)
+from scheduler_components.reference.engine.generation import TextFront
+from scheduler_components.reference.engine.http_exchange import BadBodyError, failure_response, read_body
+from scheduler_components.reference.engine.http_generate import GenerateEndpoint
+from scheduler_components.reference.engine.http_openai import ChatEndpoint, CompletionEndpoint
 from scheduler_components.reference.engine.http_orders import order_routes
-from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.text import TextCodec, WordCodec
 
 __all__ = [
-    "MAX_BODY_BYTES",
-    "BadBodyError",
-    "BodyTooLongError",
-    "GenerateEndpoint",
-    "parse_body",
     "EngineStatus",
     "bind_http",
     "make_app",
     "open_http_server",
+    "text_routes",
 ]
 
-MAX_BODY_BYTES = 16 * 2**20
-"""Room for a prompt of a million tokens; of a longer body no more than this is read."""
-
-BODY_DEADLINE_S = 30.0
-"""The longest body at half a megabyte a second; who sends half a body and waits holds nothing for longer."""
-
 HEAD_DEADLINE_S = 30.0
-"""As long again for a request's first lines, which are short."""
+"""As long for a request's first lines as for its body, though they are short."""
 
 KEEP_ALIVE_S = 75
 """How long an idle connection is kept: longer than clients keep theirs (httpx 5 s, aiohttp 15 s, balancers 60 s). Where
 the server hangs up first, now and then a request is on its way already, and its client reads nothing."""
-
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-
-
-class _SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 128
-    stop_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=64)] = ()
-    ignore_eos: bool = False
-    stream_interval: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
-
-
-class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    input_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
-    sampling_params: _SamplingParams = _SamplingParams()
-    rid: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
-    conversation: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
-    stream: bool = False
-
-
-_decode_body = msgspec.json.Decoder(_Body).decode
-_encode = msgspec.json.Encoder().encode
-
-
-class BadBodyError(ComponentError):
-    """The client's request is malformed; ``field`` is the path of what is wrong with it."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        self.field = field
-        self.problem = problem
-        super().__init__(f"{field}: {problem}")
-
-
-class BodyTooLateError(ComponentError):
-    """The body was not whole in time."""
-
-
-class BodyTooLongError(ComponentError):
-    """The body is longer than ``MAX_BODY_BYTES``."""
-
-
-def parse_body(text: bytes) -> tuple[GenerateRequest, bool]:
-    """Read a request and whether to stream it.
-
-    Raises:
-        BadBodyError: naming the field that is wrong.
-    """
-    try:
-        body = _decode_body(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        problem, _, path = str(error).partition(" - at `$")
-        raise BadBodyError(path.strip(".`") or "body", problem) from None
-    params = body.sampling_params
-    limits = SamplingLimits(params.max_new_tokens, params.stop_token_ids, params.ignore_eos)
-    request = GenerateRequest(
-        rid=body.rid,
-        input_ids=pack_tokens(body.input_ids),
-        limits=limits,
-        stream_interval=params.stream_interval if body.stream else 0,
-        conversation=body.conversation,
-    )
-    return request, body.stream
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class GenerateEndpoint:
-    """The ASGI application behind the route; a client that goes away aborts its request.
-
-    Attributes:
-        front: takes the requests.
-        body_deadline_s: a body that is not whole by then gets 408, and its connection ends.
-    """
-
-    front: Front
-    body_deadline_s: float = BODY_DEADLINE_S
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one POST."""
-        try:
-            request, stream = parse_body(await _read_body(Request(scope, receive), self.body_deadline_s))
-            opened = self.front.open_request(request)
-        except ClientDisconnect:
-            return
-        except ComponentError as error:
-            await _error_response(error)(scope, receive, send)
-            return
-        async with opened as news:
-            answer = _stream_answer if stream else _whole_answer
-            with suppress(ClientDisconnect):  # leaving the block aborts the request
-                await _unless_disconnected(receive, answer(news, scope, receive, send))
-
-
-async def _read_body(request: Request, deadline_s: float) -> bytes:
-    body = bytearray()
-    try:
-        async with asyncio.timeout(deadline_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise BodyTooLongError(f"body: is longer than {MAX_BODY_BYTES} bytes; send a shorter prompt")
-    except TimeoutError:
-        raise BodyTooLateError(f"body: {len(body)} bytes came in {deadline_s:g} s, and not its end") from None
-    return bytes(body)
-
-
-async def _unless_disconnected(receive: Receive, work: Awaitable[None]) -> None:
-    """Do ``work``; give up when the client is gone."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _whole_answer(news: OpenRequest, scope: Scope, receive: Receive, send: Send) -> None:
-    output_ids: list[int] = []
-    try:
-        async for delta in news:
-            output_ids += delta.output.token_ids
-            last = delta
-    except ComponentError as error:
-        response = _error_response(error)
-    else:
-        response = Response(_encode(_answer(last, output_ids)), media_type="application/json")
-    await response(scope, receive, send)
-
-
-async def _stream_answer(news: OpenRequest, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send one event per output, then ``[DONE]``. What fails before the first token is answered with a status."""
-    try:
-        first = await anext(news)
-    except ComponentError as error:
-        response = _error_response(error)
-    else:
-        headers = {"cache-control": "no-cache"}
-        response = StreamingResponse(_events(first, news), media_type="text/event-stream", headers=headers)
-    await response(scope, receive, send)
-
-
-async def _events(first: OutputDelta, news: OpenRequest) -> AsyncIterator[bytes]:
-    """The lines of a stream that has begun with ``first``; what fails from here on is an event too."""
-    yield _event(_encode(_answer(first, first.output.token_ids)))
-    try:
-        async for delta in news:
-            yield _event(_encode(_answer(delta, delta.output.token_ids)))
-    except ComponentError as error:
-        yield _event(bytes(_error_response(error).body))
-    yield _event(b"[DONE]")
-
-
-def _event(data: bytes) -> bytes:
-    """One server-sent event; the JSON in it has no line breaks."""
-    return b"data: " + data + b"\n\n"
-
-
-def _answer(delta: OutputDelta, output_ids: list[int] | tuple[int, ...]) -> dict[str, Any]:
-    return {
-        "output_ids": output_ids,
-        "meta_info": {
-            "id": delta.rid,
-            "finish_reason": _finish_reason(delta),
-            "prompt_tokens": delta.output.num_prompt_tokens,
-            "completion_tokens": delta.num_output_tokens,
-            "cached_tokens": delta.output.num_cached_tokens,
-        },
-    }
-
-
-def _finish_reason(delta: OutputDelta) -> dict[str, Any] | None:
-    if delta.finish_reason is None:
-        return None
-    if delta.finish_reason == FinishReason.LENGTH:
-        return {"type": "length", "length": delta.num_output_tokens}
-    if delta.finish_reason == FinishReason.STOP:
-        return {"type": "stop", "matched": delta.output.token_ids[-1]}
-    return {"type": "abort"}
-
-
-def _error_response(error: ComponentError) -> Response:
-    if isinstance(error, BadBodyError | ConfigError):
-        return error_response(400, str(error), param=error.field)
-    if isinstance(error, RequestRefusedError):
-        return error_response(400, str(error))
-    if isinstance(error, RequestFailedError):
-        return error_response(500, str(error))
-    if isinstance(error, BodyTooLongError):
-        return error_response(413, str(error))
-    if isinstance(error, BodyTooLateError):
-        return error_response(408, str(error))  # and the server hangs up, as after any body that was not read whole
-    return error_response(503, str(error))  # TooBusyError, RankSilentError, EngineFailedError
 
 
 def _dialable(text: str | None) -> Endpoint | None:
@@ -341,7 +121,7 @@ class EngineStatus:
             "model_path": name,
             "served_model_name": name,
             "is_generation": True,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": False,
             "weight_version": self.engine.orders.weight_version,
         }
 
@@ -349,29 +129,43 @@ class EngineStatus:
         return [stats.load for _, stats in sorted(self.engine.stats.read().items())]
 
 
-def make_app(engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False) -> Starlette:
+def text_routes(text: TextFront, model: str) -> list[Route]:
+    """Return the routes that generate: SGLang's and OpenAI's; ``model`` is what answers call it."""
+    return [
+        Route("/generate", GenerateEndpoint(text=text), methods=["POST"]),
+        Route("/v1/completions", CompletionEndpoint(text=text, model=model), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(text=text, model=model), methods=["POST"]),
+    ]
+
+
+_WORDS = WordCodec()
+
+
+def make_app(
+    engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False, codec: TextCodec = _WORDS
+) -> Starlette:
     """Every route of the engine.
 
-    ``/generate``, ``/clear_hicache_storage_backend``, those of orders, ``/get_internal_state``,
-    ``/set_internal_state``, ``/start_profile``, ``/stop_profile``, the status routes, and ``/kv_pool`` where it is
-    asked for.
+    ``/generate``, ``/v1/completions``, ``/v1/chat/completions``, ``/clear_hicache_storage_backend``, those of orders,
+    ``/get_internal_state``, ``/set_internal_state``, ``/start_profile``, ``/stop_profile``, the status routes, and
+    ``/kv_pool`` where it is asked for. ``codec`` is of the model; by default of the simulated one.
     """
 
     async def clear_storage(_: Request) -> Response:
         try:
             num_pages = await engine.clear_storage()
         except ConfigError as error:
-            return _error_response(error)
+            return failure_response(error)
         except ComponentError as error:
             return error_response(500, str(error))
         if num_pages is None:
             return error_response(400, "the store is kept, for requests or pages are on their way: ask again")
         return PlainTextResponse(f"Storage cleared: {num_pages} pages.\n")
 
-    generate = Route("/generate", GenerateEndpoint(front=engine.front), methods=["POST"])
+    generate = text_routes(TextFront(front=engine.front, codec=codec), engine.config.model_name)
     clear = Route("/clear_hicache_storage_backend", clear_storage, methods=["POST"])  # SGLang's name
     status = status_routes(EngineStatus(engine=engine), registry=registry)
-    routes = [generate, clear, *order_routes(engine), *_control_routes(engine), *status]
+    routes = [*generate, clear, *order_routes(engine), *_control_routes(engine), *status]
     return Starlette(routes=[*routes, kv_pool_route(engine)] if kv_pool else routes)
 
 
@@ -389,7 +183,7 @@ def _control_routes(engine: Engine) -> list[Route]:
         return JSONResponse({"internal_states": [states[leader] for leader in leaders]})
 
     async def set_state(request: Request) -> Response:
-        body = await _read_body(request, BODY_DEADLINE_S)
+        body = await read_body(request)
         try:
             changes = msgspec.json.decode(body, type=_StateBody).server_args
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -398,7 +192,7 @@ def _control_routes(engine: Engine) -> list[Route]:
         return JSONResponse({"updated": True, "server_args": answers[0]})
 
     async def start_profile(request: Request) -> Response:
-        await engine.ask("start_profile", await _read_body(request, BODY_DEADLINE_S))
+        await engine.ask("start_profile", await read_body(request))
         return PlainTextResponse("Start profiling.\n")
 
     async def stop_profile(_: Request) -> Response:
@@ -412,7 +206,7 @@ def _control_routes(engine: Engine) -> list[Route]:
             except ControlRefusedError as error:
                 return error_response(400, str(error))
             except ComponentError as error:
-                return _error_response(error)
+                return failure_response(error)
 
         return answer
 

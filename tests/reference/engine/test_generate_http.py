@@ -17,18 +17,22 @@ from scheduler_components.reference.engine import (
     MAX_BODY_BYTES,
     AbortRequest,
     BadBodyError,
+    BodyReader,
     Command,
     EngineFailedError,
     Front,
+    GenerateBody,
     GenerateEndpoint,
     LoadDispatcher,
     ReplicaLoad,
     RequestRefused,
     SubmitRequest,
+    TextFront,
     decode_command,
-    parse_body,
+    read_generate_body,
     unpack_tokens,
 )
+from scheduler_components.reference.text import WordCodec
 
 
 class Leader:
@@ -70,11 +74,15 @@ def make_front() -> tuple[Front, Leader]:
     return front, leader
 
 
+def endpoint(front: Front) -> GenerateEndpoint:
+    return GenerateEndpoint(text=TextFront(front=front, codec=WordCodec()))
+
+
 def post(front: Front, body: bytes | dict[str, Any]) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=GenerateEndpoint(front=front))
+        transport = httpx.ASGITransport(app=endpoint(front))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
             return await client.post("/generate", content=content)
 
@@ -86,6 +94,7 @@ def test_a_whole_answer_has_all_tokens_and_the_counts() -> None:
     response = post(front, {"input_ids": [5, 6, 7], "rid": "mine"})
     assert response.status_code == 200
     assert response.json() == {
+        "text": " da de di",
         "output_ids": [5, 6, 7],
         "meta_info": {
             "id": "mine",
@@ -93,6 +102,7 @@ def test_a_whole_answer_has_all_tokens_and_the_counts() -> None:
             "prompt_tokens": 3,
             "completion_tokens": 3,
             "cached_tokens": 0,
+            "dp_rank": 0,
         },
     }
 
@@ -141,7 +151,11 @@ BAD_BODIES = [
     ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
     ({"input_ids": [1], "sampling_params": {"max_new_tokens": "many"}}, "max_new_tokens"),
     ({"input_ids": [1], "sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids"),
-    ({"input_ids": [1], "sampling_params": {"temperature": 1}}, "temperature"),
+    ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
+    ({"text": ""}, "prompt"),
+    ({"input_ids": [1], "data_parallel_rank": 1}, "data_parallel_rank"),
+    ({"input_ids": [1], "sampling_params": {"stop": ""}}, "stop"),
+    ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "stop"),
     ({"input_ids": [1], "text": "hello"}, "text"),
     ({"input_ids": [1], "rid": ""}, "rid"),
     ({"input_ids": [1], "rid": "x" * 129}, "rid"),
@@ -161,7 +175,7 @@ def test_a_bad_request_is_400_and_names_the_field(body: bytes | dict[str, Any], 
 @given(st.binary(max_size=60))
 def test_no_body_escapes_as_another_error(body: bytes) -> None:
     try:
-        parse_body(body)
+        read_generate_body(BodyReader(GenerateBody, "/generate"), body)
     except BadBodyError:
         return
 
@@ -206,7 +220,7 @@ def ask(front: Front, *messages: dict[str, Any]) -> list[Any]:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
-    asyncio.run(asyncio.wait_for(GenerateEndpoint(front=front)(scope, receive, send), timeout=10))
+    asyncio.run(asyncio.wait_for(endpoint(front)(scope, receive, send), timeout=10))
     return sent
 
 
@@ -273,5 +287,5 @@ def test_a_client_that_goes_away_between_two_tokens_aborts_its_request() -> None
 
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
     scope["asgi"] = {"spec_version": "2.4"}
-    asyncio.run(asyncio.wait_for(GenerateEndpoint(front=front)(scope, receive, send), timeout=10))
+    asyncio.run(asyncio.wait_for(endpoint(front)(scope, receive, send), timeout=10))
     assert leader.commands[-1] == AbortRequest("gone")

@@ -18,7 +18,15 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from scheduler_components import StartError
-from scheduler_components.reference.engine import Front, GenerateEndpoint, LoadDispatcher, bind_http, open_http_server
+from scheduler_components.reference.engine import (
+    Front,
+    GenerateEndpoint,
+    LoadDispatcher,
+    TextFront,
+    bind_http,
+    open_http_server,
+)
+from scheduler_components.reference.text import WordCodec
 
 
 async def hello(_: Request) -> PlainTextResponse:
@@ -73,7 +81,8 @@ def test_an_address_at_which_somebody_else_listens_by_then_is_a_start_error() ->
 
 def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
     front = Front(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
-    generate = Route("/generate", GenerateEndpoint(front=front, body_deadline_s=0.5), methods=["POST"])
+    text = TextFront(front=front, codec=WordCodec())
+    generate = Route("/generate", GenerateEndpoint(text=text, body_deadline_s=0.5), methods=["POST"])
     half = b"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-length: 100\r\n\r\n" + 50 * b"["
 
     async def send_half(url: str) -> bytes:

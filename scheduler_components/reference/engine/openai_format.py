@@ -1,0 +1,253 @@
+"""The words of OpenAI's API: what bodies of ``/v1/completions`` and ``/v1/chat/completions`` say, and answers. Pure.
+
+Beside OpenAI's fields stand those that vLLM and SGLang add and their clients send: ``top_k``, ``min_p``,
+``stop_token_ids``, ``ignore_eos``, ``data_parallel_rank`` and its newer name ``routed_dp_rank``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from scheduler_components import ConfigError
+from scheduler_components.reference.device import SamplingParams
+from scheduler_components.reference.engine.generation import TextNews, Wanted
+from scheduler_components.reference.text import ChatMessage, TextCodec
+
+__all__ = [
+    "MAX_CHOICES",
+    "ChatBody",
+    "ChatLogprobs",
+    "CompletionBody",
+    "CompletionLogprobs",
+    "TokenId",
+    "Usage",
+    "stop_strings",
+]
+
+MAX_CHOICES = 128
+"""Outputs of one body: prompts times ``n``, as OpenAI bounds ``n``."""
+
+_MAX_STOPS = 16
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+_Stop: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Stops: TypeAlias = _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=_MAX_STOPS)] | None
+
+
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What both routes take."""
+
+    model: str | None = None  # one model is served, whatever a client calls it
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31)] | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Stops = None
+    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    user: str | None = None
+    rid: Name | None = None
+    conversation: Name | None = None
+    data_parallel_rank: int | None = None
+    routed_dp_rank: int | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Outputs per prompt."""
+        return self.n or 1
+
+    @property
+    def usage_at(self) -> tuple[bool, bool]:
+        """Whether a stream tells usage at its end, and with every event."""
+        options = self.stream_options or _StreamOptions()
+        return options.include_usage, options.continuous_usage_stats
+
+    def wanted(self, *, max_new_tokens: int | None, logprobs: int | None) -> Wanted:
+        """What is wanted of each output. Raises ConfigError for a value that cannot work."""
+        return Wanted(
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=bool(self.ignore_eos),
+            sampling=SamplingParams(
+                temperature=_DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                top_k=max(0, self.top_k or 0),  # -1 is vLLM's and SGLang's word for all
+                min_p=self.min_p or 0.0,
+                seed=self.seed,
+                logprobs=logprobs,
+            ),
+            stops=stop_strings(self.stop),
+            keeps_stop=bool(self.include_stop_str_in_output),
+            stream_interval=1 if self.stream else 0,
+            conversation=self.conversation,
+            replica=self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
+        )
+
+
+def stop_strings(given: Stops) -> tuple[str, ...]:
+    """The strings that end an output, however a client writes them."""
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+class CompletionBody(_Asked, frozen=True, kw_only=True):
+    """Of ``/v1/completions``."""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1)]
+    max_tokens: Count | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def read(self) -> Wanted:
+        """Raises ConfigError for what cannot be served."""
+        if self.echo and self.logprobs is not None:
+            hint = "leave one of the two out"
+            raise ConfigError("echo", True, "with logprobs asks for those of the prompt, which are not computed", hint)
+        max_tokens = _DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.wanted(max_new_tokens=max_tokens, logprobs=self.logprobs)
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, as text or tokens, at least one. Raises ConfigError where tokens and texts are mixed."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        tokens = [each for each in given if isinstance(each, int)]
+        if len(tokens) == len(given):
+            return [tokens]
+        if tokens:
+            raise ConfigError("prompt", tokens[0], "is a token beside prompts", "give texts, or lists of tokens")
+        return [each for each in given if not isinstance(each, int)]
+
+
+class _Part(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class _Message(msgspec.Struct, frozen=True):
+    role: Name
+    content: str | list[_Part] | None = None
+
+    def text(self) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text":
+                raise ConfigError("messages.content.type", part.type, "is not read by this model", "send text")
+        return "".join(part.text or "" for part in self.content)
+
+
+class ChatBody(_Asked, frozen=True, kw_only=True):
+    """Of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1, max_length=4096)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def read(self) -> Wanted:
+        """Raises ConfigError for what cannot be served."""
+        if self.top_logprobs and not self.logprobs:
+            raise ConfigError("top_logprobs", self.top_logprobs, "is without effect", "ask for logprobs, too")
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.wanted(max_new_tokens=asked, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def conversation_so_far(self) -> list[ChatMessage]:
+        """The messages as text. Raises ConfigError for content that is no text."""
+        return [ChatMessage(message.role, message.text()) for message in self.messages]
+
+
+class Usage:
+    """Tokens of all outputs of one body. A prompt counts once, and as its first output found it in the cache."""
+
+    __slots__ = ("_num_cached", "_num_output", "_num_prompt")
+
+    def __init__(self) -> None:
+        self._num_prompt: dict[int, int] = {}
+        self._num_cached: dict[int, int] = {}
+        self._num_output: dict[int, int] = {}
+
+    def count(self, prompt: int, choice: int, news: TextNews) -> None:
+        """Take in the news of an output."""
+        output = news.delta.output
+        self._num_prompt[prompt] = output.num_prompt_tokens
+        self._num_cached.setdefault(prompt, output.num_cached_tokens)
+        self._num_output[choice] = news.delta.num_output_tokens
+
+    def told(self) -> dict[str, Any]:
+        """As answers tell it."""
+        prompt, output = sum(self._num_prompt.values()), sum(self._num_output.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
+        }
+
+
+def _token_logprobs(news: TextNews) -> Iterator[tuple[int, float, Sequence[tuple[int, float]]]]:
+    """Each new token, its logprob, and those of the most probable tokens in its place."""
+    output = news.delta.output
+    logprobs = output.logprobs or ()
+    return zip(output.token_ids, logprobs, output.top_logprobs or ((),) * len(logprobs), strict=True)
+
+
+class CompletionLogprobs:
+    """The ``logprobs`` of a completion; ``text_offset`` counts the characters of the tokens before, as one by one."""
+
+    __slots__ = ("_codec", "_offset")
+
+    def __init__(self, codec: TextCodec, *, offset: int = 0) -> None:
+        self._codec, self._offset = codec, offset
+
+    def told(self, news: TextNews) -> dict[str, list[Any]]:
+        """Of the tokens of one piece of news."""
+        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, logprob, top in _token_logprobs(news):
+            text = self._codec.token_text(token)
+            told["tokens"].append(text)
+            told["token_logprobs"].append(logprob)
+            told["top_logprobs"].append({self._codec.token_text(each): value for each, value in top} or None)
+            told["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return told
+
+
+class ChatLogprobs:
+    """The ``logprobs`` of a chat's answer."""
+
+    __slots__ = ("_codec",)
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+
+    def told(self, news: TextNews) -> dict[str, list[Any]]:
+        """Of the tokens of one piece of news."""
+        tokens = _token_logprobs(news)
+        return {
+            "content": [
+                {**self._one(token, logprob), "top_logprobs": [self._one(*each) for each in top]}
+                for token, logprob, top in tokens
+            ]
+        }
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._codec.token_text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="surrogatepass"))}

@@ -1,0 +1,122 @@
+"""Real schedulers behind a real front, in this process: what clients of the text routes are tested against."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from starlette.applications import Starlette
+
+from scheduler_components import ConfigError, OutputBatch, ParallelState
+from scheduler_components.reference.device import CostModel, SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine import (
+    AbortRequest,
+    Command,
+    Front,
+    LoadDispatcher,
+    ReplicaLoad,
+    Request,
+    RequestRefused,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerSinks,
+    SubmitRequest,
+    TextFront,
+    decode_command,
+    decode_outputs,
+    encode_outputs,
+    text_routes,
+    unpack_tokens,
+)
+from scheduler_components.reference.text import TextCodec, WordCodec
+
+MODEL = SimulatedModel()
+FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0, eager_ms=0)
+
+
+class Replica:
+    """A scheduler that is its own leader: takes commands as a socket does, and steps while it has work."""
+
+    def __init__(self, front: Callable[[], Front], rank: int, num_replicas: int) -> None:
+        self._front = front
+        self.commands: list[Command] = []
+        self.is_stepping = False
+        self.scheduler = Scheduler.compose(
+            SchedulerConfig(page_size=4, kv_tokens=8192),
+            ParallelState.from_tp_rank(rank, tp_size=num_replicas, attn_dp_size=num_replicas),
+            SimulatedDevice(model=MODEL, cost=FREE),
+            sinks=SchedulerSinks(outputs=self),
+        )
+
+    def send(self, frame: bytes | OutputBatch, flags: int = 0) -> bool:
+        """A command of the front's, or outputs of the scheduler's."""
+        if isinstance(frame, OutputBatch):
+            self._front().take_outputs(decode_outputs(encode_outputs(frame)))
+            return True
+        command = decode_command(frame)
+        self.commands.append(command)
+        if isinstance(command, SubmitRequest):
+            self._submit(command)
+        elif isinstance(command, AbortRequest):
+            self.scheduler.abort(command.rid)
+        if not self.is_stepping:
+            self.is_stepping = True
+            asyncio.get_running_loop().call_soon(self._step)
+        return True
+
+    def _submit(self, command: SubmitRequest) -> None:
+        tokens = unpack_tokens(command.input_ids)
+        interval, sampling = command.stream_interval, command.sampling
+        request = Request(command.rid, tokens, command.limits, sampling=sampling, stream_interval=interval)
+        try:
+            self.scheduler.submit(request)
+        except ConfigError as error:
+            refused = RequestRefused(command.rid, str(error))
+            asyncio.get_running_loop().call_soon(self._front().receive, refused)
+
+    def _step(self) -> None:
+        self.is_stepping = self.scheduler.has_work
+        if self.is_stepping:
+            self.scheduler.step()
+            asyncio.get_running_loop().call_soon(self._step)
+
+    def is_ready(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def submitted(self) -> list[SubmitRequest]:
+        return [command for command in self.commands if isinstance(command, SubmitRequest)]
+
+    @property
+    def aborted(self) -> list[str]:
+        return [command.rid for command in self.commands if isinstance(command, AbortRequest)]
+
+
+class Served:
+    """Replicas, the front before them, and the application that serves it."""
+
+    def __init__(self, num_replicas: int = 1, codec: TextCodec | None = None) -> None:
+        self.codec = codec if codec is not None else WordCodec()
+        self.replicas = [Replica(lambda: self.front, rank, num_replicas) for rank in range(num_replicas)]
+        dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in self.replicas])
+        self.front = Front(leaders=self.replicas, dispatcher=dispatcher)  # type: ignore[arg-type]  # no sockets
+        self.app = Starlette(routes=text_routes(TextFront(front=self.front, codec=self.codec), "simulated"))
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.replicas[0].scheduler
+
+    @staticmethod
+    def foretold(rid: str, num_prompt_tokens: int, num_tokens: int) -> list[int]:
+        """What the simulated model generates."""
+        return [MODEL.next_token(rid, num_prompt_tokens + place) for place in range(num_tokens)]
+
+
+@pytest.fixture
+def make_served() -> Callable[..., Served]:
+    """``make_served(num_replicas=1, codec=None)``."""
+    return Served
