@@ -6,6 +6,7 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ pytest.importorskip("transformers", reason="needs transformers: pip install sche
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from scheduler_components.reference.device import inspect_model, load_model
 from scheduler_components.testing import GenerateJudge
+
+sys.path.append(str(Path(__file__).parent))  # what the tests of a model share is imported from beside them
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]  # ids 0 to 5
 VOCABULARY = 320  # the special tokens, all 256 bytes, and merges of them: every text can be written
@@ -111,3 +115,9 @@ def tokenizer(model_folder: Path) -> PreTrainedTokenizerFast:
 def judge(model_folder: Path) -> GenerateJudge:
     """What transformers' ``generate`` makes of ``model_folder``, in float32."""
     return GenerateJudge.over(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32))
+
+
+@pytest.fixture(scope="session")
+def paged_model(model_folder: Path) -> PreTrainedModel:
+    """The model of ``model_folder`` with attention over pages, in float32."""
+    return load_model(inspect_model(model_folder))

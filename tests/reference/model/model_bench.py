@@ -1,0 +1,367 @@
+"""The reference scheduler over a real model, in one process, judged by what ``generate`` makes of the same weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+
+from scheduler_components import CacheIntegrityError, EventBatch, FinishReason, ParallelState, TierStats
+from scheduler_components.cache import DIGEST_BYTES, RadixCache, RadixNode
+from scheduler_components.events import MEDIUM_OF
+from scheduler_components.hicache import (
+    HiCachePolicy,
+    HiRadixCache,
+    HostPool,
+    KeySpace,
+    PageStore,
+    Placement,
+    SyncDomain,
+    Tier,
+    TierStepper,
+    TorchDeviceMemory,
+)
+from scheduler_components.page_operations import (
+    BackupDone,
+    CopyToDevice,
+    CopyToHost,
+    Instruction,
+    IoEvent,
+    LoadDone,
+    PagesLanded,
+    QueryStorage,
+    ReadEnded,
+    ReadStorage,
+    StopReading,
+    StorageAnswered,
+    StorageUnused,
+    WriteDone,
+    WriteToStorage,
+)
+from scheduler_components.ports import PageMover
+from scheduler_components.reference.device import SamplingParams, TorchDevice
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
+from scheduler_components.testing import EventLedger, GenerateJudge, ListEventSink
+
+PAGE_SIZE = 4
+
+Tokens = tuple[int, ...]
+
+_draw = Random(0)
+
+
+def _tokens(count: int) -> Tokens:
+    return tuple(_draw.choices(range(6, 320), k=count))
+
+
+SYSTEMS = tuple(_tokens(count) for count in (12, 13, 7))
+"""Beginnings that prompts share; one ends with a page, the others within one."""
+
+PROMPTS = tuple(
+    (*system, *middle, *tail)
+    for system in SYSTEMS
+    for middle in (_tokens(6), _tokens(9))
+    for tail in (_tokens(1), _tokens(4), _tokens(7))
+)
+"""Eighteen prompts of 14 to 29 tokens over three beginnings."""
+
+
+class StreamView(ListEventSink):
+    """The blocks per tier that a subscriber knows of; every event must keep the rules of the wire."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = EventLedger(block_size=PAGE_SIZE)
+
+    def publish(self, events: EventBatch) -> None:
+        assert self.ledger.apply_all(events.events) == []
+
+
+@dataclass(slots=True, kw_only=True)
+class LateMover:
+    """A ``PageMover`` on the scheduler's own thread that does everything at the last moment that it may.
+
+    From the step in which a copy begins until the one in which it is said to have ended, its target holds rubbish: a
+    page that is read too early, or given away too early on either side, shows in what the model says next.
+
+    Attributes:
+        host, device, keys, store: what it moves between.
+        late_steps: asked for each instruction, how many steps later it ends.
+    """
+
+    host: HostPool
+    device: TorchDeviceMemory
+    keys: KeySpace
+    store: PageStore | None = None
+    late_steps: Callable[[], int] = lambda: 2
+    load_room_pages: int = 4096
+    _under_way: deque[tuple[int, Instruction]] = field(default_factory=deque)
+    _num_polls: int = 0
+
+    @property
+    def has_storage(self) -> bool:
+        return self.store is not None
+
+    def submit(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, CopyToDevice):
+                self.spoil(instruction.device_pages)
+            if not isinstance(instruction, StopReading | StorageUnused):
+                self._under_way.append((self._num_polls + 1 + self.late_steps(), instruction))
+
+    def poll(self) -> list[IoEvent]:
+        self._num_polls += 1
+        events: list[IoEvent] = []
+        while self._under_way and self._under_way[0][0] <= self._num_polls:
+            events += self.carry_out(self._under_way.popleft()[1])
+        return events
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing comes by waiting: the next poll brings it."""
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    def spoil(self, pages: Sequence[int]) -> None:
+        """A copy that is under way leaves anything behind."""
+        for layer in (*self.device.keys, *self.device.values):
+            layer[list(pages)] = 7.0
+
+    def carry_out(self, instruction: Instruction) -> list[IoEvent]:
+        match instruction:
+            case CopyToHost(op):
+                self.host.load_from(self.device, instruction.device_pages, instruction.host_pages)
+                return [WriteDone(op, True)]
+            case CopyToDevice(op):
+                self.host.load_back(instruction.host_pages, self.device, instruction.device_pages)
+                return [LoadDone(op, True)]
+            case WriteToStorage(op):
+                pages = [bytes(self.host.read(page)) for page in instruction.host_pages]
+                return [BackupDone(op, all(self._store().batch_set(self._names(instruction.digests), pages)))]
+            case QueryStorage(op):
+                return [StorageAnswered(op, self._store().batch_exists(self._names(instruction.digests)))]
+            case ReadStorage(op):
+                return [*self._read(instruction), ReadEnded(op)]
+        raise AssertionError(instruction)
+
+    def _read(self, read: ReadStorage) -> list[IoEvent]:
+        found = self._store().batch_get(self._names(read.digests))
+        num_pages = next((at for at, page in enumerate(found) if page is None), len(found))
+        for page, content in zip(read.host_pages, found[:num_pages], strict=False):
+            assert content is not None
+            self.host.write(page, content)
+        return [PagesLanded(read.op, num_pages)]
+
+    def _store(self) -> PageStore:
+        assert self.store is not None
+        return self.store
+
+    def _names(self, digests: bytes) -> list[str]:
+        return [self.keys.key(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES)]
+
+
+@dataclass(slots=True, kw_only=True)
+class LateTiers:
+    """``CacheTiers`` over any mover."""
+
+    stepper: TierStepper
+
+    @property
+    def cache(self) -> HiRadixCache:
+        return self.stepper.cache
+
+    @property
+    def contents(self) -> HiRadixCache:
+        return self.stepper.cache
+
+    def step(self) -> None:
+        self.stepper.step()
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.stepper.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Tiers:
+    """What is behind the device of a bench.
+
+    Attributes:
+        host_pages: of the host tier.
+        store: behind it; the bench closes it.
+        make_mover: the mover.
+        policy: when to write and prefetch.
+    """
+
+    host_pages: int = 24
+    store: PageStore | None = None
+    make_mover: Callable[..., PageMover] = LateMover
+    policy: HiCachePolicy = field(
+        default_factory=lambda: HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1)
+    )
+
+
+def open_tiers(pool: TorchDeviceMemory, tiers: Tiers) -> LateTiers:
+    host = HostPool(pool.shape, tiers.host_pages, verify=True)
+    keys = KeySpace(
+        model="tiny",
+        dtype="float32",
+        page_size=PAGE_SIZE,
+        layout="page_first",
+        placement=Placement(),
+        parallel=ParallelState.trivial(),
+    )
+    mover = tiers.make_mover(host=host, device=pool, keys=keys, store=tiers.store)
+    cache = HiRadixCache(
+        page_size=PAGE_SIZE,
+        capacity_tokens=pool.num_pages * PAGE_SIZE,
+        host=host,
+        num_host_pages=tiers.host_pages,
+        policy=tiers.policy,
+        record=True,
+    )
+    return LateTiers(stepper=TierStepper(cache=cache, domain=SyncDomain(), mover=mover, clock=lambda: 0.0))
+
+
+class ModelBench:
+    """One scheduler over one model. ``model`` computes over pages, ``judge`` says what is right.
+
+    Pages have ``PAGE_SIZE`` tokens, the pool 16 pages: five of these requests fill it.
+    """
+
+    def __init__(self, model: Any, judge: GenerateJudge, *, tiers: Tiers | None = None, **sizes: Any) -> None:
+        defaults: dict[str, Any] = {
+            "page_size": PAGE_SIZE,
+            "kv_tokens": 16 * PAGE_SIZE,
+            "max_running_requests": 4,
+            "max_prefill_tokens": 24,
+            "chunk_tokens": 10,
+            "new_token_ratio": 0.0,
+            "min_new_token_ratio": 0.0,
+        }
+        self.config = SchedulerConfig(**defaults | sizes)
+        self.judge = judge
+        config = model.config
+        self.pool = TorchDeviceMemory.allocate(
+            num_layers=config.num_hidden_layers,
+            num_pages=self.config.kv_pages,
+            page_size=PAGE_SIZE,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        self.view = StreamView()
+        self.requests: list[Request] = []
+        self.num_chunks = 0
+        self.scheduler = Scheduler.compose(
+            self.config,
+            ParallelState.trivial(),
+            TorchDevice(model=model, pool=self.pool),
+            tiers=None if tiers is None else open_tiers(self.pool, tiers),
+            sinks=SchedulerSinks(events=self.view),
+        )
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 6,
+        *,
+        stop: Tokens = (),
+        sampling: SamplingParams | None = None,
+    ) -> Request:
+        limits = SamplingLimits(max_new_tokens=max_new_tokens, stop_token_ids=stop)
+        request = Request(f"r{len(self.requests)}", prompt, limits, sampling=sampling or SamplingParams())
+        self.scheduler.submit(request)
+        self.requests.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.abort(request.rid)
+
+    def step(self) -> None:
+        """One step, after which the stream tells what the cache holds."""
+        self.scheduler.step()
+        cache = self.scheduler.cache
+        if isinstance(cache, HiRadixCache):
+            for tier in Tier:
+                assert self.view.ledger.hashes(MEDIUM_OF[tier]) == set(cache.block_hashes(tier))
+        else:
+            assert self.view.ledger.hashes() == set(cache.block_hashes())
+        self.num_chunks += sum(request.num_prefill_tokens_left > 0 for request in self.scheduler.queues.running)
+
+    def drain(self, bound: int = 2_000) -> None:
+        while self.scheduler.has_work:
+            self.step()
+            bound -= 1
+            assert bound, "the scheduler does not come to an end"
+
+    def run(self, *prompts: Sequence[int], max_new_tokens: int = 6) -> list[Request]:
+        """Serve some prompts together, and judge all that was served so far."""
+        requests = [self.submit(prompt, max_new_tokens) for prompt in prompts]
+        self.drain()
+        self.judge_texts()
+        return requests
+
+    def judge_texts(self) -> None:
+        """Every request has the text that ``generate`` gives, as far as it came."""
+        for request in self.requests:
+            limits, reason = request.limits, request.finish_reason
+            if reason in (None, FinishReason.ABORT, FinishReason.ERROR):
+                ties = self.judge.expect_prefix(request.input_ids, request.output_ids)
+            else:
+                ties = self.judge.expect(
+                    request.input_ids,
+                    request.output_ids,
+                    num_tokens=limits.max_new_tokens,
+                    stop_token_ids=limits.stop_token_ids,
+                )
+            assert not ties, f"the gaps of this model are wide, but {ties}"
+        failed = [request for request in self.requests if request.finish_reason is FinishReason.ERROR]
+        assert not failed
+
+    def judge_pages(self) -> int:
+        """Every cached page of the device holds the keys and values that transformers computes; returns how many."""
+        cache, num_pages = self.scheduler.cache, 0
+        device = cache if isinstance(cache, RadixCache) else cache.device
+        for node in device.tree.walk():
+            if node.pages:
+                self._judge_node(node)
+                num_pages += len(node.pages)
+        return num_pages
+
+    def _judge_node(self, node: RadixNode) -> None:
+        tokens = path_tokens(node)
+        with torch.inference_mode():
+            cached = self.judge.model(torch.tensor([tokens]), use_cache=True).past_key_values
+        start, pages = len(tokens) - len(node.pages) * PAGE_SIZE, list(node.pages)
+        for layer, right in enumerate(cached.layers):
+            for own, expected in ((self.pool.keys, right.keys), (self.pool.values, right.values)):
+                found = own[layer][pages].flatten(0, 1)
+                if not torch.allclose(found, expected[0, :, start:].transpose(0, 1), rtol=0, atol=self.judge.noise):
+                    raise CacheIntegrityError(f"pages {pages} of layer {layer} hold something else than their tokens")
+
+    def tier_stats(self) -> TierStats:
+        stats = self.scheduler.tiers.contents.stats()
+        assert stats is not None
+        return stats
+
+    def close(self) -> None:
+        self.scheduler.close()
+
+
+def path_tokens(node: RadixNode) -> list[int]:
+    """The tokens from the root to the end of a node."""
+    runs: list[list[int]] = []
+    step: RadixNode | None = node
+    while step is not None:
+        runs.append(memoryview(step.tokens).cast("I").tolist())
+        step = step.parent
+    return [token for run in reversed(runs) for token in run]

@@ -1,0 +1,164 @@
+"""The kit, broken on purpose: what ``generate`` says of the text tells, for each way of breaking it.
+
+The same history without a fault passes, so it is the fault that is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from model_bench import PROMPTS, LateMover, ModelBench, Tiers
+
+from scheduler_components.hicache import MemoryPageStore, TorchDeviceMemory
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone
+from scheduler_components.ports import COPIED, CopyEnd
+from scheduler_components.reference.device import ScheduledBatch, TorchDevice
+from scheduler_components.reference.engine import Request
+from scheduler_components.reference.engine.batcher import RequestPages
+from scheduler_components.testing import ConformanceError, GenerateJudge
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def play(bench: ModelBench) -> None:
+    """Waves of prompts that share beginnings, more than the device holds, with aborts and follow-ups."""
+    for wave in range(3):
+        requests = [bench.submit(prompt, 6) for prompt in PROMPTS[wave::4]]
+        for _ in range(4):
+            bench.scheduler.step()
+        bench.abort(requests[1])
+        bench.drain()
+        first = requests[0]
+        bench.submit((*first.input_ids, *first.output_ids, 40, 41), 4)
+        bench.drain()
+
+
+def free_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page that a decode fills is free for others at once."""
+    grow = RequestPages.grow
+
+    def grow_and_free(self: RequestPages, request: Request, num_tokens: int) -> bool:
+        num_pages = len(request.pages)
+        has_room = grow(self, request, num_tokens)
+        if len(request.pages) > num_pages and not request.num_prefill_tokens_left:
+            self.cache.free(request.pages[-1:])
+        return has_room
+
+    monkeypatch.setattr(RequestPages, "grow", grow_and_free)
+
+
+def forget_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached prefix is used without holding it."""
+    attach = RequestPages.attach
+
+    def attach_unlocked(self: RequestPages, request: Request) -> None:
+        attach(self, request)
+        if request.node is not None:
+            self.cache.unlock(request.node)
+            request.node = None
+
+    monkeypatch.setattr(RequestPages, "attach", attach_unlocked)
+
+
+def skip_a_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk behind others begins one position too late."""
+    launch = TorchDevice.launch
+
+    def launch_late(self: TorchDevice, batch: ScheduledBatch[Any]) -> None:
+        works = [
+            msgspec.structs.replace(work, start=work.start + 1) if work.start and work.num_tokens > 1 else work
+            for work in batch.works
+        ]
+        launch(self, msgspec.structs.replace(batch, works=tuple(works)))
+
+    monkeypatch.setattr(TorchDevice, "launch", launch_late)
+
+
+def leave_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the host is told to have ended before its last layer was copied."""
+    copy = TorchDeviceMemory.copy_to_host
+
+    def copy_most(self: TorchDeviceMemory, layer: int, *pages: Any) -> CopyEnd:
+        return COPIED if layer == len(self.keys) - 1 else copy(self, layer, *pages)
+
+    monkeypatch.setattr(TorchDeviceMemory, "copy_to_host", copy_most)
+
+
+def overwrite_under_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is copied to the host may be evicted, and its pages written to, before the copy has ended."""
+    submit = LateMover.submit
+
+    def submit_and_spoil(self: LateMover, instructions: Any) -> None:
+        submit(self, instructions)
+        for instruction in instructions:
+            if isinstance(instruction, CopyToHost):
+                self.spoil(instruction.device_pages[-1:])
+
+    monkeypatch.setattr(LateMover, "submit", submit_and_spoil)
+
+
+class WrongPages(LateMover):
+    """Loads each page to the place of the next one."""
+
+    def carry_out(self, instruction: Instruction) -> list[IoEvent]:
+        if isinstance(instruction, CopyToDevice):
+            pages = instruction.host_pages
+            instruction = CopyToDevice(instruction.op, pages[1:] + pages[:1], instruction.device_pages)
+        return super().carry_out(instruction)
+
+
+class EarlyEnd(LateMover):
+    """Says of copies to the device that they have ended, and carries them out some steps later."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.early: list[IoEvent] = []
+
+    def submit(self, instructions: Any) -> None:
+        super().submit(instructions)
+        self.early += [LoadDone(each.op, True) for each in instructions if isinstance(each, CopyToDevice)]
+
+    def poll(self) -> list[IoEvent]:
+        early, self.early = self.early, []
+        return early + [event for event in super().poll() if not isinstance(event, LoadDone)]
+
+
+def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def run_history(paged_model: Any, judge: GenerateJudge, *, make_mover: Any = LateMover, **sizes: Any) -> None:
+    tiers = Tiers(host_pages=40, store=MemoryPageStore(1 << 24), make_mover=make_mover)
+    bench = ModelBench(paged_model, judge, tiers=tiers, **sizes)
+    try:
+        play(bench)
+    finally:
+        bench.judge_texts()
+        bench.judge_pages()
+        bench.close()
+
+
+FAULTS: dict[str, tuple[Break, Any]] = {
+    "a page freed early": (free_too_early, LateMover),
+    "a lock forgotten": (forget_a_lock, LateMover),
+    "a chunk off by one": (skip_a_position, LateMover),
+    "a wrong page after load-back": (nothing, WrongPages),
+    "read before its copy ended": (nothing, EarlyEnd),
+    "told before its copy ended": (leave_a_layer, LateMover),
+    "written before its copy ended": (overwrite_under_a_copy, LateMover),
+}
+
+
+def test_without_a_fault_the_history_passes(paged_model: Any, judge: GenerateJudge) -> None:
+    run_history(paged_model, judge)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_told(name: str, paged_model: Any, judge: GenerateJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it, make_mover = FAULTS[name]
+    break_it(monkeypatch)
+    with pytest.raises(ConformanceError, match="greedy text"):
+        run_history(paged_model, judge, make_mover=make_mover)
