@@ -1,13 +1,27 @@
-"""How large a page is on one rank, whatever memory it is in."""
+"""How large a page is on one rank, whatever memory it is in, and in which order its bytes lie there."""
 
 from __future__ import annotations
+
+from typing import Literal, TypeAlias
 
 import attrs
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.validators import is_integer
 
-__all__ = ["PageShape"]
+__all__ = ["STORED_LAYOUT", "HostLayout", "PageShape", "check_layout"]
+
+HostLayout: TypeAlias = Literal["page_first", "layer_first"]
+"""Which bytes of a host tier lie together: all layers of a page, or all pages of a layer."""
+
+STORED_LAYOUT = "layer,part,token"
+"""The order of a stored page's bytes, for ``KeySpace.layout``: the same whatever the host's layout."""
+
+
+def check_layout(field: str, value: str) -> None:
+    """Raise ConfigError where ``value`` is no ``HostLayout``."""
+    if value not in ("page_first", "layer_first"):
+        raise ConfigError(field, value, "is not a layout of host memory", "give page_first or layer_first")
 
 
 @attrs.frozen(kw_only=True)

@@ -31,7 +31,7 @@ from scheduler_components.hicache.cache import HiRadixCache, TierStepper
 from scheduler_components.hicache.controller import HiCachePolicy, PrefetchStop, WritePolicy
 from scheduler_components.hicache.memory_storage import MemoryPageStore
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
-from scheduler_components.page_shape import PageShape
+from scheduler_components.page_shape import STORED_LAYOUT, HostLayout, PageShape
 from scheduler_components.ports import (
     COPIED,
     NO_PAGE_HOOK,
@@ -49,7 +49,7 @@ from scheduler_components.values import SyncCall
 
 if TYPE_CHECKING:
     from scheduler_components.hicache.file_storage import FilePageStore, open_file_page_store
-    from scheduler_components.hicache.memory import HostLayout, HostPool, SimulatedDeviceMemory
+    from scheduler_components.hicache.memory import HostPool, SimulatedDeviceMemory
     from scheduler_components.hicache.mooncake_storage import (
         MooncakeAddress,
         MooncakePageStore,
@@ -114,13 +114,14 @@ __all__ = [
     "open_torch_sync_domains",
     "world_rank_sets",
     "NO_PAGE_HOOK",
+    "STORED_LAYOUT",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.hicache.file_storage": "FilePageStore open_file_page_store",
-        "scheduler_components.hicache.memory": "HostLayout HostPool SimulatedDeviceMemory",
+        "scheduler_components.hicache.memory": "HostPool SimulatedDeviceMemory",
         "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
         "scheduler_components.hicache.thread_page_mover": "ThreadPageMover",
         "scheduler_components.hicache.thread_storage": "open_deadline_page_store",

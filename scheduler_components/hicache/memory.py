@@ -12,7 +12,7 @@ pages may be read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -20,13 +20,12 @@ import numpy.typing as npt
 
 from scheduler_components.cache import PagePool
 from scheduler_components.errors import CacheIntegrityError, ConfigError
-from scheduler_components.page_shape import PageShape
+from scheduler_components.page_shape import HostLayout, PageShape, check_layout
 from scheduler_components.ports import COPIED, CopyEnd, DeviceMemory, HostPlane, PageBytes
 
-__all__ = ["HostLayout", "HostMemory", "HostPool", "SimulatedDeviceMemory", "merged_runs"]
+__all__ = ["HostMemory", "HostPool", "SimulatedDeviceMemory", "merged_runs"]
 
 _Memory: TypeAlias = npt.NDArray[np.uint8]
-HostLayout: TypeAlias = Literal["page_first", "layer_first"]
 
 
 def merged_runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[slice, slice]]:
@@ -58,8 +57,7 @@ class HostMemory:
     def __init__(
         self, shape: PageShape, num_pages: int, *, layout: HostLayout = "page_first", buffer: _Memory | None = None
     ) -> None:
-        if layout not in ("page_first", "layer_first"):
-            raise ConfigError("layout", layout, "is not a layout of host memory", "give page_first or layer_first")
+        check_layout("layout", layout)
         num_bytes = num_pages * shape.page_bytes
         memory = np.zeros(num_bytes, np.uint8) if buffer is None else buffer.reshape(-1)[:num_bytes]
         if len(memory) < num_bytes:
@@ -121,6 +119,10 @@ class SimulatedDeviceMemory:
     def read(self, page: int) -> bytes:
         """Return a page's bytes, layer after layer."""
         return self.layers[:, page].tobytes()
+
+    def host_buffer(self, num_pages: int) -> npt.NDArray[np.uint8]:
+        """Return memory of the host for so many pages."""
+        return np.zeros(num_pages * self.shape.page_bytes, np.uint8)
 
     def fence(self) -> None:
         """Nothing: what is computed here is there when its call returns."""

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from scheduler_components import StartError
-from scheduler_components.hicache import HiCachePolicy, PrefetchStop, WritePolicy
+from scheduler_components.hicache import HiCachePolicy, HostLayout, PrefetchStop, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load import check_load_endpoint
 from scheduler_components.reference.cli.screen import JsonScreen, Screen, SessionScreen
@@ -117,6 +117,9 @@ class HiCacheOptions:
         int | None,
         Parameter(validator=Number(gte=1), help="Size of the host tier. Default: four times --kv-tokens."),
     ] = None
+    hicache_host_layout: Annotated[
+        HostLayout, Parameter(help="Which bytes of the host tier lie together: a page's, for storage, or a layer's.")
+    ] = "page_first"
     hicache_storage: Annotated[StorageKind, Parameter(help="The tier behind the host.")] = "none"
     hicache_storage_path: Annotated[
         Path | None, Parameter(help="Directory of the file storage; outlives the engine.")
@@ -149,6 +152,7 @@ class HiCacheOptions:
         path = self.hicache_storage_path
         config = HiCacheConfig(
             host_tokens=_HOST_TO_DEVICE * kv_tokens if self.hicache_host_tokens is None else self.hicache_host_tokens,
+            host_layout=self.hicache_host_layout,
             storage=self.hicache_storage,
             storage_path=str(path.absolute()) if path is not None else "",
             mooncake_master=self.hicache_mooncake_master,

@@ -54,7 +54,14 @@ if TYPE_CHECKING:
         TooBusyError,
     )
     from scheduler_components.reference.engine.generation import DEFAULT_NEW_TOKENS, TextFront, TextNews, Wanted
-    from scheduler_components.reference.engine.host_tiers import HostTiers, SimulatedKv
+    from scheduler_components.reference.engine.host_tiers import (
+        HostTiers,
+        RankKv,
+        SimulatedKv,
+        open_host_tiers,
+        simulated_kv,
+        torch_kv,
+    )
     from scheduler_components.reference.engine.http import (
         EngineStatus,
         bind_http,
@@ -200,6 +207,10 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerSinks",
     "SimulatedKv",
+    "RankKv",
+    "open_host_tiers",
+    "simulated_kv",
+    "torch_kv",
     "StepExecutor",
     "StepResult",
     "StopSignal",
@@ -267,7 +278,9 @@ __getattr__ = lazy_names(
             "EngineFailedError Front GenerateRequest LoadDispatcher OpenRequest ReplicaLoad RequestFailedError "
             "RequestRefusedError TooBusyError"
         ),
-        "scheduler_components.reference.engine.host_tiers": "HostTiers SimulatedKv",
+        "scheduler_components.reference.engine.host_tiers": (
+            "HostTiers RankKv SimulatedKv open_host_tiers simulated_kv torch_kv"
+        ),
         "scheduler_components.reference.engine.generation": "DEFAULT_NEW_TOKENS TextFront TextNews Wanted",
         "scheduler_components.reference.engine.http": "EngineStatus bind_http make_app open_http_server text_routes",
         "scheduler_components.reference.engine.http_exchange": "MAX_BODY_BYTES BadBodyError BodyReader",

@@ -15,10 +15,11 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
-from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
+from scheduler_components.hicache import HiCachePolicy, HostLayout, MooncakeAddress
 from scheduler_components.intake import InputBounds
 from scheduler_components.integrity import CheckPolicy
 from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.page_shape import check_layout
 from scheduler_components.validators import is_integer, is_number
 
 __all__ = [
@@ -63,6 +64,10 @@ def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: f
 def _check_kind(_: object, attribute: attrs.Attribute[str], value: str) -> None:
     if value not in _STORAGE_KINDS:
         raise ConfigError(attribute.name, value, "is not a storage", f"give one of {', '.join(_STORAGE_KINDS)}")
+
+
+def _check_layout(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    check_layout(attribute.name, value)
 
 
 @attrs.frozen(kw_only=True)
@@ -155,6 +160,7 @@ class HiCacheConfig:
 
     Attributes:
         host_tokens: size of each rank's host tier.
+        host_layout: which bytes of it lie together: a page's, for storage, or a layer's, for copies.
         storage: the tier behind that one. Each rank is a process of its own, so a store in memory would not be shared.
         storage_path: of ``file``: a directory that all ranks can write to; it outlives the engine.
         storage_bytes: of ``file``: most bytes in it.
@@ -166,6 +172,7 @@ class HiCacheConfig:
     """
 
     host_tokens: int = attrs.field(validator=is_integer())
+    host_layout: HostLayout = attrs.field(default="page_first", validator=_check_layout)
     storage: StorageKind = attrs.field(default="none", validator=_check_kind)
     storage_path: str = ""
     storage_bytes: int = attrs.field(default=1 << 30, validator=is_integer())

@@ -1,6 +1,7 @@
-"""Tiers behind the device, of one rank: simulated device memory, a host tier, storage, and the agreement of all ranks.
+"""Tiers behind the device, of one rank: its KV memory, a host tier, storage, and the agreement of all ranks.
 
-Imported by a rank that has them: the memory needs numpy, which an engine without a host tier need not have.
+The memory is simulated, or the torch tensors that a model computes into. Imported by a rank that has tiers: they need
+numpy, which an engine without a host tier need not have.
 """
 
 from __future__ import annotations
@@ -8,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from scheduler_components import CacheIntegrityError, ParallelState
+from scheduler_components import CacheIntegrityError, ConfigError, ParallelState
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.hicache import (
+    NO_PAGE_HOOK,
+    STORED_LAYOUT,
     HiRadixCache,
     HostPool,
     KeySpace,
+    PageHook,
     PageShape,
     PageStore,
     Placement,
@@ -25,12 +30,18 @@ from scheduler_components.hicache import (
     ThreadPageMover,
     TierStepper,
 )
-from scheduler_components.reference.engine.config import HiCacheConfig, RankConfig
+from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from scheduler_components.hicache import TorchDeviceMemory
 
 __all__ = [
     "HostTiers",
+    "RankKv",
     "SimulatedKv",
     "open_host_tiers",
+    "simulated_kv",
+    "torch_kv",
 ]
 
 _SHAPE = PageShape(num_layers=2, layer_page_bytes=64)  # small: its content is checked, not computed with
@@ -96,52 +107,87 @@ class HostTiers:
         self.stepper.close()
 
 
+KvMemory: TypeAlias = "SimulatedDeviceMemory | TorchDeviceMemory"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RankKv:
+    """The KV memory of a rank, and what its pages mean.
+
+    Attributes:
+        memory: its pages.
+        model: the model and its weights, by a name that no others have: engines of one name read each other's pages.
+        dtype: of keys and values.
+        page_hook: learns which pages were computed and loaded.
+    """
+
+    memory: KvMemory
+    model: str
+    dtype: str
+    page_hook: PageHook = NO_PAGE_HOOK
+
+
+def simulated_kv(scheduler: SchedulerConfig, parallel: ParallelState, *, model: str) -> RankKv:
+    """Make memory for a device that computes nothing: each page's bytes are made from its digest, and looked at."""
+    memory = SimulatedDeviceMemory(_SHAPE, scheduler.kv_pages)
+    slice_index = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
+    hook = SimulatedKv(device=memory, slice_index=slice_index)
+    return RankKv(memory=memory, model=model, dtype="simulated", page_hook=hook)
+
+
+def torch_kv(memory: TorchDeviceMemory, *, model: str) -> RankKv:
+    """Take the pool that a model computes into.
+
+    Args:
+        memory: as many pages of as many tokens as the scheduler has.
+        model: ``ModelSpec.identity``, or another name for configuration and weights.
+    """
+    return RankKv(memory=memory, model=model, dtype=str(memory.dtype).removeprefix("torch."))
+
+
 def open_host_tiers(
-    config: RankConfig, hicache: HiCacheConfig, parallel: ParallelState, *, domain: SyncDomain
+    kv: RankKv, hicache: HiCacheConfig, scheduler: SchedulerConfig, parallel: ParallelState, *, domain: SyncDomain
 ) -> HostTiers:
     """Open everything; all ranks of a replica do so, and wait for each other here. Closing it closes ``domain``.
 
     Raises:
+        ConfigError: the memory has not the scheduler's pages, or the host has no room.
         ConfigError, StartError, StorageError: the storage cannot be opened.
         SyncTimeoutError: not all ranks came.
         StopRequested: the engine stops.
     """
-    engine = config.engine
-    page_size = engine.scheduler.page_size
-    host = HostPool(_SHAPE, max(1, hicache.host_tokens // page_size))
-    device = SimulatedDeviceMemory(_SHAPE, engine.scheduler.kv_pages)
-    keys = _keys(config, parallel)
+    if kv.memory.num_pages != scheduler.kv_pages:
+        problem = f"is {scheduler.kv_pages} pages, but the KV memory has {kv.memory.num_pages}"
+        raise ConfigError("kv_tokens", scheduler.kv_tokens, problem, "allocate the memory by the scheduler's config")
+    num_pages = max(1, hicache.host_tokens // scheduler.page_size)
+    buffer = kv.memory.host_buffer(num_pages)
+    host = HostPool(kv.memory.shape, num_pages, layout=hicache.host_layout, buffer=buffer)
+    keys = KeySpace(
+        model=kv.model,
+        dtype=kv.dtype,
+        page_size=scheduler.page_size,
+        layout=STORED_LAYOUT,
+        placement=Placement(),
+        parallel=parallel,
+    )
     with ExitStack() as opened:
-        mover = ThreadPageMover(host=host, device=device, keys=keys)
+        mover = ThreadPageMover(host=host, device=kv.memory, keys=keys)
         opened.callback(mover.close)
         store = _open_store(hicache)
         if store is not None:
             mover.attach(store, deadline_s=_STORAGE_DEADLINE_S)
         cache = HiRadixCache(
-            page_size=page_size,
-            capacity_tokens=engine.scheduler.kv_tokens,
+            page_size=scheduler.page_size,
+            capacity_tokens=scheduler.kv_tokens,
             host=host,
             num_host_pages=domain.min("host pages", host.num_pages, step=0),
             policy=hicache.policy,
             record=parallel.owns_kv_stream,
-            page_hook=SimulatedKv(
-                device=device, slice_index=parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
-            ),
+            page_hook=kv.page_hook,
         )
         opened.pop_all()
     settings = {"storage": hicache.storage, "key namespace": keys.namespace}
     return HostTiers(stepper=TierStepper(cache=cache, domain=domain, mover=mover, settings=settings), mover=mover)
-
-
-def _keys(config: RankConfig, parallel: ParallelState) -> KeySpace:
-    return KeySpace(
-        model=config.engine.model_name,
-        dtype="simulated",
-        page_size=config.engine.scheduler.page_size,
-        layout="page_first",
-        placement=Placement(),
-        parallel=parallel,
-    )
 
 
 def _open_store(hicache: HiCacheConfig) -> PageStore | None:

@@ -171,12 +171,14 @@ def _open_domain(config: RankConfig, parallel: ParallelState, context: _Context,
 
 def _open_tiers(config: RankConfig, parallel: ParallelState, domain: SyncDomain) -> CacheTiers | None:
     """Open what is behind the device; None where the scheduler's own cache is enough."""
-    if config.engine.hicache is None:
+    engine = config.engine
+    if engine.hicache is None:
         return None
     # Imported here: the memory of a host tier needs numpy, which an engine without one need not have.
-    from scheduler_components.reference.engine.host_tiers import open_host_tiers
+    from scheduler_components.reference.engine.host_tiers import open_host_tiers, simulated_kv
 
-    return open_host_tiers(config, config.engine.hicache, parallel, domain=domain)
+    kv = simulated_kv(engine.scheduler, parallel, model=engine.model_name)
+    return open_host_tiers(kv, engine.hicache, engine.scheduler, parallel, domain=domain)
 
 
 def _open_loop(

@@ -1,0 +1,169 @@
+"""The composed scheduler over tiers of torch memory: a request reads the keys and values of its own tokens, or none.
+
+The device here computes no attention. It writes, for every position, numbers that follow from all tokens up to there,
+and before it computes it reads those of all earlier positions. So a page that came back wrong, late, of another request
+or of another run is found in the step that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install scheduler-components[torch]")
+
+import torch
+
+from scheduler_components import ConfigError, ParallelState
+from scheduler_components.hicache import HiCachePolicy, HostLayout, SyncDomain, TorchDeviceMemory
+from scheduler_components.reference.device import DeviceOutput, DeviceRequest, ScheduledBatch
+from scheduler_components.reference.engine import (
+    HiCacheConfig,
+    Request,
+    SamplingLimits,
+    Scheduler,
+    SchedulerConfig,
+    open_host_tiers,
+    torch_kv,
+)
+
+PAGE_SIZE = 4
+CONFIG = SchedulerConfig(page_size=PAGE_SIZE, kv_tokens=64, max_running_requests=4, chunk_tokens=16)
+PROMPTS = [[chat * 1000 + at for at in range(41)] for chat in range(3)]
+
+
+def pool(num_pages: int = CONFIG.kv_pages, dtype: torch.dtype = torch.float32) -> TorchDeviceMemory:
+    return TorchDeviceMemory.allocate(
+        num_layers=3, num_pages=num_pages, page_size=PAGE_SIZE, kv_heads=2, head_dim=4, dtype=dtype
+    )
+
+
+class ReadingDevice:
+    """A ``Device`` that looks at what it reads.
+
+    Attributes:
+        num_read: earlier positions that it looked at.
+    """
+
+    def __init__(self, memory: TorchDeviceMemory) -> None:
+        self.memory = memory
+        self.num_read = 0
+        self._batch: ScheduledBatch[DeviceRequest] = ScheduledBatch()
+
+    def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
+        self._batch = batch
+
+    def wait(self) -> DeviceOutput:
+        for layer in range(len(self.memory.keys)):
+            for work in self._batch.works:
+                self._attend(layer, work.request, work.start, work.end)
+        return DeviceOutput(tuple(work.end % 100 for work in self._batch.works))
+
+    def _attend(self, layer: int, request: DeviceRequest, start: int, end: int) -> None:
+        tokens, pages = request.token_ids, request.pages
+        for part, tensors in ((0, self.memory.keys), (1, self.memory.values)):
+            for at in range(end):
+                place = tensors[layer][pages[at // PAGE_SIZE], at % PAGE_SIZE]
+                expected = number(tokens[: at + 1], layer, part)
+                if at >= start:
+                    place.fill_(expected)
+                    continue
+                self.num_read += 1
+                assert place.eq(expected).all(), f"layer {layer} of position {at} of {request.rid} is another's"
+
+
+def number(tokens: Sequence[int], layer: int, part: int) -> int:
+    """A number that bfloat16 holds exactly."""
+    return 1 + crc32(repr((list(tokens), layer, part)).encode()) % 255
+
+
+class Run:
+    """A scheduler over its tiers, and the device under it."""
+
+    def __init__(self, scheduler: Scheduler, device: ReadingDevice) -> None:
+        self.scheduler = scheduler
+        self.device = device
+        self._num_served = 0
+
+    def serve(self, *prompts: Sequence[int]) -> None:
+        """One after the other, and whatever is on its way after each: at once, not all find room in the next tier."""
+        for prompt in prompts:
+            self._num_served += 1
+            rid = f"r{self._num_served}"
+            self.scheduler.submit(Request(rid, prompt, SamplingLimits(max_new_tokens=3)))
+            for _ in self.scheduler.drain():
+                pass
+        assert not self.scheduler.results.failures.total
+
+    @property
+    def hit_tokens(self) -> tuple[int, int, int]:
+        """Tokens of prompts that were found: on the device, on the host, in storage."""
+        stats = self.scheduler.tiers.contents.stats()
+        assert stats is not None
+        return stats.device_hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens
+
+
+@contextmanager
+def opened(hicache: HiCacheConfig, *, model: str = "weights 1", dtype: torch.dtype = torch.float32) -> Iterator[Run]:
+    memory, parallel = pool(dtype=dtype), ParallelState.trivial()
+    tiers = open_host_tiers(torch_kv(memory, model=model), hicache, CONFIG, parallel, domain=SyncDomain())
+    device = ReadingDevice(memory)
+    scheduler = Scheduler.compose(CONFIG, parallel, device, tiers=tiers)
+    scheduler.step()  # from the first agreement on, storage is asked
+    try:
+        yield Run(scheduler, device)
+        tiers.cache.check_integrity()
+    finally:
+        scheduler.close()
+
+
+def with_files(folder: Path, layout: HostLayout = "page_first") -> HiCacheConfig:
+    policy = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1)
+    return HiCacheConfig(host_tokens=256, host_layout=layout, storage="file", storage_path=str(folder), policy=policy)
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_device_evicted_is_read_again_from_the_host(layout: HostLayout, dtype: torch.dtype) -> None:
+    with opened(HiCacheConfig(host_tokens=256, host_layout=layout), dtype=dtype) as run:
+        run.serve(*PROMPTS)
+        run.serve(PROMPTS[0])
+        device, host, _ = run.hit_tokens
+        assert device + host == 40
+        assert host
+        assert run.device.num_read
+
+
+@pytest.mark.parametrize(("first", "second"), [("page_first", "layer_first"), ("layer_first", "page_first")])
+def test_a_restarted_engine_reads_what_it_had_stored_whatever_its_layout(
+    tmp_path: Path, first: HostLayout, second: HostLayout
+) -> None:
+    with opened(with_files(tmp_path, first)) as run:
+        run.serve(*PROMPTS)
+    with opened(with_files(tmp_path, second)) as run:
+        run.serve(*PROMPTS)
+        assert run.hit_tokens == (0, 0, 3 * 40)
+
+
+@pytest.mark.parametrize("other", [{"model": "weights 2"}, {"dtype": torch.bfloat16}], ids=str)
+def test_pages_of_other_weights_and_types_are_not_read(tmp_path: Path, other: dict) -> None:
+    with opened(with_files(tmp_path)) as run:
+        run.serve(PROMPTS[0])
+    with opened(with_files(tmp_path), **other) as run:
+        run.serve(PROMPTS[0])
+        assert run.hit_tokens == (0, 0, 0)
+
+
+def test_a_memory_of_other_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is 16 pages, but the KV memory has 15"):
+        open_host_tiers(
+            torch_kv(pool(15), model="m"),
+            HiCacheConfig(host_tokens=64),
+            CONFIG,
+            ParallelState.trivial(),
+            domain=SyncDomain(),
+        )
