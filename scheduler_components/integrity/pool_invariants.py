@@ -1,7 +1,8 @@
 """PoolInvariantChecker: looks between two steps whether all pools still add up, and says what, whose and since when.
 
 Three depths, by what they cost. In most steps: a counter. Every few steps, and whenever the scheduler is idle: the
-counts of each pool. When these are wrong, and now and then while idle: a census of every page, lock and told block.
+counts of each pool. When these are wrong, when pages are protected though nobody holds any (a lock that was lost moves
+no page, so it shows in no sum), and now and then while idle: a census of every page, lock and told block.
 What is found is told once for as long as it stands. ``census`` has the rules.
 """
 
@@ -118,7 +119,7 @@ class PoolInvariantChecker:
         """Look, if it is time to. Call it after each step, and when the scheduler becomes idle.
 
         Args:
-            is_idle: no request is in flight and no page is on its way.
+            is_idle: no request holds pages and no page is on its way; requests may wait.
 
         Raises:
             PoolInvariantError: something new is wrong, and the policy is to raise.
@@ -165,6 +166,8 @@ class PoolInvariantChecker:
         counts = tuple(pool.count() for pool in self.pools)
         found.num_checks += 1
         is_suspicious = schedule.counted(counts, is_census=False)
+        if is_idle:
+            is_suspicious |= schedule.protected_at_rest(sum(count.protected for count in counts))
         if not any(schedule.missing):
             found.sound_until = self.progress.step
         is_due = schedule.steps_to_census <= 0 and (is_idle or self.policy.census_in_steps)
@@ -210,6 +213,7 @@ class _Schedule:
     steps_to_census: int = 0
     missing: tuple[int, ...] = ()
     _missing_at_census: tuple[int, ...] = ()
+    _num_protected: int = 0
 
     def counted(self, counts: Sequence[PoolCount], *, is_census: bool) -> bool:
         """The pools were counted; returns whether that asks for a census."""
@@ -221,6 +225,14 @@ class _Schedule:
         self.steps_to_census -= self.counts_every - self.steps_to_counts
         self.steps_to_counts = self.counts_every
         return self.missing != (self._missing_at_census or (0,) * len(counts))
+
+    def protected_at_rest(self, num_pages: int) -> bool:
+        """So many pages are protected while no request holds any; returns whether that asks for a census.
+
+        Sessions may protect some, so it does when there are others than the last time.
+        """
+        before, self._num_protected = self._num_protected, num_pages
+        return num_pages not in (0, before)
 
 
 @dataclass(slots=True, kw_only=True)

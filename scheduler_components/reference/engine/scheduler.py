@@ -367,7 +367,8 @@ class Scheduler:
         self._decisions.add_step(batch, len(news), self.tiers)
         progress.enter("report")
         self._report()
-        self.guard.checker.after_step(is_idle=not self.has_work)
+        nobody_holds = not self.queues.running and not self.tiers.contents.num_operations
+        self.guard.checker.after_step(is_idle=nobody_holds)
         progress.enter(IDLE)
         return StepResult(
             step=self.num_steps,
