@@ -12,7 +12,7 @@ import attrs
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from scheduler_components import StartError
+from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import HiCachePolicy, HostLayout, PrefetchStop, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load import check_load_endpoint
@@ -23,6 +23,7 @@ from scheduler_components.reference.engine import (
     DEFAULT_HOST,
     MOONCAKE_MASTER,
     MOONCAKE_METADATA,
+    DpAttentionConfig,
     EngineConfig,
     HiCacheConfig,
     SchedulerConfig,
@@ -64,6 +65,16 @@ class EngineOptions:
     attn_cp_size: Annotated[int, Parameter(help="Ranks per replica along attention context parallelism.")] = 2
     attn_tp_size: Annotated[int, Parameter(help="Ranks per replica along attention tensor parallelism.")] = 2
     pp_size: Annotated[int, Parameter(help="Pipeline stages.")] = 1
+    dp_attention: Annotated[
+        bool,
+        Parameter(show_default=False, help="Replicas share the layers behind attention: all take every step together."),
+    ] = False
+    prefill_delay_steps: Annotated[
+        int, Parameter(help="With --dp-attention: prefills of replicas wait for each other so long at most, in steps.")
+    ] = 0
+    prefill_delay_low_usage: Annotated[
+        float, Parameter(help="With a smaller share of its KV tokens in use, 0 to 1, a replica's prefills do not wait.")
+    ] = 0.0
     page_size: Annotated[int, Parameter(help="Tokens per KV page, and per block of the events.")] = 16
     kv_tokens: KvTokens = 262_144
     max_running_requests: RunningRequests = 64
@@ -203,8 +214,18 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions) -> EngineConf
         seed=options.seed,
         hicache=hicache.config(options.kv_tokens),
         profile_directory=options.profile_directory,
+        dp_attention=_dp_attention(options),
     )
     return _with_kv_events(engine, options.kv_events_config)
+
+
+def _dp_attention(options: EngineOptions) -> DpAttentionConfig | None:
+    if options.dp_attention:
+        return DpAttentionConfig(max_delay_steps=options.prefill_delay_steps, low_usage=options.prefill_delay_low_usage)
+    for name in ("prefill_delay_steps", "prefill_delay_low_usage"):
+        if value := getattr(options, name):
+            raise ConfigError(name, value, "has no effect by itself", "add --dp-attention")
+    return None
 
 
 def _with_kv_events(engine: EngineConfig, text: str | None) -> EngineConfig:

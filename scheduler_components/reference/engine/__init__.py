@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         DEFAULT_HOST,
         MOONCAKE_MASTER,
         MOONCAKE_METADATA,
+        DpAttentionConfig,
         EngineConfig,
         EnginePaths,
         HiCacheConfig,
@@ -124,7 +125,7 @@ if TYPE_CHECKING:
     )
     from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState, SamplingLimits
     from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks, StepResult
-    from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
+    from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_sync_domain, open_zmq_sync_hub
 
 __all__ = [
     "Arrival",
@@ -146,6 +147,7 @@ __all__ = [
     "Command",
     "CommandReader",
     "DeviceTier",
+    "DpAttentionConfig",
     "DrainInput",
     "DumpCache",
     "Engine",
@@ -243,6 +245,8 @@ __all__ = [
     "open_engine",
     "open_http_server",
     "open_zmq_sync_domain",
+    "open_zmq_sync_hub",
+    "ZmqSyncHub",
     "pack_hashes",
     "pack_tokens",
     "pages_for",
@@ -266,8 +270,8 @@ __getattr__ = lazy_names(
         ),
         "scheduler_components.reference.engine.cache_tiers": "CacheTiers DeviceTier",
         "scheduler_components.reference.engine.config": (
-            "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA EngineConfig EnginePaths HiCacheConfig IntegrityConfig "
-            "RankConfig SchedulerConfig StorageKind check_ports_free default_kv_events"
+            "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA DpAttentionConfig EngineConfig EnginePaths HiCacheConfig "
+            "IntegrityConfig RankConfig SchedulerConfig StorageKind check_ports_free default_kv_events"
         ),
         "scheduler_components.reference.engine.control": "BatcherState Control ProfiledDevice",
         "scheduler_components.reference.engine.dp_attn_sim": (
@@ -301,6 +305,6 @@ __getattr__ = lazy_names(
         ),
         "scheduler_components.reference.engine.request": "Request RequestQueues RequestState SamplingLimits",
         "scheduler_components.reference.engine.scheduler": "Clocks Scheduler SchedulerSinks StepResult",
-        "scheduler_components.reference.engine.zmq_sync": "open_zmq_sync_domain",
+        "scheduler_components.reference.engine.zmq_sync": "ZmqSyncHub open_zmq_sync_domain open_zmq_sync_hub",
     },
 )

@@ -15,6 +15,7 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
+from scheduler_components.batching import PrefillDelayer
 from scheduler_components.hicache import HiCachePolicy, HostLayout, MooncakeAddress
 from scheduler_components.intake import InputBounds
 from scheduler_components.integrity import CheckPolicy
@@ -26,6 +27,7 @@ __all__ = [
     "DEFAULT_HOST",
     "MOONCAKE_MASTER",
     "MOONCAKE_METADATA",
+    "DpAttentionConfig",
     "EngineConfig",
     "HiCacheConfig",
     "IntegrityConfig",
@@ -198,6 +200,28 @@ class HiCacheConfig:
 
 
 @attrs.frozen(kw_only=True)
+class DpAttentionConfig:
+    """Replicas that take every step together, because they share the layers behind attention.
+
+    Attributes:
+        max_delay_steps, low_usage: when their prefills wait for each other (``PrefillDelayer``).
+
+    Raises:
+        ConfigError: naming the value that cannot work.
+    """
+
+    max_delay_steps: int = 0
+    low_usage: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        self.delayer()  # its own checks, before any process is started
+
+    def delayer(self) -> PrefillDelayer:
+        """Make the rule of one rank; it counts, so each rank has its own."""
+        return PrefillDelayer(max_delay_steps=self.max_delay_steps, low_usage=self.low_usage)
+
+
+@attrs.frozen(kw_only=True)
 class EngineConfig:
     """One engine.
 
@@ -212,6 +236,7 @@ class EngineConfig:
         model_name: what the HTTP routes and metrics call the model.
         hicache: tiers behind the device; None for none.
         profile_directory: where each rank writes its profiles; empty for an engine that records none.
+        dp_attention: replicas take every step together; None lets each step by itself.
 
     Raises:
         ConfigError: naming the value that cannot work.
@@ -228,6 +253,13 @@ class EngineConfig:
     model_name: str = "simulated-8b"
     hicache: HiCacheConfig | None = None
     profile_directory: str = ""
+    dp_attention: DpAttentionConfig | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.dp_attention is not None and self.dp_size == 1:
+            raise ConfigError(
+                "dp_size", 1, "is a single replica, which has no other to take its steps with", "leave DP attention out"
+            )
 
     @property
     def tp_size(self) -> int:
@@ -299,6 +331,10 @@ class EnginePaths:
     def sync(self, rank: int) -> str:
         """Rank ``rank`` in agreements with the other ranks of its replica; it binds."""
         return self._address(f"sync-{rank}")
+
+    def dp_sync(self, rank: int) -> str:
+        """Rank ``rank`` in agreements with its counterparts in the other replicas; it binds."""
+        return self._address(f"dp-sync-{rank}")
 
     def _address(self, name: str) -> str:
         return f"ipc://{Path(self.directory) / name}"

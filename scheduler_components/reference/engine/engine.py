@@ -391,7 +391,10 @@ async def open_engine(
             dispatcher=LoadDispatcher(
                 replicas=[ReplicaLoad() for _ in range(config.dp_size)], affinity_tokens=affinity_tokens
             ),
-            pulse=RankPulse(silent_after_s=SILENT_AFTER_S / min(1.0, config.speed)),  # a slow device's steps are long
+            pulse=RankPulse(
+                silent_after_s=SILENT_AFTER_S / min(1.0, config.speed),  # a slow device's steps are long
+                num_in_step=config.dp_size if config.dp_attention is not None else 0,
+            ),
         )
         rank_configs = [RankConfig(config, rank, paths) for rank in range(config.world_size)]
         ranks, first_exit = await opened.enter_async_context(open_ranks(rank_configs, show=show))

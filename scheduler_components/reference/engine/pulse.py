@@ -28,9 +28,12 @@ class RankPulse:
 
     Attributes:
         silent_after_s: silence from which on a rank is not counted on.
+        num_in_step: replicas that take every step together, so that one silent rank holds all of them up; 0 where each
+            goes by itself.
     """
 
     silent_after_s: float = SILENT_AFTER_S
+    num_in_step: int = 0
     _ticks: dict[RankAlive, int] = field(default_factory=dict, init=False)  # since each rank's last word
     _told: set[int] = field(default_factory=set, init=False)  # replicas whose silence ``tick`` has returned
     _places: dict[RankAlive, str] = field(default_factory=dict, init=False)  # where ranks are stuck, by their watchdogs
@@ -54,11 +57,12 @@ class RankPulse:
         return new
 
     def silent(self) -> dict[int, RankSilentError]:
-        """Replicas one of whose ranks is silent, and which for how long."""
-        errors = {}
+        """Replicas that a silent rank holds up, and which rank, for how long."""
+        errors: dict[int, RankSilentError] = {}
         for rank, ticks in sorted(self._ticks.items(), key=lambda each: each[1]):  # of several, the longest stays
             if (age_s := ticks * ALIVE_EVERY_S) > self.silent_after_s:
                 place = self._places.get(rank)
                 stuck = f"; it is stuck in {place}" if place else ""
-                errors[rank.replica] = RankSilentError(f"rank {rank.rank} has said nothing for {age_s:g} s{stuck}")
+                longest = RankSilentError(f"rank {rank.rank} has said nothing for {age_s:g} s{stuck}")
+                errors |= dict.fromkeys(range(self.num_in_step), longest) | {rank.replica: longest}
         return errors

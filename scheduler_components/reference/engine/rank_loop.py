@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -73,6 +74,8 @@ __all__ = [
     "FrontStallSink",
     "Heartbeat",
     "Leader",
+    "NO_PEERS",
+    "Peers",
     "RefusalReports",
     "ReportSocket",
     "StepExecutor",
@@ -323,16 +326,39 @@ class StepExecutor:
         )
 
 
+class Peers(Protocol):
+    """The other replicas of an engine with DP attention: all take every step together."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """One of them has begun a step that this replica has not begun."""
+        ...
+
+
+class _NoPeers:
+    """A replica that steps by itself."""
+
+    @property
+    def is_awaited(self) -> bool:
+        return False
+
+
+NO_PEERS: Peers = _NoPeers()
+"""Of a replica that steps by itself."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Leader:
-    """Steps while there is work, and sleeps when there is none and no command comes.
+    """Steps while there is work, here or in a replica that waits for this one; sleeps when there is none and no command
+    comes.
 
     Attributes:
         executor: takes the steps.
         intake: takes the front's commands, and tells the followers.
-        sleeper: watches the front's socket and the order to stop.
+        sleeper: watches the front's socket, those of the peers, and the order to stop.
         heartbeat: hears the order to stop, and is said while the leader sleeps.
         load_publishers: of the load gauge that the operator asked for, and of the front's.
+        peers: wake this replica for a step with nothing to compute.
     """
 
     executor: StepExecutor
@@ -340,6 +366,7 @@ class Leader:
     sleeper: IdleSleeper
     heartbeat: Heartbeat
     load_publishers: Sequence[LoadPublisher]
+    peers: Peers = NO_PEERS
 
     def run(self) -> None:
         """Returns when the order to stop comes."""
@@ -353,7 +380,7 @@ class Leader:
             # A busy leader hears the order to stop as often as it says that it runs: to look costs a step 2 us.
             if (is_idle or was_due) and self._is_told_to_stop(is_idle):
                 return
-            if is_idle and not self.intake.collect():
+            if is_idle and not self.intake.collect() and not self.peers.is_awaited:
                 continue
             step += 1
             try:
@@ -379,7 +406,7 @@ class Leader:
 
     def _is_told_to_stop(self, is_idle: bool) -> bool:
         """Look for the order to stop; when idle, sleep until it or a command comes, or there is something to say."""
-        patience_s = self.heartbeat.due_in_s if is_idle else 0.0
+        patience_s = self.heartbeat.due_in_s if is_idle and not self.peers.is_awaited else 0.0
         if self.executor.scheduler.output.has_backlog:
             patience_s = min(_BACKLOG_S, patience_s)
         return self.heartbeat.stop.descriptor in self.sleeper.sleep(patience_s)

@@ -14,6 +14,7 @@ from pathlib import Path
 import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
+from scheduler_components.batching import DpBatchSync, dp_rank_sets
 from scheduler_components.hicache import SyncDomain, world_rank_sets
 from scheduler_components.intake import (
     IdleSleeper,
@@ -57,7 +58,7 @@ from scheduler_components.reference.engine.rank_loop import (
     StopSignal,
 )
 from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.reference.engine.zmq_sync import open_zmq_sync_domain
+from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_sync_domain, open_zmq_sync_hub
 
 __all__ = [
     "main",
@@ -101,6 +102,8 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         opened.enter_context(suppress(StopRequested))
         domain = _open_domain(config, parallel, context, heartbeat)
         opened.callback(domain.close)
+        peers = _open_peers(config, parallel, context, heartbeat)
+        opened.callback(peers.close)
         tiers = _open_tiers(config, parallel, domain)
         if tiers is not None:
             opened.callback(tiers.close)
@@ -117,7 +120,13 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         device = ProfiledDevice(device=simulated, session=profiles)
         state = QuiesceState()
         scheduler = Scheduler.compose(
-            config.engine.scheduler, parallel, device, tiers=tiers, sinks=sinks, quiesce=state
+            config.engine.scheduler,
+            parallel,
+            device,
+            tiers=tiers,
+            sinks=sinks,
+            quiesce=state,
+            dp=_dp_sync(config, parallel, peers),
         )
         opened.callback(scheduler.close)
         weights, memory = SimulatedWeights(device=simulated), SimulatedMemory(device=simulated)
@@ -132,7 +141,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         _watch(config, context, alive, scheduler, opened)
         gauge = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
         opened.callback(gauge.close)
-        loop = _open_loop(config, context, executor, heartbeat, gauge)
+        loop = _open_loop(config, context, executor, heartbeat, gauge, peers)
         heartbeat.beat()  # before the engine is open, so that no rank can be stopped unheard of
         reports.send(_ready(config.rank, events, gauge))
         loop.run()
@@ -169,6 +178,37 @@ def _open_domain(config: RankConfig, parallel: ParallelState, context: _Context,
     )
 
 
+def _peer_hops(config: RankConfig, parallel: ParallelState) -> tuple[tuple[int, ...], ...]:
+    """The ranks that this one takes every step with, none where each replica steps by itself."""
+    return () if config.engine.dp_attention is None else dp_rank_sets(parallel).hops
+
+
+def _open_peers(config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: Heartbeat) -> ZmqSyncHub:
+    """Open this rank's sockets to its counterparts in the other replicas. They may wait for one that waits for a rank
+    of its own replica, which is to be named then: so they are more patient than a replica.
+    """
+    return open_zmq_sync_hub(
+        context,
+        rank=parallel.world_rank,
+        hops=_peer_hops(config, parallel),
+        address_of=config.paths.dp_sync,
+        wait_for=heartbeat.wait,
+        timeout_s=_AGREEMENT_TIMEOUT_S * (1 + len(world_rank_sets(parallel)[parallel.world_rank].hops)),
+    )
+
+
+def _dp_sync(config: RankConfig, parallel: ParallelState, peers: ZmqSyncHub) -> DpBatchSync:
+    """Make what lets replicas take their steps together, or one step alone."""
+    if config.engine.dp_attention is None:
+        return DpBatchSync()
+    return DpBatchSync(
+        domain=peers.domain(_peer_hops(config, parallel)),
+        replica=parallel.attn_dp_rank,
+        num_replicas=parallel.attn_dp_size,
+        delayer=config.engine.dp_attention.delayer(),
+    )
+
+
 def _open_tiers(config: RankConfig, parallel: ParallelState, domain: SyncDomain) -> CacheTiers | None:
     """Open what is behind the device; None where the scheduler's own cache is enough."""
     engine = config.engine
@@ -182,7 +222,12 @@ def _open_tiers(config: RankConfig, parallel: ParallelState, domain: SyncDomain)
 
 
 def _open_loop(
-    config: RankConfig, context: _Context, executor: StepExecutor, heartbeat: Heartbeat, gauge: LoadPublisher
+    config: RankConfig,
+    context: _Context,
+    executor: StepExecutor,
+    heartbeat: Heartbeat,
+    gauge: LoadPublisher,
+    peers: ZmqSyncHub,
 ) -> Leader | Follower:
     parallel, scheduler, paths = executor.parallel, executor.scheduler, config.paths
     skipper = RecvSkipper(recv_interval=config.engine.scheduler.recv_interval)
@@ -211,9 +256,10 @@ def _open_loop(
             ),
             skipper=skipper,
         ),
-        sleeper=IdleSleeper([commands], [heartbeat.stop.descriptor]),
+        sleeper=IdleSleeper([commands, peers.inbox], [heartbeat.stop.descriptor]),
         heartbeat=heartbeat,
         load_publishers=(gauge, LoadPublisher(parallel=parallel, load=scheduler.load, sink=front)),
+        peers=peers,
     )
 
 

@@ -22,6 +22,7 @@ from scheduler_components.intake import StopRequested, WaitFor
 __all__ = [
     "ZmqSyncHub",
     "open_zmq_sync_domain",
+    "open_zmq_sync_hub",
 ]
 
 _Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
@@ -87,6 +88,16 @@ class ZmqSyncHub:
         del self._brought[ranks, turn]
         return [meeting[rank] for rank in ranks]
 
+    @property
+    def is_awaited(self) -> bool:
+        """Another rank has come to a collective that this one has not come to yet, or has waited for it in vain."""
+        return bool(self._brought) or bool(zmq.zmq_poll([(self.inbox, zmq.POLLIN)], 0))
+
+    def domain(self, hops: Sequence[_Ranks]) -> SyncDomain:
+        """Return this rank's end of the agreement over ``hops``, whose members it has sockets to."""
+        groups = tuple(_ZmqSyncGroup(hub=self, ranks=ranks, hop=hop) for hop, ranks in enumerate(hops))
+        return SyncDomain(rank=self.rank, groups=groups)
+
     def close(self) -> None:
         """Close the sockets; safe to call twice."""
         for socket in (self.inbox, *self.peers.values()):
@@ -137,7 +148,7 @@ class _ZmqSyncGroup:
         self.hub.close()
 
 
-def open_zmq_sync_domain(
+def open_zmq_sync_hub(
     context: _Context,
     *,
     rank: int,
@@ -145,7 +156,7 @@ def open_zmq_sync_domain(
     address_of: Callable[[int], str],
     wait_for: WaitFor,
     timeout_s: float,
-) -> SyncDomain:
+) -> ZmqSyncHub:
     """Bind and connect one rank's sockets. Ranks may open in any order.
 
     Args:
@@ -163,6 +174,20 @@ def open_zmq_sync_domain(
         socket.sndhwm = 0
         socket.reconnect_ivl = 10
         socket.connect(address_of(peer))
-    hub = ZmqSyncHub(rank=rank, inbox=inbox, peers=peers, wait_for=wait_for, timeout_s=timeout_s)
-    groups = tuple(_ZmqSyncGroup(hub=hub, ranks=ranks, hop=hop) for hop, ranks in enumerate(hops))
-    return SyncDomain(rank=rank, groups=groups)
+    return ZmqSyncHub(rank=rank, inbox=inbox, peers=peers, wait_for=wait_for, timeout_s=timeout_s)
+
+
+def open_zmq_sync_domain(
+    context: _Context,
+    *,
+    rank: int,
+    hops: Sequence[_Ranks],
+    address_of: Callable[[int], str],
+    wait_for: WaitFor,
+    timeout_s: float,
+) -> SyncDomain:
+    """Open a hub as ``open_zmq_sync_hub`` does, and return the agreement over ``hops``; closing that closes the hub."""
+    hub = open_zmq_sync_hub(
+        context, rank=rank, hops=hops, address_of=address_of, wait_for=wait_for, timeout_s=timeout_s
+    )
+    return hub.domain(hops)

@@ -37,6 +37,21 @@ def test_silence_is_that_of_the_ranks_since_their_last_words(history: list[RankA
         }
 
 
+def test_under_dp_attention_a_silent_rank_holds_up_all_replicas() -> None:
+    pulse = RankPulse(silent_after_s=PATIENCE * ALIVE_EVERY_S, num_in_step=2)
+    for rank in RANKS:
+        pulse.heard(rank)
+    for _ in range(PATIENCE + 1):
+        for rank in RANKS[1:]:
+            pulse.heard(rank)
+        new = pulse.tick()
+    assert {replica: str(error) for replica, error in new.items()} == dict.fromkeys(
+        (0, 1), "rank dp0/tp0 has said nothing for 2 s"
+    )
+    pulse.heard(RANKS[0])
+    assert not pulse.silent()
+
+
 def test_a_silent_rank_that_is_stuck_is_told_with_its_place_until_it_speaks() -> None:
     pulse, rank = RankPulse(silent_after_s=PATIENCE * ALIVE_EVERY_S), RANKS[0]
     pulse.heard(rank)
