@@ -11,7 +11,7 @@ import msgspec
 
 from scheduler_components.events import EventBatch
 
-__all__ = ["MAX_WAITING", "MAX_WAITING_COST", "MAX_WAIT_S", "Backlog", "Bursts", "cost_of"]
+__all__ = ["LOOK_S", "MAX_WAITING", "MAX_WAITING_COST", "MAX_WAIT_S", "Backlog", "Bursts", "cost_of"]
 
 # The theory of handing over.
 #
@@ -33,8 +33,11 @@ __all__ = ["MAX_WAITING", "MAX_WAITING_COST", "MAX_WAIT_S", "Backlog", "Bursts",
 MAX_WAITING = 8
 """Batches. What costs most of a small one is to wake libzmq's thread, and it wakes once for all of them."""
 
-MAX_WAIT_S = 0.001
-"""The thread looks this often; who has waited for longer has been forgotten by it."""
+LOOK_S = 0.003
+"""The thread looks this often: each look takes the GIL from a step."""
+
+MAX_WAIT_S = 0.004
+"""Who has waited for longer has been forgotten by the thread."""
 
 MAX_WAITING_COST = 240
 """Half a millisecond's work, in what an event of one block costs: so much may a call of ``publish()`` take at most."""
@@ -99,8 +102,8 @@ class Backlog:
         """
         given = self._given
         if self._total_cost - given[-1][1] < _HEAVY_COST:
-            return MAX_WAIT_S
-        return min(MAX_WAIT_S, max(_LEAST_LOOK_S, self.last_s + self._since_last_s - now_s))
+            return LOOK_S
+        return min(LOOK_S, max(_LEAST_LOOK_S, self.last_s + self._since_last_s - now_s))
 
     def oldest_s(self, num_waiting: int) -> float:
         """When the oldest of ``num_waiting`` batches came, as far as it is known."""
@@ -135,7 +138,7 @@ class Bursts:
 
     def next_look_in_s(self, now_s: float) -> float:  # noqa: ARG002 - nothing is left to the thread
         """See ``Backlog.next_look_in_s``."""
-        return MAX_WAIT_S
+        return LOOK_S
 
     def oldest_s(self, num_waiting: int) -> float:  # noqa: ARG002 - none waits for longer than its burst
         """When the last batch came."""

@@ -83,9 +83,9 @@ class KVEventsConfig(BaseModel):
         buffer_bytes: bytes that batches kept for replay may take, whatever their number: 256 MiB holds 10,000
             batches of some 5,000 tokens each, and is small beside a scheduler process.
         send_mode: who sends where ``idle()`` is not called, as in vLLM and SGLang. ``background``: the publisher's
-            thread, and ``publish()`` what the thread has not taken in a millisecond: some 2 us in the scheduler's step,
-            0.5 ms until delivery. ``inline``: ``publish()`` before it returns: 40 to 300 us in the step, 0.15 ms until
-            delivery. Users of an engine wait for its steps, and routers can wait a millisecond.
+            thread, and ``publish()`` what the thread has not taken in 4 ms: some 2 us in the scheduler's step, 1 to
+            4 ms until delivery. ``inline``: ``publish()`` before it returns: 40 to 300 us in the step, 0.15 ms until
+            delivery. Users of an engine wait for its steps, and routers can wait some milliseconds.
         auth: ``none`` (everybody who reaches an address reads it, as in the seed) or ``required``: CURVE, and only
             clients whose key is allowed. SECURITY.md says how.
         secret_key_file: the publisher's key pair, made by ``scheduler-components keygen``; for ``required`` alone.

@@ -589,7 +589,7 @@ _STALLED_AFTER_S = 0.005
 _LATE_S = 0.003
 """A thread that comes so late did not get the GIL until the interpreter took it away from the scheduler."""
 
-_LULL_AFTER_S = 0.003
+_LULL_AFTER_S = 0.02
 """Until then a busy scheduler's next batch is waited for; to wake the thread for it costs its step a system call."""
 
 _LET_GO_S = 1.0
