@@ -1,0 +1,92 @@
+"""The codec of a real model: its own tokenizer and chat template, as transformers loads them.
+
+The library's tokenizer is called without the layers around it: those set options before each call, which two threads
+must not do at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from scheduler_components import ConfigError
+from scheduler_components.reference.text.codec import ChatMessage
+
+__all__ = ["ModelCodec", "open_model_codec"]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ModelCodec:
+    """A ``TextCodec`` of a model. Made by ``open_model_codec``.
+
+    Attributes:
+        tokenizer: text to tokens and back.
+        templates: has the chat template.
+        vocab_size, context_tokens: of the model; a tokenizer may know fewer tokens.
+    """
+
+    tokenizer: Tokenizer
+    templates: PreTrainedTokenizerFast
+    vocab_size: int
+    context_tokens: int | None
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        if not self.templates.chat_template:
+            problem = "need a chat template, and the model has none"
+            raise ConfigError("messages", len(messages), problem, "send a prompt")
+        said = [msgspec.to_builtins(message) for message in messages]
+        try:
+            text = self.templates.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            problem = f"do not fit the model's chat template ({_first_line(error)})"
+            raise ConfigError("messages", [each.role for each in messages], problem, "send others") from error
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids  # the template writes them
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(token_ids))
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+
+def open_model_codec(path: str | Path, *, vocab_size: int, context_tokens: int | None) -> ModelCodec:
+    """Load the tokenizer of a model.
+
+    Args:
+        path: the model's folder or ``.gguf`` file.
+        vocab_size, context_tokens: of the model.
+
+    Raises:
+        ConfigError: there is none, or it is none of the library ``tokenizers``.
+    """
+    place = Path(path).absolute()
+    folder, file = (place.parent, {"gguf_file": place.name}) if place.is_file() else (place, {})
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **file)
+    except Exception as error:
+        problem = f"has no tokenizer that can be read ({_first_line(error)})"
+        raise ConfigError("model", str(place), problem, "put its tokenizer.json beside the weights") from error
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        problem = f"has a tokenizer of the kind {type(loaded).__name__}"
+        raise ConfigError("model", str(place), problem, "give it a tokenizer.json")
+    tokenizer = loaded.backend_tokenizer
+    tokenizer.no_truncation()  # some tokenizers come with a length of their own, and cut without a word
+    tokenizer.no_padding()
+    return ModelCodec(tokenizer=tokenizer, templates=loaded, vocab_size=vocab_size, context_tokens=context_tokens)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".:;")
