@@ -61,6 +61,7 @@ from scheduler_components.ports import (
 )
 from scheduler_components.values import (
     BatchingStats,
+    CachedTokens,
     DecodeMoments,
     DisaggregationLoad,
     FinishReason,
@@ -150,6 +151,7 @@ __all__ = [  # sorted by meaning
     "PublisherStats",
     "SchedulerStats",
     "SchedulerTotals",
+    "CachedTokens",
     "TierStats",
     "QuiesceStats",
     "FinishReason",

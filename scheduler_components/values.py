@@ -25,6 +25,7 @@ __all__ = [
     "MemoryLoad",
     "QueueLoad",
     "SpeculativeLoad",
+    "CachedTokens",
     "TierStats",
     "PoolReading",
     "HeldCount",
@@ -227,6 +228,14 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 # Caches over tiers: what a hierarchical cache has done, and where prompts were found.
 
 
+class CachedTokens(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The cached tokens of one prompt, by the tier on which they were found, as ``TierStats`` tells hits apart."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+
 class TierStats(msgspec.Struct, gc=False):
     """Counters since the start; each only ever grows. The same on every rank of a replica.
 
@@ -260,14 +269,18 @@ class TierStats(msgspec.Struct, gc=False):
     prefetches_revoked: int = 0
     pages_dropped: int = 0
 
-    def book_admission(self, *, prompt_tokens: int, cached_tokens: int, loaded_tokens: int, read_tokens: int) -> None:
+    def book_admission(
+        self, *, prompt_tokens: int, cached_tokens: int, loaded_tokens: int, read_tokens: int
+    ) -> CachedTokens:
         """Count one prompt that begins to run: how much of it is cached, and what was moved for it before."""
         loaded = min(loaded_tokens, cached_tokens)
         read = min(read_tokens, loaded)
+        cached = CachedTokens(cached_tokens - loaded, loaded - read, read)
         self.prompt_tokens += prompt_tokens
-        self.device_hit_tokens += cached_tokens - loaded
-        self.host_hit_tokens += loaded - read
-        self.storage_hit_tokens += read
+        self.device_hit_tokens += cached.device
+        self.host_hit_tokens += cached.host
+        self.storage_hit_tokens += cached.storage
+        return cached
 
     def copy(self) -> TierStats:
         """Return the counts of this moment."""
@@ -718,6 +731,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
         num_prompt_tokens: of the whole request.
         num_cached_tokens: prompt tokens that the prefix cache covered at the first admission.
         num_retractions: how often the request lost its pages.
+        cached: the cached ones by the tier on which they were found.
         logprobs: one per token, where the request asked for them.
         top_logprobs: per token, the most probable ones there and their logprobs, where the request asked for them.
         hidden_states: one vector per token, as the model gave it; type and width are the model's.
@@ -727,6 +741,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_retractions: int = 0
+    cached: CachedTokens = CachedTokens()
     logprobs: tuple[float, ...] | None = None
     hidden_states: tuple[bytes, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None

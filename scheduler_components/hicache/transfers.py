@@ -31,7 +31,7 @@ from scheduler_components.page_operations import (
     StorageLost,
     WriteSettled,
 )
-from scheduler_components.values import HeldCount, PageHolding, TierStats
+from scheduler_components.values import CachedTokens, HeldCount, PageHolding, TierStats
 
 __all__ = ["DeviceLoads", "HostWrites", "Preparations", "StorageReads", "TierTransfers"]
 
@@ -591,18 +591,19 @@ class Preparations:
         if preparation.prefetch is not None and preparation.prefetch.num_landed is None:
             self.transfers.reads.give_up(preparation.prefetch)
 
-    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
-        """A request begins to run: count where its prompt was found."""
+    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:
+        """A request begins to run: count and return where its prompt was found."""
         preparation = self._by_rid.get(rid, _Preparation())
         num_read_pages = preparation.prefetch.num_landed or 0 if preparation.prefetch is not None else 0
         page_size = self.transfers.tiers.tree.page_size
-        self.transfers.stats.book_admission(
+        cached = self.transfers.stats.book_admission(
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             loaded_tokens=preparation.num_loaded_pages * page_size,
             read_tokens=num_read_pages * page_size,
         )
         self.forget(rid)
+        return cached
 
     def _begin_load(self, preparation: _Preparation, token_ids: Sequence[int], namespace: PrefixNamespace) -> bool:
         """Begin to load what part of the prompt is on the host alone, or wait for room; False when nothing is to do."""

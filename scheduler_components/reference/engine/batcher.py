@@ -415,7 +415,7 @@ class Batcher:
         if request.num_retractions:
             self.tiers.contents.preparations.forget(request.rid)
         else:
-            self.tiers.contents.preparations.book_admission(
+            request.cached_prompt = self.tiers.contents.preparations.book_admission(
                 request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
             )
             request.num_cached_prompt_tokens = request.num_cached_tokens

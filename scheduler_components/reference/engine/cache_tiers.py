@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from scheduler_components import TierStats
+from scheduler_components import CachedTokens, TierStats
 from scheduler_components.cache import PrefixNamespace, RadixCache
 from scheduler_components.hicache import HiRadixCache
 
@@ -33,8 +33,8 @@ class PrefixPreparations(Protocol):
         """Say whether a waiting request need not wait for pages, and begin to bring them closer."""
         ...
 
-    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
-        """A request begins to run for the first time."""
+    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:
+        """A request begins to run for the first time; return on which tiers its cached tokens were found."""
         ...
 
     def storage_spans(self) -> Iterable[tuple[str, tuple[int, int]]]:
@@ -115,8 +115,8 @@ class _NoPreparations:
     ) -> bool:
         return True
 
-    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> None:
-        pass
+    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:  # noqa: ARG002
+        return CachedTokens(device=cached_tokens)
 
     def storage_spans(self) -> Iterable[tuple[str, tuple[int, int]]]:
         return ()

@@ -31,7 +31,7 @@ from scheduler_components.reference.engine.http_exchange import (
     unless_disconnected,
 )
 from scheduler_components.reference.engine.http_openai import RANK_HEADER, pinned_replica
-from scheduler_components.reference.engine.openai_format import Count, Name, Stops, TokenId, stop_strings
+from scheduler_components.reference.engine.openai_format import Count, Name, Stops, TokenId, by_tier, stop_strings
 
 __all__ = ["GenerateBody", "GenerateEndpoint", "read_generate_body"]
 
@@ -169,6 +169,7 @@ def _meta_info(opened: OpenRequest, news: TextNews) -> dict[str, Any]:
         "prompt_tokens": output.num_prompt_tokens,
         "completion_tokens": news.delta.num_output_tokens,
         "cached_tokens": output.num_cached_tokens,
+        "cached_tokens_details": by_tier(output.cached),
         "dp_rank": opened.replica,
     }
 

@@ -39,6 +39,7 @@ from scheduler_components.reference.engine.openai_format import (
     CompletionBody,
     CompletionLogprobs,
     Usage,
+    UsageWanted,
 )
 from scheduler_components.reference.text import TextCodec
 
@@ -147,7 +148,7 @@ class _Job:
         num_choices: outputs per prompt.
         writer: words the answer.
         stream: as events.
-        usage_at: whether usage is told at the end of a stream, and with each event.
+        usage: what is told of it.
         rid: of the first request; the next ones add a number.
     """
 
@@ -156,7 +157,7 @@ class _Job:
     num_choices: int
     writer: _Writer
     stream: bool
-    usage_at: tuple[bool, bool]
+    usage: UsageWanted
     rid: str | None
 
     @classmethod
@@ -174,7 +175,7 @@ class _Job:
             num_choices=asked.num_choices,
             writer=writer,
             stream=bool(asked.stream),
-            usage_at=asked.usage_at,
+            usage=asked.usage_wanted,
             rid=asked.rid,
         )
 
@@ -192,7 +193,7 @@ class _Answering:
 
     async def whole(self) -> Response:
         pieces: list[list[dict[str, Any]]] = [[] for _ in self.opened]
-        usage = Usage()
+        usage = Usage(by_tier=self.job.usage.by_tier)
         try:
             async with aclosing(self._news()) as news:
                 async for place, each in news:
@@ -201,18 +202,18 @@ class _Answering:
         except ComponentError as error:
             return failure_response(error)
         choices = [self.job.writer.whole(each) for each in pieces]
-        return json_response(self._envelope(self.job.writer.whole_object, choices, {"usage": usage.told()}))
+        return json_response(self._envelope(self.job.writer.whole_object, choices, usage.told()))
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        usage, name = Usage(), self.job.writer.event_object
-        at_the_end, with_each = self.job.usage_at
+        wanted, name = self.job.usage, self.job.writer.event_object
+        usage, silence = Usage(by_tier=wanted.by_tier), {"usage": None} if wanted.at_the_end else {}
         async with aclosing(self._news()) as news:
             async for place, each in news:
                 usage.count(place // self.job.num_choices, place, each)
-                told: dict[str, Any] = {"usage": usage.told() if with_each else None} if at_the_end else {}
+                told = usage.told() if wanted.with_each else silence
                 yield self._envelope(name, [self.job.writer.piece(place, each)], told)
-        if at_the_end:
-            yield self._envelope(name, [], {"usage": usage.told()})
+        if wanted.at_the_end:
+            yield self._envelope(name, [], usage.told())
 
     def _news(self) -> AsyncGenerator[tuple[int, TextNews], None]:
         return merged([self.text.news(opened, self.job.wanted) for opened in self.opened])

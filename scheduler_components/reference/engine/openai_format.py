@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from scheduler_components import ConfigError
+from scheduler_components import CachedTokens, ConfigError
 from scheduler_components.reference.device import SamplingParams
 from scheduler_components.reference.engine.generation import TextNews, Wanted
 from scheduler_components.reference.text import ChatMessage, TextCodec
@@ -24,6 +24,8 @@ __all__ = [
     "CompletionLogprobs",
     "TokenId",
     "Usage",
+    "UsageWanted",
+    "by_tier",
     "stop_strings",
 ]
 
@@ -44,6 +46,19 @@ Stops: TypeAlias = _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=_MAX_S
 class _StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class UsageWanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client wants to know of usage.
+
+    Attributes:
+        at_the_end, with_each: of a stream: in an event of its own, and in every event.
+        by_tier: also where the cached tokens were found.
+    """
+
+    at_the_end: bool
+    with_each: bool
+    by_tier: bool
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +82,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     conversation: Name | None = None
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
+    return_cached_tokens_details: bool | None = None
 
     @property
     def num_choices(self) -> int:
@@ -74,10 +90,14 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
         return self.n or 1
 
     @property
-    def usage_at(self) -> tuple[bool, bool]:
-        """Whether a stream tells usage at its end, and with every event."""
+    def usage_wanted(self) -> UsageWanted:
+        """When usage is told, and what of it."""
         options = self.stream_options or _StreamOptions()
-        return options.include_usage, options.continuous_usage_stats
+        return UsageWanted(
+            at_the_end=options.include_usage,
+            with_each=options.include_usage and options.continuous_usage_stats,
+            by_tier=bool(self.return_cached_tokens_details),
+        )
 
     def wanted(self, *, max_new_tokens: int | None, logprobs: int | None) -> Wanted:
         """What is wanted of each output. Raises ConfigError for a value that cannot work."""
@@ -99,6 +119,11 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
             conversation=self.conversation,
             replica=self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
         )
+
+
+def by_tier(cached: CachedTokens) -> dict[str, int]:
+    """SGLang's ``cached_tokens_details``."""
+    return {"device": cached.device, "host": cached.host, "storage": cached.storage}
 
 
 def stop_strings(given: Stops) -> tuple[str, ...]:
@@ -177,29 +202,35 @@ class ChatBody(_Asked, frozen=True, kw_only=True):
 class Usage:
     """Tokens of all outputs of one body. A prompt counts once, and as its first output found it in the cache."""
 
-    __slots__ = ("_num_cached", "_num_output", "_num_prompt")
+    __slots__ = ("_by_tier", "_cached", "_num_output", "_num_prompt")
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_tier: bool = False) -> None:
+        self._by_tier = by_tier
         self._num_prompt: dict[int, int] = {}
-        self._num_cached: dict[int, int] = {}
+        self._cached: dict[int, CachedTokens] = {}
         self._num_output: dict[int, int] = {}
 
     def count(self, prompt: int, choice: int, news: TextNews) -> None:
         """Take in the news of an output."""
         output = news.delta.output
         self._num_prompt[prompt] = output.num_prompt_tokens
-        self._num_cached.setdefault(prompt, output.num_cached_tokens)
+        self._cached.setdefault(prompt, output.cached)
         self._num_output[choice] = news.delta.num_output_tokens
 
     def told(self) -> dict[str, Any]:
-        """As answers tell it."""
+        """Return the fields of an answer that tell it; tiers stand in the place that SGLang has for them."""
         prompt, output = sum(self._num_prompt.values()), sum(self._num_output.values())
-        return {
+        found = self._cached.values()
+        tiers = [sum(tier) for tier in zip(*((each.device, each.host, each.storage) for each in found), strict=True)]
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(tiers)},
         }
+        if not self._by_tier:
+            return {"usage": usage}
+        return {"usage": usage, "sglext": {"cached_tokens_details": by_tier(CachedTokens(*tiers))}}
 
 
 def _token_logprobs(news: TextNews) -> Iterator[tuple[int, float, Sequence[tuple[int, float]]]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components import ConfigError, FinishReason, TokenOutput
+from scheduler_components import CachedTokens, ConfigError, FinishReason, TokenOutput
 from scheduler_components.cache import RadixNode
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import RequestTimeStats
@@ -80,6 +80,7 @@ class Request:
         prefill_end: ``len(token_ids)`` when the request was last admitted: computing up to here is prefill.
         num_cached_tokens: of ``token_ids``, how many the cache covered when last asked.
         num_cached_prompt_tokens: the same at the first admission: what the client is told.
+        cached_prompt: the same by the tier on which they were found.
         num_retractions: how often the request lost its pages to others.
         is_watched: the ledger of owners notes its pages; no decision looks at it.
         times: kept by the scheduler from submission on; no decision looks at them.
@@ -106,6 +107,7 @@ class Request:
         "prefill_end",
         "num_cached_tokens",
         "num_cached_prompt_tokens",
+        "cached_prompt",
         "num_retractions",
         "is_watched",
         "times",
@@ -137,6 +139,7 @@ class Request:
         self.prefill_end = 0
         self.num_cached_tokens = 0
         self.num_cached_prompt_tokens = 0
+        self.cached_prompt = CachedTokens()
         self.num_retractions = 0
         self.is_watched = False
         self.times: RequestTimeStats | None = None
@@ -163,6 +166,7 @@ class Request:
             token_ids=tuple(self.token_ids[self.num_prompt_tokens + start :]),
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_prompt_tokens,
+            cached=self.cached_prompt,
             num_retractions=self.num_retractions,
             logprobs=None if logprobs is None else tuple(each.logprob for each in logprobs),
             top_logprobs=None if logprobs is None else tuple(each.top for each in logprobs),

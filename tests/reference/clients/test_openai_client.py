@@ -128,6 +128,21 @@ def test_a_streamed_chat_tells_its_role_once(make_served: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_where_cached_tokens_were_found_is_told_as_sglang_does(make_served: Callable[..., Any], stream: bool) -> None:
+    async def scenario(client: Any) -> None:
+        asked = {"model": "any", "prompt": [*range(17)], "max_tokens": 1}
+        await client.completions.create(**asked)
+        told = {"return_cached_tokens_details": True}
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = await client.completions.create(**asked, **options, extra_body=told)
+        last = [event async for event in answer][-1] if stream else answer
+        assert last.sglext["cached_tokens_details"] == {"device": 16, "host": 0, "storage": 0}
+        assert last.usage.prompt_tokens_details.cached_tokens == 16
+
+    use(make_served(), scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_and_the_work(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
     words = CODEC.decode(served.foretold("mine", 1, 4000)).split()

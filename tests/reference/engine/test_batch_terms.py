@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from scheduler_components import CachedTokens
 from scheduler_components.batching import PrefillModel
 from scheduler_components.testing import FakeClock
 
@@ -69,8 +70,8 @@ class ComingFromStorage:
     def is_ready(self, rid: str, *_: object, is_next: bool) -> bool:
         return not self.spans
 
-    def book_admission(self, rid: str, **_: int) -> None:
-        pass
+    def book_admission(self, rid: str, *, cached_tokens: int, **_: int) -> CachedTokens:
+        return CachedTokens(device=cached_tokens)
 
     def storage_spans(self) -> list[tuple[str, tuple[int, int]]]:
         return self.spans

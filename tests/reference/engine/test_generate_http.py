@@ -102,6 +102,7 @@ def test_a_whole_answer_has_all_tokens_and_the_counts() -> None:
             "prompt_tokens": 3,
             "completion_tokens": 3,
             "cached_tokens": 0,
+            "cached_tokens_details": {"device": 0, "host": 0, "storage": 0},
             "dp_rank": 0,
         },
     }

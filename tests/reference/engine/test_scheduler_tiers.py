@@ -29,6 +29,7 @@ from scheduler_components.reference.engine import (
     SchedulerConfig,
     SchedulerSinks,
 )
+from scheduler_components.testing import ListOutputSink
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=64)
 SHAPE = PageShape(num_layers=1, layer_page_bytes=8)
@@ -54,13 +55,13 @@ def tiers() -> Iterator[HostTiers]:
 
 def test_each_step_reports_where_prompts_were_found(tiers: HostTiers) -> None:
     """Three prompts of 40 tokens over a device of 64: when the first comes again, the host alone has all of it."""
-    sink = LastStats()
+    sink, outputs = LastStats(), ListOutputSink()
     scheduler = Scheduler.compose(
         CONFIG,
         ParallelState.trivial(),
         SimulatedDevice(speed=1e9),
         tiers=tiers,
-        sinks=SchedulerSinks(metrics=sink),
+        sinks=SchedulerSinks(metrics=sink, outputs=outputs),
     )
     for rid, first in (("a", 0), ("b", 100), ("c", 200), ("a again", 0)):
         scheduler.submit(Request(rid, range(first, first + 41), SamplingLimits(max_new_tokens=1)))
@@ -71,6 +72,9 @@ def test_each_step_reports_where_prompts_were_found(tiers: HostTiers) -> None:
     assert told is not None
     assert (told.prompt_tokens, told.device_hit_tokens + told.host_hit_tokens) == (4 * 41, 40)
     assert told.host_hit_tokens > 0
+    last = outputs.deltas[-1].output
+    assert (last.cached.device, last.cached.host) == (told.device_hit_tokens, told.host_hit_tokens)
+    assert last.num_cached_tokens == 40
 
 
 def test_a_scheduler_without_tiers_tells_of_none(make_bench: Callable) -> None:
