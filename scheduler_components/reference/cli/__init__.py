@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from scheduler_components.reference.cli.engine_commands import (
         DemoOptions,
         EngineOptions,
+        EngineSizes,
         HiCacheOptions,
+        ModelOptions,
         engine_config,
     )
     from scheduler_components.reference.cli.hicache_sim_command import RunProgress, draw_divergence, report_of
@@ -38,10 +40,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DemoOptions",
     "EngineOptions",
+    "EngineSizes",
     "Evidence",
     "HiCacheOptions",
     "JsonScreen",
     "Lateness",
+    "ModelOptions",
     "PortProbe",
     "RateWindow",
     "RunProgress",
@@ -71,7 +75,9 @@ __getattr__ = lazy_names(
     {
         "scheduler_components.reference.cli.commands": "COMMANDS make_app run_command",
         "scheduler_components.reference.cli.driver": "Lateness Tally TraceDriver percentile",
-        "scheduler_components.reference.cli.engine_commands": "DemoOptions EngineOptions HiCacheOptions engine_config",
+        "scheduler_components.reference.cli.engine_commands": (
+            "DemoOptions EngineOptions EngineSizes HiCacheOptions ModelOptions engine_config"
+        ),
         "scheduler_components.reference.cli.hicache_sim_command": "RunProgress draw_divergence report_of",
         "scheduler_components.reference.cli.run_report": (
             "Evidence PortProbe RunReport StreamEvidence judge probe_ports speaks_zmq"

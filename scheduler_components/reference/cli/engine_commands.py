@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import attrs
 from cyclopts import Group, Parameter
@@ -18,7 +19,7 @@ from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load import check_load_endpoint
 from scheduler_components.reference.cli.screen import JsonScreen, Screen, SessionScreen
 from scheduler_components.reference.cli.session import SessionConfig, run_session
-from scheduler_components.reference.device import WorkloadConfig
+from scheduler_components.reference.device import ModelDtype, ModelSpec, TokenSpace, WorkloadConfig
 from scheduler_components.reference.engine import (
     DEFAULT_HOST,
     MOONCAKE_MASTER,
@@ -34,7 +35,9 @@ from scheduler_components.reference.engine import (
 __all__ = [
     "DemoOptions",
     "EngineOptions",
+    "EngineSizes",
     "HiCacheOptions",
+    "ModelOptions",
     "demo",
     "engine_config",
     "serve",
@@ -46,24 +49,55 @@ _DEFAULT_WORKLOAD = WorkloadConfig()
 Port = Annotated[
     int, Parameter(validator=Number(gte=0, lte=65535), help="Port of the HTTP server; 0 lets the system choose.")
 ]
-KvTokens = Annotated[int, Parameter(help="Capacity of each replica's KV pool, in tokens.")]
 AsJson = Annotated[
     bool, Parameter(name="--json", show_default=False, help="One JSON object per line, each with a kind.")
 ]
 RunningRequests = Annotated[int, Parameter(help="Request slots of each replica.")]
-ChunkTokens = Annotated[int, Parameter(help="The most that one request prefills in a step, in tokens.")]
+
+
+@attrs.frozen(kw_only=True)
+class EngineSizes:
+    """What is taken where an option does not say: it differs by command and device. The fields are the options'."""
+
+    dp_size: int
+    attn_cp_size: int
+    attn_tp_size: int
+    kv_tokens: int
+    chunk_tokens: int
+
+
+# One process has the cores for itself. A chunk of 512 tokens takes a small model seconds on a CPU, in which all others
+# wait for their next token; and 16,384 tokens of KV are 0.75 GB of a model of 135 million parameters in float32.
+_MODEL_SIZES = EngineSizes(dp_size=1, attn_cp_size=1, attn_tp_size=1, kv_tokens=16_384, chunk_tokens=512)
 
 
 @Parameter(name="*", group=Group("Engine", sort_key=2))
 @attrs.frozen(kw_only=True)
 class EngineOptions:
-    """One field per option; the help says what each is. The defaults are of an engine that serves."""
+    """One field per option; the help says what each is. The defaults are of an engine that serves.
+
+    ``sizes`` says what those are that are None.
+    """
+
+    simulated_sizes: ClassVar[EngineSizes] = EngineSizes(
+        dp_size=2, attn_cp_size=2, attn_tp_size=2, kv_tokens=262_144, chunk_tokens=2048
+    )
 
     host: Annotated[str, Parameter(help="Address of the HTTP server.")] = DEFAULT_HOST
     port: Port = 30_000
-    dp_size: Annotated[int, Parameter(help="Data-parallel replicas: independent KV caches, one event stream each.")] = 2
-    attn_cp_size: Annotated[int, Parameter(help="Ranks per replica along attention context parallelism.")] = 2
-    attn_tp_size: Annotated[int, Parameter(help="Ranks per replica along attention tensor parallelism.")] = 2
+    dp_size: Annotated[
+        int | None,
+        Parameter(
+            help="Data-parallel replicas: independent KV caches, one event stream each. Default: 2; with --model 1."
+        ),
+    ] = None
+    attn_cp_size: Annotated[
+        int | None,
+        Parameter(help="Ranks per replica along attention context parallelism. Default: 2; with --model 1."),
+    ] = None
+    attn_tp_size: Annotated[
+        int | None, Parameter(help="Ranks per replica along attention tensor parallelism. Default: 2; with --model 1.")
+    ] = None
     pp_size: Annotated[int, Parameter(help="Pipeline stages.")] = 1
     dp_attention: Annotated[
         bool,
@@ -76,9 +110,17 @@ class EngineOptions:
         float, Parameter(help="With a smaller share of its KV tokens in use, 0 to 1, a replica's prefills do not wait.")
     ] = 0.0
     page_size: Annotated[int, Parameter(help="Tokens per KV page, and per block of the events.")] = 16
-    kv_tokens: KvTokens = 262_144
+    kv_tokens: Annotated[
+        int | None,
+        Parameter(help="Capacity of each replica's KV pool, in tokens. Default: by command; with --model 16384."),
+    ] = None
     max_running_requests: RunningRequests = 64
-    chunk_tokens: ChunkTokens = 2048
+    chunk_tokens: Annotated[
+        int | None,
+        Parameter(
+            help="The most that one request prefills in a step, in tokens. Default: by command; with --model 512."
+        ),
+    ] = None
     recv_interval: Annotated[int, Parameter(help="Decode steps that share one receive of input.")] = 1
     kv_events_config: Annotated[
         str | None,
@@ -103,16 +145,56 @@ class EngineOptions:
     speed: Annotated[float, Parameter(help="Divides the time of workload, trace and device.")] = 1.0
     seed: Annotated[int, Parameter(help="Of the generated workload and of the tokens that come out.")] = 0
 
+    def sizes(self, *, of_a_model: bool) -> EngineSizes:
+        """What was given, and for the rest the defaults of this command's simulated device, or of a model."""
+        default = _MODEL_SIZES if of_a_model else self.simulated_sizes
+        given = {each.name: getattr(self, each.name) for each in attrs.fields(EngineSizes)}
+        return attrs.evolve(default, **{name: size for name, size in given.items() if size is not None})
+
 
 @Parameter(name="*", group=Group("Engine", sort_key=2))
 @attrs.frozen(kw_only=True)
 class DemoOptions(EngineOptions):
     """The same options; so small a pool by default that the generated chats push each other's pages out."""
 
+    simulated_sizes: ClassVar[EngineSizes] = attrs.evolve(
+        EngineOptions.simulated_sizes, kv_tokens=6144, chunk_tokens=512
+    )
+
     port: Port = 0
-    kv_tokens: KvTokens = 6144
     max_running_requests: RunningRequests = 32
-    chunk_tokens: ChunkTokens = 512
+
+
+@Parameter(name="*", group=Group("Model", sort_key=4))
+@attrs.frozen(kw_only=True)
+class ModelOptions:
+    """A real model; one field per option."""
+
+    model: Annotated[
+        Path | None,
+        Parameter(help="Serve this model: a folder with config.json and *.safetensors, or a .gguf file."),
+    ] = None
+    dtype: Annotated[ModelDtype, Parameter(help="Of its weights, keys and values.")] = "float32"
+    device: Annotated[str, Parameter(help="What it runs on: cpu, cuda or cuda:N.")] = "cpu"
+
+    def spec(self) -> ModelSpec | None:
+        """Look at the model; None without ``--model``.
+
+        Raises:
+            ConfigError: it cannot be served, or there is none.
+            StartError: a library of an extra is not installed.
+        """
+        if self.model is None:
+            for name in ("dtype", "device"):
+                if (value := getattr(self, name)) != getattr(_SIMULATED, name):
+                    raise ConfigError(name, value, "has no effect by itself", "add --model")
+            return None
+        for module in ("torch", "transformers", "gguf", "accelerate"):
+            _require(module, "model", "leave --model out")
+        # Imported here: other commands, and an engine without a model, start without torch.
+        from scheduler_components.reference.device import inspect_model
+
+        return inspect_model(self.model, dtype=self.dtype, device=self.device)
 
 
 _POLICY = HiCachePolicy()
@@ -188,35 +270,59 @@ def _require(module: str, extra: str, otherwise: str) -> None:
         raise StartError(module, "is not installed", f"pip install 'scheduler-components[{extra}]', or {otherwise}")
 
 
-_SERVE, _DEMO, _NO_TIERS = EngineOptions(), DemoOptions(), HiCacheOptions()
+_SERVE, _DEMO, _NO_TIERS, _SIMULATED = EngineOptions(), DemoOptions(), HiCacheOptions(), ModelOptions()
 
 
-def engine_config(options: EngineOptions, hicache: HiCacheOptions) -> EngineConfig:
+def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelOptions = _SIMULATED) -> EngineConfig:
     """Put the options together.
 
     Raises:
         ConfigError: naming what cannot work.
     """
+    spec = model.spec()
+    sizes = options.sizes(of_a_model=spec is not None)
     engine = EngineConfig(
-        dp_size=options.dp_size,
-        attn_cp_size=options.attn_cp_size,
-        attn_tp_size=options.attn_tp_size,
+        model=spec,
+        model_name=EngineConfig().model_name if spec is None else Path(spec.path).name.removesuffix(".gguf"),
+        dp_size=sizes.dp_size,
+        attn_cp_size=sizes.attn_cp_size,
+        attn_tp_size=sizes.attn_tp_size,
         pp_size=options.pp_size,
         scheduler=SchedulerConfig(
             page_size=options.page_size,
-            kv_tokens=options.kv_tokens,
+            kv_tokens=sizes.kv_tokens,
             max_running_requests=options.max_running_requests,
-            chunk_tokens=options.chunk_tokens,
-            max_prefill_tokens=max(options.chunk_tokens, SchedulerConfig().max_prefill_tokens),
+            chunk_tokens=sizes.chunk_tokens,
+            max_prefill_tokens=_prefill_budget(sizes, of_a_model=spec is not None),
             recv_interval=options.recv_interval,
+            tokens=TokenSpace() if spec is None else spec.tokens,
         ),
         speed=options.speed,
         seed=options.seed,
-        hicache=hicache.config(options.kv_tokens),
+        hicache=hicache.config(sizes.kv_tokens),
         profile_directory=options.profile_directory,
         dp_attention=_dp_attention(options),
     )
+    _check_memory(engine)
     return _with_kv_events(engine, options.kv_events_config)
+
+
+def _prefill_budget(sizes: EngineSizes, *, of_a_model: bool) -> int:
+    """One chunk per step of a model: its time is real, and the others wait for it."""
+    return sizes.chunk_tokens if of_a_model else max(sizes.chunk_tokens, SchedulerConfig().max_prefill_tokens)
+
+
+def _check_memory(engine: EngineConfig) -> None:
+    """Refuse a model and pools that this machine has no memory for, before a process finds out by being killed."""
+    model = engine.model
+    if model is None or model.device != "cpu":
+        return
+    pool_bytes = model.kv_bytes_per_token * engine.scheduler.kv_tokens
+    needed_gb = (model.weight_bytes + pool_bytes) * engine.world_size / 1e9
+    has_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    if needed_gb > has_gb:
+        problem = f"needs {needed_gb:.1f} GB with the weights of each rank, and this machine has {has_gb:.1f}"
+        raise ConfigError("kv_tokens", engine.scheduler.kv_tokens, problem, "give fewer, or a smaller model")
 
 
 def _dp_attention(options: EngineOptions) -> DpAttentionConfig | None:
@@ -243,6 +349,7 @@ def _with_kv_events(engine: EngineConfig, text: str | None) -> EngineConfig:
 def serve(
     options: EngineOptions = _SERVE,
     hicache: HiCacheOptions = _NO_TIERS,
+    model: ModelOptions = _SIMULATED,
     *,
     trace: Annotated[
         Path | None, Parameter(help="Replay this trace (Mooncake's JSON lines), check the run, stop.")
@@ -259,7 +366,7 @@ def serve(
     """Run the engine and serve HTTP until Ctrl-C, or replay a trace against it."""
     return _run(
         SessionConfig(
-            engine=engine_config(options, hicache),
+            engine=engine_config(options, hicache, model),
             host=options.host,
             port=options.port,
             kv_pool=options.kv_pool,

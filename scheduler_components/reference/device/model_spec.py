@@ -37,13 +37,13 @@ class TokenSpace:
     """Which tokens, and how many, the model takes.
 
     Attributes:
-        vocab_size: ids are below it.
-        context_tokens: positions that it was made for.
-        eos_token_ids: with any of them an answer ends.
+        vocab_size: ids are below it; by default all that are u32.
+        context_tokens: positions that it was made for; None for any number.
+        eos_token_ids: any of them ends an answer, unless its request ignores them.
     """
 
-    vocab_size: int
-    context_tokens: int
+    vocab_size: int = 2**32
+    context_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
 

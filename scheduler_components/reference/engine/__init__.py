@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         Batcher,
         RequestPages,
         check_request_fits,
+        check_tokens_known,
         expected_pages,
         pages_for,
         pages_to_come,
@@ -112,6 +113,7 @@ if TYPE_CHECKING:
     from scheduler_components.reference.engine.pool_guard import GuardedTotals, PoolGuard, RequestHolders, RequestSlots
     from scheduler_components.reference.engine.pulse import RankPulse, RankSilentError
     from scheduler_components.reference.engine.quiesce import SchedulerAtRest, quiesce_of
+    from scheduler_components.reference.engine.rank_device import RankDevice, open_rank_device
     from scheduler_components.reference.engine.rank_loop import (
         Follower,
         FrontLoadSink,
@@ -188,6 +190,7 @@ __all__ = [
     "RankAlive",
     "RankStalled",
     "RankConfig",
+    "RankDevice",
     "RankPulse",
     "RankReady",
     "ReadPool",
@@ -234,6 +237,7 @@ __all__ = [
     "bind_http",
     "check_ports_free",
     "check_request_fits",
+    "check_tokens_known",
     "decode_command",
     "decode_outputs",
     "decode_report",
@@ -244,6 +248,7 @@ __all__ = [
     "make_app",
     "open_engine",
     "open_http_server",
+    "open_rank_device",
     "open_zmq_sync_domain",
     "open_zmq_sync_hub",
     "ZmqSyncHub",
@@ -265,7 +270,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.reference.engine.batcher": (
-            "POOL Batcher RequestPages check_request_fits expected_pages pages_for pages_to_come "
+            "POOL Batcher RequestPages check_request_fits check_tokens_known expected_pages pages_for pages_to_come "
             "prefill_chunk retraction_victim"
         ),
         "scheduler_components.reference.engine.cache_tiers": "CacheTiers DeviceTier",
@@ -300,6 +305,7 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.engine.orders": "OrderDesk OrderRefusedError",
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
         "scheduler_components.reference.engine.quiesce": "SchedulerAtRest quiesce_of",
+        "scheduler_components.reference.engine.rank_device": "RankDevice open_rank_device",
         "scheduler_components.reference.engine.rank_loop": (
             "Follower FrontLoadSink FrontStallSink Heartbeat Leader RefusalReports ReportSocket StepExecutor StopSignal"
         ),

@@ -33,12 +33,13 @@ from scheduler_components.reference.engine.batch_terms import BatchTerms
 from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, RequestQueues
+from scheduler_components.reference.engine.request import MAX_TOKEN_ID, Request, RequestQueues
 
 __all__ = [
     "Batcher",
     "RequestPages",
     "check_request_fits",
+    "check_tokens_known",
     "expected_pages",
     "POOL",
     "pages_for",
@@ -60,7 +61,7 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def check_request_fits(config: SchedulerConfig, num_input_tokens: int, max_new_tokens: int) -> None:
-    """Refuse a request that the whole pool could not hold; any other one fits once it is alone.
+    """Refuse a request that the whole pool or the model's context could not hold; any other fits once it is alone.
 
     Pure, so that a front process can refuse before it dispatches.
 
@@ -68,19 +69,31 @@ def check_request_fits(config: SchedulerConfig, num_input_tokens: int, max_new_t
         ConfigError: with the arithmetic, and the most that may be asked for.
     """
     num_positions = num_input_tokens + max_new_tokens - 1  # the last token needs no KV of its own
-    if num_positions <= config.kv_tokens:
+    context_tokens = config.tokens.context_tokens
+    most, holder = config.kv_tokens, "the pool"
+    if context_tokens is not None and context_tokens < most:
+        most, holder = context_tokens, "the model's context"
+    if num_positions <= most:
         return
-    room = config.kv_tokens - num_input_tokens + 1
-    if room >= 1:
-        hint = f"ask for at most {room} new tokens with this prompt"
-    else:
-        hint = f"send at most {config.kv_tokens} tokens"
+    room = most - num_input_tokens + 1
+    hint = f"ask for at most {room} new tokens with this prompt" if room >= 1 else f"send at most {most} tokens"
     raise ConfigError(
         "input_ids",
         f"{num_input_tokens} tokens",
-        f"with max_new_tokens={max_new_tokens} may take {num_positions} KV tokens and the pool has {config.kv_tokens}",
+        f"with max_new_tokens={max_new_tokens} may take {num_positions} KV tokens and {holder} has {most}",
         hint,
     )
+
+
+def check_tokens_known(config: SchedulerConfig, token_ids: Sequence[int]) -> None:
+    """Refuse tokens that the model does not have: looking one up would fail every request of its batch.
+
+    Raises:
+        ConfigError: naming the largest.
+    """
+    vocab_size = config.tokens.vocab_size
+    if vocab_size <= MAX_TOKEN_ID and (largest := max(token_ids)) >= vocab_size:
+        raise ConfigError("input_ids", largest, "is not a token of the model", f"give ids from 0 to {vocab_size - 1}")
 
 
 def prefill_chunk(num_tokens_left: int, *, chunk_tokens: int, budget_tokens: int) -> int:

@@ -21,6 +21,7 @@ from scheduler_components.intake import InputBounds
 from scheduler_components.integrity import CheckPolicy
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.page_shape import check_layout
+from scheduler_components.reference.device import ModelSpec, TokenSpace
 from scheduler_components.validators import is_integer, is_number
 
 __all__ = [
@@ -53,6 +54,8 @@ _SEARCHED_PORTS = (20_000, 32_000)  # below the ports that systems give to outgo
 _SEARCHES = 64
 
 _STALL_AFTER_S = 8.0
+
+_MODEL_PACE = 1 / 8  # on two busy cores a chunk of 512 tokens takes a model of 135 million parameters up to 8 s
 
 StorageKind: TypeAlias = Literal["none", "file", "mooncake"]
 _STORAGE_KINDS = ("none", "file", "mooncake")
@@ -114,7 +117,7 @@ class SchedulerConfig:
         new_token_ratio: share of a request's possible output that admission reserves at first. 0.7 as in SGLang:
             few requests use all of ``max_new_tokens``.
         min_new_token_ratio: what that share decays to over 600 steps without a retraction (``NewTokenRatioTracker``).
-        eos_token_id: the model's end-of-sequence token; None for a model that has none.
+        tokens: what the model takes: its vocabulary, its context, its end-of-sequence tokens.
         kv_metrics_every_steps: cadence of ``KvMetrics`` to the serving process. Events go out every step.
         recv_interval: weight of steps between two receives of input (``RecvSkipper``); 1 receives before every step.
         input_bounds: size, rate and number of the requests that a replica takes.
@@ -131,7 +134,7 @@ class SchedulerConfig:
     chunk_tokens: int = attrs.field(default=2048, validator=is_integer())
     new_token_ratio: float = attrs.field(default=0.7, validator=_check_ratio)
     min_new_token_ratio: float = attrs.field(default=0.1, validator=_check_ratio)
-    eos_token_id: int | None = None
+    tokens: TokenSpace = attrs.field(factory=TokenSpace)
     kv_metrics_every_steps: int = attrs.field(default=8, validator=is_integer())
     recv_interval: int = attrs.field(default=1, validator=is_integer("is not an interval"))
     input_bounds: InputBounds = attrs.field(factory=InputBounds)
@@ -230,6 +233,7 @@ class EngineConfig:
         attn_cp_size, attn_tp_size, pp_size: ranks per replica, along attention context and tensor parallelism, and
             pipeline stages. The simulated device of each stage answers as the last one's would.
         scheduler: sizes of each replica's scheduler.
+        model: a real model, loaded whole by each rank; None for a simulated device.
         speed: divides the simulated device's time.
         seed: of the simulated model's tokens.
         kv_events: configuration of the event publisher as JSON text; None publishes nothing.
@@ -254,12 +258,28 @@ class EngineConfig:
     hicache: HiCacheConfig | None = None
     profile_directory: str = ""
     dp_attention: DpAttentionConfig | None = None
+    model: ModelSpec | None = None
 
     def __attrs_post_init__(self) -> None:
+        if self.model is not None:
+            self._check_ranks_of_a_model()
         if self.dp_attention is not None and self.dp_size == 1:
             raise ConfigError(
                 "dp_size", 1, "is a single replica, which has no other to take its steps with", "leave DP attention out"
             )
+
+    def _check_ranks_of_a_model(self) -> None:
+        for name in ("attn_cp_size", "attn_tp_size", "pp_size"):
+            if (size := getattr(self, name)) != 1:
+                raise ConfigError(name, size, "cannot cut a real model", "give 1, and more replicas by dp_size")
+        if self.dp_attention is not None:
+            problem = "is for replicas that share layers, and each replica of a real model has all of its own"
+            raise ConfigError("dp_attention", True, problem, "leave it out")
+
+    @property
+    def pace(self) -> float:
+        """How fast a step is where it is slow, 1.0 at most: what waits for a rank waits longer by it."""
+        return min(1.0, self.speed) if self.model is None else _MODEL_PACE
 
     @property
     def tp_size(self) -> int:

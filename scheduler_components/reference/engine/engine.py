@@ -68,6 +68,7 @@ _RANK_MODULE = "scheduler_components.reference.engine.rank_process"
 _LONGEST_LINE_BYTES = 2**20  # of standard error; a traceback's longest line is far below
 _STOP_GRACE_S = 5.0  # a rank drains its event stream before it goes
 _START_DEADLINE_S = 60.0  # eight interpreters that start at once on two busy cores
+_LOAD_DEADLINE_S = 900.0  # a large model from a slow disk
 _ANSWER_DEADLINE_S = 30.0
 _KV_METRICS_EVERY_S = 0.25
 _TRANSFERS_END_S = 10.0  # pages that are on their way when a store is to be cleared
@@ -169,7 +170,7 @@ async def _start(name: str) -> asyncio.subprocess.Process:
             "-P",  # a rank imports what this process does, whatever lies in the working directory
             "-m",
             _RANK_MODULE,
-            env=os.environ | {"PYTHONPATH": search_path},  # noqa: SCH007 a rank's environment is its parent's
+            env=os.environ | {"PYTHONPATH": search_path, "TQDM_DISABLE": "1"},  # noqa: SCH007 its parent's, without bars
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_LONGEST_LINE_BYTES,
@@ -392,7 +393,7 @@ async def open_engine(
                 replicas=[ReplicaLoad() for _ in range(config.dp_size)], affinity_tokens=affinity_tokens
             ),
             pulse=RankPulse(
-                silent_after_s=SILENT_AFTER_S / min(1.0, config.speed),  # a slow device's steps are long
+                silent_after_s=SILENT_AFTER_S / config.pace,  # a slow device's steps are long
                 num_in_step=config.dp_size if config.dp_attention is not None else 0,
             ),
         )
@@ -411,12 +412,13 @@ async def open_engine(
 
 async def _wait_for_ranks(engine: Engine) -> None:
     ready = engine.front.board.ready
+    deadline_s = _START_DEADLINE_S if engine.config.model is None else _LOAD_DEADLINE_S
     try:
-        async with asyncio.timeout(_START_DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             await engine.run(engine.front.board.wait_until(lambda: len(ready) == engine.config.world_size))
     except TimeoutError:
         missing = sorted(set(range(engine.config.world_size)) - set(ready))
-        raise StartError(f"ranks {missing}", f"not ready after {_START_DEADLINE_S} s", "start fewer ranks") from None
+        raise StartError(f"ranks {missing}", f"not ready after {deadline_s} s", "start fewer ranks") from None
 
 
 def _note_failure(front: Front, exited: asyncio.Future[RankExit]) -> None:

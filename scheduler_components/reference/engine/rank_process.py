@@ -34,7 +34,6 @@ from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metr
 from scheduler_components.ports import NO_PROFILER, Profiler
 from scheduler_components.profiling import ProfilerSession, StackSampler
 from scheduler_components.quiesce import QuiesceState
-from scheduler_components.reference.device import SimulatedDevice, SimulatedMemory, SimulatedModel, SimulatedWeights
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import RankConfig
 from scheduler_components.reference.engine.control import BatcherState, Control, ProfiledDevice
@@ -46,6 +45,7 @@ from scheduler_components.reference.engine.messages import (
     RankReady,
 )
 from scheduler_components.reference.engine.quiesce import quiesce_of
+from scheduler_components.reference.engine.rank_device import RankDevice, open_rank_device
 from scheduler_components.reference.engine.rank_loop import (
     Follower,
     FrontLoadSink,
@@ -91,6 +91,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         LockstepError: its state is not its leader's.
     """
     parallel = config.engine.parallel(config.rank)
+    computes = open_rank_device(config.engine, parallel)  # first: who waits for a rank need not wait for its weights
     with ExitStack() as opened:
         context: _Context = zmq.Context()
         opened.callback(context.destroy, linger=0)
@@ -104,7 +105,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         opened.callback(domain.close)
         peers = _open_peers(config, parallel, context, heartbeat)
         opened.callback(peers.close)
-        tiers = _open_tiers(config, parallel, domain)
+        tiers = _open_tiers(config, parallel, domain, computes)
         if tiers is not None:
             opened.callback(tiers.close)
         metrics = open_shm_metrics_sink(Path(config.paths.directory), parallel)
@@ -116,8 +117,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
             sinks.kv_metrics = open_zmq_kv_metrics_sink(config.paths.kv_metrics)
         profiles = ProfilerSession(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
-        simulated = SimulatedDevice(model=SimulatedModel(seed=config.engine.seed), speed=config.engine.speed)
-        device = ProfiledDevice(device=simulated, session=profiles)
+        device = ProfiledDevice(device=computes.device, session=profiles)
         state = QuiesceState()
         scheduler = Scheduler.compose(
             config.engine.scheduler,
@@ -129,8 +129,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
             dp=_dp_sync(config, parallel, peers),
         )
         opened.callback(scheduler.close)
-        weights, memory = SimulatedWeights(device=simulated), SimulatedMemory(device=simulated)
-        quiesce = quiesce_of(scheduler, state, domain=domain, weights=weights, memory=memory)
+        quiesce = quiesce_of(scheduler, state, domain=domain, weights=computes.weights, memory=computes.memory)
         internal = InternalState(
             holders=(BatcherState(batcher=scheduler.batcher), scheduler.batcher.terms.chunk_sizer, profiles)
         )
@@ -156,7 +155,7 @@ def _profiler(config: RankConfig) -> Profiler:
 
 def _watch(config: RankConfig, context: _Context, alive: RankAlive, scheduler: Scheduler, opened: ExitStack) -> None:
     """Watch this thread. Standard error is the engine's to read, so it also gets the stacks that only C can write."""
-    after_s = config.engine.scheduler.integrity.stall_bound_s(config.engine.speed)
+    after_s = config.engine.scheduler.integrity.stall_bound_s(config.engine.pace)
     if not after_s:
         return
     sink = FrontStallSink(reports=ReportSocket(socket=_connect_push(context, config.paths.reports)), alive=alive)
@@ -209,15 +208,20 @@ def _dp_sync(config: RankConfig, parallel: ParallelState, peers: ZmqSyncHub) -> 
     )
 
 
-def _open_tiers(config: RankConfig, parallel: ParallelState, domain: SyncDomain) -> CacheTiers | None:
+def _open_tiers(
+    config: RankConfig, parallel: ParallelState, domain: SyncDomain, computes: RankDevice
+) -> CacheTiers | None:
     """Open what is behind the device; None where the scheduler's own cache is enough."""
     engine = config.engine
     if engine.hicache is None:
         return None
     # Imported here: the memory of a host tier needs numpy, which an engine without one need not have.
-    from scheduler_components.reference.engine.host_tiers import open_host_tiers, simulated_kv
+    from scheduler_components.reference.engine.host_tiers import open_host_tiers, simulated_kv, torch_kv
 
-    kv = simulated_kv(engine.scheduler, parallel, model=engine.model_name)
+    if computes.pool is None or engine.model is None:
+        kv = simulated_kv(engine.scheduler, parallel, model=engine.model_name)
+    else:
+        kv = torch_kv(computes.pool, model=engine.model.identity)
     return open_host_tiers(kv, engine.hicache, engine.scheduler, parallel, domain=domain)
 
 

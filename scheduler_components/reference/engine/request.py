@@ -16,6 +16,7 @@ from scheduler_components.metrics import RequestTimeStats
 from scheduler_components.reference.device import SamplingParams, TokenLogprobs
 
 __all__ = [
+    "MAX_TOKEN_ID",
     "Request",
     "RequestQueues",
     "RequestState",

@@ -51,7 +51,7 @@ from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.quiesce import DEFAULT_WEIGHT_VERSION, QuiesceState, namespace_of
 from scheduler_components.reference.device import Device, ScheduledBatch
 from scheduler_components.reference.engine.batch_terms import BatchTerms
-from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits
+from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits, check_tokens_known
 from scheduler_components.reference.engine.bookkeeping import RequestBook
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, DeviceTier, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
@@ -251,7 +251,7 @@ class Scheduler:
                 requests=queues,
                 output=output,
                 observer=book,
-                eos_token_ids=frozenset() if config.eos_token_id is None else frozenset({config.eos_token_id}),
+                eos_token_ids=frozenset(config.tokens.eos_token_ids),
             ),
             output=output,
             kv_events=kv_events,
@@ -314,10 +314,11 @@ class Scheduler:
         """Queue a request. A refusal changes nothing.
 
         Raises:
-            ConfigError: the whole pool could not hold it, its id is in flight (or its abort is still to be told),
-                or it has been served before.
+            ConfigError: the whole pool or the model's context could not hold it, a token is not the model's, its id is
+                in flight (or its abort is still to be told), or it has been served before.
         """
         check_request_fits(self.batcher.config, request.num_input_tokens, request.limits.max_new_tokens)
+        check_tokens_known(self.batcher.config, request.token_ids)
         if self.queues.is_taken(request.rid):
             raise ConfigError("rid", request.rid, "is already in flight", "give each request an id of its own")
         if request.state is not RequestState.WAITING or request.num_output_tokens:

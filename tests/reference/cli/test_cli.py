@@ -63,14 +63,14 @@ MISTAKES = [
 
 
 ENGINE = """
-    affinity-tokens attn-cp-size attn-tp-size chunk-tokens dp-attention dp-size hicache hicache-host-tokens
-    hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata hicache-prefetch hicache-retry-steps
-    hicache-storage hicache-storage-path hicache-write hicache-write-hits host kv-events-config kv-pool kv-tokens
-    max-running-requests page-size port pp-size prefill-delay-low-usage prefill-delay-steps profile-directory
-    recv-interval seed speed
+    affinity-tokens attn-cp-size attn-tp-size chunk-tokens dp-attention dp-size hicache hicache-host-layout
+    hicache-host-tokens hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata hicache-prefetch
+    hicache-retry-steps hicache-storage hicache-storage-path hicache-write hicache-write-hits host kv-events-config
+    kv-pool kv-tokens max-running-requests page-size port pp-size prefill-delay-low-usage prefill-delay-steps
+    profile-directory recv-interval seed speed
 """
 OPTIONS = {
-    "serve": f"{ENGINE} duration json keep-serving limit trace",
+    "serve": f"{ENGINE} device dtype duration json keep-serving limit model trace",
     "demo": f"{ENGINE} chats-per-s json requests",
     "watch": "count duration history json publisher-key-file replay-endpoint secret-key-file topic",
     "doctor": "json listen publisher-key-file secret-key-file timeout",

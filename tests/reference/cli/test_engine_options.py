@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.reference.cli import (
     COMMANDS,
     DemoOptions,
     EngineOptions,
+    EngineSizes,
     HiCacheOptions,
+    ModelOptions,
+    engine_commands,
     engine_config,
     make_app,
 )
@@ -37,9 +41,31 @@ def test_what_is_not_given_is_the_commands_default(command: str, options: Engine
 
 def test_a_demo_listens_where_the_system_likes_and_its_pool_is_small() -> None:
     serve, demo = EngineOptions(), DemoOptions()
-    assert (serve.host, serve.port, serve.kv_tokens, serve.max_running_requests) == (DEFAULT_HOST, 30_000, 262_144, 64)
-    assert (demo.host, demo.port, demo.kv_tokens, demo.max_running_requests) == (DEFAULT_HOST, 0, 6144, 32)
-    assert (serve.chunk_tokens, demo.chunk_tokens) == (2048, 512)
+    assert (serve.host, serve.port, serve.max_running_requests) == (DEFAULT_HOST, 30_000, 64)
+    assert (demo.host, demo.port, demo.max_running_requests) == (DEFAULT_HOST, 0, 32)
+    in_parts = {"dp_size": 2, "attn_cp_size": 2, "attn_tp_size": 2}
+    assert serve.sizes(of_a_model=False) == EngineSizes(**in_parts, kv_tokens=262_144, chunk_tokens=2048)
+    assert demo.sizes(of_a_model=False) == EngineSizes(**in_parts, kv_tokens=6144, chunk_tokens=512)
+
+
+def test_a_model_is_served_whole_by_one_rank_unless_more_is_asked_for() -> None:
+    whole = {"dp_size": 1, "attn_cp_size": 1, "attn_tp_size": 1}
+    for options in (EngineOptions(), DemoOptions()):
+        assert options.sizes(of_a_model=True) == EngineSizes(**whole, kv_tokens=16_384, chunk_tokens=512)
+    asked = EngineOptions(dp_size=2, kv_tokens=262_144).sizes(of_a_model=True)
+    assert (asked.dp_size, asked.kv_tokens) == (2, 262_144)
+
+
+@pytest.mark.parametrize(("field", "value"), [("dtype", "bfloat16"), ("device", "cuda")])
+def test_what_only_a_model_has_is_refused_without_one(field: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field}=.*add --model"):
+        ModelOptions(**{field: value}).spec()
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_commands, "find_spec", lambda name: None if name == "transformers" else object())
+    with pytest.raises(StartError, match=r"transformers.*scheduler-components\[model\]"):
+        ModelOptions(model=Path("anywhere")).spec()
 
 
 def test_shared_and_own_options_stand_side_by_side() -> None:

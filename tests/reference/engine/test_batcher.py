@@ -7,11 +7,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
+from scheduler_components.reference.device import TokenSpace
 from scheduler_components.reference.engine import (
     Request,
     SamplingLimits,
     SchedulerConfig,
     check_request_fits,
+    check_tokens_known,
     expected_pages,
     pages_for,
     pages_to_come,
@@ -62,6 +64,32 @@ def test_a_request_is_refused_exactly_when_the_whole_pool_could_not_hold_it(
     else:
         assert f"at most {config.kv_tokens} tokens" in refusal.value.hint
         check_request_fits(config, config.kv_tokens, 1)
+
+
+@checked
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 60))
+def test_a_request_beyond_the_models_context_is_refused_with_the_room_that_is_left(
+    context: int, num_input: int, max_new: int
+) -> None:
+    config = SchedulerConfig(page_size=1, kv_tokens=30, tokens=TokenSpace(context_tokens=context))
+    most = min(30, context)
+    if num_input + max_new - 1 <= most:
+        check_request_fits(config, num_input, max_new)
+        return
+    with pytest.raises(ConfigError, match="context" if context < 30 else "pool") as refusal:
+        check_request_fits(config, num_input, max_new)
+    if num_input <= most:
+        assert f"at most {most - num_input + 1} new tokens" in refusal.value.hint
+    else:
+        assert f"at most {most} tokens" in refusal.value.hint
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    config = SchedulerConfig(tokens=TokenSpace(vocab_size=320))
+    check_tokens_known(config, [0, 319])
+    check_tokens_known(SchedulerConfig(), [2**32 - 1])
+    with pytest.raises(ConfigError, match=r"^input_ids=320: .* give ids from 0 to 319"):
+        check_tokens_known(config, [5, 320, 7])
 
 
 @checked

@@ -29,7 +29,7 @@ from scheduler_components.quiesce import (
     ResumeMemory,
     RollBackWeights,
 )
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel, TokenSpace
 from scheduler_components.reference.engine import (
     Request,
     RequestState,
@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk_tokens=chunk,
             new_token_ratio=ratios[0],
             min_new_token_ratio=ratios[1],
-            eos_token_id=EOS,
+            tokens=TokenSpace(eos_token_ids=(EOS,)),
         )
         self.view = StreamView(page_size)
         self.outputs = ListOutputSink()

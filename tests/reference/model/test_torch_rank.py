@@ -1,0 +1,92 @@
+"""A rank with a model: what it is told in its first line is enough to compute what ``generate`` does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from scheduler_components import ConfigError
+from scheduler_components.reference.cli import EngineOptions, HiCacheOptions, ModelOptions, engine_config
+from scheduler_components.reference.device import ModelSpec, inspect_model
+from scheduler_components.reference.engine import (
+    DpAttentionConfig,
+    EngineConfig,
+    EnginePaths,
+    RankConfig,
+    Request,
+    SamplingLimits,
+    Scheduler,
+    open_rank_device,
+)
+from scheduler_components.testing import GenerateJudge
+
+
+@pytest.fixture(scope="module")
+def spec(model_folder: Path) -> ModelSpec:
+    return inspect_model(model_folder)
+
+
+def test_a_rank_serves_the_model_that_the_command_line_names(model_folder: Path, judge: GenerateJudge) -> None:
+    options = EngineOptions(kv_tokens=1024, kv_events_config='{"publisher": "null"}')
+    engine = engine_config(options, HiCacheOptions(), ModelOptions(model=model_folder))
+    config = RankConfig.from_json(RankConfig(engine, 0, EnginePaths("nowhere")).to_json())
+    assert config.engine == engine
+    parallel = config.engine.parallel(0)
+    threads = torch.get_num_threads()
+    try:
+        device = open_rank_device(config.engine, parallel)
+    finally:
+        torch.set_num_threads(threads)
+    assert device.pool is not None
+    assert device.pool.num_pages == engine.scheduler.kv_pages
+    scheduler = Scheduler.compose(config.engine.scheduler, parallel, device.device)
+    request = Request("r", range(6, 50), SamplingLimits(8, ignore_eos=True))
+    scheduler.submit(request)
+    for _ in scheduler.drain():
+        pass
+    judge.expect(request.input_ids, request.output_ids, num_tokens=8)
+    assert engine.model_name == model_folder.name
+    with pytest.raises(ConfigError, match="context has 512"):
+        scheduler.submit(Request("long", range(6, 300), SamplingLimits(220)))
+    with pytest.raises(ConfigError, match="not a token of the model"):
+        scheduler.submit(Request("strange", [320]))
+
+
+@pytest.mark.parametrize("field", ["attn_cp_size", "attn_tp_size", "pp_size"])
+def test_ranks_that_would_have_a_part_of_a_model_are_refused(spec: ModelSpec, field: str) -> None:
+    whole = EngineConfig(model=spec, dp_size=2, attn_cp_size=1, attn_tp_size=1)
+    with pytest.raises(ConfigError, match=rf"^{field}=2: cannot cut"):
+        attrs.evolve(whole, **{field: 2})
+    with pytest.raises(ConfigError, match=r"^dp_attention="):
+        attrs.evolve(whole, dp_attention=DpAttentionConfig())
+
+
+def test_a_pool_beyond_the_machines_memory_costs_no_process(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_tokens=.*needs .* GB"):
+        engine_config(EngineOptions(kv_tokens=2**40), HiCacheOptions(), ModelOptions(model=model_folder))
+
+
+def test_a_steps_limits_are_those_of_a_slow_device(spec: ModelSpec) -> None:
+    """Seconds in which a chunk is computed are not silence."""
+    whole = EngineConfig(model=spec, dp_size=1, attn_cp_size=1, attn_tp_size=1)
+    assert whole.pace < EngineConfig().pace == 1.0
+    assert EngineConfig(speed=4.0).pace == 1.0
+    assert EngineConfig(speed=0.25).pace == 0.25
+
+
+def test_an_engine_without_a_model_imports_no_torch() -> None:
+    """Neither the front nor a rank, which is what a rank imports and opens before it is ready."""
+    script = (
+        "import sys; from scheduler_components.reference.cli import engine_config, EngineOptions, HiCacheOptions;"
+        "from scheduler_components.reference.engine import rank_process, open_rank_device;"
+        "config = engine_config(EngineOptions(), HiCacheOptions());"
+        "open_rank_device(config, config.parallel(0));"
+        "print(sorted({'torch', 'transformers', 'tokenizers', 'gguf'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
