@@ -34,7 +34,7 @@ from scheduler_components.quiesce.state import Phase, QuiesceState, namespace_of
 from scheduler_components.quiesce.weights import LoadedParts
 
 if TYPE_CHECKING:
-    from scheduler_components.quiesce.torch_weights import TorchWeights
+    from scheduler_components.quiesce.torch_weights import TensorParts, TorchWeights
 
 __all__ = [
     "DEFAULT_WEIGHT_VERSION",
@@ -59,9 +59,10 @@ __all__ = [
     "RestOrder",
     "ResumeMemory",
     "RollBackWeights",
+    "TensorParts",
     "TorchWeights",
     "namespace_of",
     "what_is_ordered",
 ]
 
-__getattr__ = lazy_names(__name__, {"scheduler_components.quiesce.torch_weights": "TorchWeights"})
+__getattr__ = lazy_names(__name__, {"scheduler_components.quiesce.torch_weights": "TensorParts TorchWeights"})

@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     from scheduler_components.reference.device.sampling import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
     from scheduler_components.reference.device.torch_device import TorchDevice
     from scheduler_components.reference.device.torch_model import inspect_model, load_model
+    from scheduler_components.reference.device.torch_tensor_parallel import (
+        ALONE,
+        RankSums,
+        TensorGroup,
+        cut_model,
+        cut_units,
+        open_tensor_group,
+    )
     from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
     from scheduler_components.reference.device.workload import (
         BLOCK_TOKENS,
@@ -53,6 +61,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ALONE",
     "MAX_TOP_LOGPROBS",
     "AgreementScope",
     "Chat",
@@ -65,6 +74,7 @@ __all__ = [
     "KvShape",
     "ModelDtype",
     "ModelSpec",
+    "RankSums",
     "SamplingParams",
     "ScheduledBatch",
     "ScheduledWork",
@@ -77,6 +87,7 @@ __all__ = [
     "SimulatedWorkload",
     "SimulationConfig",
     "SimulationRun",
+    "TensorGroup",
     "TokenLogprobs",
     "TokenSpace",
     "TorchDevice",
@@ -88,9 +99,12 @@ __all__ = [
     "QUANTUM_S",
     "agreement_of",
     "check_trace",
+    "cut_model",
+    "cut_units",
     "generate_chats",
     "inspect_model",
     "load_model",
+    "open_tensor_group",
     "open_trace",
     "parse_trace",
     "prompt_tokens",
@@ -115,6 +129,9 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.device.model_spec": "KvShape ModelDtype ModelSpec TokenSpace",
         "scheduler_components.reference.device.torch_device": "TorchDevice",
         "scheduler_components.reference.device.torch_model": "inspect_model load_model",
+        "scheduler_components.reference.device.torch_tensor_parallel": (
+            "ALONE RankSums TensorGroup cut_model cut_units open_tensor_group"
+        ),
         "scheduler_components.reference.device.sampling": "MAX_TOP_LOGPROBS SamplingParams TokenLogprobs",
         "scheduler_components.reference.device.weights": "SimulatedMemory SimulatedWeights",
     },

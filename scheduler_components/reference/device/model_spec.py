@@ -58,6 +58,7 @@ class ModelSpec:
         kv: keys and values of one position.
         tokens: what goes in and comes out.
         weight_bytes: of the loaded model, in ``dtype``.
+        cut_units: each divisor of it is a size of attention-TP: among so many ranks the layers can be cut.
         identity: a digest of configuration and weights: pages of one identity, layout and dtype mean the same.
     """
 
@@ -67,6 +68,7 @@ class ModelSpec:
     kv: KvShape
     tokens: TokenSpace
     weight_bytes: int
+    cut_units: int = 1
     identity: str
 
     @property

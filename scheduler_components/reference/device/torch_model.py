@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpace
 from scheduler_components.reference.device.torch_attention import PAGED_ATTENTION, register_paged_attention
+from scheduler_components.reference.device.torch_tensor_parallel import UnmetRanks, cut_model, cut_units
 
 __all__ = ["inspect_model", "load_model"]
 
@@ -54,6 +55,8 @@ def inspect_model(path: str | Path, *, dtype: ModelDtype = "float32", device: st
         config = _config(place)
         model = _without_weights(place, config, _DTYPES[dtype])
         kv = _probe(place, model, config)
+        weight_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+        units = _cut_units(place, model, config, kv)
         eos_token_ids = _eos_token_ids(place, config)
     text = config.get_text_config()
     context_tokens = getattr(text, "max_position_embeddings", None)
@@ -65,7 +68,8 @@ def inspect_model(path: str | Path, *, dtype: ModelDtype = "float32", device: st
         device=device,
         kv=kv,
         tokens=TokenSpace(vocab_size=text.vocab_size, context_tokens=context_tokens, eos_token_ids=eos_token_ids),
-        weight_bytes=sum(each.numel() * each.element_size() for each in model.parameters()),
+        weight_bytes=weight_bytes,
+        cut_units=units,
         identity=_identity(config, files),
     )
 
@@ -246,6 +250,19 @@ def _probe(place: Path, model: PreTrainedModel, config: PretrainedConfig) -> KvS
         raise _refusal(place, "cannot be paged: its layers have keys of different shapes", hint)
     kv_heads, head_dim = probe.shapes[0]
     return KvShape(num_layers=text.num_hidden_layers, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _cut_units(place: Path, model: PreTrainedModel, config: PretrainedConfig, kv: KvShape) -> int:
+    """Cut the model without weights as far as its plan allows, and see whether attention gets a part of the heads."""
+    units = cut_units(model, kv)
+    if units == 1:
+        return 1
+    cut_model(model, UnmetRanks(size=units))
+    try:
+        part = _probe(place, model, config)
+    except ConfigError:  # its modules know the number of heads: it is served whole
+        return 1
+    return units if part.kv_heads * units == kv.kv_heads else 1
 
 
 def _eos_token_ids(place: Path, config: PretrainedConfig) -> tuple[int, ...]:

@@ -1,0 +1,225 @@
+"""Ranks that each have a part of the model give the tokens of one that has all of it; and take their part of an update.
+
+Ranks are threads here, which meet over gloo as processes do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.models import gemma, gpt2, olmo2, phi3
+
+from scheduler_components import ConfigError, ParallelState, StartError
+from scheduler_components.hicache import TorchDeviceMemory
+from scheduler_components.quiesce import TorchWeights
+from scheduler_components.reference.device import (
+    ALONE,
+    KvShape,
+    ModelSpec,
+    RankSums,
+    TorchDevice,
+    cut_model,
+    cut_units,
+    inspect_model,
+    load_model,
+    open_tensor_group,
+)
+from scheduler_components.reference.device.torch_tensor_parallel import UnmetRanks
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
+from scheduler_components.testing import GenerateJudge
+
+PAGE_SIZE, NUM_PAGES = 4, 96
+
+
+class Rank:
+    """One rank: its part of the model, its pool, its scheduler."""
+
+    def __init__(self, spec: ModelSpec, ranks: RankSums) -> None:
+        self.ranks = ranks
+        self.model = load_model(spec)
+        self.parts = cut_model(self.model, ranks)
+        self.pool = TorchDeviceMemory.allocate(
+            num_layers=spec.kv.num_layers,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            kv_heads=spec.kv.kv_heads // ranks.size,
+            head_dim=spec.kv.head_dim,
+        )
+        self.scheduler = Scheduler.compose(
+            SchedulerConfig(page_size=PAGE_SIZE, kv_tokens=NUM_PAGES * PAGE_SIZE, chunk_tokens=7),
+            ParallelState(),
+            TorchDevice(model=self.model, pool=self.pool),
+        )
+
+    def serve(self, prompts: list[list[int]]) -> list[Request]:
+        limits = SamplingLimits(max_new_tokens=8)
+        requests = [Request(f"r{number}", prompt, limits) for number, prompt in enumerate(prompts)]
+        for request in requests:
+            self.scheduler.submit(request)
+        for _ in self.scheduler.drain():
+            pass
+        return requests
+
+
+@pytest.fixture
+def each_rank(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
+    """``each_rank(size, work)`` calls ``work(ranks)`` on a thread per rank; returns what each came to."""
+    opened: list[RankSums] = []
+
+    def run(size: int, work: Callable[[RankSums], Any]) -> list[Any]:
+        def rank(number: int) -> Any:
+            opened.append(open_tensor_group(tmp_path / "meeting", rank=number, size=size, timeout_s=30))
+            return work(opened[-1])
+
+        with ThreadPoolExecutor(size) as threads:
+            running = [threads.submit(rank, number) for number in range(size)]
+        return [each.result() for each in running]
+
+    yield run
+    for each in opened:
+        each.close()
+        each.close()
+
+
+def prompts_of_families(seed: int) -> list[list[int]]:
+    """Some share prefixes."""
+    draw = random.Random(seed)
+    families = [draw.choices(range(6, 319), k=50) for _ in range(2)]
+    return [families[number % 2][: draw.randint(1, 50)] for number in range(6)]
+
+
+@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(2, 4, 2), (4, 8, 4)])
+def test_parts_give_the_tokens_of_the_whole(
+    make_model_folder: Callable[..., Path], each_rank: Callable[..., list[Any]], size: int, heads: int, kv_heads: int
+) -> None:
+    folder = make_model_folder(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    judge = GenerateJudge.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    spec = inspect_model(folder)
+    served = each_rank(size, lambda ranks: Rank(spec, ranks).serve(prompts_of_families(size)))
+    for request in served[0]:
+        judge.expect(request.input_ids, request.output_ids, num_tokens=8)
+    for others in served[1:]:
+        assert [each.output_ids for each in others] == [each.output_ids for each in served[0]]
+
+
+def test_each_rank_has_its_part_of_weights_and_pages(model_folder: Path, each_rank: Callable[..., list[Any]]) -> None:
+    spec = inspect_model(model_folder)
+    assert spec.cut_units == 2
+    whole = load_model(spec)
+    made = each_rank(2, lambda ranks: Rank(spec, ranks))
+    for rank in made:
+        assert rank.pool.keys[0].shape == (NUM_PAGES, PAGE_SIZE, 1, 16)
+        for name, tensor in whole.state_dict().items():
+            assert rank.parts.whole_shape(name, rank.model.state_dict()[name]) == tuple(tensor.shape)
+    layer = "model.layers.1.self_attn.{}.weight"
+    for name, dimension in ((layer.format("q_proj"), 0), (layer.format("o_proj"), 1)):
+        joined = torch.cat([rank.model.state_dict()[name] for rank in made], dimension)
+        assert torch.equal(joined, whole.state_dict()[name])
+
+
+def test_biases_are_added_once(each_rank: Callable[..., list[Any]]) -> None:
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        num_hidden_layers=2, vocab_size=64, attention_bias=True, mlp_bias=True, initializer_range=0.3, **sizes
+    )
+    whole = AutoModelForCausalLM.from_config(config).eval()
+    for name, tensor in whole.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(tensor)
+    tokens = torch.arange(20)[None]
+
+    def logits(ranks: RankSums) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_config(config).eval()
+        model.load_state_dict(whole.state_dict())
+        cut_model(model, ranks)
+        with torch.inference_mode():
+            return model(input_ids=tokens, use_cache=False).logits
+
+    expected = logits(ALONE)
+    found = each_rank(2, logits)
+    assert torch.equal(found[0], found[1]), "all ranks have the same logits, bit by bit"
+    assert torch.allclose(found[0], expected, atol=1e-4)
+
+
+def test_each_rank_takes_its_part_of_new_weights(
+    make_model_folder: Callable[..., Path], model_folder: Path, each_rank: Callable[..., list[Any]]
+) -> None:
+    other_folder = make_model_folder(seed=5)
+    other, spec = load_model(inspect_model(other_folder)), inspect_model(model_folder)
+    judge = GenerateJudge.over(AutoModelForCausalLM.from_pretrained(other_folder, dtype=torch.float32))
+
+    def updated(ranks: RankSums) -> tuple[int, list[Request]]:
+        rank = Rank(spec, ranks)
+        weights = TorchWeights(model=rank.model, parts=rank.parts)
+        weights.begin("v2")
+        for name, tensor in other.state_dict().items():
+            weights.load(name, tensor.numpy().tobytes())
+        with pytest.raises(ConfigError, match=r"is not 16384 bytes, torch.float32 of \(64, 64\)"):
+            weights.load("model.layers.0.self_attn.q_proj.weight", b"1234")
+        checksum = weights.checksum()
+        weights.commit()
+        return checksum, rank.serve(prompts_of_families(1))
+
+    (checksum, served), (other_checksum, _) = each_rank(2, updated)
+    assert checksum == other_checksum
+    for request in served:
+        judge.expect(request.input_ids, request.output_ids, num_tokens=8)
+
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "units"),
+    [
+        (LlamaConfig(**SIZES, **HEADS), 4),
+        (LlamaConfig(**SIZES | {"intermediate_size": 90}, **HEADS), 2),
+        (LlamaConfig(**SIZES, **HEADS | {"num_key_value_heads": 1}), 1),
+        (Qwen2Config(**SIZES, **HEADS), 4),
+        (Qwen3Config(**SIZES, **HEADS), 4),
+        (gemma.GemmaConfig(**SIZES, **HEADS), 4),
+        (olmo2.Olmo2Config(**SIZES, **HEADS, eos_token_id=1), 1),  # norms over all heads
+        (phi3.Phi3Config(**SIZES, **HEADS, eos_token_id=1), 1),  # queries, keys and values in one
+        (gpt2.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=64, bos_token_id=0, eos_token_id=0), 1),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
+)
+def test_among_how_many_ranks_a_model_can_be_cut(config: Any, units: int) -> None:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    kv_heads = getattr(config, "num_key_value_heads", 4)
+    assert cut_units(model, KvShape(num_layers=2, kv_heads=kv_heads, head_dim=8)) == units
+
+
+def test_a_rank_that_does_not_come_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="rank 0 of 2 of the model"):
+        open_tensor_group(tmp_path / "meeting", rank=0, size=2, timeout_s=1)
+
+
+def test_a_size_that_divides_no_heads_is_refused(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="attn_tp_size"):
+        cut_model(load_model(inspect_model(model_folder)), UnmetRanks(size=3))
+
+
+def test_a_model_whose_modules_count_heads_is_served_whole(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan says that it can be cut; what reaches attention says otherwise."""
+    project = torch.nn.Linear.forward
+
+    def whole_heads(self: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = project(self, inputs)
+        return (
+            outputs.repeat(1, 1, 2) if outputs.shape[-1] == 16 else outputs
+        )  # a key of one head, where there were two
+
+    assert inspect_model(model_folder).cut_units == 2
+    monkeypatch.setattr(torch.nn.Linear, "forward", whole_heads)
+    assert inspect_model(model_folder).cut_units == 1
