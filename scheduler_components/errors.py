@@ -15,6 +15,7 @@ __all__ = [
     "ForkedPublisherError",
     "LockstepError",
     "OutOfPagesError",
+    "PageLoadError",
     "PoolInvariantError",
     "PublisherClosedError",
     "PublisherNameTakenError",
@@ -255,6 +256,20 @@ class StorageError(ComponentError):
 
 class StorageStallError(StorageError):
     """A page store did not answer within its deadline."""
+
+
+class PageLoadError(ComponentError):
+    """Pages that a forward was to read have not come to the device: the forward's requests cannot be served.
+
+    Args:
+        op: number of the load.
+        problem: what became of it.
+    """
+
+    def __init__(self, op: int, problem: str) -> None:
+        self.op = op
+        self.problem = problem
+        super().__init__(f"load {op}: {problem}")
 
 
 # Failures of collaborators that must not reach the scheduler's step: counted each time, logged once per episode.

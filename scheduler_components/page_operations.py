@@ -19,6 +19,7 @@ __all__ = [
     "CopyToHost",
     "Decision",
     "Instruction",
+    "ForgetLoad",
     "IoEvent",
     "LoadDone",
     "LoadSettled",
@@ -50,11 +51,21 @@ class CopyToHost(msgspec.Struct, frozen=True, gc=False):
 
 
 class CopyToDevice(msgspec.Struct, frozen=True, gc=False):
-    """Copy committed host pages to the device; answer with ``LoadDone``."""
+    """Copy committed host pages to the device; answer with ``LoadDone``.
+
+    ``by_layer``: requests read them already, so the next forward waits before each layer until it is there.
+    """
 
     op: int
     host_pages: Pages
     device_pages: Pages
+    by_layer: bool = False
+
+
+class ForgetLoad(msgspec.Struct, frozen=True, gc=False):
+    """No request reads the pages of this failed load, which went ``by_layer``: forwards need not fail any more."""
+
+    op: int
 
 
 class WriteToStorage(msgspec.Struct, frozen=True, gc=False):
@@ -94,7 +105,7 @@ class StorageUnused(msgspec.Struct, frozen=True, gc=False):
 
 
 Instruction: TypeAlias = (
-    CopyToHost | CopyToDevice | WriteToStorage | QueryStorage | ReadStorage | StopReading | StorageUnused
+    CopyToHost | CopyToDevice | ForgetLoad | WriteToStorage | QueryStorage | ReadStorage | StopReading | StorageUnused
 )
 
 

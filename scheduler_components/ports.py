@@ -96,6 +96,8 @@ __all__ = [
     "COPIED",
     "HostPlane",
     "DeviceMemory",
+    "LayerFence",
+    "NO_LAYER_FENCE",
     "HostPages",
     "PageMover",
     "PageHook",
@@ -819,6 +821,36 @@ class DeviceMemory(Protocol):
     def copy_to_device(self, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
         """Copy one layer of pages from the host, the n-th of ``host_pages`` to the n-th of ``pages``."""
         ...
+
+
+class LayerFence(Protocol):
+    """Where a forward waits for pages that are still on their way to the device: ``HostTiers.fence`` of the reference
+    engine. Called by a device, on the thread of its forward.
+    """
+
+    def begin(self) -> None:
+        """A batch is launched: let the copies begin whose pages it reads."""
+        ...
+
+    def wait(self, layer: int) -> None:
+        """Wait until this layer of the pages is there; at once where none are on their way.
+
+        Raises:
+            PageLoadError: they do not come; the batch cannot be computed.
+        """
+        ...
+
+
+class _NoLayerFence:
+    def begin(self) -> None:
+        pass
+
+    def wait(self, layer: int) -> None:
+        pass
+
+
+NO_LAYER_FENCE: LayerFence = _NoLayerFence()
+"""The fence of a device whose pages are there before a request runs."""
 
 
 class HostPages(Protocol):

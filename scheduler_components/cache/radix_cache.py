@@ -265,11 +265,8 @@ class RadixCache:
             leaf = self.order.pop_oldest()
             if leaf.num_pages > goal - freed:
                 self.order.put_oldest(self.split(leaf, leaf.num_pages - (goal - freed)))
-            self.pool.from_cache(leaf.pages)
-            self.recorder.removed(leaf)
             freed += leaf.num_pages
-            if not self.lower.evicted(leaf):
-                self.tree.remove(leaf)
+            self._give_up(leaf)
         return freed
 
     def clear(self) -> None:
@@ -350,6 +347,24 @@ class RadixCache:
         """Give pages that a request or a transfer holds to a node that is not on the device; touch its path next."""
         self.pool.to_cache(pages)
         self._put(node, array("I", pages))
+
+    def withdraw(self, node: RadixNode) -> None:
+        """Take a node off the device whose pages do not hold what they should; free them.
+
+        Raises:
+            CacheIntegrityError: a request has locked it, or what is below it is on the device; nothing has changed.
+        """
+        if node.lock_count or any(child.pages for child in node.children.values()):
+            raise CacheIntegrityError(f"{node} is in use, but its pages do not hold what they should")
+        self.order.discard(node)
+        self._give_up(node)
+
+    def _give_up(self, node: RadixNode) -> None:
+        """The device has a node no longer, which is out of its order: a lower tier keeps it, or nobody does."""
+        self.pool.from_cache(node.pages)
+        self.recorder.removed(node)
+        if not self.lower.evicted(node):
+            self.tree.remove(node)
 
     def _put(self, node: RadixNode, pages: array[int]) -> None:
         """Give a node pages that the pool counts as cached."""

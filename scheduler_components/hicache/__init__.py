@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_names
 from scheduler_components.errors import (
+    PageLoadError,
     SettingsDivergenceError,
     StorageError,
     StorageStallError,
@@ -28,17 +29,19 @@ from scheduler_components.hicache.agreement import (
     world_rank_sets,
 )
 from scheduler_components.hicache.cache import HiRadixCache, TierStepper
-from scheduler_components.hicache.controller import HiCachePolicy, PrefetchStop, WritePolicy
+from scheduler_components.hicache.controller import HiCachePolicy, LoadWay, PrefetchStop, WritePolicy
 from scheduler_components.hicache.memory_storage import MemoryPageStore
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
 from scheduler_components.page_shape import STORED_LAYOUT, HostLayout, PageShape
 from scheduler_components.ports import (
     COPIED,
+    NO_LAYER_FENCE,
     NO_PAGE_HOOK,
     CopyEnd,
     DeviceMemory,
     HostPages,
     HostPlane,
+    LayerFence,
     PageBytes,
     PageHook,
     PageMover,
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
         MooncakePageStore,
         open_mooncake_page_store,
     )
+    from scheduler_components.hicache.thread_layers import LayerArrivals
     from scheduler_components.hicache.thread_page_mover import ThreadPageMover
     from scheduler_components.hicache.thread_storage import open_deadline_page_store
     from scheduler_components.hicache.torch_memory import TorchDeviceMemory
@@ -75,11 +79,15 @@ __all__ = [
     "HostPool",
     "InProcessSync",
     "KeySpace",
+    "LayerArrivals",
+    "LayerFence",
+    "LoadWay",
     "MemoryPageStore",
     "MooncakeAddress",
     "MooncakePageStore",
     "PageBytes",
     "PageHook",
+    "PageLoadError",
     "PageMover",
     "PageShape",
     "PageStore",
@@ -113,6 +121,7 @@ __all__ = [
     "open_mooncake_page_store",
     "open_torch_sync_domains",
     "world_rank_sets",
+    "NO_LAYER_FENCE",
     "NO_PAGE_HOOK",
     "STORED_LAYOUT",
 ]
@@ -123,6 +132,7 @@ __getattr__ = lazy_names(
         "scheduler_components.hicache.file_storage": "FilePageStore open_file_page_store",
         "scheduler_components.hicache.memory": "HostPool SimulatedDeviceMemory",
         "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
+        "scheduler_components.hicache.thread_layers": "LayerArrivals",
         "scheduler_components.hicache.thread_page_mover": "ThreadPageMover",
         "scheduler_components.hicache.thread_storage": "open_deadline_page_store",
         "scheduler_components.hicache.torch_memory": "TorchDeviceMemory",

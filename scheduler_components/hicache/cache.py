@@ -337,7 +337,11 @@ class TierStepper:
             self.num_steps, has_storage=mover.has_storage, load_room_pages=mover.load_room_pages, now_s=self.clock()
         )
         cache.settle(self.num_steps, self.domain.agree(proposal))
-        mover.submit(cache.take_instructions())
+        self.submit()
+
+    def submit(self) -> None:
+        """Begin what was decided since the last step, before a forward that waits for it; without an agreement."""
+        self.mover.submit(self.cache.take_instructions())
 
     def close(self) -> None:
         """End this rank's I/O, then its part in agreements. Safe to call twice."""

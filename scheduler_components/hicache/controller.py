@@ -26,6 +26,7 @@ from scheduler_components.page_operations import (
     CopyToDevice,
     CopyToHost,
     Decision,
+    ForgetLoad,
     Instruction,
     IoEvent,
     LoadDone,
@@ -53,6 +54,7 @@ __all__ = [
     "AckQueue",
     "HiCacheController",
     "HiCachePolicy",
+    "LoadWay",
     "PrefetchLanes",
     "PrefetchStop",
     "SharedFacts",
@@ -61,6 +63,7 @@ __all__ = [
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchStop: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
+LoadWay: TypeAlias = Literal["whole", "by_layer"]
 
 
 def _check_write(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -69,6 +72,10 @@ def _check_write(_: object, attribute: attrs.Attribute[str], value: str) -> None
 
 def _check_stop(_: object, attribute: attrs.Attribute[str], value: str) -> None:
     _check_choice(attribute.name, value, ("best_effort", "wait_complete", "timeout"))
+
+
+def _check_load(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    _check_choice(attribute.name, value, ("whole", "by_layer"))
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
@@ -97,6 +104,9 @@ class HiCachePolicy:
         prefetch_max_retries: how often at most.
         prefetch_timeout_s, prefetch_timeout_s_per_ki_token: with ``timeout``, how long a request that could run waits:
             a base, and as much for each 1,024 tokens that storage holds. SGLang's formula and its defaults.
+        load: whether the request that is next to run waits until its pages are on the device (``whole``), or runs at
+            once while they come, and its forward waits before each layer (``by_layer``). That is for devices which
+            wait at a ``LayerFence``. A load that fails then fails the batch that reads it; before, it is computed anew.
         load_threshold_pages: shorter runs are computed anew instead of loaded from the host.
 
     Raises:
@@ -114,6 +124,7 @@ class HiCachePolicy:
     prefetch_max_retries: int = attrs.field(default=8, validator=is_integer("is not a count", at_least=0))
     prefetch_timeout_s: float = attrs.field(default=1.0, validator=is_number(or_zero=True))
     prefetch_timeout_s_per_ki_token: float = attrs.field(default=0.25, validator=is_number(or_zero=True))
+    load: LoadWay = attrs.field(default="whole", validator=_check_load)  # any device can do with it
     load_threshold_pages: int = attrs.field(default=1, validator=is_integer("is not a count"))
 
     def prefetch_bound_s(self, num_tokens: int) -> float:
@@ -625,12 +636,16 @@ class HiCacheController:
         self._outbox.put(CopyToHost(number, tuple(device_pages), host_pages))
         return number
 
-    def load(self, host_pages: Sequence[int], device_pages: Sequence[int]) -> int:
-        """Begin to copy host pages to the device; returns the operation's number."""
+    def load(self, host_pages: Sequence[int], device_pages: Sequence[int], *, by_layer: bool = False) -> int:
+        """Begin to copy host pages to the device, for requests that run already or not; returns the number."""
         number = self._outbox.next_number()
         self._loads.push(number, None)
-        self._outbox.put(CopyToDevice(number, tuple(host_pages), tuple(device_pages)))
+        self._outbox.put(CopyToDevice(number, tuple(host_pages), tuple(device_pages), by_layer))
         return number
+
+    def forget_load(self, number: int) -> None:
+        """Nobody reads any more what a failed load was to bring."""
+        self._outbox.put(ForgetLoad(number))
 
     def back_up(self, digests: bytes, host_pages: Sequence[int]) -> int:
         """Begin to write host pages to storage; returns the operation's number."""

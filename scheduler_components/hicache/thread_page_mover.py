@@ -1,4 +1,4 @@
-"""ThreadPageMover: moves real pages on three threads: copies, reads from storage, writes to storage.
+"""ThreadPageMover: moves real pages on four threads: copies each way, reads from storage, writes to storage.
 
 The scheduler's thread gives instructions and takes events. No agreement is ever made on another thread, so threads
 cannot interleave anything between ranks.
@@ -19,16 +19,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import FailureLog, StorageError
 from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats
+from scheduler_components.hicache.thread_layers import LayerArrivals
 from scheduler_components.hicache.thread_storage import DeadlinePageStore, open_deadline_page_store
 from scheduler_components.page_operations import (
     BackupDone,
     CopyToDevice,
     CopyToHost,
+    ForgetLoad,
     Instruction,
     IoEvent,
     LoadDone,
@@ -42,7 +45,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import DeviceMemory, PageStore
+from scheduler_components.ports import COPIED, CopyEnd, DeviceMemory, PageStore
 
 __all__ = ["ThreadPageMover"]
 
@@ -68,17 +71,25 @@ _ACTIVITIES: dict[type[IoEvent], str] = {
 }
 
 
+class _Ended(NamedTuple):
+    """A piece of work that has ended: what it has to tell, the end of its copy, and what it raised."""
+
+    event: IoEvent
+    end: CopyEnd
+    error: BaseException | None = None
+
+
 class _Io:
     """The workers, the way of events back to the scheduler's thread, and what is under way."""
 
     def __init__(self) -> None:
-        self._events: SimpleQueue[tuple[IoEvent, BaseException | None]] = SimpleQueue()
-        self._early: list[tuple[IoEvent, BaseException | None]] = []  # taken off the queue by a wait
+        self._events: SimpleQueue[_Ended] = SimpleQueue()
+        self._early: list[_Ended] = []  # taken off the queue, but not by a poll, or not done on the device's stream
         self._failures = FailureLog(logging.getLogger(__name__))
         self._is_closed = False
-        self.copies, self.reads, self.writes = (
+        self.copies, self.loads, self.reads, self.writes = (
             ThreadPoolExecutor(1, thread_name_prefix=f"pages-{name}")  # noqa: SCH008 threads start with the first work
-            for name in ("copy", "read", "write")
+            for name in ("copy", "load", "read", "write")
         )
         self.loading: dict[int, int] = {}  # operation -> pages
         self.reading: set[int] = set()  # operations that ask or read
@@ -88,22 +99,28 @@ class _Io:
         """Let a worker do a piece of work; where it raises, ``if_failed`` is what it has to tell."""
         worker.submit(work).add_done_callback(partial(self._note_failure, if_failed))
 
-    def put(self, event: IoEvent) -> None:
-        self._events.put((event, None))
+    def put(self, event: IoEvent, end: CopyEnd = COPIED) -> None:
+        """Tell of an event once its copy has ended on the device's stream."""
+        self._events.put(_Ended(event, end))
 
     def take(self) -> list[IoEvent]:
         taken, self._early = self._early, []
         while not self._events.empty():
             taken.append(self._events.get())
-        for event, error in taken:
-            if error is not None:
-                self._failures.failed(_ACTIVITIES[type(event)], error)
-            elif type(event) in _ACTIVITIES:
-                self._failures.succeeded(_ACTIVITIES[type(event)])
-        return [event for event, _ in taken]
+        events = []
+        for ended in taken:
+            if not ended.end.is_done():
+                self._early.append(ended)
+                continue
+            events.append(ended.event)
+            if ended.error is not None:
+                self._failures.failed(_ACTIVITIES[type(ended.event)], ended.error)
+            elif type(ended.event) in _ACTIVITIES:
+                self._failures.succeeded(_ACTIVITIES[type(ended.event)])
+        return events
 
     def wait(self, timeout_s: float) -> None:
-        if not self._early:
+        if not any(ended.end.is_done() for ended in self._early):
             try:
                 self._early.append(self._events.get(timeout=timeout_s))
             except Empty:
@@ -115,7 +132,7 @@ class _Io:
             return
         self._is_closed = True
         self.stopped |= self.reading
-        workers = (self.copies, self.reads, self.writes)
+        workers = (self.copies, self.loads, self.reads, self.writes)
         ends = [worker.submit(_nothing) for worker in workers]
         wait(ends, timeout=_CLOSE_S)
         for worker, end in zip(workers, ends, strict=True):
@@ -124,7 +141,7 @@ class _Io:
     def _note_failure(self, if_failed: IoEvent, done: Future[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            self._events.put((if_failed, error))
+            self._events.put(_Ended(if_failed, COPIED, error))
 
 
 def _nothing() -> None:
@@ -142,12 +159,14 @@ class ThreadPageMover:
         device: the rank's device pages.
         keys: names the rank's slices in storage, and says whether this rank writes them.
         max_load_pages: copies to the device that may be under way.
+        arrivals: what forwards wait for, layer by layer.
     """
 
     host: HostPool
     device: DeviceMemory
     keys: KeySpace
     max_load_pages: int = 4096
+    arrivals: LayerArrivals = field(default_factory=LayerArrivals, init=False)
     _io: _Io = field(default_factory=_Io, init=False)
     _backend: _Backend | None = field(default=None, init=False)
     _is_detaching: bool = field(default=False, init=False)
@@ -194,6 +213,8 @@ class ThreadPageMover:
         return self._backend.for_reads.stats(), self._backend.for_writes.stats()
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
+        if any(isinstance(instruction, CopyToHost | CopyToDevice) for instruction in instructions):
+            self.device.fence()  # this thread launches forwards: what they compute is copied, and nothing under them
         for instruction in instructions:
             self._begin(instruction)
 
@@ -202,6 +223,7 @@ class ThreadPageMover:
         for event in events:
             if isinstance(event, LoadDone):
                 del self._io.loading[event.op]
+                self.arrivals.end(event.op)
             elif isinstance(event, StorageAnswered | ReadEnded):
                 self._io.reading.discard(event.op)
                 self._io.stopped.discard(event.op)
@@ -225,7 +247,11 @@ class ThreadPageMover:
                 io.begin(io.copies, partial(self._copy_to_host, instruction), if_failed=WriteDone(op, False))
             case CopyToDevice(op):
                 io.loading[op] = len(instruction.device_pages)
-                io.begin(io.copies, partial(self._copy_to_device, instruction), if_failed=LoadDone(op, False))
+                if instruction.by_layer:
+                    self.arrivals.begin(op)
+                io.begin(io.loads, partial(self._copy_to_device, instruction), if_failed=LoadDone(op, False))
+            case ForgetLoad(op):
+                self.arrivals.forget(op)
             case WriteToStorage(op):
                 io.begin(io.writes, partial(self._write, instruction), if_failed=BackupDone(op, False))
             case QueryStorage(op):
@@ -250,12 +276,19 @@ class ThreadPageMover:
     # --- on the threads ---
 
     def _copy_to_host(self, copy: CopyToHost) -> None:
-        self.host.load_from(self.device, copy.device_pages, copy.host_pages)
-        self._io.put(WriteDone(copy.op, True))
+        end = self.host.load_from(self.device, copy.device_pages, copy.host_pages)
+        self._io.put(WriteDone(copy.op, True), end)
 
     def _copy_to_device(self, copy: CopyToDevice) -> None:
-        self.host.load_back(copy.host_pages, self.device, copy.device_pages)
-        self._io.put(LoadDone(copy.op, True))
+        end = COPIED
+        try:
+            for end in self.host.load_layers(copy.host_pages, self.device, copy.device_pages):
+                if copy.by_layer:
+                    self.arrivals.landed(copy.op, end)
+        except BaseException:
+            self.arrivals.fail(copy.op)
+            raise
+        self._io.put(LoadDone(copy.op, True), end)
 
     def _write(self, write: WriteToStorage) -> None:
         backend, is_good = self._backend, True

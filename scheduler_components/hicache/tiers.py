@@ -235,12 +235,13 @@ class TierTree:
         device: the radix cache of what is on the device.
         host: the host's room.
         membership: which node is on which tier.
+        arriving: nodes on the device whose pages are being copied there: requests run, and their forward waits.
         writing: nodes of which a copy to the host is under way.
         backing_up: nodes of which a copy to storage is under way.
         num_dropped_pages: evicted from the device, and not on the host.
     """
 
-    __slots__ = ("_page_hook", "backing_up", "device", "host", "membership", "num_dropped_pages", "writing")
+    __slots__ = ("_page_hook", "arriving", "backing_up", "device", "host", "membership", "num_dropped_pages", "writing")
 
     def __init__(
         self,
@@ -256,6 +257,7 @@ class TierTree:
         self.host = HostTier(pages=host, num_pages=num_host_pages)
         self.device = RadixCache(page_size=page_size, capacity_tokens=capacity_tokens, record=record, lower=self)
         self.membership = TierMembership(self.device.recorder)
+        self.arriving: set[RadixNode] = set()
         self.writing: set[RadixNode] = set()
         self.backing_up: set[RadixNode] = set()
         self.num_dropped_pages = 0
@@ -280,7 +282,7 @@ class TierTree:
         """A node was cut in two and is now ``lower``: both parts are where it was, and under way if it was."""
         self.membership.split(upper, lower)
         self.host.split(upper, lower)
-        for under_way in (self.writing, self.backing_up):
+        for under_way in (self.arriving, self.writing, self.backing_up):
             if lower in under_way:
                 under_way.add(upper)
 
@@ -290,8 +292,9 @@ class TierTree:
         An operation ends at a node, and begins at another; neither may vanish inside a longer run. Where a holder of
         host pages ends at ``upper``, it has more of them than ``lower``.
         """
-        if any(node in under_way for node in (upper, lower) for under_way in (self.writing, self.backing_up)):
-            return False
+        for under_way in (self.arriving, self.writing, self.backing_up):
+            if upper in under_way or lower in under_way:
+                return False
         return self.host.num_locks(upper) == self.host.num_locks(lower) and self._join_alike(upper, lower)
 
     def computed(self, node: RadixNode) -> None:
@@ -381,6 +384,25 @@ class TierTree:
         self.device.place(node, pages)
         self._enter_device(node)
 
+    def begin_arrival(self, node: RadixNode, pages: Sequence[int]) -> None:
+        """Give pages to a node that is on the host alone, whose content a copy brings; touch its path next."""
+        self.device.place(node, pages)
+        self.arriving.add(node)
+        self._enter_device(node)
+
+    def end_arrival(self, node: RadixNode, *, is_good: bool) -> None:
+        """The pages of an arriving node hold its content now, or never will: then the device loses it.
+
+        Raises:
+            CacheIntegrityError: the page hook finds other content in them; or they never will, and a request runs.
+        """
+        self.arriving.remove(node)
+        if is_good:
+            self._page_hook.loaded(bytes(node.digests), node.pages)
+            self.device.may_join(node)
+        else:
+            self.device.withdraw(node)
+
     def make_host_room(self, num_pages: int) -> bool:
         """Evict from the host what was used least recently until ``num_pages`` are free; False if that cannot be.
 
@@ -436,7 +458,8 @@ class TierTree:
             for problem in self._problems(node):
                 raise CacheIntegrityError(f"{node} {problem}")
         self.membership.check(nodes)
-        for kept in (host_pages, self.membership.stored, self.writing, self.backing_up, self.host.locked):
+        under_way = (self.arriving, self.writing, self.backing_up)
+        for kept in (host_pages, self.membership.stored, *under_way, self.host.locked):
             if not set(nodes).issuperset(kept):
                 raise CacheIntegrityError("a tier keeps a node that is not in the tree")
 

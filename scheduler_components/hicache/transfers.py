@@ -41,11 +41,22 @@ _BACKUP_SHARE = 4  # a slow storage may lock one host page in four; what is beyo
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Pages on their way from the host to the device."""
+    """Pages on their way from the host to the device.
 
-    device_end: RadixNode
+    Attributes:
+        end: the node that ends them.
+        num_pages: how many.
+        device_end: the node that is locked on the device: the one that they follow, or ``end`` with ``by_layer``.
+        device_pages: those that no node has yet; none with ``by_layer``.
+        by_layer: requests read them already.
+        is_settled, has_failed: as all ranks agreed.
+    """
+
     end: RadixNode
+    num_pages: int
+    device_end: RadixNode
     device_pages: list[int]
+    by_layer: bool
     is_settled: bool = False
     has_failed: bool = False
 
@@ -84,10 +95,16 @@ class DeviceLoads:
         for number, load in self._under_way.items():
             yield PageHolding(f"load {number}", "transfer", load.device_pages, node=load.device_end)
 
-    def begin(self, path: list[RadixNode], max_pages: int) -> Load | None:
+    def begin(self, path: list[RadixNode], max_pages: int, *, by_layer: bool = False) -> Load | None:
         """Load what follows on the host where a path leaves the device, as far as the agreed room and the pool allow.
 
-        None when that is not worth it, or when the device pages are not to be had now.
+        None when that is not worth it, when the device pages are not to be had now, or when what they follow is itself
+        arriving and might not come.
+
+        Args:
+            path: as ``TierTree.path_to`` gives it.
+            max_pages: most pages to load.
+            by_layer: put them in the tree at once, for a request that runs while they come.
         """
         tiers = self.tiers
         num_on_device = tiers.num_on_device(path)
@@ -98,6 +115,8 @@ class DeviceLoads:
         on_host = tiers.cut_run(on_host, num_pages)
         tiers.touch(on_device + on_host)
         device_end = on_device[-1] if on_device else tiers.tree.root
+        if device_end in tiers.arriving:
+            return None
         tiers.device.lock(device_end)
         tiers.host.lock(tiers.tree.path_of(on_host[-1]))
         try:
@@ -107,31 +126,51 @@ class DeviceLoads:
             tiers.device.unlock(device_end)
             return None
         self.room_pages -= num_pages
-        load = Load(device_end=device_end, end=on_host[-1], device_pages=device_pages)
         host_pages = [page for node in on_host for page in tiers.membership.host_pages[node]]
-        self._under_way[self.controller.load(host_pages, device_pages)] = load
+        number = self.controller.load(host_pages, device_pages, by_layer=by_layer)
+        end = on_host[-1]
+        if by_layer:
+            for node, pages in shares_of(on_host, device_pages):
+                tiers.begin_arrival(node, pages)
+            tiers.touch(on_device + on_host)
+            tiers.device.lock(end)
+            tiers.device.unlock(device_end)
+            device_end, device_pages = end, []
+        self._under_way[number] = load = Load(
+            end=end, num_pages=num_pages, device_end=device_end, device_pages=device_pages, by_layer=by_layer
+        )
         return load
 
     def settle(self, settled: LoadSettled) -> None:
         """Put loaded pages on the device, or free them, on all ranks alike."""
         load = self._under_way.pop(settled.op)
-        tiers, num_pages = self.tiers, len(load.device_pages)
-        load.is_settled = True
+        tiers, stats = self.tiers, self.stats
+        load.is_settled, load.has_failed = True, not settled.is_good
+        stats.pages_loaded += load.num_pages * settled.is_good
+        stats.pages_not_loaded += load.num_pages * (not settled.is_good)
         path_up = tiers.tree.path_of(load.end)
-        if settled.is_good:
-            for node, pages in shares_of(tiers.run_up_from(load.end, num_pages), load.device_pages):
-                if node.pages:  # a request has computed it in the meantime
-                    tiers.device.free(pages)
-                else:
-                    tiers.put_on_device(node, pages)
-            self.stats.pages_loaded += num_pages
+        run = tiers.run_up_from(load.end, load.num_pages)
+        if load.by_layer:
+            tiers.device.unlock(load.device_end)
+            for node in reversed(run):
+                tiers.end_arrival(node, is_good=settled.is_good)
+            if not settled.is_good:
+                self.controller.forget_load(settled.op)
         else:
-            load.has_failed = True
-            tiers.device.free(load.device_pages)
-            self.stats.pages_not_loaded += num_pages
+            if settled.is_good:
+                self._put_on_device(run, load.device_pages)
+            else:
+                tiers.device.free(load.device_pages)
+            tiers.device.unlock(load.device_end)
         tiers.host.unlock(path_up)
-        tiers.device.unlock(load.device_end)
         tiers.touch(path_up[::-1])
+
+    def _put_on_device(self, run: list[RadixNode], device_pages: list[int]) -> None:
+        for node, pages in shares_of(run, device_pages):
+            if node.pages:  # a request has computed it in the meantime
+                self.tiers.device.free(pages)
+            else:
+                self.tiers.put_on_device(node, pages)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -553,10 +592,13 @@ class Preparations:
                 return False
             self.transfers.reads.give_up(prefetch)
         if load is not None:
-            if not load.is_settled:
+            if not (load.is_settled or load.by_layer):
                 return False
             preparation.has_given_up = preparation.has_given_up or load.has_failed
-        return preparation.has_given_up or not self._begin_load(preparation, token_ids, namespace)
+        by_layer = is_next and self.policy.load == "by_layer"
+        return preparation.has_given_up or not self._must_wait_for_load(
+            preparation, token_ids, namespace, by_layer=by_layer
+        )
 
     def _retry_after_miss(
         self, preparation: _Preparation, token_ids: Sequence[int], namespace: PrefixNamespace
@@ -605,8 +647,13 @@ class Preparations:
         self.forget(rid)
         return cached
 
-    def _begin_load(self, preparation: _Preparation, token_ids: Sequence[int], namespace: PrefixNamespace) -> bool:
-        """Begin to load what part of the prompt is on the host alone, or wait for room; False when nothing is to do."""
+    def _must_wait_for_load(
+        self, preparation: _Preparation, token_ids: Sequence[int], namespace: PrefixNamespace, *, by_layer: bool
+    ) -> bool:
+        """Begin to load what part of the prompt is on the host alone, or wait for room.
+
+        False when nothing is to do, and with ``by_layer`` when all of it is on its way.
+        """
         tiers, loads = self.transfers.tiers, self.transfers.loads
         path = tiers.path_to(pack_tokens(token_ids), namespace.seed())
         num_pages = sum(node.num_pages for node in path[tiers.num_on_device(path) :])
@@ -618,11 +665,11 @@ class Preparations:
             # Loads that are under way will give room back; otherwise nobody will.
             preparation.has_given_up = loads.is_idle
             return not preparation.has_given_up
-        load = loads.begin(path, num_left)
+        load = loads.begin(path, num_left, by_layer=by_layer)
         if load is None:
             # Who holds the device's pages will give them back, and without them the request could not run either.
             preparation.has_given_up = not tiers.device.used_tokens
             return not preparation.has_given_up
         preparation.load = load
-        preparation.num_loaded_pages += len(load.device_pages)
-        return True
+        preparation.num_loaded_pages += load.num_pages
+        return not by_layer or load.num_pages < min(num_pages, num_left)

@@ -46,6 +46,7 @@ POLICIES = st.builds(
     prefetch_threshold_pages=st.integers(1, 3),
     prefetch_timeout_s=st.sampled_from([0.0, 2.0, 5.0]),
     clean_ahead_pages=st.integers(1, 32),
+    load=st.sampled_from(["whole", "by_layer"]),
     load_threshold_pages=st.integers(1, 2),
     prefetch_retry_steps=st.integers(0, 4),
     prefetch_max_retries=st.integers(0, 3),

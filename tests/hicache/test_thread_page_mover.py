@@ -276,7 +276,7 @@ def test_a_copy_that_raises_is_given_up_and_the_rank_lives_on(
         assert rank.cache.num_pages_on(Tier.HOST) == 4
         rank.cache.evict(4)
         with monkeypatch.context() as broken:
-            broken.setattr(HostPool, "load_back", _raise_memory_error)
+            broken.setattr(HostPool, "load_layers", _raise_memory_error)
             eventually(lambda: rank.prepared("r", 0, 4))
         assert rank.cached_pages(0, 4) == 0
         eventually(lambda: rank.prepared("s", 0, 4))

@@ -10,6 +10,7 @@ from scheduler_components._lazy import lazy_names
 
 if TYPE_CHECKING:
     from scheduler_components.reference.device.device import (
+        SIMULATED_LAYERS,
         CostModel,
         Device,
         DeviceOutput,
@@ -97,6 +98,7 @@ __all__ = [
     "WorkloadConfig",
     "BLOCK_TOKENS",
     "QUANTUM_S",
+    "SIMULATED_LAYERS",
     "agreement_of",
     "check_trace",
     "cut_model",
@@ -116,7 +118,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.reference.device.device": (
-            "CostModel Device DeviceOutput DeviceRequest ScheduledBatch ScheduledWork SimulatedDevice SimulatedModel"
+            "SIMULATED_LAYERS CostModel Device DeviceOutput DeviceRequest ScheduledBatch ScheduledWork SimulatedDevice "
+            "SimulatedModel"
         ),
         "scheduler_components.reference.device.hicache_sim": (
             "AgreementScope Commands FaultRates SimulatedHostPages SimulatedReplica SimulatedWorkload SimulationConfig "

@@ -16,10 +16,12 @@ import msgspec
 
 from scheduler_components import ConfigError
 from scheduler_components.batching import BatchShape
+from scheduler_components.hicache import NO_LAYER_FENCE, LayerFence
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
 from scheduler_components.validators import check_number, is_number
 
 __all__ = [
+    "SIMULATED_LAYERS",
     "CostModel",
     "Device",
     "DeviceOutput",
@@ -29,6 +31,10 @@ __all__ = [
     "SimulatedDevice",
     "SimulatedModel",
 ]
+
+
+SIMULATED_LAYERS = 2
+"""Layers of a simulated device: more than one, so that their order can be seen."""
 
 
 class DeviceRequest(Protocol):
@@ -218,6 +224,7 @@ class SimulatedDevice:
         cost: the time.
         speed: divides the time; 2.0 is a device twice as fast.
         clock, sleep: monotonic seconds and how to let them pass.
+        fence: where it waits for pages that are on their way, before each of its ``SIMULATED_LAYERS``.
 
     Raises:
         ConfigError: ``speed`` is not a finite number above 0.
@@ -228,6 +235,7 @@ class SimulatedDevice:
     speed: float = 1.0
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
+    fence: LayerFence = NO_LAYER_FENCE
     _batch: ScheduledBatch[DeviceRequest] = field(default_factory=ScheduledBatch, init=False)
     _deadline_s: float = field(default=0.0, init=False)
 
@@ -236,9 +244,12 @@ class SimulatedDevice:
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         self._batch = batch
+        self.fence.begin()
         self._deadline_s = self.clock() + self.cost.batch_s(batch) / self.speed
 
     def wait(self) -> DeviceOutput:
+        for layer in range(SIMULATED_LAYERS):
+            self.fence.wait(layer)
         left_s = self._deadline_s - self.clock()
         if left_s > 0:
             self.sleep(left_s)

@@ -33,6 +33,7 @@ from scheduler_components.page_operations import (
     BackupDone,
     CopyToDevice,
     CopyToHost,
+    ForgetLoad,
     Instruction,
     IoEvent,
     LoadDone,
@@ -187,7 +188,9 @@ class SimulatedMover:
             elif isinstance(instruction, StopReading):
                 if instruction.op in self._readings:
                     self._readings[instruction.op].is_stopped = True
-            elif not isinstance(instruction, StorageUnused):
+            elif isinstance(instruction, CopyToDevice) and instruction.by_layer:
+                self._copies.append((self._step, instruction))  # the forward of this step has waited for it
+            elif not isinstance(instruction, StorageUnused | ForgetLoad):
                 self._copies.append((self._step + self.rng.randint(1, self.rates.max_latency_steps), instruction))
 
     def poll(self) -> list[IoEvent]:
@@ -216,6 +219,8 @@ class SimulatedMover:
 
     def _end(self, instruction: Instruction) -> IoEvent:
         is_good = self.rng.random() >= self.rates.failure
+        if isinstance(instruction, CopyToDevice) and instruction.by_layer:
+            is_good = True  # otherwise the forward would have failed on this rank alone, and ended the simulation
         if isinstance(instruction, CopyToHost):
             for device_page, host_page in zip(instruction.device_pages, instruction.host_pages, strict=True):
                 self._host[host_page] = self._device[device_page] if is_good else _TORN

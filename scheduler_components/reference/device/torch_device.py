@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from scheduler_components.hicache import NO_LAYER_FENCE, LayerFence
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch, ScheduledWork
 from scheduler_components.reference.device.torch_attention import KvLayers, PagedBatch, pack_batch
 from scheduler_components.reference.device.torch_sampling import Draw, choose_tokens, token_logprobs
@@ -24,6 +25,20 @@ class _Span:
 
     def __init__(self, work: ScheduledWork[DeviceRequest]) -> None:
         self.start, self.end, self.pages = work.start, work.end, work.request.pages
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _FencedAttention:
+    """``AttentionLayers`` that wait before each layer for pages that are still on their way."""
+
+    paged: PagedBatch
+    fence: LayerFence
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        self.fence.wait(layer)
+        return self.paged.attend(layer, query, key, value, scaling)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -61,15 +76,18 @@ class TorchDevice:
     Attributes:
         model: loaded with ``torch_attention.PAGED_ATTENTION``, in evaluation mode.
         pool: as many layers as the model has, on its device, of its dtype, of zeros at first.
+        fence: where it waits for pages that come from the host, layer by layer.
     """
 
     model: PreTrainedModel = field(repr=False)
     pool: KvLayers = field(repr=False)
+    fence: LayerFence = NO_LAYER_FENCE
     _batch: ScheduledBatch[DeviceRequest] = field(default_factory=ScheduledBatch, init=False, repr=False)
     _forward: _Forward | None = field(default=None, init=False, repr=False)
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         self._batch, self._forward = batch, None
+        self.fence.begin()
         if batch.works and self.model.device.type != "cpu":
             self._forward = self._compute(batch)
 
@@ -107,7 +125,7 @@ class TorchDevice:
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
             logits_to_keep=last_rows,
-            paged=paged,
+            paged=_FencedAttention(paged=paged, fence=self.fence),
         ).logits[0]
         return _Forward(works=laid_out, places=places, paged=paged, first_rows=first_rows, logits=logits)
 

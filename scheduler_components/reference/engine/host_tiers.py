@@ -21,6 +21,8 @@ from scheduler_components.hicache import (
     HiRadixCache,
     HostPool,
     KeySpace,
+    LayerArrivals,
+    LayerFence,
     PageHook,
     PageShape,
     PageStore,
@@ -30,6 +32,7 @@ from scheduler_components.hicache import (
     ThreadPageMover,
     TierStepper,
 )
+from scheduler_components.reference.device import SIMULATED_LAYERS
 from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ __all__ = [
     "torch_kv",
 ]
 
-_SHAPE = PageShape(num_layers=2, layer_page_bytes=64)  # small: its content is checked, not computed with
+_SHAPE = PageShape(num_layers=SIMULATED_LAYERS, layer_page_bytes=64)  # small: its content is checked, not computed with
 _STORAGE_DEADLINE_S = 2.0
 _WAIT_S = 0.001
 
@@ -77,6 +80,25 @@ class SimulatedKv:
         return np.tile(rows, self.device.shape.layer_page_bytes // DIGEST_BYTES)[np.newaxis]
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TierFence:
+    """A ``LayerFence`` over the tiers of a rank.
+
+    Attributes:
+        stepper: has the loads that were decided while the batch was made.
+        arrivals: of their layers.
+    """
+
+    stepper: TierStepper
+    arrivals: LayerArrivals
+
+    def begin(self) -> None:
+        self.stepper.submit()
+
+    def wait(self, layer: int) -> None:
+        self.arrivals.wait(layer)
+
+
 @dataclass(slots=True, kw_only=True)
 class HostTiers:
     """``CacheTiers`` of a ``HiRadixCache``.
@@ -96,6 +118,11 @@ class HostTiers:
     @property
     def contents(self) -> HiRadixCache:
         return self.stepper.cache
+
+    @property
+    def fence(self) -> LayerFence:
+        """Where the device waits for pages, for a policy that loads ``by_layer``."""
+        return TierFence(stepper=self.stepper, arrivals=self.mover.arrivals)
 
     def step(self) -> None:
         self.stepper.step()

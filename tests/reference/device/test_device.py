@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device import (
+    SIMULATED_LAYERS,
     CostModel,
     ScheduledBatch,
     ScheduledWork,
@@ -58,6 +59,35 @@ def test_a_batch_takes_its_cost_divided_by_the_speed(num_prefill: int, num_decod
     assert time.slept_s == []  # launch returns at once
     device.wait()
     assert time.now_s - 1000.0 == pytest.approx(cost.batch_s(batch) / speed)
+
+
+class RecordedFence:
+    """Pages come in a given time per layer."""
+
+    def __init__(self, time: FakeTime, layer_s: float) -> None:
+        self.calls: list[str] = []
+        self._time = time
+        self._layer_s = layer_s
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+
+    def wait(self, layer: int) -> None:
+        self.calls.append(f"layer {layer}")
+        self._time.now_s += self._layer_s
+
+
+@pytest.mark.parametrize("slower", [0.1, 3.0])
+def test_the_device_waits_for_pages_layer_by_layer_and_computes_meanwhile(slower: float) -> None:
+    time, batch = FakeTime(), a_batch([("a", 5)], num_prefill=1000)
+    cost_s = CostModel().batch_s(batch)
+    fence = RecordedFence(time, slower * cost_s / SIMULATED_LAYERS)
+    device = SimulatedDevice(clock=time.clock, sleep=time.sleep, fence=fence)
+    device.launch(batch)
+    assert fence.calls == ["begin"]
+    device.wait()
+    assert fence.calls == ["begin", *(f"layer {layer}" for layer in range(SIMULATED_LAYERS))]
+    assert time.now_s - 1000.0 == pytest.approx(max(1.0, slower) * cost_s)
 
 
 @checked

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Semaphore
 from zlib import crc32
 
 import pytest
@@ -18,8 +19,17 @@ pytest.importorskip("torch", reason="needs torch: pip install scheduler-componen
 
 import torch
 
-from scheduler_components import ConfigError, ParallelState
-from scheduler_components.hicache import HiCachePolicy, HostLayout, SyncDomain, TorchDeviceMemory
+from scheduler_components import ConfigError, FinishReason, ParallelState
+from scheduler_components.hicache import (
+    CopyEnd,
+    HiCachePolicy,
+    HostLayout,
+    HostPlane,
+    LayerFence,
+    LoadWay,
+    SyncDomain,
+    TorchDeviceMemory,
+)
 from scheduler_components.reference.device import DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine import (
     HiCacheConfig,
@@ -47,20 +57,26 @@ class ReadingDevice:
 
     Attributes:
         num_read: earlier positions that it looked at.
+        computed: released after each layer; for a copy that waits for it.
     """
 
-    def __init__(self, memory: TorchDeviceMemory) -> None:
+    def __init__(self, memory: TorchDeviceMemory, fence: LayerFence) -> None:
         self.memory = memory
         self.num_read = 0
+        self.fence = fence
+        self.computed = Semaphore(0)
         self._batch: ScheduledBatch[DeviceRequest] = ScheduledBatch()
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         self._batch = batch
+        self.fence.begin()
 
     def wait(self) -> DeviceOutput:
         for layer in range(len(self.memory.keys)):
+            self.fence.wait(layer)
             for work in self._batch.works:
                 self._attend(layer, work.request, work.start, work.end)
+            self.computed.release()
         return DeviceOutput(tuple(work.end % 100 for work in self._batch.works))
 
     def _attend(self, layer: int, request: DeviceRequest, start: int, end: int) -> None:
@@ -111,7 +127,7 @@ class Run:
 def opened(hicache: HiCacheConfig, *, model: str = "weights 1", dtype: torch.dtype = torch.float32) -> Iterator[Run]:
     memory, parallel = pool(dtype=dtype), ParallelState.trivial()
     tiers = open_host_tiers(torch_kv(memory, model=model), hicache, CONFIG, parallel, domain=SyncDomain())
-    device = ReadingDevice(memory)
+    device = ReadingDevice(memory, tiers.fence)
     scheduler = Scheduler.compose(CONFIG, parallel, device, tiers=tiers)
     scheduler.step()  # from the first agreement on, storage is asked
     try:
@@ -126,10 +142,13 @@ def with_files(folder: Path, layout: HostLayout = "page_first") -> HiCacheConfig
     return HiCacheConfig(host_tokens=256, host_layout=layout, storage="file", storage_path=str(folder), policy=policy)
 
 
-@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_the_device_evicted_is_read_again_from_the_host(layout: HostLayout, dtype: torch.dtype) -> None:
-    with opened(HiCacheConfig(host_tokens=256, host_layout=layout), dtype=dtype) as run:
+@pytest.mark.parametrize("load", ["whole", "by_layer"])
+@pytest.mark.parametrize(("layout", "dtype"), [("page_first", torch.float32), ("layer_first", torch.bfloat16)], ids=str)
+def test_what_the_device_evicted_is_read_again_from_the_host(
+    layout: HostLayout, dtype: torch.dtype, load: LoadWay
+) -> None:
+    config = HiCacheConfig(host_tokens=256, host_layout=layout, policy=HiCachePolicy(load=load))
+    with opened(config, dtype=dtype) as run:
         run.serve(*PROMPTS)
         run.serve(PROMPTS[0])
         device, host, _ = run.hit_tokens
@@ -167,3 +186,56 @@ def test_a_memory_of_other_size_is_refused() -> None:
             ParallelState.trivial(),
             domain=SyncDomain(),
         )
+
+
+BY_LAYER = HiCacheConfig(host_tokens=256, policy=HiCachePolicy(load="by_layer"))
+
+
+def test_a_forward_computes_a_layer_while_the_next_one_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each layer is only copied once the one before it was computed: whoever waits for all of them never runs."""
+    with opened(BY_LAYER) as run:
+        run.serve(*PROMPTS)
+        assert not run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens
+        copied: list[int] = []
+
+        def copy_late(
+            memory: TorchDeviceMemory, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]
+        ) -> CopyEnd:
+            assert not layer or run.device.computed.acquire(timeout=20), "the forward waits for more than its layer"
+            copied.append(layer)
+            return copy(memory, layer, plane, host_pages, pages)
+
+        copy = TorchDeviceMemory.copy_to_device
+        monkeypatch.setattr(TorchDeviceMemory, "copy_to_device", copy_late)
+        run.device.computed = Semaphore(0)
+        run.serve(PROMPTS[0])
+        assert copied == [0, 1, 2]
+        assert run.hit_tokens == (0, 40, 0)
+
+
+def test_a_load_that_fails_fails_the_requests_that_read_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(BY_LAYER) as run:
+        run.serve(*PROMPTS)
+
+        def fail_in_the_middle(
+            memory: TorchDeviceMemory, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]
+        ) -> CopyEnd:
+            if layer:
+                raise MemoryError("no memory for a copy")
+            return copy(memory, layer, plane, host_pages, pages)
+
+        copy = TorchDeviceMemory.copy_to_device
+        failed = Request("failed", PROMPTS[0], SamplingLimits(max_new_tokens=3))
+        with monkeypatch.context() as broken:
+            broken.setattr(TorchDeviceMemory, "copy_to_device", fail_in_the_middle)
+            run.scheduler.submit(failed)
+            for _ in run.scheduler.drain():
+                pass
+        assert failed.finish_reason == FinishReason.ERROR
+        run.scheduler.cache.check_integrity()
+        assert not run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens
+        run.scheduler.submit(Request("next", PROMPTS[0], SamplingLimits(max_new_tokens=3)))
+        for _ in run.scheduler.drain():
+            pass
+        assert run.scheduler.results.failures.total == 1
+        assert run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens == 40
