@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import (
@@ -20,7 +20,7 @@ from scheduler_components import (
     KVEventBatch,
 )
 from scheduler_components.kv_events import DIALECTS, MAX_PAYLOAD_BYTES, BatchDecoder, BatchEncoder
-from scheduler_components.kv_events.codec import UnreadTokensStored
+from scheduler_components.kv_events.codec import UnreadTokensStored, halves
 from scheduler_components.testing.golden import BatchVector, PeerVector, batch_vectors, peer_vectors
 from scheduler_components.testing.strategies import events as any_events
 from scheduler_components.testing.strategies import removed_events, stored_events
@@ -48,6 +48,36 @@ def test_every_dialect_has_vectors() -> None:
 def test_what_is_written_is_read_back(dialect: str, events: tuple[KVCacheEvent, ...], rank: int) -> None:
     decoded = BatchDecoder().decode(BatchEncoder(dialect).encode(KVEventBatch(2.25, events), rank))
     assert (decoded.ts, decoded.events, decoded.attn_dp_rank, decoded.errors) == (2.25, events, rank, ())
+
+
+def block_by_block(events: tuple[KVCacheEvent, ...]) -> list[object]:
+    """What readers do with each block, in order."""
+    told: list[object] = []
+    for event in events:
+        if isinstance(event, BlockRemoved):
+            told += [(block_hash, event.medium) for block_hash in event.block_hashes]
+        elif isinstance(event, BlockStored):
+            size, parent = event.block_size, event.parent_block_hash
+            for number, block_hash in enumerate(event.block_hashes):
+                told.append((block_hash, parent, event.token_ids[number * size : (number + 1) * size], event.medium))
+                parent = block_hash
+        else:
+            told.append(event)
+    return told
+
+
+@given(any_events())
+@example((BlockRemoved((1, 2)),))
+@example((BlockRemoved((1,)), BlockRemoved((2,))))
+def test_what_is_too_large_is_cut_in_two_that_say_the_same(events: tuple[KVCacheEvent, ...]) -> None:
+    parts = halves(events) if events else None
+    if parts is None:
+        assert len(events) < 2
+        assert len(block_by_block(events)) < 2
+    else:
+        assert [block_by_block(events)] == [block_by_block(parts[0]) + block_by_block(parts[1])]
+        assert all(parts)
+        assert all(len(part) < len(events) or len(block_by_block(part)) < len(block_by_block(events)) for part in parts)
 
 
 def test_batch_keeps_a_rank_of_its_own() -> None:
