@@ -318,7 +318,8 @@ def _check_memory(engine: EngineConfig) -> None:
     if model is None or model.device != "cpu":
         return
     pool_bytes = model.kv_bytes_per_token * engine.scheduler.kv_tokens
-    needed_gb = (model.weight_bytes + pool_bytes) * engine.world_size / 1e9
+    # Each rank reads all weights before it keeps its part, and has its part of each page.
+    needed_gb = (model.weight_bytes + pool_bytes / engine.attn_tp_size) * engine.world_size / 1e9
     has_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     if needed_gb > has_gb:
         problem = f"needs {needed_gb:.1f} GB with the weights of each rank, and this machine has {has_gb:.1f}"

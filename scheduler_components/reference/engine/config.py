@@ -233,7 +233,7 @@ class EngineConfig:
         attn_cp_size, attn_tp_size, pp_size: ranks per replica, along attention context and tensor parallelism, and
             pipeline stages. The simulated device of each stage answers as the last one's would.
         scheduler: sizes of each replica's scheduler.
-        model: a real model, loaded whole by each rank; None for a simulated device.
+        model: a real model, cut among the attention-TP ranks of each replica; None for a simulated device.
         speed: divides the simulated device's time.
         seed: of the simulated model's tokens.
         kv_events: configuration of the event publisher as JSON text; None publishes nothing.
@@ -269,9 +269,13 @@ class EngineConfig:
             )
 
     def _check_ranks_of_a_model(self) -> None:
-        for name in ("attn_cp_size", "attn_tp_size", "pp_size"):
+        for name in ("attn_cp_size", "pp_size"):
             if (size := getattr(self, name)) != 1:
                 raise ConfigError(name, size, "cannot cut a real model", "give 1, and more replicas by dp_size")
+        assert self.model is not None
+        if (units := self.model.cut_units) % self.attn_tp_size:
+            problem = f"does not divide the {units} parts that this model can be cut into"
+            raise ConfigError("attn_tp_size", self.attn_tp_size, problem, f"give a divisor of {units}")
         if self.dp_attention is not None:
             problem = "is for replicas that share layers, and each replica of a real model has all of its own"
             raise ConfigError("dp_attention", True, problem, "leave it out")
@@ -355,6 +359,10 @@ class EnginePaths:
     def dp_sync(self, rank: int) -> str:
         """Rank ``rank`` in agreements with its counterparts in the other replicas; it binds."""
         return self._address(f"dp-sync-{rank}")
+
+    def tensor_meeting(self, replica: int) -> Path:
+        """A file in which the ranks that share the layers of ``replica`` find each other."""
+        return Path(self.directory) / f"tensor-meeting-{replica}"
 
     def _address(self, name: str) -> str:
         return f"ipc://{Path(self.directory) / name}"

@@ -14,10 +14,11 @@ from scheduler_components.reference.device import (
     SimulatedModel,
     SimulatedWeights,
 )
-from scheduler_components.reference.engine.config import EngineConfig
+from scheduler_components.reference.engine.config import EngineConfig, EnginePaths
 
 if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory
+    from scheduler_components.reference.device import TensorGroup
 
 __all__ = ["RankDevice", "open_rank_device"]
 
@@ -31,27 +32,42 @@ class RankDevice:
         weights: what an update changes.
         memory: what a release gives back.
         pool: the KV pages that it computes into; None where there are none.
+        group: the ranks that have the other parts of each layer; None where it has all of them.
     """
 
     device: Device
     weights: WeightStore
     memory: MemoryOccupation
     pool: TorchDeviceMemory | None = None
+    group: TensorGroup | None = None
+
+    def close(self) -> None:
+        """Let go of the other ranks; safe to call twice."""
+        if self.group is not None:
+            self.group.close()
 
 
-def open_rank_device(config: EngineConfig, parallel: ParallelState) -> RankDevice:
+def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: EnginePaths | None = None) -> RankDevice:
     """Open the device that ``config`` names; a model is loaded here, which may take minutes.
+
+    Args:
+        config: of the engine.
+        parallel: this rank.
+        paths: where ranks meet that share a model's layers; needed by these alone.
 
     Raises:
         ConfigError: the model cannot be loaded, or its pool has no room.
+        StartError: the ranks that share its layers did not come.
     """
     if config.model is not None:
         # Imported here: an engine without a model starts without torch.
-        from scheduler_components.quiesce import TorchWeights
         from scheduler_components.reference.engine.torch_rank import open_torch_rank
 
-        computes, pool = open_torch_rank(config.model, config.scheduler, num_ranks=config.world_size, parallel=parallel)
-        return RankDevice(device=computes, weights=TorchWeights(model=computes.model), memory=NO_MEMORY, pool=pool)
+        meeting = None if paths is None else paths.tensor_meeting(parallel.attn_dp_rank)
+        rank = open_torch_rank(
+            config.model, config.scheduler, num_ranks=config.world_size, parallel=parallel, meeting=meeting
+        )
+        return RankDevice(device=rank.device, weights=rank.weights, memory=NO_MEMORY, pool=rank.pool, group=rank.group)
     simulated = SimulatedDevice(model=SimulatedModel(seed=config.seed), speed=config.speed)
     return RankDevice(
         device=simulated, weights=SimulatedWeights(device=simulated), memory=SimulatedMemory(device=simulated)

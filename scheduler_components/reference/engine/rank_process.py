@@ -91,8 +91,10 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         LockstepError: its state is not its leader's.
     """
     parallel = config.engine.parallel(config.rank)
-    computes = open_rank_device(config.engine, parallel)  # first: who waits for a rank need not wait for its weights
+    # First: who waits for a rank need not wait for its weights.
+    computes = open_rank_device(config.engine, parallel, config.paths)
     with ExitStack() as opened:
+        opened.callback(computes.close)
         context: _Context = zmq.Context()
         opened.callback(context.destroy, linger=0)
         reports = ReportSocket(socket=_connect_push(context, config.paths.reports))

@@ -3,41 +3,87 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.reference.device import ModelSpec, TorchDevice, load_model
+from scheduler_components.quiesce import TorchWeights
+from scheduler_components.reference.device import (
+    ALONE,
+    ModelSpec,
+    TensorGroup,
+    TorchDevice,
+    cut_model,
+    load_model,
+    open_tensor_group,
+)
 from scheduler_components.reference.engine.config import SchedulerConfig
 
-__all__ = ["open_torch_rank"]
+__all__ = ["TorchRank", "open_torch_rank"]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TorchRank:
+    """What a rank computes with.
+
+    Attributes:
+        device: the model over the pool.
+        weights: this rank's part of them.
+        pool: its part of each page.
+        group: the ranks that have the other parts; None for a rank that has the whole model.
+    """
+
+    device: TorchDevice
+    weights: TorchWeights
+    pool: TorchDeviceMemory
+    group: TensorGroup | None = None
 
 
 def open_torch_rank(
-    model: ModelSpec, scheduler: SchedulerConfig, *, num_ranks: int, parallel: ParallelState
-) -> tuple[TorchDevice, TorchDeviceMemory]:
-    """Load the model and make its pool, one page for each of the scheduler's.
+    model: ModelSpec,
+    scheduler: SchedulerConfig,
+    *,
+    num_ranks: int,
+    parallel: ParallelState,
+    meeting: Path | None = None,
+) -> TorchRank:
+    """Load the model, keep this rank's part of it, and make its pool, one page for each of the scheduler's.
 
     Args:
         model: as it was inspected.
         scheduler: its pages.
         num_ranks: of this machine: they share its cores.
-        parallel: which of them this is; each replica has the whole model.
+        parallel: which of them this is; the attention-TP ranks of a replica share the model.
+        meeting: where these find each other.
 
     Raises:
         ConfigError: the model cannot be loaded, or the pool has no room.
+        StartError: the other ranks of the replica did not come.
     """
-    assert parallel.attn_tp_size == parallel.attn_cp_size == parallel.pp_size == 1, f"{parallel} has a part of a model"
+    assert parallel.attn_cp_size == parallel.pp_size == 1, f"{parallel} has a part of a model that cannot be had"
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    group = None
+    if parallel.attn_tp_size > 1:
+        assert meeting is not None, "ranks that share a model need a place to meet"
+        # Before the weights are read, which may take some ranks much longer than others.
+        group = open_tensor_group(meeting, rank=parallel.attn_tp_rank, size=parallel.attn_tp_size)
     loaded = load_model(model)
+    parts = cut_model(loaded, ALONE if group is None else group)
     pool = TorchDeviceMemory.allocate(
         num_layers=model.kv.num_layers,
         num_pages=scheduler.kv_pages,
         page_size=scheduler.page_size,
-        kv_heads=model.kv.kv_heads,
+        kv_heads=model.kv.kv_heads // parallel.attn_tp_size,
         head_dim=model.kv.head_dim,
         dtype=loaded.dtype,
         device=loaded.device,
     )
-    return TorchDevice(model=loaded, pool=pool), pool
+    return TorchRank(
+        device=TorchDevice(model=loaded, pool=pool),
+        weights=TorchWeights(model=loaded, parts=parts),
+        pool=pool,
+        group=group,
+    )

@@ -57,11 +57,14 @@ def test_a_rank_serves_the_model_that_the_command_line_names(model_folder: Path,
         scheduler.submit(Request("strange", [320]))
 
 
-@pytest.mark.parametrize("field", ["attn_cp_size", "attn_tp_size", "pp_size"])
+@pytest.mark.parametrize("field", ["attn_cp_size", "pp_size"])
 def test_ranks_that_would_have_a_part_of_a_model_are_refused(spec: ModelSpec, field: str) -> None:
     whole = EngineConfig(model=spec, dp_size=2, attn_cp_size=1, attn_tp_size=1)
     with pytest.raises(ConfigError, match=rf"^{field}=2: cannot cut"):
         attrs.evolve(whole, **{field: 2})
+    with pytest.raises(ConfigError, match=r"^attn_tp_size=3: does not divide the 2 parts"):
+        attrs.evolve(whole, attn_tp_size=3)
+    assert attrs.evolve(whole, attn_tp_size=2).world_size == 4
     with pytest.raises(ConfigError, match=r"^dp_attention="):
         attrs.evolve(whole, dp_attention=DpAttentionConfig())
 
