@@ -79,7 +79,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature; made for no registered name
     *,
-    paged: AttentionLayers,
+    paged: AttentionLayers | None = None,
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
@@ -88,10 +88,14 @@ def paged_attention(
     Raises:
         ConfigError: the model asks for an attention that is not computed here.
     """
+    hint = "serve a model with full causal attention"
     for name in _CHANGES_ATTENTION:
         if kwargs.get(name) is not None:
-            hint = "serve a model with full causal attention"
             raise ConfigError("model", name, "is an attention that cannot be paged here", hint)
+    if not module.is_causal:
+        raise ConfigError("model", "attention to later tokens", "cannot be paged", hint)
+    if paged is None:
+        raise ConfigError("model", "its attention", "is not handed what its forward was given", hint)
     rows = paged.attend(
         module.layer_idx,  # type: ignore[arg-type]  # an int on every attention module of transformers
         query[0].transpose(0, 1),

@@ -8,7 +8,8 @@ what cannot be served costs one sentence and no process.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -22,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpace
-from scheduler_components.reference.device.torch_attention import PAGED_ATTENTION, register_paged_attention
+from scheduler_components.reference.device.torch_attention import PAGED_ATTENTION, pack_batch, register_paged_attention
 from scheduler_components.reference.device.torch_tensor_parallel import UnmetRanks, cut_model, cut_units
 
 __all__ = ["inspect_model", "load_model"]
@@ -30,7 +31,10 @@ __all__ = ["inspect_model", "load_model"]
 _DTYPES: Mapping[ModelDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WHAT_LOADS = "name a folder with config.json and *.safetensors, or a .gguf file"
 _INDEX = "model.safetensors.index.json"
+_SERVABLE = "serve a model with full causal attention in each layer"
 _PROBED_ROWS = 3
+_CHECKED_TOKENS = (5, 3)  # two requests in one batch
+_MOST_DIFFERENCE = 0.1  # of two ways to the same logits, as norms; bfloat16 differs by a hundredth, another mask by all
 _SAMPLES, _SAMPLE_BYTES = 16, 65_536  # of each file, for the identity: whoever trains a model changes all of it
 _DIGEST_BYTES = 16
 
@@ -53,9 +57,9 @@ def inspect_model(path: str | Path, *, dtype: ModelDtype = "float32", device: st
     files = _weight_files(place)
     with _quiet():
         config = _config(place)
-        model = _without_weights(place, config, _DTYPES[dtype])
+        model = _without_weights(place, config)
         kv = _probe(place, model, config)
-        weight_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+        weight_bytes = sum(each.numel() for each in model.parameters()) * _DTYPES[dtype].itemsize
         units = _cut_units(place, model, config, kv)
         eos_token_ids = _eos_token_ids(place, config)
     text = config.get_text_config()
@@ -105,7 +109,55 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
         raise ConfigError(
             "device", spec.device, f"has no room ({_first_line(error)})", "give a smaller model"
         ) from error
+    _compare_with_own_attention(place, served, spec)
     return served
+
+
+@torch.inference_mode()
+def _compare_with_own_attention(place: Path, model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Compute two short texts over pages and by the model's own attention: whatever it masks or counts otherwise shows.
+
+    Raises:
+        ConfigError: the logits differ, or are not numbers.
+    """
+    tokens = [[(7 * at + 3) % spec.tokens.vocab_size for at in range(length)] for length in _CHECKED_TOKENS]
+    shape = (len(tokens), max(_CHECKED_TOKENS), spec.kv.kv_heads, spec.kv.head_dim)
+    layers = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2 * spec.kv.num_layers)]
+    pool = _Layers(keys=layers[: spec.kv.num_layers], values=layers[spec.kv.num_layers :])
+    batch, _ = pack_batch(pool, [], [_Text(end=len(each), pages=(page,)) for page, each in enumerate(tokens)])
+    paged = model(
+        input_ids=torch.tensor([[token for each in tokens for token in each]], device=model.device),
+        position_ids=torch.tensor([[at for each in tokens for at in range(len(each))]], device=model.device),
+        use_cache=False,
+        paged=batch,
+    ).logits[0]
+    model.set_attn_implementation("eager")
+    rows = [model(input_ids=torch.tensor([each], device=model.device), use_cache=False).logits[0] for each in tokens]
+    model.set_attn_implementation(PAGED_ATTENTION)
+    own = torch.cat(rows).float()
+    difference = float((paged.float() - own).norm() / own.norm())
+    if math.isnan(difference):
+        raise _refusal(place, "gives logits that are not numbers", "look at its weights and the dtype")
+    if difference > _MOST_DIFFERENCE:
+        problem = f"cannot be paged: its logits differ by {difference:.0%} from those of its own attention"
+        raise _refusal(place, problem, _SERVABLE)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Layers:
+    """A ``KvLayers`` for a moment."""
+
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Text:
+    """A ``RowSpan`` of a whole text."""
+
+    end: int
+    pages: Sequence[int]
+    start: int = 0
 
 
 def _refusal(place: Path, problem: str, hint: str) -> ConfigError:
@@ -194,15 +246,18 @@ def _config(place: Path) -> PretrainedConfig:
     return config
 
 
-def _without_weights(place: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _without_weights(place: Path, config: PretrainedConfig) -> PreTrainedModel:
+    """In bfloat16, which all operators know without weights too, and whose results are not looked at."""
     register_paged_attention()
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, attn_implementation=PAGED_ATTENTION
+                config, dtype=torch.bfloat16, attn_implementation=PAGED_ATTENTION
             )
+    except KeyError as error:  # of a class that has a table of its own attentions
+        raise _refusal(place, "computes attention without transformers' interface for it", _SERVABLE) from error
     except Exception as error:
-        problem = f"is no decoder whose attention can be replaced ({_first_line(error)})"
+        problem = f"is no decoder that transformers makes ({_first_line(error)})"
         raise _refusal(place, problem, "serve a causal language model") from error
     decoder: PreTrainedModel = model.eval()
     return decoder
@@ -232,22 +287,21 @@ def _probe(place: Path, model: PreTrainedModel, config: PretrainedConfig) -> KvS
     """Run the model without weights, and see what reaches attention."""
     probe = _ShapeProbe()
     rows = torch.zeros((1, _PROBED_ROWS), dtype=torch.int64, device="meta")
-    hint = "serve a model with full causal attention in each layer"
     try:
         model(input_ids=rows, position_ids=rows, use_cache=False, paged=probe)
     except ConfigError as error:
-        raise _refusal(place, f"cannot be paged: {error.value} {error.problem}", hint) from error
+        raise _refusal(place, f"cannot be paged: {error.value} {error.problem}", _SERVABLE) from error
     except Exception as error:
-        raise _refusal(place, f"cannot be paged ({_first_line(error)})", hint) from error
+        raise _refusal(place, f"cannot be paged ({_first_line(error)})", _SERVABLE) from error
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
-        raise _refusal(place, f"cannot be paged: it has layers of {', '.join(sorted(kinds))}", hint)
+        raise _refusal(place, f"cannot be paged: it has layers of {', '.join(sorted(kinds))}", _SERVABLE)
     if sorted(probe.shapes) != list(range(text.num_hidden_layers)):
         problem = f"cannot be paged: {len(probe.shapes)} of its {text.num_hidden_layers} layers ask for attention"
-        raise _refusal(place, problem, hint)
+        raise _refusal(place, problem, _SERVABLE)
     if len(set(probe.shapes.values())) != 1:
-        raise _refusal(place, "cannot be paged: its layers have keys of different shapes", hint)
+        raise _refusal(place, "cannot be paged: its layers have keys of different shapes", _SERVABLE)
     kv_heads, head_dim = probe.shapes[0]
     return KvShape(num_layers=text.num_hidden_layers, kv_heads=kv_heads, head_dim=head_dim)
 

@@ -1,0 +1,266 @@
+"""What can be served is found out before a process loads it; what cannot costs one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from scheduler_components import ConfigError, ParallelState
+from scheduler_components.hicache import TorchDeviceMemory
+from scheduler_components.reference.device import KvShape, TorchDevice, inspect_model, load_model, torch_model
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
+from scheduler_components.testing import GenerateJudge
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path) -> Callable[..., Path]:
+    """``make_folder("Qwen2", **sizes)``: a random model of a family, saved."""
+
+    def make(family: str, **sizes: Any) -> Path:
+        config = getattr(transformers, f"{family}Config")(**SIZES | sizes)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
+
+
+def refusal_of(path: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        inspect_model(path, **options)
+    text = str(refused.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("Qwen2", {}),
+        ("Gemma", {"head_dim": 32}),
+        ("GPTNeoX", {}),
+        ("OPT", {"word_embed_proj_dim": 64, "ffn_dim": 128}),
+        ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("Mistral", {"sliding_window": None}),
+    ],
+)
+def test_no_model_is_known_by_name(make_folder: Callable[..., Path], family: str, sizes: dict[str, Any]) -> None:
+    """Rotary and learned positions, heads of their own and shared ones, experts: all that use the interface."""
+    folder = make_folder(family, **sizes)
+    spec = inspect_model(folder)
+    pool = TorchDeviceMemory.allocate(
+        num_layers=2, num_pages=64, page_size=4, kv_heads=spec.kv.kv_heads, head_dim=spec.kv.head_dim
+    )
+    device = TorchDevice(model=load_model(spec), pool=pool)
+    scheduler = Scheduler.compose(
+        SchedulerConfig(page_size=4, kv_tokens=256, chunk_tokens=7, tokens=spec.tokens), ParallelState(), device
+    )
+    prompts = [range(6, 6 + length) for length in (5, 20, 13)]
+    requests = [
+        Request(f"r{number}", prompt, SamplingLimits(6, ignore_eos=True)) for number, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        scheduler.submit(request)
+    for _ in scheduler.drain():
+        pass
+    judge = GenerateJudge.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    for request in requests:
+        judge.expect(request.input_ids, request.output_ids, num_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "why"),
+    [
+        ("Mistral", {"sliding_window": 8}, "sliding_window"),
+        ("Bert", {}, "later tokens"),
+        ("Mamba", {}, "linear_attention"),
+        ("Bloom", {"n_head": 4}, "0 of its 2 layers"),
+        ("Falcon", {}, "without transformers' interface"),
+        ("StableLm", {}, "not handed"),
+        ("DeepseekV2", {"n_routed_experts": 2, "num_experts_per_tok": 1}, "differ in width"),
+    ],
+)
+def test_a_model_that_cannot_be_paged_is_refused(
+    make_folder: Callable[..., Path], family: str, sizes: dict[str, Any], why: str
+) -> None:
+    assert why in refusal_of(make_folder(family, **sizes))
+
+
+def test_what_is_found_of_a_model(model_folder: Path) -> None:
+    spec = inspect_model(model_folder)
+    assert spec.kv == KvShape(num_layers=2, kv_heads=2, head_dim=16)
+    assert (spec.tokens.vocab_size, spec.tokens.context_tokens, spec.tokens.eos_token_ids) == (320, 512, (2,))
+    assert spec.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+    half = inspect_model(model_folder, dtype="bfloat16")
+    assert (half.kv_bytes_per_token, half.weight_bytes) == (spec.kv_bytes_per_token // 2, spec.weight_bytes // 2)
+
+
+def test_several_tokens_may_end_an_answer(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """As generation_config.json has them, which ``generate`` obeys."""
+    shutil.copytree(make_model_folder(), tmp_path, dirs_exist_ok=True)
+    place = tmp_path / "generation_config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"eos_token_id": [2, 5]}))
+    assert inspect_model(tmp_path).tokens.eos_token_ids == (2, 5)
+    place.write_text("{")
+    assert "generation_config.json" in refusal_of(tmp_path)
+
+
+def test_the_identity_is_of_weights_and_configuration(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_model_folder()
+    shutil.copytree(folder, tmp_path / "copy")
+    assert inspect_model(tmp_path / "copy").identity == inspect_model(folder).identity
+    others = (make_model_folder(seed=1), make_model_folder(rms_norm_eps=1e-3))
+    assert len({inspect_model(each).identity for each in (folder, *others)}) == 3
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _cut_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def _no_shard(folder: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _broken_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def _broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def _unknown_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "abacus"}')
+
+
+def _no_gguf(folder: Path) -> Path:
+    (folder / "model.gguf").write_bytes(b"GGUF" + bytes(20))
+    return folder / "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("breaks", "why"),
+    [
+        (lambda folder: folder / "elsewhere", "is not there"),
+        (lambda folder: folder / "config.json", "neither a folder nor a .gguf file"),
+        (_no_config, "has no config.json"),
+        (_no_weights, "has no *.safetensors"),
+        (_cut_weights, "has a broken model.safetensors"),
+        (_no_shard, "lacks model-00002-of-00002.safetensors"),
+        (_broken_index, "has an index that cannot be read"),
+        (_broken_config, "is no model that transformers knows"),
+        (_unknown_type, "is no model that transformers knows"),
+        (_no_gguf, "is no model that transformers knows"),
+    ],
+)
+def test_what_is_no_model_is_refused_before_it_is_loaded(
+    model_folder: Path, tmp_path: Path, breaks: Callable[[Path], Path | None], why: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    refusal = refusal_of(breaks(folder) or folder)
+    assert refusal.startswith("model=")
+    assert why in refusal
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"dtype": "float8"}, "dtype='float8': is not a type to compute in"),
+        ({"device": "abacus"}, "device='abacus': is not a device"),
+        ({"device": "meta"}, "device='meta': is not a device"),
+        ({"device": "cuda:77"}, "device='cuda:77': is not there"),
+    ],
+)
+def test_what_cannot_compute_is_refused(model_folder: Path, options: dict[str, str], why: str) -> None:
+    assert why in refusal_of(model_folder, **options)
+
+
+@pytest.mark.parametrize("change", ["missing", "mismatched"])
+def test_half_a_model_is_not_served(model_folder: Path, tmp_path: Path, change: str) -> None:
+    """transformers would draw what is missing at random."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    whole = tensors.pop(name)
+    if change == "mismatched":
+        tensors[name] = whole[:16].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="model=") as refused:
+        load_model(inspect_model(folder))
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_that_are_no_numbers_are_not_served(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(torch.nan)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="logits that are not numbers"):
+        load_model(inspect_model(folder))
+
+
+def test_a_model_that_masks_or_counts_otherwise_is_found_by_its_logits(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Otherwise:
+        """Each row attends to itself alone."""
+
+        def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: object) -> Any:
+            return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    monkeypatch.setattr(torch_model, "pack_batch", lambda *_: (Otherwise(), []))
+    with pytest.raises(ConfigError, match=r"differ by \d+% from those of its own attention"):
+        load_model(inspect_model(model_folder))
+
+
+def test_bfloat16_answers_nearly_as_float32_does(model_folder: Path, judge: GenerateJudge) -> None:
+    spec = inspect_model(model_folder, dtype="bfloat16")
+    pool = TorchDeviceMemory.allocate(
+        num_layers=2, num_pages=16, page_size=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16
+    )
+    device = TorchDevice(model=load_model(spec), pool=pool)
+    scheduler = Scheduler.compose(SchedulerConfig(page_size=4, kv_tokens=64), ParallelState(), device)
+    request = Request("r", range(6, 40), SamplingLimits(8, ignore_eos=True))
+    scheduler.submit(request)
+    for _ in scheduler.drain():
+        pass
+    logits = judge.logits(request.token_ids)[33:-1]
+    behind = logits.max(dim=1).values - logits[range(8), torch.tensor(request.output_ids)]
+    assert behind.max() < 0.05 * (logits.max() - logits.min())  # each choice was among the best, if not the best

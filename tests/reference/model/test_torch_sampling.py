@@ -1,0 +1,116 @@
+"""Draws: cuts keep what they say, each token comes as often as its probability, and a seed decides all."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.reference.device import SamplingParams, torch_sampling
+from scheduler_components.reference.device.torch_sampling import Draw, choose_tokens, token_logprobs, uniform
+
+checked = settings(deadline=None, max_examples=40)
+cuts = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.1, 3),
+    top_p=st.floats(0.05, 1),
+    top_k=st.integers(0, 20),
+    min_p=st.floats(0, 0.5),
+    seed=st.integers(0, 2**63 - 1),
+)
+
+
+def logits_of(seed: int, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def kept(logits: torch.Tensor, cut: SamplingParams) -> dict[int, float]:
+    """The tokens that the cuts keep and their probabilities, by the words of ``SamplingParams``."""
+    scaled = logits.double() / cut.temperature
+    order = scaled.argsort(descending=True).tolist()
+    if cut.top_k:
+        order = order[: cut.top_k]
+    chances = dict(zip(order, scaled[order].softmax(dim=0).tolist(), strict=True))
+    total, nucleus = 0.0, {}
+    for token, chance in chances.items():
+        if total < cut.top_p:
+            nucleus[token] = chance
+        total += chance
+    most, total = max(nucleus.values()), sum(nucleus.values())
+    above = {token: chance for token, chance in nucleus.items() if chance / total >= cut.min_p * most / total}
+    return {token: chance / sum(above.values()) for token, chance in above.items()}
+
+
+def _moved(cut: SamplingParams, edge: float) -> SamplingParams:
+    """The same cuts, keeping a little more, or less."""
+    top_p, min_p = min(1.0, max(1e-6, cut.top_p + edge)), min(1.0, max(0.0, cut.min_p - edge))
+    return SamplingParams(cut.temperature, top_p, cut.top_k, min_p)
+
+
+@checked
+@given(st.integers(0, 2**32), cuts)
+def test_tokens_come_as_often_as_they_are_probable_and_others_never(seed: int, cut: SamplingParams) -> None:
+    """By evenly spread numbers instead of random ones, so that what comes out is exact up to one grid step."""
+    logits, num_points = logits_of(seed), 400
+    grid = iter((point + 0.5) / num_points for point in range(num_points))
+    with mock.patch.object(torch_sampling, "uniform", lambda _: next(grid)):
+        tokens, broken = choose_tokens(logits.repeat(num_points, 1), [Draw(cut, "r", at) for at in range(num_points)])
+    assert not broken
+    expected = kept(logits[0], cut)
+    edge = 1e-4  # a chance that lies on a cut itself may fall on either side
+    for token in range(16):
+        share = tokens.count(token) / num_points
+        if abs(share - expected.get(token, 0.0)) > 2 / num_points + edge:
+            loose, tight = kept(logits[0], _moved(cut, edge)), kept(logits[0], _moved(cut, -edge))
+            assert loose != tight, (token, share, expected)
+
+
+@checked
+@given(st.integers(0, 2**32), st.lists(cuts | st.just(SamplingParams()), min_size=1, max_size=6))
+def test_a_row_is_drawn_as_if_it_were_alone(seed: int, params: list[SamplingParams]) -> None:
+    logits = logits_of(seed, len(params))
+    draws = [Draw(each, f"r{row}", row + 5) for row, each in enumerate(params)]
+    together, _ = choose_tokens(logits, draws)
+    assert together == [choose_tokens(logits[row : row + 1], [draw])[0][0] for row, draw in enumerate(draws)]
+    for row, each in enumerate(params):
+        if each.is_greedy:
+            assert together[row] == logits[row].argmax()
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    warm = SamplingParams(temperature=1.0, seed=3)
+    assert uniform(Draw(warm, "a", 7)) == uniform(Draw(SamplingParams(temperature=2.0, seed=3), "b", 7))
+    numbers = [
+        uniform(Draw(SamplingParams(temperature=1.0, seed=seed), "a", at)) for seed in (0, 1) for at in range(50)
+    ]
+    assert len(set(numbers)) == 100
+    assert 0 <= min(numbers) < 0.1
+    assert 0.9 < max(numbers) < 1
+    unseeded = SamplingParams(temperature=1.0)
+    assert uniform(Draw(unseeded, "a", 7)) != uniform(Draw(unseeded, "b", 7))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("warm", [SamplingParams(), SamplingParams(temperature=1.0)])
+def test_rows_that_are_no_numbers_are_told_and_touch_no_other(value: float, warm: SamplingParams) -> None:
+    logits = logits_of(1, 3)
+    draws = [Draw(warm, f"r{row}", 5) for row in range(3)]
+    whole, _ = choose_tokens(logits, draws)
+    logits[1, 4] = value
+    tokens, broken = choose_tokens(logits, draws)
+    assert broken == [1]
+    assert (tokens[0], tokens[2]) == (whole[0], whole[2])
+
+
+@checked
+@given(st.integers(0, 2**32), st.integers(0, 15), st.integers(0, 20))
+def test_logprobs_are_of_the_model_before_any_cut(seed: int, token: int, num_top: int) -> None:
+    logits = logits_of(seed)[0]
+    told = token_logprobs(logits, token, num_top)
+    expected = logits.log_softmax(dim=0)
+    assert told.logprob == pytest.approx(expected[token].item())
+    assert [each for each, _ in told.top] == expected.argsort(descending=True)[:num_top].tolist()
+    assert [value for _, value in told.top] == pytest.approx([expected[each].item() for each, _ in told.top])
