@@ -149,16 +149,43 @@ class GenerateJudge:
             done += wrong + 1
         return ties
 
+    def expect_answers(self, token_ids: Sequence[int], answers: Iterable[range]) -> list[NearTie]:
+        """Compare all answers in a conversation, by one pass over it; a position of a tie is one in ``token_ids``.
+
+        Each token is judged by the text before it, as served: where all are the ones with the highest logits, they are
+        what ``generate`` gives. It costs what a prefill does, where ``expect`` costs a pass per token.
+
+        Args:
+            token_ids: prompts and answers.
+            answers: the positions of each answer.
+
+        Raises:
+            ConformanceError: a token is not the most probable one, and the logits are further apart than the noise.
+        """
+        logits = self.logits(token_ids)
+        ties: list[NearTie] = []
+        for position in (place for answer in answers for place in answer):
+            found, row = token_ids[position], logits[position - 1]
+            if (expected := int(row.argmax())) != found:
+                ties.append(self._near_tie(row, token_ids[:position], expected, found, position=position))
+        return ties
+
     def _tie(self, context: Sequence[int], expected: Sequence[int], found: int, *, position: int) -> NearTie:
         """Say how close the token that was found is to the last of the expected ones."""
-        if not 0 <= found < self.model.config.get_text_config().vocab_size:
-            raise _differs(context, f"{expected[-1]} at {position}", f"{found}, which the model does not have")
         _, logits = self._generate(context, len(expected))
-        gap = float(logits[-1, expected[-1]] - logits[-1, found])
+        return self._near_tie(logits[-1], context, expected[-1], found, position=position)
+
+    def _near_tie(
+        self, row: torch.Tensor, context: Sequence[int], expected: int, found: int, *, position: int
+    ) -> NearTie:
+        """Say how close the logits of two tokens are; ``context`` is what the error shows."""
+        if not 0 <= found < len(row):
+            raise _differs(context, f"{expected} at {position}", f"{found}, which the model does not have")
+        gap = float(row[expected] - row[found])
         if gap > self.noise:
             told = f"{found}, whose logit is {gap:.3g} lower, where the noise is {self.noise:.3g}"
-            raise _differs(context, f"{expected[-1]} at {position}", told)
-        return NearTie(position, expected[-1], found, gap)
+            raise _differs(context, f"{expected} at {position}", told)
+        return NearTie(position, expected, found, gap)
 
     def _generate(self, prompt: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], torch.Tensor]:
         """Greedy tokens, and the logits that they were taken from: ``[num_tokens, vocabulary]``, float32."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PortProbe,
         RunReport,
         StreamEvidence,
+        TextEvidence,
         judge,
         probe_ports,
         speaks_zmq,
@@ -52,6 +53,7 @@ __all__ = [
     "RunReport",
     "Screen",
     "StreamEvidence",
+    "TextEvidence",
     "Tally",
     "TraceDriver",
     "COMMANDS",
@@ -80,7 +82,7 @@ __getattr__ = lazy_names(
         ),
         "scheduler_components.reference.cli.hicache_sim_command": "RunProgress draw_divergence report_of",
         "scheduler_components.reference.cli.run_report": (
-            "Evidence PortProbe RunReport StreamEvidence judge probe_ports speaks_zmq"
+            "Evidence PortProbe RunReport StreamEvidence TextEvidence judge probe_ports speaks_zmq"
         ),
         "scheduler_components.reference.cli.screen": (
             "JsonScreen RateWindow Screen make_rows plain_line progress_text render_table"

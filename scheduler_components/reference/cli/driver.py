@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ __all__ = [
     "ChatDriver",
     "Lateness",
     "ReasonCount",
+    "ServedChat",
     "Tally",
     "TokenCounts",
     "TraceDriver",
@@ -64,6 +66,25 @@ class TokenCounts:
     def hit_rate(self) -> float:
         """Cached / prompt tokens, 0 to 1."""
         return self.cached / self.prompt if self.prompt else 0.0
+
+
+@dataclass(slots=True)
+class ServedChat:
+    """A conversation as far as it came.
+
+    Attributes:
+        token_ids: u32; prompts and answers.
+        answers: positions of each answer in them.
+    """
+
+    token_ids: array[int]
+    answers: list[range] = field(default_factory=list)
+
+    def took(self, output_ids: Iterable[int]) -> None:
+        """The last prompt was answered."""
+        start = len(self.token_ids)
+        self.token_ids.extend(output_ids)
+        self.answers.append(range(start, len(self.token_ids)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,12 +178,14 @@ class ChatDriver:
         speed: divides the workload's time.
         tally: what became of the requests.
         clock: monotonic seconds.
+        chats: what was said.
     """
 
     url: str
     speed: float
     tally: Tally
     clock: Callable[[], float] = time.monotonic
+    chats: list[ServedChat] = field(default_factory=list)
 
     async def run(self, chats: Iterable[Chat]) -> None:
         """Start each chat at its time; returns when all of them have ended."""
@@ -174,21 +197,22 @@ class ChatDriver:
                     playing.create_task(self._play(client, chat, stream=number % _STREAMED_CHATS == 0))
 
     async def _play(self, client: httpx.AsyncClient, chat: Chat, *, stream: bool) -> None:
-        history = list(chat.system_ids)
+        served = ServedChat(array("I", chat.system_ids))
+        self.chats.append(served)
         for turn in chat.turns:
             await asyncio.sleep(turn.think_s / self.speed)
-            history += turn.message_ids
+            served.token_ids.extend(turn.message_ids)
             body = msgspec.json.encode(
                 {
-                    "input_ids": history,
-                    "sampling_params": {"max_new_tokens": turn.output_tokens, "ignore_eos": True},
+                    "input_ids": served.token_ids.tolist(),
+                    "sampling_params": {"max_new_tokens": turn.output_tokens, "ignore_eos": True, "temperature": 0.0},
                     "conversation": chat.chat_id,
                     "stream": stream,
                 }
             )
             self.tally.sent += 1
             try:
-                history += await self._ask(client, body)
+                served.took(await self._ask(client, body))
             except _RefusedError as error:
                 self.tally.refused.add(f"{chat.chat_id}: {error}")
                 return

@@ -82,6 +82,7 @@ class EngineOptions:
     simulated_sizes: ClassVar[EngineSizes] = EngineSizes(
         dp_size=2, attn_cp_size=2, attn_tp_size=2, kv_tokens=262_144, chunk_tokens=2048
     )
+    model_sizes: ClassVar[EngineSizes] = _MODEL_SIZES
 
     host: Annotated[str, Parameter(help="Address of the HTTP server.")] = DEFAULT_HOST
     port: Port = 30_000
@@ -112,7 +113,7 @@ class EngineOptions:
     page_size: Annotated[int, Parameter(help="Tokens per KV page, and per block of the events.")] = 16
     kv_tokens: Annotated[
         int | None,
-        Parameter(help="Capacity of each replica's KV pool, in tokens. Default: by command; with --model 16384."),
+        Parameter(help="Capacity of each replica's KV pool, in tokens. Default: by command and device."),
     ] = None
     max_running_requests: RunningRequests = 64
     chunk_tokens: Annotated[
@@ -147,7 +148,7 @@ class EngineOptions:
 
     def sizes(self, *, of_a_model: bool) -> EngineSizes:
         """What was given, and for the rest the defaults of this command's simulated device, or of a model."""
-        default = _MODEL_SIZES if of_a_model else self.simulated_sizes
+        default = self.model_sizes if of_a_model else self.simulated_sizes
         given = {each.name: getattr(self, each.name) for each in attrs.fields(EngineSizes)}
         return attrs.evolve(default, **{name: size for name, size in given.items() if size is not None})
 
@@ -160,6 +161,7 @@ class DemoOptions(EngineOptions):
     simulated_sizes: ClassVar[EngineSizes] = attrs.evolve(
         EngineOptions.simulated_sizes, kv_tokens=6144, chunk_tokens=512
     )
+    model_sizes: ClassVar[EngineSizes] = attrs.evolve(_MODEL_SIZES, kv_tokens=2048)
 
     port: Port = 0
     max_running_requests: RunningRequests = 32
@@ -384,25 +386,39 @@ def serve(
 def demo(
     options: DemoOptions = _DEMO,
     hicache: HiCacheOptions = _NO_TIERS,
+    model: ModelOptions = _SIMULATED,
     *,
     requests: Annotated[
-        int, Parameter(help="Requests of the generated multi-turn chats.")
-    ] = _DEFAULT_WORKLOAD.num_requests,
+        int | None, Parameter(help="Requests of the generated multi-turn chats. Default: 300; with --model 16.")
+    ] = None,
     chats_per_s: Annotated[float, Parameter(help="Chats that begin per second.")] = _DEFAULT_WORKLOAD.chats_per_s,
     as_json: AsJson = False,
 ) -> int:
-    """Run the engine under a generated workload, follow its event streams, and check what was seen."""
+    """Run the engine under a generated workload, follow its event streams, and check what was seen.
+
+    With --model the answers are compared, token by token, with what transformers makes of the same weights.
+    """
+    engine = engine_config(options, hicache, model)
+    workload = WorkloadConfig(seed=options.seed, chats_per_s=chats_per_s, **_workload_of(engine.model))
     return _run(
         SessionConfig(
-            engine=engine_config(options, hicache),
+            engine=engine,
             host=options.host,
             port=options.port,
             kv_pool=options.kv_pool,
             affinity_tokens=options.affinity_tokens,
-            workload=WorkloadConfig(num_requests=requests, seed=options.seed, chats_per_s=chats_per_s),
+            workload=workload if requests is None else attrs.evolve(workload, num_requests=requests),
         ),
         as_json=as_json,
     )
+
+
+def _workload_of(model: ModelSpec | None) -> dict[str, int]:
+    """What differs from the defaults: of a model, as much as two cores compute in a minute, in tokens that it has."""
+    if model is None:
+        return {}
+    sizes = {"num_requests": 16, "num_system_prompts": 2, "max_system_prompt_tokens": 96}
+    return sizes | {"mean_message_tokens": 16, "mean_output_tokens": 12, "vocab_size": model.tokens.vocab_size}
 
 
 def _run(config: SessionConfig, *, as_json: bool) -> int:

@@ -23,6 +23,7 @@ __all__ = [
     "PortProbe",
     "RunReport",
     "StreamEvidence",
+    "TextEvidence",
     "judge",
     "probe_ports",
     "speaks_zmq",
@@ -64,6 +65,26 @@ class PortProbe:
 
 
 @attrs.frozen(kw_only=True)
+class TextEvidence:
+    """What transformers says of the answers of a real model.
+
+    Attributes:
+        num_answers, num_tokens: that were compared.
+        num_near_ties: tokens that differ where its arithmetic cannot tell the two apart.
+        widest_gap: of their logits.
+        noise: how far apart logits may be that are equal to its arithmetic.
+        problems: of answers with other tokens, one sentence each.
+    """
+
+    num_answers: int
+    num_tokens: int
+    num_near_ties: int
+    widest_gap: float
+    noise: float
+    problems: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
 class Evidence:
     """All that a report rests on.
 
@@ -74,6 +95,7 @@ class Evidence:
         streams: one entry per stream; empty when nothing could be followed, and ``no_streams_reason`` says why.
         dumps: rank to its cache.
         tally: the workload's outcomes.
+        texts: of a real model; None where the device is simulated, or nothing was said.
     """
 
     dp_size: int
@@ -85,6 +107,7 @@ class Evidence:
     dumps: Mapping[int, CacheDump]
     tally: Tally
     no_streams_reason: str = ""
+    texts: TextEvidence | None = None
 
     @property
     def world_size(self) -> int:
@@ -127,6 +150,8 @@ def judge(evidence: Evidence) -> RunReport:
         checks.append(Check("streams", True, f"not checked: {evidence.no_streams_reason}"))
     else:
         checks += [_check_stream_count(evidence), _check_gaps(evidence), _check_views(evidence)]
+    if evidence.texts is not None:
+        checks.append(_check_texts(evidence.texts))
     return RunReport(tuple(checks))
 
 
@@ -208,6 +233,17 @@ def _check_views(evidence: Evidence) -> Check:
             else f"dp{rank}: {counts} blocks equal"
         )
     return Check("view equals cache", passed, "; ".join(facts))
+
+
+def _check_texts(texts: TextEvidence) -> Check:
+    """Greedy text is what transformers makes of the same weights, whatever the cache did."""
+    facts = f"{texts.num_answers} answers of {texts.num_tokens} tokens compared with transformers'"
+    if texts.num_near_ties:
+        facts += (
+            f", {texts.num_near_ties} near ties (logits at most {texts.widest_gap:.2g} apart; noise {texts.noise:.2g})"
+        )
+    passed = texts.num_answers > 0 and not texts.problems
+    return Check("text", passed, "; ".join([facts, *texts.problems[:1]]))
 
 
 _GREETING_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,10 +22,24 @@ from observability import (
 )
 from observability.kv_stream import NoStreamsError, Tier
 from scheduler_components.kv_events import StreamAddress
-from scheduler_components.reference.cli.driver import ChatDriver, Tally, TraceDriver
-from scheduler_components.reference.cli.run_report import Evidence, RunReport, StreamEvidence, judge, probe_ports
+from scheduler_components.reference.cli.driver import ChatDriver, ServedChat, Tally, TraceDriver
+from scheduler_components.reference.cli.run_report import (
+    Evidence,
+    RunReport,
+    StreamEvidence,
+    TextEvidence,
+    judge,
+    probe_ports,
+)
 from scheduler_components.reference.cli.screen import NoStreams, RunView, SessionScreen
-from scheduler_components.reference.device import TraceFacts, WorkloadConfig, check_trace, generate_chats, open_trace
+from scheduler_components.reference.device import (
+    ModelSpec,
+    TraceFacts,
+    WorkloadConfig,
+    check_trace,
+    generate_chats,
+    open_trace,
+)
 from scheduler_components.reference.engine import (
     DEFAULT_HOST,
     Engine,
@@ -147,13 +161,24 @@ async def _run_workload(
     async with _observing(url, registry) as observed:
         view = RunView(tally=tally, board=engine.stats, streams=observed.subscriber or NoStreams())
         async with screen.showing(view):
-            await _drive(config, engine, url, view, screen)
+            chats = await _drive(config, engine, url, view, screen)
             await engine.wait_until_idle()
         view.end()
         evidence = await _gather_evidence(engine, observed, tally)
         tiers = [dump.tiers for leader in evidence.leaders if (dump := evidence.dumps[leader]).tiers is not None]
         screen.show_summary(view, tiers)
+        if config.engine.model is not None and chats:
+            evidence = attrs.evolve(evidence, texts=await _judge_texts(config.engine.model, chats, screen))
         return judge(evidence)
+
+
+async def _judge_texts(model: ModelSpec, chats: Sequence[ServedChat], screen: SessionScreen) -> TextEvidence:
+    """Let transformers compute every answer once more; the engine goes on meanwhile."""
+    # Imported here: without a model nothing needs torch.
+    from scheduler_components.reference.cli.torch_text_judge import judge_texts
+
+    screen.say("asking transformers for the same answers, from the same weights")
+    return await asyncio.to_thread(judge_texts, model, chats)
 
 
 @attrs.frozen(kw_only=True)
@@ -185,7 +210,10 @@ async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[_Ob
             collector.close()
 
 
-async def _drive(config: SessionConfig, engine: Engine, url: str, view: RunView, screen: SessionScreen) -> None:
+async def _drive(
+    config: SessionConfig, engine: Engine, url: str, view: RunView, screen: SessionScreen
+) -> Sequence[ServedChat]:
+    """Send everything; returns what was said, of a workload that is chats."""
     speed, tally = config.engine.speed, view.tally
     if config.trace is not None:
         driver = TraceDriver(front=engine.front, speed=speed, tally=tally, lateness=view.lateness)
@@ -196,7 +224,10 @@ async def _drive(config: SessionConfig, engine: Engine, url: str, view: RunView,
             screen.say(f"speed {speed:g} could not be held: {late}, which asks for more than the engine has")
     elif config.workload is not None:
         tally.total = config.workload.num_requests
-        await ChatDriver(url=url, speed=speed, tally=tally).run(generate_chats(config.workload))
+        chats = ChatDriver(url=url, speed=speed, tally=tally)
+        await chats.run(generate_chats(config.workload))
+        return chats.chats
+    return ()
 
 
 async def _gather_evidence(engine: Engine, observed: _Observed, tally: Tally) -> Evidence:

@@ -2,15 +2,15 @@
 
 Of the chats, what is drawn, and why:
 
-- System prompt: one of ``num_system_prompts``, chosen by a Zipf law (weight 1/k), 256 to 768 tokens: a few
-  assistants take most of the traffic.
+- System prompt: one of ``num_system_prompts``, chosen by a Zipf law (weight 1/k), of a third of
+  ``max_system_prompt_tokens`` to all of it: a few assistants take most of the traffic.
 - Chats start by a Poisson process of ``chats_per_s``.
 - Turns per chat: geometric with mean ``mean_turns``, at most 8. Each turn's prompt is everything before it, the real
   outputs included, plus the new message: this is where a prefix cache is of most use.
 - Message and answer lengths: log-normal around their means (sigma 0.6), as chat traffic is: many short, few long.
 - Think time between an answer and the next message: exponential with mean ``mean_think_s``.
 
-Token ids are drawn below 32,768: prompts that do not share a system prompt differ from their first token on.
+Token ids are drawn below ``vocab_size``: prompts that do not share a system prompt differ from their first token on.
 
 A line of a trace is ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}``; each
 hash id stands for 512 prompt tokens, equal ids for equal tokens, and the last block may be partial. Such traces are
@@ -51,8 +51,6 @@ __all__ = [
     "spread_arrivals",
 ]
 
-_VOCABULARY = 32_768
-_SYSTEM_PROMPT_TOKENS = (256, 768)
 _LENGTH_SIGMA = 0.6
 _MAX_TURNS = 8
 _LONGEST_FACTOR = 4  # the tail is cut, so that the longest chat of the defaults stays below 5,000 tokens
@@ -89,6 +87,8 @@ class WorkloadConfig:
     mean_message_tokens: float = attrs.field(default=60.0, validator=is_number("is not a positive number"))
     mean_output_tokens: float = attrs.field(default=60.0, validator=is_number("is not a positive number"))
     mean_think_s: float = attrs.field(default=1.0, validator=is_number("is not a positive number"))
+    max_system_prompt_tokens: int = attrs.field(default=768, validator=is_integer("is not a length"))
+    vocab_size: int = attrs.field(default=32_768, validator=is_integer("is not a vocabulary"))
 
     def __attrs_post_init__(self) -> None:
         if self.mean_turns < 1:
@@ -123,7 +123,7 @@ class Chat:
 def generate_chats(config: WorkloadConfig) -> Iterator[Chat]:
     """Yield chats in order of their start until their turns come to exactly ``num_requests``."""
     random = Random(config.seed)  # noqa: S311  a workload wants to be repeatable, not secret
-    systems = [_system_prompt(config.seed, number) for number in range(config.num_system_prompts)]
+    systems = [_system_prompt(config, number) for number in range(config.num_system_prompts)]
     weights = [1 / rank for rank in range(1, len(systems) + 1)]
     left, start_s, number = config.num_requests, 0.0, 0
     while left > 0:
@@ -139,9 +139,10 @@ def generate_chats(config: WorkloadConfig) -> Iterator[Chat]:
         start_s += random.expovariate(config.chats_per_s)
 
 
-def _system_prompt(seed: int, number: int) -> tuple[int, ...]:
-    random = Random(f"system-{seed}-{number}")  # noqa: S311
-    return _draw_tokens(random, random.randint(*_SYSTEM_PROMPT_TOKENS))
+def _system_prompt(config: WorkloadConfig, number: int) -> tuple[int, ...]:
+    random = Random(f"system-{config.seed}-{number}")  # noqa: S311
+    longest = config.max_system_prompt_tokens
+    return _draw_tokens(random, config, random.randint(-(-longest // 3), longest))
 
 
 def _draw_turns(random: Random, mean: float) -> int:
@@ -154,7 +155,7 @@ def _draw_turns(random: Random, mean: float) -> int:
 def _draw_turn(random: Random, config: WorkloadConfig, place: int) -> Turn:
     return Turn(
         think_s=random.expovariate(1 / config.mean_think_s) if place else 0.0,
-        message_ids=_draw_tokens(random, _draw_length(random, config.mean_message_tokens)),
+        message_ids=_draw_tokens(random, config, _draw_length(random, config.mean_message_tokens)),
         output_tokens=_draw_length(random, config.mean_output_tokens),
     )
 
@@ -165,8 +166,8 @@ def _draw_length(random: Random, mean: float) -> int:
     return max(1, min(round(length), math.ceil(_LONGEST_FACTOR * mean)))
 
 
-def _draw_tokens(random: Random, count: int) -> tuple[int, ...]:
-    return tuple(random.choices(range(_VOCABULARY), k=count))
+def _draw_tokens(random: Random, config: WorkloadConfig, count: int) -> tuple[int, ...]:
+    return tuple(random.choices(range(config.vocab_size), k=count))
 
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -50,8 +50,8 @@ def test_a_demo_listens_where_the_system_likes_and_its_pool_is_small() -> None:
 
 def test_a_model_is_served_whole_by_one_rank_unless_more_is_asked_for() -> None:
     whole = {"dp_size": 1, "attn_cp_size": 1, "attn_tp_size": 1}
-    for options in (EngineOptions(), DemoOptions()):
-        assert options.sizes(of_a_model=True) == EngineSizes(**whole, kv_tokens=16_384, chunk_tokens=512)
+    for options, kv_tokens in ((EngineOptions(), 16_384), (DemoOptions(), 2048)):
+        assert options.sizes(of_a_model=True) == EngineSizes(**whole, kv_tokens=kv_tokens, chunk_tokens=512)
     asked = EngineOptions(dp_size=2, kv_tokens=262_144).sizes(of_a_model=True)
     assert (asked.dp_size, asked.kv_tokens) == (2, 262_144)
 

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observability.kv_stream import StreamState, StreamStats
-from scheduler_components.reference.cli import Evidence, PortProbe, RunReport, StreamEvidence, Tally, judge
+from scheduler_components.reference.cli import (
+    Evidence,
+    PortProbe,
+    RunReport,
+    StreamEvidence,
+    Tally,
+    TextEvidence,
+    judge,
+)
 from scheduler_components.reference.engine import CacheDump, pack_hashes
 
 HELD = {0: frozenset({1, -2, 3}), 1: frozenset({4})}
@@ -74,6 +82,18 @@ def test_a_sound_run_passes_every_check() -> None:
         "view equals cache",
     ]
     assert "exactly 2 streams for 4 ranks" in report.checks[2].facts
+
+
+def test_the_answers_of_a_real_model_are_judged() -> None:
+    right = TextEvidence(num_answers=3, num_tokens=20, num_near_ties=1, widest_gap=2e-6, noise=1e-5)
+    report = judge(evidence(texts=right))
+    assert report.passed
+    assert report.checks[-1].name == "text"
+    assert "1 near ties (logits at most 2e-06 apart; noise 1e-05)" in report.checks[-1].facts
+    wrong = attrs.evolve(right, problems=("8 instead of 9", "1 instead of 2"))
+    assert failures(judge(evidence(texts=wrong)))["text"].endswith("; 8 instead of 9")
+    nothing = attrs.evolve(right, num_answers=0, num_tokens=0)
+    assert list(failures(judge(evidence(texts=nothing)))) == ["text"]
 
 
 @given(st.frozensets(st.integers(-5, 5)), st.frozensets(st.integers(-5, 5)))

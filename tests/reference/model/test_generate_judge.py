@@ -93,3 +93,15 @@ def test_the_tokenizer_writes_every_text_and_the_model_has_all_its_tokens(tokeni
         [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=False
     )
     assert chat == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_conversation_is_judged_in_one_pass(judge: GenerateJudge) -> None:
+    first = judge.text(PROMPT, 6).token_ids
+    second = judge.text((*PROMPT, *first, 40, 41), 5).token_ids
+    chat = [*PROMPT, *first, 40, 41, *second]
+    answers = [range(5, 11), range(13, 18)]
+    assert judge.expect_answers(chat, answers) == []
+    for wrong in (7, 15):
+        other = [*chat[:wrong], (chat[wrong] + 1) % 320, *chat[wrong + 1 :]]
+        with pytest.raises(ConformanceError, match=f"at {wrong}"):
+            judge.expect_answers(other, answers)

@@ -1,0 +1,39 @@
+"""What transformers says of the answers of a run: the model once more, with its own attention and without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler_components.reference.cli.driver import ServedChat
+from scheduler_components.reference.cli.run_report import TextEvidence
+from scheduler_components.reference.device import ModelSpec, load_model
+from scheduler_components.testing import ConformanceError, GenerateJudge
+
+__all__ = ["judge_texts"]
+
+
+def judge_texts(spec: ModelSpec, chats: Sequence[ServedChat]) -> TextEvidence:
+    """Compare every answer of every chat; loads the model a second time.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+    """
+    model: Any = load_model(spec)  # the types of transformers do not say that models generate
+    model.set_attn_implementation("sdpa")
+    judge = GenerateJudge.over(model)
+    problems, gaps = [], [0.0]
+    for chat in chats:
+        try:
+            gaps += (tie.gap for tie in judge.expect_answers(chat.token_ids.tolist(), chat.answers))
+        except ConformanceError as error:
+            problems.append(f"{error.found} instead of {error.expected}")
+    answers = [answer for chat in chats for answer in chat.answers]
+    return TextEvidence(
+        num_answers=len(answers),
+        num_tokens=sum(map(len, answers)),
+        num_near_ties=len(gaps) - 1,
+        widest_gap=max(gaps),
+        noise=judge.noise,
+        problems=tuple(problems),
+    )

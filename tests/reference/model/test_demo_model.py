@@ -1,0 +1,50 @@
+"""``demo --model``: real processes, real tokens, judged from outside by the streams and by transformers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+from scheduler_components.reference.cli.driver import ServedChat
+from scheduler_components.reference.cli.torch_text_judge import judge_texts
+from scheduler_components.reference.device import inspect_model
+from scheduler_components.testing import GenerateJudge
+
+COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main", "demo"]
+DEADLINE_S = 200
+PROMPT = (7, 90, 211, 34, 9)
+
+
+def test_the_demo_compares_its_answers_with_transformers(model_folder: Path, tmp_path: Path) -> None:
+    """A pool so small that prompts go to the host and come back."""
+    arguments = ["--model", str(model_folder), "--requests", "5", "--chats-per-s", "50", "--speed", "50"]
+    tiers = ["--hicache", "--kv-tokens", "256", "--hicache-host-tokens", "4096"]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [*COMMAND, *arguments, *tiers],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "5 finished, 0 refused, 0 failed" in ran.stdout
+    assert re.search(r"view equals cache +ok +dp0: ([1-9]\d* device \+ )?[1-9]\d* host blocks equal", ran.stdout)
+    assert re.search(r"text +ok +5 answers of [1-9]\d* tokens compared with transformers'", ran.stdout)
+    assert ran.stdout.endswith("PASSED\n")
+
+
+def test_an_answer_with_another_token_is_told(model_folder: Path, judge: GenerateJudge) -> None:
+    right = judge.text(PROMPT, 6).token_ids
+    chats = [ServedChat(array("I", PROMPT)), ServedChat(array("I", PROMPT))]
+    chats[0].took(right)
+    chats[1].took((*right[:4], (right[4] + 1) % 320, right[5]))
+    found = judge_texts(inspect_model(model_folder), chats)
+    assert (found.num_answers, found.num_tokens) == (2, 12)
+    assert len(found.problems) == 1
+    assert f"instead of {right[4]} at 9" in found.problems[0]
