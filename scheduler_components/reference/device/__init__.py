@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         cut_units,
         open_tensor_group,
     )
+    from scheduler_components.reference.device.torch_weight_source import ModelTensors, read_weights
     from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
     from scheduler_components.reference.device.workload import (
         BLOCK_TOKENS,
@@ -75,6 +76,7 @@ __all__ = [
     "KvShape",
     "ModelDtype",
     "ModelSpec",
+    "ModelTensors",
     "RankSums",
     "SamplingParams",
     "ScheduledBatch",
@@ -110,6 +112,7 @@ __all__ = [
     "open_trace",
     "parse_trace",
     "prompt_tokens",
+    "read_weights",
     "run_simulation",
     "spread_arrivals",
 ]
@@ -135,6 +138,7 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.device.torch_tensor_parallel": (
             "ALONE RankSums TensorGroup cut_model cut_units open_tensor_group"
         ),
+        "scheduler_components.reference.device.torch_weight_source": "ModelTensors read_weights",
         "scheduler_components.reference.device.sampling": "MAX_TOP_LOGPROBS SamplingParams TokenLogprobs",
         "scheduler_components.reference.device.weights": "SimulatedMemory SimulatedWeights",
     },

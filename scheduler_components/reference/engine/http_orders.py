@@ -1,11 +1,12 @@
 """Orders over HTTP: pause, continue, flush, new weights, memory. Paths and bodies are SGLang's where it has them.
 
-``/update_weights`` is a whole session in one request, in the place of SGLang's five ways to bring tensors: parts of
-the simulated model are any bytes.
+``/update_weights`` is a whole session in one request, in the place of four of SGLang's five ways to bring tensors:
+parts of the simulated model are any bytes. ``/update_weights_from_disk`` is the fifth.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from observability import error_response
-from scheduler_components import ComponentError
+from scheduler_components import ComponentError, ConfigError
 from scheduler_components.quiesce import (
     ContinueGeneration,
     FlushCache,
@@ -30,7 +31,7 @@ from scheduler_components.reference.engine.orders import OrderRefusedError
 __all__ = ["MAX_ORDER_BYTES", "order_routes"]
 
 MAX_ORDER_BYTES = 64 * 2**20
-"""Weights of a simulated model are small; a real one's do not come in a request's body."""
+"""Weights of a simulated model are small; those of a real one come from its files, save some tensors."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
 
@@ -49,6 +50,12 @@ class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: Annotated[dict[str, bytes], msgspec.Meta(min_length=1)]
     checksum: Annotated[str, msgspec.Meta(pattern="^[0-7][0-9a-f]{15}$")] | None = None
     timeout: _Seconds = 0.0
+
+
+class _UpdateFromDisk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    weight_version: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+    timeout: _Seconds = 30.0
 
 
 class _Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,7 +98,7 @@ def _taking(kind: type[Body], carry_out: Callable[[Body], Awaitable[Response]]) 
 async def _answered(work: Awaitable[Response]) -> Response:
     try:
         return await work
-    except OrderRefusedError as error:
+    except (OrderRefusedError, ConfigError) as error:
         return error_response(400, str(error))
     except ComponentError as error:  # the engine failed, or a rank is silent
         return error_response(503, str(error))
@@ -114,6 +121,18 @@ def order_routes(engine: Engine) -> list[Route]:
         checksum = await desk.update_weights(body.weight_version, body.parts, checksum=wanted, deadline_s=body.timeout)
         told = {"success": True, "weight_version": desk.weight_version, "checksum": f"{checksum:016x}"}
         return JSONResponse(told)
+
+    async def update_from_disk(body: _UpdateFromDisk) -> Response:
+        served = engine.config.model
+        if served is None:
+            return error_response(400, "model_path: the simulated model has no files", param="model_path")
+        # Imported here: an engine without a model starts without torch.
+        from scheduler_components.reference.device import read_weights
+
+        parts = await asyncio.to_thread(read_weights, body.model_path, served)
+        version = body.weight_version or parts.identity
+        await desk.update_weights(version, parts, deadline_s=body.timeout)
+        return JSONResponse({"success": True, "message": "Weights updated.", "weight_version": version})
 
     async def release(body: _Release) -> Response:
         tags = tuple(MemoryTag) if body.tags is None else body.tags
@@ -140,6 +159,7 @@ def order_routes(engine: Engine) -> list[Route]:
         Route("/continue_generation", _taking(_Continue, go_on), methods=["POST"]),
         Route("/flush_cache", flush, methods=["GET", "POST"]),
         Route("/update_weights", _taking(_Update, update), methods=["POST"]),
+        Route("/update_weights_from_disk", _taking(_UpdateFromDisk, update_from_disk), methods=["POST"]),
         Route("/release_memory_occupation", _taking(_Release, release), methods=["GET", "POST"]),
         Route("/resume_memory_occupation", _taking(_Resume, resume), methods=["GET", "POST"]),
     ]

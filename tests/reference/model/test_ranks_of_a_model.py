@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
@@ -18,7 +21,9 @@ from scheduler_components.reference.device import inspect_model
 from scheduler_components.reference.engine import (
     Engine,
     EngineConfig,
+    EngineFailedError,
     GenerateRequest,
+    HiCacheConfig,
     SamplingLimits,
     SchedulerConfig,
     make_app,
@@ -27,19 +32,20 @@ from scheduler_components.reference.engine import (
 )
 from scheduler_components.testing import GenerateJudge
 
-PROMPTS = [tuple(range(6, 6 + length)) for length in (3, 17, 60, 90)]
-NUM_NEW = 10
+PROMPTS = [tuple(range(6, 6 + length)) for length in (17, 60, 90)]
+OTHERS = [tuple(range(first, first + 110)) for first in (100, 150, 200)]  # more than the pool holds
+NUM_NEW = 5
 
 
-async def generate(engine: Engine, prompt: tuple[int, ...]) -> list[int]:
-    limits = SamplingLimits(max_new_tokens=NUM_NEW, ignore_eos=True)
+async def generate(engine: Engine, prompt: tuple[int, ...], num_new: int = NUM_NEW) -> list[int]:
+    limits = SamplingLimits(max_new_tokens=num_new, ignore_eos=True)
     async with engine.front.open_request(GenerateRequest(input_ids=pack_tokens(prompt), limits=limits)) as news:
         return [token async for delta in news for token in delta.output.token_ids]
 
 
-async def expect_tokens_of(judge: GenerateJudge, engine: Engine) -> None:
-    served = await asyncio.gather(*(generate(engine, prompt) for prompt in PROMPTS))
-    for prompt, tokens in zip(PROMPTS, served, strict=True):
+async def expect_tokens_of(judge: GenerateJudge, engine: Engine, prompts: list[tuple[int, ...]] = PROMPTS[:1]) -> None:
+    served = await asyncio.gather(*(generate(engine, prompt) for prompt in prompts))
+    for prompt, tokens in zip(prompts, served, strict=True):
         judge.expect(prompt, tokens, num_tokens=NUM_NEW)
 
 
@@ -50,7 +56,7 @@ def judge_of(folder: Path) -> GenerateJudge:
 def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
     model_folder: Path, judge: GenerateJudge, make_model_folder: Callable[..., Path]
 ) -> None:
-    other_folder = make_model_folder(seed=7)
+    other_folder, larger_folder = make_model_folder(seed=7), make_model_folder(hidden_size=96, num_attention_heads=6)
     other = AutoModelForCausalLM.from_pretrained(other_folder, dtype=torch.float32)
     parts = {name: tensor.numpy().tobytes() for name, tensor in other.state_dict().items()}
     spec = inspect_model(model_folder)
@@ -59,7 +65,8 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
         dp_size=1,
         attn_cp_size=1,
         attn_tp_size=2,
-        scheduler=SchedulerConfig(page_size=4, kv_tokens=1024, chunk_tokens=32, tokens=spec.tokens),
+        scheduler=SchedulerConfig(page_size=4, kv_tokens=420, chunk_tokens=32, tokens=spec.tokens),
+        hicache=HiCacheConfig(host_tokens=4096),
     )
 
     async def scenario(engine: Engine) -> None:
@@ -73,7 +80,8 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
                 encoded = {name: base64.b64encode(each).decode() for name, each in content.items()}
                 return {"weight_version": version, "parts": encoded, "timeout": 30}
 
-            await expect_tokens_of(judge, engine)
+            for prompts in (PROMPTS[1:], OTHERS, PROMPTS[1:]):
+                await expect_tokens_of(judge, engine, prompts)
             name = "model.layers.0.mlp.down_proj.weight"
             refused = await post("/update_weights", update("v2", {name: parts[name], "lm_head.bias": b"1"}))
             assert refused.status_code == 400 and "is no tensor of this model" in refused.text
@@ -85,9 +93,28 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
             assert done.status_code == 200, done.text
             assert (await client.get("/server_info")).json()["weight_version"] == "v2"
             await expect_tokens_of(judge_of(other_folder), engine)
+
+            refused = await post("/update_weights_from_disk", {"model_path": str(model_folder.parent / "none")})
+            assert refused.status_code == 400 and "is not there" in refused.text
+            refused = await post("/update_weights_from_disk", {"model_path": str(larger_folder)})
+            assert refused.status_code == 400 and "is another model" in refused.text
+            done = await post("/update_weights_from_disk", {"model_path": str(model_folder)})
+            assert done.json()["weight_version"] == spec.identity, done.text
+            await expect_tokens_of(judge, engine)
             dumps = await engine.dump_caches()
             assert dumps[0].digest == dumps[1].digest
             assert dumps[0].block_hashes == dumps[1].block_hashes
+            tiers = dumps[0].tiers
+            assert tiers is not None and tiers.pages_loaded > 0, (
+                "pages of half the heads went to the host and came back"
+            )
+
+        running = asyncio.ensure_future(generate(engine, PROMPTS[0], 380))
+        while not engine.stats.read()[0].load.num_running_reqs:
+            await asyncio.sleep(0.01)
+        os.kill(engine.ranks[1].process.pid, signal.SIGKILL)
+        with pytest.raises(EngineFailedError, match=r"rank .*tp1.* was killed by signal 9"):
+            await running
 
     async def whole() -> None:
         async with open_engine(config, show=lambda _: None) as engine:

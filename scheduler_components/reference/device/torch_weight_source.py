@@ -1,0 +1,61 @@
+"""The weights of a model folder or GGUF file as parts of an update: read by the serving process, for ranks that serve
+the same model with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import attrs
+import torch
+
+from scheduler_components import ConfigError
+from scheduler_components.reference.device.model_spec import ModelSpec
+from scheduler_components.reference.device.torch_model import inspect_model, load_model
+
+__all__ = ["ModelTensors", "read_weights"]
+
+
+class ModelTensors(Mapping[str, bytes]):
+    """The tensors of a module as bytes, row by row; each is copied when it is asked for.
+
+    Args:
+        tensors: by name of the state dict; of several names for one tensor the first stays.
+        identity: of the model that they are of.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], identity: str) -> None:
+        self.identity = identity
+        self._tensors: dict[str, torch.Tensor] = {}
+        places = set[int]()
+        for name, tensor in tensors.items():
+            if tensor.data_ptr() not in places:
+                places.add(tensor.data_ptr())
+                self._tensors[name] = tensor
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def read_weights(path: str | Path, served: ModelSpec) -> ModelTensors:
+    """Load all weights of a model, in the dtype that is served.
+
+    Args:
+        path: a folder or file, as ``inspect_model`` takes it.
+        served: the model that is to compute with them.
+
+    Raises:
+        ConfigError: it cannot be loaded, or its weights do not fit what is served.
+    """
+    found = inspect_model(path, dtype=served.dtype)
+    if attrs.evolve(found, path=served.path, device=served.device, identity=served.identity) != served:
+        hint = "give weights of the same shapes, layers and vocabulary"
+        raise ConfigError("model_path", str(path), f"is another model than {served.path}", hint)
+    return ModelTensors(load_model(found).state_dict(), found.identity)
