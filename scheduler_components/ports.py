@@ -92,6 +92,7 @@ __all__ = [
     "OutputSink",
     "PageBytes",
     "PageStore",
+    "InPlacePageStore",
     "CopyEnd",
     "COPIED",
     "HostPlane",
@@ -761,6 +762,28 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Let go of files, sockets and memory; what is stored stays where the store outlives the process."""
+        ...
+
+
+class InPlacePageStore(PageStore, Protocol):
+    """A ``PageStore`` that also reads into and writes from the host's own pages: the file, memory and Mooncake stores.
+
+    Its calls end by themselves: a page is not used for anything else until its call has returned.
+    """
+
+    def register(self, memory: memoryview) -> None:
+        """Take note of the memory that all later buffers are parts of, writable and contiguous; called once."""
+        ...
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> Sequence[bool]:
+        """Fill each buffer with the page of its key; return for each whether exactly that many bytes were held.
+
+        What a buffer holds after a no is undefined.
+        """
+        ...
+
+    def batch_put_from(self, keys: Sequence[str], pages: Sequence[memoryview]) -> Sequence[bool]:
+        """Store the bytes of each buffer; return for each whether its key is held now."""
         ...
 
 

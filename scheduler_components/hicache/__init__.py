@@ -41,6 +41,7 @@ from scheduler_components.ports import (
     DeviceMemory,
     HostPages,
     HostPlane,
+    InPlacePageStore,
     LayerFence,
     PageBytes,
     PageHook,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         MooncakePageStore,
         open_mooncake_page_store,
     )
+    from scheduler_components.hicache.stored_pages import IN_PLACE_LAYOUT
     from scheduler_components.hicache.thread_layers import LayerArrivals
     from scheduler_components.hicache.thread_page_mover import ThreadPageMover
     from scheduler_components.hicache.thread_storage import open_deadline_page_store
@@ -77,6 +79,8 @@ __all__ = [
     "HostPages",
     "HostPlane",
     "HostPool",
+    "IN_PLACE_LAYOUT",
+    "InPlacePageStore",
     "InProcessSync",
     "KeySpace",
     "LayerArrivals",
@@ -132,6 +136,7 @@ __getattr__ = lazy_names(
         "scheduler_components.hicache.file_storage": "FilePageStore open_file_page_store",
         "scheduler_components.hicache.memory": "HostPool SimulatedDeviceMemory",
         "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
+        "scheduler_components.hicache.stored_pages": "IN_PLACE_LAYOUT",
         "scheduler_components.hicache.thread_layers": "LayerArrivals",
         "scheduler_components.hicache.thread_page_mover": "ThreadPageMover",
         "scheduler_components.hicache.thread_storage": "open_deadline_page_store",

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from hashlib import sha256
+from io import FileIO
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
@@ -183,6 +184,16 @@ class FilePageStore:
                     unfinished.source.unlink(missing_ok=True)
             return [_status_of(self._path(key)) is not None for key in keys]
 
+    def register(self, memory: memoryview) -> None:
+        """Nothing: the system reads and writes any memory."""
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        with _as_storage_error("batch_get_into"):
+            return [self._read_into(self._path(key), page) for key, page in zip(keys, pages, strict=True)]
+
+    def batch_put_from(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        return self.batch_set(keys, pages)
+
     def delete(self, keys: Sequence[str]) -> int:
         with _as_storage_error("delete"), self._directory.locked():
             sizes = [size for key in keys if (size := _remove(self._path(key))) is not None]
@@ -217,6 +228,17 @@ class FilePageStore:
             return None  # evicted by another process just now
         self._touch(path)
         return page
+
+    def _read_into(self, path: Path, page: memoryview) -> bool:
+        if _status_of(path) is None:
+            return False
+        try:
+            with path.open("rb", buffering=0) as file:
+                is_whole = os.fstat(file.fileno()).st_size == len(page) and _read_whole(file, page)
+        except FileNotFoundError:
+            return False  # evicted by another process just now
+        self._touch(path)
+        return is_whole
 
     def _touch(self, path: Path) -> bool:
         """Mark a page as used now, if it is there; strictly later than this process's last use of any page."""
@@ -254,6 +276,17 @@ class FilePageStore:
             if _remove(path) is not None:
                 used -= size
         return used
+
+
+def _read_whole(file: FileIO, page: memoryview) -> bool:
+    """Fill a buffer from a file; False where the file ends before."""
+    num_read = 0
+    while num_read < len(page):
+        count = file.readinto(page[num_read:])
+        if not count:
+            return False
+        num_read += count
+    return True
 
 
 def _write_to_disk(unfinished: _Unfinished) -> None:

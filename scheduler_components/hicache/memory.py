@@ -72,6 +72,11 @@ class HostMemory:
             else memory.reshape(layers, parts, num_pages, width).transpose(2, 0, 1, 3)
         )
 
+    @property
+    def all_bytes(self) -> memoryview | None:
+        """All pages as one run of bytes; None with ``layer_first``, where a page is none."""
+        return self._pages.reshape(-1).data if self.layout == "page_first" else None
+
     def plane(self, layer: int) -> HostPlane:
         """Return the memory of one layer of all pages."""
         return self._pages[:, layer].swapaxes(0, 1)
@@ -182,6 +187,11 @@ class HostPool:
     def num_pages(self) -> int:
         """Pages in the pool."""
         return self._pages.num_pages
+
+    @property
+    def memory(self) -> memoryview | None:
+        """All pages as one run of bytes, for a store that works in them; None with ``layer_first``."""
+        return self._memory.all_bytes
 
     @property
     def num_free(self) -> int:

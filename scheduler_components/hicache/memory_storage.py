@@ -48,6 +48,15 @@ class MemoryPageStore:
             self._put(key, page)
         return [key in self._pages for key in keys]
 
+    def register(self, memory: memoryview) -> None:
+        """Nothing: pages are copied."""
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        return [_fill(page, held) for page, held in zip(pages, self.batch_get(keys), strict=True)]
+
+    def batch_put_from(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        return self.batch_set(keys, pages)
+
     def delete(self, keys: Sequence[str]) -> int:
         pages = [page for key in keys if (page := self._pages.pop(key, None)) is not None]
         self._used_bytes -= sum(map(len, pages))
@@ -68,3 +77,10 @@ class MemoryPageStore:
             self._used_bytes -= len(evicted)
         self._pages[key] = bytes(page)
         self._used_bytes += len(page)
+
+
+def _fill(page: memoryview, held: bytes | None) -> bool:
+    if held is None or len(held) != len(page):
+        return False
+    page[:] = held
+    return True

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import attrs
+import numpy as np
 
 from scheduler_components.errors import ConfigError, StartError, StorageError
 from scheduler_components.ports import PageBytes
@@ -79,6 +80,23 @@ class MooncakePageStore:
         # One code for the whole batch: ask which pages are there (or fail, when the master does not answer).
         return self._held("batch_set", keys)
 
+    def register(self, memory: memoryview) -> None:
+        code = self._client.register_buffer(_address_of(memory), memory.nbytes)
+        if code != 0:
+            raise StorageError("mooncake", "register", f"code {code} for {memory.nbytes} bytes")
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        if not keys:
+            return []
+        counts: list[int] = self._client.batch_get_into(list(keys), *_places_of(pages))
+        return [count == page.nbytes for count, page in zip(counts, pages, strict=True)]
+
+    def batch_put_from(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        if not keys:
+            return []
+        codes: list[int] = self._client.batch_put_from(list(keys), *_places_of(pages))
+        return [code == 0 for code in codes]
+
     def delete(self, keys: Sequence[str]) -> int:
         return sum(self._client.remove(key) == 0 for key in keys)
 
@@ -95,6 +113,15 @@ class MooncakePageStore:
         if failed:
             raise StorageError("mooncake", operation, f"code {failed[0]} for {len(failed)} of {len(keys)} keys")
         return [code == 1 for code in codes]
+
+
+def _address_of(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _places_of(pages: Sequence[memoryview]) -> tuple[list[int], list[int]]:
+    """Addresses and sizes."""
+    return [_address_of(page) for page in pages], [page.nbytes for page in pages]
 
 
 def open_mooncake_page_store(address: MooncakeAddress) -> MooncakePageStore:

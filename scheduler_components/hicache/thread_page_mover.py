@@ -22,11 +22,12 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from scheduler_components.cache import DIGEST_BYTES
-from scheduler_components.errors import FailureLog, StorageError
+from scheduler_components.errors import ConfigError, FailureLog, StorageError
 from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats
+from scheduler_components.hicache.stored_pages import FramedPages, InPlacePages, StoredPages
 from scheduler_components.hicache.thread_layers import LayerArrivals
-from scheduler_components.hicache.thread_storage import DeadlinePageStore, open_deadline_page_store
+from scheduler_components.hicache.thread_storage import open_deadline_in_place_store, open_deadline_page_store
 from scheduler_components.page_operations import (
     BackupDone,
     CopyToDevice,
@@ -45,7 +46,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import COPIED, CopyEnd, DeviceMemory, PageStore
+from scheduler_components.ports import COPIED, CopyEnd, DeviceMemory, InPlacePageStore, PageStore
 
 __all__ = ["ThreadPageMover"]
 
@@ -55,11 +56,10 @@ _CLOSE_S = 10.0
 
 @dataclass(slots=True)
 class _Backend:
-    """An attached store: one ``CheckedPageStore`` per thread that uses it, since each counts for one thread."""
+    """An attached store: one ``StoredPages`` per thread that uses it, since each counts for one thread."""
 
-    shared: DeadlinePageStore
-    for_reads: CheckedPageStore
-    for_writes: CheckedPageStore
+    for_reads: StoredPages
+    for_writes: StoredPages
 
 
 _ACTIVITIES: dict[type[IoEvent], str] = {
@@ -180,7 +180,7 @@ class ThreadPageMover:
         return max(0, self.max_load_pages - sum(self._io.loading.values()))
 
     def attach(self, store: PageStore, *, deadline_s: float) -> None:
-        """Use ``store`` from the agreement on at which every rank of the replica has one.
+        """Use ``store`` from the agreement on at which every rank of the replica has one; it gets framed copies.
 
         Args:
             store: owned by the mover from here on.
@@ -189,16 +189,41 @@ class ThreadPageMover:
         Raises:
             StorageError: another store is attached, or is still in use while it is being detached.
         """
-        if self._backend is not None:
-            raise StorageError("mover", "attach", "another store is attached or still in use: detach it, then step on")
+        self._expect_none()
         shared = open_deadline_page_store(store, deadline_s=deadline_s)
         page_bytes = self.device.shape.page_bytes
         self._backend = _Backend(
-            shared,
-            CheckedPageStore(store=shared, page_bytes=page_bytes),
-            CheckedPageStore(store=shared, page_bytes=page_bytes),
+            FramedPages(host=self.host, store=CheckedPageStore(store=shared, page_bytes=page_bytes)),
+            FramedPages(host=self.host, store=CheckedPageStore(store=shared, page_bytes=page_bytes)),
         )
-        self._is_detaching = False
+
+    def attach_in_place(self, store: InPlacePageStore, *, deadline_s: float, has_checksums: bool) -> None:
+        """Do what ``attach`` does; the store reads and writes the host's own pages, which wait for it.
+
+        Args:
+            store: owned by the mover from here on; give ``keys`` an ``IN_PLACE_LAYOUT``.
+            deadline_s: longest wait for what it does elsewhere than in pages.
+            has_checksums: keep a checksum beside each page, and look at it when the page is read.
+
+        Raises:
+            ConfigError: the host's layout is not ``page_first``.
+            StorageError: another store is attached, or is still in use; or this one refuses the host's memory.
+        """
+        self._expect_none()
+        memory = self.host.memory
+        if memory is None:
+            problem = "cannot be read and written in place: a page is not one run of bytes"
+            raise ConfigError("host_layout", "layer_first", problem, "give page_first, or let pages be framed")
+        store.register(memory)
+        shared = open_deadline_in_place_store(store, deadline_s=deadline_s)
+        self._backend = _Backend(
+            InPlacePages(host=self.host, store=shared, has_checksums=has_checksums),
+            InPlacePages(host=self.host, store=shared, has_checksums=has_checksums),
+        )
+
+    def _expect_none(self) -> None:
+        if self._backend is not None:
+            raise StorageError("mover", "attach", "another store is attached or still in use: detach it, then step on")
 
     def detach(self) -> None:
         """Stop using storage. From the next agreement on no rank begins anything with it; when all that was begun has
@@ -294,30 +319,28 @@ class ThreadPageMover:
         backend, is_good = self._backend, True
         if self.keys.writes:  # the one rank that writes this slice answers for it; the others have nothing to do
             keys = self._keys(write.digests)
-            num_held = backend.for_writes.batch_exists(keys) if backend is not None else 0
+            num_held = backend.for_writes.exists(keys) if backend is not None else 0
             for at in range(num_held, len(keys), _SLICE_PAGES):
                 part = slice(at, at + _SLICE_PAGES)
-                pages = [self.host.read(page) for page in write.host_pages[part]]
-                is_good = is_good and backend is not None and all(backend.for_writes.batch_set(keys[part], pages))
+                is_good = (
+                    is_good and backend is not None and backend.for_writes.write(keys[part], write.host_pages[part])
+                )
         self._io.put(BackupDone(write.op, is_good))
 
     def _query(self, query: QueryStorage) -> None:
         backend, num_pages = self._backend, 0
         if backend is not None and query.op not in self._io.stopped:
-            num_pages = backend.for_reads.batch_exists(self._keys(query.digests))
+            num_pages = backend.for_reads.exists(self._keys(query.digests))
         self._io.put(StorageAnswered(query.op, num_pages))
 
     def _read(self, read: ReadStorage) -> None:
         backend, keys, num_landed = self._backend, self._keys(read.digests), 0
         while backend is not None and num_landed < len(keys) and read.op not in self._io.stopped:
             part = slice(num_landed, num_landed + _SLICE_PAGES)
-            contents = backend.for_reads.batch_get(keys[part])
-            for page, content in zip(read.host_pages[part], contents, strict=True):
-                if content is None:
-                    backend = None  # a hole ends the prefix
-                    break
-                self.host.write(page, content)
-                num_landed += 1
+            count = backend.for_reads.read(keys[part], read.host_pages[part])
+            num_landed += count
+            if count < len(keys[part]):
+                backend = None  # a hole ends the prefix
             self._io.put(PagesLanded(read.op, num_landed))
         self._io.put(ReadEnded(read.op))
 

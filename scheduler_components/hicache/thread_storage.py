@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
 from scheduler_components.errors import StorageError, StorageStallError
-from scheduler_components.ports import PageBytes, PageStore
+from scheduler_components.ports import InPlacePageStore, PageBytes, PageStore
 
-__all__ = ["DeadlinePageStore", "open_deadline_page_store"]
+__all__ = ["DeadlineInPlaceStore", "DeadlinePageStore", "open_deadline_page_store", "open_deadline_in_place_store"]
 
 Answer = TypeVar("Answer")
 
@@ -34,6 +34,7 @@ class DeadlinePageStore:
         self._worker = Thread(target=self._work, name="page-store", daemon=True)
         self._stalled: tuple[str, Future[Any]] | None = None
         self._is_closed = False
+        self._given_up: Future[None] = Future()  # done when a close has not waited for the store
 
     def start(self) -> None:
         """Start the worker."""
@@ -69,26 +70,43 @@ class DeadlinePageStore:
         self._jobs.put(None)
         wait((closing,), timeout=self._deadline_s)
         if not closing.done():
+            self._given_up.set_result(None)
             raise StorageStallError("deadline", "close", f"still at work after {self._deadline_s:g} s")
         self.join()
         closing.result()
+
+    def run_to_end(self, operation: str, work: Callable[[], Answer]) -> Answer:
+        """Let the store do what reads or writes the caller's memory, and wait as long as it does so.
+
+        Raises:
+            StorageStallError: it is at an earlier operation beyond its deadline; or ``close`` did not wait for it.
+        """
+        job = self._begin(operation, work)
+        either: tuple[Future[Any], ...] = (job, self._given_up)  # noqa: SCH004 any call of a store
+        wait(either, return_when=FIRST_COMPLETED)
+        if job.done():
+            return job.result()
+        raise StorageStallError("deadline", operation, "still at work when the store was closed")
 
     def join(self) -> None:
         """Wait, without a bound, for the worker to end; call ``close`` first."""
         self._worker.join()
 
     def _ask(self, operation: str, work: Callable[[], Answer]) -> Answer:
-        if self._is_closed:
-            raise StorageError("deadline", operation, "the store is closed")
-        if self._stalled is not None and not self._stalled[1].done():
-            raise StorageStallError("deadline", operation, f"still at an earlier {self._stalled[0]}")
-        job = self._put(work)
+        job = self._begin(operation, work)
         wait((job,), timeout=self._deadline_s)
         if job.done():
             return job.result()
         if not job.cancel():  # the worker is at it; a job that waits for another one is only taken back
             self._stalled = operation, job
         raise StorageStallError("deadline", operation, f"no answer within {self._deadline_s:g} s")
+
+    def _begin(self, operation: str, work: Callable[[], Answer]) -> Future[Answer]:
+        if self._is_closed:
+            raise StorageError("deadline", operation, "the store is closed")
+        if self._stalled is not None and not self._stalled[1].done():
+            raise StorageStallError("deadline", operation, f"still at an earlier {self._stalled[0]}")
+        return self._put(work)
 
     def _put(self, work: Callable[[], Answer]) -> Future[Answer]:
         job: Future[Answer] = Future()
@@ -110,3 +128,35 @@ def open_deadline_page_store(store: PageStore, *, deadline_s: float) -> Deadline
     opened = DeadlinePageStore(store, deadline_s)
     opened.start()
     return opened
+
+
+class DeadlineInPlaceStore:
+    """An ``InPlacePageStore`` behind one worker thread, as ``DeadlinePageStore``; made by
+    ``open_deadline_in_place_store``.
+
+    Whoever gives its own pages away waits until the store is done with them: reads and writes in place have no
+    deadline. Everything else has, and raises ``StorageStallError``.
+    """
+
+    def __init__(self, store: InPlacePageStore, worker: DeadlinePageStore) -> None:
+        self._store = store
+        self._worker = worker
+        self.batch_exists = worker.batch_exists
+        self.batch_get = worker.batch_get
+        self.batch_set = worker.batch_set
+        self.delete = worker.delete
+        self.close = worker.close
+
+    def register(self, memory: memoryview) -> None:
+        self._worker.run_to_end("register", lambda: self._store.register(memory))
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> Sequence[bool]:
+        return self._worker.run_to_end("batch_get_into", lambda: self._store.batch_get_into(keys, pages))
+
+    def batch_put_from(self, keys: Sequence[str], pages: Sequence[memoryview]) -> Sequence[bool]:
+        return self._worker.run_to_end("batch_put_from", lambda: self._store.batch_put_from(keys, pages))
+
+
+def open_deadline_in_place_store(store: InPlacePageStore, *, deadline_s: float) -> DeadlineInPlaceStore:
+    """Give a store a thread of its own, and what does not touch its callers' pages a longest wait of ``deadline_s``."""
+    return DeadlineInPlaceStore(store, open_deadline_page_store(store, deadline_s=deadline_s))

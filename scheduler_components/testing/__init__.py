@@ -42,7 +42,7 @@ from scheduler_components.testing.fakes import (
     TextReader,
 )
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.page_store_checks import PAGE_STORE_CHECKS
+from scheduler_components.testing.page_store_checks import IN_PLACE_STORE_CHECKS, PAGE_STORE_CHECKS
 from scheduler_components.testing.parts import ConformanceError, Trace
 from scheduler_components.testing.pool_judge import PoolDifference, PoolJudge
 from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
@@ -71,6 +71,7 @@ __all__ = [
     # checks
     "AUDIT_CHECKS",
     "INTAKE_CHECKS",
+    "IN_PLACE_STORE_CHECKS",
     "PAGE_STORE_CHECKS",
     "POOL_CHECKS",
     "PREFIX_CACHE_CHECKS",

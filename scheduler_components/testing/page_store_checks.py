@@ -2,7 +2,8 @@
 
 A check takes an open store and a prefix under which the store holds no key, and raises ``ConformanceError`` with the
 trace of what it did where the store breaks the port's contract. No check evicts: give the store room for
-``MAX_BYTES``, and let it hold pages of ``PAGE_BYTES``.
+``MAX_BYTES``, and let it hold pages of ``PAGE_BYTES``. A store that also works in the host's own pages passes
+``IN_PLACE_STORE_CHECKS`` as well; each registers memory, so give it a store that has none.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from scheduler_components.hicache import PageStore
+from scheduler_components.hicache import InPlacePageStore, PageStore
 from scheduler_components.testing.parts import PAGE_BYTES, Trace, page_of
 
-__all__ = ["PAGE_STORE_CHECKS"]
+__all__ = ["IN_PLACE_STORE_CHECKS", "PAGE_STORE_CHECKS"]
 
 
 def check_absent_keys_are_misses(store: PageStore, prefix: str) -> None:
@@ -134,4 +135,63 @@ PAGE_STORE_CHECKS: tuple[Callable[[PageStore, str], None], ...] = (
     check_any_key_is_a_plain_name,
     check_a_page_does_not_follow_its_memory,
     check_nothing_asked_is_nothing_done,
+)
+
+
+def check_pages_go_from_memory_and_into_it(store: InPlacePageStore, prefix: str) -> None:
+    """Pages of one memory to the store, and to other places of it; what was set by a copy is read in place too."""
+    trace = Trace("Pages are put from memory and got into it")
+    keys = [f"{prefix}{at}" for at in range(8)]
+    memory, pages = _registered(trace, store, 2 * len(keys))
+    for page, key in zip(pages, keys, strict=False):
+        page[:] = page_of(key)
+    own = [page.toreadonly() for page in pages[: len(keys)]]
+    held = trace.call("batch_put_from() of 8 pages", lambda: list(store.batch_put_from(keys, own)))
+    trace.expect([True] * len(keys), held, "each key held")
+    _expect_pages(trace, store, keys)
+    copied = f"{prefix}copied"
+    _store(trace, store, [copied])
+    asked = [*keys[::-1], copied]
+    others = pages[-len(asked) :]
+    got = trace.call("batch_get_into() other places", lambda: list(store.batch_get_into(asked, others)))
+    trace.expect([True] * len(asked), got, "each page read")
+    for key, page in zip(asked, others, strict=True):
+        trace.require(bytes(page) == page_of(key), f"the page of {key!r:.80} in its buffer", bytes(page))
+    del memory
+
+
+def check_what_is_not_held_fills_nothing_else(store: InPlacePageStore, prefix: str) -> None:
+    """An absent key, and a page of another length, are a no; pages around them are read, memory around them stays."""
+    trace = Trace("A miss in place costs only itself")
+    first, hole, short, last = (f"{prefix}{name}" for name in ("first", "hole", "short", "last"))
+    _store(trace, store, [first, last])
+    short_page = page_of(short)[:-1]
+    trace.expect(
+        [True], trace.call("batch_set() of a shorter page", lambda: list(store.batch_set([short], [short_page])))
+    )
+    memory, pages = _registered(trace, store, 6)
+    asked = [first, hole, short, last]
+    got = trace.call("batch_get_into()", lambda: list(store.batch_get_into(asked, pages[1:5])))
+    trace.expect([True, False, False, True], got, "each page read")
+    for key, page in ((first, pages[1]), (last, pages[4])):
+        trace.require(bytes(page) == page_of(key), f"the page of {key!r:.80} in its buffer", bytes(page))
+    for at in (0, 5):
+        trace.require(
+            bytes(pages[at]) == bytes(PAGE_BYTES), f"buffer {at}, which nobody gave, as it was", bytes(pages[at])
+        )
+    trace.expect([], trace.call("batch_get_into([], [])", lambda: list(store.batch_get_into([], []))))
+    trace.expect([], trace.call("batch_put_from([], [])", lambda: list(store.batch_put_from([], []))))
+    del memory
+
+
+def _registered(trace: Trace, store: InPlacePageStore, num_pages: int) -> tuple[bytearray, list[memoryview]]:
+    memory = bytearray(num_pages * PAGE_BYTES)
+    view = memoryview(memory)
+    trace.call(f"register() of {len(memory)} bytes", lambda: store.register(view))
+    return memory, [view[at * PAGE_BYTES : (at + 1) * PAGE_BYTES] for at in range(num_pages)]
+
+
+IN_PLACE_STORE_CHECKS: tuple[Callable[[InPlacePageStore, str], None], ...] = (
+    check_pages_go_from_memory_and_into_it,
+    check_what_is_not_held_fills_nothing_else,
 )

@@ -8,6 +8,7 @@ A check is a plain function. It takes a part of yours, or a function that opens 
 | ``PREFIX_CACHE_CHECKS`` | ``open_cache(num_pages)`` | a ``PrefixCache`` of pages of ``PAGE_SIZE`` tokens |
 | ``RECORDER_CHECKS`` | ``open_recorder()`` | a ``BlockRecorder`` of blocks of ``BLOCK_SIZE`` tokens |
 | ``PAGE_STORE_CHECKS`` | ``store, prefix`` | a ``PageStore``, open; no key of it begins with ``prefix`` |
+| ``IN_PLACE_STORE_CHECKS`` | the same | an ``InPlacePageStore`` |
 | ``PUBLISHER_CHECKS`` | ``open_publisher()`` | a ``ListeningPublisher`` |
 | ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``FollowingSubscriber`` of what is at ``place`` |
 | ``SCHEDULER_CHECKS`` | ``open_scheduler(events, outputs), workload`` | a ``ServingScheduler`` over two sinks |

@@ -19,13 +19,14 @@ import pytest
 from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import (
     CheckedPageStore,
+    InPlacePageStore,
     MooncakeAddress,
     MooncakePageStore,
     PageStore,
     open_deadline_page_store,
     open_mooncake_page_store,
 )
-from scheduler_components.testing import PAGE_STORE_CHECKS
+from scheduler_components.testing import IN_PLACE_STORE_CHECKS, PAGE_STORE_CHECKS
 from scheduler_components.testing.parts import PAGE_BYTES, page_of
 
 MASTER = shutil.which("mooncake_master", path=sysconfig.get_path("scripts"))
@@ -126,6 +127,13 @@ def test_verified(bare: PageStore, check: Callable[[PageStore, str], None]) -> N
     store = CheckedPageStore(store=bare, page_bytes=PAGE_BYTES)
     check(store, f"verified {check.__name__} ")
     assert store.stats().failures + store.stats().bad_answers + store.stats().pages_corrupt == 0
+
+
+@pytest.mark.parametrize("check", IN_PLACE_STORE_CHECKS)
+def test_in_place(address: MooncakeAddress, check: Callable[[InPlacePageStore, str], None]) -> None:
+    store = open_mooncake_page_store(address)
+    check(store, f"in place {check.__name__} ")
+    store.close()
 
 
 def test_one_process_reads_what_another_wrote(bare: PageStore, address: MooncakeAddress) -> None:

@@ -14,7 +14,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from scheduler_components import ConfigError, StartError
-from scheduler_components.hicache import HiCachePolicy, HostLayout, PrefetchStop, WritePolicy
+from scheduler_components.hicache import HiCachePolicy, HostLayout, LoadWay, PrefetchStop, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load import check_load_endpoint
 from scheduler_components.reference.cli.screen import JsonScreen, Screen, SessionScreen
@@ -28,6 +28,7 @@ from scheduler_components.reference.engine import (
     EngineConfig,
     HiCacheConfig,
     SchedulerConfig,
+    StorageChecksum,
     StorageKind,
     default_kv_events,
 )
@@ -219,6 +220,10 @@ class HiCacheOptions:
     hicache_storage_path: Annotated[
         Path | None, Parameter(help="Directory of the file storage; outlives the engine.")
     ] = None
+    hicache_storage_checksum: Annotated[
+        StorageChecksum,
+        Parameter(help="Copy pages into frames with a checksum, or use them in place, with one beside each or none."),
+    ] = "frame"
     hicache_mooncake_master: Annotated[str, Parameter(help="Address of Mooncake's master, host:port.")] = (
         MOONCAKE_MASTER
     )
@@ -231,6 +236,9 @@ class HiCacheOptions:
     hicache_retry_steps: Annotated[
         int, Parameter(validator=Number(gte=0), help="After a miss, storage is asked again so much later; 0: never.")
     ] = _POLICY.prefetch_retry_steps
+    hicache_load: Annotated[
+        LoadWay, Parameter(help="When a request runs: once its pages are there, or while its layers come.")
+    ] = "whole"
     hicache_load_pages: Annotated[
         int, Parameter(validator=Number(gte=1), help="Shorter runs are computed and not loaded from the host.")
     ] = _POLICY.load_threshold_pages
@@ -250,6 +258,7 @@ class HiCacheOptions:
             host_layout=self.hicache_host_layout,
             storage=self.hicache_storage,
             storage_path=str(path.absolute()) if path is not None else "",
+            storage_checksum=self.hicache_storage_checksum,
             mooncake_master=self.hicache_mooncake_master,
             mooncake_metadata=self.hicache_mooncake_metadata,
             policy=HiCachePolicy(
@@ -257,6 +266,7 @@ class HiCacheOptions:
                 write_threshold_hits=self.hicache_write_hits,
                 prefetch=self.hicache_prefetch,
                 prefetch_retry_steps=self.hicache_retry_steps,
+                load=self.hicache_load,
                 load_threshold_pages=self.hicache_load_pages,
             ),
         )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Device,
         DeviceOutput,
         DeviceRequest,
+        FencedDevice,
         ScheduledBatch,
         ScheduledWork,
         SimulatedDevice,
@@ -72,6 +73,7 @@ __all__ = [
     "Device",
     "DeviceOutput",
     "DeviceRequest",
+    "FencedDevice",
     "FaultRates",
     "KvShape",
     "ModelDtype",
@@ -121,8 +123,8 @@ __getattr__ = lazy_names(
     __name__,
     {
         "scheduler_components.reference.device.device": (
-            "SIMULATED_LAYERS CostModel Device DeviceOutput DeviceRequest ScheduledBatch ScheduledWork SimulatedDevice "
-            "SimulatedModel"
+            "SIMULATED_LAYERS CostModel Device DeviceOutput DeviceRequest FencedDevice ScheduledBatch ScheduledWork "
+            "SimulatedDevice SimulatedModel"
         ),
         "scheduler_components.reference.device.hicache_sim": (
             "AgreementScope Commands FaultRates SimulatedHostPages SimulatedReplica SimulatedWorkload SimulationConfig "

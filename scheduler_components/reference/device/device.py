@@ -26,6 +26,7 @@ __all__ = [
     "Device",
     "DeviceOutput",
     "DeviceRequest",
+    "FencedDevice",
     "ScheduledBatch",
     "ScheduledWork",
     "SimulatedDevice",
@@ -141,6 +142,13 @@ class Device(Protocol):
         What is raised fails the whole batch; what concerns one request alone belongs into ``DeviceOutput.errors``.
         """
         ...
+
+
+class FencedDevice(Device, Protocol):
+    """A device that waits for pages which are on their way, layer by layer."""
+
+    fence: LayerFence
+    """Begun when a batch is launched, and waited at before each layer."""
 
 
 @attrs.frozen(kw_only=True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         IntegrityConfig,
         RankConfig,
         SchedulerConfig,
+        StorageChecksum,
         StorageKind,
         check_ports_free,
         default_kv_events,
@@ -219,6 +220,7 @@ __all__ = [
     "StepExecutor",
     "StepResult",
     "StopSignal",
+    "StorageChecksum",
     "StorageKind",
     "SubmitRequest",
     "TextFront",
@@ -276,7 +278,8 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.engine.cache_tiers": "CacheTiers DeviceTier",
         "scheduler_components.reference.engine.config": (
             "DEFAULT_HOST MOONCAKE_MASTER MOONCAKE_METADATA DpAttentionConfig EngineConfig EnginePaths HiCacheConfig "
-            "IntegrityConfig RankConfig SchedulerConfig StorageKind check_ports_free default_kv_events"
+            "IntegrityConfig RankConfig SchedulerConfig StorageChecksum StorageKind check_ports_free "
+            "default_kv_events"
         ),
         "scheduler_components.reference.engine.control": "BatcherState Control ProfiledDevice",
         "scheduler_components.reference.engine.dp_attn_sim": (

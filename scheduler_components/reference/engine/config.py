@@ -35,6 +35,7 @@ __all__ = [
     "RankConfig",
     "EnginePaths",
     "SchedulerConfig",
+    "StorageChecksum",
     "StorageKind",
     "check_ports_free",
     "default_kv_events",
@@ -59,6 +60,8 @@ _MODEL_PACE = 1 / 8  # on two busy cores a chunk of 512 tokens takes a model of 
 
 StorageKind: TypeAlias = Literal["none", "file", "mooncake"]
 _STORAGE_KINDS = ("none", "file", "mooncake")
+StorageChecksum: TypeAlias = Literal["frame", "sidecar", "none"]
+_STORAGE_CHECKSUMS = ("frame", "sidecar", "none")
 
 
 def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: float) -> None:
@@ -69,6 +72,11 @@ def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: f
 def _check_kind(_: object, attribute: attrs.Attribute[str], value: str) -> None:
     if value not in _STORAGE_KINDS:
         raise ConfigError(attribute.name, value, "is not a storage", f"give one of {', '.join(_STORAGE_KINDS)}")
+
+
+def _check_checksum(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if value not in _STORAGE_CHECKSUMS:
+        raise ConfigError(attribute.name, value, "is no way to check", f"give one of {', '.join(_STORAGE_CHECKSUMS)}")
 
 
 def _check_layout(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -169,6 +177,10 @@ class HiCacheConfig:
         storage: the tier behind that one. Each rank is a process of its own, so a store in memory would not be shared.
         storage_path: of ``file``: a directory that all ranks can write to; it outlives the engine.
         storage_bytes: of ``file``: most bytes in it.
+        storage_deadline_s: longest wait for one operation of the storage; see ``storage_checksum`` for what has none.
+        storage_checksum: copies of pages in a frame with a checksum; or the store works in the host's own pages, with a
+            checksum beside each (``sidecar``) or without any (``none``), and takes as long as it needs for them. What
+            was stored in frames is read in frames alone.
         mooncake_master, mooncake_metadata: of ``mooncake``: the master's ``host:port``, and the metadata server's URL.
         policy: when to write, when to stop prefetching.
 
@@ -181,6 +193,9 @@ class HiCacheConfig:
     storage: StorageKind = attrs.field(default="none", validator=_check_kind)
     storage_path: str = ""
     storage_bytes: int = attrs.field(default=1 << 30, validator=is_integer())
+    # A step never waits for storage; a request may, and recomputes some thousand tokens in that time.
+    storage_deadline_s: float = attrs.field(default=2.0, validator=is_number())
+    storage_checksum: StorageChecksum = attrs.field(default="frame", validator=_check_checksum)
     mooncake_master: str = MOONCAKE_MASTER
     mooncake_metadata: str = MOONCAKE_METADATA
     policy: HiCachePolicy = attrs.field(factory=HiCachePolicy)
@@ -188,6 +203,9 @@ class HiCacheConfig:
     def __attrs_post_init__(self) -> None:
         if self.storage == "file" and not self.storage_path:
             raise ConfigError("storage_path", self.storage_path, "is empty", "name the directory to store pages in")
+        if self.storage_checksum != "frame" and self.host_layout != "page_first":
+            problem = f"cannot be with storage_checksum={self.storage_checksum!r}: a page is not one run of bytes"
+            raise ConfigError("host_layout", self.host_layout, problem, "give page_first, or storage_checksum frame")
         if self.storage == "mooncake":
             _ = self.mooncake  # checked before any process is started
 

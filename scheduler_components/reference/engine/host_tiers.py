@@ -16,16 +16,17 @@ import numpy as np
 from scheduler_components import CacheIntegrityError, ConfigError, ParallelState
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.hicache import (
+    IN_PLACE_LAYOUT,
     NO_PAGE_HOOK,
     STORED_LAYOUT,
     HiRadixCache,
     HostPool,
+    InPlacePageStore,
     KeySpace,
     LayerArrivals,
     LayerFence,
     PageHook,
     PageShape,
-    PageStore,
     Placement,
     SimulatedDeviceMemory,
     SyncDomain,
@@ -48,7 +49,6 @@ __all__ = [
 ]
 
 _SHAPE = PageShape(num_layers=SIMULATED_LAYERS, layer_page_bytes=64)  # small: its content is checked, not computed with
-_STORAGE_DEADLINE_S = 2.0
 _WAIT_S = 0.001
 
 
@@ -189,11 +189,12 @@ def open_host_tiers(
     num_pages = max(1, hicache.host_tokens // scheduler.page_size)
     buffer = kv.memory.host_buffer(num_pages)
     host = HostPool(kv.memory.shape, num_pages, layout=hicache.host_layout, buffer=buffer)
+    is_framed = hicache.storage_checksum == "frame"
     keys = KeySpace(
         model=kv.model,
         dtype=kv.dtype,
         page_size=scheduler.page_size,
-        layout=STORED_LAYOUT,
+        layout=STORED_LAYOUT if is_framed else IN_PLACE_LAYOUT,
         placement=Placement(),
         parallel=parallel,
     )
@@ -201,8 +202,11 @@ def open_host_tiers(
         mover = ThreadPageMover(host=host, device=kv.memory, keys=keys)
         opened.callback(mover.close)
         store = _open_store(hicache)
-        if store is not None:
-            mover.attach(store, deadline_s=_STORAGE_DEADLINE_S)
+        if store is not None and is_framed:
+            mover.attach(store, deadline_s=hicache.storage_deadline_s)
+        elif store is not None:
+            has_checksums = hicache.storage_checksum == "sidecar"
+            mover.attach_in_place(store, deadline_s=hicache.storage_deadline_s, has_checksums=has_checksums)
         cache = HiRadixCache(
             page_size=scheduler.page_size,
             capacity_tokens=scheduler.kv_tokens,
@@ -213,11 +217,15 @@ def open_host_tiers(
             page_hook=kv.page_hook,
         )
         opened.pop_all()
-    settings = {"storage": hicache.storage, "key namespace": keys.namespace}
+    settings = {
+        "storage": hicache.storage,
+        "storage checksum": hicache.storage_checksum,
+        "key namespace": keys.namespace,
+    }
     return HostTiers(stepper=TierStepper(cache=cache, domain=domain, mover=mover, settings=settings), mover=mover)
 
 
-def _open_store(hicache: HiCacheConfig) -> PageStore | None:
+def _open_store(hicache: HiCacheConfig) -> InPlacePageStore | None:
     # Imported here: a rank starts with what it needs and nothing else.
     if hicache.storage == "file":
         from scheduler_components.hicache import open_file_page_store

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from scheduler_components import ParallelState
 from scheduler_components.ports import NO_MEMORY, MemoryOccupation, WeightStore
 from scheduler_components.reference.device import (
-    Device,
+    FencedDevice,
     SimulatedDevice,
     SimulatedMemory,
     SimulatedModel,
@@ -35,7 +35,7 @@ class RankDevice:
         group: the ranks that have the other parts of each layer; None where it has all of them.
     """
 
-    device: Device
+    device: FencedDevice
     weights: WeightStore
     memory: MemoryOccupation
     pool: TorchDeviceMemory | None = None

@@ -224,7 +224,9 @@ def _open_tiers(
         kv = simulated_kv(engine.scheduler, parallel, model=engine.model_name)
     else:
         kv = torch_kv(computes.pool, model=engine.model.identity)
-    return open_host_tiers(kv, engine.hicache, engine.scheduler, parallel, domain=domain)
+    tiers = open_host_tiers(kv, engine.hicache, engine.scheduler, parallel, domain=domain)
+    computes.device.fence = tiers.fence
+    return tiers
 
 
 def _open_loop(

@@ -37,6 +37,7 @@ from scheduler_components.reference.engine import (
     SamplingLimits,
     Scheduler,
     SchedulerConfig,
+    StorageChecksum,
     open_host_tiers,
     torch_kv,
 )
@@ -137,9 +138,19 @@ def opened(hicache: HiCacheConfig, *, model: str = "weights 1", dtype: torch.dty
         scheduler.close()
 
 
-def with_files(folder: Path, layout: HostLayout = "page_first") -> HiCacheConfig:
+def with_files(
+    folder: Path, layout: HostLayout = "page_first", *, checksum: StorageChecksum = "frame"
+) -> HiCacheConfig:
     policy = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1)
-    return HiCacheConfig(host_tokens=256, host_layout=layout, storage="file", storage_path=str(folder), policy=policy)
+    return HiCacheConfig(
+        host_tokens=256,
+        host_layout=layout,
+        storage="file",
+        storage_path=str(folder),
+        storage_checksum=checksum,
+        storage_deadline_s=60,
+        policy=policy,
+    )
 
 
 @pytest.mark.parametrize("load", ["whole", "by_layer"])
@@ -166,6 +177,33 @@ def test_a_restarted_engine_reads_what_it_had_stored_whatever_its_layout(
     with opened(with_files(tmp_path, second)) as run:
         run.serve(*PROMPTS)
         assert run.hit_tokens == (0, 0, 3 * 40)
+
+
+@pytest.mark.parametrize(("first", "second"), [("sidecar", "sidecar"), ("none", "none"), ("sidecar", "none")])
+def test_a_restarted_engine_reads_what_was_stored_in_place(
+    tmp_path: Path, first: StorageChecksum, second: StorageChecksum
+) -> None:
+    with opened(with_files(tmp_path, checksum=first)) as run:
+        run.serve(*PROMPTS)
+    with opened(with_files(tmp_path, checksum=second)) as run:
+        run.serve(*PROMPTS)
+        assert run.hit_tokens == (0, 0, 3 * 40)
+
+
+@pytest.mark.parametrize(("first", "second"), [("frame", "none"), ("none", "frame"), ("none", "sidecar")])
+def test_what_was_stored_in_another_way_is_a_miss(
+    tmp_path: Path, first: StorageChecksum, second: StorageChecksum
+) -> None:
+    with opened(with_files(tmp_path, checksum=first)) as run:
+        run.serve(PROMPTS[0])
+    with opened(with_files(tmp_path, checksum=second)) as run:
+        run.serve(PROMPTS[0])
+        assert run.hit_tokens == (0, 0, 0)
+
+
+def test_pages_in_place_need_a_host_that_keeps_them_whole(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be with storage_checksum='none': a page is not one run of bytes"):
+        with_files(tmp_path, "layer_first", checksum="none")
 
 
 @pytest.mark.parametrize("other", [{"model": "weights 2"}, {"dtype": torch.bfloat16}], ids=str)

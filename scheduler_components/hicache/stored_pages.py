@@ -1,0 +1,171 @@
+"""The host's pages to a store and back: framed copies, or in place.
+
+**Framed** (``FramedPages``): every page is copied behind a checksum, in both directions. A store behind a deadline
+never sees the host's memory, so an operation that is given up can do no harm, and no wrong page is ever taken.
+
+**In place** (``InPlacePages``): the store reads and writes the host's own pages. So a page stays reserved, or
+committed, until the store has let go of it, however late that is: a store that stalls keeps its pages, and gets no
+further work. Without checksums nothing is hashed, and the store is trusted. With them each page has a small object
+beside it: its length, and a CRC-32 over key and page, which finds what was torn, changed or swapped by accident. Pages
+with and without checksums have the same keys; framed pages have others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Protocol
+from zlib import crc32
+
+from scheduler_components.hicache.memory import HostPool
+from scheduler_components.hicache.storage import CheckedPageStore, StorageStats, StoreCalls, read_count, read_list
+from scheduler_components.page_shape import STORED_LAYOUT
+from scheduler_components.ports import InPlacePageStore
+
+__all__ = ["IN_PLACE_LAYOUT", "FramedPages", "InPlacePages", "StoredPages"]
+
+IN_PLACE_LAYOUT = f"{STORED_LAYOUT},unframed"
+"""For ``KeySpace.layout``: what is stored in place has no frame."""
+
+_SUM = Struct(">4sQI")  # magic, length, checksum
+_SUM_MAGIC = b"KVS1"
+
+
+class StoredPages(Protocol):
+    """What a mover asks of a store. Nothing of it raises for what the store does."""
+
+    def exists(self, keys: Sequence[str]) -> int:
+        """Return how many keys from the first on are held."""
+        ...
+
+    def read(self, keys: Sequence[str], host_pages: Sequence[int]) -> int:
+        """Read into reserved pages; return how many have landed, from the first on."""
+        ...
+
+    def write(self, keys: Sequence[str], host_pages: Sequence[int]) -> bool:
+        """Write committed pages; say whether all are held."""
+        ...
+
+    def stats(self) -> StorageStats: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class FramedPages:
+    """``StoredPages`` that are copied and verified.
+
+    Attributes:
+        host: the pages.
+        store: frames them.
+    """
+
+    host: HostPool
+    store: CheckedPageStore
+
+    def exists(self, keys: Sequence[str]) -> int:
+        return self.store.batch_exists(keys)
+
+    def read(self, keys: Sequence[str], host_pages: Sequence[int]) -> int:
+        for at, (page, content) in enumerate(zip(host_pages, self.store.batch_get(keys), strict=True)):
+            if content is None:
+                return at  # a hole ends the prefix
+            self.host.write(page, content)
+        return len(keys)
+
+    def write(self, keys: Sequence[str], host_pages: Sequence[int]) -> bool:
+        return all(self.store.batch_set(keys, [self.host.read(page) for page in host_pages]))
+
+    def stats(self) -> StorageStats:
+        return self.store.stats()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class InPlacePages:
+    """``StoredPages`` that the store reads and writes itself.
+
+    Attributes:
+        host: the pages; ``page_first``.
+        store: registered with them.
+        has_checksums: each page has its checksum beside it.
+    """
+
+    host: HostPool
+    store: InPlacePageStore
+    has_checksums: bool
+    _calls: StoreCalls = field(default_factory=StoreCalls, init=False)
+
+    def exists(self, keys: Sequence[str]) -> int:
+        num_held = self._exists(keys)
+        return min(num_held, self._exists([_sum_key(key) for key in keys])) if self.has_checksums else num_held
+
+    def read(self, keys: Sequence[str], host_pages: Sequence[int]) -> int:
+        pages = [_one_run(self.host.view_reserved(page)) for page in host_pages]
+        nothing: list[object] = [False] * len(keys)
+        got = self._calls.ask(
+            "batch_get_into", lambda: self.store.batch_get_into(keys, pages), read_list(len(keys)), nothing
+        )
+        is_there = [answer is True for answer in got]
+        is_right = self._are_right(keys, pages) if self.has_checksums else is_there
+        corrupt = [key for key, there, right in zip(keys, is_there, is_right, strict=True) if there and not right]
+        if corrupt:
+            self._delete(corrupt)
+        good = [there and right for there, right in zip(is_there, is_right, strict=True)]
+        num_hit = sum(good)
+        self._calls.count(pages_hit=num_hit, pages_missed=len(keys) - num_hit, pages_corrupt=len(corrupt))
+        return good.index(False) if num_hit < len(keys) else num_hit
+
+    def write(self, keys: Sequence[str], host_pages: Sequence[int]) -> bool:
+        pages = [self.host.read(page) for page in host_pages]
+        nothing: list[object] = [False] * len(keys)
+        if self.has_checksums:  # first: a page without one is a miss
+            sums = [_sum_of(key, page) for key, page in zip(keys, pages, strict=True)]
+            sum_keys = [_sum_key(key) for key in keys]
+            set_sums = self._calls.ask(
+                "batch_set", lambda: self.store.batch_set(sum_keys, sums), read_list(len(keys)), nothing
+            )
+            if not all(answer is True for answer in set_sums):
+                self._calls.count(pages_refused=len(keys))
+                return False
+        answers = self._calls.ask(
+            "batch_put_from", lambda: self.store.batch_put_from(keys, pages), read_list(len(keys)), nothing
+        )
+        num_held = sum(answer is True for answer in answers)
+        self._calls.count(pages_written=num_held, pages_refused=len(keys) - num_held)
+        return num_held == len(keys)
+
+    def stats(self) -> StorageStats:
+        return self._calls.stats
+
+    def close(self) -> None:
+        self._calls.ask("close", self.store.close, lambda _: None, None)
+
+    def _exists(self, keys: Sequence[str]) -> int:
+        return self._calls.ask("batch_exists", lambda: self.store.batch_exists(keys), read_count(len(keys)), 0)
+
+    def _are_right(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        sum_keys = [_sum_key(key) for key in keys]
+        nothing: list[object] = [None] * len(keys)
+        sums = self._calls.ask("batch_get", lambda: self.store.batch_get(sum_keys), read_list(len(keys)), nothing)
+        return [found == _sum_of(key, page) for key, page, found in zip(keys, pages, sums, strict=True)]
+
+    def _delete(self, keys: list[str]) -> None:
+        both = keys + [_sum_key(key) for key in keys]
+        self._calls.ask("delete", lambda: self.store.delete(both), read_count(len(both)), 0)
+
+
+def _one_run(view: memoryview | None) -> memoryview:
+    assert view is not None, "checked when the store was attached"
+    return view
+
+
+def _sum_key(key: str) -> str:
+    return f"{key}.sum"
+
+
+def _sum_of(key: str, page: memoryview) -> bytes:
+    return _SUM.pack(_SUM_MAGIC, len(page), crc32(page, crc32(key.encode())))

@@ -1,0 +1,203 @@
+"""Pages that a store reads and writes in the host's own memory: every byte as it was, or a miss."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
+
+from scheduler_components import ConfigError, ParallelState
+from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.hicache import (
+    IN_PLACE_LAYOUT,
+    HostPool,
+    InPlacePageStore,
+    KeySpace,
+    MemoryPageStore,
+    PageBytes,
+    PageShape,
+    Placement,
+    SimulatedDeviceMemory,
+    ThreadPageMover,
+    open_file_page_store,
+)
+from scheduler_components.page_operations import (
+    BackupDone,
+    IoEvent,
+    PagesLanded,
+    ReadEnded,
+    ReadStorage,
+    WriteToStorage,
+)
+from scheduler_components.testing import IN_PLACE_STORE_CHECKS
+
+SHAPE = PageShape(num_layers=2, layer_page_bytes=32)
+NUM_PAGES = 40  # more than are asked of a store at once
+DIGESTS = b"".join(at.to_bytes(DIGEST_BYTES, "big") for at in range(NUM_PAGES))
+Eventually = Callable[[Callable[[], object]], None]
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[InPlacePageStore]:
+    opened: InPlacePageStore = (
+        MemoryPageStore(1 << 20)
+        if request.param == "memory"
+        else open_file_page_store(tmp_path / "pages", capacity_bytes=1 << 20)
+    )
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("check", IN_PLACE_STORE_CHECKS)
+def test_stores_work_in_place(store: InPlacePageStore, check: Callable[[InPlacePageStore, str], None]) -> None:
+    check(store, "key ")
+
+
+class Rank:
+    """A mover of one rank over a store, and what it told."""
+
+    def __init__(
+        self, store: InPlacePageStore, eventually: Eventually, *, has_checksums: bool, deadline_s: float = 30
+    ) -> None:
+        keys = KeySpace(
+            model="m", dtype="u8", page_size=1, layout=IN_PLACE_LAYOUT, placement=Placement(), parallel=ParallelState()
+        )
+        self.host = HostPool(SHAPE, NUM_PAGES, verify=True)
+        self.mover = ThreadPageMover(host=self.host, device=SimulatedDeviceMemory(SHAPE, 1), keys=keys)
+        self.mover.attach_in_place(store, deadline_s=deadline_s, has_checksums=has_checksums)
+        self.events: list[IoEvent] = []
+        self._eventually = eventually
+
+    def key(self, at: int) -> str:
+        return self.mover.keys.key(DIGESTS[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+
+    def write(self) -> bool:
+        """Store pages that this rank fills."""
+        pages = self.host.reserve(NUM_PAGES)
+        for at, page in enumerate(pages):
+            self.host.write(page, content_of(at))
+        self.host.commit(pages)
+        self.mover.submit([WriteToStorage(1, DIGESTS, tuple(pages))])
+        self._until(BackupDone)
+        self.host.release(pages)
+        [done] = [event for event in self.events if isinstance(event, BackupDone)]
+        return done.is_good
+
+    def read(self) -> int:
+        """Return how many pages landed, after a look at them."""
+        pages = self.host.reserve(NUM_PAGES)
+        self.mover.submit([ReadStorage(2, DIGESTS, tuple(pages))])
+        self._until(ReadEnded)
+        num_landed = max(event.num_pages for event in self.events if isinstance(event, PagesLanded))
+        self.host.commit(pages)
+        assert [bytes(self.host.read(page)) for page in pages[:num_landed]] == list(map(content_of, range(num_landed)))
+        self.host.release(pages)
+        return num_landed
+
+    def _until(self, kind: type[IoEvent]) -> None:
+        self.events.clear()
+        self._eventually(
+            lambda: self.events.extend(self.mover.poll()) or any(isinstance(event, kind) for event in self.events)
+        )
+
+
+def content_of(at: int) -> bytes:
+    return bytes((at * 31 + place * 7) % 256 for place in range(SHAPE.page_bytes))
+
+
+@pytest.mark.parametrize("has_checksums", [False, True])
+def test_pages_are_written_and_read_in_place(
+    store: InPlacePageStore, eventually: Eventually, has_checksums: bool
+) -> None:
+    rank = Rank(store, eventually, has_checksums=has_checksums)
+    assert rank.write()
+    assert store.batch_get([rank.key(7)]) == [content_of(7)]  # nothing stands before a page
+    assert rank.read() == NUM_PAGES
+    reads, writes = rank.mover.storage_stats()
+    assert (reads.pages_hit, writes.pages_written) == (NUM_PAGES, NUM_PAGES)
+    rank.mover.close()
+
+
+def damaged(page: bytes) -> bytes:
+    return bytes([page[0] ^ 1]) + page[1:]
+
+
+@pytest.mark.parametrize("damage", ["changed", "torn", "swapped", "no checksum"])
+def test_a_checksum_finds_what_is_not_what_was_stored(eventually: Eventually, damage: str) -> None:
+    store = MemoryPageStore(1 << 20)
+    rank = Rank(store, eventually, has_checksums=True)
+    rank.write()
+    key = rank.key(34)
+    if damage == "no checksum":
+        store.delete([f"{key}.sum"])
+    else:
+        other = {"changed": damaged(content_of(34)), "torn": content_of(34)[:-1], "swapped": content_of(35)}
+        store.delete([key])
+        store.batch_set([key], [other[damage]])
+    assert rank.read() == 34
+    assert store.batch_exists([key]) == 0 or damage == "torn"  # so that it is written again
+    rank.mover.close()
+
+
+def test_a_page_that_storage_still_writes_to_is_not_given_back(eventually: Eventually) -> None:
+    """Long after the deadline: an answer before the store has let go would let it write into another's page."""
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    class SlowStore(MemoryPageStore):
+        def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+            is_reading.set()
+            may_end.wait(30)
+            return super().batch_get_into(keys, pages)
+
+    rank = Rank(SlowStore(1 << 20), eventually, has_checksums=False, deadline_s=0.001)
+    pages = rank.host.reserve(NUM_PAGES)
+    rank.mover.submit([ReadStorage(2, DIGESTS, tuple(pages))])
+    assert is_reading.wait(30)
+    rank.mover.wait(0.05)
+    assert rank.mover.poll() == []
+    may_end.set()
+    eventually(lambda: rank.events.extend(rank.mover.poll()) or ReadEnded(2) in rank.events)
+    rank.mover.close()
+
+
+class BadStore(MemoryPageStore):
+    """Says the wrong thing in place."""
+
+    def __init__(self, answer: Callable[[], Sequence[bool]]) -> None:
+        super().__init__(1 << 20)
+        self._answer = answer
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> Sequence[bool]:  # type: ignore[override]
+        return self._answer()
+
+    def batch_put_from(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> Sequence[bool]:  # type: ignore[override]
+        return self._answer()
+
+
+def _fail() -> Sequence[bool]:
+    raise OSError("away")
+
+
+@pytest.mark.parametrize("answer", [_fail, lambda: [True], list], ids=["raises", "half", "nothing"])
+@pytest.mark.parametrize("has_checksums", [False, True])
+def test_a_bad_store_is_a_miss(
+    eventually: Eventually, answer: Callable[[], Sequence[bool]], has_checksums: bool
+) -> None:
+    rank = Rank(BadStore(answer), eventually, has_checksums=has_checksums)
+    assert not rank.write()
+    assert rank.read() == 0
+    rank.mover.close()
+
+
+def test_a_layout_that_is_not_one_run_per_page_is_refused() -> None:
+    keys = KeySpace(
+        model="m", dtype="u8", page_size=1, layout=IN_PLACE_LAYOUT, placement=Placement(), parallel=ParallelState()
+    )
+    host = HostPool(SHAPE, 2, layout="layer_first")
+    mover = ThreadPageMover(host=host, device=SimulatedDeviceMemory(SHAPE, 1), keys=keys)
+    with pytest.raises(ConfigError, match="host_layout='layer_first': cannot be read and written in place"):
+        mover.attach_in_place(MemoryPageStore(1), deadline_s=1, has_checksums=False)
