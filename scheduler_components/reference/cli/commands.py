@@ -30,6 +30,7 @@ from observability import (
 from observability.kv_stream import UnreachableError
 from scheduler_components import ComponentError, ConfigError, __version__
 from scheduler_components.kv_events import write_key_pair
+from scheduler_components.reference.cli.chat_command import chat
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, client_keys
 from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_components.reference.cli.engine_commands import demo, serve
@@ -184,6 +185,7 @@ def completion(shell: Annotated[Shell, Parameter(help="Whose completions to writ
 COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
     "demo": demo,
+    "chat": chat,
     "watch": watch,
     "doctor": doctor,
     "conformance": conformance,

