@@ -71,7 +71,7 @@ ENGINE = """
 """
 OPTIONS = {
     "serve": f"{ENGINE} device dtype duration json keep-serving limit model trace",
-    "demo": f"{ENGINE} chats-per-s json requests",
+    "demo": f"{ENGINE} chats-per-s device dtype json model requests",
     "chat": "dp-size max-tokens model temperature",
     "watch": "count duration history json publisher-key-file replay-endpoint secret-key-file topic",
     "doctor": "json listen publisher-key-file secret-key-file timeout",
