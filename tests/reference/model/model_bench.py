@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -30,6 +30,7 @@ from scheduler_components.page_operations import (
     BackupDone,
     CopyToDevice,
     CopyToHost,
+    ForgetLoad,
     Instruction,
     IoEvent,
     LoadDone,
@@ -43,8 +44,10 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
+from scheduler_components.ports import NO_LAYER_FENCE, CopyEnd, LayerFence
 from scheduler_components.reference.device import SamplingParams, TorchDevice
 from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
+from scheduler_components.reference.engine.host_tiers import TierFence
 from scheduler_components.testing import EventLedger, GenerateJudge, ListEventSink, NearTie
 
 PAGE_SIZE = 4
@@ -86,7 +89,8 @@ class LateMover:
     """A ``PageMover`` on the scheduler's own thread that does everything at the last moment that it may.
 
     From the step in which a copy begins until the one in which it is said to have ended, its target holds rubbish: a
-    page that is read too early, or given away too early on either side, shows in what the model says next.
+    page that is read too early, or given away too early on either side, shows in what the model says next. Of a load
+    that requests read already, each layer comes when the forward waits for it.
 
     Attributes:
         host, device, keys, store: what it moves between.
@@ -100,6 +104,7 @@ class LateMover:
     late_steps: Callable[[], int] = lambda: 2
     load_room_pages: int = 4096
     _under_way: deque[tuple[int, Instruction]] = field(default_factory=deque)
+    _arriving: dict[int, Iterator[CopyEnd]] = field(default_factory=dict)
     _num_polls: int = 0
 
     @property
@@ -110,7 +115,10 @@ class LateMover:
         for instruction in instructions:
             if isinstance(instruction, CopyToDevice):
                 self.spoil(instruction.device_pages)
-            if not isinstance(instruction, StopReading | StorageUnused):
+                if instruction.by_layer:
+                    pages = instruction.host_pages, instruction.device_pages
+                    self._arriving[instruction.op] = self.host.load_layers(pages[0], self.device, pages[1])
+            if not isinstance(instruction, StopReading | StorageUnused | ForgetLoad):
                 self._under_way.append((self._num_polls + 1 + self.late_steps(), instruction))
 
     def poll(self) -> list[IoEvent]:
@@ -127,6 +135,11 @@ class LateMover:
         if self.store is not None:
             self.store.close()
 
+    def bring_layer(self) -> None:
+        """The forward waits for the next layer of what its requests read."""
+        for layers in self._arriving.values():
+            next(layers, None)
+
     def spoil(self, pages: Sequence[int]) -> None:
         """A copy that is under way leaves anything behind."""
         for layer in (*self.device.keys, *self.device.values):
@@ -137,6 +150,10 @@ class LateMover:
             case CopyToHost(op):
                 self.host.load_from(self.device, instruction.device_pages, instruction.host_pages)
                 return [WriteDone(op, True)]
+            case CopyToDevice(op, by_layer=True):
+                for _ in self._arriving.pop(op):
+                    pass
+                return [LoadDone(op, True)]
             case CopyToDevice(op):
                 self.host.load_back(instruction.host_pages, self.device, instruction.device_pages)
                 return [LoadDone(op, True)]
@@ -166,6 +183,20 @@ class LateMover:
 
 
 @dataclass(slots=True, kw_only=True)
+class LateFence:
+    """A ``LayerFence`` over a ``LateMover``."""
+
+    stepper: TierStepper
+    mover: LateMover
+
+    def begin(self) -> None:
+        self.stepper.submit()
+
+    def wait(self, layer: int) -> None:
+        self.mover.bring_layer()
+
+
+@dataclass(slots=True, kw_only=True)
 class BenchTiers:
     """``CacheTiers`` over either mover."""
 
@@ -179,6 +210,12 @@ class BenchTiers:
     @property
     def contents(self) -> HiRadixCache:
         return self.stepper.cache
+
+    @property
+    def fence(self) -> LayerFence:
+        if isinstance(self.mover, ThreadPageMover):
+            return TierFence(stepper=self.stepper, arrivals=self.mover.arrivals)
+        return LateFence(stepper=self.stepper, mover=self.mover)
 
     def step(self) -> None:
         self.stepper.step()
@@ -272,11 +309,13 @@ class ModelBench:
         self.requests: list[Request] = []
         self.num_chunks = 0
         self.ties: dict[tuple[str, int], NearTie] = {}  # tokens that the arithmetic cannot tell apart
+        opened = None if tiers is None else open_tiers(self.pool, tiers)
+        fence = NO_LAYER_FENCE if opened is None else opened.fence
         self.scheduler = Scheduler.compose(
             self.config,
             ParallelState.trivial(),
-            TorchDevice(model=model, pool=self.pool),
-            tiers=None if tiers is None else open_tiers(self.pool, tiers),
+            TorchDevice(model=model, pool=self.pool, fence=fence),
+            tiers=opened,
             sinks=SchedulerSinks(events=self.view),
         )
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from model_bench import PROMPTS, LateMover, ModelBench, Tiers
 
-from scheduler_components.hicache import MemoryPageStore, TorchDeviceMemory
+from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, TorchDeviceMemory
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone
 from scheduler_components.ports import COPIED, CopyEnd
 from scheduler_components.reference.device import ScheduledBatch, TorchDevice
@@ -126,13 +126,21 @@ class EarlyEnd(LateMover):
         return early + [event for event in super().poll() if not isinstance(event, LoadDone)]
 
 
+class NoWait(LateMover):
+    """Lets the forward begin a layer of which the pages are still to come."""
+
+    def bring_layer(self) -> None:
+        pass
+
+
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pass
 
 
-def run_history(paged_model: Any, judge: GenerateJudge, *, make_mover: Any = LateMover, **sizes: Any) -> None:
-    tiers = Tiers(host_pages=40, store=MemoryPageStore(1 << 24), make_mover=make_mover)
-    bench = ModelBench(paged_model, judge, tiers=tiers, **sizes)
+def run_history(paged_model: Any, judge: GenerateJudge, *, make_mover: Any = LateMover, load: Any = "whole") -> None:
+    policy = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1, load=load)
+    tiers = Tiers(host_pages=40, store=MemoryPageStore(1 << 24), make_mover=make_mover, policy=policy)
+    bench = ModelBench(paged_model, judge, tiers=tiers)
     try:
         play(bench)
     finally:
@@ -147,13 +155,15 @@ FAULTS: dict[str, tuple[Break, Any]] = {
     "a chunk off by one": (skip_a_position, LateMover),
     "a wrong page after load-back": (nothing, WrongPages),
     "read before its copy ended": (nothing, EarlyEnd),
+    "a layer read before it came": (nothing, NoWait),
     "told before its copy ended": (leave_a_layer, LateMover),
     "written before its copy ended": (overwrite_under_a_copy, LateMover),
 }
 
 
-def test_without_a_fault_the_history_passes(paged_model: Any, judge: GenerateJudge) -> None:
-    run_history(paged_model, judge)
+@pytest.mark.parametrize("load", ["whole", "by_layer"])
+def test_without_a_fault_the_history_passes(load: str, paged_model: Any, judge: GenerateJudge) -> None:
+    run_history(paged_model, judge, load=load)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -161,4 +171,4 @@ def test_each_fault_is_told(name: str, paged_model: Any, judge: GenerateJudge, m
     break_it, make_mover = FAULTS[name]
     break_it(monkeypatch)
     with pytest.raises(ConformanceError, match="greedy text"):
-        run_history(paged_model, judge, make_mover=make_mover)
+        run_history(paged_model, judge, make_mover=make_mover, load="by_layer" if make_mover is NoWait else "whole")

@@ -15,7 +15,7 @@ import torch
 from model_bench import PAGE_SIZE, PROMPTS, SYSTEMS, LateMover, ModelBench, Tiers, open_threads
 
 from scheduler_components import FinishReason
-from scheduler_components.hicache import MemoryPageStore, open_file_page_store
+from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, open_file_page_store
 from scheduler_components.reference.device import SamplingParams
 from scheduler_components.testing import GenerateJudge
 
@@ -133,6 +133,19 @@ def test_pages_come_back_from_the_host(open_bench: Callable[..., ModelBench]) ->
     stats = bench.tier_stats()
     assert stats.host_hit_tokens > 150
     assert stats.pages_loaded > 40
+
+
+@pytest.mark.parametrize("make_mover", [LateMover, open_threads])
+def test_a_forward_waits_for_the_layers_of_pages_that_come(
+    open_bench: Callable[..., ModelBench], make_mover: Any
+) -> None:
+    """Requests run while their pages come from the host, layer by layer."""
+    policy = HiCachePolicy(load="by_layer", prefetch="wait_complete")
+    tiers = Tiers(host_pages=80, store=MemoryPageStore(1 << 24), policy=policy, make_mover=make_mover)
+    bench = open_bench(tiers, max_running_requests=2)
+    for _ in range(2):
+        bench.run(*PROMPTS[:18:3])
+    assert bench.tier_stats().host_hit_tokens > 0
 
 
 def test_pages_come_back_from_storage(open_bench: Callable[..., ModelBench]) -> None:

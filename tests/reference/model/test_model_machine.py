@@ -49,6 +49,7 @@ class ModelMachine(RuleBasedStateMachine):
             clean_ahead_pages=st.sampled_from([4, 16]),
             prefetch=st.sampled_from(["wait_complete", "best_effort"]),
             prefetch_threshold_pages=st.just(1),
+            load=st.sampled_from(["whole", "by_layer"]),
         ),
     )
     def start(
