@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from scheduler_components.hicache import COPIED, LayerArrivals, PageLoadError
+pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
+
+from scheduler_components import ParallelState
+from scheduler_components.hicache import (
+    COPIED,
+    CopyEnd,
+    HostPlane,
+    HostPool,
+    KeySpace,
+    LayerArrivals,
+    PageLoadError,
+    PageShape,
+    Placement,
+    SimulatedDeviceMemory,
+    ThreadPageMover,
+)
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, IoEvent, LoadDone, WriteDone
 
 
 class StreamedEnd:
@@ -14,9 +31,10 @@ class StreamedEnd:
 
     def __init__(self) -> None:
         self.num_held = 0
+        self.has_ended = False
 
     def is_done(self) -> bool:
-        return False
+        return self.has_ended
 
     def hold_forward(self) -> None:
         self.num_held += 1
@@ -95,3 +113,62 @@ def test_waiting_is_bounded_and_names_load_and_layer() -> None:
     arrivals.landed(4, COPIED)
     with pytest.raises(PageLoadError, match=r"load 4: layer 1 has not come within 0\.01 s"):
         arrivals.wait(1)
+
+
+class StreamedMemory(SimulatedDeviceMemory):
+    """A device with a stream: its copies end when the test says so."""
+
+    def __init__(self, shape: PageShape, num_pages: int) -> None:
+        super().__init__(shape, num_pages)
+        self.ends: list[StreamedEnd] = []
+        self.order: list[str] = []
+
+    def fence(self) -> None:
+        self.order.append("fence")
+
+    def copy_to_host(self, layer: int, pages: Sequence[int], plane: HostPlane, host_pages: Sequence[int]) -> CopyEnd:
+        super().copy_to_host(layer, pages, plane, host_pages)
+        return self._end("to host")
+
+    def copy_to_device(self, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
+        super().copy_to_device(layer, plane, host_pages, pages)
+        return self._end("to device")
+
+    def _end(self, copied: str) -> StreamedEnd:
+        self.order.append(copied)
+        self.ends.append(StreamedEnd())
+        return self.ends[-1]
+
+
+def test_a_copy_on_a_stream_is_told_when_the_stream_is_there(
+    eventually: Callable[[Callable[[], object]], None],
+) -> None:
+    shape = PageShape(num_layers=2, layer_page_bytes=8)
+    keys = KeySpace(model="m", dtype="u8", page_size=1, layout="l", placement=Placement(), parallel=ParallelState())
+    host, device = HostPool(shape, 4), StreamedMemory(shape, 4)
+    mover = ThreadPageMover(host=host, device=device, keys=keys)
+    pages = tuple(host.reserve(2))
+    events: list[IoEvent] = []
+
+    mover.submit([CopyToHost(1, (0, 1), pages)])
+    eventually(lambda: len(device.ends) == 2)
+    device.ends[0].has_ended = True  # one layer of two
+    mover.wait(0.01)
+    assert list(mover.poll()) == []
+    device.ends[1].has_ended = True
+    eventually(lambda: events.extend(mover.poll()) or events)
+    assert events == [WriteDone(1, True)]
+    host.commit(pages)
+
+    mover.submit([CopyToDevice(2, pages, (2, 3), by_layer=True)])
+    mover.arrivals.wait(0)  # at once: the stream is held, not this thread
+    mover.arrivals.wait(1)
+    assert [end.num_held for end in device.ends[2:]] == [1, 1]
+    mover.wait(0.01)
+    assert list(mover.poll()) == []
+    device.ends[2].has_ended = device.ends[3].has_ended = True
+    events.clear()
+    eventually(lambda: events.extend(mover.poll()) or events)
+    assert events == [LoadDone(2, True)]
+    assert device.order == ["fence", "to host", "to host", "fence", "to device", "to device"]
+    mover.close()

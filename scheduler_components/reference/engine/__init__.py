@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         HostTiers,
         RankKv,
         SimulatedKv,
+        TierFence,
         open_host_tiers,
         simulated_kv,
         torch_kv,
@@ -219,6 +220,7 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerSinks",
     "SimulatedKv",
+    "TierFence",
     "RankKv",
     "open_host_tiers",
     "simulated_kv",
@@ -298,7 +300,7 @@ __getattr__ = lazy_names(
             "RequestRefusedError TooBusyError"
         ),
         "scheduler_components.reference.engine.host_tiers": (
-            "HostTiers RankKv SimulatedKv open_host_tiers simulated_kv torch_kv"
+            "HostTiers RankKv SimulatedKv TierFence open_host_tiers simulated_kv torch_kv"
         ),
         "scheduler_components.reference.engine.generation": "DEFAULT_NEW_TOKENS TextFront TextNews Wanted codec_of",
         "scheduler_components.reference.engine.http": "EngineStatus bind_http make_app open_http_server text_routes",

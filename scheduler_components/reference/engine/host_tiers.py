@@ -43,6 +43,7 @@ __all__ = [
     "HostTiers",
     "RankKv",
     "SimulatedKv",
+    "TierFence",
     "open_host_tiers",
     "simulated_kv",
     "torch_kv",
