@@ -6,6 +6,7 @@ Ranks are threads here, which meet over gloo as processes do.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -223,3 +224,21 @@ def test_a_model_whose_modules_count_heads_is_served_whole(model_folder: Path, m
     assert inspect_model(model_folder).cut_units == 2
     monkeypatch.setattr(torch.nn.Linear, "forward", whole_heads)
     assert inspect_model(model_folder).cut_units == 1
+
+
+def test_a_rank_whose_peer_has_gone_fails_and_does_not_wait(each_rank: Callable[..., list[Any]]) -> None:
+    met = threading.Barrier(2)
+
+    def work(ranks: RankSums) -> str:
+        met.wait()
+        if ranks.rank == 1:
+            ranks.close()
+            with pytest.raises(RuntimeError, match="let go of"):
+                ranks.add_up(torch.ones(2))
+            return ""
+        with pytest.raises(RuntimeError) as gone:
+            ranks.add_up(torch.ones(2))
+        return str(gone.value)
+
+    told, _ = each_rank(2, work)
+    assert told and "timed out" not in told.lower()
