@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -432,6 +433,25 @@ def test_a_chat_without_a_bound_uses_what_the_context_leaves(make_served: Callab
         assert answer.usage.total_tokens == 8
 
     use(served, scenario)
+
+
+def test_a_long_prompt_is_tokenized_in_a_thread(make_served: Callable[..., Any]) -> None:
+    """Other clients' streams go on meanwhile; a short one is not worth the way."""
+    here, seen = threading.get_ident(), []
+
+    class WatchedCodec(WordCodec):
+        def encode(self, text: str) -> list[int]:
+            seen.append((len(text) > 2048, threading.get_ident() == here))
+            return super().encode(text)
+
+    async def scenario(client: Any) -> None:
+        await client.completions.create(model="any", prompt="short", max_tokens=1)
+        await client.completions.create(model="any", prompt="long " * 1000, max_tokens=1)
+        messages = [{"role": "user", "content": "long " * 1000}]
+        await client.chat.completions.create(model="any", messages=messages, max_tokens=1)
+
+    use(make_served(codec=WatchedCodec()), scenario)
+    assert seen == [(False, True), (True, False), (True, False)]
 
 
 def test_unknown_fields_are_named_once_and_change_nothing(
