@@ -213,6 +213,16 @@ def test_several_prompts_with_several_outputs_each_stand_in_order(make_served: C
     assert seeds == [7, 8, 9, 7, 8, 9]
 
 
+def test_a_cached_prompt_counts_once_for_all_its_outputs(make_served: Callable[..., Any]) -> None:
+    async def scenario(client: Any) -> None:
+        asked = {"model": "any", "prompt": [*range(9)], "max_tokens": 1}
+        await client.completions.create(**asked)
+        usage = (await client.completions.create(**asked, n=3)).usage
+        assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (9, 8)
+
+    use(make_served(), scenario)
+
+
 def test_streams_of_several_outputs_are_told_apart(make_served: Callable[..., Any]) -> None:
     served = make_served()
 

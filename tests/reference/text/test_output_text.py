@@ -106,6 +106,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)
 
 @given(LETTERS, STOPS, CUTS, st.booleans())
 @example("abab", ["bab", "abc"], [1, 2, 3], False)
+@example("abc", ["abc", "b"], [], False)
 @example("aab", ["ab", "aab", "b"], [1, 2], False)
 def test_the_first_stop_string_ends_the_text(
     text: str, stops: list[str], cuts: Sequence[int], keeps_stop: bool
