@@ -163,19 +163,20 @@ def check_pages_go_from_memory_and_into_it(store: InPlacePageStore, prefix: str)
 def check_what_is_not_held_fills_nothing_else(store: InPlacePageStore, prefix: str) -> None:
     """An absent key, and a page of another length, are a no; pages around them are read, memory around them stays."""
     trace = Trace("A miss in place costs only itself")
-    first, hole, short, last = (f"{prefix}{name}" for name in ("first", "hole", "short", "last"))
+    first, hole, short, long, last = (f"{prefix}{name}" for name in ("first", "hole", "short", "long", "last"))
     _store(trace, store, [first, last])
-    short_page = page_of(short)[:-1]
-    trace.expect(
-        [True], trace.call("batch_set() of a shorter page", lambda: list(store.batch_set([short], [short_page])))
+    others = {short: page_of(short)[:-1], long: page_of(long) + b"x"}
+    held = trace.call(
+        "batch_set() of a shorter and a longer page", lambda: list(store.batch_set(list(others), list(others.values())))
     )
-    memory, pages = _registered(trace, store, 6)
-    asked = [first, hole, short, last]
-    got = trace.call("batch_get_into()", lambda: list(store.batch_get_into(asked, pages[1:5])))
-    trace.expect([True, False, False, True], got, "each page read")
-    for key, page in ((first, pages[1]), (last, pages[4])):
+    trace.expect([True, True], held, "each key held")
+    memory, pages = _registered(trace, store, 7)
+    asked = [first, hole, short, long, last]
+    got = trace.call("batch_get_into()", lambda: list(store.batch_get_into(asked, pages[1:6])))
+    trace.expect([True, False, False, False, True], got, "each page read")
+    for key, page in ((first, pages[1]), (last, pages[5])):
         trace.require(bytes(page) == page_of(key), f"the page of {key!r:.80} in its buffer", bytes(page))
-    for at in (0, 5):
+    for at in (0, 6):
         trace.require(
             bytes(pages[at]) == bytes(PAGE_BYTES), f"buffer {at}, which nobody gave, as it was", bytes(pages[at])
         )

@@ -102,6 +102,13 @@ class TierView:
 @given(config=CONFIGS, seed=st.integers(0, 10_000), num_steps=st.integers(1, 80))
 @example(config=SimulationConfig(), seed=0, num_steps=150)
 @example(config=SimulationConfig(attn_cp_size=1, pp_size=2), seed=0, num_steps=150)
+@example(
+    config=SimulationConfig(
+        attn_cp_size=1, policy=HiCachePolicy(load="by_layer", prefetch_threshold_pages=1), device_pages=30
+    ),
+    seed=0,
+    num_steps=150,
+)
 def test_ranks_never_part_and_nothing_leaks(config: SimulationConfig, seed: int, num_steps: int) -> None:
     agreement = agreement_of(config)
     replica, view = SimulatedReplica(config, seed=seed, agreement=agreement), TierView()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install scheduler-components[torch]")
@@ -19,6 +21,7 @@ from scheduler_components.hicache import (
     SimulatedDeviceMemory,
     TorchDeviceMemory,
 )
+from scheduler_components.hicache.memory import merged_runs
 
 NUM_PAGES = 8
 SIZES = {"num_layers": 3, "num_pages": NUM_PAGES, "page_size": 4, "kv_heads": 2, "head_dim": 6}
@@ -84,6 +87,24 @@ def test_pages_survive_every_way_between_device_host_and_storage(
 
     assert are_equal(rows(other, targets), rows(device, sources))
     assert are_equal(rows(other, untouched), before)
+
+
+@settings(deadline=None)
+@given(data=st.data(), length=st.integers(0, 12))
+def test_merged_runs_are_the_pairs_in_their_order(data: st.DataObject, length: int) -> None:
+    """Few pages, so that runs on one side alone come up."""
+    first, second = (data.draw(st.permutations(range(12)))[:length] for _ in range(2))
+    if data.draw(st.booleans()):
+        first = list(range(length))
+    runs = list(merged_runs(first, second))
+    pairs = [
+        pair
+        for one, other in runs
+        for pair in zip(range(one.start, one.stop), range(other.start, other.stop), strict=True)
+    ]
+    assert pairs == list(zip(first, second, strict=True))
+    for (one, other), (next_one, next_other) in itertools.pairwise(runs):
+        assert (one.stop, other.stop) != (next_one.start, next_other.start), "two copies where one would do"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

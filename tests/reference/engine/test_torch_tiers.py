@@ -199,6 +199,9 @@ def test_what_was_stored_in_another_way_is_a_miss(
     with opened(with_files(tmp_path, checksum=second)) as run:
         run.serve(PROMPTS[0])
         assert run.hit_tokens == (0, 0, 0)
+    with opened(with_files(tmp_path, checksum=second)) as run:
+        run.serve(PROMPTS[0])
+        assert run.hit_tokens == (0, 0, 40)  # what lies there in another way is in nobody's place
 
 
 def test_pages_in_place_need_a_host_that_keeps_them_whole(tmp_path: Path) -> None:
@@ -206,9 +209,11 @@ def test_pages_in_place_need_a_host_that_keeps_them_whole(tmp_path: Path) -> Non
         with_files(tmp_path, "layer_first", checksum="none")
 
 
-@pytest.mark.parametrize("other", [{"model": "weights 2"}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("other", [{"model": "weights 2"}, {"dtype": torch.float16}], ids=str)
 def test_pages_of_other_weights_and_types_are_not_read(tmp_path: Path, other: dict) -> None:
-    with opened(with_files(tmp_path)) as run:
+    """The types are of one size, so nothing but the key tells them apart."""
+    other = {"dtype": torch.bfloat16, **other}
+    with opened(with_files(tmp_path), dtype=torch.bfloat16) as run:
         run.serve(PROMPTS[0])
     with opened(with_files(tmp_path), **other) as run:
         run.serve(PROMPTS[0])
@@ -251,7 +256,9 @@ def test_a_forward_computes_a_layer_while_the_next_one_is_on_its_way(monkeypatch
         assert run.hit_tokens == (0, 40, 0)
 
 
-def test_a_load_that_fails_fails_the_requests_that_read_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_fails_fails_the_requests_that_read_it_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(BY_LAYER) as run:
         run.serve(*PROMPTS)
 
@@ -270,6 +277,7 @@ def test_a_load_that_fails_fails_the_requests_that_read_it_and_nothing_else(monk
             for _ in run.scheduler.drain():
                 pass
         assert failed.finish_reason == FinishReason.ERROR
+        assert "failed, and requests read its pages already" in caplog.text
         run.scheduler.cache.check_integrity()
         assert not run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens
         run.scheduler.submit(Request("next", PROMPTS[0], SamplingLimits(max_new_tokens=3)))
