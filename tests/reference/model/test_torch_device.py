@@ -110,14 +110,24 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(model_folder: Path,
     prompts = [random_prompt(1, 30), [*random_prompt(2, 5), 319, *random_prompt(3, 30)], random_prompt(4, 9)]
     whole, failed, short = serve(scheduler, prompts, 6)
     assert (failed.finish_reason, failed.num_output_tokens) == (FinishReason.ERROR, 0)
-    for pool in (*scheduler.device.pool.keys, *scheduler.device.pool.values):
-        assert pool.isfinite().all()
     later = Request("later", random_prompt(5, 300), SamplingLimits(6))
     scheduler.submit(later)
     for _ in scheduler.drain():
         pass
     for request in (whole, short, later):
         expect_generate(judge, request)
+
+
+def test_what_is_no_number_does_not_stay_in_the_pool(model_folder: Path) -> None:
+    """A mask weighs it with 0, and 0 times NaN is NaN: whoever got the page next would fail too."""
+    broken = load_model(inspect_model(model_folder))
+    broken.get_input_embeddings().weight.data[319] = torch.nan
+    scheduler = make_scheduler(broken, chunk_tokens=8)
+    (failed,) = serve(scheduler, [[*random_prompt(2, 13), 319]], 6)
+    assert failed.finish_reason is FinishReason.ERROR
+    pool = scheduler.device.pool
+    assert all(layer.isfinite().all() for layer in (*pool.keys, *pool.values))
+    assert any(layer.count_nonzero() for layer in pool.keys)  # the chunk before it was computed, and is there
 
 
 def test_logprobs_are_those_of_the_whole_text(model: PreTrainedModel, judge: GenerateJudge) -> None:

@@ -93,6 +93,14 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     assert uniform(Draw(unseeded, "a", 7)) != uniform(Draw(unseeded, "b", 7))
 
 
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2**-53, 14)])
+def test_the_first_and_the_last_number_draw_no_token_that_was_cut(number: float, token: int) -> None:
+    logits = torch.zeros(1, 16)
+    logits[0, [0, 15]] = -9.0
+    with mock.patch.object(torch_sampling, "uniform", lambda _: number):
+        assert choose_tokens(logits, [Draw(SamplingParams(temperature=1.0, min_p=0.5), "r", 3)]) == ([token], [])
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("warm", [SamplingParams(), SamplingParams(temperature=1.0)])
 def test_rows_that_are_no_numbers_are_told_and_touch_no_other(value: float, warm: SamplingParams) -> None:
