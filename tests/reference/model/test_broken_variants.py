@@ -20,6 +20,8 @@ from scheduler_components.reference.engine import Request
 from scheduler_components.reference.engine.batcher import RequestPages
 from scheduler_components.testing import ConformanceError, GenerateJudge
 
+_MOST_STEPS = 300  # of a wave; without a fault it takes some forty, with one it may go on for ever
+
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -30,10 +32,10 @@ def play(bench: ModelBench) -> None:
         for _ in range(4):
             bench.scheduler.step()
         bench.abort(requests[1])
-        bench.drain()
+        bench.drain(_MOST_STEPS)
         first = requests[0]
         bench.submit((*first.input_ids, *first.output_ids, 40, 41), 4)
-        bench.drain()
+        bench.drain(_MOST_STEPS)
 
 
 def free_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
