@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,27 +106,42 @@ class Rank:
         )
 
 
+MakeRank = Callable[..., Rank]
+
+
+@pytest.fixture
+def make_rank(eventually: Eventually) -> Iterator[MakeRank]:
+    """``make_rank(store, has_checksums=..., deadline_s=30)``; all are closed after the test."""
+    made: list[Rank] = []
+
+    def make(store: InPlacePageStore, **options: Any) -> Rank:
+        made.append(Rank(store, eventually, **options))
+        return made[-1]
+
+    yield make
+    for rank in made:
+        rank.mover.close()
+    eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("page")])
+
+
 def content_of(at: int) -> bytes:
     return bytes((at * 31 + place * 7) % 256 for place in range(SHAPE.page_bytes))
 
 
 @pytest.mark.parametrize("has_checksums", [False, True])
-def test_pages_are_written_and_read_in_place(
-    store: InPlacePageStore, eventually: Eventually, has_checksums: bool
-) -> None:
-    rank = Rank(store, eventually, has_checksums=has_checksums)
+def test_pages_are_written_and_read_in_place(store: InPlacePageStore, make_rank: MakeRank, has_checksums: bool) -> None:
+    rank = make_rank(store, has_checksums=has_checksums)
     assert rank.write()
     assert store.batch_get([rank.key(7)]) == [content_of(7)]  # nothing stands before a page
     assert rank.read() == NUM_PAGES
     reads, writes = rank.mover.storage_stats()
     assert (reads.pages_hit, writes.pages_written) == (NUM_PAGES, NUM_PAGES)
-    rank.mover.close()
 
 
-def test_pages_without_checksums_get_them_when_they_are_written_again(eventually: Eventually) -> None:
+def test_pages_without_checksums_get_them_when_they_are_written_again(make_rank: MakeRank) -> None:
     store = MemoryPageStore(1 << 20)
     for has_checksums in (False, True):
-        rank = Rank(store, eventually, has_checksums=has_checksums)
+        rank = make_rank(store, has_checksums=has_checksums)
         assert rank.write()
     assert rank.read() == NUM_PAGES
 
@@ -135,9 +151,9 @@ def damaged(page: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", ["changed", "torn", "swapped", "all swapped", "no checksum"])
-def test_a_checksum_finds_what_is_not_what_was_stored(eventually: Eventually, damage: str) -> None:
+def test_a_checksum_finds_what_is_not_what_was_stored(make_rank: MakeRank, damage: str) -> None:
     store = MemoryPageStore(1 << 20)
-    rank = Rank(store, eventually, has_checksums=True)
+    rank = make_rank(store, has_checksums=True)
     rank.write()
     key = rank.key(34)
     if damage == "no checksum":
@@ -151,10 +167,9 @@ def test_a_checksum_finds_what_is_not_what_was_stored(eventually: Eventually, da
             store.batch_set([f"{key}.sum"], [store.batch_get([f"{rank.key(35)}.sum"])[0] or b""])
     assert rank.read() == 34
     assert store.batch_exists([key]) == 0 or damage == "torn"  # so that it is written again
-    rank.mover.close()
 
 
-def test_a_page_that_storage_still_writes_to_is_not_given_back(eventually: Eventually) -> None:
+def test_a_page_that_storage_still_writes_to_is_not_given_back(make_rank: MakeRank, eventually: Eventually) -> None:
     """Long after the deadline: an answer before the store has let go would let it write into another's page."""
     is_reading, may_end = threading.Event(), threading.Event()
 
@@ -164,7 +179,7 @@ def test_a_page_that_storage_still_writes_to_is_not_given_back(eventually: Event
             may_end.wait(30)
             return super().batch_get_into(keys, pages)
 
-    rank = Rank(SlowStore(1 << 20), eventually, has_checksums=False, deadline_s=0.001)
+    rank = make_rank(SlowStore(1 << 20), has_checksums=False, deadline_s=0.001)
     pages = rank.host.reserve(NUM_PAGES)
     rank.mover.submit([ReadStorage(2, DIGESTS, tuple(pages))])
     assert is_reading.wait(30)
@@ -172,7 +187,6 @@ def test_a_page_that_storage_still_writes_to_is_not_given_back(eventually: Event
     assert rank.mover.poll() == []
     may_end.set()
     eventually(lambda: rank.events.extend(rank.mover.poll()) or ReadEnded(2) in rank.events)
-    rank.mover.close()
 
 
 class BadStore(MemoryPageStore):
@@ -195,13 +209,10 @@ def _fail() -> Sequence[bool]:
 
 @pytest.mark.parametrize("answer", [_fail, lambda: [True], list], ids=["raises", "half", "nothing"])
 @pytest.mark.parametrize("has_checksums", [False, True])
-def test_a_bad_store_is_a_miss(
-    eventually: Eventually, answer: Callable[[], Sequence[bool]], has_checksums: bool
-) -> None:
-    rank = Rank(BadStore(answer), eventually, has_checksums=has_checksums)
+def test_a_bad_store_is_a_miss(make_rank: MakeRank, answer: Callable[[], Sequence[bool]], has_checksums: bool) -> None:
+    rank = make_rank(BadStore(answer), has_checksums=has_checksums)
     assert not rank.write()
     assert rank.read() == 0
-    rank.mover.close()
 
 
 def test_a_layout_that_is_not_one_run_per_page_is_refused() -> None:
