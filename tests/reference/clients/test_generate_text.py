@@ -1,0 +1,61 @@
+"""``/generate`` with text, as SGLang's clients use it: events with all text so far, logprobs, a stop string, a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from scheduler_components.reference.text import WordCodec
+
+CODEC = WordCodec()
+
+
+def generate(served: Any, **body: Any) -> list[dict[str, Any]]:
+    """The answer, or the answers of a stream."""
+
+    async def post() -> httpx.Response:
+        transport = httpx.ASGITransport(app=served.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            return await client.post("/generate", json=body)
+
+    response = asyncio.run(asyncio.wait_for(post(), timeout=30))
+    assert response.status_code == 200, response.text
+    if not body.get("stream"):
+        return [response.json()]
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_events_carry_all_text_so_far_and_the_new_tokens(make_served: Callable[..., Any]) -> None:
+    served = make_served()
+    tokens = served.foretold("mine", 3, 4)
+    answers = generate(served, text="one two three", rid="mine", stream=True, sampling_params={"max_new_tokens": 4})
+    assert [answer["text"] for answer in answers] == [CODEC.decode(tokens[:end]) for end in range(1, 5)]
+    assert [answer["output_ids"] for answer in answers] == [[token] for token in tokens]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_stand_beside_their_tokens(make_served: Callable[..., Any], stream: bool) -> None:
+    served = make_served()
+    asked = {"return_logprob": True, "top_logprobs_num": 1, "sampling_params": {"max_new_tokens": 3}}
+    told = [each["meta_info"] for each in generate(served, input_ids=[1], rid="mine", stream=stream, **asked)]
+    tokens = served.foretold("mine", 1, 3)
+    assert [pair for each in told for pair in each["output_token_logprobs"]] == [[0.0, token, None] for token in tokens]
+    assert [top for each in told for top in each["output_top_logprobs"]] == [[[0.0, token, None]] for token in tokens]
+
+
+def test_a_stop_string_is_named_and_the_rank_that_was_chosen_too(make_served: Callable[..., Any]) -> None:
+    served = make_served(num_replicas=2)
+    words = CODEC.decode(served.foretold("mine", 1, 100)).split()
+    params = {"max_new_tokens": 100, "stop": words[5], "no_stop_trim": True}
+    (answer,) = generate(served, text="one", rid="mine", data_parallel_rank=1, sampling_params=params)
+    assert answer["text"].split() == words[:6]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": words[5]}
+    assert answer["meta_info"]["dp_rank"] == 1
+    assert [len(replica.submitted) for replica in served.replicas] == [0, 1]
