@@ -1,9 +1,9 @@
 """The ports of the kit: the small interfaces between a scheduler and its components. Read this page first.
 
-Sources are read, sinks are written. Each port has at most five members, and a component asks for the smallest that
-will do. Any object that has the members fits: nothing here is ever inherited from. Sources are read late, so a
-scheduler that rebinds ``self.running`` needs no lambda. Beside a port stands its null object, where a component can
-do without: no caller writes ``if enabled``, and none asks whether a collaborator is the null object.
+Sources are read, sinks are written. Each port has at most five members of its own, and a component asks for the
+smallest that will do. Any object that has the members fits: nothing here is ever inherited from. Sources are read late,
+so a scheduler that rebinds ``self.running`` needs no lambda. Beside a port stands its null object, where a component
+can do without: no caller writes ``if enabled``, and none asks whether a collaborator is the null object.
 
 Each docstring says who has the members and who uses them.
 """
