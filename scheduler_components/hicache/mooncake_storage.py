@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any
 
 import attrs
-import numpy as np
 
 from scheduler_components.errors import ConfigError, StartError, StorageError
 from scheduler_components.ports import PageBytes
@@ -116,6 +115,9 @@ class MooncakePageStore:
 
 
 def _address_of(memory: memoryview) -> int:
+    # Imported here: a rank without tiers knows the address of a store, and need not have numpy.
+    import numpy as np
+
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 

@@ -82,7 +82,7 @@ class DeadlinePageStore:
             StorageStallError: it is at an earlier operation beyond its deadline; or ``close`` did not wait for it.
         """
         job = self._begin(operation, work)
-        either: tuple[Future[Any], ...] = (job, self._given_up)  # noqa: SCH004 any call of a store
+        either: tuple[Future[Any], ...] = (job, self._given_up)
         wait(either, return_when=FIRST_COMPLETED)
         if job.done():
             return job.result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from scheduler_components import KvEventSink, LoadSnapshot, OutputSink, ParallelState
-from scheduler_components.reference.device import DeviceRequest, ScheduledBatch
+from scheduler_components.reference.device import DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.testing import InstantDevice, PagedModel, parts
@@ -30,7 +30,7 @@ class ReferenceScheduler:
         self.scheduler = Scheduler.compose(
             config,
             ParallelState.trivial(),
-            InstantDevice(self.compute),
+            InstantDevice(lambda batch: DeviceOutput(self.compute(batch))),
             tiers=tiers,
             sinks=SchedulerSinks(events=events, outputs=outputs),
         )

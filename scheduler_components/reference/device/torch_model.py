@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm.std import tqdm  # type: ignore[import-untyped]
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -171,13 +172,18 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from drawing bars and from warning of what is checked here."""
+    """Keep transformers from drawing bars and from warning of what is checked here.
+
+    It draws one for GGUF files all the same; the thread that would watch this bar for ever is not begun.
+    """
     verbosity, had_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    watched_s, tqdm.monitor_interval = tqdm.monitor_interval, 0
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
+        tqdm.monitor_interval = watched_s
         transformers_logging.set_verbosity(verbosity)
         if had_bar:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

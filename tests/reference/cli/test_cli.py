@@ -64,10 +64,10 @@ MISTAKES = [
 
 ENGINE = """
     affinity-tokens attn-cp-size attn-tp-size chunk-tokens dp-attention dp-size hicache hicache-host-layout
-    hicache-host-tokens hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata hicache-prefetch
-    hicache-retry-steps hicache-storage hicache-storage-path hicache-write hicache-write-hits host kv-events-config
-    kv-pool kv-tokens max-running-requests page-size port pp-size prefill-delay-low-usage prefill-delay-steps
-    profile-directory recv-interval seed speed
+    hicache-host-tokens hicache-load hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata
+    hicache-prefetch hicache-retry-steps hicache-storage hicache-storage-checksum hicache-storage-path hicache-write
+    hicache-write-hits host kv-events-config kv-pool kv-tokens max-running-requests page-size port pp-size
+    prefill-delay-low-usage prefill-delay-steps profile-directory recv-interval seed speed
 """
 OPTIONS = {
     "serve": f"{ENGINE} device dtype duration json keep-serving limit model trace",
