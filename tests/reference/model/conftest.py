@@ -19,6 +19,7 @@ pytest.importorskip("torch", reason="needs torch: pip install scheduler-componen
 pytest.importorskip("transformers", reason="needs transformers: pip install scheduler-components[model]")
 
 import torch
+import tqdm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -26,6 +27,7 @@ from scheduler_components.reference.device import inspect_model, load_model
 from scheduler_components.testing import GenerateJudge
 
 sys.path.append(str(Path(__file__).parent))  # what the tests of a model share is imported from beside them
+tqdm.tqdm.monitor_interval = 0  # saving a model draws a bar, and the thread that watches bars would stay for ever
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]  # ids 0 to 5
 VOCABULARY = 320  # the special tokens, all 256 bytes, and merges of them: every text can be written
