@@ -8,8 +8,8 @@ embedding, norms and the head over the vocabulary are whole on each rank, which 
 Every rank reads the whole model and keeps its part. A plan that asks for more than these two cuts is not followed:
 such a model is served whole (``cut_units`` is 1).
 
-The sums of all ranks are bitwise the same, since gloo adds up each number once and gives it to all. They differ from
-those of one rank in the order of additions: so tokens do where two are as good as equal.
+The sums of all ranks are bitwise the same, since gloo and NCCL add up each number once and give it to all. They differ
+from those of one rank in the order of additions: so tokens do where two are as good as equal.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class _Wait(Protocol):
     def wait(self) -> object: ...
 
 
-class _Gloo(Protocol):
-    """What is used of torch's ``ProcessGroupGloo``, whose stub has no members."""
+class _ProcessGroup(Protocol):
+    """What is used of torch's groups, whose stubs have no members."""
 
     def allreduce(self, tensors: list[torch.Tensor]) -> _Wait: ...
 
@@ -110,7 +110,7 @@ class UnmetRanks:
 
 @dataclass(slots=True, kw_only=True)
 class TensorGroup:
-    """``RankSums`` over gloo, without the process's default group, which belongs to whoever made it.
+    """``RankSums`` over gloo or NCCL, without the process's default group, which belongs to whoever made it.
 
     Attributes:
         rank, size: this rank among those of its group.
@@ -119,7 +119,7 @@ class TensorGroup:
 
     rank: int
     size: int
-    group: _Gloo | None
+    group: _ProcessGroup | None
 
     def add_up(self, partial: torch.Tensor) -> None:
         if self.group is None:
@@ -130,31 +130,45 @@ class TensorGroup:
         self.group = None
 
 
-def open_tensor_group(meeting: Path, *, rank: int, size: int, timeout_s: float = _TIMEOUT_S) -> TensorGroup:
-    """Meet the other ranks, all of which are on this machine: the connections are on loopback.
+def open_tensor_group(
+    meeting: Path, *, rank: int, size: int, on_cuda: bool = False, timeout_s: float = _TIMEOUT_S
+) -> TensorGroup:
+    """Meet the other ranks, all of which are on this machine: gloo's connections are on loopback.
 
     Args:
         meeting: a file that all ranks can write to, and that nobody has used before.
         rank, size: this rank among those that meet.
+        on_cuda: sums are on CUDA devices, one per rank, and go over NCCL. That was not run: there was no such device.
         timeout_s: longest wait for them, here and in each sum.
 
     Raises:
         StartError: not all ranks came.
     """
     timeout = timedelta(seconds=timeout_s)
+    try:
+        store: Any = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        group = _nccl(store, rank, size, timeout) if on_cuda else _gloo(store, rank, size, timeout)
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise StartError(f"rank {rank} of {size} of the model", first_line, "see why the others ended") from error
+    return TensorGroup(rank=rank, size=size, group=group)
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> _ProcessGroup:
     # torch's stubs leave these out, and only the options name the interface to listen on.
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
-    try:
-        store: Any = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
-        store.set_timeout(timeout)
-        group = gloo(store, rank, size, options)
-    except RuntimeError as error:
-        first_line = str(error).partition("\n")[0]
-        raise StartError(f"rank {rank} of {size} of the model", first_line, "see why the others ended") from error
-    return TensorGroup(rank=rank, size=size, group=group)
+    group: _ProcessGroup = gloo(store, rank, size, options)
+    return group
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> _ProcessGroup:
+    nccl: Any = dist.ProcessGroupNCCL  # builds of torch for CPUs have none
+    group: _ProcessGroup = nccl(store, rank, size, timeout)
+    return group
 
 
 class RowCutLinear(torch.nn.Module):

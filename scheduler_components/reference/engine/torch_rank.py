@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import attrs
 import torch
 
 from scheduler_components import ParallelState
@@ -22,7 +23,7 @@ from scheduler_components.reference.device import (
 )
 from scheduler_components.reference.engine.config import SchedulerConfig
 
-__all__ = ["TorchRank", "open_torch_rank"]
+__all__ = ["TorchRank", "open_torch_rank", "own_device"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -40,6 +41,15 @@ class TorchRank:
     weights: TorchWeights
     pool: TorchDeviceMemory
     group: TensorGroup | None = None
+
+
+def own_device(first: str, parallel: ParallelState) -> str:
+    """Return the device of one rank: CPUs are shared, CUDA devices are taken one after another from ``first`` on."""
+    device = torch.device(first)
+    if device.type == "cpu":
+        return first
+    number = (parallel.dp_rank or 0) * parallel.attn_tp_size + parallel.attn_tp_rank
+    return f"{device.type}:{(device.index or 0) + number}"
 
 
 def open_torch_rank(
@@ -64,12 +74,18 @@ def open_torch_rank(
         StartError: the other ranks of the replica did not come.
     """
     assert parallel.attn_cp_size == parallel.pp_size == 1, f"{parallel} has a part of a model that cannot be had"
+    model = attrs.evolve(model, device=own_device(model.device, parallel))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     group = None
     if parallel.attn_tp_size > 1:
         assert meeting is not None, "ranks that share a model need a place to meet"
         # Before the weights are read, which may take some ranks much longer than others.
-        group = open_tensor_group(meeting, rank=parallel.attn_tp_rank, size=parallel.attn_tp_size)
+        group = open_tensor_group(
+            meeting,
+            rank=parallel.attn_tp_rank,
+            size=parallel.attn_tp_size,
+            on_cuda=torch.device(model.device).type == "cuda",
+        )
     loaded = load_model(model)
     parts = cut_model(loaded, ALONE if group is None else group)
     pool = TorchDeviceMemory.allocate(

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from scheduler_components import ConfigError
+from scheduler_components import ConfigError, ParallelState
 from scheduler_components.reference.cli import EngineOptions, HiCacheOptions, ModelOptions, engine_config
 from scheduler_components.reference.device import ModelSpec, inspect_model
 from scheduler_components.reference.engine import (
@@ -23,6 +23,7 @@ from scheduler_components.reference.engine import (
     Scheduler,
     open_rank_device,
 )
+from scheduler_components.reference.engine.torch_rank import own_device
 from scheduler_components.testing import GenerateJudge
 
 
@@ -67,6 +68,23 @@ def test_ranks_that_would_have_a_part_of_a_model_are_refused(spec: ModelSpec, fi
     assert attrs.evolve(whole, attn_tp_size=2).world_size == 4
     with pytest.raises(ConfigError, match=r"^dp_attention="):
         attrs.evolve(whole, dp_attention=DpAttentionConfig())
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ("cpu", ["cpu"] * 4),
+        ("cuda", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("cuda:2", [f"cuda:{n}" for n in range(2, 6)]),
+    ],
+)
+def test_each_rank_has_a_cuda_device_of_its_own(first: str, expected: list[str]) -> None:
+    ranks = [
+        ParallelState.from_tp_rank(tp_rank, tp_size=2, dp_rank=dp_rank, dp_size=2)
+        for dp_rank in range(2)
+        for tp_rank in range(2)
+    ]
+    assert [own_device(first, parallel) for parallel in ranks] == expected
 
 
 def test_a_pool_beyond_the_machines_memory_costs_no_process(model_folder: Path) -> None:
