@@ -80,6 +80,16 @@ def test_what_is_too_large_is_cut_in_two_that_say_the_same(events: tuple[KVCache
         assert all(len(part) < len(events) or len(block_by_block(part)) < len(block_by_block(events)) for part in parts)
 
 
+def test_a_cut_event_keeps_each_blocks_own_keys() -> None:
+    event = BlockStored((1, 2), None, (5, 6), 1, None, extra_keys=(("salt",), ("image", 3)))
+    parts = halves((event,))
+    assert parts is not None
+    assert [part.extra_keys for half in parts for part in half if isinstance(part, BlockStored)] == [
+        (("salt",),),
+        (("image", 3),),
+    ]
+
+
 def test_batch_keeps_a_rank_of_its_own() -> None:
     batch = KVEventBatch(ts=1.0, events=(AllBlocksCleared(),), attn_dp_rank=5)
     assert BatchDecoder().decode(BatchEncoder().encode(batch, 0)).attn_dp_rank == 5

@@ -342,6 +342,19 @@ def test_a_collapsed_queue_says_what_the_queue_would_have(history: list[list[Any
     assert view_of(payloads) == view_of(sent_of(history))
 
 
+@pytest.mark.parametrize("as_raw", [False, True])
+def test_an_engines_parent_that_was_stored_again_stands_before_its_child(as_raw: bool) -> None:
+    def told(event: Any) -> Any:
+        return msgspec.Raw(msgspec.msgpack.encode(event)) if as_raw else event
+
+    parent, child = told(stored()), told(stored(block_hashes=[2], parent_block_hash=1))
+    history = [[parent, child], [told(VllmRemoved([1], "GPU")), parent]]
+    one = collapse([VllmBatch(1.0, events) for events in history])  # type: ignore[misc]
+    assert one is not None
+    read = BatchDecoder().decode(BatchEncoder("native").encode(one, 0))
+    assert [event.block_hashes for event in read.events if isinstance(event, BlockStored)] == [(1,), (2,)]
+
+
 def test_nothing_is_left_of_a_queue_that_ends_with_a_clear() -> None:
     merged = collapse([VllmBatch(1.0, events) for events in ([PAIR], [VllmRemoved([5], "GPU")], [VllmCleared()])])  # type: ignore[misc]
     assert merged is not None

@@ -341,3 +341,28 @@ def test_base_plus_window_is_the_whole_state(
     assert reader.blocks() == ledger_after(history).blocks()
     assert len(stream) <= max_steps
     assert stream.kept_bytes <= max_bytes or len(stream) == 1
+
+
+@pytest.mark.parametrize(
+    "removed",
+    [
+        BlockRemoved((1, 2)),
+        BlockRemoved((1,), "CPU"),
+        BlockRemoved((1,), None, 3),
+        BlockRemoved((1,), "CPU", None, "REMOTE"),
+        BlockRemoved((1,), "CPU", 2, "REMOTE", "SHARED"),
+    ],
+    ids=str,
+)
+def test_a_collapsed_removal_is_told_of_the_place_where_it_was(removed: BlockRemoved) -> None:
+    one = collapse([KVEventBatch(1.0, (removed,)), KVEventBatch(2.0, ())])
+    assert one is not None
+    assert one.events == (removed,)
+
+
+def test_a_parent_that_was_stored_again_stands_before_its_child() -> None:
+    parent, child = BlockStored((1,), None, (7,), 1, None), BlockStored((2,), 1, (8,), 1, None)
+    one = collapse([KVEventBatch(1.0, (parent, child)), KVEventBatch(2.0, (BlockRemoved((1,)), parent))])
+    assert one is not None
+    stored = [event for event in one.events if isinstance(event, BlockStored)]
+    assert stored == [parent, child]
