@@ -353,6 +353,9 @@ def test_an_engines_parent_that_was_stored_again_stands_before_its_child(as_raw:
     assert one is not None
     read = BatchDecoder().decode(BatchEncoder("native").encode(one, 0))
     assert [event.block_hashes for event in read.events if isinstance(event, BlockStored)] == [(1,), (2,)]
+    late = replayed(sent_of([*history, [told(stored(block_hashes=[9]))]]))
+    base = [event for payload in late for event in BatchDecoder().decode(payload).events]
+    assert [event.block_hashes for event in base if isinstance(event, BlockStored)] == [(1,), (2,), (9,)]
 
 
 def test_nothing_is_left_of_a_queue_that_ends_with_a_clear() -> None:
