@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from scheduler_components import ParallelState
 from scheduler_components.cache import PagePool, PrefixNamespace
-from scheduler_components.integrity import CheckPolicy, OwnerLedger, PoolInvariantChecker, RadixCachePool, SlotPool
+from scheduler_components.integrity import (
+    CheckPolicy,
+    OwnerLedger,
+    PoolInvariantChecker,
+    PoolReport,
+    RadixCachePool,
+    SlotPool,
+)
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine import (
     CacheTiers,
@@ -195,3 +202,19 @@ def kv_pool_of(scheduler: Scheduler) -> PagePool:
 def request(number: int, num_prompt: int, max_new: int) -> Request:
     prompt = [(number % 3 + place) % 3 for place in range(num_prompt)]
     return Request(f"r{number}", prompt, SamplingLimits(max_new_tokens=max_new, ignore_eos=True))
+
+
+def serve(scheduler: Scheduler, num_requests: int = 60) -> PoolReport | None:
+    """Serve a mixed load with aborts, retractions and refusals; stops at the first report that has problems."""
+    for number in range(num_requests):
+        scheduler.submit(request(number, 3 + number * 7 % 17, 4 + number * 5 % 23))
+        if number % 5 == 4:
+            scheduler.abort(f"r{number - 1}")  # it mostly waits still
+        scheduler.step()
+        if checker_of(scheduler).last_report is not None:
+            break
+    else:
+        for _ in scheduler.drain():
+            if checker_of(scheduler).last_report is not None:
+                break
+    return checker_of(scheduler).last_report

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import attrs
 import pytest
-from hybrid_scheduler import SMALL, checker_of, request
+from hybrid_scheduler import SMALL, checker_of, serve
 
 from scheduler_components import FinishReason, ParallelState
 from scheduler_components.cache import RadixNode
 from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.integrity import PoolReport, RadixCachePool
+from scheduler_components.integrity import RadixCachePool
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine import (
     POOL,
@@ -128,22 +128,6 @@ def make_scheduler(
         cache=pages.cache, totals=pages.totals, owners=pages.owners
     )
     return scheduler
-
-
-def serve(scheduler: Scheduler, num_requests: int = 60) -> PoolReport | None:
-    """Serve a mixed load with aborts, retractions and refusals; stops at the first report that has problems."""
-    for number in range(num_requests):
-        scheduler.submit(request(number, 3 + number * 7 % 17, 4 + number * 5 % 23))
-        if number % 5 == 4:
-            scheduler.abort(f"r{number - 1}")  # it mostly waits still
-        scheduler.step()
-        if checker_of(scheduler).last_report is not None:
-            break
-    else:
-        for _ in scheduler.drain():
-            if checker_of(scheduler).last_report is not None:
-                break
-    return checker_of(scheduler).last_report
 
 
 def test_the_load_does_all_that_the_leaks_need_and_raises_no_alarm() -> None:

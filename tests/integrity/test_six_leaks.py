@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hybrid_scheduler import HybridPages, SideHolders, checker_of, hybrid_scheduler, request
+from hybrid_scheduler import HybridPages, SideHolders, checker_of, hybrid_scheduler, serve
 
-from scheduler_components.integrity import PoolReport
-from scheduler_components.reference.engine import Request, RequestState, Scheduler
+from scheduler_components.reference.engine import Request, RequestState
 from scheduler_components.values import OwnerRecord, PageHolding
 
 
@@ -76,22 +75,6 @@ class CountsRunningAlone(SideHolders):
     def holdings(self) -> Iterator[PageHolding]:
         running = {each.rid for each in self.queues.running}
         return (each for each in super().holdings() if each.holder in running)
-
-
-def serve(scheduler: Scheduler, num_requests: int = 60) -> PoolReport | None:
-    """Serve a mixed load with aborts, retractions and refusals; stops at the first report that has problems."""
-    for number in range(num_requests):
-        scheduler.submit(request(number, 3 + number * 7 % 17, 4 + number * 5 % 23))
-        if number % 5 == 4:
-            scheduler.abort(f"r{number - 1}")  # it mostly waits still
-        scheduler.step()
-        if checker_of(scheduler).last_report is not None:
-            break
-    else:
-        for _ in scheduler.drain():
-            if checker_of(scheduler).last_report is not None:
-                break
-    return checker_of(scheduler).last_report
 
 
 def test_the_load_does_all_that_the_leaks_need() -> None:
