@@ -234,12 +234,6 @@ def part_of(event: KVCacheEvent, first: int, stop: int) -> KVCacheEvent:
     return cut_event(event, first, stop)  # type: ignore[return-value]
 
 
-def _num_blocks(event: KVCacheEvent) -> int:
-    if isinstance(event, BlockStored | BlockRemoved):
-        return len(event.block_hashes)
-    return 0 if isinstance(event, KVCacheEvent) else len(told_of(event).block_hashes)
-
-
 def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tuple[KVCacheEvent, ...]] | None:
     """Cut ``events`` in two runs, to be applied one after the other; None for one block or less.
 
@@ -248,7 +242,7 @@ def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tu
     if len(events) > 1:
         middle = len(events) // 2
         return tuple(events[:middle]), tuple(events[middle:])
-    event, num_blocks = events[0], _num_blocks(events[0])
+    event, num_blocks = events[0], len(told_of(events[0]).block_hashes)
     if num_blocks < 2:
         return None
     return (part_of(event, 0, num_blocks // 2),), (part_of(event, num_blocks // 2, num_blocks),)
@@ -265,7 +259,7 @@ def why_too_large(events: Sequence[KVCacheEvent], encoder: BatchEncoder) -> str 
     """Say why ``events``, too large for one payload, cannot go out in parts that readers take; None where they can."""
     if len(events) > 1:
         return None  # each half is asked again
-    event, num_blocks = events[0], _num_blocks(events[0])
+    event, num_blocks = events[0], len(told_of(events[0]).block_hashes)
     least = len(encoder.encode_event(part_of(event, 0, 1) if num_blocks > 1 else event))
     if least > _LARGEST_EVENT_BYTES:
         return f"one block of it takes {least} bytes, readers take {MAX_PAYLOAD_BYTES}"
@@ -365,14 +359,11 @@ def read_event(raw: bytes) -> WireEvent:
         raise DecodeError(f"unknown event {tag!r:.60}")
     if kind is AllBlocksCleared:
         return AllBlocksCleared()
-    hashes = fields.get("block_hashes")
-    if not isinstance(hashes, list):
+    if not isinstance(fields.get("block_hashes"), list):
         raise DecodeError("block_hashes is not an array")
-    fields["block_hashes"] = _signed(hashes)
-    if fields.get("parent_block_hash") is not None:
-        fields["parent_block_hash"] = _signed_hash(fields["parent_block_hash"])
     try:
-        event = _event_of(msgspec.convert(_known_fields(kind, fields), _READERS[kind]))
+        # bytes are native to msgpack: without being told so, msgspec takes a string for base64
+        event = _event_of(msgspec.convert(_known_fields(kind, fields), _READERS[kind], builtin_types=(bytes,)))
     except (msgspec.ValidationError, RecursionError) as error:
         raise DecodeError(str(error)) from error
     unfilled = _first_unread((event,))

@@ -250,7 +250,7 @@ def _check(kind: type[WireEvent], fields: dict[str, Any]) -> None:
         if isinstance(value, set | frozenset | bytearray):  # msgspec takes them for arrays
             raise ValueError(f"{name}: {type(value).__name__} is no list")
         try:
-            msgspec.convert(str(value) if isinstance(value, str) else value, wanted)
+            msgspec.convert(str(value) if isinstance(value, str) else value, wanted, builtin_types=(bytes,))
         except (msgspec.ValidationError, RecursionError) as error:
             raise ValueError(f"{name}: {error}") from error
     if kind is BlockStored:
@@ -275,7 +275,9 @@ def _sound_raw(event: msgspec.Raw) -> msgspec.Raw:
         raise TypeError(f"unknown event {tag!r:.60}")
     _check(kind, fields)
     if kind is not AllBlocksCleared:
-        _signed([*fields["block_hashes"], *([fields["parent_block_hash"]] if fields.get("parent_block_hash") else [])])
+        _signed(fields["block_hashes"])
+        if fields.get("parent_block_hash") is not None:
+            signed_block_hash(fields["parent_block_hash"])
     return event
 
 

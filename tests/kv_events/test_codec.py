@@ -146,13 +146,18 @@ STORED = ["BlockStored", [5], None, [1], 1, None]
         ((-5).to_bytes(8, "big", signed=True), -5),
         (b"\x01\x02", 258),
         (-5, -5),
+        (2**63, -(2**63)),
+        (2**63 - 1, 2**63 - 1),
     ],
 )
 def test_hashes_of_every_peer_are_read_as_signed(sent: object, read: int) -> None:
     as_array = decode([1.0, [["BlockStored", [sent], sent, [1], 1, None], ["BlockRemoved", [sent]]], 0])
-    as_map = decode([1.0, [{"type": "BlockRemoved", "block_hashes": [sent]}], 0])
+    removed = {"type": "BlockRemoved", "block_hashes": [sent]}
+    stored = {"type": "BlockStored", "block_hashes": [sent], "parent_block_hash": sent, "token_ids": [1]}
+    for others in ([], [{"type": "BlockMoved"}]):  # read at once, and one by one
+        as_map = decode([1.0, [stored | {"block_size": 1}, removed, *others], 0])
+        assert as_map.events == as_array.events
     assert as_array.events == (BlockStored((read,), read, (1,), 1, None), BlockRemoved((read,)))
-    assert as_map.events == (BlockRemoved((read,)),)
 
 
 def test_dialects_may_mix_and_unknown_fields_are_skipped() -> None:
@@ -210,6 +215,61 @@ def test_sglangs_event_with_metadata_is_taken() -> None:
     metadata = {"cache_salt": "tenant", "later": 1}
     decoded = decode([1.0, [["BlockStoredWithMetadata", [5], None, [1], 1, None, "GPU", metadata]], 0])
     assert decoded.events == (BlockStored((5,), None, (1,), 1, None, medium="GPU", cache_salt="tenant"),)
+
+
+@pytest.mark.parametrize("rest", [[], [None], ["GPU"], ["GPU", None], ["GPU", "no map"]])
+def test_sglangs_event_with_metadata_may_have_none(rest: list[object]) -> None:
+    decoded = decode([1.0, [["BlockStoredWithMetadata", [5], None, [1], 1, None, *rest]], 0])
+    assert decoded.events == (BlockStored((5,), None, (1,), 1, None, medium=rest[0] if rest else None),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        ({"later": 1}, 'event is not a map with a "type"'),
+        ([], "event is not an array that starts with a tag"),
+        (["BlockMoved", [5]], "unknown event 'BlockMoved'"),
+        (["BlockRemoved", 5], "block_hashes is not an array"),
+        (["BlockStored", [5], None, [1, 2], 1, None], "2 tokens do not fill 1 blocks of 1"),
+        (["BlockRemoved", ["AAAA"]], "Expected `int | bytes`, got `str` - at `$.block_hashes[0]`"),
+        (
+            ["BlockStored", [5], "AAAA", [1], 1, None],
+            "Expected `int | bytes | null`, got `str` - at `$.parent_block_hash`",
+        ),
+        (["BlockRemoved", [b""]], "a hash is bytes, not an integer"),
+    ],
+)
+def test_a_bad_event_is_reported_by_what_is_wrong_with_it(event: object, reason: str) -> None:
+    (error,) = decode([1.0, [event], 0]).errors
+    assert error.reason == reason
+
+
+@pytest.mark.parametrize("payload", [[1.0, [["BlockMoved"]] * 1_001, 0], [float("nan"), [], 0], [1.0]])
+def test_a_bad_batch_says_what_is_wrong_with_it(payload: list[object]) -> None:
+    named = "more than 1000 bad events, such as: unknown event" if len(payload) == 3 and payload[1] else "batch"
+    with pytest.raises(DecodeError, match=named):
+        decode(payload)
+
+
+def test_a_thousand_bad_events_are_reported_each_and_the_rest_is_read() -> None:
+    decoded = decode([1.0, [["BlockMoved"]] * 1_000 + [STORED], 0])
+    assert [error.reason for error in decoded.errors] == ["unknown event 'BlockMoved'"] * 1_000
+    assert decoded.events == (BlockStored((5,), None, (1,), 1, None),)
+
+
+def test_a_payload_of_the_largest_size_is_read_and_no_larger_one() -> None:
+    payload = msgspec.msgpack.encode([1.0, [STORED], 0])
+    assert BatchDecoder(len(payload)).decode(payload).events
+    with pytest.raises(DecodeError, match=f"{len(payload)} bytes"):
+        BatchDecoder(len(payload) - 1).decode(payload)
+
+
+@pytest.mark.parametrize("ts", ["soon", None, 2**63, -(2**63), 10**400, float("inf"), float("nan")], ids=str)
+def test_what_is_left_of_a_batch_with_an_odd_time_has_a_time_that_readers_take(ts: Any) -> None:
+    event = BlockStored((5,), None, (1,), 1, None)
+    payload, _, _ = BatchEncoder().encode_sound(KVEventBatch(ts, (event,)), 0)
+    assert payload is not None
+    assert BatchDecoder().decode(payload).ts == 0.0
 
 
 @pytest.mark.parametrize(
@@ -342,6 +402,14 @@ def stored_with(tokens: object, *, as_map: bool, count: int = 1) -> bytes:
 def test_tokens_that_are_not_read_are_counted(count: int, *, as_map: bool) -> None:
     for tokens in ([7] * count, [7] * (count - 1), [7] * (count + 1), [], None, 7, "text", b"bytes", {}):
         assert_reads_the_same_without_tokens(stored_with(tokens, as_map=as_map, count=count))
+
+
+@pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])
+@pytest.mark.parametrize("count", [1, 15, 16, 255, 256, 0x0203, 65_535, 65_536, 0x0102_03])
+def test_an_honest_batch_is_read_at_once_whatever_its_tokens_are_counted_by(count: int, *, as_map: bool) -> None:
+    reader = BatchDecoder(reads_tokens=False)
+    assert reader.decode_whole(stored_with([7] * count, as_map=as_map, count=count)) is not None
+    assert reader.decode_whole(stored_with([7] * count, as_map=as_map, count=count - 1)) is None
 
 
 @pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])

@@ -21,6 +21,7 @@ from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStre
 from scheduler_components.kv_events.base import PayloadReader
 from scheduler_components.kv_events.codec import halves, why_too_large
 from scheduler_components.kv_events.lowering import Changes
+from scheduler_components.kv_events.native import cut_event
 
 # The declarations of two engines, as they are in vLLM 0.33 and SGLang 0.5.23. vLLM's are those of its double.
 
@@ -198,6 +199,10 @@ REFUSED: list[tuple[Any, str]] = [
     (msgspec.Raw(msgspec.msgpack.encode(["BlockStored", [1], None, [-1], 1, None])), "token_ids"),
     (msgspec.Raw(msgspec.msgpack.encode(["BlockStored", [1]])), "missing"),
     (msgspec.Raw(msgspec.msgpack.encode({"type": "BlockRemoved", "block_hashes": ["x"]})), "block_hashes"),
+    (msgspec.Raw(msgspec.msgpack.encode({"type": "BlockRemoved", "block_hashes": ["AAAA"]})), "got `str`"),
+    (msgspec.Raw(msgspec.msgpack.encode({"type": "BlockRemoved"})), "block_hashes is missing"),
+    (msgspec.Raw(msgspec.msgpack.encode(["BlockStored", [1], b"", [7], 1, None])), "a hash"),
+    (stored(medium=StorageMedium.GPU, token_ids=[-1]), "token_ids"),
 ]
 
 
@@ -210,6 +215,16 @@ def test_a_bad_event_is_refused_by_name_and_its_neighbours_go_out(bad: Any, name
     payload, _, refused = encoder.encode_sound(VllmBatch(1.0, [good[0], bad, good[1]], 5), 0)
     assert payload == engines_bytes(VllmBatch(1.0, good, 5), 0)
     assert [named in each.reason for each in refused] == [True]
+
+
+LEAST = {"type": "BlockStored", "block_hashes": [1], "token_ids": [7], "block_size": 1}
+
+
+@pytest.mark.parametrize("left_out", [{}, {"parent_block_hash": None}, {"lora_id": None}], ids=str)
+def test_what_some_engines_leave_out_is_not_missed(left_out: dict[str, None]) -> None:
+    raw = msgspec.Raw(msgspec.msgpack.encode(LEAST | left_out))
+    payload = BatchEncoder("native").encode(VllmBatch(1.0, [raw]), 0)
+    assert BatchDecoder().decode(payload).events == (BlockStored((1,), None, (7,), 1, None),)
 
 
 def test_what_is_no_batch_is_refused() -> None:
@@ -398,6 +413,29 @@ def test_a_part_of_a_run_keeps_the_fields_that_nobody_knows() -> None:
 def test_a_part_of_an_array_stays_an_array() -> None:
     event = ArrayStored([5, WIDE], 4, [1, 2], 1, 3, "GPU", "name")
     assert base_of([event], [ArrayRemoved([5])]) == [["BlockStored", [WIDE], 5, [2], 1, 3, "GPU", "name"]]
+
+
+@pytest.mark.parametrize("as_raw", [False, True], ids=["row", "bytes"])
+@pytest.mark.parametrize(
+    ("event", "part"),
+    [
+        ({"type": "BlockRemoved", "block_hashes": [5, 6]}, {"type": "BlockRemoved", "block_hashes": [6]}),
+        (["BlockRemoved", [5, 6], "GPU"], ["BlockRemoved", [6], "GPU"]),
+        (
+            LEAST | {"block_hashes": [5, 6], "token_ids": [7, 8]},
+            LEAST | {"block_hashes": [6], "token_ids": [8], "parent_block_hash": 5},
+        ),
+        (
+            ["BlockStored", [5, 6], 4, [7, 8], 1, *[None] * 11, "later", ["x", "y"], []],
+            ["BlockStored", [6], 5, [8], 1, *[None] * 11, "later", ["y"], []],
+        ),
+        (["BlockRemoved", [5, 6], None, None, None, None, "later"], ["BlockRemoved", [6], *[None] * 4, "later"]),
+    ],
+    ids=range(5),
+)
+def test_a_part_has_the_fields_of_its_event_and_no_other(event: Any, part: Any, *, as_raw: bool) -> None:
+    given = msgspec.Raw(msgspec.msgpack.encode(event)) if as_raw else event
+    assert msgspec.msgpack.decode(cut_event(given, 1, 2)) == part
 
 
 def test_an_event_that_is_too_large_is_cut_with_all_its_fields() -> None:
