@@ -150,3 +150,15 @@ def test_a_site_that_a_rank_leaves_keeps_its_table_until_that_is_swept() -> None
         found.sweep(1)
     assert found.further == {}
     assert table.is_empty
+
+
+def test_what_is_dropped_in_a_walk_is_deleted_after_it() -> None:
+    table = MaskTable()
+    table.add(1, range(10))
+    sweep = table.sweeping(4)
+    next(sweep)
+    assert table.drop(1, range(5)) == 5
+    assert len(table.masks) == 10  # what is walked keeps its keys
+    for _ in sweep:
+        pass
+    assert table.masks == dict.fromkeys(range(5, 10), 1)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream import BlockView, Tier, tier_of
+from observability.kv_stream import BlockView, CountingView, Tier, tier_of
+from observability.kv_stream.holders import STRIDE
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 MEDIA = {
@@ -446,3 +447,102 @@ def test_a_rank_that_gets_a_bit_that_was_swept_out_finds_nothing_of_the_one_befo
         view.apply(rank, [told(5), told(6, group_idx=1), told(2)])
         assert view.blocks_by_site(rank) == {("GPU", None, None, None): {5, 2}, ("GPU", 1, None, None): {6}}
         assert (view.block_count(rank), view.counters(rank).duplicate_stores) == (3, 0)
+
+
+AT_SITES = (
+    BlockStored((1, 2), None, (), 1, None, "GPU", group_idx=0, kv_cache_spec_kind="full_attention"),
+    BlockStored((2, 3), None, (), 1, None, "CPU", group_idx=0, locality="LOCAL", ownership="a"),
+    BlockStored((2, 4), None, (), 1, None, "CPU", group_idx=0, locality="LOCAL", ownership="b"),
+    BlockStored((5,), None, (), 1, None, "CPU", group_idx=1, kv_cache_spec_kind="sliding_window"),
+)
+
+
+def test_a_copy_of_another_view_has_every_block_where_it_was() -> None:
+    view, other = BlockView(), BlockView()
+    other.apply(0, AT_SITES)
+    view.replace(0, other)
+    assert view.blocks_by_site(0) == other.blocks_by_site(0)
+    assert view.blocks(0, Tier.HOST) == other.blocks(0, Tier.HOST) == {2, 3, 4}  # what does not attend to all is apart
+    for each in (view, other):
+        each.apply(0, [BlockRemoved((2,), "CPU", 0, "LOCAL", "a")])
+        assert each.ranks_holding(2, Tier.HOST) == (0,)
+        each.apply(0, [BlockRemoved((2,), "CPU", 0, "LOCAL", "b")])
+        assert each.ranks_holding(2, Tier.HOST) == ()
+
+
+def test_what_names_a_place_in_one_field_alone_is_not_the_known_place_of_its_medium() -> None:
+    view = BlockView()
+    view.apply(0, [stored(1, 2, 3, medium="CPU"), BlockRemoved((3,), "CPU")])
+    for field, value in (("locality", "REMOTE"), ("ownership", "a"), ("group_idx", 1)):
+        place = {field: value}
+        view.apply(0, [BlockRemoved((1,), "CPU", **place), BlockStored((9,), None, (), 1, None, "CPU", **place)])  # type: ignore[arg-type]
+        view.apply(0, [BlockRemoved((9,), "CPU", **place)])  # type: ignore[arg-type]
+        assert view.blocks_by_site(0) == {("CPU", None, None, None): {1, 2}}
+    assert view.counters(0).remote_events == 3
+
+
+def test_a_site_is_kept_for_the_other_rank_that_uses_it() -> None:
+    view = BlockView()
+    at_site = BlockStored((1,), None, (), 1, None, "CPU", group_idx=1, ownership="a")
+    removed = BlockRemoved((1,), "CPU", 1, None, "a")
+    for rank in (0, 1):
+        view.apply(rank, [stored(7, medium="CPU"), at_site, removed])
+    view.clear(0)
+    view.apply(1, [at_site])
+    assert view.deepest_prefix((1,), Tier.HOST, group_idx=1) == {1: 1}
+
+
+def test_a_group_is_asked_for_on_one_tier() -> None:
+    view = BlockView()
+    view.apply(0, AT_SITES)
+    for prompt, group_idx in (((5,), 1), ((4,), 0)):
+        assert view.deepest_prefix(prompt, Tier.HOST, group_idx=group_idx) == {0: 1}
+        assert view.deepest_prefix(prompt, Tier.DEVICE, group_idx=group_idx) == {}
+
+
+def test_a_preparation_is_done_in_slices_and_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is for: the replacement itself copies nothing then."""
+    view, other = BlockView(), BlockView()
+    other.apply(0, [stored(*range(2 * STRIDE + 1))])
+    assert len(list(view.preparing(0, other))) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockView, "preparing", None)
+        view.replace(0, other)
+    assert view.blocks(0) == other.blocks(0)
+    other.apply(0, [stored(-1)])
+    view.replace(0, other)  # anew, for what was prepared is used
+    assert -1 in view.blocks(0)
+
+
+def test_preparations_that_were_begun_are_forgotten_one_after_the_other() -> None:
+    view, other = BlockView(), BlockView()
+    other.apply(0, [stored(1)])
+    next(iter(view.preparing(0, other)))
+    for staging in (view.new_staging(), view.new_staging(), other):
+        for _ in view.preparing(0, staging):
+            pass
+    view.replace(0, other)
+    assert view.blocks(0) == {1}
+
+
+def test_of_a_staging_view_that_was_used_nothing_is_left_but_its_other_ranks() -> None:
+    view = BlockView()
+    view.apply(0, [stored(7)])
+    staging = view.new_staging()
+    staging.apply(1, [stored(7)])
+    staging.apply(2, [stored(7)])
+    view.replace(1, staging)
+    assert (staging.deepest_prefix((7,)), staging.deepest_holders((7,))[0]) == ({2: 1}, 1)
+    view.forget(staging)
+    assert (staging.deepest_prefix((7,)), staging.deepest_holders((7,)), staging.ranks) == ({}, (0, set()), ())
+    assert view.deepest_prefix((7,)) == {0: 1, 1: 1}
+
+
+def test_a_view_that_only_counts_counts_all_and_keeps_nothing() -> None:
+    view, events = CountingView(), [stored(1, 2), BlockRemoved((1, 9, 8)), stored(5, medium="TAPE")]
+    for _ in range(2):
+        view.apply(7, [*events, AllBlocksCleared()])
+    counters = view.counters(7)
+    assert (counters.stored_blocks, counters.removed_blocks) == (4, 6)
+    assert (counters.unknown_media, counters.clears) == (2, 2)
+    assert view.blocks(7) == frozenset()
