@@ -1,0 +1,95 @@
+"""Which source each standing block belongs to, and what is counted of sources: against a model that counts anew."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_components import AllBlocksCleared, BlockStored, KVEventBatch
+from scheduler_components.events import HERE, Site, site_of
+from scheduler_components.kv_events import BatchEncoder
+from scheduler_components.kv_events.base import BlockState, FoldedPayloads, Run, Source
+
+SITES = (HERE, site_of("CPU_PINNED", None, None, None))
+
+
+class NoRuns:
+    def runs(self, content: Any) -> list[Run[Any]]:
+        raise AssertionError("counting reads nothing")
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), st.sampled_from(SITES), st.lists(st.integers(0, 9), max_size=6, unique=True)),
+        st.tuples(st.just("remove"), st.sampled_from(SITES), st.lists(st.integers(0, 9), max_size=4)),
+        st.tuples(st.just("complete"), st.integers(1, 99)),
+        st.tuples(st.just("rewrite"), st.integers(0, 20), st.integers(1, 99)),
+        st.tuples(st.just("clear")),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_sources_are_counted_as_long_as_one_of_their_blocks_stands(steps: list[tuple[Any, ...]]) -> None:
+    """Half gone ones are told once, from the moment on at which no more than half of their blocks stand."""
+    state: BlockState[Any] = BlockState(NoRuns())
+    owner: dict[tuple[Site, int], Source] = {}
+    completed: dict[int, tuple[Source, int, int]] = {}  # by serial: the source, its bytes, its blocks
+    told: Counter[int] = Counter()
+    source = state.new_source()
+    for name, *values in steps:
+        if name == "store":
+            site, hashes = values
+            state.store(site, hashes, source)
+            owner |= {(site, each): source for each in hashes}
+        elif name == "remove":
+            site, hashes = values
+            state.remove(site, hashes)
+            for each in hashes:
+                owner.pop((site, each), None)
+        elif name == "complete":
+            if any(each is source for each in owner.values()):
+                completed[source.serial] = source, values[0], source.num_stored
+            state.complete(source, bytes(values[0]))
+            source = state.new_source()
+        elif name == "rewrite" and completed:
+            serial = sorted(completed)[values[0] % len(completed)]
+            again, *_ = completed[serial]
+            num_standing = sum(each is again for each in owner.values())
+            if num_standing and again.content is not None:
+                state.rewrite(again, bytes(values[1]), num_standing)
+                completed[serial] = again, values[1], num_standing
+                state.half_gone = type(state.half_gone)(each for each in state.half_gone if each is not again)
+                told[serial] = 0
+        elif name == "clear":
+            state.clear()
+            owner.clear()
+            completed.clear()
+            told.clear()
+            source = state.new_source()
+        standing = Counter(each.serial for each in owner.values())
+        alive = {serial: found for serial, found in completed.items() if standing[serial]}
+        assert len(state) == len(owner)
+        assert state.num_bytes == sum(num_bytes for _, num_bytes, _ in alive.values())
+        assert state.num_stored == sum(num_stored for _, _, num_stored in alive.values())
+        for serial, (each, num_bytes, num_stored) in alive.items():
+            assert (each.num_standing, each.content) == (standing[serial], bytes(num_bytes))
+            if standing[serial] <= num_stored // 2:
+                told[serial] = 1
+        assert {serial: count for serial, count in told.items() if count and serial in alive} == Counter(
+            each.serial for each in state.half_gone if each.num_standing
+        )
+        for serial in set(completed) - set(alive):
+            assert completed[serial][0].content is None
+
+
+def test_what_was_cleared_before_its_source_was_full_is_not_kept() -> None:
+    base, encoder = FoldedPayloads(), BatchEncoder()
+    base.fold(encoder.encode(KVEventBatch(1.0, (BlockStored((5,), None, (1,), 1, None),)), 0))
+    base.fold(encoder.encode(KVEventBatch(1.0, (AllBlocksCleared(),)), 0))
+    assert list(base.segments()) == []
+    assert (len(base), base.num_bytes) == (0, 0)
