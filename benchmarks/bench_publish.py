@@ -1,6 +1,7 @@
 """A scheduler's loop that lets the GIL go: what publishing costs it, and how soon batches arrive.
 
-In both loops the publisher's window is full, as it is after minutes of any service: each step also folds a batch.
+The publisher's window is full, as it is after minutes of any service: each step also folds a batch. The cache's pool is
+full, too: each step removes as many blocks as it stores. In one loop the pool still fills, so that the base grows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns, percentile
 from benchmarks.processes import LoopResult, LoopSpec, run_loop
 from benchmarks.subjects import KIT, KIT_CACHE, KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT, OFF
+from benchmarks.workloads import SHAPES
 
 NAME = "publish"
 _WINDOW = 500
@@ -34,6 +36,7 @@ class Loop(msgspec.Struct, frozen=True):
             99th percentile.
         excess_us: of what the median iteration takes longer than without events.
         cpu: of the processor's time above that of no events, as a share of SGLang's.
+        is_pool_full: each step removes as many blocks as it stores.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Loop(msgspec.Struct, frozen=True):
     publish_us: dict[str, float]
     excess_us: dict[str, float]
     cpu: dict[str, float]
+    is_pool_full: bool = True
 
 
 _SHAPES = ("1 block", "16 events", "64 events", "256 events", "8,192 tokens")
@@ -65,6 +69,16 @@ _LOOPS = (
         excess_us={"1 block": 10.0, "64 events": 50.0, "8,192 tokens": 50.0},
         cpu={},
     ),
+    Loop(
+        name="idle() called, pool fills",
+        kind="waits",
+        ours=KIT,
+        rivals=(),
+        publish_us={"8,192 tokens": 1.0},
+        excess_us={"8,192 tokens": 5.0},
+        cpu={"8,192 tokens": 1.0},
+        is_pool_full=False,
+    ),
 )
 
 
@@ -79,17 +93,18 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
 
 def _run_in_turns(loop: Loop, shape: str, peers: Sequence[str], scale: Scale) -> Runs:
     runs: Runs = {subject: [] for subject in (OFF, loop.ours, *loop.rivals, LIMIT, *peers)}
+    pool_steps = SHAPES[shape].pool_steps if loop.is_pool_full else None
     for _ in range(scale.turns):
         for subject, found in runs.items():
-            is_off = subject == OFF
             spec = LoopSpec(
                 subject=subject,
                 shape=shape,
                 steps=scale.of(1_500),
                 loop=loop.kind,
-                subscribes=not is_off,
-                kept=0 if is_off else _WINDOW + 1,
+                subscribes=subject != OFF,
+                kept=_WINDOW + 1 + (pool_steps or 0),
                 buffer_steps=_WINDOW,
+                pool_steps=pool_steps,
             )
             found.append(run_loop(spec))
     return runs

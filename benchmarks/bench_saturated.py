@@ -1,6 +1,6 @@
 """A scheduler's loop that never lets go of the GIL: how late batches arrive, and how far the publisher falls behind.
 
-Nothing calls ``idle()`` here, for nothing waits; the window is full.
+Nothing calls ``idle()`` here, for nothing waits; window and pool are full.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.measure import Goal, Measurement, Scale, percentile
 from benchmarks.processes import LoopResult, LoopSpec, run_loop
 from benchmarks.subjects import KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT, OFF
+from benchmarks.workloads import SHAPES
 
 NAME = "saturated"
 _STEPS = {"1 block": 15_000, "64 events": 4_000}
@@ -26,14 +27,16 @@ def _rows(shape: str, steps: int, turns: int, peers: Sequence[str]) -> list[Meas
     runs: dict[str, list[LoopResult]] = {subject: [] for subject in subjects}
     for _ in range(turns):
         for subject in subjects:
+            pool_steps = SHAPES[shape].pool_steps
             spec = LoopSpec(
                 subject=subject,
                 shape=shape,
                 steps=steps,
                 loop="never lets go",
                 subscribes=subject != OFF,
-                kept=_WINDOW + 1 if subject != OFF else 0,
+                kept=_WINDOW + 1 + pool_steps,
                 buffer_steps=_WINDOW,
+                pool_steps=pool_steps,
             )
             runs[subject].append(run_loop(spec))
 

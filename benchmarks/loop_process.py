@@ -28,7 +28,7 @@ _CHILD_TIMEOUT_S = 120
 _SETTLE_S = 1.5
 """The peers' threads have sent, and kept, ``_SETTLES`` batches that were published before by then."""
 
-_SETTLES = 5_000
+_SETTLES = 1_500
 
 R = TypeVar("R")
 
@@ -65,12 +65,13 @@ def _work() -> int:
     return total
 
 
-def _publish_one(subject: Subject, step: int, ts: float) -> None:
-    subject.publish(subject.make_batch(subject.make_events(step), ts))
+def _make_one(subject: Subject, spec: LoopSpec, step: int, ts: float) -> Any:
+    evicted = None if spec.pool_steps is None or step < spec.pool_steps else step - spec.pool_steps
+    return subject.make_batch(subject.make_events(step, evicted), ts)
 
 
-def _warm_up(subject: Subject) -> None:
-    _publish_one(subject, 0, 0.0)
+def _warm_up(subject: Subject, spec: LoopSpec) -> None:
+    subject.publish(_make_one(subject, spec, 0, 0.0))
     subject.idle()
 
 
@@ -88,7 +89,7 @@ def _run_steps(subject: Subject, spec: LoopSpec) -> LoopResult:
         elif spec.loop == "lets go":
             time.sleep(_LET_GO_S)
         making = clock()
-        batch = subject.make_batch(subject.make_events(spec.kept + step), time.time())
+        batch = _make_one(subject, spec, spec.kept + step, time.time())
         made = clock()
         publish(batch)
         published = clock()
@@ -110,13 +111,13 @@ def _publish_all(subject: Subject, batches: Sequence[Any]) -> LoopResult:
 
 def _measure(subject: Subject, spec: LoopSpec, endpoint: str, replay_endpoint: str) -> LoopResult:
     for step in range(spec.kept):
-        _publish_one(subject, step, 0.0)
+        subject.publish(_make_one(subject, spec, step, 0.0))
         subject.idle()
     time.sleep(_SETTLE_S * min(1.0, spec.kept / _SETTLES))
     subscriber = None
     if spec.subscribes:
         subscriber = _Child("subscriber_process", {"endpoint": endpoint, "expected": spec.steps})
-        subscriber.wait_until_ready(lambda: _warm_up(subject))
+        subscriber.wait_until_ready(lambda: _warm_up(subject, spec))
     asks = {"endpoint": replay_endpoint, "asks": spec.replay, "kept": spec.kept}
     replayers = [_Child("replay_process", asks) for _ in range(spec.num_clients if spec.replay != "none" else 0)]
     for replayer in replayers:

@@ -30,6 +30,8 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
         subscribes: start a subscriber process.
         kept: batches published before the loop, for replays, or to fill the window.
         buffer_steps: batches that the publisher keeps for replays.
+        pool_steps: what a step stores is removed so many steps later, as in a pool that is full; None for never, so
+            that the pool and the publisher's base grow.
         replay: what a replay client does: ``"none"``, ``"prompt"``, ``"slow"``, ``"loop"`` or ``"last"``.
         num_clients: replay clients, each a process.
     """
@@ -42,6 +44,7 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
     subscribes: bool = True
     kept: int = 0
     buffer_steps: int = 10_000
+    pool_steps: int | None = None
     replay: str = "none"
     num_clients: int = 1
 

@@ -10,7 +10,7 @@ import zmq
 
 from benchmarks.peers import load_peer
 from benchmarks.workloads import Shape
-from scheduler_components import BlockStored, KVEventBatch
+from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.events import CheckedEvents
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
@@ -32,8 +32,8 @@ END_SEQ = (-1).to_bytes(8, "big", signed=True)
 class Subject(Protocol):
     """What a benchmark's scheduler knows of a publisher."""
 
-    def make_events(self, step: int) -> Any:
-        """The step's events in the publisher's own classes; not timed."""
+    def make_events(self, step: int, evicted: int | None = None) -> Any:
+        """The step's events in the publisher's own classes; not timed. Those of step ``evicted`` go before."""
         ...
 
     def make_batch(self, events: Any, ts: float) -> Any: ...
@@ -53,8 +53,9 @@ class OffSubject:
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
 
-    def make_events(self, step: int) -> Any:
-        return self._shape.fields(step)
+    def make_events(self, step: int, evicted: int | None = None) -> Any:
+        removed = [] if evicted is None else self._shape.removed_fields(evicted)
+        return removed + self._shape.fields(step)
 
     def make_batch(self, events: Any, ts: float) -> Any:
         return (ts, events)
@@ -80,8 +81,10 @@ class KitSubject:
         self.publish: Any = self._publisher.publish  # bare: no call of ours is timed
         self.idle: Any = self._publisher.idle
 
-    def make_events(self, step: int) -> Any:
-        return tuple(BlockStored(**fields) for fields in self._shape.fields(step, tuple))
+    def make_events(self, step: int, evicted: int | None = None) -> Any:
+        removed = [] if evicted is None else self._shape.removed_fields(evicted, tuple)
+        stored = self._shape.fields(step, tuple)
+        return (*(BlockRemoved(**fields) for fields in removed), *(BlockStored(**fields) for fields in stored))
 
     def make_batch(self, events: Any, ts: float) -> Any:
         return KVEventBatch(ts, events)
@@ -119,8 +122,10 @@ class PeerEvents:
         self._shape = shape
         self._extra = {"lora_name": None} if peer == "vLLM" else {}
 
-    def make_events(self, step: int) -> Any:
-        return [self._module.BlockStored(**fields, **self._extra) for fields in self._shape.fields(step)]
+    def make_events(self, step: int, evicted: int | None = None) -> Any:
+        removed = [] if evicted is None else self._shape.removed_fields(evicted)
+        stored = [self._module.BlockStored(**fields, **self._extra) for fields in self._shape.fields(step)]
+        return [self._module.BlockRemoved(**fields) for fields in removed] + stored
 
     def make_batch(self, events: Any, ts: float) -> Any:
         return self._module.KVEventBatch(ts, events)
@@ -163,8 +168,10 @@ class LimitSubject:
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()
 
-    def make_events(self, step: int) -> Any:
-        return [("BlockStored", *fields.values()) for fields in self._shape.fields(step)]
+    def make_events(self, step: int, evicted: int | None = None) -> Any:
+        removed = [] if evicted is None else self._shape.removed_fields(evicted)
+        stored = [("BlockStored", *fields.values()) for fields in self._shape.fields(step)]
+        return [("BlockRemoved", *fields.values()) for fields in removed] + stored
 
     def make_batch(self, events: Any, ts: float) -> Any:
         return (ts, events, 0)

@@ -1,4 +1,7 @@
-"""What the benchmarks publish: a few shapes of a step's events, new objects every step as a cache makes them."""
+"""What the benchmarks publish: a few shapes of a step's events, new objects every step as a cache makes them.
+
+A cache's pool is bounded: once it is full, a cache removes as many blocks as it stores.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,15 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["SHAPES", "Shape"]
+__all__ = ["POOL_BLOCKS", "SHAPES", "Shape"]
 
 BLOCK_SIZE = 16
+POOL_BLOCKS = 131_072
+"""Of a full pool: two million tokens."""
+
+_MAX_POOL_STEPS = 1_000
+"""A pool of small steps is not full of them: filling it would take longer than the measurement."""
+
 _TOKENS = list(range(100_000, 100_000 + 8_193))
 """One more than any event takes, so that a slice of them is always a new object."""
 
@@ -18,13 +27,18 @@ class Shape(msgspec.Struct, frozen=True):
 
     Attributes:
         name: as it is written in the table.
-        num_events: stored events a step.
+        num_events: stored events a step; where the pool is full, as many removed ones.
         blocks_per_event: each of 16 tokens.
     """
 
     name: str
     num_events: int
     blocks_per_event: int
+
+    @property
+    def pool_steps(self) -> int:
+        """After so many steps the pool is full: each step then removes what was stored so many steps before."""
+        return min(_MAX_POOL_STEPS, POOL_BLOCKS // (self.num_events * self.blocks_per_event))
 
     def fields(self, step: int, sequence: type[list[int]] | type[tuple[int, ...]] = list) -> list[dict[str, Any]]:
         """The fields of the step's BlockStored events; hashes are new in every step, parents are roots.
@@ -41,6 +55,19 @@ class Shape(msgspec.Struct, frozen=True):
                 "block_size": BLOCK_SIZE,
                 "lora_id": None,
                 "medium": "GPU",  # as every real cache says; without it events are encoded in a quarter of the time
+            }
+            for event in range(self.num_events)
+        ]
+
+    def removed_fields(
+        self, step: int, sequence: type[list[int]] | type[tuple[int, ...]] = list
+    ) -> list[dict[str, Any]]:
+        """The fields of the BlockRemoved events that take out what ``step`` stored: one for each stored event."""
+        first = 1 + step * self.num_events * self.blocks_per_event
+        return [
+            {
+                "block_hashes": sequence(_spread(first + event * self.blocks_per_event, self.blocks_per_event)),
+                "medium": "GPU",
             }
             for event in range(self.num_events)
         ]
