@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components import AllBlocksCleared, BlockStored, KVEventBatch
@@ -33,6 +33,17 @@ STEPS = st.lists(
 )
 
 
+@example([("store", HERE, [1, 2]), ("complete", 5), ("store", HERE, [3]), ("complete", 7), ("remove", HERE, [1, 2])])
+@example([("store", HERE, [1, 2, 3, 4]), ("complete", 5), ("remove", HERE, [1, 2]), ("remove", HERE, [3])])
+@example(
+    [
+        ("store", HERE, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("complete", 9),
+        ("remove", HERE, [0, 1, 2, 3]),
+        ("rewrite", 0, 5),
+        ("remove", HERE, [4, 5]),
+    ]
+)
 @given(STEPS)
 def test_sources_are_counted_as_long_as_one_of_their_blocks_stands(steps: list[tuple[Any, ...]]) -> None:
     """Half gone ones are told once, from the moment on at which no more than half of their blocks stand."""

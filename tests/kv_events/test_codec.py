@@ -400,7 +400,7 @@ def stored_with(tokens: object, *, as_map: bool, count: int = 1) -> bytes:
 @pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 65_535, 65_536, 65_537])
 def test_tokens_that_are_not_read_are_counted(count: int, *, as_map: bool) -> None:
-    for tokens in ([7] * count, [7] * (count - 1), [7] * (count + 1), [], None, 7, "text", b"bytes", {}):
+    for tokens in ([7] * count, [7] * (count - 1), [7] * (count + 1), [], None, 7, "", "text", b"bytes", {}):
         assert_reads_the_same_without_tokens(stored_with(tokens, as_map=as_map, count=count))
 
 

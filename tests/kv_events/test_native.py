@@ -358,19 +358,20 @@ def test_a_collapsed_queue_says_what_the_queue_would_have(history: list[list[Any
 
 
 @pytest.mark.parametrize("as_raw", [False, True])
-def test_an_engines_parent_that_was_stored_again_stands_before_its_child(as_raw: bool) -> None:
+@pytest.mark.parametrize(("sent", "read"), [(1, 1), (WIDE, -3), (DIGEST, -3)], ids=["signed", "unsigned", "bytes"])
+def test_an_engines_parent_that_was_stored_again_stands_before_its_child(sent: Any, read: int, as_raw: bool) -> None:
     def told(event: Any) -> Any:
         return msgspec.Raw(msgspec.msgpack.encode(event)) if as_raw else event
 
-    parent, child = told(stored()), told(stored(block_hashes=[2], parent_block_hash=1))
-    history = [[parent, child], [told(VllmRemoved([1], "GPU")), parent]]
+    parent, child = told(stored(block_hashes=[sent])), told(stored(block_hashes=[2], parent_block_hash=sent))
+    history = [[parent, child], [told(VllmRemoved([sent], "GPU")), parent]]
     one = collapse([VllmBatch(1.0, events) for events in history])  # type: ignore[misc]
     assert one is not None
-    read = BatchDecoder().decode(BatchEncoder("native").encode(one, 0))
-    assert [event.block_hashes for event in read.events if isinstance(event, BlockStored)] == [(1,), (2,)]
+    found = BatchDecoder().decode(BatchEncoder("native").encode(one, 0))
+    assert [event.block_hashes for event in found.events if isinstance(event, BlockStored)] == [(read,), (2,)]
     late = replayed(sent_of([*history, [told(stored(block_hashes=[9]))]]))
     base = [event for payload in late for event in BatchDecoder().decode(payload).events]
-    assert [event.block_hashes for event in base if isinstance(event, BlockStored)] == [(1,), (2,), (9,)]
+    assert [event.block_hashes for event in base if isinstance(event, BlockStored)] == [(read,), (2,), (9,)]
 
 
 def test_nothing_is_left_of_a_queue_that_ends_with_a_clear() -> None:
@@ -448,6 +449,10 @@ def test_an_event_that_is_too_large_is_cut_with_all_its_fields() -> None:
         assert [*read[0]["block_hashes"], *read[1]["block_hashes"]] == whole["block_hashes"]
         assert [each["whole"] for each in read] == [whole["whole"]] * 2
         assert why_too_large((event,), encoder) is None  # type: ignore[arg-type]
+    huge = stored(token_ids=[2**31] * 10**6, block_size=10**6)
+    assert why_too_large((huge, stored()), encoder) is None  # type: ignore[arg-type]  # each half is asked again
+    salted = BlockStored((1, 2), None, (7, 8), 1, None, cache_salt="x" * 300_000)
+    assert "2 blocks share" in str(why_too_large((salted,), encoder))
     assert halves((VllmRemoved([5], None),)) is None  # type: ignore[arg-type]
     assert halves((VllmCleared(),)) is None  # type: ignore[arg-type]
-    assert "one block" in str(why_too_large((stored(token_ids=[2**31] * 10**6, block_size=10**6),), encoder))  # type: ignore[arg-type]
+    assert "one block" in str(why_too_large((huge,), encoder))  # type: ignore[arg-type]

@@ -99,6 +99,11 @@ def run(*hashes: int, parent: int | None = None) -> BlockStored:
 
 
 PARENT_STORED_AGAIN = [KVEventBatch(0.0, (run(1, 2), BlockRemoved((1,)), run(1)))]
+PARENT_COMES_LAST = [KVEventBatch(0.0, (run(5), run(2, parent=1), run(1)))]
+FOREBEARS_COME_LAST = [
+    KVEventBatch(0.0, (event,))
+    for event in (run(1), run(2, parent=1), run(3, parent=2), BlockRemoved((1, 2)), run(2, parent=1), run(1))
+]
 CYCLE = [KVEventBatch(0.0, (run(1, parent=2), run(2, parent=1)))]
 
 
@@ -145,6 +150,9 @@ def test_a_collapsed_queue_ends_where_the_queue_ends(before: list[KVEventBatch],
 @settings(deadline=None)
 @example(history=PARENT_STORED_AGAIN, shared_bytes=10_000)
 @example(history=PARENT_STORED_AGAIN, shared_bytes=1)
+@example(history=PARENT_COMES_LAST, shared_bytes=1)
+@example(history=FOREBEARS_COME_LAST, shared_bytes=1)
+@example(history=FOREBEARS_COME_LAST, shared_bytes=100)
 @given(history=hostile_histories(), shared_bytes=SHARED_BYTES)
 def test_parents_come_before_children(history: list[KVEventBatch], shared_bytes: int) -> None:
     state = new_base(shared_bytes)
