@@ -335,8 +335,7 @@ class _SiteWalk(Generic[T]):
                     continue
                 parent = segment.parent
                 above = None if parent is None else self._owners.get(parent)
-                has_passed = above is source and parent is not None and found.places[parent] < at[1:]
-                if above is None or above.serial < source.serial or has_passed:
+                if above is None or above.serial < source.serial:
                     yield segment
                 else:
                     yield from self._with_ancestors(at, segment)
