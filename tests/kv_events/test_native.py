@@ -220,10 +220,26 @@ def test_a_bad_event_is_refused_by_name_and_its_neighbours_go_out(bad: Any, name
 LEAST = {"type": "BlockStored", "block_hashes": [1], "token_ids": [7], "block_size": 1}
 
 
-@pytest.mark.parametrize("left_out", [{}, {"parent_block_hash": None}, {"lora_id": None}], ids=str)
-def test_what_some_engines_leave_out_is_not_missed(left_out: dict[str, None]) -> None:
-    raw = msgspec.Raw(msgspec.msgpack.encode(LEAST | left_out))
-    payload = BatchEncoder("native").encode(VllmBatch(1.0, [raw]), 0)
+class LeastStored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        *(
+            msgspec.Raw(msgspec.msgpack.encode(LEAST | others))
+            for others in ({}, {"parent_block_hash": None}, {"lora_id": None})
+        ),
+        LeastStored([1], None, [7], 1),
+    ],
+    ids=range(4),
+)
+def test_what_some_engines_leave_out_is_not_missed(event: Any) -> None:
+    payload = BatchEncoder("native").encode(VllmBatch(1.0, [event]), 0)
     assert BatchDecoder().decode(payload).events == (BlockStored((1,), None, (7,), 1, None),)
 
 
