@@ -12,7 +12,7 @@ with and without checksums have the same keys; framed pages have others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import Protocol
@@ -105,35 +105,31 @@ class InPlacePages:
 
     def read(self, keys: Sequence[str], host_pages: Sequence[int]) -> int:
         pages = [_one_run(self.host.view_reserved(page)) for page in host_pages]
-        nothing: list[object] = [False] * len(keys)
-        got = self._calls.ask(
-            "batch_get_into", lambda: self.store.batch_get_into(keys, pages), read_list(len(keys)), nothing
-        )
+        got = self._ask_each("batch_get_into", keys, lambda: self.store.batch_get_into(keys, pages))
+        sums = self._sums(keys) if self.has_checksums and got is not None else []
+        if got is None or sums is None:  # a store that fails has not lost its pages
+            self._calls.count(pages_missed=len(keys))
+            return 0
         is_there = [answer is True for answer in got]
-        is_right = self._are_right(keys, pages) if self.has_checksums else is_there
-        corrupt = [key for key, there, right in zip(keys, is_there, is_right, strict=True) if there and not right]
-        if corrupt:
-            self._delete(corrupt)
+        is_right = is_there
+        if self.has_checksums:
+            is_right = [found == _sum_of(key, page) for key, page, found in zip(keys, pages, sums, strict=True)]
+        self._delete_wrong(keys, is_there, is_right)
         good = [there and right for there, right in zip(is_there, is_right, strict=True)]
         num_hit = sum(good)
-        self._calls.count(pages_hit=num_hit, pages_missed=len(keys) - num_hit, pages_corrupt=len(corrupt))
+        self._calls.count(pages_hit=num_hit, pages_missed=len(keys) - num_hit)
         return good.index(False) if num_hit < len(keys) else num_hit
 
     def write(self, keys: Sequence[str], host_pages: Sequence[int]) -> bool:
         pages = [self.host.read(page) for page in host_pages]
-        nothing: list[object] = [False] * len(keys)
         if self.has_checksums:  # first: a page without one is a miss
             sums = [_sum_of(key, page) for key, page in zip(keys, pages, strict=True)]
             sum_keys = [_sum_key(key) for key in keys]
-            set_sums = self._calls.ask(
-                "batch_set", lambda: self.store.batch_set(sum_keys, sums), read_list(len(keys)), nothing
-            )
-            if not all(answer is True for answer in set_sums):
+            set_sums = self._ask_each("batch_set", keys, lambda: self.store.batch_set(sum_keys, sums))
+            if set_sums is None or not all(answer is True for answer in set_sums):
                 self._calls.count(pages_refused=len(keys))
                 return False
-        answers = self._calls.ask(
-            "batch_put_from", lambda: self.store.batch_put_from(keys, pages), read_list(len(keys)), nothing
-        )
+        answers = self._ask_each("batch_put_from", keys, lambda: self.store.batch_put_from(keys, pages)) or ()
         num_held = sum(answer is True for answer in answers)
         self._calls.count(pages_written=num_held, pages_refused=len(keys) - num_held)
         return num_held == len(keys)
@@ -147,15 +143,25 @@ class InPlacePages:
     def _exists(self, keys: Sequence[str]) -> int:
         return self._calls.ask("batch_exists", lambda: self.store.batch_exists(keys), read_count(len(keys)), 0)
 
-    def _are_right(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+    def _sums(self, keys: Sequence[str]) -> list[object] | None:
         sum_keys = [_sum_key(key) for key in keys]
-        nothing: list[object] = [None] * len(keys)
-        sums = self._calls.ask("batch_get", lambda: self.store.batch_get(sum_keys), read_list(len(keys)), nothing)
-        return [found == _sum_of(key, page) for key, page, found in zip(keys, pages, sums, strict=True)]
+        return self._ask_each("batch_get", keys, lambda: self.store.batch_get(sum_keys))
 
-    def _delete(self, keys: list[str]) -> None:
-        both = keys + [_sum_key(key) for key in keys]
-        self._calls.ask("delete", lambda: self.store.delete(both), read_count(len(both)), 0)
+    def _ask_each(self, operation: str, keys: Sequence[str], ask: Callable[[], object]) -> list[object] | None:
+        """One answer per key; None, counted, where the store gives none."""
+        return self._calls.ask(operation, ask, read_list(len(keys)), None)
+
+    def _delete_wrong(self, keys: Sequence[str], is_there: Sequence[bool], is_right: Sequence[bool]) -> None:
+        """Let go of what is no page: as long as it is held, none is written in its place."""
+        wrong = [key for key, there, right in zip(keys, is_there, is_right, strict=True) if there and not right]
+        if not all(is_there):
+            first = keys[is_there.index(False)]
+            if self._exists([first]):  # of another length
+                wrong.append(first)
+        if wrong:
+            self._calls.count(pages_corrupt=len(wrong))
+            both = wrong + [_sum_key(key) for key in wrong]
+            self._calls.ask("delete", lambda: self.store.delete(both), read_count(len(both)), 0)
 
 
 def _one_run(view: memoryview | None) -> memoryview:

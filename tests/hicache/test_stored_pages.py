@@ -26,6 +26,7 @@ from scheduler_components.hicache import (
     ThreadPageMover,
     open_file_page_store,
 )
+from scheduler_components.hicache.stored_pages import InPlacePages
 from scheduler_components.page_operations import (
     BackupDone,
     IoEvent,
@@ -166,7 +167,9 @@ def test_a_checksum_finds_what_is_not_what_was_stored(make_rank: MakeRank, damag
             store.delete([f"{key}.sum"])
             store.batch_set([f"{key}.sum"], [store.batch_get([f"{rank.key(35)}.sum"])[0] or b""])
     assert rank.read() == 34
-    assert store.batch_exists([key]) == 0 or damage == "torn"  # so that it is written again
+    assert store.batch_exists([key]) == store.batch_exists([f"{key}.sum"]) == 0  # so that it is written again
+    reads, _ = rank.mover.storage_stats()
+    assert (reads.pages_hit, reads.pages_corrupt) == (NUM_PAGES - 1, 1)
 
 
 def test_a_page_that_storage_still_writes_to_is_not_given_back(make_rank: MakeRank, eventually: Eventually) -> None:
@@ -213,6 +216,72 @@ def test_a_bad_store_is_a_miss(make_rank: MakeRank, answer: Callable[[], Sequenc
     rank = make_rank(BadStore(answer), has_checksums=has_checksums)
     assert not rank.write()
     assert rank.read() == 0
+
+
+def three_pages(store: MemoryPageStore, *, has_checksums: bool) -> tuple[InPlacePages, list[int]]:
+    host = HostPool(SHAPE, 3, verify=True)
+    pages = host.reserve(3)
+    for at, page in enumerate(pages):
+        host.write(page, content_of(at))
+    host.commit(pages)
+    return InPlacePages(host=host, store=store, has_checksums=has_checksums), list(pages)
+
+
+KEYS = ("a", "b", "c")
+
+
+@pytest.mark.parametrize("has_checksums", [False, True])
+def test_a_page_is_held_when_all_of_it_is(has_checksums: bool) -> None:
+    store = MemoryPageStore(1 << 20)
+    stored, pages = three_pages(store, has_checksums=has_checksums)
+    assert stored.exists(KEYS) == 0
+    assert stored.write(KEYS[:2], pages[:2])
+    assert stored.exists(KEYS) == 2
+    store.delete(["b.sum"])
+    assert stored.exists(KEYS) == (1 if has_checksums else 2)
+    store.delete(["a"])
+    assert stored.exists(KEYS) == 0
+
+
+def test_a_write_whose_checksums_or_pages_are_refused_is_told_and_counted() -> None:
+    class Full(MemoryPageStore):
+        refused = ".sum"
+
+        def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
+            return [not key.endswith(self.refused) for key in keys]
+
+    store = Full(1 << 20)
+    stored, pages = three_pages(store, has_checksums=True)
+    assert not stored.write(KEYS, pages)
+    assert (stored.stats().pages_written, stored.stats().pages_refused) == (0, 3)
+    store.refused = "b"
+    assert not stored.write(KEYS, pages)
+    assert (stored.stats().pages_written, stored.stats().pages_refused) == (2, 4)
+
+
+@pytest.mark.parametrize("operation", ["batch_set", "batch_put_from", "batch_get", "batch_get_into", "batch_exists"])
+def test_a_store_that_raises_is_named_by_what_it_was_asked(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    class Open(MemoryPageStore):
+        """Its operations can be replaced."""
+
+    store = Open(1 << 20)
+    stored, pages = three_pages(store, has_checksums=True)
+    assert stored.write(KEYS, pages)
+
+    def fail(*_: object) -> None:
+        raise OSError("away")
+
+    monkeypatch.setattr(store, operation, fail)
+    if operation in ("batch_set", "batch_put_from"):
+        assert not stored.write(KEYS, pages)
+    elif operation == "batch_exists":
+        assert stored.exists(KEYS) == 0
+    else:
+        stored.host.release(pages)
+        assert stored.read(KEYS, stored.host.reserve(3)) == 0
+        monkeypatch.undo()
+        assert stored.exists(KEYS) == 3  # it has not lost its pages
+    assert operation in str(stored.stats().last_problem)
 
 
 def test_a_layout_that_is_not_one_run_per_page_is_refused() -> None:
