@@ -44,6 +44,20 @@ def test_nothing_on_its_way_is_no_wait() -> None:
     LayerArrivals(timeout_s=0).wait(5)
 
 
+def test_a_failed_load_that_is_forgotten_fails_no_forward_any_more() -> None:
+    arrivals = LayerArrivals(timeout_s=0)
+    arrivals.begin(1)
+    arrivals.fail(1)
+    arrivals.end(1)
+    with pytest.raises(PageLoadError, match="failed"):
+        arrivals.wait(0)
+    arrivals.forget(1)
+    arrivals.wait(0)
+    arrivals.begin(1)  # the number is free again
+    arrivals.landed(1, COPIED)
+    arrivals.wait(0)
+
+
 def test_each_layer_is_waited_for_of_every_load() -> None:
     arrivals = LayerArrivals()
     order = []

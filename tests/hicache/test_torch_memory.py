@@ -148,7 +148,7 @@ def test_a_pool_begins_with_zeros_and_says_its_shape() -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_pool_of_nothing_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises(ConfigError, match=f"^{name}="):
         TorchDeviceMemory.allocate(**{**SIZES, name: 0})
 
 
