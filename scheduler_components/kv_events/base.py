@@ -10,7 +10,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from itertools import groupby, repeat
 from operator import or_
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, get_type_hints
 
@@ -109,7 +108,7 @@ class Segment(msgspec.Struct, Generic[T], frozen=True, gc=False):
         return self.run.block_hashes[self.first - 1] if self.first else self.run.parent
 
 
-class Source(msgspec.Struct, gc=False, eq=False):
+class Source(msgspec.Struct, gc=False):
     """What stored some blocks: events, of which the runs are read when somebody asks for them.
 
     Attributes:
@@ -174,7 +173,8 @@ class BlockState(Generic[T]):
         if not owners.keys().isdisjoint(block_hashes):
             self._discard(owners, block_hashes)
         num_before = len(owners)
-        owners.update(zip(block_hashes, repeat(source), strict=False))  # no line of Python per block
+        for block_hash in block_hashes:
+            owners[block_hash] = source
         source.num_stored += len(block_hashes)
         source.num_standing += len(owners) - num_before
 
@@ -185,11 +185,12 @@ class BlockState(Generic[T]):
             self._discard(owners, block_hashes)
 
     def _discard(self, owners: dict[int, Source], block_hashes: Iterable[int]) -> None:
-        gone = filter(None, map(owners.pop, block_hashes, repeat(None)))
-        for source, blocks in groupby(gone):  # what was stored together goes together, as a rule
-            left = source.num_standing = source.num_standing - len(list(blocks))
-            if left <= source.half_gone_at:
-                self._note_gone(source)
+        for block_hash in block_hashes:
+            source = owners.pop(block_hash, None)
+            if source is not None:
+                left = source.num_standing = source.num_standing - 1
+                if left <= source.half_gone_at:
+                    self._note_gone(source)
 
     def _note_gone(self, source: Source) -> None:
         if source.num_standing:
