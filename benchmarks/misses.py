@@ -13,7 +13,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "publish: loop iteration p99",
-        "A table of Python's that takes and loses blocks is copied once in some 400 steps: 4 to 10 ms at 131,072 "
+        "A table of Python's that takes and loses blocks is copied once in some 300 steps: 4 to 10 ms at 131,072 "
         "blocks. One that grows is copied whenever it doubles: 20 ms at half a million. Sixteen small tables "
         "would take 0.7 ms, and 0.12 ms more of each step of 512 blocks. Of small batches it is the thread, which "
         "has the GIL when the step wants it back.",

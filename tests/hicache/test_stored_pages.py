@@ -139,6 +139,21 @@ def test_pages_are_written_and_read_in_place(store: InPlacePageStore, make_rank:
     assert (reads.pages_hit, writes.pages_written) == (NUM_PAGES, NUM_PAGES)
 
 
+def test_a_store_is_told_the_memory_that_it_reads_and_writes(make_rank: MakeRank) -> None:
+    class Told(MemoryPageStore):
+        memory = memoryview(b"")
+
+        def register(self, memory: memoryview) -> None:
+            self.memory = memory
+
+    store = Told(1 << 20)
+    rank = make_rank(store, has_checksums=False)
+    assert store.memory.nbytes == NUM_PAGES * SHAPE.page_bytes
+    (page,) = rank.host.reserve(1)
+    rank.host.write(page, content_of(3))
+    assert content_of(3) in bytes(store.memory)
+
+
 def test_pages_without_checksums_get_them_when_they_are_written_again(make_rank: MakeRank) -> None:
     store = MemoryPageStore(1 << 20)
     for has_checksums in (False, True):
