@@ -89,6 +89,24 @@ def test_a_backup_is_good_only_where_every_page_was_taken(
     assert events == [BackupDone(1, is_good)]
 
 
+def test_pages_that_are_held_are_not_written_again_and_without_a_store_none_is(
+    mover: ThreadPageMover, eventually: Eventually
+) -> None:
+    pages = mover.host.reserve(NUM_PAGES)
+    for page in pages:
+        mover.host.write(page, bytes(SHAPE.page_bytes))
+    mover.host.commit(pages)
+    events: list[IoEvent] = []
+    for op, num_pages in ((1, 5), (2, 5), (3, NUM_PAGES), (4, NUM_PAGES)):
+        if op == 2:
+            mover.attach(MemoryPageStore(1 << 20), deadline_s=10)
+        mover.submit([WriteToStorage(op, DIGESTS[: num_pages * DIGEST_BYTES], tuple(pages[:num_pages]))])
+        eventually(lambda op=op: events.extend(mover.poll()) or len(events) == op)
+    assert events == [BackupDone(1, False), BackupDone(2, True), BackupDone(3, True), BackupDone(4, True)]
+    _, writes = mover.storage_stats()
+    assert writes.pages_written == NUM_PAGES
+
+
 def test_reading_stops_after_the_slice_in_which_it_was_told_to(mover: ThreadPageMover, eventually: Eventually) -> None:
     is_reading, may_answer = threading.Event(), threading.Event()
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.hicache import CheckedPageStore, MemoryPageStore, StorageStallError, open_deadline_page_store
+from scheduler_components.hicache import (
+    CheckedPageStore,
+    MemoryPageStore,
+    StorageError,
+    StorageStallError,
+    open_deadline_page_store,
+)
 from scheduler_components.hicache.storage import unseal_page
 
 PAGE_BYTES = 8
@@ -59,6 +65,21 @@ def test_a_stalled_write_is_a_miss_at_once_and_lands_late_with_what_was_meant() 
     gated.gate.set()
     deadline.join()
     assert unseal_page("a", gated.pages.batch_get(["a"])[0] or b"") == PAGES["a"]
+
+
+def test_a_store_is_closed_once_and_says_so_at_once_to_who_asks_later() -> None:
+    closed = []
+
+    class Counting(MemoryPageStore):
+        def close(self) -> None:
+            closed.append(True)
+
+    store = open_deadline_page_store(Counting(1000), deadline_s=60)
+    store.close()
+    store.close()
+    assert closed == [True]
+    with pytest.raises(StorageError, match="the store is closed"):
+        store.batch_exists(["a"])
 
 
 def test_a_store_that_recovers_is_used_again() -> None:
