@@ -180,9 +180,30 @@ def test_a_copy_on_a_stream_is_told_when_the_stream_is_there(
     assert [end.num_held for end in device.ends[2:]] == [1, 1]
     mover.wait(0.01)
     assert list(mover.poll()) == []
+    assert mover.load_room_pages == mover.max_load_pages - 2
     device.ends[2].has_ended = device.ends[3].has_ended = True
     events.clear()
     eventually(lambda: events.extend(mover.poll()) or events)
     assert events == [LoadDone(2, True)]
+    assert mover.load_room_pages == mover.max_load_pages
     assert device.order == ["fence", "to host", "to host", "fence", "to device", "to device"]
+    mover.close()
+
+
+def test_a_copy_that_ends_before_an_earlier_one_is_told_at_once(
+    eventually: Callable[[Callable[[], object]], None],
+) -> None:
+    shape = PageShape(num_layers=1, layer_page_bytes=8)
+    keys = KeySpace(model="m", dtype="u8", page_size=1, layout="l", placement=Placement(), parallel=ParallelState())
+    host, device = HostPool(shape, 4), StreamedMemory(shape, 4)
+    mover = ThreadPageMover(host=host, device=device, keys=keys)
+    pages = tuple(host.reserve(2))
+    events: list[IoEvent] = []
+    mover.submit([CopyToHost(1, (0,), pages[:1]), CopyToHost(2, (1,), pages[1:])])
+    eventually(lambda: len(device.ends) == 2)
+    for later_first, told in ((1, [WriteDone(2, True)]), (0, [WriteDone(2, True), WriteDone(1, True)])):
+        device.ends[later_first].has_ended = True
+        eventually(lambda told=told: events.extend(mover.poll()) or len(events) == len(told))
+        assert events == told
+    host.commit(pages)
     mover.close()
