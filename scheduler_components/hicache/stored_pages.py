@@ -152,7 +152,10 @@ class InPlacePages:
         return self._calls.ask(operation, ask, read_list(len(keys)), None)
 
     def _delete_wrong(self, keys: Sequence[str], is_there: Sequence[bool], is_right: Sequence[bool]) -> None:
-        """Let go of what is no page: as long as it is held, none is written in its place."""
+        """Let go of what is no page: as long as it is held, none is written in its place.
+
+        A page that another rank has written since the question goes too, and is written once more.
+        """
         wrong = [key for key, there, right in zip(keys, is_there, is_right, strict=True) if there and not right]
         if not all(is_there):
             first = keys[is_there.index(False)]

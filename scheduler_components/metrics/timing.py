@@ -82,7 +82,7 @@ class RollingSums:
         ConfigError: the window is not a positive number, or there is no bucket.
     """
 
-    __slots__ = ("sums", "_bucket_end", "_bucket_s", "_buckets", "_index", "_last_now", "_start", "_window_start")
+    __slots__ = ("sums", "_bucket_end_s", "_bucket_s", "_buckets", "_index", "_last_now", "_start_s", "_window_start_s")
 
     def __init__(self, *, num_sums: int, window_s: float, num_buckets: int, now: float) -> None:
         check_number("window_s", window_s)
@@ -92,22 +92,22 @@ class RollingSums:
         self._bucket_s = window_s / num_buckets
         self._index = 0  # of the current bucket since the start; its place in the ring is the remainder
         # All on the clock; what is set back with it counts no time as passed.
-        self._start = self._window_start = self._last_now = now
-        self._bucket_end = now + self._bucket_s
+        self._start_s = self._window_start_s = self._last_now = now
+        self._bucket_end_s = now + self._bucket_s
 
     def advance(self, now: float) -> list[int]:
         """Move to ``now``: buckets that fall out of the window leave the sums. Returns the sums."""
         if now < self._last_now:
             self._set_back(self._last_now - now)
         self._last_now = now
-        if now >= self._bucket_end:
-            self._expire(int((now - self._start) / self._bucket_s))
+        if now >= self._bucket_end_s:
+            self._expire(int((now - self._start_s) / self._bucket_s))
         return self.sums
 
     def _set_back(self, by_s: float) -> None:
-        self._start -= by_s
-        self._window_start -= by_s
-        self._bucket_end -= by_s
+        self._start_s -= by_s
+        self._window_start_s -= by_s
+        self._bucket_end_s -= by_s
 
     def _expire(self, index: int) -> None:
         ring = len(self._buckets)
@@ -117,8 +117,8 @@ class RollingSums:
                 self.sums[column] -= amount
                 bucket[column] = 0
         self._index = index
-        self._bucket_end = self._start + (index + 1) * self._bucket_s
-        self._window_start = self._start + max(0, index + 1 - ring) * self._bucket_s
+        self._bucket_end_s = self._start_s + (index + 1) * self._bucket_s
+        self._window_start_s = self._start_s + max(0, index + 1 - ring) * self._bucket_s
 
     def add(self, column: int, amount: int) -> None:
         """Count ``amount`` in the current bucket; a negative amount counts as 0."""
@@ -129,7 +129,7 @@ class RollingSums:
     @property
     def span_s(self) -> float:
         """Seconds that the sums cover: the window, less what the current bucket still lacks; at least one bucket."""
-        covered_s = self._last_now - self._window_start
+        covered_s = self._last_now - self._window_start_s
         return covered_s if covered_s > self._bucket_s else self._bucket_s
 
 

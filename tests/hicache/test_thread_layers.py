@@ -154,14 +154,18 @@ class StreamedMemory(SimulatedDeviceMemory):
         return self.ends[-1]
 
 
+def mover_of_streams(*, num_layers: int) -> tuple[ThreadPageMover, StreamedMemory, tuple[int, ...]]:
+    """A mover, the device whose copies end when the test says so, and two reserved pages of its host."""
+    shape = PageShape(num_layers=num_layers, layer_page_bytes=8)
+    keys = KeySpace(model="m", dtype="u8", page_size=1, layout="l", placement=Placement(), parallel=ParallelState())
+    host, device = HostPool(shape, 4), StreamedMemory(shape, 4)
+    return ThreadPageMover(host=host, device=device, keys=keys), device, tuple(host.reserve(2))
+
+
 def test_a_copy_on_a_stream_is_told_when_the_stream_is_there(
     eventually: Callable[[Callable[[], object]], None],
 ) -> None:
-    shape = PageShape(num_layers=2, layer_page_bytes=8)
-    keys = KeySpace(model="m", dtype="u8", page_size=1, layout="l", placement=Placement(), parallel=ParallelState())
-    host, device = HostPool(shape, 4), StreamedMemory(shape, 4)
-    mover = ThreadPageMover(host=host, device=device, keys=keys)
-    pages = tuple(host.reserve(2))
+    mover, device, pages = mover_of_streams(num_layers=2)
     events: list[IoEvent] = []
 
     mover.submit([CopyToHost(1, (0, 1), pages)])
@@ -172,7 +176,7 @@ def test_a_copy_on_a_stream_is_told_when_the_stream_is_there(
     device.ends[1].has_ended = True
     eventually(lambda: events.extend(mover.poll()) or events)
     assert events == [WriteDone(1, True)]
-    host.commit(pages)
+    mover.host.commit(pages)
 
     mover.submit([CopyToDevice(2, pages, (2, 3), by_layer=True)])
     mover.arrivals.wait(0)  # at once: the stream is held, not this thread
@@ -193,11 +197,7 @@ def test_a_copy_on_a_stream_is_told_when_the_stream_is_there(
 def test_a_copy_that_ends_before_an_earlier_one_is_told_at_once(
     eventually: Callable[[Callable[[], object]], None],
 ) -> None:
-    shape = PageShape(num_layers=1, layer_page_bytes=8)
-    keys = KeySpace(model="m", dtype="u8", page_size=1, layout="l", placement=Placement(), parallel=ParallelState())
-    host, device = HostPool(shape, 4), StreamedMemory(shape, 4)
-    mover = ThreadPageMover(host=host, device=device, keys=keys)
-    pages = tuple(host.reserve(2))
+    mover, device, pages = mover_of_streams(num_layers=1)
     events: list[IoEvent] = []
     mover.submit([CopyToHost(1, (0,), pages[:1]), CopyToHost(2, (1,), pages[1:])])
     eventually(lambda: len(device.ends) == 2)
@@ -205,5 +205,5 @@ def test_a_copy_that_ends_before_an_earlier_one_is_told_at_once(
         device.ends[later_first].has_ended = True
         eventually(lambda told=told: events.extend(mover.poll()) or len(events) == len(told))
         assert events == told
-    host.commit(pages)
+    mover.host.commit(pages)
     mover.close()
