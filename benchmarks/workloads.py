@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["POOL_BLOCKS", "SHAPES", "Shape"]
+__all__ = ["SHAPES", "Shape"]
 
 BLOCK_SIZE = 16
-POOL_BLOCKS = 131_072
+_POOL_BLOCKS = 131_072
 """Of a full pool: two million tokens."""
 
 _MAX_POOL_STEPS = 1_000
-"""A pool of small steps is not full of them: filling it would take longer than the measurement."""
+"""Of small steps the pool is smaller: to fill it would take longer than to measure."""
 
 _TOKENS = list(range(100_000, 100_000 + 8_193))
 """One more than any event takes, so that a slice of them is always a new object."""
@@ -38,18 +38,17 @@ class Shape(msgspec.Struct, frozen=True):
     @property
     def pool_steps(self) -> int:
         """After so many steps the pool is full: each step then removes what was stored so many steps before."""
-        return min(_MAX_POOL_STEPS, POOL_BLOCKS // (self.num_events * self.blocks_per_event))
+        return min(_MAX_POOL_STEPS, _POOL_BLOCKS // (self.num_events * self.blocks_per_event))
 
     def fields(self, step: int, sequence: type[list[int]] | type[tuple[int, ...]] = list) -> list[dict[str, Any]]:
         """The fields of the step's BlockStored events; hashes are new in every step, parents are roots.
 
         ``sequence`` is what the events hold: the peers' caches make lists, the kit's makes tuples.
         """
-        first = 1 + step * self.num_events * self.blocks_per_event
         tokens = _TOKENS_IN[sequence][: self.blocks_per_event * BLOCK_SIZE]
         return [
             {
-                "block_hashes": sequence(_spread(first + event * self.blocks_per_event, self.blocks_per_event)),
+                "block_hashes": sequence(self._hashes(step, event)),
                 "parent_block_hash": None,
                 "token_ids": tokens,
                 "block_size": BLOCK_SIZE,
@@ -63,14 +62,12 @@ class Shape(msgspec.Struct, frozen=True):
         self, step: int, sequence: type[list[int]] | type[tuple[int, ...]] = list
     ) -> list[dict[str, Any]]:
         """The fields of the BlockRemoved events that take out what ``step`` stored: one for each stored event."""
-        first = 1 + step * self.num_events * self.blocks_per_event
         return [
-            {
-                "block_hashes": sequence(_spread(first + event * self.blocks_per_event, self.blocks_per_event)),
-                "medium": "GPU",
-            }
-            for event in range(self.num_events)
+            {"block_hashes": sequence(self._hashes(step, event)), "medium": "GPU"} for event in range(self.num_events)
         ]
+
+    def _hashes(self, step: int, event: int) -> list[int]:
+        return _spread(1 + (step * self.num_events + event) * self.blocks_per_event, self.blocks_per_event)
 
 
 _TOKENS_IN: dict[Any, Any] = {list: _TOKENS, tuple: tuple(_TOKENS)}
