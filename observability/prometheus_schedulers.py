@@ -175,11 +175,11 @@ class ReportFamilies:
         return reports
 
     def _families(self, metric: Metric, samples: list[tuple[PageLabels, float | None]]) -> Iterator[MetricFamily]:
-        for name in self._names[metric.name]:
+        told = [(labels, value) for labels, value in samples if value is not None]
+        for name in self._names[metric.name] if told else ():
             family = new_family(metric, name)
-            family.samples = [Sample(name, labels, value) for labels, value in samples if value is not None]
-            if family.samples:
-                yield family
+            family.samples = [Sample(name, labels, value) for labels, value in told]
+            yield family
 
     def _info_families(self, info: InfoMetric, reports: list[_Report]) -> Iterator[MetricFamily]:
         read = [(labels.plain, info.read(stats)) for labels, stats in reports]
@@ -203,13 +203,12 @@ class ReportFamilies:
 
     def _histogram_families(self, metric: Metric, reports: list[_Report]) -> Iterator[MetricFamily]:
         read = [(labels, metric.read_histogram(stats)) for labels, stats in reports]
-        for name in self._names[metric.name]:
+        told = [(labels, histogram) for labels, histogram in read if histogram is not None]
+        for name in self._names[metric.name] if told else ():
             family = new_family(metric, name)
-            for labels, histogram in read:
-                if histogram is not None:
-                    _add_histogram(family, labels, histogram)
-            if family.samples:
-                yield family
+            for labels, histogram in told:
+                _add_histogram(family, labels, histogram)
+            yield family
 
 
 def _names(metric: Metric, prefix: str, vllm_names: bool) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ class MetricsEmitter:
         sink: where reports go; how often one is exported or logged is the sink's business.
         totals: the scheduler's running totals.
         publisher: usually the ``SchedulerKvEventsPublisher``.
-        counters_every_steps: 16 are less than a second of any engine's time, and a Prometheus server asks every few
+        counters_every_steps: 32 are about a second of any engine's time, and a Prometheus server asks every few
             seconds. 1 reads them in each step.
         failures: what went wrong so far.
 
@@ -54,7 +54,7 @@ class MetricsEmitter:
     sink: MetricsSink
     totals: TotalsSource = NO_TOTALS
     publisher: PublisherStatsSource = NO_PUBLISHER_STATS
-    counters_every_steps: int = 16
+    counters_every_steps: int = 32
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _labels: tuple[tuple[str, str], ...] = field(init=False, repr=False)
     _reports: bool = field(init=False, repr=False)

@@ -83,18 +83,18 @@ class Counters:
 def test_a_busy_step_seldom_asks_for_counters_and_an_idle_one_always_does() -> None:
     sink, load, counters = Sink(), BusyLoad(), Counters()
     emitter = MetricsEmitter(parallel=ParallelState(), load=load, sink=sink, totals=counters, publisher=counters)
-    for step in range(40):
+    for step in range(72):
         load.num_running = step % 2  # or one waits
         emitter.emit()
-    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1] * 16 + [2] * 16 + [3] * 8
+    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1] * 32 + [2] * 32 + [3] * 8
     sink.recorded.clear()
     emitter.load = Load()
     for _ in range(3):
         emitter.emit()
     emitter.load = load
-    for _ in range(17):
+    for _ in range(33):
         emitter.emit()
-    assert [stats.publisher.batches_sent for stats in sink.recorded] == [4, 5] + [6] * 16 + [7] * 2
+    assert [stats.publisher.batches_sent for stats in sink.recorded] == [4, 5] + [6] * 32 + [7] * 2
     assert all(stats.totals.num_requests_total == stats.publisher.batches_sent for stats in sink.recorded)
 
 
