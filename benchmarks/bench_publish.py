@@ -35,7 +35,8 @@ class Loop(msgspec.Struct, frozen=True):
         publish_us: goals of the median of ``publish()`` by shape, of which it has all; 5 times as much is that of the
             99th percentile.
         excess_us: of what the median iteration takes longer than without events.
-        cpu: of the processor's time above that of no events, as a share of SGLang's.
+        cpu: of the processor's time that ``publish()``, ``idle()`` and the publisher's threads take, as a share of
+            SGLang's.
         is_pool_full: each step removes as many blocks as it stores.
     """
 
@@ -154,13 +155,15 @@ def _worst_iterations(loop: Loop, case: str, runs: Runs, rivals: Sequence[str]) 
 
 
 def _cpu(loop: Loop, shape: str, case: str, runs: Runs, ours: str) -> Measurement:
+    """Of the calls and the publisher's threads alone: the rest of the loop scatters by more than they take."""
+
     def cpu(subject: str) -> list[float]:
-        pairs = zip(runs[subject], runs[OFF], strict=True)
-        return [(on.cpu_s - off.cpu_s) / len(on.publish_us) * 1e6 for on, off in pairs]
+        return [(run.calls_cpu_s + run.threads_cpu_s) / len(run.publish_us) * 1e6 for run in runs[subject]]
 
     beside = {name: cpu(name) for name in runs if name not in (OFF, loop.ours, KIT_CACHE)}
     goal = Goal(loop.cpu[shape], "SGLang") if shape in loop.cpu else None
-    what = "process CPU a step above off, window full" + (", events of the kit's caches" if ours == KIT_CACHE else "")
+    what = "CPU of a step's publishing, all threads, window full"
+    what += ", events of the kit's caches" if ours == KIT_CACHE else ""
     return Measurement(NAME, f"{what}, {case}", "us", cpu(ours), beside, goal)
 
 

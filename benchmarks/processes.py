@@ -83,15 +83,17 @@ class LoopResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         publish_us, iteration_us: of each step; an iteration leaves out what making its batch took.
         begun_s, ended_s: of the loop, on the wall clock.
-        cpu_s: of the loop's process, all its threads together, from the first step to the last.
-        cpu_to_delivery_s: the same until the subscriber had everything.
+        calls_cpu_s: the processor's time that the loop's own thread spent in ``publish()`` and ``idle()``.
+        threads_cpu_s: that of all other threads of its process, from the first step to the last.
+        cpu_to_delivery_s: of the whole process, until the subscriber had everything.
     """
 
     publish_us: list[float]
     iteration_us: list[float]
     begun_s: float
     ended_s: float
-    cpu_s: float
+    calls_cpu_s: float = math.nan
+    threads_cpu_s: float = math.nan
     cpu_to_delivery_s: float = math.nan
     deliveries: Delivery | None = None
     replays: Replays | None = None

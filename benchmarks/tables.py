@@ -23,7 +23,7 @@ PAGES = (Path(__file__).with_name("README.md"), Path(__file__).parents[1] / "REA
 HEADLINE = (
     ("publish", "publish() p50, 64 events, idle() called"),
     ("publish", "publish() p50, 64 events, no idle()"),
-    ("publish", "process CPU a step above off, window full, 64 events, idle() called"),
+    ("publish", "CPU of a step's publishing, all threads, window full, 64 events, idle() called"),
     ("saturated", "delivery p99, 64 events"),
     ("replay", "live p99 while replaying, loop that also waits"),
     ("replay", "first answer of an idle publisher"),
