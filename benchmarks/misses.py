@@ -7,19 +7,18 @@ __all__ = ["REASONS"]
 REASONS: tuple[tuple[str, str], ...] = (
     (
         "publish: CPU of a step",
-        "Each value is looked at before it may go out, 3 ns a token and 300 ns an event; the peers look at none, "
-        "and their encoder takes 100 ns an event. Each block enters the base, and leaves it again, 0.2 to 0.3 us "
-        "each in a loop that has slept in between; the peers have no base: a step of 512 blocks pays that 1,024 "
-        "times. Without the fold, 64 events take 0.94 times SGLang's, and 8,192 tokens 1.4 times (by hand, the "
-        "same loops).",
+        "Each value is looked at before it may go out, 4 ns a token and 200 ns an event (`codec`); the peers look at "
+        "none, and their encoder takes 120 ns an event. Each block enters the base, and leaves it again, 0.2 to 0.3 us "
+        "each in a loop that sleeps in between; the peers have no base: a step of 512 blocks pays that 1,024 times. "
+        "Without the fold, 64 events take 0.94 times SGLang's, and 8,192 tokens 1.4 times (by hand, the same loops).",
     ),
     (
         "publish: loop iteration p99",
         "A table of Python's that takes and loses blocks is copied once in some 300 steps: 4 to 10 ms at 131,072 "
-        "blocks. One that grows is copied whenever it doubles: 20 ms at half a million. Sixteen small tables "
-        "would take 0.7 ms, and 0.12 ms more of each step of 512 blocks. Sorted arrays of numpy, into which 4,096 "
-        "changes were merged at once, took 2 to 4 ms, but in every thirtieth step. Of small batches it is the "
-        "thread, which has the GIL when the step wants it back.",
+        "blocks. One that grows is copied whenever it doubles: 20 ms at half a million. Sixteen small tables halve "
+        "the stall, and cost every step 16 to 20 % more. Sorted arrays of numpy, into which 4,096 changes were merged "
+        "at once, stalled for less, but once in some thirty steps: p99 2.6 to 3.4 ms instead of 1.3 (both by hand, "
+        "the same loops). Of small batches it is the thread, which has the GIL when the step wants it back.",
     ),
     (
         "publish: publish.. p",

@@ -176,7 +176,9 @@ class ReportFamilies:
 
     def _families(self, metric: Metric, samples: list[tuple[PageLabels, float | None]]) -> Iterator[MetricFamily]:
         told = [(labels, value) for labels, value in samples if value is not None]
-        for name in self._names[metric.name] if told else ():
+        if not told:
+            return
+        for name in self._names[metric.name]:
             family = new_family(metric, name)
             family.samples = [Sample(name, labels, value) for labels, value in told]
             yield family
@@ -204,7 +206,9 @@ class ReportFamilies:
     def _histogram_families(self, metric: Metric, reports: list[_Report]) -> Iterator[MetricFamily]:
         read = [(labels, metric.read_histogram(stats)) for labels, stats in reports]
         told = [(labels, histogram) for labels, histogram in read if histogram is not None]
-        for name in self._names[metric.name] if told else ():
+        if not told:
+            return
+        for name in self._names[metric.name]:
             family = new_family(metric, name)
             for labels, histogram in told:
                 _add_histogram(family, labels, histogram)
