@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.measure import Measurement, Scale
 from benchmarks.peers import find_peers
 from benchmarks.report import as_json, as_table, machine
-from benchmarks.scaling_plot import draw_growth
+from benchmarks.scaling_plot import draw_scaling_plot
 
 _SECTIONS = (
     "publish",
@@ -58,7 +58,7 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_bytes(as_json(rows))
     if arguments.plot:
-        arguments.plot.write_text(draw_growth(rows))
+        arguments.plot.write_text(draw_scaling_plot(rows))
     missed = [row.what for row in rows if row.reached is False]
     print(f"{len(rows)} measurements, {sum(row.reached is True for row in rows)} goals reached, {len(missed)} missed")
     return 0

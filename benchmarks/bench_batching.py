@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.bench_step import running_scheduler
-from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components.batching import (
     BatchShape,
-    ChunkSizer,
     DpBatchSync,
+    DynamicChunkSizer,
     NewTokenRatioTracker,
     PrefillDelayer,
-    PrefillModel,
-    PrefillWish,
+    PrefillIntent,
+    PrefillLatencyModel,
 )
-from scheduler_components.hicache import SyncDomain
+from scheduler_components.hicache import ParallelGroups
 from scheduler_components.internal_state import InternalState
-from scheduler_components.load_inquirer import WorkTotals
-from scheduler_components.profiling import ProfilerSession
+from scheduler_components.load_inquirer import WorkCounters
+from scheduler_components.profiling import ProfilerManager
 from scheduler_components.reference.engine import BatcherState
 from scheduler_components.values import SyncCall
 
@@ -46,23 +46,25 @@ class _EchoGroup:
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
     """Time each part alone, beside a step of 64 running."""
     sync = DpBatchSync(
-        domain=SyncDomain(groups=(_EchoGroup(),)), num_replicas=_REPLICAS, delayer=PrefillDelayer(max_delay_steps=30)
+        domain=ParallelGroups(groups=(_EchoGroup(),)),
+        num_replicas=_REPLICAS,
+        delayer=PrefillDelayer(max_delay_steps=30),
     )
-    shape, wish = BatchShape(0, 64, 8_192), PrefillWish(has_work=True, is_running=True, token_usage=0.5)
-    tracker, work, session = NewTokenRatioTracker(), WorkTotals(), ProfilerSession()
-    sizer = ChunkSizer(page_size=16)
-    sized = ChunkSizer(page_size=16, model=PrefillModel(5_000, 40, 20))
+    shape, intent = BatchShape(0, 64, 8_192), PrefillIntent(has_work=True, is_running=True, token_usage=0.5)
+    tracker, work, session = NewTokenRatioTracker(), WorkCounters(), ProfilerManager()
+    sizer = DynamicChunkSizer(page_size=16)
+    sized = DynamicChunkSizer(page_size=16, model=PrefillLatencyModel(5_000, 40, 20))
     with running_scheduler(64) as scheduler:
         terms = scheduler.batcher.terms
-        state = InternalState(holders=(BatcherState(batcher=scheduler.batcher), terms.chunk_sizer, session))
+        state = InternalState(providers=(BatcherState(batcher=scheduler.batcher), terms.chunk_sizer, session))
         parts: dict[str, tuple[Callable[[], object], float]] = {
             "the exchange of 8 replicas under DP attention, without its transport": (
-                lambda: sync.agree(shape, wish),
+                lambda: sync.exchange(shape, intent),
                 40.0,
             ),
             "the new-token ratio": (tracker.decay_step, 1.0),
-            "decode moments": (lambda: work.decoded(64, 0.006, 64), 2.0),
-            "a session of profiles that records nothing": (lambda: session.step_begins("decode"), 0.5),
+            "decode moments": (lambda: work.record_decode(64, 0.006, 64), 2.0),
+            "a session of profiles that records nothing": (lambda: session.on_step_start("decode"), 0.5),
             "the length of a chunk, by a model": (lambda: sized.chunk_tokens(30_000, 2_048), 3.0),
             "the length of a chunk, without one": (lambda: sizer.chunk_tokens(30_000, 2_048), 0.5),
             "counts of how batches are made, every 16 steps": (terms.stats, 3.0),
@@ -77,7 +79,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 
 def _measured(calls: Mapping[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:
-    return measure_in_turns(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
+    return measure_interleaved(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
 
 
 def _us(found: dict[str, list[float]]) -> dict[str, list[float]]:

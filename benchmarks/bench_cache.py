@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 
-from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components.cache import RadixCache, pack_tokens
 
 NAME = "cache"
@@ -45,7 +45,7 @@ def _long_match(scale: Scale) -> list[Measurement]:
                 "limit": partial(_look_pages_up, page_keys, prompt),
                 "hashing": partial(_hash_chain, prompt),
             }
-            found = measure_in_turns(calls, turns=2 * scale.turns, number=scale.of(200))
+            found = measure_interleaved(calls, turns=2 * scale.turns, number=scale.of(200))
             us = {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
             beside = {"limit": us["limit"], "hashing": us["hashing"]}
             what = f"match of {_PROMPT_TOKENS:,} tokens, {nodes}, {kind}"

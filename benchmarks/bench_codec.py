@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from benchmarks.subjects import PeerEvents
 from benchmarks.workloads import SHAPES, Shape
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.events import CheckedEvents
+from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder
 
 NAME = "codec"
@@ -82,7 +82,10 @@ def _encode_rows(
 ) -> list[Measurement]:
     """Of events that anybody may have made, whose values are all looked at, and of those of the kit's caches."""
     bare_encode = msgspec.msgpack.Encoder().encode
-    batches = {"": KVEventBatch(1.5, events, 0), ", from the kit's caches": KVEventBatch(1.5, CheckedEvents(events), 0)}
+    batches = {
+        "": KVEventBatch(1.5, events, 0),
+        ", from the kit's caches": KVEventBatch(1.5, ValidatedEvents(events), 0),
+    }
     bare_batch = (1.5, [_bare(event) for event in events], 0)
     assert BatchEncoder("array").encode(batches[""], 0) == bare_encode(bare_batch)
     timed = {
@@ -100,7 +103,7 @@ def _encode_rows(
 def _decode_rows(shape: str, events: tuple[BlockStored, ...], scale: Scale, number: int) -> list[Measurement]:
     batch = KVEventBatch(1.5, events, 0)
     payload, map_payload = (BatchEncoder(dialect).encode(batch, 0) for dialect in ("array", "map"))
-    whole, bare, of_maps = BatchDecoder(), BatchDecoder(reads_tokens=False), BatchDecoder()
+    whole, bare, of_maps = BatchDecoder(), BatchDecoder(decode_tokens=False), BatchDecoder()
     spent = _in_us(
         {
             "ours": _call(whole.decode, payload),
@@ -139,5 +142,5 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 def _in_us(calls: dict[str, Any], scale: Scale, number: int) -> dict[str, list[float]]:
-    found = measure_in_turns(calls, turns=2 * scale.turns, number=scale.of(number))
+    found = measure_interleaved(calls, turns=2 * scale.turns, number=scale.of(number))
     return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.measure import Goal, Measurement, Scale
 from benchmarks.processes import free_endpoints
-from benchmarks.subjects import KIT, open_subject
+from benchmarks.subjects import KIT, open_benchmarked_publisher
 from benchmarks.workloads import SHAPES
 
 NAME = "idle"
@@ -26,7 +26,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
     for _ in range(max(1, scale.turns // 2)):
         for name in counts:
             endpoint, replay_endpoint = free_endpoints(2)
-            subject = open_subject(name, SHAPES["1 block"], endpoint, replay_endpoint)
+            subject = open_benchmarked_publisher(name, SHAPES["1 block"], endpoint, replay_endpoint)
             time.sleep(_SETTLE_S)
             before = _wake_ups()
             time.sleep(_WATCH_S)

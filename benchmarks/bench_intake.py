@@ -16,14 +16,14 @@ from pathlib import Path
 
 import zmq
 
-from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import ParallelState
 from scheduler_components.intake import (
     ForwardMode,
     IdleSleeper,
-    InputScreen,
-    Intake,
+    InputBlocker,
     RecvSkipper,
+    RequestReceiver,
     ZmqInputSource,
     ZmqLeaderRelay,
 )
@@ -167,14 +167,14 @@ class _Leader:
         self.front.send(encode(SubmitRequest(f"r{number}", _PROMPT, SamplingLimits(max_new_tokens=1), 1, number)))
         self.commands.poll()
 
-    def _intake(self, recv_interval: int) -> Intake[Command]:
-        return Intake(
+    def _intake(self, recv_interval: int) -> RequestReceiver[Command]:
+        return RequestReceiver(
             rank="leader",
             reader=CommandReader(),
             source=ZmqInputSource(socket=self.commands),
             relay=ZmqLeaderRelay(followers=self.others, wait_for=lambda *_: True),
-            screen=InputScreen(),
-            skipper=RecvSkipper(recv_interval=recv_interval),
+            blocker=InputBlocker(),
+            recv_skipper=RecvSkipper(recv_interval=recv_interval),
         )
 
 
@@ -204,5 +204,5 @@ def _pair(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[zmq.So
 
 
 def _us(calls: dict[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:
-    found = measure_in_turns(calls, turns=scale.turns, number=number, clock_ns=time.thread_time_ns)
+    found = measure_interleaved(calls, turns=scale.turns, number=number, clock_ns=time.thread_time_ns)
     return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import LoadInquirer, LoadSnapshot, ParallelState
 from scheduler_components.load import TokenCountedQueue
 
@@ -45,12 +45,12 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     rows = []
     for length in (0, 1_000, 10_000):
         requests = [WaitingRequest() for _ in range(length)]
-        found = measure_in_turns(
+        found = measure_interleaved(
             {"limit": _one_snapshot, "counted": inquirer_over(TokenCountedQueue(requests)).get_loads},
             turns=scale.turns,
             number=scale.of(20_000),
         )
-        walked = measure_in_turns(
+        walked = measure_interleaved(
             {"walked": inquirer_over(requests).get_loads},
             turns=scale.turns,
             number=scale.of(20_000 // (1 + length // 10)),
@@ -81,7 +81,7 @@ def _upkeep(scale: Scale) -> Measurement:
         plain.pop()
 
     calls = {"counted": through_counted, "limit": through_plain}
-    found = measure_in_turns(calls, turns=scale.turns, number=scale.of(50_000))
+    found = measure_interleaved(calls, turns=scale.turns, number=scale.of(50_000))
     upkeep = [(ours - least) / 1e3 for ours, least in zip(found["counted"], found["limit"], strict=True)]
     return Measurement(NAME, "upkeep a request, above a list's", "us", upkeep, {}, Goal(0.5))
 

@@ -17,9 +17,9 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from benchmarks.bench_load import inquirer_over
-from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns, percentile
+from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved, percentile
 from benchmarks.metrics_process import NUM_GAUGES, ProcessSpec, whole_totals
-from observability import PrometheusBoard, PrometheusSink, render_metrics
+from observability import MetricsBoardCollector, PrometheusSink, render_metrics
 from scheduler_components import MetricsEmitter, ParallelState, SchedulerStats
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import open_shm_metrics_board, open_shm_metrics_sink
@@ -50,7 +50,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     stats = cell.stats
     gauges, set_gauges = _gauges()
     number = scale.of(20_000)
-    found = measure_in_turns(
+    found = measure_interleaved(
         {
             "record": lambda: sink.record(stats),
             "limit": lambda: cell.record(stats),
@@ -58,10 +58,10 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
         turns=scale.turns,
         number=number,
     )
-    found |= measure_in_turns({"64 gauges": set_gauges}, turns=scale.turns, number=scale.of(500))
+    found |= measure_interleaved({"64 gauges": set_gauges}, turns=scale.turns, number=scale.of(500))
     us = {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
     beside = {"limit": us["limit"], "64 gauges": us["64 gauges"]}
-    scrapes = measure_in_turns(
+    scrapes = measure_interleaved(
         {"ours": lambda: render_metrics(registry), "64 gauges": lambda: generate_latest(gauges)},
         turns=scale.turns,
         number=scale.of(100),
@@ -81,13 +81,13 @@ def _whole_scrape(num_ranks: int, stats: SchedulerStats, scale: Scale) -> Measur
     whole = msgspec.structs.replace(stats, totals=whole_totals()[0])
     registry = CollectorRegistry()
     with tempfile.TemporaryDirectory(prefix="metrics-board-") as folder, ExitStack() as sinks:
-        PrometheusBoard(registry, board=open_shm_metrics_board(Path(folder), num_ranks))
+        MetricsBoardCollector(registry, board=open_shm_metrics_board(Path(folder), num_ranks))
         for rank in range(num_ranks):
             parallel = ParallelState(dp_rank=rank, dp_size=num_ranks)
             sink = open_shm_metrics_sink(Path(folder), parallel)
             sinks.callback(sink.close)
             sink.record(msgspec.structs.replace(whole, labels=parallel.metric_labels))
-        found = measure_in_turns(
+        found = measure_interleaved(
             {"ours": lambda: render_metrics(registry), "client library": lambda: generate_latest(registry)},
             turns=scale.turns,
             number=max(1, scale.of(100) // num_ranks),

@@ -24,7 +24,7 @@ import attrs
 
 from benchmarks.measure import Goal, Measurement, Scale
 from scheduler_components import ParallelState
-from scheduler_components.hicache import LoadWay
+from scheduler_components.hicache import LoadBackMode
 
 NAME = "model"
 _PEER = "transformers"
@@ -52,7 +52,7 @@ class _Bench:
 
     def __init__(self, path: Path, directory: str) -> None:
         # Imported here: the other sections need no torch.
-        from scheduler_components.hicache import HiCachePolicy, SyncDomain, TorchDeviceMemory
+        from scheduler_components.hicache import HiCachePolicy, ParallelGroups, TorchDeviceMemory
         from scheduler_components.reference.device import TorchDevice, inspect_model, load_model
         from scheduler_components.reference.engine import (
             HiCacheConfig,
@@ -76,8 +76,10 @@ class _Bench:
         parallel, policy = ParallelState(), HiCachePolicy(prefetch="wait_complete")
         hicache = HiCacheConfig(host_tokens=_HOST_TOKENS, storage="file", storage_path=directory, policy=policy)
         kv = torch_kv(self.pool, model=spec.identity)
-        self.tiers = open_host_tiers(kv, hicache, config, parallel, domain=SyncDomain())
-        self.device = _TimedDevice(TorchDevice(model=load_model(spec), pool=self.pool, fence=self.tiers.fence))
+        self.tiers = open_host_tiers(kv, hicache, config, parallel, domain=ParallelGroups())
+        self.device = _TimedDevice(
+            TorchDevice(model=load_model(spec), pool=self.pool, layer_counter=self.tiers.layer_counter)
+        )
         self.scheduler = Scheduler.compose(config, parallel, self.device, tiers=self.tiers)
         self._num_requests = 0
 
@@ -122,10 +124,10 @@ class _Bench:
         self.settle()
         self.scheduler.clear_cache()
 
-    def load_by(self, way: LoadWay) -> None:
+    def load_by(self, way: LoadBackMode) -> None:
         """Let requests wait for their pages, or their forwards for each layer."""
-        preparations = self.tiers.cache.preparations
-        preparations.policy = attrs.evolve(preparations.policy, load=way)
+        prefetch_queue = self.tiers.cache.prefetch_queue
+        prefetch_queue.policy = attrs.evolve(prefetch_queue.policy, load=way)
 
     def evict_device(self) -> None:
         """Leave to the host what it has."""
@@ -246,13 +248,13 @@ def _load_back(bench: _Bench, scale: Scale) -> list[Measurement]:
     num_pages = 128
     host = HostPool(bench.pool.shape, num_pages)
     pages = host.reserve(num_pages)
-    host.load_from(bench.pool, range(num_pages), pages)
+    host.copy_from_device(bench.pool, range(num_pages), pages)
     host.commit(pages)
     rates = []
     bench.forget()  # nobody reads the pool's pages
     for _ in range(scale.turns):
         begun = time.perf_counter()
-        host.load_back(pages, bench.pool, range(num_pages))
+        host.copy_to_device(pages, bench.pool, range(num_pages))
         rates.append(num_pages / (time.perf_counter() - begun))
     page_mb = bench.pool.shape.page_bytes / 1e6
     return [Measurement(NAME, f"load-back, pages of {page_mb:.2g} MB", "pages/s", rates)]

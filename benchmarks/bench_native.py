@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.measure import Measurement, Scale, measure_in_turns
+from benchmarks.measure import Measurement, Scale, measure_interleaved
 from benchmarks.subjects import PeerEvents
 from benchmarks.workloads import SHAPES
-from observability.relay.raw_events import RawKeepingDecoder, SourceForm
+from observability.relay.raw_events import PassthroughDecoder, SourceEncoding
 from scheduler_components import KVEventBatch
-from scheduler_components.events import CheckedEvents
+from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder
 
 NAME = "native"
@@ -60,7 +60,7 @@ def _rows(shape: str, number: int, scale: Scale, peers: Sequence[str]) -> list[M
         "passed on": lambda: relay.passes_on(payload),
         "anew": lambda: written_anew(_checked(decode(payload).events), 0),
     }
-    found = measure_in_turns(calls, turns=2 * scale.turns, number=scale.of(number))
+    found = measure_interleaved(calls, turns=2 * scale.turns, number=scale.of(number))
     spent = {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
     own = "vLLM's own encoder" if "vLLM" in peers else "the engine's own encoder"
     return [
@@ -79,15 +79,15 @@ def _engines_batch(shape: str, peers: Sequence[str]) -> Any:
 
 
 def _checked(events: Sequence[Any]) -> KVEventBatch:
-    return KVEventBatch(1.5, CheckedEvents(events), 0)
+    return KVEventBatch(1.5, ValidatedEvents(events), 0)
 
 
 class _Relay:
     """From one payload to the next, without merger and sockets."""
 
     def __init__(self) -> None:
-        self._decode, self._encode = RawKeepingDecoder().decode, BatchEncoder("native").encode
-        self._form = SourceForm()
+        self._decode, self._encode = PassthroughDecoder().decode, BatchEncoder("native").encode
+        self._form = SourceEncoding()
 
     def passes_on(self, payload: bytes) -> bytes:
         return self._encode(_checked(self._form.rows(self._decode(payload).events)), 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import cycle
 
-from benchmarks.measure import Measurement, Scale, measure_in_turns
+from benchmarks.measure import Measurement, Scale, measure_interleaved
 from benchmarks.workloads import SHAPES
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import (
@@ -17,10 +17,10 @@ from scheduler_components.kv_events import (
     EventStream,
     KVEventsConfig,
     ZmqEventPublisher,
-    chain_after,
+    digest_after,
 )
-from scheduler_components.kv_events.base import FoldedPayloads
-from scheduler_components.kv_events.lowering import LOWERINGS
+from scheduler_components.kv_events.base import StreamSnapshot
+from scheduler_components.kv_events.lowering import DIALECT_WRITERS
 
 NAME = "parts"
 _CASES = {"1 block": 20_000, "64 events": 1_000, "8,192 tokens": 500}
@@ -41,7 +41,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
     batch = KVEventBatch(1.5, tuple(BlockStored(**fields) for fields in SHAPES[shape].fields(1, tuple)), 0)
     encoder = BatchEncoder()
-    payload, changes = encoder.encode_told(batch, 0)
+    payload, changes = encoder.encode_with_changes(batch, 0)
     stream = EventStream(epoch=bytes(16), max_steps=number * (scale.turns + 1), max_bytes=_WINDOW_BYTES)
     publisher = ZmqEventPublisher(
         0,
@@ -51,12 +51,12 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
         config=KVEventsConfig(bind=True, buffer_bytes=_WINDOW_BYTES),
     )
     try:
-        found = measure_in_turns(
+        found = measure_interleaved(
             {
-                "encoding": lambda: encoder.encode_told(batch, 0),
-                "of it: events to plain tuples": lambda: LOWERINGS["array"].trusted(batch.events),
+                "encoding": lambda: encoder.encode_with_changes(batch, 0),
+                "of it: events to plain tuples": lambda: DIALECT_WRITERS["array"].trusted(batch.events),
                 "number, window and digest": lambda: stream.append(payload, changes),
-                "of it: the digest": lambda: chain_after(bytes(8), 7, payload),
+                "of it: the digest": lambda: digest_after(bytes(8), 7, payload),
                 "folding, once it leaves the window, and removing as much": _folding(shape, tells=True),
                 "the same where the encoder told nothing": _folding(shape, tells=False),
                 "whole": lambda: publisher.publish(batch),
@@ -74,11 +74,11 @@ _CYCLE = 64
 
 def _folding(shape: str, *, tells: bool) -> Callable[[], None]:
     """Fold one batch more; each also removes what went in half a cycle before, so that the base does not grow."""
-    encoder, base = BatchEncoder(), FoldedPayloads()
+    encoder, base = BatchEncoder(), StreamSnapshot()
     stored = [tuple(BlockStored(**fields) for fields in SHAPES[shape].fields(step, tuple)) for step in range(_CYCLE)]
     hashes = [tuple(each for event in events for each in event.block_hashes) for events in stored]
     told = [
-        encoder.encode_told(KVEventBatch(1.5, (*events, BlockRemoved(hashes[step - _CYCLE // 2], "GPU")), 0), 0)
+        encoder.encode_with_changes(KVEventBatch(1.5, (*events, BlockRemoved(hashes[step - _CYCLE // 2], "GPU")), 0), 0)
         for step, events in enumerate(stored)
     ]
     coming = cycle(told if tells else [(payload, None) for payload, _ in told])

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns, percentile
+from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved, percentile
 from benchmarks.processes import LoopResult, LoopSpec, run_loop
 from benchmarks.subjects import KIT, KIT_CACHE, KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT, OFF
 from benchmarks.workloads import SHAPES
@@ -131,7 +131,7 @@ def _rows(loop: Loop, shape: str, runs: Runs, peers: Sequence[str]) -> list[Meas
 
 def _append_us(turns: int) -> list[float]:
     """The least that accepting a batch can cost."""
-    return [ns / 1e3 for ns in measure_in_turns({"": lambda: box.append(None)}, turns=turns, number=10_000)[""]]
+    return [ns / 1e3 for ns in measure_interleaved({"": lambda: box.append(None)}, turns=turns, number=10_000)[""]]
 
 
 box: deque[None] = deque(maxlen=100)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import ParallelState
-from scheduler_components.hicache import SyncDomain
+from scheduler_components.hicache import ParallelGroups
 from scheduler_components.quiesce import FlushCache, PauseGeneration, PauseMode, QuiesceState, QuiesceStepper
 from scheduler_components.reference.device import SimulatedDevice
 from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, quiesce_of
@@ -39,7 +39,7 @@ def _steps(scale: Scale) -> Iterator[Measurement]:
     what = f"a step, {_RUNNING} running, orders can come and none stands"
     yield Measurement(NAME, what, "us", us["on"], {"no orders": us["off"]}, Goal(1.02, "no orders"))
     with _scheduler(scale, 2) as (scheduler, stepper), _scheduler(scale, 2) as (other, _):
-        stepper.take(1, PauseGeneration(PauseMode.FINISH, _FOR_EVER_S))
+        stepper.enqueue(1, PauseGeneration(PauseMode.FINISH, _FOR_EVER_S))
 
         def asking() -> None:
             stepper.step()
@@ -52,7 +52,7 @@ def _steps(scale: Scale) -> Iterator[Measurement]:
 
 def _question(scale: Scale) -> Measurement:
     with _scheduler(scale, 1) as (_, stepper):
-        stepper.take(1, FlushCache(_FOR_EVER_S))
+        stepper.enqueue(1, FlushCache(_FOR_EVER_S))
         us = _us({"ours": stepper.step}, scale, 2_000)
     return Measurement(NAME, "one question: propose, agree, settle; one rank", "us", us["ours"], {}, Goal(20.0))
 
@@ -72,10 +72,10 @@ def _scheduler(scale: Scale, num_timed: int) -> Iterator[tuple[Scheduler, Quiesc
         scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
     for _ in range(20):
         scheduler.step()
-    yield scheduler, quiesce_of(scheduler, state, domain=SyncDomain())
+    yield scheduler, quiesce_of(scheduler, state, domain=ParallelGroups())
     scheduler.close()
 
 
 def _us(calls: dict[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:
-    found = measure_in_turns(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
+    found = measure_interleaved(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
     return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}

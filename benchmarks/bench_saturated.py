@@ -49,7 +49,7 @@ def _rows(shape: str, steps: int, turns: int, peers: Sequence[str]) -> list[Meas
     return [
         row("delivery p50", "ms", None, lambda each: _delay_ms(each, 50)),
         row("delivery p99", "ms", Goal(5.0), lambda each: _delay_ms(each, 99)),
-        row("undelivered at the end", "", Goal(8.0), lambda each: each.undelivered_at_end),
+        row("undelivered at the end", "", Goal(8.0), lambda each: each.num_undelivered),
         row("publish() p50", "us", None, lambda each: percentile(each.publish_us, 50)),
         row("publish() p99", "us", None, lambda each: percentile(each.publish_us, 99)),
         row("loop iteration p50", "us", None, lambda each: percentile(each.iteration_us, 50)),

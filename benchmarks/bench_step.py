@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from benchmarks.measure import Goal, Measurement, Scale, measure_in_turns
+from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from observability import PrometheusSink
 from scheduler_components import MetricsSink, NullMetricsSink, ParallelState
 from scheduler_components.integrity import CheckPolicy
@@ -116,9 +116,9 @@ def _latencies(scale: Scale) -> Measurement:
 
         def one_by_one() -> None:
             for request in requests:
-                book.generated([request], [1])
+                book.on_tokens([request], [1])
 
-        calls = {"ours": lambda: book.generated(requests, ones), "one by one": one_by_one}
+        calls = {"ours": lambda: book.on_tokens(requests, ones), "one by one": one_by_one}
         us = _us(_measured(calls, scale, 2_000))
     beside = {"one by one": us["one by one"]}
     return Measurement(NAME, "latencies and rates, a step of 64 running", "us", us["ours"], beside, Goal(15.0))
@@ -126,7 +126,7 @@ def _latencies(scale: Scale) -> Measurement:
 
 def _guards(scale: Scale) -> Iterator[Measurement]:
     """What keeps the pools honest: what a step calls of it, and whole steps with it and without."""
-    every_step = IntegrityConfig(checks=CheckPolicy(counts_every_steps=1), owners_one_in=1)
+    every_step = IntegrityConfig(checks=CheckPolicy(count_every_steps=1), owners_one_in=1)
     with running_scheduler(64) as usual, running_scheduler(64, integrity=every_step) as thorough:
         ledger = _us(_measured({"ours": _ledger_of(usual), "all watched": _ledger_of(thorough)}, scale, 10_000))
         checks = _us(_measured({"ours": _checks_of(usual), "in each step": _checks_of(thorough)}, scale, 5_000))
@@ -135,7 +135,7 @@ def _guards(scale: Scale) -> Iterator[Measurement]:
     yield Measurement(NAME, what, "us", ledger["ours"], beside, Goal(2.0))
     what = "checks and phases, a step of 64 running, counts every 16 steps"
     yield Measurement(NAME, what, "us", checks["ours"], {"in each step": checks["in each step"]}, Goal(2.0))
-    without = IntegrityConfig(checks=CheckPolicy(counts_every_steps=10**9), owners_one_in=0)
+    without = IntegrityConfig(checks=CheckPolicy(count_every_steps=10**9), owners_one_in=0)
     with running_scheduler(64) as usual, running_scheduler(64, integrity=without) as bare:
         us = _us(_measured({"ours": usual.step, "without": bare.step}, scale, 80))
     yield Measurement(
@@ -149,8 +149,8 @@ def _ledger_of(scheduler: Scheduler) -> Callable[[], None]:
 
     def step() -> None:
         for request in growing:
-            if request.is_watched:
-                owners.note("took", "full", request.rid, "RequestPages.grow", page)
+            if request.is_sampled:
+                owners.record("allocated", "full", request.rid, "RequestPages.grow", page)
 
     return step
 
@@ -188,7 +188,7 @@ def _sorting(scale: Scale) -> Iterator[Measurement]:
 
 
 def _measured(calls: Mapping[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:
-    return measure_in_turns(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
+    return measure_interleaved(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
 
 
 def _us(found: dict[str, list[float]]) -> dict[str, list[float]]:

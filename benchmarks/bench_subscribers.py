@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.measure import Measurement, Scale
 from benchmarks.processes import free_endpoints, start_child
-from benchmarks.subjects import KIT, open_subject
+from benchmarks.subjects import KIT, open_benchmarked_publisher
 from benchmarks.workloads import SHAPES
 from scheduler_components.kv_events import Endpoint
 
@@ -38,11 +38,11 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
 def _percent_of_a_core(name: str, count: int, seconds: int) -> float:
     endpoint, replay_endpoint = free_endpoints(2)
     shape = SHAPES["16 events"]
-    subject = open_subject(name, shape, endpoint, replay_endpoint)
+    subject = open_benchmarked_publisher(name, shape, endpoint, replay_endpoint)
     address = Endpoint.parse(endpoint)
     arguments = msgspec.json.encode({"host": address.host, "port": address.port, "count": count})
     try:
-        with start_child("crowd_process", arguments) as crowd:
+        with start_child("many_subscribers_process", arguments) as crowd:
             assert crowd.stdout is not None
             if crowd.stdout.readline() != b"ready\n":
                 raise RuntimeError("the subscribers could not connect; their error is above")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.dynamo_tree import DynamoTree, has_dynamo
-from benchmarks.measure import Goal, Measurement, Samples, Scale, measure_in_turns
+from benchmarks.measure import Goal, Measurement, Samples, Scale, measure_interleaved
 from observability.kv_stream import BlockView
 from scheduler_components import BlockRemoved, BlockStored
 
@@ -79,7 +79,7 @@ def _prompt() -> tuple[int, ...]:
 
 
 def _timed_us(calls: Mapping[str, Callable[[], object]], scale: Scale) -> dict[str, list[float]]:
-    found = measure_in_turns(calls, turns=2 * scale.turns, number=scale.of(2_000))
+    found = measure_interleaved(calls, turns=2 * scale.turns, number=scale.of(2_000))
     return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
 
 
@@ -99,7 +99,7 @@ def _unequal_row(num_ranks: int, scale: Scale) -> Measurement:
     view, prompt = BlockView(), _prompt()
     for rank in range(num_ranks):
         view.apply(rank, [_stored(prompt[: _DEPTH - rank * _DEPTH // num_ranks])])
-    us = _timed_us({"ours": lambda: view.deepest_prefix(prompt), "limit": _lookups(prompt)}, scale)
+    us = _timed_us({"ours": lambda: view.match_lengths(prompt), "limit": _lookups(prompt)}, scale)
     what = f"deepest prefix of {_DEPTH} blocks, {num_ranks:,} rank{'s' * (num_ranks > 1)} of many depths"
     return Measurement(NAME, what, "us", us["ours"], {"limit": us["limit"]}, Goal(25.0) if num_ranks <= 64 else None)
 
@@ -110,17 +110,17 @@ def _equal_rows(num_ranks: int, scale: Scale) -> list[Measurement]:
     for rank in range(num_ranks):
         view.apply(rank, [_stored(prompt)])
     calls: dict[str, Callable[[], object]] = {
-        "ours": lambda: view.deepest_prefix(prompt),
-        "best": lambda: view.deepest_holders(prompt),
+        "ours": lambda: view.match_lengths(prompt),
+        "best": lambda: view.best_ranks(prompt),
         "limit": _lookups(prompt),
     }
     if has_dynamo():
         tree, unsigned = DynamoTree(), [each % (1 << 64) for each in prompt]
         for rank in range(num_ranks):
             tree.store(rank, prompt)
-        if len(tree.deepest_prefix(unsigned)) != num_ranks:
+        if len(tree.match_lengths(unsigned)) != num_ranks:
             raise AssertionError("Dynamo's tree does not hold what it was told: its events have another form now")
-        calls |= {"Dynamo": lambda: tree.deepest_prefix(unsigned), "Dynamo, no dict": lambda: tree.find(unsigned)}
+        calls |= {"Dynamo": lambda: tree.match_lengths(unsigned), "Dynamo, no dict": lambda: tree.find(unsigned)}
     us = _timed_us(calls, scale)
     ours, best = us.pop("ours"), us.pop("best")
     what = f"of {_DEPTH} blocks, {num_ranks:,} ranks of one depth"

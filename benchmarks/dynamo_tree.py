@@ -37,7 +37,7 @@ class DynamoTree:
         self._number += 1
         self._tree.apply_event(worker, msgspec.json.encode({"event_id": self._number, "data": data, "dp_rank": 0}))
 
-    def deepest_prefix(self, hashes: Sequence[int]) -> Mapping[object, int]:
+    def match_lengths(self, hashes: Sequence[int]) -> Mapping[object, int]:
         """How many leading blocks each worker holds; unsigned hashes."""
         scores: Mapping[object, int] = self._tree.find_matches(hashes).scores
         return scores

@@ -19,10 +19,10 @@ import attrs
 
 from scheduler_components import ConfigError
 from scheduler_components.cache import RadixCache
-from scheduler_components.hicache import HiRadixCache, SyncDomain, TierStepper
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone, WriteDone
+from scheduler_components.hicache import HiCacheStepper, HiRadixCache, ParallelGroups
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone, WriteDone
 from scheduler_components.reference.device import (
-    BLOCK_TOKENS,
+    TRACE_BLOCK_TOKENS,
     SimulatedHostPages,
     TraceRequest,
     open_trace,
@@ -62,7 +62,7 @@ class InstantMover:
     """A ``PageMover`` without storage: whatever was submitted has ended well at the next poll."""
 
     has_storage = False
-    load_room_pages = 1 << 30
+    load_back_budget_pages = 1 << 30
     _ended: list[IoEvent] = field(default_factory=list)
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
@@ -70,7 +70,7 @@ class InstantMover:
             if isinstance(instruction, CopyToHost):
                 self._ended.append(WriteDone(instruction.op, True))
             elif isinstance(instruction, CopyToDevice):
-                self._ended.append(LoadDone(instruction.op, True))
+                self._ended.append(LoadBackDone(instruction.op, True))
 
     def poll(self) -> list[IoEvent]:
         ended, self._ended = self._ended, []
@@ -98,15 +98,15 @@ def find_in_tiers(requests: Iterable[TraceRequest], sizes: Sizes) -> Found:
         host=SimulatedHostPages(num_host_pages, rng=random.Random(0), failure=0.0),
         num_host_pages=num_host_pages,
     )
-    stepper = TierStepper(cache=cache, domain=SyncDomain(), mover=InstantMover())
+    stepper = HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=InstantMover())
     found = Found()
     for rid, prompt in _prompts(requests, found):
         for _ in range(_SETTLE_STEPS):
             stepper.step()
-        while not cache.preparations.is_ready(rid, prompt[:-1]):
+        while not cache.prefetch_queue.is_done(rid, prompt[:-1]):
             stepper.step()
         cached = _compute(cache, prompt)
-        cache.preparations.book_admission(rid, prompt_tokens=len(prompt), cached_tokens=cached)
+        cache.prefetch_queue.record_admission(rid, prompt_tokens=len(prompt), cached_tokens=cached)
     stats = cache.stats()
     found.device_tokens, found.host_tokens = stats.device_hit_tokens, stats.host_hit_tokens
     return found
@@ -118,7 +118,7 @@ def unbounded_tokens(requests: Iterable[TraceRequest]) -> int:
     for request in requests:
         blocks.update(request.hash_ids)
         longest = max(longest, request.input_length)
-    return len(blocks) * BLOCK_TOKENS + longest + BLOCK_TOKENS
+    return len(blocks) * TRACE_BLOCK_TOKENS + longest + TRACE_BLOCK_TOKENS
 
 
 def _prompts(requests: Iterable[TraceRequest], found: Found) -> Iterator[tuple[str, array[int]]]:
@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         "--host", type=int, nargs="+", default=[2, 4, 16, 64], help="host tiers, times the device's size"
     )
     parser.add_argument(
-        "--page-size", type=int, default=BLOCK_TOKENS, help="tokens a page (512, as the trace's blocks)"
+        "--page-size", type=int, default=TRACE_BLOCK_TOKENS, help="tokens a page (512, as the trace's blocks)"
     )
     return parser
 

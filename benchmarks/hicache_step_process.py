@@ -12,11 +12,11 @@ import msgspec
 import zmq
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import HiRadixCache, SyncCall, SyncDomain, TierStepper, world_rank_sets
+from scheduler_components.hicache import HiCacheStepper, HiRadixCache, ParallelGroups, SyncCall, world_rank_groups
 from scheduler_components.hicache.agreement import BLOCK_INTS
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.reference.device import SimulatedHostPages
-from scheduler_components.reference.engine import open_zmq_sync_domain
+from scheduler_components.reference.engine import open_zmq_groups
 
 _WARM_UP_STEPS = 50
 
@@ -47,7 +47,7 @@ class StuckMover:
     """Takes instructions and never ends one."""
 
     has_storage = False
-    load_room_pages = 0
+    load_back_budget_pages = 0
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         pass
@@ -64,15 +64,15 @@ def _wait(socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool
     return True
 
 
-def _open_domain(spec: StepSpec) -> SyncDomain:
+def _open_domain(spec: StepSpec) -> ParallelGroups:
     tp_size = spec.attn_cp_size * spec.attn_tp_size
     size = spec.pp_size * tp_size
     stages = ParallelState.from_tp_rank(0, tp_size=tp_size, attn_cp_size=spec.attn_cp_size, pp_size=spec.pp_size)
-    world = world_rank_sets(stages)
+    world = world_rank_groups(stages)
     if spec.transport == "gloo":
         import torch.distributed as dist
 
-        from scheduler_components.hicache import open_torch_sync_domains
+        from scheduler_components.hicache import open_torch_groups
 
         dist.init_process_group(
             "gloo",
@@ -81,18 +81,18 @@ def _open_domain(spec: StepSpec) -> SyncDomain:
             world_size=size,
             timeout=timedelta(seconds=60),
         )
-        return open_torch_sync_domains(world, ["scheduler"])["scheduler"]
-    return open_zmq_sync_domain(
+        return open_torch_groups(world, ["scheduler"])["scheduler"]
+    return open_zmq_groups(
         zmq.Context(),
         rank=spec.rank,
-        hops=world[spec.rank].hops,
+        reduce_groups=world[spec.rank].reduce_groups,
         address_of=lambda rank: f"ipc://{spec.folder}/{rank}",
         wait_for=_wait,
         timeout_s=60,
     )
 
 
-def _bare_us(domain: SyncDomain, num_steps: int) -> float:
+def _bare_us(domain: ParallelGroups, num_steps: int) -> float:
     """The same reductions of a vector that says nothing: no proposal is made, and nothing is read of the answer."""
     nothing, call = [0] * BLOCK_INTS, SyncCall(domain.rank, 0, 0, "bare")
     begun = time.perf_counter()
@@ -114,7 +114,7 @@ def main() -> None:
     )
     for token in range(spec.num_operations):
         cache.insert([token], cache.allocate(1))
-    stepper = TierStepper(cache=cache, domain=_open_domain(spec), mover=StuckMover())
+    stepper = HiCacheStepper(cache=cache, domain=_open_domain(spec), mover=StuckMover())
     for _ in range(_WARM_UP_STEPS):
         stepper.step()
     us_a_step, us_bare, collectives = [], [], stepper.domain.num_collectives

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from observability.jetstream import JetStreamConfig, LogAddress, open_jetstream_subscriber
-from observability.kv_stream import NullListener, StreamState
+from observability.kv_stream import NullStreamListener, StreamState
 from scheduler_components.kv_events import DecodedBatch
 
 _DEADLINE_S = 60.0
@@ -20,13 +20,13 @@ class _Arguments(msgspec.Struct, frozen=True):
     expected: int
 
 
-class _Delays(NullListener):
+class _Delays(NullStreamListener):
     """Milliseconds from each batch's time stamp."""
 
     def __init__(self) -> None:
         self.ms: list[float] = []
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
         """Note when it came."""
         self.ms.append(1e3 * (time.time() - batch.ts))
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from benchmarks.processes import Delivery, LoopResult, LoopSpec, Replays, free_endpoints, start_child
-from benchmarks.subjects import Subject, open_subject
+from benchmarks.subjects import BenchmarkedPublisher, open_benchmarked_publisher
 from benchmarks.workloads import SHAPES
 
 _WORK_LOOPS = 4_000
@@ -65,17 +65,17 @@ def _work() -> int:
     return total
 
 
-def _make_one(subject: Subject, spec: LoopSpec, step: int, ts: float) -> Any:
+def _make_one(subject: BenchmarkedPublisher, spec: LoopSpec, step: int, ts: float) -> Any:
     evicted = None if spec.pool_steps is None or step < spec.pool_steps else step - spec.pool_steps
     return subject.make_batch(subject.make_events(step, evicted), ts)
 
 
-def _warm_up(subject: Subject, spec: LoopSpec) -> None:
+def _warm_up(subject: BenchmarkedPublisher, spec: LoopSpec) -> None:
     subject.publish(_make_one(subject, spec, 0, 0.0))
     subject.idle()
 
 
-def _run_steps(subject: Subject, spec: LoopSpec) -> LoopResult:
+def _run_steps(subject: BenchmarkedPublisher, spec: LoopSpec) -> LoopResult:
     publish_us, iteration_us = [], []
     clock, cpu, idle, publish = time.perf_counter, time.thread_time, subject.idle, subject.publish
     calls_cpu_s = 0.0
@@ -111,14 +111,14 @@ def _run_steps(subject: Subject, spec: LoopSpec) -> LoopResult:
     )
 
 
-def _publish_all(subject: Subject, batches: Sequence[Any]) -> LoopResult:
+def _publish_all(subject: BenchmarkedPublisher, batches: Sequence[Any]) -> LoopResult:
     begun_s = time.time()
     for batch in batches:
         subject.publish(batch)
     return LoopResult(publish_us=[], iteration_us=[], begun_s=begun_s, ended_s=time.time())
 
 
-def _measure(subject: Subject, spec: LoopSpec, endpoint: str, replay_endpoint: str) -> LoopResult:
+def _measure(subject: BenchmarkedPublisher, spec: LoopSpec, endpoint: str, replay_endpoint: str) -> LoopResult:
     for step in range(spec.kept):
         subject.publish(_make_one(subject, spec, step, 0.0))
         subject.idle()
@@ -156,7 +156,7 @@ def main() -> None:
     """Run the loop that the command line describes."""
     spec = msgspec.json.decode(sys.argv[1], type=LoopSpec)
     endpoint, replay_endpoint = free_endpoints(2)
-    subject = open_subject(spec.subject, SHAPES[spec.shape], endpoint, replay_endpoint, spec.buffer_steps)
+    subject = open_benchmarked_publisher(spec.subject, SHAPES[spec.shape], endpoint, replay_endpoint, spec.buffer_steps)
     try:
         result = _measure(subject, spec, endpoint, replay_endpoint)
     finally:

@@ -14,7 +14,7 @@ from statistics import median
 
 import msgspec
 
-__all__ = ["Goal", "Measurement", "Scale", "measure_in_turns", "percentile", "ratio_of"]
+__all__ = ["Goal", "Measurement", "Scale", "measure_interleaved", "percentile", "ratio_of"]
 
 Samples = Sequence[float]
 """One value a turn; the turns of everything that is compared belong together."""
@@ -103,7 +103,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-def measure_in_turns(
+def measure_interleaved(
     calls: Mapping[str, Callable[[], object]],
     *,
     turns: int,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.bench_cache import GrowthProbe
 from benchmarks.processes import free_endpoints
-from benchmarks.subjects import KIT_WITHOUT_IDLE, open_subject
+from benchmarks.subjects import KIT_WITHOUT_IDLE, open_benchmarked_publisher
 from benchmarks.workloads import SHAPES, Shape
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, EventStream
@@ -28,7 +28,7 @@ def _cache() -> int:
 
 def _window() -> int:
     endpoint, replay_endpoint = free_endpoints(2)
-    subject = open_subject(KIT_WITHOUT_IDLE, SHAPES["16 events"], endpoint, replay_endpoint)
+    subject = open_benchmarked_publisher(KIT_WITHOUT_IDLE, SHAPES["16 events"], endpoint, replay_endpoint)
     before = _resident_bytes()
     for step in range(NUM_BATCHES):
         subject.publish(subject.make_batch(subject.make_events(step), 0.0))
@@ -45,8 +45,8 @@ def _base(shape: Shape) -> int:
     def publish(first: int, num_steps: int) -> None:
         for step in range(first, first + num_steps):
             events = tuple(BlockStored(**fields) for fields in shape.fields(step, tuple))
-            stream.append(*encoder.encode_told(KVEventBatch(1.5, events), 0))
-            stream.fold_some()
+            stream.append(*encoder.encode_with_changes(KVEventBatch(1.5, events), 0))
+            stream.fold_oldest()
 
     publish(0, _FIRST_STEPS)
     before = _resident_bytes()

@@ -18,10 +18,17 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from benchmarks.measure import measure_in_turns
-from observability import PrometheusBoard, render_metrics
-from scheduler_components import LatencyTotals, LoadSnapshot, ParallelState, SchedulerStats, SchedulerTotals, TierStats
-from scheduler_components.metrics import RequestLatencies, open_shm_metrics_board, open_shm_metrics_sink
+from benchmarks.measure import measure_interleaved
+from observability import MetricsBoardCollector, render_metrics
+from scheduler_components import (
+    LatencySnapshot,
+    LoadSnapshot,
+    ParallelState,
+    SchedulerStats,
+    SchedulerTotals,
+    TierStats,
+)
+from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
 
 NUM_GAUGES = 64
 """What SGLang 0.5.23 sets one by one at a step's end."""
@@ -61,31 +68,31 @@ def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
         "limit": _packing(_count_numbers(plain)),
         "limit whole": _packing(_count_numbers(next(whole))),
     }
-    found = measure_in_turns(records, turns=spec.turns, number=spec.num_records)
-    found |= measure_in_turns({"gauges": set_gauges}, turns=spec.turns, number=spec.num_gauge_rounds)
+    found = measure_interleaved(records, turns=spec.turns, number=spec.num_records)
+    found |= measure_interleaved({"gauges": set_gauges}, turns=spec.turns, number=spec.num_gauge_rounds)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    PrometheusBoard(ours, board=open_shm_metrics_board(directory, 1))
+    MetricsBoardCollector(ours, board=open_shm_metrics_board(directory, 1))
     MultiProcessCollector(theirs)  # type: ignore[no-untyped-call]
     sink.record(plain)
     scrapes: dict[str, Callable[[], object]] = {
         "scrape": lambda: render_metrics(ours),
         "scrape gauges": lambda: generate_latest(theirs),
     }
-    found |= measure_in_turns(scrapes, turns=spec.turns, number=spec.num_scrapes)
+    found |= measure_interleaved(scrapes, turns=spec.turns, number=spec.num_scrapes)
     sink.close()
     return found
 
 
 def whole_totals() -> list[SchedulerTotals]:
     """Two in which everything is kept, and one histogram differs: what a step of decoding changes."""
-    latencies = RequestLatencies()
+    latencies = RequestLatencyRecorder()
     histograms = latencies.histograms
-    for name in LatencyTotals.__struct_fields__:
+    for name in LatencySnapshot.__struct_fields__:
         for number in range(2_000):
             getattr(histograms, name).observe(number % 97 * 0.05)
-    first = latencies.totals()
+    first = latencies.snapshot()
     histograms.inter_token.observe(0.01)
-    return [SchedulerTotals(latencies=each, tiers=TierStats()) for each in (first, latencies.totals())]
+    return [SchedulerTotals(latencies=each, tiers=TierStats()) for each in (first, latencies.snapshot())]
 
 
 def _packing(count: int) -> Callable[[], None]:

@@ -20,7 +20,7 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a loop process does.
 
     Attributes:
-        subject: ``subjects.open_subject``'s name.
+        subject: ``subjects.open_benchmarked_publisher``'s name.
         shape: a name of ``workloads.SHAPES``.
         steps: measured steps, one batch each.
         loop: what a step does besides its work: ``"waits"`` 1 ms for its device, where it calls ``idle()``; ``"lets
@@ -99,7 +99,7 @@ class LoopResult(msgspec.Struct, frozen=True, kw_only=True):
     replays: Replays | None = None
 
     @property
-    def undelivered_at_end(self) -> float:
+    def num_undelivered(self) -> float:
         """Batches that had not arrived when the loop's last step was done."""
         if self.deliveries is None:
             return math.nan

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.measure import Measurement
 
-__all__ = ["draw_growth"]
+__all__ = ["draw_scaling_plot"]
 
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 110, 40, 48
@@ -16,7 +16,7 @@ _COLOURS = {"match": "#1b7f5c", "insert": "#2a5db0", "evict": "#b0522a"}
 _GROWTH_ROW = re.compile(r"(match|insert|evict) a page, tree of ([\d,]+) pages")
 
 
-def draw_growth(rows: Sequence[Measurement]) -> str:
+def draw_scaling_plot(rows: Sequence[Measurement]) -> str:
     """Draw microseconds a page against pages in the tree, from the cache section's rows; empty axes without them."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:

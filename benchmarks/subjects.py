@@ -11,10 +11,19 @@ import zmq
 from benchmarks.peers import load_peer
 from benchmarks.workloads import Shape
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.events import CheckedEvents
+from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
-__all__ = ["KIT", "KIT_CACHE", "KIT_INLINE", "KIT_WITHOUT_IDLE", "LIMIT", "OFF", "Subject", "open_subject"]
+__all__ = [
+    "KIT",
+    "KIT_CACHE",
+    "KIT_INLINE",
+    "KIT_WITHOUT_IDLE",
+    "LIMIT",
+    "OFF",
+    "BenchmarkedPublisher",
+    "open_benchmarked_publisher",
+]
 
 KIT = "kit"
 """With events made by anybody: each value is looked at."""
@@ -29,7 +38,7 @@ OFF = "off"
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 
 
-class Subject(Protocol):
+class BenchmarkedPublisher(Protocol):
     """What a benchmark's scheduler knows of a publisher."""
 
     def make_events(self, step: int, evicted: int | None = None) -> Any:
@@ -47,7 +56,7 @@ class Subject(Protocol):
     def close(self) -> None: ...
 
 
-class OffSubject:
+class NoPublisher:
     """Publishing is off. What events would be made of is there all the same; events are not, as in an engine."""
 
     def __init__(self, shape: Shape) -> None:
@@ -70,7 +79,7 @@ class OffSubject:
         """Nothing."""
 
 
-class KitSubject:
+class KitPublisher:
     """The kit's publisher, with replay: so a digest is kept of every batch."""
 
     config = KVEventsConfig(bind=True)
@@ -93,14 +102,14 @@ class KitSubject:
         self._publisher.close(5.0)
 
 
-class KitCacheSubject(KitSubject):
+class KitCachePublisher(KitPublisher):
     """The kit's publisher behind the kit's caches."""
 
     def make_batch(self, events: Any, ts: float) -> Any:
-        return KVEventBatch(ts, CheckedEvents(events))
+        return KVEventBatch(ts, ValidatedEvents(events))
 
 
-class KitWithoutIdleSubject(KitSubject):
+class KitPublisherWithoutIdle(KitPublisher):
     """The kit's publisher in a scheduler that does not know of ``idle``: a thread sends, or ``publish()``."""
 
     def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
@@ -108,7 +117,7 @@ class KitWithoutIdleSubject(KitSubject):
         self.idle = lambda: None
 
 
-class KitInlineSubject(KitWithoutIdleSubject):
+class KitInlinePublisher(KitPublisherWithoutIdle):
     """The same with ``send_mode`` inline: ``publish()`` sends."""
 
     config = KVEventsConfig(bind=True, send_mode="inline")
@@ -131,7 +140,7 @@ class PeerEvents:
         return self._module.KVEventBatch(ts, events)
 
 
-class PeerSubject(PeerEvents):
+class PeerPublisher(PeerEvents):
     """SGLang's or vLLM's publisher, with replay; neither has an ``idle``."""
 
     def __init__(self, peer: str, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
@@ -148,7 +157,7 @@ class PeerSubject(PeerEvents):
         self._publisher.shutdown()
 
 
-class LimitSubject:
+class BareZmqPublisher:
     """The least that encoding, sending and answering can be with these libraries: no number kept, nothing counted.
 
     Replays are answered by a thread that blocks on its socket, from payloads that were kept encoded.
@@ -205,18 +214,20 @@ class LimitSubject:
         self._thread.join()
 
 
-def open_subject(name: str, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int = 10_000) -> Subject:
+def open_benchmarked_publisher(
+    name: str, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int = 10_000
+) -> BenchmarkedPublisher:
     """Open the publisher called ``name`` at two free addresses of this machine."""
     if name == OFF:
-        return OffSubject(shape)
+        return NoPublisher(shape)
     if name == KIT:
-        return KitSubject(shape, endpoint, replay_endpoint, buffer_steps)
+        return KitPublisher(shape, endpoint, replay_endpoint, buffer_steps)
     if name == KIT_CACHE:
-        return KitCacheSubject(shape, endpoint, replay_endpoint, buffer_steps)
+        return KitCachePublisher(shape, endpoint, replay_endpoint, buffer_steps)
     if name == KIT_WITHOUT_IDLE:
-        return KitWithoutIdleSubject(shape, endpoint, replay_endpoint, buffer_steps)
+        return KitPublisherWithoutIdle(shape, endpoint, replay_endpoint, buffer_steps)
     if name == KIT_INLINE:
-        return KitInlineSubject(shape, endpoint, replay_endpoint, buffer_steps)
+        return KitInlinePublisher(shape, endpoint, replay_endpoint, buffer_steps)
     if name == LIMIT:
-        return LimitSubject(shape, endpoint, replay_endpoint)
-    return PeerSubject(name, shape, endpoint, replay_endpoint, buffer_steps)
+        return BareZmqPublisher(shape, endpoint, replay_endpoint)
+    return PeerPublisher(name, shape, endpoint, replay_endpoint, buffer_steps)

@@ -54,7 +54,7 @@ _VECTORS: dict[str, Callable[[], Mapping[str, _Vector]]] = {
 _BLOCK = re.compile(r"(<!-- (rules|index|fields|golden)(?:: ([^>]+?))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-class FieldFacts(NamedTuple):
+class FieldInfo(NamedTuple):
     """What the field has to know of an event's field."""
 
     sglang: str
@@ -63,31 +63,31 @@ class FieldFacts(NamedTuple):
 
 
 _BOTH = "all"
-FIELD_FACTS: dict[str, dict[str, FieldFacts]] = {
+FIELD_FACTS: dict[str, dict[str, FieldInfo]] = {
     "BlockStored": {
-        "block_hashes": FieldFacts(_BOTH, "all; unsigned, or bytes", "one hash per block, parents first"),
-        "parent_block_hash": FieldFacts(_BOTH, _BOTH, "hash of the block before the first one; nil at a root"),
-        "token_ids": FieldFacts(_BOTH, _BOTH, "`len(block_hashes) * block_size` ids, each below 2^32"),
-        "block_size": FieldFacts(_BOTH, _BOTH, "tokens per block"),
-        "lora_id": FieldFacts(_BOTH, "all; deprecated", "adapter number, nil for the base model"),
-        "medium": FieldFacts("0.5.x", "0.9 on; always there in maps", "where the blocks are; nil means the device"),
-        "lora_name": FieldFacts("0.5.23", "0.2x on; always there in maps", "adapter name"),
-        "extra_keys": FieldFacts("", "0.2x on", "what else went into the hashes, one entry per block or nil"),
-        "group_idx": FieldFacts("", "0.32", "KV-cache group of a hybrid model"),
-        "cache_salt": FieldFacts("0.5.2x on", "", "isolates tenants that send the same tokens"),
-        "session_id": FieldFacts("0.5.2x on", "0.32", "who caused the store; no part of the identity"),
-        "kv_cache_spec_kind": FieldFacts("", "0.32", "what the group attends to, such as `full_attention`"),
-        "kv_cache_spec_sliding_window": FieldFacts("", "0.32", "tokens of the group's window"),
-        "locality": FieldFacts("", "0.32", "`LOCAL` or `REMOTE`, seen from the publisher"),
-        "ownership": FieldFacts("", "0.32", "which of several tiers on one medium"),
-        "lookahead_token_ids": FieldFacts("", "0.33", "what follows the blocks, for drafting"),
+        "block_hashes": FieldInfo(_BOTH, "all; unsigned, or bytes", "one hash per block, parents first"),
+        "parent_block_hash": FieldInfo(_BOTH, _BOTH, "hash of the block before the first one; nil at a root"),
+        "token_ids": FieldInfo(_BOTH, _BOTH, "`len(block_hashes) * block_size` ids, each below 2^32"),
+        "block_size": FieldInfo(_BOTH, _BOTH, "tokens per block"),
+        "lora_id": FieldInfo(_BOTH, "all; deprecated", "adapter number, nil for the base model"),
+        "medium": FieldInfo("0.5.x", "0.9 on; always there in maps", "where the blocks are; nil means the device"),
+        "lora_name": FieldInfo("0.5.23", "0.2x on; always there in maps", "adapter name"),
+        "extra_keys": FieldInfo("", "0.2x on", "what else went into the hashes, one entry per block or nil"),
+        "group_idx": FieldInfo("", "0.32", "KV-cache group of a hybrid model"),
+        "cache_salt": FieldInfo("0.5.2x on", "", "isolates tenants that send the same tokens"),
+        "session_id": FieldInfo("0.5.2x on", "0.32", "who caused the store; no part of the identity"),
+        "kv_cache_spec_kind": FieldInfo("", "0.32", "what the group attends to, such as `full_attention`"),
+        "kv_cache_spec_sliding_window": FieldInfo("", "0.32", "tokens of the group's window"),
+        "locality": FieldInfo("", "0.32", "`LOCAL` or `REMOTE`, seen from the publisher"),
+        "ownership": FieldInfo("", "0.32", "which of several tiers on one medium"),
+        "lookahead_token_ids": FieldInfo("", "0.33", "what follows the blocks, for drafting"),
     },
     "BlockRemoved": {
-        "block_hashes": FieldFacts(_BOTH, "all; unsigned, or bytes", "blocks that can no longer be used there"),
-        "medium": FieldFacts("0.5.x", "0.9 on; always there in maps", "where they were; nil means the device"),
-        "group_idx": FieldFacts("", "0.32", "KV-cache group"),
-        "locality": FieldFacts("", "0.32", "as in `BlockStored`"),
-        "ownership": FieldFacts("", "0.32", "as in `BlockStored`"),
+        "block_hashes": FieldInfo(_BOTH, "all; unsigned, or bytes", "blocks that can no longer be used there"),
+        "medium": FieldInfo("0.5.x", "0.9 on; always there in maps", "where they were; nil means the device"),
+        "group_idx": FieldInfo("", "0.32", "KV-cache group"),
+        "locality": FieldInfo("", "0.32", "as in `BlockStored`"),
+        "ownership": FieldInfo("", "0.32", "as in `BlockStored`"),
     },
     "AllBlocksCleared": {},
 }
@@ -124,7 +124,7 @@ def _sentence(text: str) -> str:
 
 
 def _judge(rule: Rule) -> str:
-    kind, _, name = rule.judge.partition(": ")
+    kind, _, name = rule.verified_by.partition(": ")
     return f"`{kind}`" + (f": `{name}`" if name else "")
 
 

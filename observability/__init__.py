@@ -10,59 +10,59 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from observability.catalog import (
-        CATALOG,
-        EVERY_METRIC,
-        HISTOGRAMS,
-        INFOS,
-        LOG_CATALOG,
+        ALL_METRICS,
+        INFO_METRICS,
+        LOG_METRICS,
+        METRIC_GROUPS,
         OUTPUT_METRICS,
-        RELAY_CATALOG,
-        SECTIONS,
+        RELAY_METRICS,
+        SCHEDULER_HISTOGRAMS,
+        SCHEDULER_METRICS,
         SGLANG_PREFIX,
-        STATES,
-        STREAM_CATALOG,
-        STREAM_STATE,
+        STATE_METRICS,
+        STREAM_METRICS,
+        STREAM_STATE_METRIC,
         InfoMetric,
         Metric,
-        Section,
+        MetricGroup,
         StateMetric,
         render_markdown,
         render_stream_markdown,
     )
-    from observability.conformance import ConformanceReport, RuleResult, StreamReport, examine_conformance
+    from observability.conformance import ConformanceReport, RuleResult, StreamReport, check_conformance
     from observability.conformance_files import badge_json, junit_xml
     from observability.doctor import (
         CheckResult,
         DoctorOptions,
         Severity,
+        check_worker,
         diagnose_stream,
-        examine,
         exit_code,
-        report_json,
+        render_report_json,
     )
     from observability.http_app import StatusSource, error_response, status_routes
-    from observability.http_kv_pool import PoolReadingSource, kv_pool_route
-    from observability.kv_pool_page import PoolPage, PoolPlaceCount, PoolUnreadableError, fetch_pool
+    from observability.http_kv_pool import KvPoolSource, kv_pool_route
+    from observability.kv_pool_page import KvPoolPage, KvPoolPlace, KvPoolUnreadableError, fetch_kv_pool
     from observability.kv_stream import (
         AsyncSubscriber,
         StreamListener,
         StreamState,
         StreamStats,
         Subscriber,
-        bare_address,
         discover,
         open_async_subscriber,
         open_subscriber,
+        static_address,
     )
     from observability.log_sink import LogSink
     from observability.prometheus_page import render_metrics
     from observability.prometheus_schedulers import (
+        MetricsBoardCollector,
         OutputCollector,
-        PrometheusBoard,
         PrometheusSink,
         RankLabels,
         RankOutputs,
@@ -77,12 +77,12 @@ if TYPE_CHECKING:
         StreamCollector,
         StreamStatsSource,
     )
-    from observability.watch import LinePrinter, WatchOptions, watch_streams
+    from observability.watch import EventPrinter, WatchOptions, watch_streams
 
 __all__ = [
     # metrics out of a scheduler
     "PrometheusSink",
-    "PrometheusBoard",
+    "MetricsBoardCollector",
     "ReportBoard",
     "OutputCollector",
     "RankLabels",
@@ -95,12 +95,12 @@ __all__ = [
     "status_routes",
     "error_response",
     "kv_pool_route",
-    "PoolReadingSource",
-    "PoolPage",
-    "PoolPlaceCount",
+    "KvPoolSource",
+    "KvPoolPage",
+    "KvPoolPlace",
     # following streams
     "discover",
-    "bare_address",
+    "static_address",
     "open_subscriber",
     "Subscriber",
     "open_async_subscriber",
@@ -117,69 +117,69 @@ __all__ = [
     # looking at a worker
     "watch_streams",
     "WatchOptions",
-    "LinePrinter",
-    "examine",
+    "EventPrinter",
+    "check_worker",
     "DoctorOptions",
     "CheckResult",
     "Severity",
     "exit_code",
-    "report_json",
+    "render_report_json",
     "diagnose_stream",
-    "examine_conformance",
+    "check_conformance",
     "junit_xml",
     "badge_json",
-    "fetch_pool",
-    "PoolUnreadableError",
+    "fetch_kv_pool",
+    "KvPoolUnreadableError",
     "ConformanceReport",
     "StreamReport",
     "RuleResult",
     # the catalogue
     "InfoMetric",
     "Metric",
-    "Section",
+    "MetricGroup",
     "StateMetric",
-    "SECTIONS",
-    "CATALOG",
-    "HISTOGRAMS",
-    "INFOS",
-    "STATES",
+    "METRIC_GROUPS",
+    "SCHEDULER_METRICS",
+    "SCHEDULER_HISTOGRAMS",
+    "INFO_METRICS",
+    "STATE_METRICS",
     "OUTPUT_METRICS",
-    "EVERY_METRIC",
-    "STREAM_CATALOG",
-    "RELAY_CATALOG",
-    "LOG_CATALOG",
-    "STREAM_STATE",
+    "ALL_METRICS",
+    "STREAM_METRICS",
+    "RELAY_METRICS",
+    "LOG_METRICS",
+    "STREAM_STATE_METRIC",
     "SGLANG_PREFIX",
     "render_markdown",
     "render_stream_markdown",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "observability.catalog": (
-            "CATALOG EVERY_METRIC HISTOGRAMS INFOS LOG_CATALOG OUTPUT_METRICS RELAY_CATALOG SECTIONS SGLANG_PREFIX "
-            "STATES STREAM_CATALOG STREAM_STATE InfoMetric Metric Section StateMetric render_markdown "
+            "SCHEDULER_METRICS ALL_METRICS SCHEDULER_HISTOGRAMS INFO_METRICS LOG_METRICS OUTPUT_METRICS RELAY_METRICS METRIC_GROUPS SGLANG_PREFIX "
+            "STATE_METRICS STREAM_METRICS STREAM_STATE_METRIC InfoMetric Metric MetricGroup StateMetric render_markdown "
             "render_stream_markdown"
         ),
-        "observability.conformance": "ConformanceReport RuleResult StreamReport examine_conformance",
+        "observability.conformance": "ConformanceReport RuleResult StreamReport check_conformance",
         "observability.conformance_files": "badge_json junit_xml",
-        "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream examine exit_code report_json",
+        "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream check_worker exit_code render_report_json",
         "observability.http_app": "StatusSource error_response status_routes",
-        "observability.http_kv_pool": "PoolReadingSource kv_pool_route",
-        "observability.kv_pool_page": "PoolPage PoolPlaceCount PoolUnreadableError fetch_pool",
+        "observability.http_kv_pool": "KvPoolSource kv_pool_route",
+        "observability.kv_pool_page": "KvPoolPage KvPoolPlace KvPoolUnreadableError fetch_kv_pool",
         "observability.kv_stream": (
-            "AsyncSubscriber StreamListener StreamState StreamStats Subscriber bare_address discover "
+            "AsyncSubscriber StreamListener StreamState StreamStats Subscriber static_address discover "
             "open_async_subscriber open_subscriber"
         ),
         "observability.log_sink": "LogSink",
         "observability.prometheus_page": "render_metrics",
         "observability.prometheus_schedulers": (
-            "OutputCollector PrometheusBoard PrometheusSink RankLabels RankOutputs RankOutputsSource ReportBoard"
+            "OutputCollector MetricsBoardCollector PrometheusSink RankLabels RankOutputs RankOutputsSource ReportBoard"
         ),
         "observability.prometheus_streams": (
             "LogCollector LogStatsSource RelayCollector RelayStatsSource StreamCollector StreamStatsSource"
         ),
-        "observability.watch": "LinePrinter WatchOptions watch_streams",
+        "observability.watch": "EventPrinter WatchOptions watch_streams",
     },
 )

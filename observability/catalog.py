@@ -1,6 +1,6 @@
 """The one table of metrics: the name of each, its meaning, and where its value is.
 
-A collector exposes what is in ``SECTIONS`` and nothing else; the documentation and the dashboard are written from it.
+A collector exposes what is in ``METRIC_GROUPS`` and nothing else; the documentation and the dashboard are written from it.
 To add a metric, add a field to the value that the section reads, and a row here.
 
 Names are SGLang's where SGLang (0.5.23) has the fact, and follow its habits where it has not, so that dashboards and
@@ -19,26 +19,26 @@ from scheduler_components import HistogramSnapshot, SchedulerStats
 __all__ = [
     "InfoMetric",
     "Metric",
-    "Section",
-    "SECTIONS",
-    "CATALOG",
-    "HISTOGRAMS",
+    "MetricGroup",
+    "METRIC_GROUPS",
+    "SCHEDULER_METRICS",
+    "SCHEDULER_HISTOGRAMS",
     "OUTPUT_METRICS",
-    "LOAD_AGE",
-    "RANKS_REFUSED",
-    "PAGES_UNREAD",
-    "INFOS",
-    "STATES",
+    "LOAD_AGE_METRIC",
+    "REPORTS_REFUSED",
+    "PAGE_READS_FAILED",
+    "INFO_METRICS",
+    "STATE_METRICS",
     "StateMetric",
-    "EVERY_METRIC",
-    "STREAM_STATE",
-    "LOG_CATALOG",
+    "ALL_METRICS",
+    "STREAM_STATE_METRIC",
+    "LOG_METRICS",
     "LOG_PREFIX",
-    "STREAM_CATALOG",
+    "STREAM_METRICS",
     "SGLANG_PREFIX",
     "VLLM_PREFIX",
     "STREAM_PREFIX",
-    "RELAY_CATALOG",
+    "RELAY_METRICS",
     "RELAY_PREFIX",
     "render_markdown",
     "render_stream_markdown",
@@ -158,23 +158,23 @@ class StateMetric:
         return values or None
 
 
-ReadFrom = Literal["step", "outputs", "collector", "stream", "relay", "log"]
+StatsKind = Literal["step", "outputs", "collector", "stream", "relay", "log"]
 
 
 @attrs.frozen
-class Section:
+class MetricGroup:
     """The metrics of one subject.
 
     Attributes:
         title: its heading in the documentation.
-        read_from: the value that the paths are fields of: ``step`` is ``SchedulerStats``, ``outputs`` is
-            ``OutputStats``, ``stream`` is ``StreamStats``, ``relay`` is ``RelayedStats``, ``log`` is ``LogStats``;
+        stats_kind: the value that the paths are fields of: ``step`` is ``SchedulerStats``, ``outputs`` is
+            ``OutputStats``, ``stream`` is ``StreamStats``, ``relay`` is ``RelayedStreamStats``, ``log`` is ``LogStats``;
             ``collector`` is what a collector itself knows.
         metrics: in the order of the documentation.
     """
 
     title: str
-    read_from: ReadFrom
+    stats_kind: StatsKind
     metrics: tuple[Metric, ...]
 
 
@@ -193,16 +193,16 @@ def histogram(name: str, path: str, help: str, *vllm_names: str) -> Metric:
     return Metric(name=name, kind="histogram", unit="seconds", help=help, path=path, vllm_names=vllm_names)
 
 
-LOAD_AGE = gauge("load_age_seconds", "seconds", "", "Age of the load snapshot that the gauges are from.")
+LOAD_AGE_METRIC = gauge("load_age_seconds", "seconds", "", "Age of the load snapshot that the gauges are from.")
 """Known at the time of a scrape: a rank that has stopped reporting shows as a growing age."""
 
-RANKS_REFUSED = attrs.evolve(
+REPORTS_REFUSED = attrs.evolve(
     counter("metrics_reports_refused_total", "reports", "", "Reports of ranks beyond the sink's limit."),
     is_per_rank=False,
 )
 """What a sink did not store: reports of new ranks after the last that it has room for."""
 
-PAGES_UNREAD = attrs.evolve(
+PAGE_READS_FAILED = attrs.evolve(
     counter(
         "metrics_pages_unread_total",
         "reads",
@@ -211,11 +211,11 @@ PAGES_UNREAD = attrs.evolve(
     ),
     is_per_rank=False,
 )
-"""What a ``PrometheusBoard`` counts: the ranks of these reads show their last values, or nothing."""
+"""What a ``MetricsBoardCollector`` counts: the ranks of these reads show their last values, or nothing."""
 
 # fmt: off
-SECTIONS: tuple[Section, ...] = (
-    Section("Load", "step", (
+METRIC_GROUPS: tuple[MetricGroup, ...] = (
+    MetricGroup("Load", "step", (
         gauge("num_running_reqs", "requests", "load.num_running_reqs",
             "Running requests.", "num_requests_running"),
         gauge("num_queue_reqs", "requests", "load.num_waiting_reqs",
@@ -245,7 +245,7 @@ SECTIONS: tuple[Section, ...] = (
         gauge("load_sequence", "reports", "load.sequence",
             "Number of the load snapshot that the gauges are from."),
     )),
-    Section("Requests that are held back", "step", (
+    MetricGroup("Requests that are held back", "step", (
         gauge("num_grammar_queue_reqs", "requests", "load.queues.grammar",
             "Requests that wait for their grammar."),
         gauge("num_paused_reqs", "requests", "load.queues.paused",
@@ -253,7 +253,7 @@ SECTIONS: tuple[Section, ...] = (
         gauge("num_retracted_reqs", "requests", "load.queues.retracted",
             "Retracted requests that wait to run again."),
     )),
-    Section("Prefill and decode instances", "step", (
+    MetricGroup("Prefill and decode instances", "step", (
         gauge("num_prefill_bootstrap_queue_reqs", "requests", "load.disaggregation.prefill_bootstrap_queue_reqs",
             "Prefill instance: requests that wait for their decode peer."),
         gauge("num_prefill_inflight_queue_reqs", "requests", "load.disaggregation.prefill_inflight_queue_reqs",
@@ -269,7 +269,7 @@ SECTIONS: tuple[Section, ...] = (
         gauge("kv_transfer_latency_ms", "ms", "load.disaggregation.kv_transfer_latency_ms",
             "Latency of KV transfers."),
     )),
-    Section("LoRA, speculation, memory", "step", (
+    MetricGroup("LoRA, speculation, memory", "step", (
         gauge("lora_pool_slots_used", "slots", "load.lora.slots_used",
             "LoRA adapter slots in use."),
         gauge("lora_pool_slots_total", "slots", "load.lora.slots_total",
@@ -287,7 +287,7 @@ SECTIONS: tuple[Section, ...] = (
         gauge("graph_memory_usage_gb", "GB", "load.memory.graph_gb",
             "Device memory of captured graphs."),
     )),
-    Section("Totals", "step", (
+    MetricGroup("Totals", "step", (
         counter("num_requests_total", "requests", "totals.num_requests_total",
             "Requests accepted."),
         counter("num_aborted_requests_total", "requests", "totals.num_aborted_requests_total",
@@ -322,7 +322,7 @@ SECTIONS: tuple[Section, ...] = (
             "Tokens generated by these steps."),
     )),
     # SGLang counts tokens here. These count pages, under names of their own; page_size makes one of the other.
-    Section("Hierarchical cache", "step", (
+    MetricGroup("Hierarchical cache", "step", (
         counter("hicache_prompt_tokens_total", "tokens", "totals.tiers.prompt_tokens",
             "Input tokens of requests at their first admission."),
         counter("hicache_device_hit_tokens_total", "tokens", "totals.tiers.device_hit_tokens",
@@ -354,7 +354,7 @@ SECTIONS: tuple[Section, ...] = (
         counter("hicache_pages_dropped_total", "pages", "totals.tiers.pages_dropped",
             "Pages evicted from the device without a copy on the host."),
     )),
-    Section("Input", "step", (
+    MetricGroup("Input", "step", (
         counter("intake_receives_total", "meetings", "totals.intake.receives",
             "Times that all ranks of the replica met for input."),
         counter("intake_receives_skipped_total", "steps", "totals.intake.receives_skipped",
@@ -370,7 +370,7 @@ SECTIONS: tuple[Section, ...] = (
         gauge("intake_requests_held", "requests", "totals.intake.requests_held",
             "Requests that wait because input is blocked."),
     )),
-    Section("Pools", "step", (
+    MetricGroup("Pools", "step", (
         gauge("max_pool_usage", "share", "totals.pools.max_pool_usage",
             "Pages in use / pages of the fullest pool, 0 to 1."),
         gauge("full_token_usage", "share", "totals.pools.full_token_usage",
@@ -400,7 +400,7 @@ SECTIONS: tuple[Section, ...] = (
         gauge("session_held_pages", "pages", "totals.pools.session_held_pages",
             "Pages that sessions hold between two requests, over all pools."),
     )),
-    Section("Integrity", "step", (
+    MetricGroup("Integrity", "step", (
         counter("integrity_checks_total", "checks", "totals.integrity.checks",
             "Times that the counts of all pools were added up."),
         counter("integrity_censuses_total", "checks", "totals.integrity.censuses",
@@ -416,7 +416,7 @@ SECTIONS: tuple[Section, ...] = (
         gauge("integrity_problems_open", "problems", "totals.integrity.problems_open",
             "Broken rules that stood at the last census."),
     )),
-    Section("KV events", "step", (
+    MetricGroup("KV events", "step", (
         counter("kv_events_batches_sent_total", "batches", "publisher.batches_sent",
             "KV-event batches sent."),
         counter("kv_events_sent_total", "events", "publisher.events_sent",
@@ -462,7 +462,7 @@ SECTIONS: tuple[Section, ...] = (
         gauge("kv_events_open_bind_without_auth", "flag", "publisher.open_bind_without_auth",
             "1 when the stream listens beyond loopback without authentication."),
     )),
-    Section("Rest", "step", (
+    MetricGroup("Rest", "step", (
         gauge("engine_paused", "flag", "totals.quiesce.is_paused",
             "1 while nothing is computed until the engine is told to continue."),
         counter("engine_pauses_total", "pauses", "totals.quiesce.num_pauses",
@@ -476,7 +476,7 @@ SECTIONS: tuple[Section, ...] = (
         counter("engine_orders_refused_total", "orders", "totals.quiesce.num_orders_refused",
             "Orders that were not carried out: because of the state, the deadline, or what a rank could not do."),
     )),
-    Section("Batches", "step", (
+    MetricGroup("Batches", "step", (
         gauge("new_token_ratio", "share", "totals.batching.new_token_ratio",
             "Share of possible output that an admission reserves room for, 0 to 1."),
         counter("first_tokens_predicted_total", "requests", "totals.batching.first_tokens_predicted",
@@ -498,7 +498,7 @@ SECTIONS: tuple[Section, ...] = (
         counter("dp_prefills_forced_total", "times", "totals.batching.dp_prefills_forced",
             "DP attention: times that they had waited enough."),
     )),
-    Section("Latencies", "step", (
+    MetricGroup("Latencies", "step", (
         histogram("time_to_first_token_seconds", "totals.latencies.time_to_first_token",
             "From the first queueing to the first token.", "time_to_first_token_seconds"),
         histogram("inter_token_latency_seconds", "totals.latencies.inter_token",
@@ -512,7 +512,7 @@ SECTIONS: tuple[Section, ...] = (
         histogram("decode_time_seconds", "totals.latencies.decode",
             "In decode, over all decodes of a request.", "request_decode_time_seconds"),
     )),
-    Section("Outputs", "outputs", (
+    MetricGroup("Outputs", "outputs", (
         counter("output_batches_sent_total", "messages", "batches_sent",
             "Messages of outputs that the receiver took."),
         counter("output_deltas_sent_total", "deltas", "deltas_sent",
@@ -532,8 +532,8 @@ SECTIONS: tuple[Section, ...] = (
         counter("output_tokens_dropped_total", "tokens", "tokens_dropped",
             "Generated tokens that were dropped with these ends."),
     )),
-    Section("Reports", "collector", (LOAD_AGE, RANKS_REFUSED, PAGES_UNREAD)),
-    Section("Followed streams", "stream", (
+    MetricGroup("Reports", "collector", (LOAD_AGE_METRIC, REPORTS_REFUSED, PAGE_READS_FAILED)),
+    MetricGroup("Followed streams", "stream", (
         gauge("kv_stream_state", "flag", "state",
             "1 for the state that the stream is in (label state), 0 for the others."),
         gauge("kv_stream_is_extended", "flag", "is_extended",
@@ -591,7 +591,7 @@ SECTIONS: tuple[Section, ...] = (
         counter("kv_stream_fenced_total", "messages", "fenced",
             "Messages of another life in the same log; they are skipped."),
     )),
-    Section("Streams written to a broker", "log", (
+    MetricGroup("Streams written to a broker", "log", (
         gauge("kv_log_is_connected", "flag", "is_connected",
             "1 while the broker is there."),
         gauge("kv_log_is_superseded", "flag", "is_superseded",
@@ -613,7 +613,7 @@ SECTIONS: tuple[Section, ...] = (
         counter("kv_log_broker_losses_total", "losses", "broker_losses",
             "Times that the broker went away."),
     )),
-    Section("Relayed streams", "relay", (
+    MetricGroup("Relayed streams", "relay", (
         gauge("kv_relay_is_whole", "flag", "is_whole",
             "1 while every source of the stream is known whole; readers are told otherwise."),
         gauge("kv_relay_sources", "sources", "num_sources",
@@ -624,21 +624,21 @@ SECTIONS: tuple[Section, ...] = (
 """Every metric. Rows of two lines: name, unit and path; then help and vLLM's names."""
 
 
-def _read_from(source: ReadFrom) -> tuple[Metric, ...]:
-    return tuple(metric for section in SECTIONS if section.read_from == source for metric in section.metrics)
+def _metrics_of(source: StatsKind) -> tuple[Metric, ...]:
+    return tuple(metric for section in METRIC_GROUPS if section.stats_kind == source for metric in section.metrics)
 
 
-CATALOG = tuple(metric for metric in _read_from("step") if metric.kind != "histogram")
+SCHEDULER_METRICS = tuple(metric for metric in _metrics_of("step") if metric.kind != "histogram")
 """Read from a step's ``SchedulerStats``. Each is labelled with ``ParallelState.metric_labels``."""
 
-HISTOGRAMS = tuple(metric for metric in _read_from("step") if metric.kind == "histogram")
-"""Times of requests, where the engine keeps them; labelled as ``CATALOG`` is, and by the bucket's bound."""
+SCHEDULER_HISTOGRAMS = tuple(metric for metric in _metrics_of("step") if metric.kind == "histogram")
+"""Times of requests, where the engine keeps them; labelled as ``SCHEDULER_METRICS`` is, and by the bucket's bound."""
 
-OUTPUT_METRICS = _read_from("outputs")
-"""Read from ``OutputStats`` at a scrape, so that no step pays for them; labelled as ``CATALOG`` is."""
+OUTPUT_METRICS = _metrics_of("outputs")
+"""Read from ``OutputStats`` at a scrape, so that no step pays for them; labelled as ``SCHEDULER_METRICS`` is."""
 
 # fmt: off
-INFOS = (
+INFO_METRICS = (
     InfoMetric(
         name="cache_config_info",
         help="The KV pool: tokens per page and pages, by SGLang's labels and by vLLM's.",
@@ -660,7 +660,7 @@ INFOS = (
 )
 """What the model-server contract of Kubernetes' gateway reads beside requests and tokens (``SchedulerStats`` too)."""
 
-STATES = (
+STATE_METRICS = (
     StateMetric(
         name="engine_sleep_state",
         help="awake is 1 while all memory is held; weights_offloaded is 1 while the weights are on the host; "
@@ -677,44 +677,44 @@ STATES = (
 
 # fmt: on
 
-EVERY_METRIC = (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS, *_read_from("collector"))
+ALL_METRICS = (*SCHEDULER_METRICS, *SCHEDULER_HISTOGRAMS, *OUTPUT_METRICS, *_metrics_of("collector"))
 """What a scheduler's processes expose and the dashboard may draw: all but the metrics of followed streams."""
 
-STREAM_STATE = _read_from("stream")[0]
+STREAM_STATE_METRIC = _metrics_of("stream")[0]
 """The state of a followed stream: one flag per state."""
 
-STREAM_CATALOG = _read_from("stream")[1:]
-"""Read from ``StreamStats``. Each is labelled with the ``rank``, as ``STREAM_STATE`` is."""
+STREAM_METRICS = _metrics_of("stream")[1:]
+"""Read from ``StreamStats``. Each is labelled with the ``rank``, as ``STREAM_STATE_METRIC`` is."""
 
-LOG_CATALOG = _read_from("log")
+LOG_METRICS = _metrics_of("log")
 """Read from ``LogStats``. Each is labelled with the ``rank``."""
 
-RELAY_CATALOG = _read_from("relay") + tuple(
+RELAY_METRICS = _metrics_of("relay") + tuple(
     attrs.evolve(metric, name=RELAY_PREFIX + metric.name.removeprefix("kv_"))
-    for metric in CATALOG
+    for metric in SCHEDULER_METRICS
     if metric.path.startswith("publisher.")
 )
-"""Read from ``RelayedStats``: what a relay says of each stream that it publishes, labelled with the ``rank``. Its
+"""Read from ``RelayedStreamStats``: what a relay says of each stream that it publishes, labelled with the ``rank``. Its
 publisher counts what a scheduler's does."""
 
 
 def render_markdown() -> str:
     """Return the catalogue of schedulers as Markdown for the documentation: one heading and one table per section."""
     lines: list[str] = []
-    for section in SECTIONS:
-        if section.read_from not in ("stream", "relay", "log"):
+    for section in METRIC_GROUPS:
+        if section.stats_kind not in ("stream", "relay", "log"):
             lines += ["", f"## {section.title}", ""]
             lines += ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
             lines += map(_row, section.metrics)
     lines += ["", "## For Kubernetes' gateway", ""]
     lines += ["| Metric | Kind | Labels | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
-    for info in INFOS:
+    for info in INFO_METRICS:
         labels = ", ".join(f"`{label}`" for label, _ in info.labels)
         name = f"`{VLLM_PREFIX}{info.name}`"
         lines.append(f"| `{SGLANG_PREFIX}{info.name}` | gauge | {labels} | {info.help} | {name} |")
     lines += ["", "## States", ""]
     lines += ["| Metric | Kind | Label and its values | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
-    for state in STATES:
+    for state in STATE_METRICS:
         values = f"`{state.label}`: " + ", ".join(f"`{each}`" for each, _ in state.flags)
         name = f"`{VLLM_PREFIX}{state.name}`"
         lines.append(f"| `{SGLANG_PREFIX}{state.name}` | gauge | {values} | {state.help} | {name} |")
@@ -728,9 +728,9 @@ def _row(metric: Metric) -> str:
 
 def render_stream_markdown() -> str:
     """Return the tables of streams that are followed, that a relay publishes, and that are written to a broker."""
-    titled = (("Relayed streams", RELAY_CATALOG), ("Streams written to a broker", LOG_CATALOG))
+    titled = (("Relayed streams", RELAY_METRICS), ("Streams written to a broker", LOG_METRICS))
     others = "".join(f"\n## {title}\n\n{_plain_table(metrics)}" for title, metrics in titled)
-    return f"{_plain_table((STREAM_STATE, *STREAM_CATALOG))}{others}"
+    return f"{_plain_table((STREAM_STATE_METRIC, *STREAM_METRICS))}{others}"
 
 
 def _plain_table(metrics: tuple[Metric, ...]) -> str:

@@ -1,6 +1,6 @@
 """Examines the streams of a live engine against the rules of the wire: a report for a person, and as JSON.
 
-``examine_conformance`` listens to any engine that speaks this wire, by its URL or by one endpoint. The rules and the
+``check_conformance`` listens to any engine that speaks this wire, by its URL or by one endpoint. The rules and the
 judge are ``scheduler_components.testing``'s; the report is made here.
 """
 
@@ -13,17 +13,17 @@ from functools import partial
 
 import msgspec
 
-from observability.kv_pool_page import fetch_pool
-from observability.kv_stream import NoStreamsError, bare_address, discover, printable
+from observability.kv_pool_page import fetch_kv_pool
+from observability.kv_stream import NoStreamsError, discover, escape_unprintable, static_address
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.kv_events import Endpoint, StreamAddress
-from scheduler_components.testing import RULES, ProbeOptions, Violation, Weight, probe_streams, stream_judge
+from scheduler_components.testing import RULES, ProbeOptions, RuleSeverity, Violation, probe_streams, stream_verifier
 
 __all__ = [
     "ConformanceReport",
     "RuleResult",
     "StreamReport",
-    "examine_conformance",
+    "check_conformance",
 ]
 
 _MAX_SEEN = 3
@@ -58,7 +58,7 @@ class StreamReport(msgspec.Struct, frozen=True):
 
     rank: int
     endpoint: str
-    facts: stream_judge.StreamFacts
+    facts: stream_verifier.StreamFacts
     rules: tuple[RuleResult, ...]
 
 
@@ -93,7 +93,7 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         engine = tuple(each for each in _results(tuple(broken), frozenset(judged)) if each.rule in _ENGINE_RULES)
         reports = tuple(streams)
         results = [*engine, *(each for report in reports for each in report.rules)]
-        conforms = not any(each.status == "broken" and each.weight == Weight.ERROR for each in results)
+        conforms = not any(each.status == "broken" and each.weight == RuleSeverity.ERROR for each in results)
         return cls(target, reachable, conforms, engine, reports)
 
     @property
@@ -111,7 +111,7 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         return 0 if self.conforms else 1
 
     @property
-    def _is_untrue(self) -> bool:
+    def _differs_from_pool(self) -> bool:
         """A stream was compared with its pool, and tells something else."""
         results = (each for report in self.streams for each in report.rules)
         return any(each.status == "broken" and each.rule in _POOL_RULES for each in results)
@@ -124,15 +124,15 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         """The report for a terminal: per stream what was seen, what is broken with its hint, and counts."""
         yield from _broken_rules(self.engine)
         for stream in self.streams:
-            yield f"stream {stream.rank}  {printable(stream.endpoint)}"
+            yield f"stream {stream.rank}  {escape_unprintable(stream.endpoint)}"
             yield from (f"  {line}" for line in _facts(stream.facts))
             yield from (f"  {line}" for line in _broken_rules(stream.rules))
             yield from (f"  {line}" for line in _summary(stream.rules))
-        untrue = ": a stream tells something else than its pool holds" if self._is_untrue else ""
-        yield f"{printable(self.target)}: " + ("conforms" if self.conforms else f"does NOT conform{untrue}")
+        untrue = ": a stream tells something else than its pool holds" if self._differs_from_pool else ""
+        yield f"{escape_unprintable(self.target)}: " + ("conforms" if self.conforms else f"does NOT conform{untrue}")
 
 
-def report_stream(address: StreamAddress, judged: stream_judge.JudgedStream) -> StreamReport:
+def build_stream_report(address: StreamAddress, judged: stream_verifier.StreamVerdict) -> StreamReport:
     """Say of every rule of the table how the stream keeps it."""
     results = tuple(each for each in _results(judged.violations, judged.judged) if each.rule not in _ENGINE_RULES)
     return StreamReport(address.rank, str(address.events), judged.facts, results)
@@ -164,7 +164,7 @@ def _broken_rules(results: Iterable[RuleResult]) -> Iterator[str]:
             continue
         times = "once" if result.count == 1 else f"{result.count} times"
         yield f"{result.weight.upper():<7} {result.id} {result.rule}: {result.holds}; broken {times}"
-        yield from (f"          {printable(seen)}" for seen in result.seen)
+        yield from (f"          {escape_unprintable(seen)}" for seen in result.seen)
         if result.count > len(result.seen):
             yield f"          and {result.count - len(result.seen)} more"
         yield f"          harm: {result.harms}"
@@ -180,7 +180,7 @@ def _summary(rules: Iterable[RuleResult]) -> Iterator[str]:
         yield "not compared with the pool itself: that needs --oracle, and an engine that serves /kv_pool"
 
 
-def _facts(facts: stream_judge.StreamFacts) -> Iterator[str]:
+def _facts(facts: stream_verifier.StreamFacts) -> Iterator[str]:
     yield (
         f"{facts.live_batches} batches live and {facts.replayed_batches} more by replay, {facts.events} events, "
         f"numbers {facts.first_sequence} to {facts.last_sequence}; {facts.blocks} blocks stand"
@@ -205,7 +205,7 @@ def _facts(facts: stream_judge.StreamFacts) -> Iterator[str]:
 _CONNECT_S = 2.0
 
 
-def examine_conformance(
+def check_conformance(
     target: str,
     options: ProbeOptions | None = None,
     *,
@@ -227,13 +227,13 @@ def examine_conformance(
 
     Raises:
         ConfigError: the target or an option is not one.
-        UnreachableError: the worker does not answer, or (PoolUnreadableError) the oracle does not.
+        UnreachableError: the worker does not answer, or (KvPoolUnreadableError) the oracle does not.
         StartError: what answers has no ``/server_info``.
     """
     judged, broken = {"reachable"}, []
     if "://" in target and target.partition("://")[0] in ("tcp", "ipc"):
-        addresses: tuple[StreamAddress, ...] = (bare_address(target, replay=replay_endpoint, topic=topic or ""),)
-        wanted = [stream_judge.Expectations(0, None if topic is None else topic.encode(), block_size)]
+        addresses: tuple[StreamAddress, ...] = (static_address(target, replay=replay_endpoint, topic=topic or ""),)
+        wanted = [stream_verifier.AdvertisedStream(0, None if topic is None else topic.encode(), block_size)]
     else:
         for field, value in (("replay_endpoint", replay_endpoint), ("topic", topic), ("block_size", block_size)):
             if value is not None:
@@ -243,18 +243,20 @@ def examine_conformance(
             addresses = discover(target)
         except (NoStreamsError, DecodeError) as error:
             return ConformanceReport.of(target, judged, [Violation("descriptor", str(error))], ())
-        wanted = [stream_judge.Expectations(each.rank, each.topic.encode(), each.block_size) for each in addresses]
+        wanted = [
+            stream_verifier.AdvertisedStream(each.rank, each.topic.encode(), each.block_size) for each in addresses
+        ]
         if any(each.block_size is None for each in addresses):
             broken.append(Violation("descriptor", "no block_size is advertised: routers cannot hash prompts"))
     closed = dict(_closed_ports(addresses))
     broken += closed.values()
     reachable = any(address.events not in closed for address in addresses)
-    read_pool = None if oracle is None else partial(fetch_pool, oracle)
+    read_pool = None if oracle is None else partial(fetch_kv_pool, oracle)
     if read_pool is not None:
         read_pool(addresses[0].rank)  # an oracle that does not answer is told before anybody waits
     records = probe_streams(addresses, options or ProbeOptions(), read_pool=read_pool, clock=clock)
     streams = [
-        report_stream(address, stream_judge.judge_stream(record, expected))
+        build_stream_report(address, stream_verifier.verify_stream(record, expected))
         for address, record, expected in zip(addresses, records, wanted, strict=True)
     ]
     return ConformanceReport.of(target, judged, broken, streams, reachable=reachable)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as Xml
 import msgspec
 
 from observability.conformance import ConformanceReport, RuleResult
-from observability.kv_stream import printable
+from observability.kv_stream import escape_unprintable
 
 __all__ = ["badge_json", "junit_xml"]
 
@@ -23,9 +23,9 @@ def junit_xml(report: ConformanceReport) -> str:
     suites += [(f"stream {each.rank} {each.endpoint}", each.rules) for each in report.streams]
     root = Xml.Element("testsuites", _counts("KV events conformance", [each for _, rules in suites for each in rules]))
     for name, rules in suites:
-        suite = Xml.SubElement(root, "testsuite", _counts(printable(name), rules))
+        suite = Xml.SubElement(root, "testsuite", _counts(escape_unprintable(name), rules))
         for rule in rules:
-            _add_case(suite, rule, classname=f"{printable(report.target)} {printable(name)}")
+            _add_case(suite, rule, classname=f"{escape_unprintable(report.target)} {escape_unprintable(name)}")
     Xml.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + Xml.tostring(root, encoding="unicode") + "\n"
 
@@ -44,7 +44,7 @@ def _add_case(suite: Xml.Element, rule: RuleResult, *, classname: str) -> None:
     elif rule.status == "broken":
         is_failure = rule.weight == "error"
         kind, marks = ("failure", {"type": rule.rule, "message": rule.holds}) if is_failure else ("system-out", {})
-        told = [f"{rule.weight}: {rule.holds}; broken {rule.count} times", *map(printable, rule.seen)]
+        told = [f"{rule.weight}: {rule.holds}; broken {rule.count} times", *map(escape_unprintable, rule.seen)]
         Xml.SubElement(case, kind, marks).text = "\n".join([*told, f"harm: {rule.harms}", f"repair: {rule.hint}"])
 
 

@@ -1,6 +1,6 @@
 """Examines a worker by its URL: dials what it advertises, and says what is wrong and how to correct it.
 
-``examine`` looks in the order in which things depend on each other (description, pages, ports, load gauges, streams,
+``check_worker`` looks in the order in which things depend on each other (description, pages, ports, load gauges, streams,
 topics) and stops where nothing further can be seen. Each thing looked at gives a ``CheckResult``.
 """
 
@@ -21,21 +21,21 @@ import msgspec
 from observability.kv_stream import (
     FollowPolicy,
     NoStreamsError,
-    NullListener,
+    NullStreamListener,
     StreamState,
     StreamStats,
     Subscriber,
     UnreachableError,
-    addresses_in,
+    escape_unprintable,
     fetch_json,
     fetch_page,
     open_subscriber,
-    printable,
-    worker_url,
+    parse_addresses,
+    parse_worker_url,
 )
-from observability.zmq_topics import listen_for_topics
+from observability.zmq_topics import probe_topics
 from scheduler_components import BlockStored, DecodeError, StartError
-from scheduler_components.kv_events import ClientKeys, DecodedBatch, Endpoint, StreamAddress
+from scheduler_components.kv_events import CurveClientKeys, DecodedBatch, Endpoint, StreamAddress
 from scheduler_components.load import LoadSample, open_zmq_load_reader
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ __all__ = [
     "DoctorOptions",
     "Severity",
     "diagnose_stream",
-    "examine",
+    "check_worker",
     "exit_code",
-    "report_json",
+    "render_report_json",
 ]
 
 _GAUGE = "num_running_reqs"
@@ -87,8 +87,8 @@ class CheckResult:
     is_unreachable: bool = False
 
     def __str__(self) -> str:
-        line = printable(f"{self.severity.upper():<7} {self.what}")
-        return f"{line}\n        -> {printable(self.hint)}" if self.hint else line
+        line = escape_unprintable(f"{self.severity.upper():<7} {self.what}")
+        return f"{line}\n        -> {escape_unprintable(self.hint)}" if self.hint else line
 
 
 def _ok(what: str, hint: str = "") -> CheckResult:
@@ -113,7 +113,7 @@ def exit_code(report: Collection[CheckResult]) -> int:
     return int(any(result.severity is Severity.ERROR for result in report))
 
 
-def report_json(url: str, report: Collection[CheckResult]) -> str:
+def render_report_json(url: str, report: Collection[CheckResult]) -> str:
     """One JSON object, indented: ``url``, ``works`` (no error), ``exit_code``, and ``checks`` with their fields."""
     found = exit_code(report)
     facts = {"url": url, "works": found == 0, "exit_code": found, "checks": [attrs.asdict(each) for each in report]}
@@ -131,10 +131,10 @@ class DoctorOptions:
 
     timeout_s: float = 2.0
     listen_s: float = 8.0
-    keys: ClientKeys | None = None
+    keys: CurveClientKeys | None = None
 
 
-def examine(
+def check_worker(
     url: str, options: DoctorOptions | None = None, *, clock: Callable[[], float] = time.monotonic
 ) -> list[CheckResult]:
     """Examine a worker by its URL; ``exit_code`` of the report says whether it works.
@@ -142,7 +142,7 @@ def examine(
     Raises:
         ConfigError: ``url`` is not a worker's URL. What is wrong with the worker is reported, never raised.
     """
-    worker = worker_url(url)
+    worker = parse_worker_url(url)
     wait = options or DoctorOptions()
     try:
         info = fetch_json(worker, "/server_info", timeout_s=wait.timeout_s)
@@ -153,7 +153,7 @@ def examine(
         return [_error(error.reason, "check that this is the worker's own URL")]
     report = [_ok(f"{worker}/server_info is readable")]
     try:
-        addresses = addresses_in(info, worker)
+        addresses = parse_addresses(info, worker)
     except NoStreamsError as error:
         report.append(_error(str(error), 'start the worker with --kv-events-config and "publisher": "zmq"'))
         return [*report, *_check_pages(worker, None, wait)]
@@ -307,13 +307,13 @@ def _check_sample(name: str, sample: LoadSample | None, listen_s: float) -> Chec
 # --- streams ---
 
 
-class _BlockSizes(NullListener):
+class _BlockSizes(NullStreamListener):
     """Notes which block sizes each rank really sends."""
 
     def __init__(self) -> None:
         self.of_rank: dict[int, set[int]] = defaultdict(set)
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002 - port
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002 - port
         """Note the sizes of a batch."""
         sizes = self.of_rank[rank]
         if len(sizes) < _MAX_SIZES:
@@ -450,10 +450,10 @@ def _check_topics(addresses: list[StreamAddress], wait: DoctorOptions) -> Iterat
     """A stream that is silent under its topic may publish under another; replays carry no topic."""
     if not addresses:
         return
-    heard = listen_for_topics(addresses, listen_s=wait.timeout_s, keys=wait.keys)
+    topics_seen = probe_topics(addresses, listen_s=wait.timeout_s, keys=wait.keys)
     for address in addresses:
-        others = heard[address.rank] - {address.topic.encode()}  # readers compare for equality
-        if address.topic and len(others) == len(heard[address.rank]) > 0:
+        others = topics_seen[address.rank] - {address.topic.encode()}  # readers compare for equality
+        if address.topic and len(others) == len(topics_seen[address.rank]) > 0:
             names = ", ".join(repr(topic.decode(errors="replace")) for topic in sorted(others))
             yield _error(
                 f"rank {address.rank}: it publishes under {names}, and the topic {address.topic!r} is advertised",

@@ -24,15 +24,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from observability.http_app import error_response
-from observability.kv_pool_page import PAGE_BLOCKS, PoolPage, PoolPlaceCount
-from scheduler_components import ComponentError, ConfigError, PoolReading
+from observability.kv_pool_page import MAX_HASHES_PER_PAGE, KvPoolPage, KvPoolPlace
+from scheduler_components import ComponentError, ConfigError, KvPoolSnapshot
 
-__all__ = ["PoolReadingSource", "kv_pool_route"]
+__all__ = ["KvPoolSource", "kv_pool_route"]
 
-READ_EVERY_S = 1.0
+MIN_READ_INTERVAL_S = 1.0
 """The least time between two walks of one pool. A walk of 36,000 blocks takes a scheduler 2 ms."""
 
-_KEPT_READINGS = 4
+_MAX_CACHED_SNAPSHOTS = 4
 """Of each rank: who fetches pages has so many seconds for them. A reading takes 8 bytes per block."""
 
 _MAX_DIGITS, _MAX_SHOWN = 8, 40
@@ -40,7 +40,7 @@ _MAX_DIGITS, _MAX_SHOWN = 8, 40
 _encode = msgspec.json.Encoder().encode
 
 
-class PoolReadingSource(Protocol):
+class KvPoolSource(Protocol):
     """Knows an engine's pools: usually the front process, which asks a scheduler between two of its steps."""
 
     @property
@@ -48,23 +48,23 @@ class PoolReadingSource(Protocol):
         """Streams, and so pools, from rank 0."""
         ...
 
-    async def read_pool(self, rank: int) -> PoolReading:
+    async def read_pool(self, rank: int) -> KvPoolSnapshot:
         """Read one pool now; raises ComponentError when its scheduler does not answer."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
-class _Kept:
+class _CachedSnapshot:
     """One reading, packed."""
 
     name: str
     sequence: int | None
-    places: tuple[PoolPlaceCount, ...]
+    places: tuple[KvPoolPlace, ...]
     hashes: array[int]
 
     @classmethod
-    def of(cls, name: str, reading: PoolReading) -> _Kept:
-        places = tuple(PoolPlaceCount(*place, len(held)) for place, held in reading.blocks.items())
+    def of(cls, name: str, reading: KvPoolSnapshot) -> _CachedSnapshot:
+        places = tuple(KvPoolPlace(*place, len(held)) for place, held in reading.blocks.items())
         return cls(
             name=name,
             sequence=reading.sequence,
@@ -74,44 +74,44 @@ class _Kept:
 
     @property
     def num_pages(self) -> int:
-        return max(1, -(-len(self.hashes) // PAGE_BLOCKS))
+        return max(1, -(-len(self.hashes) // MAX_HASHES_PER_PAGE))
 
-    def page(self, rank: int, number: int) -> PoolPage:
-        return PoolPage(
+    def page(self, rank: int, number: int) -> KvPoolPage:
+        return KvPoolPage(
             reading=self.name,
             rank=rank,
             sequence=self.sequence,
             page=number,
             num_pages=self.num_pages,
             places=self.places,
-            hashes=self.hashes[number * PAGE_BLOCKS : (number + 1) * PAGE_BLOCKS].tolist(),
+            hashes=self.hashes[number * MAX_HASHES_PER_PAGE : (number + 1) * MAX_HASHES_PER_PAGE].tolist(),
         )
 
 
-class _GoneError(ComponentError):
+class _SnapshotExpiredError(ComponentError):
     """A reading is no longer kept."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _RankReadings:
+class _RankSnapshots:
     """The last readings of one pool; one is under way at most."""
 
-    kept: deque[_Kept] = field(default_factory=lambda: deque(maxlen=_KEPT_READINGS))
+    kept: deque[_CachedSnapshot] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED_SNAPSHOTS))
     due_s: float = float("-inf")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def find(self, name: str) -> _Kept:
+    def find(self, name: str) -> _CachedSnapshot:
         for each in self.kept:
             if each.name == name:
                 return each
-        raise _GoneError(f"reading={name[:_MAX_SHOWN]!r}: is no longer kept; begin again without it")
+        raise _SnapshotExpiredError(f"reading={name[:_MAX_SHOWN]!r}: is no longer kept; begin again without it")
 
 
 @dataclass(slots=True, kw_only=True)
 class _KvPoolEndpoint:
-    source: PoolReadingSource
+    source: KvPoolSource
     clock: Callable[[], float]
-    ranks: dict[int, _RankReadings] = field(default_factory=dict)
+    ranks: dict[int, _RankSnapshots] = field(default_factory=dict)
     numbers: count[int] = field(default_factory=count)
 
     async def answer(self, request: Request) -> Response:
@@ -119,15 +119,15 @@ class _KvPoolEndpoint:
             page = await self._page(request.query_params)
         except ConfigError as error:
             return error_response(400, str(error), param=error.field)
-        except _GoneError as error:
+        except _SnapshotExpiredError as error:
             return error_response(410, str(error), param="reading")
         except ComponentError as error:
             return error_response(503, str(error))
         return Response(_encode(page), media_type="application/json", headers={"cache-control": "no-store"})
 
-    async def _page(self, query: QueryParams) -> PoolPage:
+    async def _page(self, query: QueryParams) -> KvPoolPage:
         rank = _number("rank", query.get("rank", "0"), self.source.num_ranks)
-        readings = self.ranks.setdefault(rank, _RankReadings())
+        readings = self.ranks.setdefault(rank, _RankSnapshots())
         name, page = query.get("reading"), query.get("page", "0")
         if name is None:
             _number("page", page, 1)  # a further page belongs to a reading, which must be named
@@ -136,13 +136,13 @@ class _KvPoolEndpoint:
             kept = readings.find(name)
         return kept.page(rank, _number("page", page, kept.num_pages))
 
-    async def _newest(self, rank: int, readings: _RankReadings) -> _Kept:
+    async def _newest(self, rank: int, readings: _RankSnapshots) -> _CachedSnapshot:
         """Read the pool, or take the last reading where that is not old."""
         async with readings.lock:
             if not readings.kept or self.clock() >= readings.due_s:
                 reading = await self.source.read_pool(rank)
-                readings.due_s = self.clock() + READ_EVERY_S
-                readings.kept.append(_Kept.of(f"{rank}-{next(self.numbers)}", reading))
+                readings.due_s = self.clock() + MIN_READ_INTERVAL_S
+                readings.kept.append(_CachedSnapshot.of(f"{rank}-{next(self.numbers)}", reading))
             return readings.kept[-1]
 
 
@@ -153,7 +153,7 @@ def _number(field: str, text: str, end: int) -> int:
     return number
 
 
-def kv_pool_route(source: PoolReadingSource, *, clock: Callable[[], float] = time.monotonic) -> Route:
+def kv_pool_route(source: KvPoolSource, *, clock: Callable[[], float] = time.monotonic) -> Route:
     """Return the route, to mount in an application. A client's mistake gets 400 with one sentence, a reading that is no
     longer kept 410, and a scheduler that does not answer 503.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from observability.kv_stream import NoStreamsError, addresses_in, worker_url
+from observability.kv_stream import NoStreamsError, parse_addresses, parse_worker_url
 from scheduler_components import ComponentError, LoadSnapshot
 
 __all__ = ["LINKS", "PAGE_POLICY", "render_status_page"]
@@ -88,7 +88,7 @@ def _load_cells(load: LoadSnapshot, now: float) -> Iterator[str]:
 
 def _streams(url: str, info: Mapping[str, Any]) -> str:
     try:
-        addresses = addresses_in(dict(info), worker_url(url))
+        addresses = parse_addresses(dict(info), parse_worker_url(url))
     except NoStreamsError as error:
         return f"<p>None: {escape(error.reason)}</p>"
     except ComponentError as error:

@@ -18,17 +18,17 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from observability.kv_stream import UnreachableError, fetch_page, worker_url
-from scheduler_components import DecodeError, PoolReading, StartError
+from observability.kv_stream import UnreachableError, fetch_page, parse_worker_url
+from scheduler_components import DecodeError, KvPoolSnapshot, StartError
 from scheduler_components.cache import signed_block_hash
-from scheduler_components.events import Place, place_of
+from scheduler_components.events import MediumGroup, medium_group
 
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["PAGE_BLOCKS", "PoolPage", "PoolPlaceCount", "PoolUnreadableError", "fetch_pool"]
+__all__ = ["MAX_HASHES_PER_PAGE", "KvPoolPage", "KvPoolPlace", "KvPoolUnreadableError", "fetch_kv_pool"]
 
-PAGE_BLOCKS = 16_384
+MAX_HASHES_PER_PAGE = 16_384
 """Hashes on one page: some 340 KB of JSON."""
 
 _MAX_PAGES = 4_096
@@ -36,10 +36,10 @@ _MAX_PAGES = 4_096
 
 _MAX_ATTEMPTS = 3
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=PAGE_BLOCKS * _MAX_PAGES)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_HASHES_PER_PAGE * _MAX_PAGES)]
 
 
-class PoolPlaceCount(msgspec.Struct, frozen=True):
+class KvPoolPlace(msgspec.Struct, frozen=True):
     """One medium and KV-cache group, and how many blocks the pool holds there; 0 says that it is known to be empty."""
 
     medium: str | None
@@ -47,15 +47,15 @@ class PoolPlaceCount(msgspec.Struct, frozen=True):
     num_blocks: _Count = 0
 
 
-class PoolPage(msgspec.Struct, frozen=True, kw_only=True):
+class KvPoolPage(msgspec.Struct, frozen=True, kw_only=True):
     """One page of a reading; all but ``page`` and ``hashes`` is the same on each page of it.
 
     Attributes:
         reading: names it in the requests of the further pages.
-        rank, sequence: as in ``PoolReading``.
+        rank, sequence: as in ``KvPoolSnapshot``.
         page, num_pages: which of how many, counted from 0; at least one.
         places: what the hashes of all pages are of, in their order.
-        hashes: at most ``PAGE_BLOCKS``; signed or unsigned 64-bit.
+        hashes: at most ``MAX_HASHES_PER_PAGE``; signed or unsigned 64-bit.
     """
 
     reading: str
@@ -63,15 +63,15 @@ class PoolPage(msgspec.Struct, frozen=True, kw_only=True):
     sequence: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     page: int = 0
     num_pages: Annotated[int, msgspec.Meta(ge=1, le=_MAX_PAGES)] = 1
-    places: tuple[PoolPlaceCount, ...]
-    hashes: Annotated[list[int], msgspec.Meta(max_length=PAGE_BLOCKS)]
+    places: tuple[KvPoolPlace, ...]
+    hashes: Annotated[list[int], msgspec.Meta(max_length=MAX_HASHES_PER_PAGE)]
 
 
-class PoolUnreadableError(UnreachableError):
+class KvPoolUnreadableError(UnreachableError):
     """The pool cannot be read: nothing answers at the URL, or what answers has no ``/kv_pool``."""
 
 
-def fetch_pool(url: str, rank: int = 0, *, timeout_s: float = 30.0) -> PoolReading:
+def fetch_kv_pool(url: str, rank: int = 0, *, timeout_s: float = 30.0) -> KvPoolSnapshot:
     """Read the pool of one rank over HTTP.
 
     Args:
@@ -81,67 +81,67 @@ def fetch_pool(url: str, rank: int = 0, *, timeout_s: float = 30.0) -> PoolReadi
 
     Raises:
         ConfigError: ``url`` is not a worker's URL.
-        PoolUnreadableError: nothing answers, what answers has no ``/kv_pool``, or what it says is no reading.
+        KvPoolUnreadableError: nothing answers, what answers has no ``/kv_pool``, or what it says is no reading.
     """
-    worker = worker_url(url.rstrip("/").removesuffix("/kv_pool"))
+    worker = parse_worker_url(url.rstrip("/").removesuffix("/kv_pool"))
     for _ in range(_MAX_ATTEMPTS - 1):
         try:
             return _fetch_pages(worker, rank, timeout_s)
-        except _ReadingGoneError:
+        except _SnapshotExpiredError:
             continue  # others read, too, and this one was dropped before its last page was had
     return _fetch_pages(worker, rank, timeout_s)
 
 
-class _ReadingGoneError(PoolUnreadableError):
+class _SnapshotExpiredError(KvPoolUnreadableError):
     """A further page of a reading was refused."""
 
 
-def _fetch_pages(worker: httpx.URL, rank: int, timeout_s: float) -> PoolReading:
-    first = _fetch(worker, {"rank": rank}, timeout_s, PoolUnreadableError)
+def _fetch_pages(worker: httpx.URL, rank: int, timeout_s: float) -> KvPoolSnapshot:
+    first = _fetch(worker, {"rank": rank}, timeout_s, KvPoolUnreadableError)
     hashes = list(first.hashes)
     for number in range(1, first.num_pages):
         query = {"rank": rank, "reading": first.reading, "page": number}
-        page = _fetch(worker, query, timeout_s, _ReadingGoneError)
+        page = _fetch(worker, query, timeout_s, _SnapshotExpiredError)
         if (page.reading, page.page) != (first.reading, number):
             problem = f"gives page {page.page} of another reading where page {number} was asked for"
-            raise PoolUnreadableError(_shown(worker), problem, "each page must be of the reading that is named")
+            raise KvPoolUnreadableError(_kv_pool_url(worker), problem, "each page must be of the reading that is named")
         hashes += page.hashes
     if len(hashes) != sum(place.num_blocks for place in first.places):
         problem = f"{len(hashes)} hashes came for {sum(place.num_blocks for place in first.places)} blocks"
-        raise PoolUnreadableError(_shown(worker), problem, "the pages must hold what their places count")
-    return PoolReading(_places(first, hashes), first.sequence, rank)
+        raise KvPoolUnreadableError(_kv_pool_url(worker), problem, "the pages must hold what their places count")
+    return KvPoolSnapshot(_places(first, hashes), first.sequence, rank)
 
 
-def _places(first: PoolPage, hashes: list[int]) -> dict[Place, list[int]]:
+def _places(first: KvPoolPage, hashes: list[int]) -> dict[MediumGroup, list[int]]:
     """Share the hashes out to the places, signed."""
-    blocks: dict[Place, list[int]] = {}
+    blocks: dict[MediumGroup, list[int]] = {}
     start = 0
     for place in first.places:
         stop = start + place.num_blocks
-        held = blocks.setdefault(place_of(place.medium, place.group_idx), [])
+        held = blocks.setdefault(medium_group(place.medium, place.group_idx), [])
         held += [signed_block_hash(each) for each in hashes[start:stop]]
         start = stop
     return blocks
 
 
 def _fetch(
-    worker: httpx.URL, query: Mapping[str, object], timeout_s: float, refused: type[PoolUnreadableError]
-) -> PoolPage:
+    worker: httpx.URL, query: Mapping[str, object], timeout_s: float, refused: type[KvPoolUnreadableError]
+) -> KvPoolPage:
     try:
         body = fetch_page(worker.copy_with(query=urlencode(query).encode()), "/kv_pool", timeout_s=timeout_s)
         return _decode_page(body)
     except UnreachableError as error:
-        raise PoolUnreadableError(error.resource, error.problem, error.hint) from error
+        raise KvPoolUnreadableError(error.resource, error.problem, error.hint) from error
     except StartError as error:
         hint = "start the engine with --kv-pool, or leave --oracle out"
         raise refused(error.resource, error.problem, hint) from error
     except (DecodeError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         hint = "check that this is the worker's own URL"
-        raise PoolUnreadableError(_shown(worker), f"is no page of a pool: {error}", hint) from error
+        raise KvPoolUnreadableError(_kv_pool_url(worker), f"is no page of a pool: {error}", hint) from error
 
 
-def _shown(worker: httpx.URL) -> str:
+def _kv_pool_url(worker: httpx.URL) -> str:
     return str(worker.copy_with(path=worker.path.rstrip("/") + "/kv_pool"))
 
 
-_decode_page = msgspec.json.Decoder(PoolPage).decode
+_decode_page = msgspec.json.Decoder(KvPoolPage).decode

@@ -74,14 +74,14 @@ def _offers(accept: str) -> Iterator[tuple[str, float]]:
 # histograms whose samples are a name, labels and a value. Their lines are written here, in the library's own bytes. All
 # else (time stamps, exemplars, names outside the old character set) is left to the library, a family at a time.
 
-_told: Callable[[float], str] = floatToGoString
+_format_value: Callable[[float], str] = floatToGoString
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_SET_APART = ("_created", "_gsum", "_gcount")
+_RESERVED_SUFFIXES = ("_created", "_gsum", "_gcount")
 """What the text format makes families of their own of."""
 
-_NOTHING_MORE = Sample("", {}, 0.0)[3:]
+_NO_EXTRAS = Sample("", {}, 0.0)[3:]
 _END = "# EOF\n"
 
 
@@ -134,16 +134,16 @@ def _plain_lines(family: MetricFamily, is_openmetrics: bool) -> list[str] | None
     for sample in family.samples:
         name, labels, value = sample[:3]
         text = labels.text if isinstance(labels, PageLabels) else _label_text(labels)
-        if text is None or sample[3:] != _NOTHING_MORE or not (name is checked or _is_plain(name)):
+        if text is None or sample[3:] != _NO_EXTRAS or not (name is checked or _is_plain(name)):
             return None
         checked = name
-        lines.append(f"{name}{text} {_told(value)}\n")
+        lines.append(f"{name}{text} {_format_value(value)}\n")
     return lines
 
 
 @lru_cache(maxsize=4_096)
 def _is_plain(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and not name.endswith(_SET_APART)
+    return _NAME.fullmatch(name) is not None and not name.endswith(_RESERVED_SUFFIXES)
 
 
 def _label_text(labels: dict[str, str]) -> str | None:

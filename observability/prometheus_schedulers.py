@@ -1,10 +1,10 @@
 """The catalogue's metrics of schedulers for Prometheus: samples are built when somebody scrapes.
 
 - ``PrometheusSink``: reports of schedulers in this process, given to it step by step.
-- ``PrometheusBoard``: reports of schedulers in processes of their own, read from a board.
+- ``MetricsBoardCollector``: reports of schedulers in processes of their own, read from a board.
 - ``OutputCollector``: the counters of outputs, read from their streamers.
 
-The first two build the same families (``ReportFamilies``). The functions above them are what every collector needs.
+The first two build the same families (``SchedulerFamilies``). The functions above them are what every collector needs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from observability.catalog import (
-    CATALOG,
-    HISTOGRAMS,
-    INFOS,
-    LOAD_AGE,
+    INFO_METRICS,
+    LOAD_AGE_METRIC,
     OUTPUT_METRICS,
-    PAGES_UNREAD,
-    RANKS_REFUSED,
+    PAGE_READS_FAILED,
+    REPORTS_REFUSED,
+    SCHEDULER_HISTOGRAMS,
+    SCHEDULER_METRICS,
     SGLANG_PREFIX,
-    STATES,
+    STATE_METRICS,
     VLLM_PREFIX,
     InfoMetric,
     Metric,
@@ -43,7 +43,7 @@ from scheduler_components.ports import OutputStatsSource
 
 __all__ = [
     "OutputCollector",
-    "PrometheusBoard",
+    "MetricsBoardCollector",
     "PrometheusSink",
     "RankLabels",
     "RankOutputs",
@@ -104,7 +104,7 @@ def unregister(registry: CollectorRegistry, collector: Collector) -> None:
 # --- reports of steps ---
 
 
-class ReportFamilies:
+class SchedulerFamilies:
     """Builds the families of all metrics of a step from the newest report of each rank: one sample per rank.
 
     Args:
@@ -128,7 +128,7 @@ class ReportFamilies:
         clock: Callable[[], float] = time.time,
     ) -> None:
         check_prefix(prefix)
-        every = (*CATALOG, *HISTOGRAMS, LOAD_AGE, *own_counters)
+        every = (*SCHEDULER_METRICS, *SCHEDULER_HISTOGRAMS, LOAD_AGE_METRIC, *own_counters)
         self._names = {metric.name: _names(metric, prefix, vllm_names) for metric in every}
         self._every = every
         self._info_prefixes = (prefix, VLLM_PREFIX) if vllm_names and prefix != VLLM_PREFIX else (prefix,)
@@ -141,7 +141,7 @@ class ReportFamilies:
         for metric in self._every:
             for name in self._names[metric.name]:
                 yield new_family(metric, name)
-        for info in (*INFOS, *STATES):
+        for info in (*INFO_METRICS, *STATE_METRICS):
             for prefix in self._info_prefixes:
                 yield GaugeMetricFamily(prefix + info.name, info.help)
 
@@ -149,17 +149,17 @@ class ReportFamilies:
         """Yield the metrics of all ranks, and ``counts``: the value of each of ``own_counters``."""
         reports = self._labelled(newest)
         now = self._clock()
-        for metric in CATALOG:
+        for metric in SCHEDULER_METRICS:
             samples = [(labels.plain, metric.read(stats)) for labels, stats in reports]
             yield from self._families(metric, samples)
-        for metric in HISTOGRAMS:
+        for metric in SCHEDULER_HISTOGRAMS:
             yield from self._histogram_families(metric, reports)
         yield from self._families(
-            LOAD_AGE, [(labels.plain, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
+            LOAD_AGE_METRIC, [(labels.plain, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
         )
-        for info in INFOS:
+        for info in INFO_METRICS:
             yield from self._info_families(info, reports)
-        for state in STATES:
+        for state in STATE_METRICS:
             yield from self._state_families(state, reports)
         for metric, count in counts.items():
             yield from self._families(metric, [(self._model_label, count)])
@@ -235,8 +235,8 @@ class _LabelSets:
         """The labels of each bucket of a histogram, the last one's too."""
         found = self._of_buckets.get(bounds)
         if found is None:
-            bounds_told = (*(repr(float(bound)) for bound in bounds), "+Inf")
-            found = self._of_buckets[bounds] = [PageLabels({**self.plain, "le": le}) for le in bounds_told]
+            bound_texts = (*(repr(float(bound)) for bound in bounds), "+Inf")
+            found = self._of_buckets[bounds] = [PageLabels({**self.plain, "le": le}) for le in bound_texts]
         return found
 
 
@@ -258,7 +258,7 @@ class PrometheusSink(Collector):
 
     On the scheduler's thread, ``record`` keeps the newest report of each rank and does nothing else. A scrape on
     another thread sees each rank's report whole. A rank that stops reporting keeps its last values, and
-    ``load_age_seconds`` says how old they are. For schedulers in processes of their own, use ``PrometheusBoard``.
+    ``load_age_seconds`` says how old they are. For schedulers in processes of their own, use ``MetricsBoardCollector``.
 
     Args:
         registry: who exposes the metrics; never the global one by default.
@@ -283,8 +283,8 @@ class PrometheusSink(Collector):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
-        self._families = ReportFamilies(
-            (RANKS_REFUSED,), prefix=prefix, model_name=model_name, vllm_names=vllm_names, clock=clock
+        self._families = SchedulerFamilies(
+            (REPORTS_REFUSED,), prefix=prefix, model_name=model_name, vllm_names=vllm_names, clock=clock
         )
         self._max_ranks = max_ranks
         self._latest: dict[tuple[tuple[str, str], ...], SchedulerStats] = {}
@@ -306,7 +306,7 @@ class PrometheusSink(Collector):
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all ranks, read from the newest report of each."""
         # A list of the values is taken at once, so a rank that reports for the first time does not break the loop.
-        return self._families.collect(list(self._latest.values()), {RANKS_REFUSED: self._refused})
+        return self._families.collect(list(self._latest.values()), {REPORTS_REFUSED: self._refused})
 
     def close(self) -> None:
         """Leave the registry. Safe to call twice."""
@@ -324,12 +324,12 @@ class ReportBoard(Protocol):
         ...
 
     @property
-    def unread(self) -> int:
+    def failed_reads(self) -> int:
         """Reads of single ranks so far that found no report where one should be."""
         ...
 
 
-class PrometheusBoard(Collector):
+class MetricsBoardCollector(Collector):
     """The collector of the process that serves ``/metrics`` for schedulers in processes of their own.
 
     It exposes what a ``PrometheusSink`` with each rank's last report would expose, under the same names and labels. A
@@ -357,8 +357,8 @@ class PrometheusBoard(Collector):
     ) -> None:
         self._registry = registry
         self._board = board
-        self._families = ReportFamilies(
-            (RANKS_REFUSED, PAGES_UNREAD),
+        self._families = SchedulerFamilies(
+            (REPORTS_REFUSED, PAGE_READS_FAILED),
             prefix=prefix,
             model_name=model_name,
             vllm_names=vllm_names,
@@ -375,14 +375,16 @@ class PrometheusBoard(Collector):
         # One report per label set, as in a sink: Prometheus refuses a scrape in which name and labels come twice.
         by_labels = {stats.labels: stats for stats in self._board.read().values()}
         # A board has room for every rank that it was made for, so none is ever refused.
-        return self._families.collect(by_labels.values(), {RANKS_REFUSED: 0, PAGES_UNREAD: self._board.unread})
+        return self._families.collect(
+            by_labels.values(), {REPORTS_REFUSED: 0, PAGE_READS_FAILED: self._board.failed_reads}
+        )
 
     def close(self) -> None:
         """Leave the registry. Safe to call twice."""
         unregister(self._registry, self)
 
     def __repr__(self) -> str:
-        return f"<PrometheusBoard: {self._board!r}>"
+        return f"<MetricsBoardCollector: {self._board!r}>"
 
 
 # --- outputs: read from streamers, so that no step pays for them ---

@@ -15,13 +15,13 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from observability.catalog import (
-    LOG_CATALOG,
+    LOG_METRICS,
     LOG_PREFIX,
-    RELAY_CATALOG,
+    RELAY_METRICS,
     RELAY_PREFIX,
-    STREAM_CATALOG,
+    STREAM_METRICS,
     STREAM_PREFIX,
-    STREAM_STATE,
+    STREAM_STATE_METRIC,
     Metric,
 )
 from observability.jetstream import LogStats
@@ -37,7 +37,7 @@ __all__ = [
     "StreamStatsSource",
 ]
 
-_OF_STREAMS = (STREAM_STATE, *STREAM_CATALOG)
+_OF_STREAMS = (STREAM_STATE_METRIC, *STREAM_METRICS)
 _Labels = dict[str, str]
 
 
@@ -51,9 +51,9 @@ def _stream_families(streams: Iterable[tuple[_Labels, StreamStats]]) -> Iterator
     states, *others = _families(_OF_STREAMS)
     for labels, stats in known:
         for state in StreamState:
-            states.add_sample(STREAM_STATE.name, {**labels, "state": state.value}, float(stats.state is state))
+            states.add_sample(STREAM_STATE_METRIC.name, {**labels, "state": state.value}, float(stats.state is state))
     yield states
-    for metric, family in zip(STREAM_CATALOG, others, strict=True):
+    for metric, family in zip(STREAM_METRICS, others, strict=True):
         _add_samples(family, metric, known)
         yield family
 
@@ -123,14 +123,14 @@ class RelayCollector(Collector):
 
     def describe(self) -> Iterator[MetricFamily]:
         """Yield the metrics without samples, so that the registry can refuse a second collector."""
-        yield from _families((*_OF_STREAMS, *RELAY_CATALOG))
+        yield from _families((*_OF_STREAMS, *RELAY_METRICS))
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all streams."""
         followed = self._source.followed()
         yield from _stream_families(({"source": name, "rank": str(stats.rank)}, stats) for name, stats in followed)
         relayed = [({"rank": str(rank)}, stats) for rank, stats in self._source.relayed()]
-        for metric, family in zip(RELAY_CATALOG, _families(RELAY_CATALOG), strict=True):
+        for metric, family in zip(RELAY_METRICS, _families(RELAY_METRICS), strict=True):
             _add_samples(family, metric, relayed)
             yield family
 
@@ -156,11 +156,11 @@ class LogCollector(Collector):
 
     def describe(self) -> Iterator[MetricFamily]:
         """Yield the metrics without samples, so that the registry can refuse a second collector."""
-        yield from _families(LOG_CATALOG)
+        yield from _families(LOG_METRICS)
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics of all streams."""
         written = [({"rank": str(rank)}, stats) for rank, stats in self._source.stats().items()]
-        for metric, family in zip(LOG_CATALOG, _families(LOG_CATALOG), strict=True):
+        for metric, family in zip(LOG_METRICS, _families(LOG_METRICS), strict=True):
             _add_samples(family, metric, written)
             yield family

@@ -9,11 +9,11 @@ from typing import Any, TextIO
 import attrs
 import msgspec
 
-from observability.kv_stream import StreamState, bare_address, discover, open_subscriber, printable
+from observability.kv_stream import StreamState, discover, escape_unprintable, open_subscriber, static_address
 from scheduler_components import BlockRemoved, BlockStored, ConfigError, DecodeError, KVCacheEvent
-from scheduler_components.kv_events import ClientKeys, DecodedBatch, StreamAddress
+from scheduler_components.kv_events import CurveClientKeys, DecodedBatch, StreamAddress
 
-__all__ = ["LinePrinter", "WatchOptions", "watch_streams"]
+__all__ = ["EventPrinter", "WatchOptions", "watch_streams"]
 
 _POLL_S = 0.1
 _UINT64_MASK = (1 << 64) - 1
@@ -35,7 +35,7 @@ class WatchOptions:
     history: bool = False
     replay_endpoint: str | None = None
     topic: str | None = None
-    keys: ClientKeys | None = None
+    keys: CurveClientKeys | None = None
     max_events: int | None = None
     duration_s: float | None = None
 
@@ -52,7 +52,7 @@ def _addresses_of(target: str, options: WatchOptions) -> tuple[StreamAddress, ..
         if options.topic is not None:
             addresses = tuple(attrs.evolve(address, topic=options.topic) for address in addresses)
     else:
-        addresses = (bare_address(target, replay=options.replay_endpoint, topic=options.topic or ""),)
+        addresses = (static_address(target, replay=options.replay_endpoint, topic=options.topic or ""),)
     return addresses if options.history else tuple(attrs.evolve(address, replay=None) for address in addresses)
 
 
@@ -76,7 +76,7 @@ def watch_streams(
         StartError, NoStreamsError, DecodeError: as ``discover``.
     """
     wanted = options or WatchOptions()
-    printer = LinePrinter(out, as_json=wanted.as_json, max_events=wanted.max_events)
+    printer = EventPrinter(out, as_json=wanted.as_json, max_events=wanted.max_events)
     stop_at_s = clock() + wanted.duration_s if wanted.duration_s is not None else None
     with open_subscriber(_addresses_of(target, wanted), listener=printer, keys=wanted.keys) as subscriber:
         while not printer.is_done and not should_stop() and (stop_at_s is None or clock() < stop_at_s):
@@ -84,7 +84,7 @@ def watch_streams(
     return printer.num_events
 
 
-class LinePrinter:
+class EventPrinter:
     """A ``StreamListener`` that writes a line for each event, gap, error and change of state.
 
     Args:
@@ -104,7 +104,7 @@ class LinePrinter:
         """True once ``max_events`` were written."""
         return self._max_events is not None and self.num_events >= self._max_events
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         """Write each event, then each error."""
         for event in batch.events:
             if self.is_done:
@@ -120,28 +120,28 @@ class LinePrinter:
         for error in batch.errors:
             self._write_note("error", rank, f"#{seq} one event is unreadable: {error.reason}", seq=seq)
 
-    def batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
+    def on_batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
         """Write that a whole batch was lost."""
         self._write_note("error", rank, f"#{seq} is unreadable: {error.reason}", seq=seq)
 
-    def gap_seen(self, rank: int, expected: int, seq: int) -> None:
+    def on_gap(self, rank: int, expected: int, seq: int) -> None:
         """Write which batches did not come."""
         self._write_note("gap", rank, f"batches {expected} to {seq - 1} did not come", expected=expected, seq=seq)
 
-    def view_cleared(self, rank: int, reason: str) -> None:
+    def on_view_cleared(self, rank: int, reason: str) -> None:
         """Write why the blocks that were known are forgotten."""
         self._write_note("reset", rank, reason)
 
-    def snapshot_begun(self, rank: int) -> None:
+    def on_snapshot_begin(self, rank: int) -> None:
         """Write that the events that follow are the whole state, not news."""
         self._write_note("snapshot", rank, "a snapshot of all blocks begins")
 
-    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+    def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
         """Write whether the snapshot was used."""
         text = "the snapshot replaces what was known" if was_used else "the snapshot was cut, and is forgotten"
         self._write_note("snapshot_end", rank, text, was_used=was_used)
 
-    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
         """Write the new state."""
         self._write_note("state", rank, f"is {new}", state=str(new), was=str(old))
 
@@ -152,7 +152,7 @@ class LinePrinter:
         if self._as_json:
             line = msgspec.json.encode({"kind": kind, "rank": rank, **facts}).decode()
         else:
-            line = printable(f"rank {rank:<3} {text}")
+            line = escape_unprintable(f"rank {rank:<3} {text}")
         self._out.write(line + "\n")
         self._out.flush()
 

@@ -7,20 +7,26 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, ClientKeys, Endpoint, StreamAddress, apply_client_keys
+from scheduler_components.kv_events import (
+    MAX_PAYLOAD_BYTES,
+    CurveClientKeys,
+    Endpoint,
+    StreamAddress,
+    apply_curve_client_keys,
+)
 
-__all__ = ["listen_for_topics"]
+__all__ = ["probe_topics"]
 
 Socket = zmq.Socket[bytes]
 
 _MAX_TOPICS = 8
 
 
-def listen_for_topics(
+def probe_topics(
     addresses: Sequence[StreamAddress],
     *,
     listen_s: float,
-    keys: ClientKeys | None = None,
+    keys: CurveClientKeys | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, set[bytes]]:
     """Read the first frame of what each stream sends, by rank; empty for a stream that sends nothing.
@@ -40,23 +46,23 @@ def listen_for_topics(
             deadline_s = clock() + listen_s
             while not all(topics.values()) and (left_s := deadline_s - clock()) > 0:
                 for socket, _ in poller.poll(int(1000 * left_s)):
-                    heard = topics[ranks[socket]]
+                    topics_seen = topics[ranks[socket]]
                     frames = socket.recv_multipart()
-                    if len(heard) < _MAX_TOPICS:
-                        heard.add(frames[0])
+                    if len(topics_seen) < _MAX_TOPICS:
+                        topics_seen.add(frames[0])
         finally:
             for socket in ranks:
                 socket.close(linger=0)
     return topics
 
 
-def _open_to_all_topics(context: zmq.Context[Socket], endpoint: Endpoint, keys: ClientKeys | None) -> Socket:
+def _open_to_all_topics(context: zmq.Context[Socket], endpoint: Endpoint, keys: CurveClientKeys | None) -> Socket:
     socket: Socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
     socket.setsockopt(zmq.IPV6, int(endpoint.is_ipv6))
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     if keys is not None:
-        apply_client_keys(socket, keys)
+        apply_curve_client_keys(socket, keys)
     socket.connect(str(endpoint))
     return socket

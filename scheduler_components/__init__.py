@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 from scheduler_components._version import __version__
-from scheduler_components.batch_result_processor import BatchResultProcessor, WorkResult
+from scheduler_components.batch_result_processor import BatchResultProcessor, RequestResult
 from scheduler_components.cache import RadixCache
 from scheduler_components.errors import (
     CacheIntegrityError,
@@ -35,22 +35,22 @@ from scheduler_components.events import (
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.kv_pool_reader import KvPoolReader
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.load_inquirer import LoadInquirer, WorkTotals
+from scheduler_components.load_inquirer import LoadInquirer, WorkCounters
 from scheduler_components.load_publisher import GaugePacer, LoadPublisher, open_load_publisher
 from scheduler_components.metrics_emitter import MetricsEmitter
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
-    NO_KV_METRICS,
-    NO_LOAD_SINK,
+    HeldBlocksSource,
     KvEventSink,
     KvEventSource,
     KvMetricsSink,
-    KvPoolOracle,
-    LoadPartsSource,
+    LoadSectionsSource,
     LoadSink,
     LoadSource,
     MetricsSink,
+    NullKvMetricsSink,
+    NullLoadSink,
     NullMetricsSink,
     OutputSink,
     PoolSource,
@@ -68,15 +68,15 @@ from scheduler_components.values import (
     HistogramSnapshot,
     IntegrityStats,
     KvMetrics,
-    LatencyTotals,
-    LoadParts,
+    KvPoolSnapshot,
+    LatencySnapshot,
+    LoadSections,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
     OutputBatch,
     OutputDelta,
     OutputStats,
-    PoolReading,
     PoolStats,
     PublisherStats,
     QueueLoad,
@@ -104,14 +104,14 @@ __all__ = [  # sorted by meaning
     "RadixCache",
     "SchedulerKvEventsPublisher",
     "TokenCountedQueue",
-    "WorkResult",
-    "WorkTotals",
+    "RequestResult",
+    "WorkCounters",
     "kv_events_server_info",
     "open_load_publisher",
     # Ports: sources, then sinks. The ports of requests are in scheduler_components.ports alone.
     "KvEventSource",
-    "KvPoolOracle",
-    "LoadPartsSource",
+    "HeldBlocksSource",
+    "LoadSectionsSource",
     "LoadSource",
     "PoolSource",
     "PublisherStatsSource",
@@ -123,8 +123,8 @@ __all__ = [  # sorted by meaning
     "LoadSink",
     "MetricsSink",
     "OutputSink",
-    "NO_KV_METRICS",
-    "NO_LOAD_SINK",
+    "NullKvMetricsSink",
+    "NullLoadSink",
     "NullMetricsSink",
     # Values: events, load, statistics, outputs.
     "AllBlocksCleared",
@@ -134,7 +134,7 @@ __all__ = [  # sorted by meaning
     "KVCacheEvent",
     "KVEventBatch",
     "LoadSnapshot",
-    "LoadParts",
+    "LoadSections",
     "BatchingStats",
     "DecodeMoments",
     "DisaggregationLoad",
@@ -143,11 +143,11 @@ __all__ = [  # sorted by meaning
     "QueueLoad",
     "SpeculativeLoad",
     "HistogramSnapshot",
-    "PoolReading",
+    "KvPoolSnapshot",
     "PoolStats",
     "IntegrityStats",
     "KvMetrics",
-    "LatencyTotals",
+    "LatencySnapshot",
     "PublisherStats",
     "SchedulerStats",
     "SchedulerTotals",
@@ -171,7 +171,7 @@ __all__ = [  # sorted by meaning
     "__version__",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {"scheduler_components.server_info": "kv_events_server_info"},
 )

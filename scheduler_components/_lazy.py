@@ -6,10 +6,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_names"]
+__all__ = ["lazy_exports"]
 
 
-def lazy_names(package: str, modules: dict[str, str]) -> Callable[[str], Any]:
+def lazy_exports(package: str, modules: dict[str, str]) -> Callable[[str], Any]:
     """Make a package's ``__getattr__``: each name of ``modules`` is taken from its module when it is first used.
 
     Args:

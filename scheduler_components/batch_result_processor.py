@@ -11,25 +11,25 @@ import msgspec
 
 from scheduler_components.errors import FailureLog
 from scheduler_components.ports import (
-    NO_OBSERVER,
-    BookedRequest,
-    KvResidence,
+    KvReleaser,
+    NullResultObserver,
     OutputStream,
-    RequestRegister,
+    ProcessedRequest,
+    RequestFinisher,
     ResultObserver,
-    StopRules,
+    StopConditions,
 )
 from scheduler_components.values import FinishReason
 
 __all__ = [
-    "finish_reason_after",
+    "check_finished",
     "BatchResultProcessor",
-    "WorkResult",
+    "RequestResult",
 ]
 
 
-def finish_reason_after(
-    token: int, num_output_tokens: int, limits: StopRules, eos_token_ids: Container[int]
+def check_finished(
+    token: int, num_output_tokens: int, limits: StopConditions, eos_token_ids: Container[int]
 ) -> FinishReason | None:
     """Return why a request is over once ``token`` is its last, or None while it goes on. A stop wins over the length.
 
@@ -52,10 +52,10 @@ _ENDING = "ending a request"
 _RELEASING = "releasing a request's pages"
 _OBSERVING = "observing results"
 
-R = TypeVar("R", bound=BookedRequest)
+R = TypeVar("R", bound=ProcessedRequest)
 
 
-class WorkResult(msgspec.Struct, Generic[R], frozen=True):
+class RequestResult(msgspec.Struct, Generic[R], frozen=True):
     """What the device made of one request in one step.
 
     Attributes:
@@ -102,15 +102,15 @@ class BatchResultProcessor(Generic[R]):
         failures: what went wrong so far.
     """
 
-    kv: KvResidence[R]
-    requests: RequestRegister[R]
+    kv: KvReleaser[R]
+    requests: RequestFinisher[R]
     output: OutputStream[R]
-    observer: ResultObserver[R] = NO_OBSERVER
+    observer: ResultObserver[R] = field(default_factory=NullResultObserver)
     eos_token_ids: frozenset[int] = frozenset()
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _untold: list[R] = field(default_factory=list, init=False, repr=False)
 
-    def process(self, results: Iterable[WorkResult[R]] = ()) -> list[R]:
+    def process(self, results: Iterable[RequestResult[R]] = ()) -> list[R]:
         """Book one computed batch and stream the news; returns the requests that have some, aborted ones first.
 
         A result of a request that has ended meanwhile is left out: an abort may come while the device computes.
@@ -158,7 +158,7 @@ class BatchResultProcessor(Generic[R]):
         return True
 
     @property
-    def has_news(self) -> bool:
+    def has_pending_outputs(self) -> bool:
         """True when aborts wait for a ``process`` to tell of them."""
         return bool(self._untold)
 
@@ -167,7 +167,7 @@ class BatchResultProcessor(Generic[R]):
         self.output.stream(news)
         return news
 
-    def _book(self, result: WorkResult[R]) -> tuple[int, FinishReason | None]:
+    def _book(self, result: RequestResult[R]) -> tuple[int, FinishReason | None]:
         """Book one result; returns how many tokens the request got, and why it is over, or None."""
         request = result.request
         if result.error:
@@ -180,13 +180,13 @@ class BatchResultProcessor(Generic[R]):
             )
         if result.end < num_tokens:
             request.num_computed_tokens = result.end
-            self.kv.share(request)
+            self.kv.cache_unfinished(request)
             return 0, None
         num_accepted, reason = self._append(request, result.token_ids)
         # The drafts that became tokens have their KV; the last token has none yet.
         request.num_computed_tokens = result.end + num_accepted - 1
         if result.is_prefill:
-            self.kv.share(request)
+            self.kv.cache_unfinished(request)
         return num_accepted, reason
 
     def _append(self, request: R, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
@@ -197,7 +197,7 @@ class BatchResultProcessor(Generic[R]):
         num_prompt_tokens = request.num_prompt_tokens
         for place, token in enumerate(token_ids, start=1):
             tokens.append(token)
-            reason = finish_reason_after(token, len(tokens) - num_prompt_tokens, request.limits, self.eos_token_ids)
+            reason = check_finished(token, len(tokens) - num_prompt_tokens, request.limits, self.eos_token_ids)
             if reason is not None:
                 return place, reason
         return len(token_ids), None
@@ -215,7 +215,7 @@ class BatchResultProcessor(Generic[R]):
         except Exception as error:  # noqa: BLE001 - its pages must come back all the same
             self.failures.failed(_ENDING, error)
         try:
-            self.kv.release(request)
+            self.kv.free(request)
         except Exception as error:  # noqa: BLE001 - a broken cache says so in its own integrity check too
             self.failures.failed(_RELEASING, error)
 
@@ -223,7 +223,7 @@ class BatchResultProcessor(Generic[R]):
         """Tell the observer of a whole step, ends last: one call for all tokens costs a fraction of one each."""
         if step.requests:
             try:
-                self.observer.generated(step.requests, step.num_tokens)
+                self.observer.on_tokens(step.requests, step.num_tokens)
             except Exception as error:  # noqa: BLE001 - a broken counter must not fail a request
                 self.failures.failed(_OBSERVING, error)
         for request, reason in step.ends:
@@ -231,7 +231,7 @@ class BatchResultProcessor(Generic[R]):
 
     def _observe_end(self, request: R, reason: FinishReason) -> None:
         try:
-            self.observer.ended(request, reason)
+            self.observer.on_finished(request, reason)
         except Exception as error:  # noqa: BLE001 - as above
             self.failures.failed(_OBSERVING, error)
 

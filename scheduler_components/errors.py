@@ -15,7 +15,7 @@ __all__ = [
     "ForkedPublisherError",
     "LockstepError",
     "OutOfPagesError",
-    "PageLoadError",
+    "LoadBackError",
     "PoolInvariantError",
     "PublisherClosedError",
     "PublisherNameTakenError",
@@ -258,7 +258,7 @@ class StorageStallError(StorageError):
     """A page store did not answer within its deadline."""
 
 
-class PageLoadError(ComponentError):
+class LoadBackError(ComponentError):
     """Pages that a forward was to read have not come to the device: the forward's requests cannot be served.
 
     Args:

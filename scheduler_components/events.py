@@ -20,30 +20,30 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import msgspec
 
 __all__ = [
-    "BULK_FIELDS",
+    "UNFOLDED_FIELDS",
     "FULL_ATTENTION_KINDS",
-    "HERE",
+    "LOCAL_GPU",
     "MEDIUM_GPU",
-    "MEDIUM_OF",
+    "TIER_MEDIUM",
     "REMOTE",
     "VLLM_NIL_FIELDS",
     "WIRE_EVENTS",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
-    "CheckedEvents",
+    "ValidatedEvents",
     "EventBatch",
     "KVCacheEvent",
     "KVEventBatch",
-    "Place",
-    "Site",
+    "MediumGroup",
+    "BlockLocation",
     "Tier",
     "WireEvent",
-    "place_of",
+    "medium_group",
     "signed_block_hash",
-    "site_of",
-    "tier_of",
-    "runs_of_true",
+    "block_location",
+    "medium_tier",
+    "true_runs",
 ]
 
 MEDIUM_GPU = "GPU"
@@ -58,7 +58,7 @@ class Tier(IntEnum):
     STORAGE = 2
 
 
-MEDIUM_OF: dict[Tier, str | None] = {Tier.DEVICE: None, Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
+TIER_MEDIUM: dict[Tier, str | None] = {Tier.DEVICE: None, Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 """The medium that this kit's own caches give in events of each tier."""
 
 _TIERS: dict[str | None, Tier] = {
@@ -74,7 +74,7 @@ _TIERS: dict[str | None, Tier] = {
 }
 
 
-def tier_of(medium: str | None) -> Tier | None:
+def medium_tier(medium: str | None) -> Tier | None:
     """Return the tier of an event's medium; None for a medium that the field does not know."""
     return _TIERS.get(medium)
 
@@ -172,7 +172,7 @@ VLLM_NIL_FIELDS = frozenset({"medium", "lora_name"})
 """vLLM's typed decoder asks for these in every event that has them: its flavour of the map dialect writes them as nil
 where the other maps leave them out."""
 
-BULK_FIELDS = frozenset({"token_ids", "extra_keys", "lookahead_token_ids"})
+UNFOLDED_FIELDS = frozenset({"token_ids", "extra_keys", "lookahead_token_ids"})
 """Most of an event's bytes, and nothing that decides which blocks stand: folding does not read them."""
 
 
@@ -182,7 +182,7 @@ else:
     _BatchEvent = WireEvent  # what ``msgspec.msgpack.Decoder(KVEventBatch)`` reads
 
 
-class CheckedEvents(tuple[KVCacheEvent, ...]):
+class ValidatedEvents(tuple[KVCacheEvent, ...]):
     """Events whose values are known to be sound, since they were made by a cache that checks what enters it.
 
     An encoder looks at every value of other events before it writes them, and not at these.
@@ -213,34 +213,36 @@ class KVEventBatch(EventBatch, frozen=True):
     """A batch of KV-cache events; on the wire always the three elements ``[ts, events, rank]``."""
 
 
-Place: TypeAlias = tuple[str, int | None]
+MediumGroup: TypeAlias = tuple[str, int | None]
 """A medium and a KV-cache group of one worker. The same hash in two places is two blocks."""
 
-_DEVICE: Place = (MEDIUM_GPU, None)
+_DEVICE: MediumGroup = (MEDIUM_GPU, None)
 
 
-def place_of(medium: str | None, group_idx: int | None = None) -> Place:
+def medium_group(medium: str | None, group_idx: int | None = None) -> MediumGroup:
     """Return the place that an event speaks of; a medium of None is the device's, and of ``""`` nobody's."""
     if medium is None:
         return _DEVICE if group_idx is None else (MEDIUM_GPU, group_idx)
     return medium, group_idx
 
 
-Site: TypeAlias = tuple[str, int | None, str | None, str | None]
+BlockLocation: TypeAlias = tuple[str, int | None, str | None, str | None]
 """A place, ``REMOTE`` or None, and which of several tiers there holds the block: all by which events tell blocks apart.
 """
 
 REMOTE = "REMOTE"
 """The locality of blocks that are not this worker's; any other means that they are."""
 
-HERE: Site = (MEDIUM_GPU, None, None, None)
+LOCAL_GPU: BlockLocation = (MEDIUM_GPU, None, None, None)
 """The device, where nothing more is said."""
 
 
-def site_of(medium: str | None, group_idx: int | None, locality: str | None, ownership: str | None) -> Site:
-    """Return the site that an event speaks of."""
+def block_location(
+    medium: str | None, group_idx: int | None, locality: str | None, ownership: str | None
+) -> BlockLocation:
+    """Return the location that an event speaks of."""
     if medium is None and group_idx is None and locality is None and ownership is None:
-        return HERE
+        return LOCAL_GPU
     return MEDIUM_GPU if medium is None else medium, group_idx, REMOTE if locality == REMOTE else None, ownership
 
 
@@ -266,7 +268,7 @@ def signed_block_hash(block_hash: object) -> int:
     return low - 2**64 if low >= 2**63 else low
 
 
-def runs_of_true(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+def true_runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Where neighbours are all true, of the blocks of an event say: first, and one after the last."""
     first = None
     for index, flag in enumerate((*flags, False)):

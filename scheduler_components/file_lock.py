@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from scheduler_components.fork_hook import tell_of_forks
+from scheduler_components.fork_hook import register_for_fork
 
-__all__ = ["FileLock", "open_file_lock", "take_file_lock"]
+__all__ = ["FileLock", "open_file_lock", "acquire_file_lock"]
 
 _CLOSED = -1  # no file: the system refuses it, where the old number could be somebody else's file by now
 
 
 class FileLock:
-    """An open file and its lock. Made by ``open_file_lock`` (not held yet) or ``take_file_lock`` (held).
+    """An open file and its lock. Made by ``open_file_lock`` (not held yet) or ``acquire_file_lock`` (held).
 
     In a forked child it is closed at once: a lock ends with its owner, not with the owner's last child.
 
@@ -38,7 +38,7 @@ class FileLock:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
-        tell_of_forks(self)
+        register_for_fork(self)
 
     @property
     def is_open(self) -> bool:
@@ -86,7 +86,7 @@ class FileLock:
             os.close(self.descriptor)
             self.descriptor = _CLOSED
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: close its copy of the file. The owner keeps the lock."""
         self.close()
 
@@ -100,7 +100,7 @@ def open_file_lock(path: Path) -> FileLock:
     return FileLock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
 
-def take_file_lock(path: Path) -> FileLock:
+def acquire_file_lock(path: Path) -> FileLock:
     """Open the file at ``path``, or make it, and take its lock at once.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.ports import StateHolder, StateValue
+from scheduler_components.ports import StateProvider, StateValue
 
 __all__ = ["InternalState"]
 
@@ -17,7 +17,7 @@ _SHOWN_NAMES = 12
 @dataclass(slots=True, kw_only=True)
 class InternalState:
     """Reads and sets values that belong to the parts of a scheduler. No part is reached by an attribute's name: each
-    says itself what it shows and what it lets others set (``StateHolder``).
+    says itself what it shows and what it lets others set (``StateProvider``).
 
     A change is made whole or not at all. Every value is looked at before the first is set. Should setting one fail
     after all, those before it get their old values again.
@@ -33,13 +33,13 @@ class InternalState:
         ValueError: two parts show one name, or a part lets a value be set that it does not show.
     """
 
-    holders: Sequence[StateHolder]
+    providers: Sequence[StateProvider]
     num_changes: int = field(default=0, init=False)
-    _holder_of: dict[str, StateHolder] = field(default_factory=dict, init=False, repr=False)
+    _holder_of: dict[str, StateProvider] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         shown: set[str] = set()
-        for holder in self.holders:
+        for holder in self.providers:
             values = holder.state()
             if twice := shown & values.keys():
                 raise ValueError(f"two parts show {sorted(twice)[0]!r}")
@@ -55,7 +55,7 @@ class InternalState:
 
     def get(self) -> dict[str, StateValue]:
         """Return every value of this moment, by name."""
-        return {name: value for holder in self.holders for name, value in holder.state().items()}
+        return {name: value for holder in self.providers for name, value in holder.state().items()}
 
     def check(self, changes: Mapping[str, StateValue]) -> None:
         """Look at a change, and make none.
@@ -73,7 +73,7 @@ class InternalState:
             ConfigError: as with ``check``; nothing is changed.
         """
         parts = self._by_holder(changes)
-        undo: list[tuple[StateHolder, dict[str, StateValue]]] = []
+        undo: list[tuple[StateProvider, dict[str, StateValue]]] = []
         try:
             for holder, values in parts:
                 before = holder.state()
@@ -86,9 +86,9 @@ class InternalState:
         self.num_changes += bool(changes)
         return {name: value for name, value in self.get().items() if name in changes}
 
-    def _by_holder(self, changes: Mapping[str, StateValue]) -> list[tuple[StateHolder, dict[str, StateValue]]]:
+    def _by_holder(self, changes: Mapping[str, StateValue]) -> list[tuple[StateProvider, dict[str, StateValue]]]:
         """Say which part gets which values, after each has looked at its own."""
-        parts: dict[int, tuple[StateHolder, dict[str, StateValue]]] = {}
+        parts: dict[int, tuple[StateProvider, dict[str, StateValue]]] = {}
         for name, value in changes.items():
             holder = self._holder_of.get(name)
             if holder is None:

@@ -13,13 +13,20 @@ import msgspec
 from scheduler_components.errors import FailureLog
 from scheduler_components.events import KVEventBatch
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NO_KV_METRICS, NO_LOAD, KvEventSink, KvEventSource, KvMetricsSink, LoadSource
+from scheduler_components.ports import (
+    KvEventSink,
+    KvEventSource,
+    KvMetricsSink,
+    LoadSource,
+    NullKvMetricsSink,
+    NullLoadSource,
+)
 from scheduler_components.values import KvMetrics, LoadSnapshot, PublisherStats
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events import KVEventsConfig
 
-__all__ = ["SchedulerKvEventsPublisher", "kv_metrics_from"]
+__all__ = ["SchedulerKvEventsPublisher", "kv_metrics_of_load"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +38,7 @@ _METRICS = "emitting KV metrics"
 _CLOSING = "closing the KV event publisher"
 
 
-def kv_metrics_from(load: LoadSnapshot) -> KvMetrics:
+def kv_metrics_of_load(load: LoadSnapshot) -> KvMetrics:
     """Put a load snapshot in slots and blocks.
 
     A page in use counts whole, however many of its tokens are. Tokens beyond the last whole page of the pool are no
@@ -74,8 +81,8 @@ class SchedulerKvEventsPublisher:
     parallel: ParallelState
     source: KvEventSource
     sink: KvEventSink
-    load: LoadSource = NO_LOAD
-    metrics_sink: KvMetricsSink = NO_KV_METRICS
+    load: LoadSource = field(default_factory=NullLoadSource)
+    metrics_sink: KvMetricsSink = field(default_factory=NullKvMetricsSink)
     clock: Callable[[], float] = time.time
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
 
@@ -86,7 +93,7 @@ class SchedulerKvEventsPublisher:
         *,
         parallel: ParallelState,
         source: KvEventSource,
-        load: LoadSource = NO_LOAD,
+        load: LoadSource = NullLoadSource(),
         metrics_endpoint: str | None = None,
     ) -> SchedulerKvEventsPublisher:
         """Make one from what the operator wrote: a rank that owns a stream opens its sockets at its own ports.
@@ -134,7 +141,7 @@ class SchedulerKvEventsPublisher:
         if not events or not self.parallel.owns_kv_stream:
             return
         try:
-            # A tuple stays the one that it is: ``CheckedEvents`` of a cache need no second check.
+            # A tuple stays the one that it is: ``ValidatedEvents`` of a cache need no second check.
             frozen = events if isinstance(events, tuple) else tuple(events)
             self.sink.publish(KVEventBatch(self.clock(), frozen, self.parallel.kv_stream_index))
         except Exception as error:  # noqa: BLE001 - as above; the batch is counted as dropped
@@ -165,7 +172,7 @@ class SchedulerKvEventsPublisher:
         if not self.metrics_sink.wants_metrics or not self.parallel.reports_metrics:
             return
         try:
-            self.metrics_sink.send(kv_metrics_from(self.load.get_loads()))
+            self.metrics_sink.send(kv_metrics_of_load(self.load.get_loads()))
         except Exception as error:  # noqa: BLE001 - as above
             self.failures.failed(_METRICS, error)
         else:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from scheduler_components.ports import NO_POOL_ORACLE, KvPoolOracle
-from scheduler_components.values import PoolReading
+from scheduler_components.ports import HeldBlocksSource, NullHeldBlocksSource
+from scheduler_components.values import KvPoolSnapshot
 
 __all__ = ["KvPoolReader"]
 
@@ -19,14 +19,14 @@ class KvPoolReader:
 
     Attributes:
         publisher: of the events; what is recorded and what is pending goes out first.
-        oracle: reads the pool, usually the cache.
+        blocks: reads the pool, usually the cache.
     """
 
     publisher: SchedulerKvEventsPublisher
-    oracle: KvPoolOracle = NO_POOL_ORACLE
+    blocks: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
 
-    def read(self) -> PoolReading:
-        """Read it all, on the scheduler's thread and outside of a step. Costs what the oracle's walk costs.
+    def read(self) -> KvPoolSnapshot:
+        """Read it all, on the scheduler's thread and outside of a step. Costs what the blocks's walk costs.
 
         The number is None where batches are still on their way to the socket: ask again then.
         """
@@ -34,4 +34,4 @@ class KvPoolReader:
         self.publisher.idle()
         stats = self.publisher.stats()
         sequence = None if stats.batches_pending else stats.last_sequence
-        return PoolReading(self.oracle.held_blocks(), sequence, self.publisher.parallel.kv_stream_index)
+        return KvPoolSnapshot(self.blocks.held_blocks(), sequence, self.publisher.parallel.kv_stream_index)

@@ -8,13 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from scheduler_components.load import CountedQueue, count_request, is_dispatcher_name
+from scheduler_components.load import CountedQueue, count_request_tokens, is_valid_dispatcher_name
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
-    NO_PARTS,
-    NO_RATES,
-    NO_WORK,
-    LoadPartsSource,
+    LoadSectionsSource,
+    NullLoadSectionsSource,
+    NullRateSource,
+    NullWorkSource,
     PoolSource,
     QueuedRequest,
     QueueSource,
@@ -23,7 +23,7 @@ from scheduler_components.ports import (
 )
 from scheduler_components.values import DecodeMoments, LoadSnapshot
 
-__all__ = ["MAX_DISPATCHERS", "LoadInquirer", "WorkTotals"]
+__all__ = ["MAX_DISPATCHERS", "LoadInquirer", "WorkCounters"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,17 +38,17 @@ class LoadInquirer:
         queues: running and waiting requests.
         pool: the KV token pool.
         rates: throughput and hit rate over the recent window.
-        parts: disaggregation, LoRA, speculative, memory and special queues, where the engine has them.
-        work: what was taken in and computed since the start, usually ``WorkTotals``.
+        sections: disaggregation, LoRA, speculative, memory and special queues, where the engine has them.
+        work: what was taken in and computed since the start, usually ``WorkCounters``.
         clock: wall-clock seconds since the epoch.
     """
 
     parallel: ParallelState
     queues: QueueSource
     pool: PoolSource
-    rates: RateSource = NO_RATES
-    parts: LoadPartsSource = NO_PARTS
-    work: WorkSource = NO_WORK
+    rates: RateSource = field(default_factory=NullRateSource)
+    sections: LoadSectionsSource = field(default_factory=NullLoadSectionsSource)
+    work: WorkSource = field(default_factory=NullWorkSource)
     clock: Callable[[], float] = time.time
     _sequence: int = field(default=0, init=False, repr=False)
     _rank: int = field(init=False, repr=False)
@@ -76,8 +76,8 @@ class LoadInquirer:
         chunked_tokens = queues.num_chunked_tokens_left
         pending_tokens += chunked_tokens
         uncached_tokens += chunked_tokens
-        parts = self.parts.load_parts()
-        disaggregation = parts.disaggregation
+        sections = self.sections.load_sections()
+        disaggregation = sections.disaggregation
         if disaggregation is not None:
             num_waiting += disaggregation.waiting_reqs
             pending_tokens += disaggregation.pending_tokens
@@ -105,11 +105,11 @@ class LoadInquirer:
             rates.gen_throughput,
             rates.cache_hit_rate,
             token_usage if token_usage > slot_usage else slot_usage,  # max() costs a tenth of all
-            parts.queues,
+            sections.queues,
             disaggregation,
-            parts.lora,
-            parts.speculative,
-            parts.memory,
+            sections.lora,
+            sections.speculative,
+            sections.memory,
             work.total_prefill_uncached_tokens,
             work.total_prefill_busy_us,
             work.decode_moments,
@@ -121,7 +121,7 @@ def _walk(queue: Sequence[QueuedRequest]) -> tuple[int, int, int]:
     """Return ``(requests, pending_tokens, uncached_tokens)`` of a queue that does not know them."""
     pending_tokens = uncached_tokens = 0
     for request in queue:
-        pending, uncached = count_request(request)
+        pending, uncached = count_request_tokens(request)
         pending_tokens += pending
         uncached_tokens += uncached
     return len(queue), pending_tokens, uncached_tokens
@@ -136,33 +136,33 @@ _MAX_TICKET = 2**63 - 1
 
 
 @dataclass(slots=True, kw_only=True)
-class WorkTotals:
+class WorkCounters:
     """The kit's ``WorkSource``: the scheduler counts here as things happen.
 
     Attributes:
         total_prefill_uncached_tokens: tokens computed by prefill.
         total_prefill_busy_us: time of the steps that computed them.
-        refused_tickets: tickets that no dispatcher of this kit writes; each costs itself.
+        invalid_tickets: tickets that no dispatcher of this kit writes; each costs itself.
         decode_moments: sums over the steps that decoded; None before the first.
         dispatched_watermarks: the highest ticket taken in from each dispatcher, sorted by dispatcher.
     """
 
     total_prefill_uncached_tokens: int = 0
     total_prefill_busy_us: int = 0
-    refused_tickets: int = 0
+    invalid_tickets: int = 0
     decode_moments: DecodeMoments | None = field(default=None, init=False)
     dispatched_watermarks: tuple[tuple[str, int], ...] = field(default=(), init=False)
     _tickets: OrderedDict[str, int] = field(default_factory=OrderedDict, init=False, repr=False)
 
-    def took_in(self, dispatcher: str, ticket: int) -> None:
+    def on_request_received(self, dispatcher: str, ticket: int) -> None:
         """Count a request when it enters the queue, or is refused: it is no longer on its way.
 
         Args:
             dispatcher: who sent it.
             ticket: the number that the dispatcher gave it. Tickets of one dispatcher rise in the order of sending.
         """
-        if not is_dispatcher_name(dispatcher) or not 0 <= ticket <= _MAX_TICKET:
-            self.refused_tickets += 1
+        if not is_valid_dispatcher_name(dispatcher) or not 0 <= ticket <= _MAX_TICKET:
+            self.invalid_tickets += 1
             return
         tickets = self._tickets
         known = tickets.get(dispatcher)
@@ -179,12 +179,12 @@ class WorkTotals:
             at = bisect_left(watermarks, (dispatcher, known))
             self.dispatched_watermarks = (*watermarks[:at], (dispatcher, highest), *watermarks[at + 1 :])
 
-    def prefilled(self, uncached_tokens: int, busy_s: float) -> None:
+    def record_prefill(self, uncached_tokens: int, busy_s: float) -> None:
         """Count one step's prefill; what is negative counts as 0, for a clock may be set back."""
         self.total_prefill_uncached_tokens += max(0, uncached_tokens)
         self.total_prefill_busy_us += max(0, round(busy_s * 1e6))
 
-    def decoded(self, num_requests: int, busy_s: float, num_tokens: int) -> None:
+    def record_decode(self, num_requests: int, busy_s: float, num_tokens: int) -> None:
         """Count one step that decoded and prefilled nothing; one without requests, or that took no time, is left out.
 
         Args:

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_components.errors import ConfigError, FailureLog
-from scheduler_components.load import HEARTBEAT_S
+from scheduler_components.load import LOAD_HEARTBEAT_S
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NO_LOAD_SINK, LoadSink, LoadSource
+from scheduler_components.ports import LoadSink, LoadSource, NullLoadSink
 from scheduler_components.validators import check_number
 from scheduler_components.values import LoadSnapshot
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events import KVEventsConfig
 
-__all__ = ["MIN_INTERVAL_S", "GaugePacer", "LoadPublisher", "open_load_publisher"]
+__all__ = ["MIN_LOAD_INTERVAL_S", "GaugePacer", "LoadPublisher", "open_load_publisher"]
 
-MIN_INTERVAL_S = 0.05
+MIN_LOAD_INTERVAL_S = 0.05
 """20 samples per second follow a queue closely enough to balance it, and a reader of 100 ranks gets 2,000 of them."""
 
 
@@ -35,18 +35,18 @@ class GaugePacer:
     Attributes:
         sent: samples that went out.
         throttled: offers that came too soon to look.
-        repeated: looks that found what was sent already.
+        unchanged: looks that found what was sent already.
 
     Raises:
         ConfigError: an interval is negative or not finite, or the heartbeat is 0 or shorter than the throttle.
     """
 
     __slots__ = (
-        "min_interval_s", "heartbeat_s", "sent", "throttled", "repeated",
+        "min_interval_s", "heartbeat_s", "sent", "throttled", "unchanged",
         "_content", "_last_now", "_since_look_s", "_since_sent_s",
     )  # fmt: skip
 
-    def __init__(self, *, min_interval_s: float = MIN_INTERVAL_S, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, *, min_interval_s: float = MIN_LOAD_INTERVAL_S, heartbeat_s: float = LOAD_HEARTBEAT_S) -> None:
         check_number("min_interval_s", min_interval_s, or_zero=True)
         check_number("heartbeat_s", heartbeat_s)
         if heartbeat_s < min_interval_s:
@@ -55,7 +55,7 @@ class GaugePacer:
             )
         self.min_interval_s = min_interval_s
         self.heartbeat_s = heartbeat_s
-        self.sent = self.throttled = self.repeated = 0
+        self.sent = self.throttled = self.unchanged = 0
         self._content: object = None
         self._last_now: float | None = None
         self._since_look_s = self._since_sent_s = math.inf
@@ -68,16 +68,16 @@ class GaugePacer:
             return False
         return True
 
-    def is_news(self, content: object, now: float) -> bool:
+    def should_send(self, content: object, now: float) -> bool:
         """Say whether to send what a look found; ``content`` must not be None."""
         self._advance(now)
         self._since_look_s = 0.0
         if content == self._content and self._since_sent_s < self.heartbeat_s:
-            self.repeated += 1
+            self.unchanged += 1
             return False
         return True
 
-    def went_out(self, content: object, now: float) -> None:
+    def on_sent(self, content: object, now: float) -> None:
         """Note what was sent."""
         self._advance(now)
         self._since_sent_s = 0.0
@@ -91,7 +91,7 @@ class GaugePacer:
         self._last_now = now
 
     def __repr__(self) -> str:
-        return f"<GaugePacer: {self.sent} sent, {self.throttled} throttled, {self.repeated} repeated>"
+        return f"<GaugePacer: {self.sent} sent, {self.throttled} throttled, {self.unchanged} repeated>"
 
 
 logger = logging.getLogger(__name__)
@@ -143,18 +143,18 @@ class LoadPublisher:
         try:
             load = self.load.get_loads()
             content = _content(load)
-            if not self.pacer.is_news(content, now):
+            if not self.pacer.should_send(content, now):
                 return
             self.sink.send(load)
         except Exception as error:  # noqa: BLE001 - a gauge never raises into the step; counted and logged
             self.failures.failed(_PUBLISHING, error)
             return
-        self.pacer.went_out(content, now)
+        self.pacer.on_sent(content, now)
         self.failures.succeeded(_PUBLISHING)
 
     def close(self) -> None:
         """Close the sink. Safe to call twice; never raises."""
-        sink, self.sink = self.sink, NO_LOAD_SINK
+        sink, self.sink = self.sink, NullLoadSink()
         try:
             sink.close()
         except Exception as error:  # noqa: BLE001 - a scheduler that ends has other things to close
@@ -203,11 +203,11 @@ def open_load_publisher(
         ConfigError: the configuration is not right for this engine.
         StartError: the machine refused the address.
     """
-    publisher = LoadPublisher(parallel=parallel, load=load, sink=NO_LOAD_SINK, pacer=pacer or GaugePacer())
+    publisher = LoadPublisher(parallel=parallel, load=load, sink=NullLoadSink(), pacer=pacer or GaugePacer())
     if not config:
         return publisher
     # Imported here so that the component itself loads neither pyzmq nor pydantic.
-    from scheduler_components.kv_events import KVEventsConfig, StreamAccess
+    from scheduler_components.kv_events import CurveServerKeys, KVEventsConfig
     from scheduler_components.load import check_load_endpoint, open_zmq_load_sink
 
     settings = KVEventsConfig.read(config)
@@ -215,6 +215,6 @@ def open_load_publisher(
     if plan.load is not None:
         check_load_endpoint(plan.load)
         if parallel.owns_kv_stream:
-            access = StreamAccess.of(settings)
+            access = CurveServerKeys.of(settings)
             publisher.sink = open_zmq_load_sink(plan.load.offset(parallel.kv_stream_index), access=access)
     return publisher

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from scheduler_components.errors import FailureLog
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
-    NO_PUBLISHER_STATS,
-    NO_TOTALS,
     LoadSource,
     MetricsSink,
+    NullPublisherStatsSource,
+    NullTotalsSource,
     PublisherStatsSource,
     TotalsSource,
 )
@@ -41,20 +41,20 @@ class MetricsEmitter:
         sink: where reports go; how often one is exported or logged is the sink's business.
         totals: the scheduler's running totals.
         publisher: usually the ``SchedulerKvEventsPublisher``.
-        counters_every_steps: 32 are about a second of any engine's time, and a Prometheus server asks every few
+        counters_interval_steps: 32 are about a second of any engine's time, and a Prometheus server asks every few
             seconds. 1 reads them in each step.
         failures: what went wrong so far.
 
     Raises:
-        ConfigError: ``counters_every_steps`` is below 1.
+        ConfigError: ``counters_interval_steps`` is below 1.
     """
 
     parallel: ParallelState
     load: LoadSource
     sink: MetricsSink
-    totals: TotalsSource = NO_TOTALS
-    publisher: PublisherStatsSource = NO_PUBLISHER_STATS
-    counters_every_steps: int = 32
+    totals: TotalsSource = field(default_factory=NullTotalsSource)
+    publisher: PublisherStatsSource = field(default_factory=NullPublisherStatsSource)
+    counters_interval_steps: int = 32
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _labels: tuple[tuple[str, str], ...] = field(init=False, repr=False)
     _reports: bool = field(init=False, repr=False)
@@ -62,11 +62,11 @@ class MetricsEmitter:
     _num_steps_left: int = field(default=0, init=False, repr=False)  # for which these counters do
 
     def __post_init__(self) -> None:
-        check_integer("counters_every_steps", self.counters_every_steps)
+        check_integer("counters_interval_steps", self.counters_interval_steps)
         self._labels = self.parallel.metric_labels
         self._reports = self.parallel.reports_metrics
 
-    def refresh(self) -> None:
+    def refresh_counters(self) -> None:
         """Read totals and counters anew for the next report: something has changed that must be told at once."""
         self._num_steps_left = 0
 
@@ -81,7 +81,7 @@ class MetricsEmitter:
             else:
                 self._num_steps_left = 0
                 self._counters = self.totals.totals(), self.publisher.stats()
-                self._num_steps_left = self.counters_every_steps - 1
+                self._num_steps_left = self.counters_interval_steps - 1
             self.sink.record(SchedulerStats(self._labels, load, *self._counters))
         except Exception as error:  # noqa: BLE001 - a broken gauge must not take the engine down
             self.failures.failed("emitting metrics", error)

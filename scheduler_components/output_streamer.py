@@ -15,7 +15,7 @@ from scheduler_components.validators import check_integer
 from scheduler_components.values import OutputBatch, OutputDelta, OutputStats, TokenOutput
 
 __all__ = [
-    "HeldEnds",
+    "FinalDeltaBuffer",
     "OutputStreamer",
 ]
 
@@ -28,7 +28,7 @@ _BYTES_A_LOGPROB = 32
 _BYTES_A_TOP_LOGPROB = 120  # a pair, its token and its number
 
 
-class HeldEnds:
+class FinalDeltaBuffer:
     """Holds the last delta of ended requests, oldest first.
 
     Beyond ``max_bytes`` the oldest lose their tokens, with logprobs and hidden states, and keep their end: their
@@ -66,7 +66,7 @@ class HeldEnds:
         """What is held, oldest first."""
         return (*self._bare, *self._full)
 
-    def hold(self, delta: OutputDelta) -> None:
+    def add(self, delta: OutputDelta) -> None:
         """Take one request's last news in."""
         self._full.append(delta)
         self.num_bytes += _size_bytes(delta.output)
@@ -91,7 +91,7 @@ class HeldEnds:
         self.tokens_dropped += len(delta.output.token_ids)
         self.num_bytes -= _size_bytes(delta.output)
 
-    def taken(self) -> None:
+    def clear(self) -> None:
         """Forget what is held: the receiver has it."""
         self._bare.clear()
         self._full.clear()
@@ -139,7 +139,7 @@ class OutputStreamer:
     """
 
     sink: OutputSink
-    held: HeldEnds = field(default_factory=HeldEnds)
+    held: FinalDeltaBuffer = field(default_factory=FinalDeltaBuffer)
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _num_sent: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _due: dict[str, StreamedRequest] = field(default_factory=dict, init=False, repr=False)
@@ -153,7 +153,7 @@ class OutputStreamer:
         for request in requests:
             rid = request.rid
             if request.finish_reason is not None:
-                self.held.hold(self._read(request) or self._bare_end(request))
+                self.held.add(self._read(request) or self._bare_end(request))
                 self._num_sent.pop(rid, None)
                 self._due.pop(rid, None)
             elif self._is_due(request):
@@ -223,7 +223,7 @@ class OutputStreamer:
             if delta.finish_reason is None:
                 self._num_sent[delta.rid] = delta.start + len(delta.output.token_ids)
         self._due.clear()
-        self.held.taken()
+        self.held.clear()
         counts = self._counts
         self._counts = msgspec.structs.replace(
             counts,

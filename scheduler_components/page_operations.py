@@ -14,28 +14,28 @@ import msgspec
 
 __all__ = [
     "BackupDone",
-    "BackupSettled",
+    "BackupOutcome",
     "CopyToDevice",
     "CopyToHost",
     "Decision",
     "Instruction",
-    "ForgetLoad",
+    "DiscardLoadBack",
     "IoEvent",
-    "LoadDone",
-    "LoadSettled",
-    "PagesLanded",
+    "LoadBackDone",
+    "LoadBackOutcome",
+    "PagesRead",
     "PrefetchDrained",
     "PrefetchHit",
-    "PrefetchSettled",
+    "PrefetchOutcome",
     "QueryStorage",
-    "ReadEnded",
-    "ReadStorage",
-    "StopReading",
-    "StorageAnswered",
-    "StorageLost",
-    "StorageUnused",
+    "ReadDone",
+    "ReadFromStorage",
+    "CancelPrefetch",
+    "QueryDone",
+    "StorageDetached",
+    "ReleaseStorage",
     "WriteDone",
-    "WriteSettled",
+    "WriteOutcome",
     "WriteToStorage",
 ]
 
@@ -51,7 +51,7 @@ class CopyToHost(msgspec.Struct, frozen=True, gc=False):
 
 
 class CopyToDevice(msgspec.Struct, frozen=True, gc=False):
-    """Copy committed host pages to the device; answer with ``LoadDone``.
+    """Copy committed host pages to the device; answer with ``LoadBackDone``.
 
     ``by_layer``: requests read them already, so the next forward waits before each layer until it is there.
     """
@@ -62,7 +62,7 @@ class CopyToDevice(msgspec.Struct, frozen=True, gc=False):
     by_layer: bool = False
 
 
-class ForgetLoad(msgspec.Struct, frozen=True, gc=False):
+class DiscardLoadBack(msgspec.Struct, frozen=True, gc=False):
     """No request reads the pages of this failed load, which went ``by_layer``: forwards need not fail any more."""
 
     op: int
@@ -77,35 +77,42 @@ class WriteToStorage(msgspec.Struct, frozen=True, gc=False):
 
 
 class QueryStorage(msgspec.Struct, frozen=True, gc=False):
-    """Ask how many of these pages, from the first on, storage holds; ``StorageAnswered`` comes also on failure."""
+    """Ask how many of these pages, from the first on, storage holds; ``QueryDone`` comes also on failure."""
 
     op: int
     digests: bytes
 
 
-class ReadStorage(msgspec.Struct, frozen=True, gc=False):
-    """Read pages into reserved host pages, in order; answer with ``PagesLanded``, at last with ``ReadEnded``."""
+class ReadFromStorage(msgspec.Struct, frozen=True, gc=False):
+    """Read pages into reserved host pages, in order; answer with ``PagesRead``, at last with ``ReadDone``."""
 
     op: int
     digests: bytes
     host_pages: Pages
 
 
-class StopReading(msgspec.Struct, frozen=True, gc=False):
-    """Nobody waits for this ``QueryStorage`` or ``ReadStorage``: do no more for it than what is begun.
+class CancelPrefetch(msgspec.Struct, frozen=True, gc=False):
+    """Nobody waits for this ``QueryStorage`` or ``ReadFromStorage``: do no more for it than what is begun.
 
-    ``StorageAnswered`` follows all the same, or ``ReadEnded`` once nothing writes to the host pages any more.
+    ``QueryDone`` follows all the same, or ``ReadDone`` once nothing writes to the host pages any more.
     """
 
     op: int
 
 
-class StorageUnused(msgspec.Struct, frozen=True, gc=False):
+class ReleaseStorage(msgspec.Struct, frozen=True, gc=False):
     """No operation uses storage: a backend that is being detached may be closed now."""
 
 
 Instruction: TypeAlias = (
-    CopyToHost | CopyToDevice | ForgetLoad | WriteToStorage | QueryStorage | ReadStorage | StopReading | StorageUnused
+    CopyToHost
+    | CopyToDevice
+    | DiscardLoadBack
+    | WriteToStorage
+    | QueryStorage
+    | ReadFromStorage
+    | CancelPrefetch
+    | ReleaseStorage
 )
 
 
@@ -113,65 +120,65 @@ class WriteDone(msgspec.Struct, frozen=True, gc=False):
     """This rank's copy to the host has ended; good when all its bytes are there."""
 
     op: int
-    is_good: bool
+    is_ok: bool
 
 
-class LoadDone(msgspec.Struct, frozen=True, gc=False):
+class LoadBackDone(msgspec.Struct, frozen=True, gc=False):
     """This rank's copy to the device has ended; good when all its bytes are there."""
 
     op: int
-    is_good: bool
+    is_ok: bool
 
 
 class BackupDone(msgspec.Struct, frozen=True, gc=False):
     """This rank's part of a backup to storage has ended; good when every page is held there."""
 
     op: int
-    is_good: bool
+    is_ok: bool
 
 
-class StorageAnswered(msgspec.Struct, frozen=True, gc=False):
+class QueryDone(msgspec.Struct, frozen=True, gc=False):
     """Storage holds ``num_pages`` of this rank's slices, from the first on; 0 for a miss and for a failure."""
 
     op: int
     num_pages: int
 
 
-class PagesLanded(msgspec.Struct, frozen=True, gc=False):
+class PagesRead(msgspec.Struct, frozen=True, gc=False):
     """``num_pages`` pages, counted from the first one, are in host memory by now."""
 
     op: int
     num_pages: int
 
 
-class ReadEnded(msgspec.Struct, frozen=True, gc=False):
+class ReadDone(msgspec.Struct, frozen=True, gc=False):
     """No more pages will land, and nothing writes to the operation's host pages any more."""
 
     op: int
 
 
-IoEvent: TypeAlias = WriteDone | LoadDone | BackupDone | StorageAnswered | PagesLanded | ReadEnded
+IoEvent: TypeAlias = WriteDone | LoadBackDone | BackupDone | QueryDone | PagesRead | ReadDone
 
 
-class WriteSettled(msgspec.Struct, frozen=True, gc=False):
+class WriteOutcome(msgspec.Struct, frozen=True, gc=False):
     """All ranks have copied to the host and committed ``host_pages``; or, when there are none, all have given up."""
 
     op: int
     host_pages: Pages
 
 
-class LoadSettled(msgspec.Struct, frozen=True, gc=False):
+class LoadBackOutcome(msgspec.Struct, frozen=True, gc=False):
     """The device pages hold the content on every rank; or, when not good, must not be used on any."""
 
     op: int
-    is_good: bool
+    is_ok: bool
 
 
-class BackupSettled(msgspec.Struct, frozen=True, gc=False):
+class BackupOutcome(msgspec.Struct, frozen=True, gc=False):
     """Storage holds every rank's slice of every page; or, when not good, nobody may count on it."""
 
     op: int
-    is_good: bool
+    is_ok: bool
 
 
 class PrefetchHit(msgspec.Struct, frozen=True, gc=False):
@@ -181,7 +188,7 @@ class PrefetchHit(msgspec.Struct, frozen=True, gc=False):
     num_pages: int
 
 
-class PrefetchSettled(msgspec.Struct, frozen=True, gc=False):
+class PrefetchOutcome(msgspec.Struct, frozen=True, gc=False):
     """A prefetch has ended on every rank with the same number of pages, committed to the host: perhaps none.
 
     ``num_draining_pages`` more were reserved and are not free yet: some rank may still write to them.
@@ -199,10 +206,10 @@ class PrefetchDrained(msgspec.Struct, frozen=True, gc=False):
     num_pages: int
 
 
-class StorageLost(msgspec.Struct, frozen=True, gc=False):
+class StorageDetached(msgspec.Struct, frozen=True, gc=False):
     """Storage is no longer attached on every rank: nobody may count on what it held."""
 
 
 Decision: TypeAlias = (
-    WriteSettled | LoadSettled | BackupSettled | PrefetchHit | PrefetchSettled | PrefetchDrained | StorageLost
+    WriteOutcome | LoadBackOutcome | BackupOutcome | PrefetchHit | PrefetchOutcome | PrefetchDrained | StorageDetached
 )

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import attrs
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.validators import is_integer
+from scheduler_components.validators import integer_validator
 
 __all__ = ["STORED_LAYOUT", "HostLayout", "PageShape", "check_layout"]
 
@@ -37,9 +37,9 @@ class PageShape:
         ConfigError: a size is below 1, or the parts are not of equal size.
     """
 
-    num_layers: int = attrs.field(validator=is_integer())
-    layer_page_bytes: int = attrs.field(validator=is_integer())
-    num_parts: int = attrs.field(default=1, validator=is_integer())
+    num_layers: int = attrs.field(validator=integer_validator())
+    layer_page_bytes: int = attrs.field(validator=integer_validator())
+    num_parts: int = attrs.field(default=1, validator=integer_validator())
 
     def __attrs_post_init__(self) -> None:
         if self.layer_page_bytes % self.num_parts:

@@ -18,13 +18,13 @@ from typing import Any
 import attrs
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.validators import check_integer, is_integer
+from scheduler_components.validators import check_integer, integer_validator
 
 __all__ = ["ParallelState"]
 
 
-_SIZE = is_integer("is not a size")
-_RANK = is_integer("is not a rank", at_least=0)
+_SIZE = integer_validator("is not a size")
+_RANK = integer_validator("is not a rank", at_least=0)
 
 
 def _quotient(tp_size: int, divisor_name: str, divisor: int) -> int:

@@ -15,26 +15,26 @@ from collections.abc import Collection, Container, Iterable, Mapping, MutableSeq
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.events import EventBatch, KVCacheEvent, Place
+from scheduler_components.events import EventBatch, KVCacheEvent, MediumGroup
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.page_shape import PageShape
 from scheduler_components.values import (
+    AllocationAction,
+    AllocationRecord,
     DecodeMoments,
     HeldCount,
-    Incoming,
-    InputRefusal,
+    InputMessage,
     KvMetrics,
-    LoadParts,
+    LoadSections,
     LoadSnapshot,
     OutputBatch,
     OutputStats,
-    OwnerAction,
-    OwnerRecord,
     PageHolding,
     PoolCount,
     PublisherStats,
     QuiesceStats,
     RelayedInput,
+    RequestRejection,
     SchedulerStats,
     SchedulerTotals,
     StallReport,
@@ -49,87 +49,87 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KvEventSource",
-    "KvPoolOracle",
-    "NO_POOL_ORACLE",
+    "HeldBlocksSource",
+    "NullHeldBlocksSource",
     "AuditedPool",
     "PageHolders",
-    "NO_HOLDERS",
+    "NullPageHolders",
     "TreeNode",
-    "OwnerLog",
-    "NO_OWNER_LOG",
+    "AllocationSink",
+    "NullAllocationSink",
     "OwnerTrails",
-    "NO_OWNER_TRAILS",
+    "NullOwnerTrails",
     "StallSink",
     "QueuedRequest",
     "QueueSource",
     "PoolSource",
     "RateSource",
-    "NO_RATES",
-    "LoadPartsSource",
-    "NO_PARTS",
+    "NullRateSource",
+    "LoadSectionsSource",
+    "NullLoadSectionsSource",
     "LoadSource",
-    "NO_LOAD",
+    "NullLoadSource",
     "WorkSource",
-    "NO_WORK",
+    "NullWorkSource",
     "TotalsSource",
-    "NO_TOTALS",
+    "NullTotalsSource",
     "PublisherStatsSource",
-    "NO_PUBLISHER_STATS",
+    "NullPublisherStatsSource",
     "OutputStatsSource",
     "StateValue",
-    "StateHolder",
+    "StateProvider",
     "Profiler",
-    "NO_PROFILER",
+    "NullProfiler",
     "KvEventSink",
     "EventPublisher",
     "NullEventPublisher",
     "KvMetricsSink",
-    "NO_KV_METRICS",
+    "NullKvMetricsSink",
     "LoadSink",
-    "NO_LOAD_SINK",
+    "NullLoadSink",
     "MetricsSink",
     "NullMetricsSink",
     "OutputSink",
     "PageBytes",
     "PageStore",
-    "InPlacePageStore",
-    "CopyEnd",
-    "COPIED",
-    "HostPlane",
+    "ZeroCopyPageStore",
+    "CopyEvent",
+    "NullCopyEvent",
+    "HostLayerView",
     "DeviceMemory",
-    "LayerFence",
-    "NO_LAYER_FENCE",
+    "LayerDoneCounter",
+    "NullLayerDoneCounter",
     "HostPages",
     "PageMover",
     "PageHook",
-    "NO_PAGE_HOOK",
+    "NullPageHook",
     "SyncGroup",
     "InputSource",
-    "NO_INPUT",
-    "InputReader",
+    "NullInputSource",
+    "MessageDecoder",
     "InputRelay",
-    "ALONE",
+    "NullInputRelay",
     "RequestIds",
-    "NO_IDS",
-    "RefusalSink",
-    "NO_REFUSALS",
+    "NullRequestIds",
+    "RejectionSink",
+    "NullRejectionSink",
     "ComputeGate",
-    "OPEN_GATE",
-    "PausableWork",
-    "ClearableKv",
+    "NullComputeGate",
+    "PausableRequests",
+    "FlushableCache",
     "WeightStore",
-    "NO_WEIGHTS",
+    "NullWeightStore",
     "MemoryOccupation",
-    "NO_MEMORY",
+    "NullMemoryOccupation",
     "QuiesceStatsSource",
-    "NO_QUIESCE_STATS",
-    "StopRules",
-    "BookedRequest",
+    "NullQuiesceStatsSource",
+    "StopConditions",
+    "ProcessedRequest",
     "StreamedRequest",
-    "KvResidence",
-    "RequestRegister",
+    "KvReleaser",
+    "RequestFinisher",
     "ResultObserver",
-    "NO_OBSERVER",
+    "NullResultObserver",
     "OutputStream",
 ]
 
@@ -144,29 +144,27 @@ class KvEventSource(Protocol):
         ...
 
 
-class KvPoolOracle(Protocol):
+class HeldBlocksSource(Protocol):
     """Says what the KV pool really holds: ``RadixCache``, ``HiRadixCache``, an adapter over any engine's block table.
 
     It reads the pool itself, never what was told of it: whoever compares the two finds what a stream forgot. It may
     walk everything, so it is asked by checks and by ``/kv_pool``, never in a step.
     """
 
-    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+    def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
         """Return the hash of each block that a request could use now, signed 64-bit, by medium and KV-cache group.
 
         A place that is not named is one that this oracle knows nothing of; one with no hashes is known to be empty.
-        ``events.place_of`` makes a place of what an event says.
+        ``events.medium_group`` makes a place of what an event says.
         """
         ...
 
 
-class _NoPoolOracle:
-    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+class NullHeldBlocksSource:
+    """The oracle of an engine whose pool nobody can read: it names no place, so nothing is compared."""
+
+    def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
         return {}
-
-
-NO_POOL_ORACLE: KvPoolOracle = _NoPoolOracle()
-"""The oracle of an engine whose pool nobody can read: it names no place, so nothing is compared."""
 
 
 # What keeps a pool honest: what a pool says of its pages, who holds some, and who took and gave them.
@@ -233,7 +231,9 @@ class PageHolders(Protocol):
         ...
 
 
-class _NoHolders:
+class NullPageHolders:
+    """The holders of a pool of which nobody holds pages."""
+
     def count_held(self) -> HeldCount:
         return _NOTHING_HELD
 
@@ -243,18 +243,15 @@ class _NoHolders:
 
 _NOTHING_HELD = HeldCount()
 
-NO_HOLDERS: PageHolders = _NoHolders()
-"""The holders of a pool of which nobody holds pages."""
 
+class AllocationSink(Protocol):
+    """Is told who takes and gives pages: ``AllocationLog``. Called by whatever hands pages to requests."""
 
-class OwnerLog(Protocol):
-    """Is told who takes and gives pages: ``OwnerLedger``. Called by whatever hands pages to requests."""
-
-    def watches(self, holder: str) -> bool:
+    def is_sampled(self, holder: str) -> bool:
         """Say whether a request's, session's or copy's pages are noted. Ask once per holder."""
         ...
 
-    def note(self, action: OwnerAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+    def record(self, action: AllocationAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
         """Note what a watched holder does, or is done to it.
 
         Args:
@@ -268,43 +265,39 @@ class OwnerLog(Protocol):
         ...
 
 
-class _NoOwnerLog:
-    def watches(self, holder: str) -> bool:  # noqa: ARG002 - the port's
+class NullAllocationSink:
+    """The log of a scheduler that keeps no ledger of owners."""
+
+    def is_sampled(self, holder: str) -> bool:  # noqa: ARG002 - the port's
         return False
 
-    def note(self, action: OwnerAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+    def record(self, action: AllocationAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
         pass
 
 
-NO_OWNER_LOG: OwnerLog = _NoOwnerLog()
-"""The log of a scheduler that keeps no ledger of owners."""
-
-
 class OwnerTrails(Protocol):
-    """Knows who took and gave a page: ``OwnerLedger``. Read by ``PoolInvariantChecker`` when something is wrong."""
+    """Knows who took and gave a page: ``AllocationLog``. Read by ``PoolInvariantChecker`` when something is wrong."""
 
-    def trail(self, pool: str, pages: Collection[int]) -> Sequence[OwnerRecord]:
+    def history(self, pool: str, pages: Collection[int]) -> Sequence[AllocationRecord]:
         """Return what is known of any of these pages, oldest first."""
         ...
 
 
-class _NoOwnerTrails:
-    def trail(self, pool: str, pages: Collection[int]) -> Sequence[OwnerRecord]:  # noqa: ARG002 - the port's
+class NullOwnerTrails:
+    """The trails of a scheduler that keeps no ledger of owners."""
+
+    def history(self, pool: str, pages: Collection[int]) -> Sequence[AllocationRecord]:  # noqa: ARG002 - the port's
         return ()
-
-
-NO_OWNER_TRAILS: OwnerTrails = _NoOwnerTrails()
-"""The trails of a scheduler that keeps no ledger of owners."""
 
 
 class StallSink(Protocol):
     """Is told that a scheduler makes no progress: ``LogStallSink``. Called by a watchdog, on its own thread."""
 
-    def stalled(self, report: StallReport) -> None:
+    def on_stall(self, report: StallReport) -> None:
         """A phase has taken too long, and goes on."""
         ...
 
-    def moved(self, report: StallReport) -> None:
+    def on_resume(self, report: StallReport) -> None:
         """It has ended."""
         ...
 
@@ -380,33 +373,29 @@ class RateSource(Protocol):
         ...
 
 
-class _NoRates:
+class NullRateSource:
+    """The rates of a scheduler that keeps none."""
+
     gen_throughput = 0.0
     cache_hit_rate = 0.0
 
 
-NO_RATES: RateSource = _NoRates()
-"""The rates of a scheduler that keeps none."""
-
-
-class LoadPartsSource(Protocol):
+class LoadSectionsSource(Protocol):
     """An engine with special queues, LoRA slots, drafts or disaggregation. Read by ``LoadInquirer``."""
 
-    def load_parts(self) -> LoadParts:
+    def load_sections(self) -> LoadSections:
         """Return the parts of a load snapshot that not every engine has; None for those that this one has not."""
         ...
 
 
-class _NoParts:
-    def load_parts(self) -> LoadParts:
+class NullLoadSectionsSource:
+    """The parts of an engine that has none of them."""
+
+    def load_sections(self) -> LoadSections:
         return _NONE_OF_THE_PARTS
 
 
-_NONE_OF_THE_PARTS = LoadParts()
-
-
-NO_PARTS: LoadPartsSource = _NoParts()
-"""The parts of an engine that has none of them."""
+_NONE_OF_THE_PARTS = LoadSections()
 
 
 class LoadSource(Protocol):
@@ -420,17 +409,15 @@ class LoadSource(Protocol):
         ...
 
 
-class _NoLoad:
+class NullLoadSource:
+    """The load of a scheduler that does not say it."""
+
     def get_loads(self) -> LoadSnapshot:
         return LoadSnapshot()
 
 
-NO_LOAD: LoadSource = _NoLoad()
-"""The load of a scheduler that does not say it."""
-
-
 class WorkSource(Protocol):
-    """What a scheduler has taken in and computed since it started: ``WorkTotals``. Read by ``LoadInquirer``."""
+    """What a scheduler has taken in and computed since it started: ``WorkCounters``. Read by ``LoadInquirer``."""
 
     @property
     def dispatched_watermarks(self) -> tuple[tuple[str, int], ...]:
@@ -453,15 +440,13 @@ class WorkSource(Protocol):
         ...
 
 
-class _NoWork:
+class NullWorkSource:
+    """The work of a scheduler that does not count it."""
+
     dispatched_watermarks = ()
     total_prefill_uncached_tokens = 0
     total_prefill_busy_us = 0
     decode_moments = None
-
-
-NO_WORK: WorkSource = _NoWork()
-"""The work of a scheduler that does not count it."""
 
 
 class TotalsSource(Protocol):
@@ -472,13 +457,11 @@ class TotalsSource(Protocol):
         ...
 
 
-class _NoTotals:
+class NullTotalsSource:
+    """The totals of a scheduler that keeps none."""
+
     def totals(self) -> SchedulerTotals:
         return SchedulerTotals()
-
-
-NO_TOTALS: TotalsSource = _NoTotals()
-"""The totals of a scheduler that keeps none."""
 
 
 class PublisherStatsSource(Protocol):
@@ -489,13 +472,11 @@ class PublisherStatsSource(Protocol):
         ...
 
 
-class _NoPublisherStats:
+class NullPublisherStatsSource:
+    """The counters of a scheduler without a publisher."""
+
     def stats(self) -> PublisherStats:
         return PublisherStats()
-
-
-NO_PUBLISHER_STATS: PublisherStatsSource = _NoPublisherStats()
-"""The counters of a scheduler without a publisher."""
 
 
 class OutputStatsSource(Protocol):
@@ -510,7 +491,7 @@ StateValue: TypeAlias = int | float | bool | str | None
 """What a value of the internal state is: what JSON has without nesting."""
 
 
-class StateHolder(Protocol):
+class StateProvider(Protocol):
     """A part that shows values of its own, and lets some be set. Called by ``InternalState``, between two steps."""
 
     @property
@@ -538,7 +519,7 @@ class StateHolder(Protocol):
 class Profiler(Protocol):
     """Records what this process does: ``profiling.TorchProfiler``, ``profiling.StackSampler``.
 
-    Called by ``ProfilerSession``, on the scheduler's thread.
+    Called by ``ProfilerManager``, on the scheduler's thread.
     """
 
     def start(self) -> None:
@@ -550,16 +531,14 @@ class Profiler(Protocol):
         ...
 
 
-class _NoProfiler:
+class NullProfiler:
+    """The profiler of a scheduler that has none."""
+
     def start(self) -> None:
         pass
 
     def stop(self, name: str) -> str:  # noqa: ARG002
         return ""
-
-
-NO_PROFILER: Profiler = _NoProfiler()
-"""The profiler of a scheduler that has none."""
 
 
 # Sinks: where events, load, metrics and outputs go.
@@ -645,7 +624,9 @@ class KvMetricsSink(Protocol):
         ...
 
 
-class _NoKvMetrics:
+class NullKvMetricsSink:
+    """The KvMetrics sink of a scheduler without a serving process."""
+
     wants_metrics = False
 
     def send(self, metrics: KvMetrics) -> None:
@@ -653,10 +634,6 @@ class _NoKvMetrics:
 
     def close(self) -> None:
         pass
-
-
-NO_KV_METRICS: KvMetricsSink = _NoKvMetrics()
-"""The KvMetrics sink of a scheduler without a serving process."""
 
 
 class LoadSink(Protocol):
@@ -679,7 +656,9 @@ class LoadSink(Protocol):
         ...
 
 
-class _NoLoadSink:
+class NullLoadSink:
+    """The load sink of a rank that owns no stream, and of an engine whose load nobody asked for."""
+
     wants_load = False
 
     def send(self, load: LoadSnapshot) -> None:
@@ -687,10 +666,6 @@ class _NoLoadSink:
 
     def close(self) -> None:
         pass
-
-
-NO_LOAD_SINK: LoadSink = _NoLoadSink()
-"""The load sink of a rank that owns no stream, and of an engine whose load nobody asked for."""
 
 
 class MetricsSink(Protocol):
@@ -765,7 +740,7 @@ class PageStore(Protocol):
         ...
 
 
-class InPlacePageStore(PageStore, Protocol):
+class ZeroCopyPageStore(PageStore, Protocol):
     """A ``PageStore`` that also reads into and writes from the host's own pages: the file, memory and Mooncake stores.
 
     Its calls end by themselves: a page is not used for anything else until its call has returned.
@@ -787,39 +762,37 @@ class InPlacePageStore(PageStore, Protocol):
         ...
 
 
-HostPlane: TypeAlias = "npt.NDArray[np.uint8]"
+HostLayerView: TypeAlias = "npt.NDArray[np.uint8]"
 """One layer of all host pages: shape ``(num_parts, num_pages, part_bytes)``, with strides of the host's layout."""
 
 
-class CopyEnd(Protocol):
-    """The end of a copy between tiers that was begun: ``COPIED``, or an event of a device's stream."""
+class CopyEvent(Protocol):
+    """The end of a copy between tiers that was begun: ``NullCopyEvent``, or an event of a device's stream."""
 
     def is_done(self) -> bool:
         """All its bytes are there. Never waits."""
         ...
 
-    def hold_forward(self) -> None:
+    def wait_on_stream(self) -> None:
         """What the calling thread's forward begins from now on comes after this copy; the thread does not wait."""
         ...
 
 
-class _Copied:
+class NullCopyEvent:
+    """The end of a copy that was done when its call returned."""
+
     def is_done(self) -> bool:
         return True
 
-    def hold_forward(self) -> None:
+    def wait_on_stream(self) -> None:
         pass
-
-
-COPIED: CopyEnd = _Copied()
-"""The end of a copy that was done when its call returned."""
 
 
 class DeviceMemory(Protocol):
     """The pages of the device tier: ``hicache.SimulatedDeviceMemory``, ``hicache.TorchDeviceMemory``.
 
     Called by ``hicache.HostPool`` on the thread that copies, one layer at a time, so that a forward may use a layer
-    while the next one is on its way. ``plane`` is the host's memory of that layer. Page numbers were checked by the
+    while the next one is on its way. ``layer_view`` is the host's memory of that layer. Page numbers were checked by the
     caller.
     """
 
@@ -833,47 +806,49 @@ class DeviceMemory(Protocol):
         """Pages of the device."""
         ...
 
-    def fence(self) -> None:
+    def wait_for_compute_stream(self) -> None:
         """Let copies that begin from now on come after what the calling thread's forward has begun. Never waits."""
         ...
 
-    def copy_to_host(self, layer: int, pages: Sequence[int], plane: HostPlane, host_pages: Sequence[int]) -> CopyEnd:
+    def copy_to_host(
+        self, layer: int, pages: Sequence[int], layer_view: HostLayerView, host_pages: Sequence[int]
+    ) -> CopyEvent:
         """Copy one layer of pages to the host, the n-th of ``pages`` to the n-th of ``host_pages``."""
         ...
 
-    def copy_to_device(self, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
+    def copy_to_device(
+        self, layer: int, layer_view: HostLayerView, host_pages: Sequence[int], pages: Sequence[int]
+    ) -> CopyEvent:
         """Copy one layer of pages from the host, the n-th of ``host_pages`` to the n-th of ``pages``."""
         ...
 
 
-class LayerFence(Protocol):
+class LayerDoneCounter(Protocol):
     """Where a forward waits for pages that are still on their way to the device: ``HostTiers.fence`` of the reference
     engine. Called by a device, on the thread of its forward.
     """
 
-    def begin(self) -> None:
+    def start_batch(self) -> None:
         """A batch is launched: let the copies begin whose pages it reads."""
         ...
 
-    def wait(self, layer: int) -> None:
+    def wait_until(self, layer: int) -> None:
         """Wait until this layer of the pages is there; at once where none are on their way.
 
         Raises:
-            PageLoadError: they do not come; the batch cannot be computed.
+            LoadBackError: they do not come; the batch cannot be computed.
         """
         ...
 
 
-class _NoLayerFence:
-    def begin(self) -> None:
+class NullLayerDoneCounter:
+    """The fence of a device whose pages are there before a request runs."""
+
+    def start_batch(self) -> None:
         pass
 
-    def wait(self, layer: int) -> None:
+    def wait_until(self, layer: int) -> None:
         pass
-
-
-NO_LAYER_FENCE: LayerFence = _NoLayerFence()
-"""The fence of a device whose pages are there before a request runs."""
 
 
 class HostPages(Protocol):
@@ -927,7 +902,7 @@ class PageMover(Protocol):
         ...
 
     @property
-    def load_room_pages(self) -> int:
+    def load_back_budget_pages(self) -> int:
         """Pages that this rank can begin to copy to the device now."""
         ...
 
@@ -947,11 +922,11 @@ class PageHook(Protocol):
     Called by ``HiRadixCache``.
     """
 
-    def computed(self, digests: bytes, pages: Sequence[int]) -> None:
+    def on_computed(self, digests: bytes, pages: Sequence[int]) -> None:
         """The device has computed these pages; their whole digests stand one after the other."""
         ...
 
-    def loaded(self, digests: bytes, pages: Sequence[int]) -> None:
+    def on_loaded_back(self, digests: bytes, pages: Sequence[int]) -> None:
         """These device pages were copied from the host, and requests may use them from now on.
 
         Raises:
@@ -960,23 +935,21 @@ class PageHook(Protocol):
         ...
 
 
-class _NoPageHook:
-    def computed(self, digests: bytes, pages: Sequence[int]) -> None:
+class NullPageHook:
+    """The page hook of an engine that does not look into its pages."""
+
+    def on_computed(self, digests: bytes, pages: Sequence[int]) -> None:
         pass
 
-    def loaded(self, digests: bytes, pages: Sequence[int]) -> None:
+    def on_loaded_back(self, digests: bytes, pages: Sequence[int]) -> None:
         pass
-
-
-NO_PAGE_HOOK: PageHook = _NoPageHook()
-"""The page hook of an engine that does not look into its pages."""
 
 
 # Agreement between ranks.
 
 
 class SyncGroup(Protocol):
-    """Ranks that agree with each other: ``hicache.TorchSyncGroup``. Called by ``hicache.SyncDomain``.
+    """Ranks that agree with each other: ``hicache.TorchSyncGroup``. Called by ``hicache.ParallelGroups``.
 
     Every member makes the same calls, in the same order, always.
     """
@@ -1009,7 +982,7 @@ class SyncGroup(Protocol):
         ...
 
 
-# Input: what comes to the leading rank, and how it reaches all ranks of the replica. Used by ``intake.Intake``.
+# Input: what comes to the leading rank, and how it reaches all ranks of the replica. Used by ``intake.RequestReceiver``.
 
 Message_co = TypeVar("Message_co", covariant=True)
 
@@ -1017,36 +990,34 @@ Message_co = TypeVar("Message_co", covariant=True)
 class InputSource(Protocol):
     """Where messages come in on the leading rank: ``intake.ZmqInputSource``, a queue, a ring of an embedded server."""
 
-    def take(self, most: int) -> Sequence[bytes]:
+    def poll(self, most: int) -> Sequence[bytes]:
         """Return what has come, oldest first, at most ``most`` messages; never wait."""
         ...
 
 
-class _NoInput:
-    def take(self, most: int) -> Sequence[bytes]:  # noqa: ARG002
+class NullInputSource:
+    """The source of a rank that does not lead: all it gets comes from the leading one."""
+
+    def poll(self, most: int) -> Sequence[bytes]:  # noqa: ARG002
         return ()
 
 
-NO_INPUT: InputSource = _NoInput()
-"""The source of a rank that does not lead: all it gets comes from the leading one."""
-
-
-class InputReader(Protocol[Message_co]):
+class MessageDecoder(Protocol[Message_co]):
     """Reads the engine's messages; the same on every rank."""
 
-    def read(self, frame: bytes) -> Incoming[Message_co]:
+    def read(self, frame: bytes) -> InputMessage[Message_co]:
         """Return what a frame says. Raises DecodeError for one that is no message of this engine."""
         ...
 
 
 class InputRelay(Protocol):
-    """Brings the leading rank's input to all ranks of the replica: ``intake.SyncRelay``, ``intake.ZmqLeaderRelay``."""
+    """Brings the leading rank's input to all ranks of the replica: ``intake.SyncGroupRelay``, ``intake.ZmqLeaderRelay``."""
 
-    def bring(self, own: RelayedInput) -> RelayedInput:
+    def broadcast(self, own: RelayedInput) -> RelayedInput:
         """Return what the leading rank brings. Every rank calls it equally often; the leading one gets ``own`` back.
 
         Raises:
-            SyncTimeoutError, SyncDivergenceError, StopRequested: the ranks did not come together.
+            SyncTimeoutError, SyncDivergenceError, StopRequestedError: the ranks did not come together.
         """
         ...
 
@@ -1055,16 +1026,14 @@ class InputRelay(Protocol):
         ...
 
 
-class _Alone:
-    def bring(self, own: RelayedInput) -> RelayedInput:
+class NullInputRelay:
+    """The relay of a replica of one rank."""
+
+    def broadcast(self, own: RelayedInput) -> RelayedInput:
         return own
 
     def close(self) -> None:
         pass
-
-
-ALONE: InputRelay = _Alone()
-"""The relay of a replica of one rank."""
 
 
 class RequestIds(Protocol):
@@ -1075,59 +1044,53 @@ class RequestIds(Protocol):
         ...
 
 
-class _NoIds:
+class NullRequestIds:
+    """Ids of a scheduler that cannot be asked: only what waits in the intake itself is in use."""
+
     def is_taken(self, rid: str) -> bool:  # noqa: ARG002
         return False
 
 
-NO_IDS: RequestIds = _NoIds()
-"""Ids of a scheduler that cannot be asked: only what waits in the intake itself is in use."""
-
-
-class RefusalSink(Protocol):
+class RejectionSink(Protocol):
     """Takes the answers to requests that were not let in: the way back to the front."""
 
-    def refuse(self, refusal: InputRefusal, incoming: Incoming[object]) -> None:
+    def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:
         """Take the answer to one request, which comes with it; store or send it without waiting."""
         ...
 
 
-class _NoRefusals:
-    def refuse(self, refusal: InputRefusal, incoming: Incoming[object]) -> None:
+class NullRejectionSink:
+    """The sink of a rank that answers nobody."""
+
+    def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:
         pass
 
 
-NO_REFUSALS: RefusalSink = _NoRefusals()
-"""The sink of a rank that answers nobody."""
-
-
-# Rest: what is paused, emptied, changed and given back. Called by ``quiesce.Quiesce``, in one order on all ranks.
+# Rest: what is paused, emptied, changed and given back. Called by ``quiesce.QuiesceController``, in one order on all ranks.
 
 
 class ComputeGate(Protocol):
     """Says what a scheduler may do now: ``quiesce.QuiesceState``. Read by the scheduler when it makes a batch."""
 
     @property
-    def admits(self) -> bool:
+    def can_admit(self) -> bool:
         """Requests that wait may begin to run."""
         ...
 
     @property
-    def computes(self) -> bool:
+    def can_compute(self) -> bool:
         """Requests that run may go on."""
         ...
 
 
-class _OpenGate:
-    admits = True
-    computes = True
+class NullComputeGate:
+    """The gate of a scheduler that nobody pauses."""
+
+    can_admit = True
+    can_compute = True
 
 
-OPEN_GATE: ComputeGate = _OpenGate()
-"""The gate of a scheduler that nobody pauses."""
-
-
-class PausableWork(Protocol):
+class PausableRequests(Protocol):
     """The requests of a scheduler, as a pause sees them: the scheduler itself. Called between two steps."""
 
     @property
@@ -1149,7 +1112,7 @@ class PausableWork(Protocol):
         ...
 
 
-class ClearableKv(Protocol):
+class FlushableCache(Protocol):
     """The cache, its tiers and its stream, as a flush sees them. Called while no request holds a page."""
 
     @property
@@ -1164,7 +1127,7 @@ class ClearableKv(Protocol):
         """
         ...
 
-    def forget_storage(self) -> None:
+    def clear_storage_index(self) -> None:
         """Count no page as stored any more, and send so at once."""
         ...
 
@@ -1195,7 +1158,9 @@ class WeightStore(Protocol):
         ...
 
 
-class _NoWeights:
+class NullWeightStore:
+    """The weights of a scheduler that keeps those that it started with: an update is refused at its beginning."""
+
     def begin(self, weight_version: str) -> None:
         raise ConfigError("weight_version", weight_version, "cannot be loaded", "give this scheduler a WeightStore")
 
@@ -1212,10 +1177,6 @@ class _NoWeights:
         pass
 
 
-NO_WEIGHTS: WeightStore = _NoWeights()
-"""The weights of a scheduler that keeps those that it started with: an update is refused at its beginning."""
-
-
 class MemoryOccupation(Protocol):
     """One rank's device memory by region: ``weights`` and ``kv_cache``, SGLang's tags."""
 
@@ -1228,16 +1189,14 @@ class MemoryOccupation(Protocol):
         ...
 
 
-class _NoMemory:
+class NullMemoryOccupation:
+    """The memory of a scheduler that gives none back: a release stops it, and changes nothing else."""
+
     def release(self, tags: Sequence[str], *, keep_weights: bool) -> None:
         pass
 
     def resume(self, tags: Sequence[str]) -> None:
         pass
-
-
-NO_MEMORY: MemoryOccupation = _NoMemory()
-"""The memory of a scheduler that gives none back: a release stops it, and changes nothing else."""
 
 
 class QuiesceStatsSource(Protocol):
@@ -1248,21 +1207,19 @@ class QuiesceStatsSource(Protocol):
         ...
 
 
-class _NoQuiesceStats:
+class NullQuiesceStatsSource:
+    """The state of a scheduler that nobody pauses."""
+
     def stats(self) -> QuiesceStats | None:
         return None
-
-
-NO_QUIESCE_STATS: QuiesceStatsSource = _NoQuiesceStats()
-"""The state of a scheduler that nobody pauses."""
 
 
 # Requests: what the parts that book results and stream outputs ask of a scheduler's own class. A request is one object
 # to all of them; each part sees the few members that it needs.
 
 
-class StopRules(Protocol):
-    """When a request ends: its sampling parameters. Read by ``finish_reason_after``."""
+class StopConditions(Protocol):
+    """When a request ends: its sampling parameters. Read by ``check_finished``."""
 
     @property
     def max_new_tokens(self) -> int: ...
@@ -1274,7 +1231,7 @@ class StopRules(Protocol):
     def ignore_eos(self) -> bool: ...
 
 
-class BookedRequest(Protocol):
+class ProcessedRequest(Protocol):
     """A request as ``BatchResultProcessor`` sees it: the scheduler's own class.
 
     KV is computed one position behind the tokens: the last token has none until it has gone through the device.
@@ -1292,11 +1249,11 @@ class BookedRequest(Protocol):
     def num_prompt_tokens(self) -> int: ...
 
     @property
-    def limits(self) -> StopRules: ...
+    def limits(self) -> StopConditions: ...
 
     @property
     def finish_reason(self) -> str | None:
-        """None until ``RequestRegister.finish`` was called with it."""
+        """None until ``RequestFinisher.finish`` was called with it."""
         ...
 
 
@@ -1330,19 +1287,19 @@ class StreamedRequest(Protocol):
 Request_contra = TypeVar("Request_contra", contravariant=True)
 
 
-class KvResidence(Protocol[Request_contra]):
+class KvReleaser(Protocol[Request_contra]):
     """Gives KV pages to requests and takes them back: the scheduler's cache. Called by ``BatchResultProcessor``."""
 
-    def share(self, request: Request_contra) -> None:
+    def cache_unfinished(self, request: Request_contra) -> None:
         """Put the pages that are full, up to ``num_computed_tokens``, into the prefix cache."""
         ...
 
-    def release(self, request: Request_contra) -> None:
+    def free(self, request: Request_contra) -> None:
         """Take all pages back; what is computed may stay in the prefix cache."""
         ...
 
 
-class RequestRegister(Protocol[Request_contra]):
+class RequestFinisher(Protocol[Request_contra]):
     """Knows which requests wait and run: the scheduler itself. Called by ``BatchResultProcessor``."""
 
     def finish(self, request: Request_contra, reason: FinishReason) -> None:
@@ -1353,28 +1310,26 @@ class RequestRegister(Protocol[Request_contra]):
 class ResultObserver(Protocol[Request_contra]):
     """Counts what requests get (totals, rates, latencies) and changes nothing. Called by ``BatchResultProcessor``."""
 
-    def generated(self, requests: Sequence[Request_contra], num_tokens: Sequence[int]) -> None:
+    def on_tokens(self, requests: Sequence[Request_contra], num_tokens: Sequence[int]) -> None:
         """A step gave each of these requests so many tokens, more than one where drafts were accepted.
 
         Called once per step in which some request got some, before ``ended`` of those that these tokens ended.
         """
         ...
 
-    def ended(self, request: Request_contra, reason: FinishReason) -> None:
+    def on_finished(self, request: Request_contra, reason: FinishReason) -> None:
         """A request is over; its ``finish_reason`` is set."""
         ...
 
 
-class _NoObserver:
-    def generated(self, requests: Sequence[object], num_tokens: Sequence[int]) -> None:
+class NullResultObserver:
+    """The observer of a scheduler that counts nothing."""
+
+    def on_tokens(self, requests: Sequence[object], num_tokens: Sequence[int]) -> None:
         pass
 
-    def ended(self, request: object, reason: FinishReason) -> None:
+    def on_finished(self, request: object, reason: FinishReason) -> None:
         pass
-
-
-NO_OBSERVER: ResultObserver[object] = _NoObserver()
-"""The observer of a scheduler that counts nothing."""
 
 
 class OutputStream(Protocol[Request_contra]):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import attrs
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events import BoundStream, Endpoint, EventPublisherFactory, KVEventsConfig, PortPlan
+from scheduler_components.kv_events import Endpoint, EventPublisherFactory, KVEventsConfig, ListeningStream, PortPlan
 from scheduler_components.validators import check_integer
 
 __all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info"]
@@ -26,7 +26,7 @@ def describe_kv_events_publisher(
     *,
     block_size: int | None,
     dp_size: int,
-    publishers: Iterable[BoundStream] = (),
+    publishers: Iterable[ListeningStream] = (),
 ) -> dict[str, object] | None:
     """Describe the streams for readers, or None when there is nothing that a reader could follow.
 
@@ -35,7 +35,7 @@ def describe_kv_events_publisher(
         block_size: tokens per block in the events: the page size, times the DCP size where pages are split by it.
         dp_size: number of streams (``ParallelState.kv_stream_count``).
         publishers: where each of them is bound, in any order; none where the configuration says all. Needed for port
-            0, and for several nodes: ``BoundStream.on_host`` puts each node's address in.
+            0, and for several nodes: ``ListeningStream.on_host`` puts each node's address in.
 
     Returns:
         ``publisher, endpoint_host, endpoint_port_base, topic, block_size, dp_size``; ``replay_endpoint_port_base``
@@ -57,7 +57,7 @@ def kv_events_server_info(
     *,
     block_size: int | None,
     dp_size: int,
-    publishers: Iterable[BoundStream] = (),
+    publishers: Iterable[ListeningStream] = (),
 ) -> dict[str, object]:
     """Give the keys that KV events add to ``/server_info``; see ``describe_kv_events_publisher``.
 
@@ -75,7 +75,7 @@ def kv_events_server_info(
 
 
 def _describe(
-    config: str | KVEventsConfig | None, block_size: int | None, dp_size: int, publishers: Iterable[BoundStream]
+    config: str | KVEventsConfig | None, block_size: int | None, dp_size: int, publishers: Iterable[ListeningStream]
 ) -> dict[str, object]:
     """Describe, or raise the ConfigError that says why there is nothing to describe."""
     settings = _published(config)
@@ -101,7 +101,7 @@ def _describe(
     }
 
 
-def _each_once(publishers: Iterable[BoundStream], dp_size: int) -> tuple[BoundStream, ...]:
+def _each_once(publishers: Iterable[ListeningStream], dp_size: int) -> tuple[ListeningStream, ...]:
     """The publishers by rank; all or none of the engine's."""
     bound = tuple(sorted(publishers, key=lambda stream: stream.rank))
     ranks = [stream.rank for stream in bound]
@@ -110,7 +110,7 @@ def _each_once(publishers: Iterable[BoundStream], dp_size: int) -> tuple[BoundSt
     return bound
 
 
-def _resolved(plan: PortPlan, bound: tuple[BoundStream, ...]) -> PortPlan:
+def _resolved(plan: PortPlan, bound: tuple[ListeningStream, ...]) -> PortPlan:
     """The plan with the system's ports in place of 0, as far as they are in a row."""
     return attrs.evolve(
         plan,
@@ -127,12 +127,12 @@ def _in_a_row(base: Endpoint, bound: list[Endpoint | None]) -> Endpoint:
     return attrs.evolve(base, port=ports[0])
 
 
-def _says_more(plan: PortPlan, bound: tuple[BoundStream, ...]) -> bool:
+def _says_more(plan: PortPlan, bound: tuple[ListeningStream, ...]) -> bool:
     """Whether a list of publishers says more than the bases: other hosts, other ports, or hosts that can be dialled."""
     return bool(bound) and not (plan.events.is_wildcard and all(_follows(plan, stream) for stream in bound))
 
 
-def _follows(plan: PortPlan, stream: BoundStream) -> bool:
+def _follows(plan: PortPlan, stream: ListeningStream) -> bool:
     planned = [plan.event_endpoint(stream.rank), plan.replay_endpoint(stream.rank), plan.load_endpoint(stream.rank)]
     return all(
         told is None or (base is not None and told.port == base.port and _is_same_host(told, base))
@@ -144,14 +144,14 @@ def _is_same_host(one: Endpoint, other: Endpoint) -> bool:
     return one.host == other.host or (one.is_wildcard and other.is_wildcard)
 
 
-def _entry(stream: BoundStream) -> dict[str, object]:
+def _entry(stream: ListeningStream) -> dict[str, object]:
     sides = {"replay_endpoint": stream.replay, "load_endpoint": stream.load}
     return {"dp_rank": stream.rank, "endpoint": str(stream.events)} | {
         field: str(endpoint) for field, endpoint in sides.items() if endpoint is not None
     }
 
 
-def _has_load(plan: PortPlan, bound: tuple[BoundStream, ...]) -> bool:
+def _has_load(plan: PortPlan, bound: tuple[ListeningStream, ...]) -> bool:
     return bool(plan.load and plan.load.port) or any(stream.load for stream in bound)
 
 
@@ -175,12 +175,12 @@ def _side_channel(name: str, base: Endpoint | None, events: Endpoint) -> dict[st
     return keys
 
 
-def _warning(config: str | KVEventsConfig | None, bound: tuple[BoundStream, ...]) -> str:
+def _warning(config: str | KVEventsConfig | None, bound: tuple[ListeningStream, ...]) -> str:
     """What is not wrong, and still not what a reader would expect; "" when there is nothing to say."""
     settings = _published(config)
     plan = settings.port_plan(1)
     sentences = []
-    if not plan.events.decide_bind(settings.bind):
+    if not plan.events.resolve_bind(settings.bind):
         sentences.append(
             f"the publisher connects to {plan.events}, so nothing of this process listens there; "
             'to listen there, give "bind": true'

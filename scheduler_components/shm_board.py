@@ -38,17 +38,17 @@ from zlib import crc32
 import attrs
 
 from scheduler_components.errors import DecodeError, FailureLog, ForkedPublisherError, StartError
-from scheduler_components.file_lock import FileLock, take_file_lock
-from scheduler_components.fork_hook import tell_of_forks
+from scheduler_components.file_lock import FileLock, acquire_file_lock
+from scheduler_components.fork_hook import register_for_fork
 
 __all__ = [
-    "BoardPage",
+    "DoubleBufferedPage",
     "ReadAt",
     "ReportCodec",
     "ShmBoard",
-    "ShmPage",
+    "ShmPageWriter",
     "ShmPageFile",
-    "open_shm_page",
+    "open_shm_page_writer",
     "open_shm_page_file",
     "read_newest",
 ]
@@ -106,7 +106,7 @@ class ReportCodec(Generic[Report]):
         return directory / f"rank{rank}.{self.subject}"
 
 
-class BoardPage(Generic[Report]):
+class DoubleBufferedPage(Generic[Report]):
     """The writer's end of a page, which has one writer. Pure: any writable memory will do.
 
     Args:
@@ -121,7 +121,7 @@ class BoardPage(Generic[Report]):
         self._codec = codec
         self._encode = codec.encode
 
-    def claim(self) -> int:
+    def format(self) -> int:
         """Make the page one of this layout, for its new writer; return the sequence of its last report, or 0.
 
         What another layout, or another program, left there is wiped: it must not be read as reports.
@@ -224,7 +224,7 @@ class ShmPageFile:
         self._pid = os.getpid()
         self._is_forked = False
         self.memory = memoryview(self._map)
-        tell_of_forks(self)
+        register_for_fork(self)
 
     def check_owner(self) -> None:
         """Tell a forked child why it cannot write; costs no system call.
@@ -241,7 +241,7 @@ class ShmPageFile:
         self._map.close()
         self._lock.close()
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: unmap the page, whose writer is the parent."""
         self._is_forked = True
         self.close()
@@ -254,7 +254,7 @@ def open_shm_page_file(path: Path, num_bytes: int) -> ShmPageFile:
         StartError: another writer has the page, or the directory cannot be written to, or has no room.
     """
     try:
-        lock = take_file_lock(path)
+        lock = acquire_file_lock(path)
     except BlockingIOError as error:
         hint = "stop that process, or give each rank a page of its own"
         raise StartError(str(path), "another process writes there", hint) from error
@@ -276,8 +276,8 @@ def _fill_up(descriptor: int, num_bytes: int) -> None:
         size += os.pwrite(descriptor, bytes(num_bytes - size), size)
 
 
-class ShmPage(Generic[Report]):
-    """One rank's page of a board, for its writer. Made by ``open_shm_page``; one thread writes.
+class ShmPageWriter(Generic[Report]):
+    """One rank's page of a board, for its writer. Made by ``open_shm_page_writer``; one thread writes.
 
     A write costs one encoding, one checksum and one copy into memory: no lock, no system call, no wait.
 
@@ -289,8 +289,8 @@ class ShmPage(Generic[Report]):
 
     def __init__(self, file: ShmPageFile, codec: ReportCodec[Report]) -> None:
         self._file = file
-        self._page = BoardPage(file.memory, codec)
-        self.sequence = self._page.claim()
+        self._page = DoubleBufferedPage(file.memory, codec)
+        self.sequence = self._page.format()
 
     def write(self, report: Report) -> None:
         """Write one report; readers see it, whole, at once.
@@ -312,13 +312,13 @@ class ShmPage(Generic[Report]):
         self._file.close()
 
 
-def open_shm_page(directory: Path, rank: int, codec: ReportCodec[Report]) -> ShmPage[Report]:
+def open_shm_page_writer(directory: Path, rank: int, codec: ReportCodec[Report]) -> ShmPageWriter[Report]:
     """Take the page of ``rank``, or make it, and go on after its last report.
 
     Raises:
         StartError: another writer has the page, or the directory cannot be written to, or has no room.
     """
-    return ShmPage(open_shm_page_file(codec.path(directory, rank), codec.page_bytes), codec)
+    return ShmPageWriter(open_shm_page_file(codec.path(directory, rank), codec.page_bytes), codec)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -332,7 +332,7 @@ class ShmBoard(Generic[Report]):
         directory: the board.
         num_ranks: pages to look for, rank 0 to ``num_ranks - 1``.
         codec: of the reports.
-        keeps_files: whether pages stay open from one read to the next, until ``close``. False for a board that is
+        keeps_files_open: whether pages stay open from one read to the next, until ``close``. False for a board that is
             read seldom, and that nobody closes.
         failures: pages refused (of another layout, cut short, not a file, not a report), logged once per episode.
     """
@@ -340,21 +340,21 @@ class ShmBoard(Generic[Report]):
     directory: Path
     num_ranks: int
     codec: ReportCodec[Report]
-    keeps_files: bool = True
+    keeps_files_open: bool = True
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
-    _pages: list[_RankPage[Report]] = field(init=False, repr=False)
+    _pages: list[_ShmPageReader[Report]] = field(init=False, repr=False)
     _reading: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         paths = (self.codec.path(self.directory, rank) for rank in range(self.num_ranks))
-        self._pages = [_RankPage(path, self.codec) for path in paths]
+        self._pages = [_ShmPageReader(path, self.codec) for path in paths]
 
     @property
-    def unread(self) -> int:
+    def failed_reads(self) -> int:
         """Reads of single pages that found a page and no report in it: none is written yet, the writer was quicker
         each time, or the page was refused.
         """
-        return sum(page.unread for page in self._pages)
+        return sum(page.failed_reads for page in self._pages)
 
     def read(self) -> dict[int, Report]:
         """Return rank -> newest report, of the ranks that have written one. Never raises.
@@ -369,17 +369,17 @@ class ShmBoard(Generic[Report]):
                     newest[rank] = page.newest
         return newest
 
-    def _read_page(self, rank: int, page: _RankPage[Report]) -> None:
+    def _read_page(self, rank: int, page: _ShmPageReader[Report]) -> None:
         try:
             found = page.read()
         except (OSError, DecodeError) as error:
-            page.unread += 1
+            page.failed_reads += 1
             page.close()
             self.failures.failed(f"reading the {self.codec.subject} of rank {rank}", error)
             return
         if found and self.failures.counts:  # even a call that finds nothing to do is part of a read's cost
             self.failures.succeeded(f"reading the {self.codec.subject} of rank {rank}")
-        if not self.keeps_files:
+        if not self.keeps_files_open:
             page.close()
 
     def stale_ranks(self, *, now: float, max_age_s: float) -> list[int]:
@@ -403,10 +403,10 @@ class ShmBoard(Generic[Report]):
                 page.close()
 
 
-class _RankPage(Generic[Report]):
+class _ShmPageReader(Generic[Report]):
     """The reader's end of one page, which another process writes, and may damage."""
 
-    __slots__ = ("_codec", "_file", "_found", "_path", "_read_at", "newest", "unread")
+    __slots__ = ("_codec", "_file", "_found", "_path", "_read_at", "newest", "failed_reads")
 
     def __init__(self, path: Path, codec: ReportCodec[Report]) -> None:
         self._path = path
@@ -414,7 +414,7 @@ class _RankPage(Generic[Report]):
         self._file: FileIO | None = None
         self._found: tuple[int, bytes] | None = None
         self.newest: Report | None = None
-        self.unread = 0
+        self.failed_reads = 0
 
     def read(self) -> bool:
         """Read the page's newest report into ``newest``; True when there is a whole one.
@@ -431,7 +431,7 @@ class _RankPage(Generic[Report]):
                 self._found = found
                 return True
             if os.fstat(file.fileno()).st_nlink:
-                self.unread += found is None
+                self.failed_reads += found is None
                 return found is not None
             self.close()  # somebody removed it: look at the page that stands there now
             file = self._open()

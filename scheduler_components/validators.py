@@ -14,7 +14,7 @@ from scheduler_components.errors import ConfigError
 if TYPE_CHECKING:
     import attrs
 
-__all__ = ["check_integer", "check_number", "is_integer", "is_number"]
+__all__ = ["check_integer", "check_number", "integer_validator", "number_validator"]
 
 
 def check_integer(field: str, value: object, problem: str = "is not a size", *, at_least: int = 1) -> None:
@@ -44,7 +44,7 @@ def check_number(field: str, value: Any, problem: str = "is not a time span", *,
         raise ConfigError(field, value, problem, f"give a finite number {'of at least' if or_zero else 'above'} 0")
 
 
-def is_integer(
+def integer_validator(
     problem: str = "is not a size", *, at_least: int = 1
 ) -> Callable[[object, attrs.Attribute[int], Any], None]:
     """Make the validator of an attrs field that calls ``check_integer``."""
@@ -55,7 +55,7 @@ def is_integer(
     return validate
 
 
-def is_number(
+def number_validator(
     problem: str = "is not a time span", *, or_zero: bool = False
 ) -> Callable[[object, attrs.Attribute[float], Any], None]:
     """Make the validator of an attrs field that calls ``check_number``."""

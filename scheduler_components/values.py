@@ -12,14 +12,14 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from scheduler_components.events import Place
+from scheduler_components.events import MediumGroup
 
 __all__ = [
     "FinishReason",
     "BatchingStats",
     "DecodeMoments",
     "DisaggregationLoad",
-    "LoadParts",
+    "LoadSections",
     "LoadSnapshot",
     "LoraLoad",
     "MemoryLoad",
@@ -27,17 +27,17 @@ __all__ = [
     "SpeculativeLoad",
     "CachedTokens",
     "TierStats",
-    "PoolReading",
+    "KvPoolSnapshot",
     "HeldCount",
     "PageHolding",
     "PoolCount",
-    "OwnerAction",
-    "OwnerRecord",
+    "AllocationAction",
+    "AllocationRecord",
     "IntegrityStats",
     "PoolStats",
     "StallReport",
     "HistogramSnapshot",
-    "LatencyTotals",
+    "LatencySnapshot",
     "KvMetrics",
     "PublisherStats",
     "QuiesceStats",
@@ -48,15 +48,15 @@ __all__ = [
     "OutputStats",
     "TokenOutput",
     "MAX_OPERATION_BYTES",
-    "RECORD_INTS",
+    "SYNC_CALL_INTS",
     "SyncCall",
-    "places_of",
+    "describe_calls",
     "ForwardMode",
-    "Incoming",
+    "InputMessage",
     "InputKind",
-    "InputRefusal",
-    "IntakeStats",
-    "RefusalReason",
+    "RequestRejection",
+    "ReceiverStats",
+    "RejectionReason",
     "RelayedInput",
 ]
 
@@ -156,7 +156,7 @@ class DecodeMoments(msgspec.Struct, frozen=True, gc=False, array_like=True):
     tokens: int = 0
 
 
-class LoadParts(msgspec.Struct, frozen=True, gc=False):
+class LoadSections(msgspec.Struct, frozen=True, gc=False):
     """The parts of a load snapshot that not every engine has; None for those that this one has not."""
 
     queues: QueueLoad | None = None
@@ -269,7 +269,7 @@ class TierStats(msgspec.Struct, gc=False):
     prefetches_revoked: int = 0
     pages_dropped: int = 0
 
-    def book_admission(
+    def record_admission(
         self, *, prompt_tokens: int, cached_tokens: int, loaded_tokens: int, read_tokens: int
     ) -> CachedTokens:
         """Count one prompt that begins to run: how much of it is cached, and what was moved for it before."""
@@ -287,17 +287,17 @@ class TierStats(msgspec.Struct, gc=False):
         return msgspec.structs.replace(self)
 
 
-class PoolReading(msgspec.Struct, frozen=True):
+class KvPoolSnapshot(msgspec.Struct, frozen=True):
     """What a KV pool held at one moment, and where its stream stood then.
 
     Attributes:
-        blocks: hashes by medium and KV-cache group, as ``KvPoolOracle.held_blocks`` gives them.
+        blocks: hashes by medium and KV-cache group, as ``HeldBlocksSource.held_blocks`` gives them.
         sequence: number of the last batch of the stream that tells of changes before this moment; all later ones tell
             of changes after it. -1 when no batch had gone out; None when whoever read the pool does not know.
         rank: index of the stream.
     """
 
-    blocks: Mapping[Place, Collection[int]]
+    blocks: Mapping[MediumGroup, Collection[int]]
     sequence: int | None = None
     rank: int = 0
 
@@ -385,11 +385,11 @@ class PageHolding(msgspec.Struct, frozen=True):
     node: object = None
 
 
-OwnerAction: TypeAlias = Literal["took", "gave", "cached", "locked", "unlocked"]
+AllocationAction: TypeAlias = Literal["allocated", "freed", "cached", "locked", "unlocked"]
 """What can be done with a page, as ledgers note it."""
 
 
-class OwnerRecord(msgspec.Struct, frozen=True):
+class AllocationRecord(msgspec.Struct, frozen=True):
     """One entry of a ledger of owners: who took or gave which pages, when and where.
 
     Attributes:
@@ -405,7 +405,7 @@ class OwnerRecord(msgspec.Struct, frozen=True):
     step: int
     phase: str
     component: str
-    action: OwnerAction
+    action: AllocationAction
     holder: str
     pool: str
     pages: Sequence[int]
@@ -472,7 +472,7 @@ class StallReport(msgspec.Struct, frozen=True):
         request: id of the request at hand; empty where it is a whole batch.
         waited_s: seconds in this phase, so far or in all.
         stacks: of all threads, the scheduler's first.
-        is_over: it goes on again.
+        is_resolved: it goes on again.
     """
 
     rank: str
@@ -481,7 +481,7 @@ class StallReport(msgspec.Struct, frozen=True):
     request: str
     waited_s: float
     stacks: str = ""
-    is_over: bool = False
+    is_resolved: bool = False
 
     @property
     def place(self) -> str:
@@ -489,7 +489,7 @@ class StallReport(msgspec.Struct, frozen=True):
         return f"step {self.step}, phase {self.phase}" + (f", request {self.request}" if self.request else "")
 
     def __str__(self) -> str:
-        does = "went on after" if self.is_over else "has made no progress for"
+        does = "went on after" if self.is_resolved else "has made no progress for"
         return f"rank {self.rank} {does} {self.waited_s:.1f} s in {self.place}"
 
 
@@ -512,7 +512,7 @@ class HistogramSnapshot(msgspec.Struct, frozen=True, gc=False):
         return sum(self.counts)
 
 
-class LatencyTotals(msgspec.Struct, frozen=True, gc=False):
+class LatencySnapshot(msgspec.Struct, frozen=True, gc=False):
     """The histograms of one scheduler at one moment, seconds. The counts only grow.
 
     Attributes:
@@ -626,7 +626,7 @@ class QuiesceStats(msgspec.Struct, frozen=True, gc=False):
     num_orders_refused: int = 0
 
 
-class IntakeStats(msgspec.Struct, gc=False):
+class ReceiverStats(msgspec.Struct, gc=False):
     """Counters of one rank's intake; those of messages are the leading rank's.
 
     Attributes:
@@ -647,7 +647,7 @@ class IntakeStats(msgspec.Struct, gc=False):
     messages_unreadable: int = 0
     requests_held: int = 0
 
-    def copy(self) -> IntakeStats:
+    def copy(self) -> ReceiverStats:
         """Return the counts of this moment."""
         return msgspec.structs.replace(self)
 
@@ -685,7 +685,7 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     retractions per second of the recent window.
 
     ``latencies`` are the histograms of its requests' times, where it keeps them; ``tiers`` are the counters of its
-    hierarchical cache, where it has one; ``intake`` are those of its input, where an ``Intake`` takes it;
+    hierarchical cache, where it has one; ``intake`` are those of its input, where an ``RequestReceiver`` takes it;
     ``quiesce`` is what it was ordered, where it takes orders; ``batching`` says how it makes its batches.
     ``integrity`` are those of its checks; ``pools`` says how full its pools are, which does not only grow.
     """
@@ -698,9 +698,9 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     generation_tokens_total: int = 0
     evicted_tokens_total: int = 0
     preemptions_per_s: float = 0.0
-    latencies: LatencyTotals | None = None
+    latencies: LatencySnapshot | None = None
     tiers: TierStats | None = None
-    intake: IntakeStats | None = None
+    intake: ReceiverStats | None = None
     quiesce: QuiesceStats | None = None
     integrity: IntegrityStats | None = None
     pools: PoolStats | None = None
@@ -805,7 +805,7 @@ class OutputStats(msgspec.Struct, frozen=True, gc=False):
 # Agreement. What names one: which rank asks, for which time, at which step, and what for.
 
 MAX_OPERATION_BYTES = 64
-RECORD_INTS = 3 + MAX_OPERATION_BYTES // 8
+SYNC_CALL_INTS = 3 + MAX_OPERATION_BYTES // 8
 
 
 class SyncCall(msgspec.Struct, frozen=True, gc=False):
@@ -827,7 +827,7 @@ class SyncCall(msgspec.Struct, frozen=True, gc=False):
         return f"{self.operation!r} at step {self.step}, call {self.number}"
 
     def to_ints(self) -> list[int]:
-        """Pack into ``RECORD_INTS`` signed 64-bit integers."""
+        """Pack into ``SYNC_CALL_INTS`` signed 64-bit integers."""
         name = self.operation.encode().ljust(MAX_OPERATION_BYTES, b"\0")
         words = (int.from_bytes(name[at : at + 8], "big", signed=True) for at in range(0, MAX_OPERATION_BYTES, 8))
         return [self.rank, self.number, self.step, *words]
@@ -843,10 +843,10 @@ class SyncCall(msgspec.Struct, frozen=True, gc=False):
     @classmethod
     def many_from_ints(cls, records: Sequence[int]) -> list[SyncCall]:
         """Read records that stand one after the other."""
-        return [cls.from_ints(records[at : at + RECORD_INTS]) for at in range(0, len(records), RECORD_INTS)]
+        return [cls.from_ints(records[at : at + SYNC_CALL_INTS]) for at in range(0, len(records), SYNC_CALL_INTS)]
 
 
-def places_of(calls: Iterable[SyncCall]) -> dict[int, str]:
+def describe_calls(calls: Iterable[SyncCall]) -> dict[int, str]:
     """Return what each rank asked, as ``SyncDivergenceError`` lists it."""
     return {call.rank: str(call) for call in calls}
 
@@ -882,7 +882,7 @@ class InputKind(enum.StrEnum):
 Message_co = TypeVar("Message_co", covariant=True)
 
 
-class Incoming(msgspec.Struct, Generic[Message_co], frozen=True, gc=False):
+class InputMessage(msgspec.Struct, Generic[Message_co], frozen=True, gc=False):
     """One message, read.
 
     Attributes:
@@ -896,7 +896,7 @@ class Incoming(msgspec.Struct, Generic[Message_co], frozen=True, gc=False):
     rid: str = ""
 
 
-class RefusalReason(enum.StrEnum):
+class RejectionReason(enum.StrEnum):
     """Why a request was not let in."""
 
     TOO_LARGE = "too_large"
@@ -908,7 +908,7 @@ class RefusalReason(enum.StrEnum):
     ABORTED = "aborted"
 
 
-class InputRefusal(msgspec.Struct, frozen=True, gc=False):
+class RequestRejection(msgspec.Struct, frozen=True, gc=False):
     """The answer to a request that was not let in.
 
     Attributes:
@@ -919,7 +919,7 @@ class InputRefusal(msgspec.Struct, frozen=True, gc=False):
     """
 
     rid: str
-    reason: RefusalReason
+    reason: RejectionReason
     text: str
     retry_after_s: float | None = None
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.file_lock import open_file_lock, take_file_lock
+from scheduler_components.file_lock import acquire_file_lock, open_file_lock
 
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    first = take_file_lock(path)
+    first = acquire_file_lock(path)
     with pytest.raises(BlockingIOError):
-        take_file_lock(path)
+        acquire_file_lock(path)
     first.close()
     first.close()
-    second = take_file_lock(path)
+    second = acquire_file_lock(path)
     second.release()
-    third = take_file_lock(path)
+    third = acquire_file_lock(path)
     for lock in (second, third):
         lock.close()
 
@@ -30,16 +30,16 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 def test_what_the_file_holds_stays_and_belongs_to_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(b"kept")
-    lock = take_file_lock(path)
+    lock = acquire_file_lock(path)
     assert os.pread(lock.descriptor, 4, 0) == b"kept"
     lock.close()
-    take_file_lock(tmp_path / "new").close()
+    acquire_file_lock(tmp_path / "new").close()
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
 
 
 def test_who_waits_gets_it_after_its_holder(tmp_path: Path) -> None:
     path, order = tmp_path / "lock", list[str]()
-    holder, waiter = take_file_lock(path), open_file_lock(path)
+    holder, waiter = acquire_file_lock(path), open_file_lock(path)
     started = threading.Event()
 
     def wait() -> None:
@@ -54,7 +54,7 @@ def test_who_waits_gets_it_after_its_holder(tmp_path: Path) -> None:
     holder.close()
     thread.join(30)
     assert order == ["holder", "waiter"]
-    take_file_lock(path).close()  # the block has let go
+    acquire_file_lock(path).close()  # the block has let go
     waiter.close()
 
 
@@ -72,14 +72,14 @@ def test_a_closed_lock_is_not_taken(tmp_path: Path) -> None:
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"):
-        take_file_lock(tmp_path / "lock")
+        acquire_file_lock(tmp_path / "lock")
     assert not (tmp_path / "victim").exists()
 
 
 def test_a_file_that_its_holder_removed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder removes the file and lets go between a newcomer's opening and its locking: both must not hold it."""
     path = tmp_path / "lock"
-    holder = take_file_lock(path)
+    holder = acquire_file_lock(path)
     opened = os.open
 
     def open_then_be_overtaken(*arguments: object) -> int:
@@ -88,9 +88,9 @@ def test_a_file_that_its_holder_removed_is_made_anew(tmp_path: Path, monkeypatch
         return descriptor
 
     monkeypatch.setattr(os, "open", open_then_be_overtaken)
-    newcomer = take_file_lock(path)
+    newcomer = acquire_file_lock(path)
     with pytest.raises(BlockingIOError):
-        take_file_lock(path)
+        acquire_file_lock(path)
     newcomer.remove()
     assert not list(tmp_path.iterdir())
 
@@ -103,7 +103,7 @@ def test_many_who_want_one_file_get_it_one_after_the_other(tmp_path: Path) -> No
         taken = 0
         while taken < 200:
             try:
-                lock = take_file_lock(path)
+                lock = acquire_file_lock(path)
             except BlockingIOError:
                 os.sched_yield()
                 continue
@@ -128,13 +128,13 @@ def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from pathlib import Path
-from scheduler_components.file_lock import take_file_lock
+from scheduler_components.file_lock import acquire_file_lock
 
-lock = take_file_lock(Path(sys.argv[1]))
+lock = acquire_file_lock(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "lock")], check=False)
-    take_file_lock(tmp_path / "lock").close()
+    acquire_file_lock(tmp_path / "lock").close()
 
 
 def test_a_forked_child_has_no_part_in_the_lock(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_a_forked_child_has_no_part_in_the_lock(tmp_path: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from scheduler_components.file_lock import take_file_lock
+from scheduler_components.file_lock import acquire_file_lock
 
-lock = take_file_lock(Path(sys.argv[1]))
+lock = acquire_file_lock(Path(sys.argv[1]))
 if os.fork() == 0:
     lock.remove()
     print(lock.is_open, flush=True)
@@ -159,9 +159,9 @@ os._exit(0)
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"False\n"
         with pytest.raises(BlockingIOError):
-            take_file_lock(tmp_path / "lock")
+            acquire_file_lock(tmp_path / "lock")
         owner.kill()
         owner.wait(30)
-        take_file_lock(tmp_path / "lock").close()
+        acquire_file_lock(tmp_path / "lock").close()
         owner.stdin.close()
         assert owner.stdout.read() == b""  # the child has ended

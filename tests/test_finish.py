@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from scheduler_components import FinishReason
-from scheduler_components.batch_result_processor import finish_reason_after
+from scheduler_components.batch_result_processor import check_finished
 
 EOS = frozenset({2})
 
@@ -33,11 +33,11 @@ class Limits:
     ],
 )
 def test_rules(token: int, num_output_tokens: int, ignore_eos: bool, reason: FinishReason | None) -> None:
-    assert finish_reason_after(token, num_output_tokens, Limits(ignore_eos=ignore_eos), EOS) is reason
+    assert check_finished(token, num_output_tokens, Limits(ignore_eos=ignore_eos), EOS) is reason
 
 
 def test_an_eos_that_is_also_a_stop_token_stops_even_when_eos_is_ignored() -> None:
-    assert finish_reason_after(2, 1, Limits(stop_token_ids=(2,), ignore_eos=True), EOS) is FinishReason.STOP
+    assert check_finished(2, 1, Limits(stop_token_ids=(2,), ignore_eos=True), EOS) is FinishReason.STOP
 
 
 def test_values_are_the_peers() -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.fork_hook import tell_of_forks
+from scheduler_components.fork_hook import register_for_fork
 
 
 class Owner:
     def __init__(self, notes: list[str], name: str) -> None:
         self.notes, self.name = notes, name
-        tell_of_forks(self)
+        register_for_fork(self)
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         self.notes.append(self.name)
 
 

@@ -16,7 +16,7 @@ from scheduler_components.ports import StateValue
 
 @dataclass
 class Sizes:
-    """A ``StateHolder``: ``a`` may not be above ``b``; ``shown`` cannot be set."""
+    """A ``StateProvider``: ``a`` may not be above ``b``; ``shown`` cannot be set."""
 
     a: int = 1
     b: int = 5
@@ -55,7 +55,7 @@ values = st.integers(0, 9) | st.text(max_size=1) | st.none()
 @given(st.lists(st.dictionaries(names, values, max_size=4), max_size=8))
 def test_a_change_is_whole_or_none(changes: list[dict[str, StateValue]]) -> None:
     parts = Sizes(), Sizes(prefix="y_")
-    state = InternalState(holders=parts)
+    state = InternalState(providers=parts)
     for change in changes:
         before, num_before = state.get(), state.num_changes
         try:
@@ -71,7 +71,7 @@ def test_a_change_is_whole_or_none(changes: list[dict[str, StateValue]]) -> None
 
 
 def test_the_allowed_are_listed_and_a_slip_gets_a_hint() -> None:
-    state = InternalState(holders=(Sizes(), Sizes(prefix="y_")))
+    state = InternalState(providers=(Sizes(), Sizes(prefix="y_")))
     assert state.settable == ("a", "b", "y_a", "y_b")
     for name, problem, hint in (
         ("shown", "can be read and not set", "set one of a, b, y_a, y_b"),
@@ -87,7 +87,7 @@ def test_the_allowed_are_listed_and_a_slip_gets_a_hint() -> None:
 
 def test_what_was_set_is_taken_back_when_a_later_part_fails() -> None:
     first, second = Sizes(), Sizes(prefix="y_", breaks_on=4)
-    state = InternalState(holders=(first, second))
+    state = InternalState(providers=(first, second))
     with pytest.raises(RuntimeError):
         state.set({"a": 3, "y_a": 4})
     assert (first.a, second.a, state.num_changes) == (1, 1, 0)
@@ -98,4 +98,4 @@ def test_what_was_set_is_taken_back_when_a_later_part_fails() -> None:
 )
 def test_parts_that_contradict_each_other_are_refused_at_the_start(parts: tuple[Sizes, ...]) -> None:
     with pytest.raises(ValueError, match=r"'a'|'hidden'"):
-        InternalState(holders=parts)
+        InternalState(providers=parts)

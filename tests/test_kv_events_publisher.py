@@ -23,8 +23,8 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.kv_events import NullEventPublisher
-from scheduler_components.kv_events_publisher import kv_metrics_from
-from scheduler_components.testing import FakeLoad, ListEventSink, ListSink, ScriptedEvents
+from scheduler_components.kv_events_publisher import kv_metrics_of_load
+from scheduler_components.testing import FakeLoad, ListEventSink, ListSink, ScriptedEventSource
 
 BUSY = FakeLoad(
     LoadSnapshot(
@@ -48,7 +48,7 @@ removed = st.builds(BlockRemoved, st.tuples(st.integers(-(2**63), 2**63 - 1)))
 def test_all_events_leave_in_order_and_no_batch_is_empty(steps: list[list[KVCacheEvent]]) -> None:
     sink = ListEventSink()
     publisher = SchedulerKvEventsPublisher(
-        parallel=ParallelState(dp_rank=2, dp_size=4), source=ScriptedEvents(*steps), sink=sink, clock=lambda: 77.5
+        parallel=ParallelState(dp_rank=2, dp_size=4), source=ScriptedEventSource(*steps), sink=sink, clock=lambda: 77.5
     )
     for _ in steps:
         publisher.publish_kv_events()
@@ -57,7 +57,9 @@ def test_all_events_leave_in_order_and_no_batch_is_empty(steps: list[list[KVCach
 
 def test_a_batch_cannot_change_after_it_left() -> None:
     events, sink = [AllBlocksCleared()], ListEventSink()
-    SchedulerKvEventsPublisher(parallel=ParallelState(), source=ScriptedEvents(events), sink=sink).publish_kv_events()
+    SchedulerKvEventsPublisher(
+        parallel=ParallelState(), source=ScriptedEventSource(events), sink=sink
+    ).publish_kv_events()
     events.append(AllBlocksCleared())
     assert sink.batches[0].events == (AllBlocksCleared(),)
 
@@ -67,7 +69,7 @@ def test_one_rank_of_each_cache_speaks_and_every_cache_is_drained(attn_dp_size: 
     sink = ListEventSink()
     for tp_rank in range(8):
         parallel = ParallelState.from_tp_rank(tp_rank, tp_size=8, attn_dp_size=attn_dp_size, attn_cp_size=attn_cp_size)
-        cache, metrics_sink = ScriptedEvents([AllBlocksCleared()]), ListSink()
+        cache, metrics_sink = ScriptedEventSource([AllBlocksCleared()]), ListSink()
         publisher = SchedulerKvEventsPublisher(
             parallel=parallel, source=cache, sink=sink, load=BUSY, metrics_sink=metrics_sink
         )
@@ -85,7 +87,7 @@ def test_a_batch_that_the_sink_refuses_is_counted_and_never_raises(
     sink = ListEventSink()
     sink.num_dropped = 2
     publisher = SchedulerKvEventsPublisher(
-        parallel=ParallelState(), source=ScriptedEvents(*[[AllBlocksCleared()]] * 50), sink=sink
+        parallel=ParallelState(), source=ScriptedEventSource(*[[AllBlocksCleared()]] * 50), sink=sink
     )
     sink.error = error
     for _ in range(49):
@@ -113,7 +115,7 @@ def test_a_cache_that_raises_costs_its_step_only() -> None:
 
 def test_hooks_and_counters_of_a_broken_sink_do_not_raise() -> None:
     sink = ListEventSink()
-    publisher = SchedulerKvEventsPublisher(parallel=ParallelState(), source=ScriptedEvents(), sink=sink)
+    publisher = SchedulerKvEventsPublisher(parallel=ParallelState(), source=ScriptedEventSource(), sink=sink)
     publisher.idle()
     assert sink.num_idled == 1
     sink.error = OSError("gone")
@@ -125,7 +127,7 @@ def test_hooks_and_counters_of_a_broken_sink_do_not_raise() -> None:
 def test_shutdown_sends_the_last_step_and_closes_both_sinks_though_one_fails() -> None:
     sink, metrics_sink = ListEventSink(), ListSink()
     publisher = SchedulerKvEventsPublisher(
-        parallel=ParallelState(), source=ScriptedEvents([AllBlocksCleared()]), sink=sink, metrics_sink=metrics_sink
+        parallel=ParallelState(), source=ScriptedEventSource([AllBlocksCleared()]), sink=sink, metrics_sink=metrics_sink
     )
     publisher.shutdown()
     assert len(sink.batches) == 1
@@ -138,7 +140,7 @@ def test_kv_metrics_are_slots_and_blocks() -> None:
     metrics_sink = ListSink()
     publisher = SchedulerKvEventsPublisher(
         parallel=ParallelState(dp_rank=1, dp_size=2),
-        source=ScriptedEvents(),
+        source=ScriptedEventSource(),
         sink=ListEventSink(),
         load=BUSY,
         metrics_sink=metrics_sink,
@@ -156,14 +158,14 @@ def test_kv_metrics_are_slots_and_blocks() -> None:
             data_parallel_rank=1,
         )
     ]
-    assert kv_metrics_from(LoadSnapshot(page_size=0)) == KvMetrics()
+    assert kv_metrics_of_load(LoadSnapshot(page_size=0)) == KvMetrics()
 
 
 @given(page_size=st.integers(1, 64), capacity=st.integers(0, 10_000), used=st.integers(0, 10_000))
 @example(page_size=16, capacity=16 * 512 + 3, used=16 * 512 + 3)
 def test_no_more_blocks_are_in_use_than_there_are(page_size: int, capacity: int, used: int) -> None:
     used = min(used, capacity)
-    metrics = kv_metrics_from(LoadSnapshot(page_size=page_size, max_total_num_tokens=capacity, num_used_tokens=used))
+    metrics = kv_metrics_of_load(LoadSnapshot(page_size=page_size, max_total_num_tokens=capacity, num_used_tokens=used))
     assert metrics.kv_active_blocks <= metrics.kv_total_blocks == capacity // page_size
     assert metrics.kv_active_blocks * page_size >= min(used, metrics.kv_total_blocks * page_size)
 
@@ -177,7 +179,7 @@ def test_a_sink_that_wants_no_kv_metrics_costs_no_look_at_the_load() -> None:
     metrics_sink.wants_metrics = False
     publisher = SchedulerKvEventsPublisher(
         parallel=ParallelState(),
-        source=ScriptedEvents(),
+        source=ScriptedEventSource(),
         sink=ListEventSink(),
         load=Unasked(),
         metrics_sink=metrics_sink,
@@ -193,7 +195,7 @@ def test_kv_metrics_of_a_broken_load_do_not_raise() -> None:
 
     publisher = SchedulerKvEventsPublisher(
         parallel=ParallelState(),
-        source=ScriptedEvents(),
+        source=ScriptedEventSource(),
         sink=ListEventSink(),
         load=BrokenLoad(),
         metrics_sink=ListSink(),
@@ -204,7 +206,7 @@ def test_kv_metrics_of_a_broken_load_do_not_raise() -> None:
 
 def test_open_without_config_is_silent_and_opens_nothing() -> None:
     publisher = SchedulerKvEventsPublisher.open(
-        None, parallel=ParallelState(), source=ScriptedEvents([AllBlocksCleared()])
+        None, parallel=ParallelState(), source=ScriptedEventSource([AllBlocksCleared()])
     )
     publisher.publish_kv_events()
     publisher.idle()
@@ -231,5 +233,5 @@ def test_open_refuses_a_bad_setting_on_every_rank_alike(
     parallel = ParallelState.from_tp_rank(tp_rank, tp_size=2)
     with pytest.raises(ConfigError):
         SchedulerKvEventsPublisher.open(
-            config, parallel=parallel, source=ScriptedEvents(), metrics_endpoint=metrics_endpoint
+            config, parallel=parallel, source=ScriptedEventSource(), metrics_endpoint=metrics_endpoint
         )

@@ -6,14 +6,14 @@ import msgspec
 
 from scheduler_components import (
     KvPoolReader,
+    KvPoolSnapshot,
     ParallelState,
-    PoolReading,
     PublisherStats,
     RadixCache,
     SchedulerKvEventsPublisher,
 )
-from scheduler_components.events import place_of
-from scheduler_components.testing import ListEventSink, PoolJudge
+from scheduler_components.events import medium_group
+from scheduler_components.testing import ListEventSink, PoolVerifier
 
 
 class Numbering(ListEventSink):
@@ -33,12 +33,12 @@ def opened(cache: RadixCache, sink: ListEventSink) -> SchedulerKvEventsPublisher
 
 def test_what_was_recorded_goes_out_before_the_reading_and_bears_its_number() -> None:
     cache, sink = RadixCache(page_size=2, capacity_tokens=8, record=True), Numbering()
-    reader = KvPoolReader(publisher=opened(cache, sink), oracle=cache)
+    reader = KvPoolReader(publisher=opened(cache, sink), blocks=cache)
     assert reader.read().sequence == -1
     cache.insert([1, 2, 3, 4], cache.allocate(2))
     reading = reader.read()
     assert (reading.sequence, reading.num_blocks, reading.rank) == (0, 2, 0)
-    judge = PoolJudge()
+    judge = PoolVerifier()
     judge.apply(0, sink.batches[0].events)
     assert judge.compare(reading) == []
     assert sink.num_idled == 2
@@ -47,13 +47,13 @@ def test_what_was_recorded_goes_out_before_the_reading_and_bears_its_number() ->
 def test_a_reading_beside_batches_on_their_way_does_not_claim_a_number() -> None:
     cache, sink = RadixCache(page_size=2, capacity_tokens=8, record=True), Numbering()
     sink.num_pending = 1
-    assert KvPoolReader(publisher=opened(cache, sink), oracle=cache).read().sequence is None
+    assert KvPoolReader(publisher=opened(cache, sink), blocks=cache).read().sequence is None
 
 
 def test_without_an_oracle_no_place_is_named() -> None:
     cache = RadixCache(page_size=2, capacity_tokens=8, record=True)
-    assert KvPoolReader(publisher=opened(cache, Numbering())).read() == PoolReading({}, -1, 0)
+    assert KvPoolReader(publisher=opened(cache, Numbering())).read() == KvPoolSnapshot({}, -1, 0)
 
 
 def test_a_block_in_two_places_is_two() -> None:
-    assert PoolReading({place_of(None): (1, 2), place_of("CPU"): (1,)}, 0).num_blocks == 3
+    assert KvPoolSnapshot({medium_group(None): (1, 2), medium_group("CPU"): (1,)}, 0).num_blocks == 3

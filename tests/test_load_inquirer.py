@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_components import (
     DisaggregationLoad,
     LoadInquirer,
-    LoadParts,
+    LoadSections,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
@@ -32,11 +32,11 @@ class Rates:
 
 @dataclass
 class Parts:
-    """A ``LoadPartsSource``."""
+    """A ``LoadSectionsSource``."""
 
-    parts: LoadParts
+    parts: LoadSections
 
-    def load_parts(self) -> LoadParts:
+    def load_sections(self) -> LoadSections:
         return self.parts
 
 
@@ -46,7 +46,7 @@ def make_inquirer(**given_parts: Any) -> LoadInquirer:
 
 
 def test_every_fact_stands_in_its_own_field() -> None:
-    parts = LoadParts(
+    parts = LoadSections(
         queues=QueueLoad(grammar=2),
         disaggregation=DisaggregationLoad(mode="prefill", waiting_reqs=5, pending_tokens=1000),
         lora=LoraLoad(slots_used=1, slots_total=4, utilization=0.25),
@@ -59,7 +59,7 @@ def test_every_fact_stands_in_its_own_field() -> None:
             running=[1, 2, 3, 4], waiting=[FakeRequest(100, 30), FakeRequest(200)], num_chunked_tokens_left=7
         ),
         rates=Rates(),
-        parts=Parts(parts),
+        sections=Parts(parts),
     )
     assert inquirer.get_loads() == LoadSnapshot(
         sequence=1,
@@ -131,8 +131,8 @@ def test_gauges_fall_to_zero_when_everything_is_aborted() -> None:
 
 
 def test_a_decode_instance_waits_for_no_uncached_tokens() -> None:
-    parts = LoadParts(disaggregation=DisaggregationLoad(mode="decode", waiting_reqs=2))
-    load = make_inquirer(queues=FakeQueues(waiting=[FakeRequest()]), parts=Parts(parts)).get_loads()
+    parts = LoadSections(disaggregation=DisaggregationLoad(mode="decode", waiting_reqs=2))
+    load = make_inquirer(queues=FakeQueues(waiting=[FakeRequest()]), sections=Parts(parts)).get_loads()
     assert (load.num_waiting_reqs, load.num_pending_tokens, load.num_waiting_uncached_tokens) == (3, 100, 0)
 
 

@@ -69,7 +69,7 @@ def test_news_goes_out_and_repeats_wait_for_the_heartbeat() -> None:
     for clock.now, load.running in [(0, 1), (0.6, 1), (1.2, 2), (1.8, 2), (3.3, 2), (3.4, 9)]:
         publisher.publish_load()
     assert sink.sent == [1, 2, 2]
-    assert (publisher.pacer.repeated, publisher.pacer.throttled) == (2, 1)
+    assert (publisher.pacer.unchanged, publisher.pacer.throttled) == (2, 1)
 
 
 def test_while_throttled_the_load_is_not_even_read() -> None:

@@ -103,7 +103,7 @@ def test_what_has_changed_is_told_at_once() -> None:
     emitter = MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, totals=counters, publisher=counters)
     for _ in range(3):
         emitter.emit()
-    emitter.refresh()
+    emitter.refresh_counters()
     emitter.emit()
     assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 1, 1, 2]
 
@@ -111,13 +111,13 @@ def test_what_has_changed_is_told_at_once() -> None:
 def test_counters_of_each_step_are_to_be_had() -> None:
     sink, counters = Sink(), Counters()
     emitter = MetricsEmitter(
-        parallel=ParallelState(), load=BusyLoad(), sink=sink, publisher=counters, counters_every_steps=1
+        parallel=ParallelState(), load=BusyLoad(), sink=sink, publisher=counters, counters_interval_steps=1
     )
     for _ in range(3):
         emitter.emit()
     assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 2, 3]
-    with pytest.raises(ConfigError, match="counters_every_steps"):
-        MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, counters_every_steps=0)
+    with pytest.raises(ConfigError, match="counters_interval_steps"):
+        MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, counters_interval_steps=0)
 
 
 def test_counters_that_could_not_be_read_are_asked_for_again() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import kv_events_server_info
-from scheduler_components.kv_events import BoundStream, KVEventsConfig
+from scheduler_components.kv_events import KVEventsConfig, ListeningStream
 from scheduler_components.server_info import describe_kv_events_publisher
 
 
@@ -143,7 +143,9 @@ def test_ranks_on_several_nodes_are_listed_with_their_hosts() -> None:
     """In any order, beside the bases, which readers of today take: SGLang's form (#38032), and the sides."""
     text = config(replay_endpoint="tcp://*:5657")
     nodes = [
-        BoundStream.parse(rank, f"tcp://0.0.0.0:{5557 + rank}", replay=f"tcp://0.0.0.0:{5657 + rank}").on_host(host)
+        ListeningStream.parse(rank, f"tcp://0.0.0.0:{5557 + rank}", replay=f"tcp://0.0.0.0:{5657 + rank}").with_host(
+            host
+        )
         for rank, host in ((1, "fd00::2"), (0, "10.0.0.1"))
     ]
     info = kv_events_server_info(text, block_size=64, dp_size=2, publishers=nodes)
@@ -167,7 +169,7 @@ def test_ranks_on_several_nodes_are_listed_with_their_hosts() -> None:
 
 def test_the_port_of_a_single_stream_that_the_system_chose_is_its_base() -> None:
     text = config(endpoint="tcp://*:0", replay_endpoint="tcp://*:0", load_endpoint="tcp://*:0")
-    bound = [BoundStream.parse(0, "tcp://0.0.0.0:41001", replay="tcp://0.0.0.0:41002", load="tcp://0.0.0.0:41003")]
+    bound = [ListeningStream.parse(0, "tcp://0.0.0.0:41001", replay="tcp://0.0.0.0:41002", load="tcp://0.0.0.0:41003")]
     info = kv_events_server_info(text, block_size=64, dp_size=1, publishers=bound)
     assert info == {
         "kv_events": {
@@ -187,7 +189,9 @@ def test_the_port_of_a_single_stream_that_the_system_chose_is_its_base() -> None
 def test_ports_that_are_not_in_a_row_have_no_base_but_a_list() -> None:
     """A reader that knows bases alone finds none, and does not follow a stranger's port."""
     text = config(endpoint="tcp://*:0", load_endpoint="tcp://*:0")
-    bound = [BoundStream.parse(rank, f"tcp://0.0.0.0:{41001 + 7 * rank}", load="tcp://0.0.0.0:5") for rank in range(2)]
+    bound = [
+        ListeningStream.parse(rank, f"tcp://0.0.0.0:{41001 + 7 * rank}", load="tcp://0.0.0.0:5") for rank in range(2)
+    ]
     described = describe_kv_events_publisher(text, block_size=64, dp_size=2, publishers=bound)
     assert described is not None
     assert not {"endpoint_port_base", "load_endpoint_port_base"} & described.keys()
@@ -200,7 +204,7 @@ def test_ports_that_are_not_in_a_row_have_no_base_but_a_list() -> None:
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 0), (0, 2), (1, 2)])
 def test_a_list_that_does_not_name_each_stream_once_is_refused(ranks: tuple[int, ...]) -> None:
-    bound = [BoundStream.parse(rank, f"tcp://10.0.0.1:{5557 + rank}") for rank in ranks]
+    bound = [ListeningStream.parse(rank, f"tcp://10.0.0.1:{5557 + rank}") for rank in ranks]
     info = kv_events_server_info(config(), block_size=64, dp_size=2, publishers=bound)
     assert info["kv_events"] is None
     assert "are not ranks 0 to 1, each once" in str(info["kv_events_error"])

@@ -61,13 +61,13 @@ def test_every_chapter_has_a_heading_on_its_page() -> None:
 
 def test_ids_and_names_are_given_once_and_chapters_follow_from_ids() -> None:
     assert len({rule.id for rule in SPECIFICATION}) == len({rule.name for rule in SPECIFICATION}) == len(SPECIFICATION)
-    assert set(RULES.values()) == {rule for rule in SPECIFICATION if rule.judge == "conformance"}
+    assert set(RULES.values()) == {rule for rule in SPECIFICATION if rule.verified_by == "conformance"}
     assert all(re.fullmatch(r"KVE-\d{3,4}", rule.id) and rule.chapter for rule in SPECIFICATION)
 
 
 @pytest.mark.parametrize("rule", SPECIFICATION, ids=lambda rule: rule.id)
 def test_whoever_is_said_to_judge_a_rule_exists(rule: Rule) -> None:
-    judge, _, what = rule.judge.partition(": ")
+    judge, _, what = rule.verified_by.partition(": ")
     if judge.endswith("_CHECKS"):
         assert what in [check.__name__ for check in getattr(testing, judge)]
     elif judge != "conformance":

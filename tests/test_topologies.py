@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.kv_events import MAX_PORT, Endpoint, PortPlan
-from scheduler_components.testing.strategies import EngineRank, engine_of, engines
+from scheduler_components.testing.strategies import EngineRank, engine_ranks, engines
 
 
 @settings(deadline=None)
@@ -107,7 +107,7 @@ def test_well_known_engines(
 ) -> None:
     """Owners as (world, pp_rank, tp_rank, stream)."""
     found = []
-    for cache, state in engine_of(pp=pp, dp=dp, cp=cp, tp=tp, dp_attention=dp_attention):
+    for cache, state in engine_ranks(pp=pp, dp=dp, cp=cp, tp=tp, dp_attention=dp_attention):
         if state.owns_kv_stream:
             found.append((0 if dp_attention else cache, state.pp_rank, state.tp_rank, state.kv_stream_index))
     assert found == owners

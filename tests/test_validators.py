@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.validators import check_integer, check_number, is_integer, is_number
+from scheduler_components.validators import check_integer, check_number, integer_validator, number_validator
 
 
 @attrs.frozen
 class Settings:
-    pages: int = attrs.field(default=1, validator=is_integer())
-    rank: int = attrs.field(default=0, validator=is_integer("is not a rank", at_least=0))
-    timeout_s: float = attrs.field(default=1, validator=is_number())
-    pause_s: float = attrs.field(default=0, validator=is_number(or_zero=True))
+    pages: int = attrs.field(default=1, validator=integer_validator())
+    rank: int = attrs.field(default=0, validator=integer_validator("is not a rank", at_least=0))
+    timeout_s: float = attrs.field(default=1, validator=number_validator())
+    pause_s: float = attrs.field(default=0, validator=number_validator(or_zero=True))
 
 
 @given(st.integers(-5, 5), st.integers(-5, 5))

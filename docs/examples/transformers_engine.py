@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from observability import PrometheusSink
-from observability.kv_stream import bare_address, open_subscriber
+from observability.kv_stream import open_subscriber, static_address
 from scheduler_components import (
     KvEventSink,
     LoadInquirer,
@@ -145,7 +145,7 @@ def main() -> None:
         sink = open_event_publisher(config, parallel=ParallelState.trivial())
         attach(sink, PrometheusSink(CollectorRegistry()), ParallelState.trivial())
         outputs = model.generate_batch(prompts, continuous_batching_config=batching, max_new_tokens=8)
-        with open_subscriber([bare_address(events, replay=replay)]) as reader:
+        with open_subscriber([static_address(events, replay=replay)]) as reader:
             reader.wait_until(0, sink.stats().batches_sent - 1, timeout_s=10)
             print(f"{len(outputs)} requests, {len(reader.blocks(0))} blocks, {reader.stats()[0].state.value}")
         sink.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from observability.grafana.dashboard import DASHBOARD_FILE, render_dashboard
@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 __all__ = ["DASHBOARD_FILE", "render_dashboard"]
 
 # Lazily, so that ``python -m observability.grafana.dashboard`` does not load the module twice.
-__getattr__ = lazy_names(__name__, {"observability.grafana.dashboard": "DASHBOARD_FILE render_dashboard"})
+__getattr__ = lazy_exports(__name__, {"observability.grafana.dashboard": "DASHBOARD_FILE render_dashboard"})

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from observability import EVERY_METRIC, SGLANG_PREFIX, Metric
+from observability import ALL_METRICS, SGLANG_PREFIX, Metric
 
 __all__ = [
     "DASHBOARD_FILE",
@@ -234,7 +234,7 @@ DASHBOARD_FILE = Path(__file__).with_name("dashboard.json")
 
 Json: TypeAlias = dict[str, Any]
 
-_METRICS = {metric.name: metric for metric in EVERY_METRIC}
+_METRICS = {metric.name: metric for metric in ALL_METRICS}
 
 _SCHEMA_VERSION = 39
 """Grafana 11's. Older dashboards are migrated when they are loaded, so newer Grafanas take it too."""

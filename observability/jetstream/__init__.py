@@ -9,11 +9,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from observability.jetstream.config import JetStreamConfig
-from observability.jetstream.cursor import LogCursor, LogInstruction, ReadBase, ReadHead, ReadLog, WantBase
+from observability.jetstream.cursor import (
+    LogCursor,
+    LogInstruction,
+    ReadLog,
+    ReadPointer,
+    ReadSnapshot,
+    RequestSnapshot,
+)
 from observability.jetstream.follower import LogChannel, LogFollower
-from observability.jetstream.records import Base, Beat, Head, LogAddress, LogMessage, read_message
+from observability.jetstream.records import (
+    LogAddress,
+    LogHeartbeat,
+    LogMessage,
+    Snapshot,
+    SnapshotPointer,
+    read_message,
+)
 from observability.jetstream.writer import LogLimits, LogStats, LogTraffic, LogWriter, LogWriterCounters
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from observability.jetstream.nats_subscriber import JetStreamSubscriber, open_jetstream_subscriber
@@ -38,19 +52,19 @@ __all__ = [
     "LogFollower",
     "LogChannel",
     "LogInstruction",
-    "ReadHead",
-    "ReadBase",
+    "ReadPointer",
+    "ReadSnapshot",
     "ReadLog",
-    "WantBase",
+    "RequestSnapshot",
     # what they say
     "LogMessage",
     "read_message",
-    "Beat",
-    "Head",
-    "Base",
+    "LogHeartbeat",
+    "SnapshotPointer",
+    "Snapshot",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "observability.jetstream.nats_subscriber": "JetStreamSubscriber open_jetstream_subscriber",

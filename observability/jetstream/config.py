@@ -12,7 +12,7 @@ import attrs
 
 from observability.jetstream.records import check_prefix
 from scheduler_components import ConfigError
-from scheduler_components.validators import is_integer, is_number
+from scheduler_components.validators import integer_validator, number_validator
 
 __all__ = ["JetStreamConfig"]
 
@@ -43,7 +43,7 @@ def _is_prefix(_: object, attribute: attrs.Attribute[str], value: object) -> Non
 
 
 def _is_replicas(_: object, attribute: attrs.Attribute[int], value: object) -> None:
-    is_integer("is not a number of copies")(_, attribute, value)
+    integer_validator("is not a number of copies")(_, attribute, value)
     if isinstance(value, int) and value > _MOST_REPLICAS:
         hint = f"give 1 to {_MOST_REPLICAS}; 3 survives the loss of one server"
         raise ConfigError(attribute.name, value, "is more copies than JetStream keeps", hint)
@@ -58,8 +58,8 @@ def _is_file(_: object, attribute: attrs.Attribute[str | None], value: object) -
 class JetStreamConfig:
     """Where the broker is and how much it keeps.
 
-    A log's limits bound the broker's disk and what a late reader must read after the base. The base is written anew
-    when half of any limit is used up, so the broker drops only what the base has.
+    A log's limits bound the broker's disk and what a late reader must read after the snapshot. The snapshot is written anew
+    when half of any limit is used up, so the broker drops only what the snapshot has.
 
     Attributes:
         servers: URLs, tried in any order; user and password may stand in them.
@@ -78,9 +78,11 @@ class JetStreamConfig:
     servers: tuple[str, ...] = attrs.field(converter=_servers, validator=_are_servers)
     prefix: str = attrs.field(default="kv-events", validator=_is_prefix)
     replicas: int = attrs.field(default=1, validator=_is_replicas)
-    max_msgs: int = attrs.field(default=65_536, validator=is_integer("is too few for a window", at_least=16))
-    max_bytes: int = attrs.field(default=256 * 1024 * 1024, validator=is_integer("is too small", at_least=65_536))
-    max_age_s: float = attrs.field(default=3_600.0, validator=is_number())
+    max_msgs: int = attrs.field(default=65_536, validator=integer_validator("is too few for a window", at_least=16))
+    max_bytes: int = attrs.field(
+        default=256 * 1024 * 1024, validator=integer_validator("is too small", at_least=65_536)
+    )
+    max_age_s: float = attrs.field(default=3_600.0, validator=number_validator())
     credentials_file: str | None = attrs.field(default=None, validator=_is_file)
 
     @classmethod

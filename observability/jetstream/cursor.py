@@ -7,16 +7,16 @@
 # kv_events/stream). It puts three things into a broker:
 #
 #   log     one message per batch: epoch, number, the digest after it. Bounded: the broker drops the oldest messages.
-#   base    the whole state at one number, in a bucket, with the digest there. A head names the newest.
-#   beat    epoch, next number and digest, twice a second, to whoever listens. Nobody keeps it.
+#   snapshot    the whole state at one number, in a bucket, with the digest there. A pointer names the newest.
+#   heartbeat    epoch, next number and digest, twice a second, to whoever listens. Nobody keeps it.
 #
 # The writer's side of the contract (writer.py):
 #
-#   W1. base + the messages behind it = the state. No message is sent that would make the broker drop one that the base
-#       does not have: a new base is stored first. The log is bounded, and no reader comes too late.
-#   W2. In each life the base and its head come first, then messages, then beats. A head is written only in the place
-#       of the head that its writer knows: of two writers the older finds out, and stops.
-#       A batch whose id somebody else used, or that is larger than a message, goes by a base.
+#   W1. snapshot + the messages behind it = the state. No message is sent that would make the broker drop one that the snapshot
+#       does not have: a new snapshot is stored first. The log is bounded, and no reader comes too late.
+#   W2. In each life the snapshot and its pointer come first, then messages, then beats. A pointer is written only in the place
+#       of the pointer that its writer knows: of two writers the older finds out, and stops.
+#       A batch whose id somebody else used, or that is larger than a message, goes by a snapshot.
 #   W3. A message whose acknowledgement does not come is sent again under the same id, and what followed it, too. The
 #       broker drops what it has. So messages may stand in the log behind some that follow on them, and twice.
 #
@@ -25,18 +25,18 @@
 #   R1. A message is applied when its epoch and number are the next and the digest after it is the one that it names.
 #       Others cost themselves: what is below is a duplicate, what is of another epoch is fenced off, what names
 #       another digest is not the writer's. What is ahead is held, up to as many as may be under way.
-#   R2. LIVE needs a proof: the digest of a beat, at its number. Every message since then proves itself by R1.
+#   R2. LIVE needs a proof: the digest of a heartbeat, at its number. Every message since then proves itself by R1.
 #   R3. A reader that stands still over some beats, although the writer is ahead, has lost something: it begins with
-#       the base, in a staging view, which replaces the present one when a beat has proved it. Where that leads nowhere
-#       (somebody emptied the log), it says so, and the writer stores another base.
-#   R4. A beat that contradicts the view does the same at once. A beat of another epoch is a reason to look at the head:
-#       a new life if the head says so, else a writer that does not know yet that another took its place.
+#       the snapshot, in a staging view, which replaces the present one when a heartbeat has proved it. Where that leads nowhere
+#       (somebody emptied the log), it says so, and the writer stores another snapshot.
+#   R4. A heartbeat that contradicts the view does the same at once. A heartbeat of another epoch is a reason to look at the pointer:
+#       a new life if the pointer says so, else a writer that does not know yet that another took its place.
 #   R5. Who is not heard, writer or broker, is not LIVE. The view stays until the owner gives up.
 #
 # Nothing but beats makes a reader ask, so questions are paced by the writer, whatever stands in the log.
 #
-# Honest limit: who may write to the subjects may forge a batch that fits. It is found by the next beat, and read again
-# with every base, until the base has passed it. The broker's permissions keep others out.
+# Honest limit: who may write to the subjects may forge a batch that fits. It is found by the next heartbeat, and read again
+# with every snapshot, until the snapshot has passed it. The broker's permissions keep others out.
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from observability.jetstream.records import Base, Beat, Head, LogMessage
+from observability.jetstream.records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
 from observability.kv_stream import (
     NO_EPOCH,
-    STATE_CHANGES,
+    STATE_TRANSITIONS,
+    AbortStaging,
     Apply,
     ApplyStaged,
-    BeginStaging,
     Clear,
+    CommitStaging,
     CursorCounters,
-    DropStaging,
     Position,
     RetryLater,
+    StartStaging,
     StreamState,
-    SwapInStaged,
 )
-from scheduler_components.kv_events import chain_after
+from scheduler_components.kv_events import digest_after
 
-__all__ = ["MAX_AHEAD", "LogCursor", "LogInstruction", "ReadBase", "ReadHead", "ReadLog", "WantBase"]
+__all__ = ["MAX_REORDERED", "LogCursor", "LogInstruction", "ReadSnapshot", "ReadPointer", "ReadLog", "RequestSnapshot"]
 
-MAX_AHEAD = 1_024
+MAX_REORDERED = 1_024
 """Messages held because one before them is missing: four times as many as a writer has under way."""
 
 _MAX_AHEAD_BYTES = 16 * 1024 * 1024
@@ -79,20 +79,20 @@ _MAX_PAST = 1_024
 
 
 _PATIENCE = 3
-"""Failed questions in a row after which the writer is asked for another base: the one that there is may be damaged."""
+"""Failed questions in a row after which the writer is asked for another snapshot: the one that there is may be damaged."""
 
 
-class ReadHead(msgspec.Struct, frozen=True, gc=False):
-    """Read the head; answer by ``head_read`` under the number ``ask``."""
-
-    ask: int
-
-
-class ReadBase(msgspec.Struct, frozen=True, gc=False):
-    """Read the base that ``head`` names; answer by ``base_read``. Of an answer only the latest question counts."""
+class ReadPointer(msgspec.Struct, frozen=True, gc=False):
+    """Read the pointer; answer by ``on_pointer_read`` under the number ``ask``."""
 
     ask: int
-    head: Head
+
+
+class ReadSnapshot(msgspec.Struct, frozen=True, gc=False):
+    """Read the snapshot that ``pointer`` names; answer by ``on_snapshot_read``. Of an answer only the latest question counts."""
+
+    ask: int
+    pointer: SnapshotPointer
 
 
 class ReadLog(msgspec.Struct, frozen=True, gc=False):
@@ -101,22 +101,22 @@ class ReadLog(msgspec.Struct, frozen=True, gc=False):
     log_seq: int
 
 
-class WantBase(msgspec.Struct, frozen=True, gc=False):
-    """Tell the writer that its base leads nowhere: it stores another, within some seconds."""
+class RequestSnapshot(msgspec.Struct, frozen=True, gc=False):
+    """Tell the writer that its snapshot leads nowhere: it stores another, within some seconds."""
 
 
 LogInstruction = (
     Apply
     | ApplyStaged
-    | BeginStaging
-    | SwapInStaged
-    | DropStaging
+    | StartStaging
+    | CommitStaging
+    | AbortStaging
     | Clear
     | RetryLater
-    | ReadHead
-    | ReadBase
+    | ReadPointer
+    | ReadSnapshot
     | ReadLog
-    | WantBase
+    | RequestSnapshot
 )
 _NONE: tuple[LogInstruction, ...] = ()
 _UNHEARD = (StreamState.CONNECTING, StreamState.DEAD)
@@ -144,18 +144,18 @@ class _Place:
 
     def takes(self, message: LogMessage) -> bool:
         """True when the message follows on and proves itself."""
-        return chain_after(self.at.chain, message.seq, message.payload) == message.chain
+        return digest_after(self.at.digest, message.seq, message.payload) == message.digest
 
     def advance(self, message: LogMessage) -> None:
-        self.past.append(self.at.chain)
-        self.at.chain = message.chain
+        self.past.append(self.at.digest)
+        self.at.digest = message.digest
         self.at.next += 1
         self.log_seq = max(self.log_seq, message.log_seq)
 
     def hold(self, message: LogMessage) -> None:
         """Keep a message from the future, if there is room."""
         size = len(message.payload)
-        if self.num_ahead < MAX_AHEAD and self.ahead_bytes + size <= _MAX_AHEAD_BYTES:
+        if self.num_ahead < MAX_REORDERED and self.ahead_bytes + size <= _MAX_AHEAD_BYTES:
             self.ahead.setdefault(message.seq, []).append(message)
             self.num_ahead += 1
             self.ahead_bytes += size
@@ -167,21 +167,21 @@ class _Place:
         self.ahead_bytes -= sum(len(message.payload) for message in held)
         return held
 
-    def chain_at(self, number: int) -> bytes | None:
+    def digest_at(self, number: int) -> bytes | None:
         """The digest before ``number``; None where it is not remembered."""
         back = self.at.next - number
         if not back:
-            return self.at.chain
+            return self.at.digest
         return self.past[-back] if 0 < back <= len(self.past) else None
 
 
 @dataclass(slots=True)
 class _Question:
-    """The one open question. ``is_forced``: the base is wanted even if it is of the life that is held."""
+    """The one open question. ``is_forced``: the snapshot is wanted even if it is of the life that is held."""
 
     ask: int
     is_forced: bool
-    head: Head | None = None
+    pointer: SnapshotPointer | None = None
 
 
 class LogCursor:
@@ -192,7 +192,7 @@ class LogCursor:
     Attributes:
         fenced: messages of another life.
         forged: messages that name another digest than the one after them.
-        upstream: what the last beat said of it, see ``Beat``.
+        upstream: what the last heartbeat said of it, see ``LogHeartbeat``.
     """
 
     __slots__ = (
@@ -208,12 +208,12 @@ class LogCursor:
         self._view = _Place()
         self._staging: _Place | None = None
         self._question: _Question | None = None
-        self._beat: Beat | None = None
+        self._beat: LogHeartbeat | None = None
         self._stuck_at = self._num_stuck = 0
         self._failures = 0
 
     def __repr__(self) -> str:
-        return f"<LogCursor {self._state} at {self.last_seq}, asks #{self.open_ask}>"
+        return f"<LogCursor {self._state} at {self.last_seq}, asks #{self.open_request_id}>"
 
     @property
     def state(self) -> StreamState:
@@ -235,23 +235,23 @@ class LogCursor:
         return epoch == self._place.at.epoch
 
     def is_fetching(self, epoch: bytes) -> bool:
-        """True while the base of this life is read."""
+        """True while the snapshot of this life is read."""
         question = self._question
-        return question is not None and question.head is not None and question.head.epoch == epoch
+        return question is not None and question.pointer is not None and question.pointer.epoch == epoch
 
     @property
-    def open_ask(self) -> int | None:
+    def open_request_id(self) -> int | None:
         """Number of the question whose answer is awaited, None without one."""
         return self._question.ask if self._question else None
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """True while the writer is heard and no recovery is under way: the view will not get better by waiting."""
         return self._state in (StreamState.LIVE, StreamState.PARTIAL) and self._staging is None
 
     @property
     def next_log_seq(self) -> int | None:
-        """Where to go on reading the log; None before a base has said where to begin."""
+        """Where to go on reading the log; None before a snapshot has said where to begin."""
         return None if self._place.at.epoch == NO_EPOCH else self._place.log_seq + 1
 
     @property
@@ -261,34 +261,34 @@ class LogCursor:
 
     # --- what is heard ---
 
-    def beat(self, beat: Beat) -> tuple[LogInstruction, ...]:
+    def on_heartbeat(self, heartbeat: LogHeartbeat) -> tuple[LogInstruction, ...]:
         """The writer said where it stands."""
-        before, self._beat = self._beat, beat
+        before, self._beat = self._beat, heartbeat
         place = self._place
-        if beat.epoch != place.at.epoch:
+        if heartbeat.epoch != place.at.epoch:
             return self._foreign()
         if self._state in _UNHEARD:
             self._become(StreamState.RECOVERING if self.epoch != NO_EPOCH else StreamState.SYNCING)
-        self._hear_upstream(beat)
-        if beat.next > place.at.next:
+        self._hear_upstream(heartbeat)
+        if heartbeat.next > place.at.next:
             return self._behind()
         self._num_stuck = 0
-        stands_still = before is not None and (before.epoch, before.next) == (beat.epoch, beat.next)
-        if beat.next < place.at.next and stands_still:
-            return self._splice()  # the writer has no such batch: what it has sent came before this beat
-        chain = place.chain_at(beat.next)
-        if chain is None:
-            return _NONE  # an old beat
-        return self._prove() if chain == beat.chain else self._splice()
+        stands_still = before is not None and (before.epoch, before.next) == (heartbeat.epoch, heartbeat.next)
+        if heartbeat.next < place.at.next and stands_still:
+            return self._splice()  # the writer has no such batch: what it has sent came before this heartbeat
+        digest = place.digest_at(heartbeat.next)
+        if digest is None:
+            return _NONE  # an old heartbeat
+        return self._prove() if digest == heartbeat.digest else self._splice()
 
     def _foreign(self) -> tuple[LogInstruction, ...]:
-        """A beat of another life: look which one the head names."""
+        """A heartbeat of another life: look which one the pointer names."""
         if self.epoch == NO_EPOCH and self._state in _UNHEARD:
             self._become(StreamState.SYNCING)
         return self._ask(is_forced=False)
 
-    def _hear_upstream(self, beat: Beat) -> None:
-        self.upstream = beat.upstream
+    def _hear_upstream(self, heartbeat: LogHeartbeat) -> None:
+        self.upstream = heartbeat.upstream
         if self.upstream is not None and self._state is StreamState.LIVE:
             self._become(StreamState.PARTIAL)
 
@@ -301,8 +301,8 @@ class LogCursor:
         if self._num_stuck <= _STUCK_AFTER:
             return _NONE
         self._recover()
-        # The base that was read did not lead to where the writer is: what should follow on it is not in the log.
-        wanted = (WantBase(),) if self._staging is not None and self._question is None else _NONE
+        # The snapshot that was read did not lead to where the writer is: what should follow on it is not in the log.
+        wanted = (RequestSnapshot(),) if self._staging is not None and self._question is None else _NONE
         return (*wanted, *self._ask(is_forced=True))
 
     def _prove(self) -> tuple[LogInstruction, ...]:
@@ -313,10 +313,10 @@ class LogCursor:
             self.counters.snapshots += 1
             self.counters.restarts += self.epoch not in (NO_EPOCH, place.at.epoch)
             self._view, self._staging = place, None
-            swap = (SwapInStaged(),)
+            swap = (CommitStaging(),)
         self._settle()
-        beat = self._beat
-        if place.damaged_at is not None and beat is not None and beat.base_end > place.damaged_at:
+        heartbeat = self._beat
+        if place.damaged_at is not None and heartbeat is not None and heartbeat.snapshot_end > place.damaged_at:
             return (*swap, *self._ask(is_forced=True))  # what could not be read may be folded by now
         return swap
 
@@ -326,7 +326,7 @@ class LogCursor:
         self._recover()
         return self._ask(is_forced=True)
 
-    def silent(self) -> tuple[LogInstruction, ...]:
+    def on_heartbeat_timeout(self) -> tuple[LogInstruction, ...]:
         """The writer or the broker is not heard. The view stays until the owner gives up."""
         self._question, self._beat = None, None
         self._failures = self._num_stuck = 0
@@ -334,9 +334,9 @@ class LogCursor:
             self._become(StreamState.CONNECTING)
         return _NONE
 
-    def gave_up(self) -> tuple[LogInstruction, ...]:
+    def on_connection_timeout(self) -> tuple[LogInstruction, ...]:
         """The writer is taken for dead: its blocks are no longer worth routing to."""
-        self.silent()
+        self.on_heartbeat_timeout()
         dropped = self._drop_staging()
         self._view = _Place()
         self._become(StreamState.DEAD)
@@ -344,7 +344,7 @@ class LogCursor:
 
     # --- what the log has ---
 
-    def message(self, message: LogMessage) -> Iterator[LogInstruction]:
+    def on_message(self, message: LogMessage) -> Iterator[LogInstruction]:
         """Yield an instruction for ``message`` if it follows on, and for each that was held for it."""
         place = self._place
         if message.epoch != place.at.epoch:
@@ -374,60 +374,60 @@ class LogCursor:
         self.counters.recovered += is_late
         return Apply(message.seq, message.payload, is_late)
 
-    def would_swap(self, beat: Beat | None = None) -> bool:
-        """True when ``beat``, or the last one, proves what is to replace the view."""
-        beat, staging = beat or self._beat, self._staging
-        if beat is None or staging is None or beat.epoch != staging.at.epoch:
+    def can_commit(self, heartbeat: LogHeartbeat | None = None) -> bool:
+        """True when ``heartbeat``, or the last one, proves what is to replace the view."""
+        heartbeat, staging = heartbeat or self._beat, self._staging
+        if heartbeat is None or staging is None or heartbeat.epoch != staging.at.epoch:
             return False
-        return staging.chain_at(beat.next) == beat.chain
+        return staging.digest_at(heartbeat.next) == heartbeat.digest
 
-    def reached(self) -> tuple[LogInstruction, ...]:
-        """After messages were applied, or a base: prove the view if it stands where the last beat said."""
-        beat, place = self._beat, self._place
-        if beat is None or self._is_proved or beat.epoch != place.at.epoch:
+    def verify_position(self) -> tuple[LogInstruction, ...]:
+        """After messages were applied, or a snapshot: prove the view if it stands where the last heartbeat said."""
+        heartbeat, place = self._beat, self._place
+        if heartbeat is None or self._is_proved or heartbeat.epoch != place.at.epoch:
             return _NONE
-        chain = place.chain_at(beat.next)
-        if chain is None:
+        digest = place.digest_at(heartbeat.next)
+        if digest is None:
             return _NONE
-        return self._prove() if chain == beat.chain else self._splice()
+        return self._prove() if digest == heartbeat.digest else self._splice()
 
     @property
     def _is_proved(self) -> bool:
         return self._staging is None and self._state in (StreamState.LIVE, StreamState.PARTIAL, *_UNHEARD)
 
-    # --- head and base ---
+    # --- pointer and snapshot ---
 
-    def head_read(self, ask: int, head: Head | None) -> tuple[LogInstruction, ...]:
-        """The head, None when there is none or it could not be read."""
+    def on_pointer_read(self, ask: int, pointer: SnapshotPointer | None) -> tuple[LogInstruction, ...]:
+        """The pointer, None when there is none or it could not be read."""
         question = self._question
         if question is None or question.ask != ask:
-            self.counters.stale_answers += 1
+            self.counters.stale_replays += 1
             return _NONE
-        if head is None:
+        if pointer is None:
             return self._failed()
-        if head.epoch == self._place.at.epoch and not question.is_forced:
-            self._question = None  # the beat is of a writer that lost its place
+        if pointer.epoch == self._place.at.epoch and not question.is_forced:
+            self._question = None  # the heartbeat is of a writer that lost its place
             self._failures = 0
             return _NONE
         self._recover()
-        question.head = head
-        return (ReadBase(ask, head),)
+        question.pointer = pointer
+        return (ReadSnapshot(ask, pointer),)
 
-    def base_read(self, ask: int, base: Base | None) -> Iterator[LogInstruction]:
-        """Yield instructions that build the base in a staging view; None when it could not be read."""
+    def on_snapshot_read(self, ask: int, snapshot: Snapshot | None) -> Iterator[LogInstruction]:
+        """Yield instructions that build the snapshot in a staging view; None when it could not be read."""
         question = self._question
-        if question is None or question.ask != ask or question.head is None:
-            self.counters.stale_answers += 1
+        if question is None or question.ask != ask or question.pointer is None:
+            self.counters.stale_replays += 1
             return
-        if base is None or (base.epoch, base.end) != (question.head.epoch, question.head.end):
+        if snapshot is None or (snapshot.epoch, snapshot.end) != (question.pointer.epoch, question.pointer.end):
             yield from self._failed()
             return
-        place = _Place(Position(base.epoch, base.first, base.chain), base.log_seq)
-        for payload in base.batches:
-            place.past.append(place.at.chain)
+        place = _Place(Position(snapshot.epoch, snapshot.first, snapshot.digest), snapshot.log_seq)
+        for payload in snapshot.batches:
+            place.past.append(place.at.digest)
             place.at.advance(payload)
-        if place.at.chain != base.end_chain:
-            self.counters.cut += 1
+        if place.at.digest != snapshot.end_digest:
+            self.counters.replays_cut += 1
             yield from self._failed()
             return
         self._question = None
@@ -435,23 +435,23 @@ class LogCursor:
         self._recover()
         yield from self._drop_staging()
         self._staging = place
-        yield BeginStaging()
-        for chunk in base.chunks:
-            yield ApplyStaged(base.first - 1, chunk, True)
-        for seq, payload in enumerate(base.batches, base.first):
+        yield StartStaging()
+        for chunk in snapshot.chunks:
+            yield ApplyStaged(snapshot.first - 1, chunk, True)
+        for seq, payload in enumerate(snapshot.batches, snapshot.first):
             self.counters.recovered += 1
             self.counters.applied += 1
             yield ApplyStaged(seq, payload, False)
-        yield ReadLog(base.log_seq + 1)
+        yield ReadLog(snapshot.log_seq + 1)
 
-    def answer_missing(self, ask: int) -> tuple[LogInstruction, ...]:
+    def on_read_timeout(self, ask: int) -> tuple[LogInstruction, ...]:
         """The answer to question ``ask`` did not come in time."""
-        if ask != self.open_ask:
+        if ask != self.open_request_id:
             return _NONE
-        self.counters.unanswered += 1
+        self.counters.replays_unanswered += 1
         return self._failed()
 
-    def retry(self) -> tuple[LogInstruction, ...]:
+    def on_retry_due(self) -> tuple[LogInstruction, ...]:
         """The pause asked for by ``RetryLater`` is over."""
         return self._open_question(is_forced=True) if self._failures and self._question is None else _NONE
 
@@ -460,29 +460,29 @@ class LogCursor:
         return _NONE if self._question is not None or self._failures else self._open_question(is_forced=is_forced)
 
     def _open_question(self, *, is_forced: bool) -> tuple[LogInstruction, ...]:
-        self.counters.asks += 1
-        self._question = _Question(self.counters.asks, is_forced)
-        return (ReadHead(self._question.ask),)
+        self.counters.replays_asked += 1
+        self._question = _Question(self.counters.replays_asked, is_forced)
+        return (ReadPointer(self._question.ask),)
 
     def _failed(self) -> tuple[LogInstruction, ...]:
         self._question = None
         self._failures += 1
-        wanted = (WantBase(),) if self._failures >= _PATIENCE else _NONE
+        wanted = (RequestSnapshot(),) if self._failures >= _PATIENCE else _NONE
         return (*wanted, RetryLater(self._failures))
 
     def _drop_staging(self) -> tuple[LogInstruction, ...]:
         staging, self._staging = self._staging, None
-        return _NONE if staging is None else (DropStaging(),)
+        return _NONE if staging is None else (AbortStaging(),)
 
     # --- what the owner found in a batch ---
 
-    def cleared(self) -> None:
+    def on_cleared(self) -> None:
         """The batch just applied cleared all blocks: what could not be read before it does not matter any more."""
         self._place.damaged_at = None
         if self._state is StreamState.PARTIAL and self._staging is None:
             self._settle()
 
-    def damaged(self) -> None:
+    def on_damaged(self) -> None:
         """The batch just applied could not be read whole: the view may differ by what it said."""
         self._place.damaged_at = self._place.at.next
         if self._state is StreamState.LIVE and self._staging is None:
@@ -501,6 +501,6 @@ class LogCursor:
 
     def _become(self, state: StreamState) -> None:
         if state is not self._state:
-            assert state in STATE_CHANGES[self._state], f"{self._state} may not become {state}"
+            assert state in STATE_TRANSITIONS[self._state], f"{self._state} may not become {state}"
             self.counters.losses += state is StreamState.PARTIAL
             self._state = state

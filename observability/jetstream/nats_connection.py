@@ -14,7 +14,7 @@ from nats.aio.client import Client
 
 from observability.jetstream.config import JetStreamConfig
 
-__all__ = ["NATS_ERRORS", "NatsThread", "NatsUser"]
+__all__ = ["NATS_ERRORS", "NatsThread", "NatsHandler"]
 
 _log = logging.getLogger("observability.jetstream")
 
@@ -32,18 +32,18 @@ _MAX_PINGS_OUT = 2
 """A server that is stopped or cut off is noticed after two of these pings; a closed one at once."""
 
 
-class NatsUser(Protocol):
+class NatsHandler(Protocol):
     """What runs on the thread of a connection."""
 
     async def run(self, client: Client) -> None:
         """Use the connection until cancelled; called once, when it was first made."""
         ...
 
-    def broker_lost(self) -> None:
+    def on_disconnected(self) -> None:
         """The connection is gone. It is being made again."""
         ...
 
-    def broker_back(self) -> None:
+    def on_reconnected(self) -> None:
         """The connection is there again."""
         ...
 
@@ -52,12 +52,12 @@ class NatsThread:
     """Owns the thread, the loop and the connection; ``user`` is called on that thread alone.
 
     Attributes:
-        num_losses: times that the connection was lost or could not be made at first.
+        num_disconnects: times that the connection was lost or could not be made at first.
         is_connected: whether it is there now.
     """
 
-    def __init__(self, config: JetStreamConfig, user: NatsUser, *, name: str) -> None:
-        self.num_losses = 0
+    def __init__(self, config: JetStreamConfig, user: NatsHandler, *, name: str) -> None:
+        self.num_disconnects = 0
         self.is_connected = False
         self._config = config
         self._user = user
@@ -69,7 +69,7 @@ class NatsThread:
         self._thread: threading.Thread | None = None
 
     @property
-    def shown_servers(self) -> tuple[str, ...]:
+    def redacted_servers(self) -> tuple[str, ...]:
         """The servers without their passwords."""
         parts = (urlsplit(url) for url in self._config.servers)
         return tuple(f"{part.scheme}://{part.hostname}:{part.port or 4222}" for part in parts)
@@ -143,23 +143,23 @@ class NatsThread:
         if self.is_connected:
             self.is_connected = False
             self._say_away()
-            self._user.broker_lost()
+            self._user.on_disconnected()
 
     def _say_away(self) -> None:
         """One sentence per absence."""
         if not self._is_said:
             self._is_said = True
-            self.num_losses += 1
+            self.num_disconnects += 1
             reason = self._last_error or "the connection was closed"
-            servers = ", ".join(self.shown_servers)
+            servers = ", ".join(self.redacted_servers)
             _log.warning("%s: %s is away (%s); trying again until it is back", self._name, servers, reason)
 
     async def _on_back(self) -> None:
         self.is_connected = True
         if self._is_said:
             self._is_said = False
-            _log.warning("%s: %s is back", self._name, ", ".join(self.shown_servers))
-        self._user.broker_back()
+            _log.warning("%s: %s is back", self._name, ", ".join(self.redacted_servers))
+        self._user.on_reconnected()
 
 
 async def _closed(client: Client) -> None:

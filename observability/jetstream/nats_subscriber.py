@@ -26,14 +26,14 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from observability.jetstream.config import JetStreamConfig
 from observability.jetstream.follower import LogFollower
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
-from observability.jetstream.records import Base, Beat, Head, LogAddress, read_message
+from observability.jetstream.records import LogAddress, LogHeartbeat, Snapshot, SnapshotPointer, read_message
 from observability.kv_stream import (
     MAX_STREAMS,
     BatchApplier,
     BlockView,
+    FairRLock,
     FollowPolicy,
-    NullListener,
-    QueryLock,
+    NullStreamListener,
     RankSet,
     StreamListener,
     StreamPosition,
@@ -124,15 +124,15 @@ class LogStream:
 
     # --- on the polling thread ---
 
-    def read_head(self, ask: int) -> None:
+    def read_pointer(self, ask: int) -> None:
         """See ``LogChannel``."""
         self.thread.call(self._begin, self._answer_head, ask)
 
-    def read_base(self, ask: int, head: Head) -> None:
+    def read_snapshot(self, ask: int, pointer: SnapshotPointer) -> None:
         """See ``LogChannel``."""
-        self.thread.call(self._begin, self._answer_base, ask, head)
+        self.thread.call(self._begin, self._answer_base, ask, pointer)
 
-    def want_base(self) -> None:
+    def request_snapshot(self) -> None:
         """See ``LogChannel``."""
         self.thread.call(self._begin, self._want_base)
 
@@ -150,40 +150,40 @@ class LogStream:
     async def _want_base(self) -> None:
         try:
             if self.client is not None:
-                await self.client.publish(self.address.wanted_subject)
+                await self.client.publish(self.address.snapshot_request_subject)
         except NATS_ERRORS as error:
-            _log.debug("%s: no base is asked for: %r", self.address, error)
+            _log.debug("%s: no snapshot is asked for: %r", self.address, error)
 
     async def _answer_head(self, ask: int) -> None:
-        head = None
+        pointer = None
         try:
             if self.client is not None:
-                heads = await self.client.jetstream().key_value(self.address.heads)
-                entry = await heads.get(self.address.head_key)
-                head = Head.decode(entry.value or b"")
+                heads = await self.client.jetstream().key_value(self.address.pointer_bucket)
+                entry = await heads.get(self.address.pointer_key)
+                pointer = SnapshotPointer.decode(entry.value or b"")
         except (*NATS_ERRORS, DecodeError) as error:
-            _log.debug("%s: no head: %r", self.address, error)
-        self.inbox.put_now(partial(self.follower.head_read, ask, head))
+            _log.debug("%s: no pointer: %r", self.address, error)
+        self.inbox.put_now(partial(self.follower.on_pointer_read, ask, pointer))
 
-    async def _answer_base(self, ask: int, head: Head) -> None:
-        base = None
+    async def _answer_base(self, ask: int, pointer: SnapshotPointer) -> None:
+        snapshot = None
         try:
             if self.client is not None:
-                base = await self._fetch_base(self.client.jetstream(), head)
+                snapshot = await self._fetch_base(self.client.jetstream(), pointer)
         except (*NATS_ERRORS, DecodeError) as error:
-            _log.debug("%s: no base: %r", self.address, error)
-        self.inbox.put_now(partial(self.follower.base_read, ask, base))
+            _log.debug("%s: no snapshot: %r", self.address, error)
+        self.inbox.put_now(partial(self.follower.on_snapshot_read, ask, snapshot))
 
-    async def _fetch_base(self, js: JetStreamContext, head: Head) -> Base | None:
-        name = self.address.base_object(head.slot)
-        bases = await js.object_store(self.address.bases)
+    async def _fetch_base(self, js: JetStreamContext, pointer: SnapshotPointer) -> Snapshot | None:
+        name = self.address.snapshot_object(pointer.slot)
+        bases = await js.object_store(self.address.snapshot_bucket)
         info = await bases.get_info(name)
         if (info.size or 0) > _MAX_BASE_BYTES:
             return None
         data = io.BytesIO()
         async with asyncio.timeout(self.follower.policy.answer_timeout_s * 10):
             await bases.get(name, writeinto=data)
-        return Base.decode(data.getvalue())
+        return Snapshot.decode(data.getvalue())
 
     def begin(self, client: Client) -> None:
         """Listen to beats."""
@@ -191,14 +191,14 @@ class LogStream:
         self._begin(self._listen, client)
 
     async def _listen(self, client: Client) -> None:
-        beats = await client.subscribe(self.address.beat_subject)
+        beats = await client.subscribe(self.address.heartbeat_subject)
         async for message in beats.messages:
             try:
-                beat = Beat.decode(message.data)
+                heartbeat = LogHeartbeat.decode(message.data)
             except DecodeError:
                 self.counters.bad_messages += 1
                 continue
-            await self.inbox.put(partial(self.follower.beat, beat))
+            await self.inbox.put(partial(self.follower.on_heartbeat, heartbeat))
 
     def _begin_reading(self, read: int, log_seq: int) -> None:
         self.stop_reading()
@@ -257,7 +257,7 @@ class LogStream:
         except DecodeError:
             self.counters.bad_messages += 1
         else:
-            await self.inbox.put(partial(self.follower.message, read, sound))
+            await self.inbox.put(partial(self.follower.on_message, read, sound))
         self.reads.next_log_seq = max(self.reads.next_log_seq, place + 1)
 
     async def close(self) -> None:
@@ -281,13 +281,13 @@ class JetStreamSubscriber:
     """Follows streams in JetStream and keeps one view of them; made by ``open_jetstream_subscriber``.
 
     ``poll`` and ``wait_until`` belong to one thread, which also closes. Queries and ``stats`` may be called from any
-    thread, and by a listener: they wait for one message to be applied, not for a whole base.
+    thread, and by a listener: they wait for one message to be applied, not for a whole snapshot.
     """
 
     def __init__(self, config: JetStreamConfig, view: BlockView, clock: Callable[[], float]) -> None:
         self._view = view
         self._clock = clock
-        self._lock = QueryLock()
+        self._lock = FairRLock()
         self._inbox = _Inbox()
         self._streams: dict[int, LogStream] = {}
         self._is_closed = asyncio.Event()
@@ -324,14 +324,14 @@ class JetStreamSubscriber:
             for stream in self._streams.values():
                 await stream.close()
 
-    def broker_lost(self) -> None:
+    def on_disconnected(self) -> None:
         """Nobody is heard."""
         for stream in self._streams.values():
             stream.counters.disconnects += 1
             stream.stop_reading()
             self._inbox.put_now(partial(_lost, stream.follower))
 
-    def broker_back(self) -> None:
+    def on_reconnected(self) -> None:
         """Go on reading."""
         for stream in self._streams.values():
             self._inbox.put_now(partial(_back, stream.follower))
@@ -351,7 +351,7 @@ class JetStreamSubscriber:
                 break
             with self._lock:
                 for _ in inbox.items.popleft()(self._clock()):
-                    self._lock.let_in()
+                    self._lock.yield_to_waiters()
         if inbox.items:
             inbox.has_items.set()
         elif had_items:
@@ -372,7 +372,7 @@ class JetStreamSubscriber:
         """
         cursor = self._streams[rank].follower.cursor
         deadline_s = self._clock() + timeout_s
-        while not (cursor.settled and cursor.last_seq >= seq):
+        while not (cursor.is_settled and cursor.last_seq >= seq):
             left_s = deadline_s - self._clock()
             if left_s <= 0:
                 return False
@@ -386,7 +386,7 @@ class JetStreamSubscriber:
         with self._lock:
             cursors = {rank: stream.follower.cursor for rank, stream in self._streams.items()}
             return {
-                rank: StreamPosition(rank, cursor.state, cursor.last_seq, cursor.settled)
+                rank: StreamPosition(rank, cursor.state, cursor.last_seq, cursor.is_settled)
                 for rank, cursor in cursors.items()
             }
 
@@ -410,19 +410,19 @@ class JetStreamSubscriber:
         with self._lock:
             return self._view.blocks(rank, tier, group_idx=group_idx)
 
-    def deepest_prefix(
+    def match_lengths(
         self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
     ) -> dict[int, int]:
-        """How many of a prompt's leading blocks each rank holds; see ``BlockView.deepest_prefix``."""
+        """How many of a prompt's leading blocks each rank holds; see ``BlockView.match_lengths``."""
         with self._lock:
-            return self._view.deepest_prefix(hashes, tier, group_idx=group_idx)
+            return self._view.match_lengths(hashes, tier, group_idx=group_idx)
 
-    def deepest_holders(
+    def best_ranks(
         self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
     ) -> tuple[int, RankSet]:
-        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.deepest_holders``."""
+        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.best_ranks``."""
         with self._lock:
-            return self._view.deepest_holders(hashes, tier, group_idx=group_idx)
+            return self._view.best_ranks(hashes, tier, group_idx=group_idx)
 
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier``."""
@@ -431,12 +431,12 @@ class JetStreamSubscriber:
 
 
 def _lost(follower: LogFollower, now_s: float) -> Iterator[None]:
-    follower.broker_lost(now_s)
+    follower.on_disconnected(now_s)
     yield None
 
 
 def _back(follower: LogFollower, now_s: float) -> Iterator[None]:  # noqa: ARG001 - as every step
-    follower.broker_back()
+    follower.on_reconnected()
     yield None
 
 
@@ -477,7 +477,7 @@ def open_jetstream_subscriber(
             rank=address.rank,
             view=view,
             decoder=BatchDecoder(),
-            listener=NullListener() if listener is None else listener,
+            listener=NullStreamListener() if listener is None else listener,
             wall_clock=wall_clock,
         )
         subscriber.open(address, applier, FollowPolicy() if policy is None else policy)

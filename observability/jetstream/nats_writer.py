@@ -35,7 +35,7 @@ from nats.js.object_store import ObjectStore
 
 from observability.jetstream.config import JetStreamConfig
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
-from observability.jetstream.records import Base, Beat, Head, LogAddress, LogMessage
+from observability.jetstream.records import LogAddress, LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
 from observability.jetstream.writer import LogLimits, LogStats, LogTraffic, LogWriter
 from scheduler_components import DecodeError, EventBatch, PublisherStats
 from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder
@@ -44,8 +44,8 @@ __all__ = ["JetStreamSink", "JetStreamWriter", "open_jetstream_writer"]
 
 _log = logging.getLogger("observability.jetstream")
 
-BEAT_S = 0.5
-"""A reader knows within this that nothing was lost at the end of what it has; a beat is one small message."""
+HEARTBEAT_INTERVAL_S = 0.5
+"""A reader knows within this that nothing was lost at the end of what it has; a heartbeat is one small message."""
 
 _MAX_UNDER_WAY = 256
 """Messages sent and not acknowledged: a tenth of a second of a busy scheduler, over a network of some milliseconds."""
@@ -79,17 +79,17 @@ class _Stream:
 
     Attributes:
         writer: guarded by the owner's lock.
-        news: something may be sent; base_news: a base may be due.
+        news: something may be sent; snapshot_due: a snapshot may be due.
         under_way: messages whose acknowledgement is awaited, with the time of sending, the oldest first.
-        slot: the object that the head names, whoever wrote it; -1 without a head. revision: of that head.
-        has_begun: a head of this writer's was stored: one of a life that is not among its ``epochs`` means that another
+        slot: the object that the pointer names, whoever wrote it; -1 without a pointer. revision: of that pointer.
+        has_begun: a pointer of this writer's was stored: one of a life that is not among its ``epochs`` means that another
             writer took over.
     """
 
     address: LogAddress
     writer: LogWriter
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    base_news: asyncio.Event = field(default_factory=asyncio.Event)
+    snapshot_due: asyncio.Event = field(default_factory=asyncio.Event)
     under_way: dict[asyncio.Future[PubAck], tuple[LogMessage, float]] = field(default_factory=dict)
     slot: int = -1
     revision: int = 0
@@ -168,7 +168,7 @@ class JetStreamWriter:
         with self._lock:
             subjects = [stream.address.subject for _, stream in sorted(self._streams.items())]
         return {
-            "servers": list(self.thread.shown_servers),
+            "servers": list(self.thread.redacted_servers),
             "prefix": self._config.prefix,
             "worker": self._worker,
             "topic": self._topic,
@@ -194,13 +194,13 @@ class JetStreamWriter:
             collapsed=counters.collapsed,
             bases=counters.bases,
             failures=counters.failures,
-            broker_losses=self.thread.num_losses,
+            broker_losses=self.thread.num_disconnects,
         )
 
     def is_stored(self, stream: _Stream) -> bool:
         """True when the broker has everything of the stream."""
         with self._lock:
-            return stream.is_superseded or (stream.writer.beat() is not None and not stream.writer.num_waiting)
+            return stream.is_superseded or (stream.writer.heartbeat() is not None and not stream.writer.num_waiting)
 
     def wake(self, stream: _Stream) -> None:
         """There is something to send."""
@@ -236,11 +236,11 @@ class JetStreamWriter:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def broker_lost(self) -> None:
+    def on_disconnected(self) -> None:
         """Nothing is sent until it is there again."""
         self._is_prepared.clear()
 
-    def broker_back(self) -> None:
+    def on_reconnected(self) -> None:
         """Look what it still has."""
         self._prepare_again.set()
 
@@ -252,27 +252,27 @@ class JetStreamWriter:
             task.add_done_callback(self._tasks.discard)
 
     async def _hear_readers(self, stream: _Stream) -> None:
-        """Readers who cannot begin with the base ask for another."""
+        """Readers who cannot begin with the snapshot ask for another."""
         await self._is_prepared.wait()
         assert self._broker is not None
-        wanted = await self._broker.client.subscribe(stream.address.wanted_subject)
+        wanted = await self._broker.client.subscribe(stream.address.snapshot_request_subject)
         async for _ in wanted.messages:
             with self._lock:
-                stream.writer.base_wanted()
-            stream.base_news.set()
+                stream.writer.on_snapshot_requested()
+            stream.snapshot_due.set()
 
     async def _hear_writers(self, stream: _Stream) -> None:
-        """A beat of somebody else's is a reason to look whose the stream is."""
+        """A heartbeat of somebody else's is a reason to look whose the stream is."""
         await self._is_prepared.wait()
         assert self._broker is not None
-        beats = await self._broker.client.subscribe(stream.address.beat_subject)
+        beats = await self._broker.client.subscribe(stream.address.heartbeat_subject)
         async for message in beats.messages:
             try:
-                is_foreign = Beat.decode(message.data).epoch not in stream.epochs
+                is_foreign = LogHeartbeat.decode(message.data).epoch not in stream.epochs
                 if is_foreign and not stream.is_superseded:
                     await self._find_head(self._broker, stream)
             except (*NATS_ERRORS, DecodeError) as error:
-                _log.debug("%s: a beat of another writer: %r", stream.address, error)
+                _log.debug("%s: a heartbeat of another writer: %r", stream.address, error)
 
     async def _prepare(self, client: Client) -> None:
         """Make the log and the buckets, and see whether they have what they had."""
@@ -293,7 +293,7 @@ class JetStreamWriter:
         address = LogAddress(self._worker, 0, self._topic, config.prefix)
         log = StreamConfig(
             name=address.log,
-            subjects=[address.every_subject],
+            subjects=[address.wildcard_subject],
             retention=RetentionPolicy.LIMITS,
             discard=DiscardPolicy.OLD,
             max_msgs_per_subject=config.max_msgs,
@@ -313,31 +313,31 @@ class JetStreamWriter:
         for stream in tuple(self._streams.values()):
             await self._look_at_head(broker, stream, info)
             stream.news.set()
-            stream.base_news.set()
+            stream.snapshot_due.set()
         return broker
 
     async def _open_heads(self, js: JetStreamContext, address: LogAddress) -> KeyValue:
         config = self._config
-        wanted = KeyValueConfig(address.heads, history=1, ttl=config.max_age_s, replicas=config.replicas)
+        wanted = KeyValueConfig(address.pointer_bucket, history=1, ttl=config.max_age_s, replicas=config.replicas)
         try:
             return await js.create_key_value(wanted)
         except APIError as error:
             if error.err_code != _NAME_IN_USE:
                 raise
-            return await js.key_value(address.heads)  # another worker's writer made it, with other settings
+            return await js.key_value(address.pointer_bucket)  # another worker's writer made it, with other settings
 
     async def _open_bases(self, js: JetStreamContext, address: LogAddress) -> ObjectStore:
         config = self._config
         wanted = ObjectStoreConfig(ttl=config.max_age_s, replicas=config.replicas, storage=StorageType.FILE)
         try:
-            return await js.create_object_store(address.bases, wanted)
+            return await js.create_object_store(address.snapshot_bucket, wanted)
         except APIError as error:
             if error.err_code != _NAME_IN_USE:
                 raise
-            return await js.object_store(address.bases)
+            return await js.object_store(address.snapshot_bucket)
 
     async def _look_at_head(self, broker: _Broker, stream: _Stream, info: StreamInfo) -> None:
-        """Begin with a base where the broker does not have what this writer stored."""
+        """Begin with a snapshot where the broker does not have what this writer stored."""
         is_own = await self._find_head(broker, stream)
         with self._lock:
             writer, last_seq = stream.writer, info.state.last_seq
@@ -345,17 +345,17 @@ class JetStreamWriter:
                 writer.log_seq = last_seq
             elif not is_own or last_seq < writer.log_seq:
                 writer.log_seq = last_seq
-                writer.base_lost()
+                writer.on_snapshot_lost()
 
     async def _find_head(self, broker: _Broker, stream: _Stream) -> bool:
-        """See what the head names now; False where it is not what this writer stored last.
+        """See what the pointer names now; False where it is not what this writer stored last.
 
         Where it is of another life, after this writer stored one, another writer has taken the stream over.
         """
-        head, revision = await _read_head(broker, stream.address)
+        pointer, revision = await _read_head(broker, stream.address)
         is_own = revision == stream.revision
-        stream.revision, stream.slot = revision, -1 if head is None else head.slot
-        if not is_own and stream.has_begun and head is not None and head.epoch not in stream.epochs:
+        stream.revision, stream.slot = revision, -1 if pointer is None else pointer.slot
+        if not is_own and stream.has_begun and pointer is not None and pointer.epoch not in stream.epochs:
             stream.is_superseded = True
             _log.warning("%s: another writer has taken the stream over; this one stops", stream.address)
         return is_own
@@ -366,20 +366,20 @@ class JetStreamWriter:
                 await self._say_beat(stream)
                 self._fail_overdue(stream)
             try:
-                await asyncio.wait_for(stop.wait(), BEAT_S)
+                await asyncio.wait_for(stop.wait(), HEARTBEAT_INTERVAL_S)
             except TimeoutError:
                 continue
 
     async def _say_beat(self, stream: _Stream) -> None:
         with self._lock:
-            beat = stream.writer.beat()
+            heartbeat = stream.writer.heartbeat()
         broker = self._broker
-        if beat is None or broker is None or stream.is_superseded or not self.thread.is_connected:
+        if heartbeat is None or broker is None or stream.is_superseded or not self.thread.is_connected:
             return
         try:
-            await broker.client.publish(stream.address.beat_subject, beat.encode())
+            await broker.client.publish(stream.address.heartbeat_subject, heartbeat.encode())
         except NATS_ERRORS as error:
-            _log.debug("a beat of %s was not said: %s", stream.address, error)
+            _log.debug("a heartbeat of %s was not said: %s", stream.address, error)
 
     def _fail_overdue(self, stream: _Stream) -> None:
         """What was sent too long ago is sent again, with all that followed."""
@@ -397,16 +397,16 @@ class JetStreamWriter:
             await self._is_prepared.wait()
             await self._send_some(stream)
             with self._lock:
-                is_due = bool(stream.writer.why_base(self._clock()))
+                is_due = bool(stream.writer.snapshot_reason(self._clock()))
             if is_due:
-                stream.base_news.set()
+                stream.snapshot_due.set()
 
     async def _send_some(self, stream: _Stream) -> None:
         broker = self._broker
         assert broker is not None
         while len(stream.under_way) < _MAX_UNDER_WAY and self._is_prepared.is_set() and not stream.is_superseded:
             with self._lock:
-                message = stream.writer.next_message(broker.largest_bytes)
+                message = stream.writer.pop_message(broker.largest_bytes)
             if message is None:
                 return
             try:
@@ -427,98 +427,98 @@ class JetStreamWriter:
             return
         ack = future.result()
         with self._lock:
-            stream.writer.stored(message, ack.seq, is_duplicate=bool(ack.duplicate))
+            stream.writer.on_stored(message, ack.seq, is_duplicate=bool(ack.duplicate))
         stream.news.set()
 
     def _failed(self, stream: _Stream, message: LogMessage, error: BaseException) -> None:
         """Send it again, after a look at what the broker has."""
         with self._lock:
-            stream.writer.failed(message)
+            stream.writer.on_failed(message)
         if self._is_prepared.is_set():
             _log.warning("%s: batch %d was not stored (%s); trying again", stream.address, message.seq, error)
             self._is_prepared.clear()
             asyncio.get_running_loop().call_later(_PAUSE_S, self._prepare_again.set)
         stream.news.set()
 
-    # --- the base ---
+    # --- the snapshot ---
 
     async def _keep_base_forever(self, stream: _Stream) -> None:
         while True:
-            with suppress(TimeoutError):  # a base may be due by its age
-                await asyncio.wait_for(stream.base_news.wait(), 1.0)
-            stream.base_news.clear()
+            with suppress(TimeoutError):  # a snapshot may be due by its age
+                await asyncio.wait_for(stream.snapshot_due.wait(), 1.0)
+            stream.snapshot_due.clear()
             await self._is_prepared.wait()
             while not stream.is_superseded:
                 with self._lock:
-                    reason = stream.writer.why_base(self._clock())
+                    reason = stream.writer.snapshot_reason(self._clock())
                 if not reason or not await self._store_base(stream):
                     break
 
     async def _store_base(self, stream: _Stream) -> bool:
-        """Make and store a base; False when that failed."""
+        """Make and store a snapshot; False when that failed."""
         broker = self._broker
         assert broker is not None
-        base, traffic_bytes = await self._make_base(stream)
+        snapshot, traffic_bytes = await self._make_base(stream)
         try:
             async with asyncio.timeout(_BASE_TIMEOUT_S):
-                is_stored = await self._write_base(broker, stream, base)
+                is_stored = await self._write_base(broker, stream, snapshot)
         except NATS_ERRORS as error:
-            _log.warning("%s: the base was not stored (%s); trying again", stream.address, error)
+            _log.warning("%s: the snapshot was not stored (%s); trying again", stream.address, error)
             is_stored = False
         with self._lock:
             if is_stored:
-                stream.writer.base_stored(base, traffic_bytes, self._clock())
+                stream.writer.on_snapshot_stored(snapshot, traffic_bytes, self._clock())
             else:
-                stream.writer.base_failed()
+                stream.writer.on_snapshot_failed()
         if is_stored:
             await self._say_beat(stream)
             stream.news.set()
         else:
             await asyncio.sleep(_PAUSE_S)
-            stream.base_news.set()
+            stream.snapshot_due.set()
         return is_stored
 
-    async def _make_base(self, stream: _Stream) -> tuple[Base, int]:
+    async def _make_base(self, stream: _Stream) -> tuple[Snapshot, int]:
         """Make it in slices: the lock is free between two of them."""
-        making = stream.writer.making_base()
+        making = stream.writer.build_snapshot()
         while True:
             with self._lock:
                 try:
                     next(making)
                 except StopIteration as made:
-                    value: tuple[Base, int] = made.value
+                    value: tuple[Snapshot, int] = made.value
                     return value
             await asyncio.sleep(0)
 
-    async def _write_base(self, broker: _Broker, stream: _Stream, base: Base) -> bool:
-        """Write the base into the object that the head does not name, then let the head name it.
+    async def _write_base(self, broker: _Broker, stream: _Stream, snapshot: Snapshot) -> bool:
+        """Write the snapshot into the object that the pointer does not name, then let the pointer name it.
 
-        False where another writer has taken over, or the head changed meanwhile.
+        False where another writer has taken over, or the pointer changed meanwhile.
         """
         if not await self._find_head(broker, stream) and stream.is_superseded:
             return False
         revision = stream.revision
-        head = Head(base.epoch, base.end, 0 if stream.slot else 1)
-        stream.epochs.add(base.epoch)
-        await broker.bases.put(stream.address.base_object(head.slot), base.encode())
+        pointer = SnapshotPointer(snapshot.epoch, snapshot.end, 0 if stream.slot else 1)
+        stream.epochs.add(snapshot.epoch)
+        await broker.bases.put(stream.address.snapshot_object(pointer.slot), snapshot.encode())
         try:
-            stream.revision = await broker.heads.update(stream.address.head_key, head.encode(), revision)
+            stream.revision = await broker.heads.update(stream.address.pointer_key, pointer.encode(), revision)
         except KeyWrongLastSequenceError:
             await self._find_head(broker, stream)
             return False
-        stream.slot = head.slot
+        stream.slot = pointer.slot
         stream.has_begun = True
         return True
 
 
-async def _read_head(broker: _Broker, address: LogAddress) -> tuple[Head | None, int]:
-    """The head and its revision; one that no writer of this kit wrote counts as none."""
+async def _read_head(broker: _Broker, address: LogAddress) -> tuple[SnapshotPointer | None, int]:
+    """The pointer and its revision; one that no writer of this kit wrote counts as none."""
     try:
-        entry = await broker.heads.get(address.head_key)
+        entry = await broker.heads.get(address.pointer_key)
     except KeyNotFoundError as error:
         return None, 0 if error.entry is None else error.entry.revision or 0
     try:
-        return Head.decode(entry.value or b""), entry.revision or 0
+        return SnapshotPointer.decode(entry.value or b""), entry.revision or 0
     except DecodeError:
         return None, entry.revision or 0
 
@@ -548,22 +548,22 @@ class JetStreamSink:
         try:
             return self._encoder.encode(events, rank)
         except _UNSOUND:
-            payload, _, refused = self._encoder.encode_sound(events, rank)
+            payload, _, refused = self._encoder.encode_valid(events, rank)
             self._num_refused += len(refused)
             return payload
 
     def idle(self) -> None:
         """Nothing is deferred."""
 
-    def say_upstream(self, state: str | None) -> None:
+    def set_upstream_state(self, state: str | None) -> None:
         """Tell readers how far the stream is known: None for whole, else a ``StreamState``."""
         with self._lock:
             self._stream.writer.upstream = state
 
-    def begin_life(self) -> None:
+    def start_epoch(self) -> None:
         """Begin with an empty state: the engine behind the stream is another."""
         with self._lock:
-            self._stream.writer.begin_life(os.urandom(EPOCH_BYTES))
+            self._stream.writer.start_epoch(os.urandom(EPOCH_BYTES))
         self._writer.wake(self._stream)
 
     def stats(self) -> PublisherStats:
@@ -576,9 +576,9 @@ class JetStreamSink:
                 events_refused=self._num_refused,
                 batches_collapsed=writer.counters.collapsed,
                 batches_buffered=len(stream),
-                bytes_buffered=stream.kept_bytes,
-                blocks_in_base=stream.num_base_blocks,
-                bytes_in_base=stream.num_base_bytes,
+                bytes_buffered=stream.buffered_bytes,
+                blocks_in_base=stream.num_snapshot_blocks,
+                bytes_in_base=stream.num_snapshot_bytes,
                 batches_pending=writer.num_waiting,
                 last_sequence=stream.next_sequence - 1,
             )

@@ -1,4 +1,4 @@
-"""What a log of KV events says, as values: its names and messages, the writer's beat, the base and its head.
+"""What a log of KV events says, as values: its names and messages, the writer's beat, the snapshot and its pointer.
 
 A *log* is one worker's stream in JetStream. Each of the worker's KV-event streams has one subject in it.
 """
@@ -13,15 +13,15 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError, DecodeError
-from scheduler_components.kv_events import CHAIN_BYTES, EPOCH_BYTES
-from scheduler_components.validators import is_integer
+from scheduler_components.kv_events import EPOCH_BYTES, STREAM_DIGEST_BYTES
+from scheduler_components.validators import integer_validator
 
 __all__ = [
-    "CHAIN_HEADER",
+    "DIGEST_HEADER",
     "ID_HEADER",
-    "Base",
-    "Beat",
-    "Head",
+    "Snapshot",
+    "LogHeartbeat",
+    "SnapshotPointer",
     "LogAddress",
     "LogMessage",
     "check_prefix",
@@ -95,7 +95,7 @@ class LogAddress:
     """
 
     worker: str = attrs.field(validator=_is_name)
-    rank: int = attrs.field(default=0, validator=is_integer("is not a rank", at_least=0))
+    rank: int = attrs.field(default=0, validator=integer_validator("is not a rank", at_least=0))
     topic: str = attrs.field(default="", validator=_is_name)
     prefix: str = attrs.field(default="kv-events", validator=_is_prefix)
 
@@ -108,47 +108,47 @@ class LogAddress:
         return f"{self.prefix}-log-{_token_of(self.worker)}"
 
     @property
-    def every_subject(self) -> str:
+    def wildcard_subject(self) -> str:
         """What the worker's stream takes."""
         return f"{self.prefix}.log.{_token_of(self.worker)}.>"
 
     @property
     def subject(self) -> str:
         """Of the messages."""
-        return f"{self.prefix}.log.{self.head_key}"
+        return f"{self.prefix}.log.{self.pointer_key}"
 
     @property
-    def beat_subject(self) -> str:
+    def heartbeat_subject(self) -> str:
         """Of the writer's beats, which no stream keeps."""
-        return f"{self.prefix}.beat.{self.head_key}"
+        return f"{self.prefix}.beat.{self.pointer_key}"
 
     @property
-    def wanted_subject(self) -> str:
-        """Of readers who cannot begin with the base that there is, for the writer."""
-        return f"{self.prefix}.wanted.{self.head_key}"
+    def snapshot_request_subject(self) -> str:
+        """Of readers who cannot begin with the snapshot that there is, for the writer."""
+        return f"{self.prefix}.wanted.{self.pointer_key}"
 
     @property
-    def head_key(self) -> str:
-        """Key of the head in its bucket."""
+    def pointer_key(self) -> str:
+        """Key of the pointer in its bucket."""
         return f"{_token_of(self.worker)}.{_token_of(self.topic)}.{self.rank}"
 
     @property
-    def heads(self) -> str:
+    def pointer_bucket(self) -> str:
         """Bucket of heads, one for all workers."""
         return f"{self.prefix}-heads"
 
     @property
-    def bases(self) -> str:
+    def snapshot_bucket(self) -> str:
         """Bucket of bases, one for all workers."""
         return f"{self.prefix}-bases"
 
-    def base_object(self, slot: int) -> str:
-        """Name of one of the two objects that the base is written to by turns."""
-        return f"{self.head_key}.{slot}"
+    def snapshot_object(self, slot: int) -> str:
+        """Name of one of the two objects that the snapshot is written to by turns."""
+        return f"{self.pointer_key}.{slot}"
 
 
 def head_key_of(key: str, prefix: str) -> LogAddress | None:
-    """The address whose head has this key; None for a key that no writer made."""
+    """The address whose pointer has this key; None for a key that no writer made."""
     worker, _, rest = key.partition(".")
     topic, _, rank = rest.partition(".")
     try:
@@ -167,26 +167,26 @@ class LogMessage(msgspec.Struct, frozen=True, gc=False):
         log_seq: its place in the log, which other streams of the worker share; 0 before it has one.
         epoch: 16 random bytes per life of the writer's stream.
         seq: its number in that life, without gaps from 0.
-        chain: the stream's digest after it.
+        digest: the stream's digest after it.
         payload: the batch, as on the ZeroMQ wire.
     """
 
     log_seq: int
     epoch: bytes
     seq: int
-    chain: bytes
+    digest: bytes
     payload: bytes
 
     @property
     def headers(self) -> dict[str, str]:
         """What goes with the payload. The broker drops a message whose id it has stored already."""
-        return {ID_HEADER: f"{self.epoch.hex()}-{self.seq}", CHAIN_HEADER: self.chain.hex()}
+        return {ID_HEADER: f"{self.epoch.hex()}-{self.seq}", DIGEST_HEADER: self.digest.hex()}
 
 
 ID_HEADER = "Nats-Msg-Id"
 """Epoch (32 hexadecimal digits), a hyphen, number."""
 
-CHAIN_HEADER = "Kv-Chain"
+DIGEST_HEADER = "Kv-Chain"
 """The digest after the message, 16 hexadecimal digits."""
 
 _ID = re.compile(r"([0-9a-f]{32})-(0|[1-9][0-9]{0,18})")
@@ -200,51 +200,51 @@ def read_message(log_seq: int, headers: Mapping[str, str] | None, payload: bytes
         DecodeError: it has no number, or none that can be.
     """
     named = _ID.fullmatch((headers or {}).get(ID_HEADER, ""))
-    chain = _CHAIN.fullmatch((headers or {}).get(CHAIN_HEADER, ""))
-    if named is None or chain is None or int(named[2]) >= _U63:
+    digest = _CHAIN.fullmatch((headers or {}).get(DIGEST_HEADER, ""))
+    if named is None or digest is None or int(named[2]) >= _U63:
         raise DecodeError("a message of a log without epoch, number or digest")
-    return LogMessage(log_seq, bytes.fromhex(named[1]), int(named[2]), bytes.fromhex(chain[0]), payload)
+    return LogMessage(log_seq, bytes.fromhex(named[1]), int(named[2]), bytes.fromhex(digest[0]), payload)
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True):
+class LogHeartbeat(msgspec.Struct, frozen=True, array_like=True):
     """Where the writer stands now; said twice a second, and kept by nobody.
 
     Attributes:
         epoch: the life of its stream.
         next: the number that its next batch will get.
-        chain: its digest of everything below ``next``.
-        base_end: the newest base in the bucket has everything below this number.
+        digest: its digest of everything below ``next``.
+        snapshot_end: the newest snapshot in the bucket has everything below this number.
         upstream: how far the writer knows the stream (a reader's ``StreamState``); None for whole.
     """
 
     epoch: bytes
     next: int
-    chain: bytes
-    base_end: int
+    digest: bytes
+    snapshot_end: int
     upstream: str | None = None
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, data: bytes) -> Beat:
+    def decode(cls, data: bytes) -> LogHeartbeat:
         """Read a beat.
 
         Raises:
             DecodeError: not one, or its numbers contradict each other.
         """
         beat = _decoded(cls, data)
-        _check_place(cls, beat.epoch, beat.chain)
-        if not 0 <= beat.base_end <= beat.next < _U63:
-            raise DecodeError(f"Beat: base_end {beat.base_end} and next {beat.next} are not in order")
+        _check_place(cls, beat.epoch, beat.digest)
+        if not 0 <= beat.snapshot_end <= beat.next < _U63:
+            raise DecodeError(f"LogHeartbeat: snapshot_end {beat.snapshot_end} and next {beat.next} are not in order")
         return beat
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """Which base is the newest. The writer that wrote it last is the one that readers believe.
+class SnapshotPointer(msgspec.Struct, frozen=True, array_like=True):
+    """Which snapshot is the newest. The writer that wrote it last is the one that readers believe.
 
     Attributes:
-        epoch: the life that the base is of.
+        epoch: the life that the snapshot is of.
         end: it has everything below this number.
         slot: which of its two objects it is in.
     """
@@ -257,35 +257,35 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, data: bytes) -> Head:
-        """Read a head.
+    def decode(cls, data: bytes) -> SnapshotPointer:
+        """Read a pointer.
 
         Raises:
             DecodeError: not one.
         """
-        head = _decoded(cls, data)
-        if len(head.epoch) != EPOCH_BYTES or not 0 <= head.end < _U63 or head.slot not in (0, 1):
-            raise DecodeError("Head: a wrong epoch, number or slot")
-        return head
+        pointer = _decoded(cls, data)
+        if len(pointer.epoch) != EPOCH_BYTES or not 0 <= pointer.end < _U63 or pointer.slot not in (0, 1):
+            raise DecodeError("SnapshotPointer: a wrong epoch, number or slot")
+        return pointer
 
 
-class Base(msgspec.Struct, frozen=True, array_like=True):
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """The whole state at one number: blocks that stand before ``first``, then the batches up to it, as they were sent.
 
     Attributes:
-        epoch, first, chain: the digest of everything below ``first``.
+        epoch, first, digest: the digest of everything below ``first``.
         chunks: batches that store what stands before ``first``; the first of them clears.
         batches: those numbered from ``first`` on.
-        end_chain: the digest after them.
+        end_digest: the digest after them.
         log_seq: messages from the number after them on stand behind this place of the log.
     """
 
     epoch: bytes
     first: int
-    chain: bytes
+    digest: bytes
     chunks: list[bytes]
     batches: list[bytes]
-    end_chain: bytes
+    end_digest: bytes
     log_seq: int
 
     @property
@@ -297,24 +297,24 @@ class Base(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, data: bytes) -> Base:
-        """Read a base.
+    def decode(cls, data: bytes) -> Snapshot:
+        """Read a snapshot.
 
         Raises:
             DecodeError: not one, or its numbers are none.
         """
-        base = _decoded(cls, data)
-        _check_place(cls, base.epoch, base.chain)
+        snapshot = _decoded(cls, data)
+        _check_place(cls, snapshot.epoch, snapshot.digest)
         if (
-            len(base.end_chain) != CHAIN_BYTES
-            or min(base.first, base.log_seq) < 0
-            or max(base.end, base.log_seq) >= _U63
+            len(snapshot.end_digest) != STREAM_DIGEST_BYTES
+            or min(snapshot.first, snapshot.log_seq) < 0
+            or max(snapshot.end, snapshot.log_seq) >= _U63
         ):
-            raise DecodeError("Base: a wrong digest or number")
-        return base
+            raise DecodeError("Snapshot: a wrong digest or number")
+        return snapshot
 
 
-_Value = TypeVar("_Value", Beat, Head, Base)
+_Value = TypeVar("_Value", LogHeartbeat, SnapshotPointer, Snapshot)
 
 
 def _decoded(kind: type[_Value], data: bytes) -> _Value:
@@ -324,6 +324,6 @@ def _decoded(kind: type[_Value], data: bytes) -> _Value:
         raise DecodeError(f"{kind.__name__}: {error}") from error
 
 
-def _check_place(kind: type[_Value], epoch: bytes, chain: bytes) -> None:
-    if len(epoch) != EPOCH_BYTES or len(chain) != CHAIN_BYTES:
+def _check_place(kind: type[_Value], epoch: bytes, digest: bytes) -> None:
+    if len(epoch) != EPOCH_BYTES or len(digest) != STREAM_DIGEST_BYTES:
         raise DecodeError(f"{kind.__name__}: epoch or digest has a wrong length")

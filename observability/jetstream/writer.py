@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 import attrs
 import msgspec
 
-from observability.jetstream.records import Base, Beat, LogMessage
+from observability.jetstream.records import LogHeartbeat, LogMessage, Snapshot
 from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder, EventStream
 
 __all__ = ["LogLimits", "LogStats", "LogTraffic", "LogWriter", "LogWriterCounters"]
 
 _BUFFER_STEPS = 1_024
-"""Batches that wait for a broker one by one: seconds of its restart. A longer absence costs a base, and no more."""
+"""Batches that wait for a broker one by one: seconds of its restart. A longer absence costs a snapshot, and no more."""
 
 _BUFFER_BYTES = 16 * 1024 * 1024
-"""The same in bytes: what a base and a writer take besides the blocks that stand."""
+"""The same in bytes: what a snapshot and a writer take besides the blocks that stand."""
 
 
 _WANTED_PAUSE_S = 5.0
@@ -56,7 +56,7 @@ class LogTraffic:
 
 @dataclass(slots=True)
 class _StoredBase:
-    """The newest base in the bucket: its end, the log's traffic when it was made, and when it was stored."""
+    """The newest snapshot in the bucket: its end, the log's traffic when it was made, and when it was stored."""
 
     end: int
     traffic_bytes: int
@@ -70,7 +70,7 @@ class LogWriterCounters:
     Attributes:
         stored: batches that the broker has acknowledged.
         retried: batches that were sent again, because no acknowledgement came.
-        collapsed: batches that went into the log by the base alone: the broker was away for too long, or they were
+        collapsed: batches that went into the log by the snapshot alone: the broker was away for too long, or they were
             larger than its messages.
         bases: bases stored.
         failures: messages and bases that the broker did not take.
@@ -110,17 +110,17 @@ class LogStats(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, kw_only=True)
 class LogWriter:
-    """One stream's numbers, window and base, and how far the broker has them.
+    """One stream's numbers, window and snapshot, and how far the broker has them.
 
-    The broker may keep the ``limits`` and no more. So no message goes out that would make it drop one which the base
-    in the bucket does not have: a new base comes first. What the broker could not take for so long that the window has
-    passed it goes out as a base, too.
+    The broker may keep the ``limits`` and no more. So no message goes out that would make it drop one which the snapshot
+    in the bucket does not have: a new snapshot comes first. What the broker could not take for so long that the window has
+    passed it goes out as a snapshot, too.
 
     Attributes:
-        epoch: of this life; ``begin_life`` takes another.
-        rank: stamped on chunks of the base.
+        epoch: of this life; ``start_epoch`` takes another.
+        rank: stamped on chunks of the snapshot.
         traffic: of the worker's log, shared by its streams.
-        upstream: said with every beat, see there.
+        upstream: said with every heartbeat, see there.
         log_seq: the newest place of the log that is known: messages that were not handed out yet come behind it.
     """
 
@@ -139,13 +139,13 @@ class LogWriter:
     _base: _StoredBase | None = field(default=None, init=False)
     _under_way: set[int] = field(default_factory=set, init=False)  # handed out, and not answered
     _again: set[int] = field(default_factory=set, init=False)  # handed out more than once, and not stored yet
-    _why_base: str = field(default="", init=False)  # what only a base can put right, whatever the limits
-    _is_wanted: bool = field(default=False, init=False)  # a reader asks for a base
+    _why_base: str = field(default="", init=False)  # what only a snapshot can put right, whatever the limits
+    _is_wanted: bool = field(default=False, init=False)  # a reader asks for a snapshot
 
     def __post_init__(self) -> None:
-        self.begin_life(self.epoch)
+        self.start_epoch(self.epoch)
 
-    def begin_life(self, epoch: bytes) -> None:
+    def start_epoch(self, epoch: bytes) -> None:
         """Begin a stream with nothing in it. What the broker has of the life before is fenced off by the epoch."""
         assert len(epoch) == EPOCH_BYTES
         self.epoch = epoch
@@ -159,12 +159,12 @@ class LogWriter:
 
     @property
     def stream(self) -> EventStream:
-        """Its numbers, window and base; to be read only."""
+        """Its numbers, window and snapshot; to be read only."""
         return self._stream
 
     @property
     def num_waiting(self) -> int:
-        """Batches that the broker has neither acknowledged nor in a base."""
+        """Batches that the broker has neither acknowledged nor in a snapshot."""
         num_under_way = sum(seq < self._out for seq in self._under_way)
         return self._stream.next_sequence - self._first_wanted - len(self._acked) + num_under_way
 
@@ -177,31 +177,31 @@ class LogWriter:
     def append(self, payload: bytes) -> int:
         """Number one batch; returns the number."""
         seq = self._stream.append(payload)
-        self._stream.fold_some()
+        self._stream.fold_oldest()
         return seq
 
-    def next_message(self, largest_bytes: int) -> LogMessage | None:
-        """Hand out the next batch that may be sent; None when there is none, or a base must be stored before it.
+    def pop_message(self, largest_bytes: int) -> LogMessage | None:
+        """Hand out the next batch that may be sent; None when there is none, or a snapshot must be stored before it.
 
         Args:
             largest_bytes: that a payload may have.
         """
-        base, stream = self._base, self._stream
-        if base is None:
+        snapshot, stream = self._base, self._stream
+        if snapshot is None:
             return None
         seq = self._first_wanted
         while seq in self._acked:
             self._acked.discard(seq)
             seq += 1
         self._out = seq
-        if not stream.first <= seq < stream.next_sequence or seq - base.end >= self.limits.max_msgs:
+        if not stream.first <= seq < stream.next_sequence or seq - snapshot.end >= self.limits.max_msgs:
             return None
         payload = stream.payload(seq)
         if len(payload) > largest_bytes:
             self._why_base = "a batch is larger than the broker's messages"
             return None
         size = len(payload) + self.limits.overhead_bytes
-        if self.traffic.total_bytes - base.traffic_bytes + size > self.limits.max_bytes:
+        if self.traffic.total_bytes - snapshot.traffic_bytes + size > self.limits.max_bytes:
             return None
         self.traffic.total_bytes += size
         if seq < self._highest:
@@ -210,9 +210,9 @@ class LogWriter:
         self._out = seq + 1
         self._under_way.add(seq)
         self._highest = max(self._highest, self._out)
-        return LogMessage(0, self.epoch, seq, stream.chain_before(seq + 1), payload)
+        return LogMessage(0, self.epoch, seq, stream.digest_before(seq + 1), payload)
 
-    def stored(self, message: LogMessage, log_seq: int, *, is_duplicate: bool = False) -> None:
+    def on_stored(self, message: LogMessage, log_seq: int, *, is_duplicate: bool = False) -> None:
         """The broker has ``message``, or one of its id (``is_duplicate``), at place ``log_seq``."""
         self.log_seq = max(self.log_seq, log_seq)
         if message.epoch == self.epoch:
@@ -224,47 +224,47 @@ class LogWriter:
             if message.seq >= self._out:
                 self._acked.add(message.seq)
 
-    def failed(self, message: LogMessage) -> None:
+    def on_failed(self, message: LogMessage) -> None:
         """Nobody knows whether the broker has ``message``: it is handed out again, and what follows it."""
         self.counters.failures += 1
         if message.epoch == self.epoch:
             self._out = min(self._out, message.seq)
             self._under_way.discard(message.seq)
 
-    # --- the base ---
+    # --- the snapshot ---
 
-    def why_base(self, now_s: float) -> str:
-        """Why a base must be stored now; empty when none must."""
-        base, limits = self._base, self.limits
-        if base is None:
+    def snapshot_reason(self, now_s: float) -> str:
+        """Why a snapshot must be stored now; empty when none must."""
+        snapshot, limits = self._base, self.limits
+        if snapshot is None:
             return "the stream begins"
         if self._first_wanted < self._stream.first:
             return "the broker was away for longer than batches are kept"
         if self._why_base:
             return self._why_base
-        if self._is_wanted and now_s - base.stored_s >= _WANTED_PAUSE_S:
+        if self._is_wanted and now_s - snapshot.stored_s >= _WANTED_PAUSE_S:
             return "a reader asks for one"
-        if now_s - base.stored_s >= limits.max_age_s / 2:
+        if now_s - snapshot.stored_s >= limits.max_age_s / 2:
             return "half of max_age_s is over"
-        if self._highest <= base.end:
+        if self._highest <= snapshot.end:
             return ""  # nothing in the log that could be dropped too early
-        if self._highest - base.end >= limits.max_msgs // 2:
+        if self._highest - snapshot.end >= limits.max_msgs // 2:
             return "half of max_msgs is used up"
-        if self.traffic.total_bytes - base.traffic_bytes >= limits.max_bytes // 2:
+        if self.traffic.total_bytes - snapshot.traffic_bytes >= limits.max_bytes // 2:
             return "half of max_bytes is used up"
         return ""
 
-    def making_base(self) -> Generator[None, None, tuple[Base, int]]:
-        """Make the base of the present state, in slices; returns it and the log's traffic then, for ``base_stored``.
+    def build_snapshot(self) -> Generator[None, None, tuple[Snapshot, int]]:
+        """Make the snapshot of the present state, in slices; returns it and the log's traffic then, for ``on_snapshot_stored``.
 
         Batches may be appended between two slices; they are in it.
         """
         stream = self._stream
         stream.pins += 1
         try:
-            first, chain = stream.first, stream.chain_before(stream.first)
+            first, chain = stream.first, stream.digest_before(stream.first)
             chunks: list[bytes] = []
-            for planned in stream.plan_base():
+            for planned in stream.plan_snapshot():
                 yield None
                 for number, segments in enumerate(planned or ()):
                     for chunk in stream.encode_chunk(segments, self._encoder, self.rank, clear=number == 0):
@@ -274,38 +274,38 @@ class LogWriter:
             batches = [stream.payload(seq) for seq in range(first, stream.next_sequence)]
         finally:
             stream.pins -= 1
-        base = Base(stream.epoch, first, chain, chunks, batches, stream.chain, self.log_seq)
-        return base, self.traffic.total_bytes
+        snapshot = Snapshot(stream.epoch, first, chain, chunks, batches, stream.digest, self.log_seq)
+        return snapshot, self.traffic.total_bytes
 
-    def base_stored(self, base: Base, traffic_bytes: int, now_s: float) -> None:
-        """The bucket has ``base``, which was made at ``traffic_bytes``."""
-        if base.epoch != self.epoch:
+    def on_snapshot_stored(self, snapshot: Snapshot, traffic_bytes: int, now_s: float) -> None:
+        """The bucket has ``snapshot``, which was made at ``traffic_bytes``."""
+        if snapshot.epoch != self.epoch:
             return
         self.counters.bases += 1
-        self.counters.collapsed += max(0, base.end - self._highest)
-        self._base = _StoredBase(base.end, traffic_bytes, now_s)
-        self._highest = max(self._highest, base.end)
-        self._acked = {seq for seq in self._acked if seq >= base.end}
-        self._again = {seq for seq in self._again if seq >= base.end}
-        self._under_way = {seq for seq in self._under_way if seq >= base.end}
+        self.counters.collapsed += max(0, snapshot.end - self._highest)
+        self._base = _StoredBase(snapshot.end, traffic_bytes, now_s)
+        self._highest = max(self._highest, snapshot.end)
+        self._acked = {seq for seq in self._acked if seq >= snapshot.end}
+        self._again = {seq for seq in self._again if seq >= snapshot.end}
+        self._under_way = {seq for seq in self._under_way if seq >= snapshot.end}
         self._why_base = ""
         self._is_wanted = False
 
-    def base_wanted(self) -> None:
-        """A reader cannot begin with the base that there is."""
+    def on_snapshot_requested(self) -> None:
+        """A reader cannot begin with the snapshot that there is."""
         self._is_wanted = True
 
-    def base_failed(self) -> None:
-        """The broker did not take the base."""
+    def on_snapshot_failed(self) -> None:
+        """The broker did not take the snapshot."""
         self.counters.failures += 1
 
-    def base_lost(self) -> None:
-        """The broker does not have the base any more, nor perhaps the log: begin with a base."""
+    def on_snapshot_lost(self) -> None:
+        """The broker does not have the snapshot any more, nor perhaps the log: begin with a snapshot."""
         self._base = None
 
-    def beat(self) -> Beat | None:
+    def heartbeat(self) -> LogHeartbeat | None:
         """Where the stream stands; None before readers could begin to read it."""
         if self._base is None:
             return None
         stream = self._stream
-        return Beat(self.epoch, stream.next_sequence, stream.chain, self._base.end, self.upstream)
+        return LogHeartbeat(self.epoch, stream.next_sequence, stream.digest, self._base.end, self.upstream)

@@ -1,6 +1,6 @@
 """Following KV-event streams: discovery, subscribers, and the view of who holds which block.
 
-Most users need ``discover`` or ``bare_address``, ``open_subscriber`` or ``open_async_subscriber``, and the
+Most users need ``discover`` or ``static_address``, ``open_subscriber`` or ``open_async_subscriber``, and the
 ``Subscriber``'s queries. The cores (view, cursors, follower) have no sockets: use them under a transport of your own.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from observability.kv_stream.cursor import (
+    MAX_REPLAY_CREDIT,
     NO_EPOCH,
-    QUESTIONS_AT_ONCE,
     DigestCursor,
     PlainCursor,
     Position,
-    QuestionCredit,
+    ReplayCredit,
     StreamCursor,
 )
 from observability.kv_stream.follower import (
@@ -22,8 +22,8 @@ from observability.kv_stream.follower import (
     BatchApplier,
     BatchEffect,
     FollowPolicy,
-    FrameReader,
-    NullListener,
+    FrameParser,
+    NullStreamListener,
     PayloadDecoder,
     ReplayChannel,
     StreamFollower,
@@ -32,59 +32,59 @@ from observability.kv_stream.follower import (
     StreamStats,
 )
 from observability.kv_stream.instructions import (
-    STATE_CHANGES,
+    STATE_TRANSITIONS,
+    AbortStaging,
     Apply,
     ApplyStaged,
-    AskReplay,
-    BeginStaging,
     Clear,
+    CommitStaging,
     CursorCounters,
-    DropStaging,
     Instruction,
     RetryLater,
+    SendReplayRequest,
+    StartStaging,
     StreamState,
-    SwapInStaged,
-    token_of,
+    request_token,
 )
 from observability.kv_stream.view import BlockView, CountingView, RankSet, ViewCounters
-from scheduler_components._lazy import lazy_names
-from scheduler_components.events import Tier, tier_of
+from scheduler_components._lazy import lazy_exports
+from scheduler_components.events import Tier, medium_tier
 
 if TYPE_CHECKING:
     from observability.kv_stream.discovery import (
         NoStreamsError,
         UnreachableError,
-        addresses_in,
-        bare_address,
         discover,
+        escape_unprintable,
         fetch_json,
         fetch_page,
-        printable,
-        worker_url,
+        parse_addresses,
+        parse_worker_url,
+        static_address,
     )
     from observability.kv_stream.zmq_async_subscriber import AsyncSubscriber, open_async_subscriber
-    from observability.kv_stream.zmq_subscriber import QueryLock, Subscriber, open_subscriber, wait_together
+    from observability.kv_stream.zmq_subscriber import FairRLock, Subscriber, open_subscriber, wait_any
 
 __all__ = [
     # where a worker's streams are
     "discover",
-    "bare_address",
+    "static_address",
     "NoStreamsError",
     "UnreachableError",
-    "addresses_in",
-    "worker_url",
+    "parse_addresses",
+    "parse_worker_url",
     "fetch_json",
     "fetch_page",
-    "printable",
+    "escape_unprintable",
     # following them
     "open_subscriber",
     "Subscriber",
-    "wait_together",
+    "wait_any",
     "open_async_subscriber",
     "AsyncSubscriber",
     "FollowPolicy",
     "StreamListener",
-    "NullListener",
+    "NullStreamListener",
     "StreamState",
     "StreamPosition",
     "StreamStats",
@@ -94,11 +94,11 @@ __all__ = [
     "RankSet",
     "ViewCounters",
     "Tier",
-    "tier_of",
+    "medium_tier",
     # the cores of a subscriber, for a transport of your own
     "StreamFollower",
     "ReplayChannel",
-    "FrameReader",
+    "FrameParser",
     "BatchApplier",
     "PayloadDecoder",
     "BatchEffect",
@@ -107,33 +107,33 @@ __all__ = [
     "PlainCursor",
     "Position",
     "NO_EPOCH",
-    "QuestionCredit",
-    "QUESTIONS_AT_ONCE",
+    "ReplayCredit",
+    "MAX_REPLAY_CREDIT",
     "MAX_STREAMS",
-    "QueryLock",
+    "FairRLock",
     # what a cursor says
-    "STATE_CHANGES",
+    "STATE_TRANSITIONS",
     "CursorCounters",
     "Instruction",
-    "AskReplay",
-    "token_of",
+    "SendReplayRequest",
+    "request_token",
     "Apply",
-    "BeginStaging",
+    "StartStaging",
     "ApplyStaged",
-    "SwapInStaged",
-    "DropStaging",
+    "CommitStaging",
+    "AbortStaging",
     "Clear",
     "RetryLater",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "observability.kv_stream.discovery": (
-            "NoStreamsError UnreachableError addresses_in bare_address discover fetch_json fetch_page printable "
-            "worker_url"
+            "NoStreamsError UnreachableError parse_addresses static_address discover fetch_json fetch_page escape_unprintable "
+            "parse_worker_url"
         ),
         "observability.kv_stream.zmq_async_subscriber": "AsyncSubscriber open_async_subscriber",
-        "observability.kv_stream.zmq_subscriber": "QueryLock Subscriber open_subscriber wait_together",
+        "observability.kv_stream.zmq_subscriber": "FairRLock Subscriber open_subscriber wait_any",
     },
 )

@@ -40,12 +40,12 @@
 #
 # At most one question is open. It has a number, and what answers another number is stale. A question that fails is
 # asked again after a pause that the owner measures (``RetryLater``); while it is open, live batches belong in the
-# socket (``listening`` is false), so that they are there to go on from when the answer ends.
+# socket (``is_accepting_live`` is false), so that they are there to go on from when the answer ends.
 #
 # What recovery costs the publisher is bounded, whatever comes. A stale queue or a forger may bring a gap with every
-# frame, and to ask at each would cost one answer per frame. So questions have a credit (``QuestionCredit``), which the
+# frame, and to ask at each would cost one answer per frame. So questions have a credit (``ReplayCredit``), which the
 # owner gives back by the clock. A gap that finds no credit is remembered, the frames behind it are read and dropped,
-# and one question about all of them follows with the next credit (``may_ask``). A batch is numbered before it is sent:
+# and one question about all of them follows with the next credit (``on_credit_available``). A batch is numbered before it is sent:
 # if the publisher, asked after a frame came, has not reached its number, that frame was a stray, of another life or of
 # nobody. Further gaps then leave a LIVE view as it is, until a question finds that something is missing.
 #
@@ -54,7 +54,7 @@
 #
 # Which rules? A stream is asked in the words of the extension first. SGLang, vLLM and others read such a question as
 # one huge number and answer a bare end marker: they are followed plainly from then on, and are asked for the
-# extension again now and then, for a successor may have it. STATE_CHANGES (instructions) has the states' table.
+# extension again now and then, for a successor may have it. STATE_TRANSITIONS (instructions) has the states' table.
 
 from __future__ import annotations
 
@@ -62,41 +62,48 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from observability.kv_stream.instructions import (
-    STATE_CHANGES,
+    STATE_TRANSITIONS,
+    AbortStaging,
     Apply,
     ApplyStaged,
-    AskReplay,
-    BeginStaging,
     Clear,
+    CommitStaging,
     CursorCounters,
-    DropStaging,
     Instruction,
     RetryLater,
+    SendReplayRequest,
+    StartStaging,
     StreamState,
-    SwapInStaged,
-    token_of,
+    request_token,
 )
-from scheduler_components.kv_events import CHAIN_BYTES, EPOCH_BYTES, Kind, Meta, Verb, chain_after
+from scheduler_components.kv_events import (
+    EPOCH_BYTES,
+    STREAM_DIGEST_BYTES,
+    ReplayMeta,
+    ReplayMetaKind,
+    ReplayVerb,
+    digest_after,
+)
 
 __all__ = [
     "NO_EPOCH",
-    "QUESTIONS_AT_ONCE",
+    "MAX_REPLAY_CREDIT",
     "DigestCursor",
     "PlainCursor",
     "Position",
-    "QuestionCredit",
+    "ReplayCredit",
     "StreamCursor",
 ]
 
-QUESTIONS_AT_ONCE = 4
+MAX_REPLAY_CREDIT = 4
 """Enough for a status, a synchronisation, a snapshot and one that was cut, without a pause."""
 
 
 @dataclass(slots=True)
-class QuestionCredit:
+class ReplayCredit:
     """How many questions may be asked now. Whoever sends one takes it from here, and gives it back by the clock."""
 
-    left: int = QUESTIONS_AT_ONCE
+    available: int = MAX_REPLAY_CREDIT
 
 
 _NONE: tuple[Instruction, ...] = ()
@@ -107,7 +114,7 @@ _UNSETTLED = (*_UNCONNECTED, StreamState.RECOVERING)
 
 def _changed(old: StreamState, new: StreamState, counters: CursorCounters) -> StreamState:
     """``new``, checked by the table, and counted where it is a loss."""
-    assert new in STATE_CHANGES[old], f"{old} may not become {new}"
+    assert new in STATE_TRANSITIONS[old], f"{old} may not become {new}"
     counters.losses += new is StreamState.PARTIAL
     return new
 
@@ -120,26 +127,26 @@ NO_EPOCH = bytes(EPOCH_BYTES)
 
 @dataclass(slots=True)
 class Position:
-    """A place in one life of a publisher: ``chain`` is the digest of everything below ``next``.
+    """A place in one life of a publisher: ``digest`` is the digest of everything below ``next``.
 
     As it is made, it is no place in any life.
     """
 
     epoch: bytes = NO_EPOCH
     next: int = 0
-    chain: bytes = bytes(CHAIN_BYTES)
+    digest: bytes = bytes(STREAM_DIGEST_BYTES)
 
     def advance(self, payload: bytes) -> None:
         """Go on by one batch."""
-        self.chain = chain_after(self.chain, self.next, payload)
+        self.digest = digest_after(self.digest, self.next, payload)
         self.next += 1
 
-    def is_at(self, meta: Meta) -> bool:
+    def is_at(self, meta: ReplayMeta) -> bool:
         """True when the publisher, too, has this digest at this number of this life."""
-        return (self.epoch, self.next, self.chain) == (meta.epoch, meta.start, meta.chain)
+        return (self.epoch, self.next, self.digest) == (meta.epoch, meta.start, meta.chain)
 
     def copy(self) -> Position:
-        return Position(self.epoch, self.next, self.chain)
+        return Position(self.epoch, self.next, self.digest)
 
 
 class _Part(Enum):
@@ -162,7 +169,11 @@ class _Said(Enum):
     END = auto()
 
 
-_ASKED = {Verb.STATUS: _Part.STATUS_ASKED, Verb.SYNC: _Part.SYNC_ASKED, Verb.SNAPSHOT: _Part.SNAPSHOT_ASKED}
+_ASKED = {
+    ReplayVerb.STATUS: _Part.STATUS_ASKED,
+    ReplayVerb.SYNC: _Part.SYNC_ASKED,
+    ReplayVerb.SNAPSHOT: _Part.SNAPSHOT_ASKED,
+}
 
 _ANSWER_GRAMMAR = {
     (_Part.STATUS_ASKED, _Said.STATUS): _Part.OVER,
@@ -177,10 +188,10 @@ from 0, batches in BATCHES. Each META but a status and the first of a snapshot n
 the same digest there."""
 
 
-def _said(meta: Meta) -> _Said:
-    if meta.kind is Kind.BEGIN:
+def _said(meta: ReplayMeta) -> _Said:
+    if meta.kind is ReplayMetaKind.BEGIN:
         return _Said.SNAPSHOT_BEGINS if meta.snap else _Said.BATCHES_BEGIN
-    return _Said.END if meta.kind is Kind.END else _Said.STATUS
+    return _Said.END if meta.kind is ReplayMetaKind.END else _Said.STATUS
 
 
 class _Fit(Enum):
@@ -246,7 +257,7 @@ class _SyncQuestion:
             place.advance(payload)
         return _Fit.NEXT
 
-    def hear(self, meta: Meta) -> _Fit:
+    def hear(self, meta: ReplayMeta) -> _Fit:
         """Take a META: the answer goes on as the grammar says, and both sides agree on the place that it names."""
         said = _said(meta)
         part = _ANSWER_GRAMMAR.get((self.part, said))
@@ -279,7 +290,7 @@ class DigestCursor:
     Attributes:
         is_known: the publisher has shown the extension.
         is_foreign: it has not, or not any more: follow it by the plain rules.
-        upstream: what its last status or end said of it, see ``Meta``.
+        upstream: what its last status or end said of it, see ``ReplayMeta``.
     """
 
     __slots__ = (
@@ -288,10 +299,10 @@ class DigestCursor:
     )  # fmt: skip
 
     def __init__(
-        self, *, patience: int = 3, counters: CursorCounters | None = None, credit: QuestionCredit | None = None
+        self, *, patience: int = 3, counters: CursorCounters | None = None, credit: ReplayCredit | None = None
     ) -> None:
         self.counters = counters or CursorCounters()
-        self._credit = credit or QuestionCredit()
+        self._credit = credit or ReplayCredit()
         self._gap_seen = -1
         self._has_strays = False
         self.is_known = self.is_foreign = False
@@ -305,7 +316,7 @@ class DigestCursor:
         self.upstream: str | None = None
 
     def __repr__(self) -> str:
-        return f"<DigestCursor {self._state} at {self.last_seq}, asks #{self.open_ask}>"
+        return f"<DigestCursor {self._state} at {self.last_seq}, asks #{self.open_request_id}>"
 
     @property
     def state(self) -> StreamState:
@@ -318,12 +329,12 @@ class DigestCursor:
         return self._at.next - 1
 
     @property
-    def open_ask(self) -> int | None:
+    def open_request_id(self) -> int | None:
         """Number of the replay question whose answer is awaited, None without one."""
         return self._question.ask if self._question else None
 
     @property
-    def listening(self) -> bool:
+    def is_accepting_live(self) -> bool:
         """False while live batches would have to be dropped: leave them in the socket."""
         if self._question is not None and not self._question.is_status:
             return False
@@ -339,13 +350,13 @@ class DigestCursor:
         """True while a gap has ended LIVE and no question is open: also when what was missing has come late since."""
         return self._state is StreamState.RECOVERING and self._question is None and not self._failures
 
-    def connected(self) -> tuple[Instruction, ...]:
+    def on_connected(self) -> tuple[Instruction, ...]:
         """The live connection is up: anything may have happened while it was not."""
         if self._state not in _UNCONNECTED:
             return _NONE
         return self._sync()
 
-    def disconnected(self) -> tuple[Instruction, ...]:
+    def on_disconnected(self) -> tuple[Instruction, ...]:
         """The live connection is gone. The view stays until the cursor is told to give up."""
         if self._state is StreamState.DEAD:
             return _NONE
@@ -354,7 +365,7 @@ class DigestCursor:
         self._become(StreamState.CONNECTING)
         return self._drop_question()
 
-    def gave_up(self) -> tuple[Instruction, ...]:
+    def on_connection_timeout(self) -> tuple[Instruction, ...]:
         """The publisher is taken for dead: its blocks are no longer worth routing to."""
         self._failures = 0
         self._at = Position()
@@ -362,10 +373,10 @@ class DigestCursor:
         self._become(StreamState.DEAD)
         return (*self._drop_question(), Clear("the publisher is unreachable"))
 
-    def live(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_live_batch(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """A batch came on the live channel."""
-        before = self.connected()
-        if not self.listening:
+        before = self.on_connected()
+        if not self.is_accepting_live:
             if self._question is not None:
                 self._gap_seen = max(seq, self._gap_seen)
             return before
@@ -381,26 +392,26 @@ class DigestCursor:
         self._gap_seen = max(seq, self._gap_seen)
         return self._ask_about_gap()
 
-    def may_ask(self) -> tuple[Instruction, ...]:
+    def on_credit_available(self) -> tuple[Instruction, ...]:
         """There is credit again: ask about the gap that had to wait for it."""
         is_due = self._waits_for_credit or (self._has_gap and not self._failures)
         return self._ask_about_gap() if is_due else _NONE
 
     def _ask_about_gap(self) -> tuple[Instruction, ...]:
         """Ask what is missing, now or when that may be. Strays cost a LIVE view nothing but a look at the status."""
-        if self._question is None and self._credit.left and self._has_strays and self._state in _FOLLOWING:
-            return self._ask(Verb.STATUS)
-        if self._question is None and self._credit.left:
+        if self._question is None and self._credit.available and self._has_strays and self._state in _FOLLOWING:
+            return self._ask(ReplayVerb.STATUS)
+        if self._question is None and self._credit.available:
             return self._sync()
         if not self._has_strays:
             self._become(StreamState.RECOVERING)
         return _NONE
 
-    def answered(self, ask: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_replay_batch(self, ask: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """One batch, or chunk of the base, of the answer to question ``ask``."""
         question = self._question
         if question is None or question.ask != ask:
-            self.counters.stale_answers += 1
+            self.counters.stale_replays += 1
             return _NONE
         fit = question.take(seq, payload)
         if fit is _Fit.REPEATED:
@@ -415,11 +426,11 @@ class DigestCursor:
         self.counters.recovered += 1
         return (Apply(seq, payload, True) if staging is None else ApplyStaged(seq, payload, False),)
 
-    def answer_meta(self, ask: int, meta: Meta) -> tuple[Instruction, ...]:
+    def on_replay_meta(self, ask: int, meta: ReplayMeta) -> tuple[Instruction, ...]:
         """A META of the answer to question ``ask`` came."""
         question = self._question
-        if question is None or question.ask != ask or meta.token != token_of(ask):
-            self.counters.stale_answers += 1
+        if question is None or question.ask != ask or meta.token != request_token(ask):
+            self.counters.stale_replays += 1
             return _NONE
         self.is_known = self._is_shown = True
         fit = question.hear(meta)
@@ -427,14 +438,14 @@ class DigestCursor:
             return self._distrust()
         if fit is not _Fit.NEXT:
             return self._cut()
-        if meta.kind is Kind.STATUS:
+        if meta.kind is ReplayMetaKind.STATUS:
             self._question = None
             return self._compare(question, meta)
-        if meta.kind is Kind.END:
+        if meta.kind is ReplayMetaKind.END:
             return self._close(question, meta)
-        return (BeginStaging(),) if meta.snap else _NONE
+        return (StartStaging(),) if meta.snap else _NONE
 
-    def _compare(self, question: _SyncQuestion, meta: Meta) -> tuple[Instruction, ...]:
+    def _compare(self, question: _SyncQuestion, meta: ReplayMeta) -> tuple[Instruction, ...]:
         """Compare a status with where the view stood when it was asked for: the view may have moved on since."""
         asked_at = question.asked_at
         self._failures = 0
@@ -453,7 +464,7 @@ class DigestCursor:
         self.counters.verified += 1
         self._num_unproved = 0
         if self._damaged_at is not None and meta.first > self._damaged_at:
-            return self._sync(Verb.SNAPSHOT)  # what could not be read is folded, and readable now
+            return self._sync(ReplayVerb.SNAPSHOT)  # what could not be read is folded, and readable now
         self._has_strays = question.gap_seen >= meta.next
         if meta.next > self._at.next and (not is_flowing or self._at.next <= question.gap_seen < meta.next):
             return self._sync()
@@ -462,7 +473,7 @@ class DigestCursor:
         self._settle()
         return _NONE
 
-    def _close(self, question: _SyncQuestion, meta: Meta) -> tuple[Instruction, ...]:
+    def _close(self, question: _SyncQuestion, meta: ReplayMeta) -> tuple[Instruction, ...]:
         """The answer is over, and the digest of all that came is the publisher's."""
         self._question = None
         self._failures = self._num_unproved = 0
@@ -481,37 +492,37 @@ class DigestCursor:
         self._at = staging
         # What is damaged may be anywhere in the snapshot: it can be read again when the window has passed all of it.
         self._damaged_at = staging.next if question.is_damaged else None
-        return (SwapInStaged(),)
+        return (CommitStaging(),)
 
-    def answer_ended(self, ask: int) -> tuple[Instruction, ...]:
+    def on_replay_end(self, ask: int) -> tuple[Instruction, ...]:
         """A bare end marker: the publisher has no extension, or had to cut its answer to question ``ask``."""
-        if ask != self.open_ask:
+        if ask != self.open_request_id:
             return _NONE
         instructions = self._cut()
         if self._failures >= self._patience and not self._is_shown:
             self.is_foreign = True
         return instructions
 
-    def answer_missing(self, ask: int) -> tuple[Instruction, ...]:
+    def on_replay_timeout(self, ask: int) -> tuple[Instruction, ...]:
         """The answer to question ``ask`` did not come to its end in time, or cannot be read."""
-        if ask != self.open_ask:
+        if ask != self.open_request_id:
             return _NONE
-        self.counters.unanswered += 1
+        self.counters.replays_unanswered += 1
         return self._cut()
 
-    def retry(self) -> tuple[Instruction, ...]:
+    def on_retry_due(self) -> tuple[Instruction, ...]:
         """The pause asked for by ``RetryLater`` is over."""
         if self._question is not None or not self._failures:
             return _NONE
-        return self._ask(Verb.STATUS) if self._state in _FOLLOWING else self._sync()
+        return self._ask(ReplayVerb.STATUS) if self._state in _FOLLOWING else self._sync()
 
-    def probe(self) -> tuple[Instruction, ...]:
+    def on_probe_due(self) -> tuple[Instruction, ...]:
         """A probe interval is over: see whether the publisher is still where the view is."""
         if self._state not in _FOLLOWING or self._question is not None or self._failures:
             return _NONE
-        return self._ask(Verb.STATUS)
+        return self._ask(ReplayVerb.STATUS)
 
-    def cleared(self) -> None:
+    def on_cleared(self) -> None:
         """The batch just applied cleared all blocks: what could not be read before it does not matter any more."""
         if self._question is not None and self._question.staging is not None:
             self._question.is_damaged = False
@@ -520,7 +531,7 @@ class DigestCursor:
         if self._state is StreamState.PARTIAL and self._failures < self._patience:
             self._settle()
 
-    def damaged(self) -> None:
+    def on_damaged(self) -> None:
         """The batch just applied could not be read whole: the view may differ by what it said."""
         if self._question is not None and self._question.staging is not None:
             self._question.is_damaged = True
@@ -529,26 +540,26 @@ class DigestCursor:
         if self._state is StreamState.LIVE:
             self._settle()
 
-    def _sync(self, verb: Verb = Verb.SYNC) -> tuple[Instruction, ...]:
+    def _sync(self, verb: ReplayVerb = ReplayVerb.SYNC) -> tuple[Instruction, ...]:
         self._become(StreamState.SYNCING if self._at.epoch == NO_EPOCH else StreamState.RECOVERING)
         return self._ask(verb)
 
-    def _ask(self, verb: Verb) -> tuple[Instruction, ...]:
-        self.counters.asks += 1
-        self._question = _SyncQuestion(self.counters.asks, self._at, _ASKED[verb], self._gap_seen)
+    def _ask(self, verb: ReplayVerb) -> tuple[Instruction, ...]:
+        self.counters.replays_asked += 1
+        self._question = _SyncQuestion(self.counters.replays_asked, self._at, _ASKED[verb], self._gap_seen)
         self._gap_seen = -1
-        return (AskReplay(self._question.ask, self._at.next, verb, self._at.epoch),)
+        return (SendReplayRequest(self._question.ask, self._at.next, verb, self._at.epoch),)
 
     def _distrust(self) -> tuple[Instruction, ...]:
         """What was applied is not what the publisher sent under these numbers: begin anew."""
         self.counters.splices += 1
-        return self._sync(Verb.SNAPSHOT)
+        return self._sync(ReplayVerb.SNAPSHOT)
 
     def _cut(self) -> tuple[Instruction, ...]:
         """The open answer cannot be used further. What of it was applied stays: it was proved to follow."""
         question = self._question
         assert question is not None
-        self.counters.cut += int(self.is_known)
+        self.counters.replays_cut += int(self.is_known)
         if question.has_advanced:
             self._failures = 0
             return self._sync()
@@ -564,9 +575,9 @@ class DigestCursor:
         question, self._question = self._question, None
         if question is not None:
             self._gap_seen = max(question.gap_seen, self._gap_seen)
-        return _NONE if question is None or question.staging is None else (DropStaging(),)
+        return _NONE if question is None or question.staging is None else (AbortStaging(),)
 
-    def _hear_upstream(self, meta: Meta) -> None:
+    def _hear_upstream(self, meta: ReplayMeta) -> None:
         """A relay that doubts its own stream ends LIVE, whatever else its answer proves."""
         self.upstream = meta.upstream
         if self.upstream is not None and self._state is StreamState.LIVE:
@@ -583,7 +594,7 @@ class DigestCursor:
 
 # --- by numbers and payloads: the unbroken run of batches ---
 
-NOTHING_APPLIED = -1
+NO_SEQUENCE = -1
 """``last_seq`` before the first batch: one below the number of a publisher's first."""
 
 
@@ -596,7 +607,7 @@ class _Run:
     same hole twice means that the batches are lost.
     """
 
-    last: int = NOTHING_APPLIED
+    last: int = NO_SEQUENCE
     payload: bytes = b""
     complete: bool = False
     adopting: bool = False
@@ -644,10 +655,10 @@ class PlainCursor:
         has_replay: bool,
         patience: int = 3,
         counters: CursorCounters | None = None,
-        credit: QuestionCredit | None = None,
+        credit: ReplayCredit | None = None,
     ) -> None:
         self.counters = counters or CursorCounters()
-        self._credit = credit or QuestionCredit()
+        self._credit = credit or ReplayCredit()
         self._has_gap = False
         self._state = StreamState.CONNECTING
         self._has_replay = has_replay
@@ -655,7 +666,7 @@ class PlainCursor:
         self._run = _Run()
         self._question: _PlainQuestion | None = None
         self._failures = 0
-        self._last_heard = NOTHING_APPLIED
+        self._last_heard = NO_SEQUENCE
 
     def __repr__(self) -> str:
         asking = f", asks #{self._question.ask}" if self._question else ""
@@ -668,16 +679,16 @@ class PlainCursor:
 
     @property
     def last_seq(self) -> int:
-        """Number of the last batch applied in the present run; ``NOTHING_APPLIED`` before the first."""
+        """Number of the last batch applied in the present run; ``NO_SEQUENCE`` before the first."""
         return self._run.last
 
     @property
-    def open_ask(self) -> int | None:
+    def open_request_id(self) -> int | None:
         """Number of the replay question whose answer is awaited, None without one."""
         return self._question.ask if self._question else None
 
     @property
-    def listening(self) -> bool:
+    def is_accepting_live(self) -> bool:
         """False while live batches would have to be dropped: leave them in the socket."""
         if self._question is not None or (self._state is StreamState.RECOVERING and not self._has_gap):
             return False
@@ -689,7 +700,7 @@ class PlainCursor:
 
     # --- the connection ---
 
-    def connected(self) -> tuple[Instruction, ...]:
+    def on_connected(self) -> tuple[Instruction, ...]:
         """The live connection is up: anything may have happened while it was not."""
         if self._state not in _UNCONNECTED:
             return _NONE
@@ -699,17 +710,17 @@ class PlainCursor:
         self._become(StreamState.PARTIAL)
         return (Clear("nothing is replayed: what was published before is unknown"),)
 
-    def disconnected(self) -> tuple[Instruction, ...]:
+    def on_disconnected(self) -> tuple[Instruction, ...]:
         """The live connection is gone. The view stays until the cursor is told to give up."""
         if self._state is not StreamState.DEAD:
             self._question = None
             self._has_gap = False
             self._failures = 0
-            self._last_heard = NOTHING_APPLIED
+            self._last_heard = NO_SEQUENCE
             self._become(StreamState.CONNECTING)
         return _NONE
 
-    def gave_up(self) -> tuple[Instruction, ...]:
+    def on_connection_timeout(self) -> tuple[Instruction, ...]:
         """The publisher is taken for dead: its blocks are no longer worth routing to."""
         self._question = None
         self._has_gap = False
@@ -720,13 +731,13 @@ class PlainCursor:
 
     # --- live batches ---
 
-    def live(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_live_batch(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """A batch came on the live channel."""
-        before = self.connected()
+        before = self.on_connected()
         run = self._run
         advances = seq > self._last_heard
         self._last_heard = seq
-        if not self.listening:
+        if not self.is_accepting_live:
             if self._question is not None and seq != run.last:
                 self._question.newer_seen = True
             return before
@@ -742,18 +753,18 @@ class PlainCursor:
             self.counters.duplicates += 1
             if seq == run.last and payload == run.payload:
                 return _NONE
-        elif run.last != NOTHING_APPLIED:
+        elif run.last != NO_SEQUENCE:
             self.counters.gaps += 1
         if self._has_replay and not self._replay_is_silent:
             return self._ask_about_gap()
         return self._begin_run(seq, payload)
 
-    def may_ask(self) -> tuple[Instruction, ...]:
+    def on_credit_available(self) -> tuple[Instruction, ...]:
         """There is credit again: ask about the gap that had to wait for it."""
         return self._ask_about_gap() if self._has_gap and not self._failures else _NONE
 
     def _ask_about_gap(self) -> tuple[Instruction, ...]:
-        if self._credit.left:
+        if self._credit.available:
             return self._ask(has_batches=True)
         self._has_gap = True
         if self._state is not StreamState.SYNCING:
@@ -762,11 +773,11 @@ class PlainCursor:
 
     # --- answers of the replay channel ---
 
-    def answered(self, ask: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_replay_batch(self, ask: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """One batch of the answer to question ``ask``."""
         question = self._question
         if question is None or question.ask != ask:
-            self.counters.stale_answers += 1
+            self.counters.stale_replays += 1
             return _NONE
         question.answers += 1
         if question.answers == 1:
@@ -791,7 +802,7 @@ class PlainCursor:
             return _NONE
         return self._resync("the publisher restarted and passed the number that was held")
 
-    def answer_ended(self, ask: int) -> tuple[Instruction, ...]:
+    def on_replay_end(self, ask: int) -> tuple[Instruction, ...]:
         """The end marker of question ``ask`` came."""
         question = self._question
         if question is None or question.ask != ask:
@@ -815,15 +826,15 @@ class PlainCursor:
         run = self._run
         self._run = _Run(adopting=run.adopting or question.has_batches)
         self._become(StreamState.PARTIAL if self._run.adopting else StreamState.SYNCING)
-        return _NONE if run.last == NOTHING_APPLIED else (Clear("the publisher has no history"),)
+        return _NONE if run.last == NO_SEQUENCE else (Clear("the publisher has no history"),)
 
-    def answer_missing(self, ask: int) -> tuple[Instruction, ...]:
+    def on_replay_timeout(self, ask: int) -> tuple[Instruction, ...]:
         """The answer to question ``ask`` did not come to its end in time."""
         question = self._question
         if question is None or question.ask != ask:
             return _NONE
         self._question = None
-        self.counters.unanswered += 1
+        self.counters.replays_unanswered += 1
         if question.applied:
             self._failures = 0
             return self._ask()
@@ -840,7 +851,7 @@ class PlainCursor:
 
     # --- time, which the owner measures ---
 
-    def retry(self) -> tuple[Instruction, ...]:
+    def on_retry_due(self) -> tuple[Instruction, ...]:
         """The pause asked for by ``RetryLater`` is over."""
         if self._question is not None or not self._failures:
             return _NONE
@@ -849,21 +860,21 @@ class PlainCursor:
             probing=self._state in _FOLLOWING,
         )
 
-    def probe(self) -> tuple[Instruction, ...]:
+    def on_probe_due(self) -> tuple[Instruction, ...]:
         """The stream has been silent for a while: see whether its last batches were lost, or its life is another."""
-        if not self._has_replay or self._failures or not self.listening:
+        if not self._has_replay or self._failures or not self.is_accepting_live:
             return _NONE
         return _NONE if self._state in _UNCONNECTED else self._ask(probing=True)
 
     # --- what the owner found in a batch ---
 
-    def cleared(self) -> None:
+    def on_cleared(self) -> None:
         """The batch just applied cleared all blocks: from there on the publisher's state is known."""
         self._run.complete = True
         if self._state is StreamState.PARTIAL:
             self._settle()
 
-    def damaged(self) -> None:
+    def on_damaged(self) -> None:
         """The batch just applied could not be read whole: the view may differ by what it said."""
         self._run.complete = False
         if self._state is StreamState.LIVE:
@@ -872,14 +883,14 @@ class PlainCursor:
     # --- the run ---
 
     def _ask(self, *, full: bool = False, probing: bool = False, has_batches: bool = False) -> tuple[Instruction, ...]:
-        fresh = self._run.last == NOTHING_APPLIED
+        fresh = self._run.last == NO_SEQUENCE
         self._has_gap = False
-        self.counters.asks += 1
-        question = _PlainQuestion(ask=self.counters.asks, full=full or fresh, has_batches=has_batches)
+        self.counters.replays_asked += 1
+        question = _PlainQuestion(ask=self.counters.replays_asked, full=full or fresh, has_batches=has_batches)
         self._question = question
         if not probing:
             self._become(StreamState.SYNCING if fresh else StreamState.RECOVERING)
-        return (AskReplay(question.ask, 0 if question.full else self._run.last),)
+        return (SendReplayRequest(question.ask, 0 if question.full else self._run.last),)
 
     def _resync(self, reason: str) -> tuple[Instruction, ...]:
         """Another life of the publisher: nothing that is held is true of it."""
@@ -934,7 +945,7 @@ class StreamCursor:
 
     Attributes:
         credit: questions that may be asked now. The owner takes one for each that it sends, holds one back while there
-            is none, and calls ``may_ask`` when it has given some back.
+            is none, and calls ``on_credit_available`` when it has given some back.
     """
 
     __slots__ = (
@@ -943,7 +954,7 @@ class StreamCursor:
 
     def __init__(self, *, has_replay: bool, patience: int = 3) -> None:
         self.counters = CursorCounters()
-        self.credit = QuestionCredit()
+        self.credit = ReplayCredit()
         self._has_replay = has_replay
         self._patience = patience
         self._extension_ask = 0
@@ -978,13 +989,15 @@ class StreamCursor:
         return self._mode.last_seq
 
     @property
-    def open_ask(self) -> int | None:
+    def open_request_id(self) -> int | None:
         """Number of the replay question whose answer is awaited, None without one."""
-        return self._mode.open_ask or (self._extension_ask if self._is_probing_extension else None)
+        return self._mode.open_request_id or (self._extension_ask if self._is_probing_extension else None)
 
     @property
     def _is_probing_extension(self) -> bool:
-        return self._extension_ask > 0 and self._extension_ask == self.counters.asks  # no later question replaced it
+        return (
+            self._extension_ask > 0 and self._extension_ask == self.counters.replays_asked
+        )  # no later question replaced it
 
     @property
     def expects_meta(self) -> bool:
@@ -992,67 +1005,67 @@ class StreamCursor:
         return isinstance(self._mode, DigestCursor) or self._is_probing_extension
 
     @property
-    def listening(self) -> bool:
+    def is_accepting_live(self) -> bool:
         """False while live batches would have to be dropped: leave them in the socket."""
-        return self._mode.listening
+        return self._mode.is_accepting_live
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """True while connected with no recovery under way: the view will not get better by waiting."""
-        return self._mode.listening and self.state not in _UNSETTLED
+        return self._mode.is_accepting_live and self.state not in _UNSETTLED
 
     # --- the connection ---
 
-    def connected(self) -> tuple[Instruction, ...]:
+    def on_connected(self) -> tuple[Instruction, ...]:
         """The live connection is up: anything may have happened while it was not."""
-        return self._mode.connected()
+        return self._mode.on_connected()
 
-    def disconnected(self) -> tuple[Instruction, ...]:
+    def on_disconnected(self) -> tuple[Instruction, ...]:
         """The live connection is gone. The view stays until the cursor is told to give up."""
         self._extension_ask = 0
         self._probes_left = 1
-        return self._mode.disconnected()
+        return self._mode.on_disconnected()
 
-    def gave_up(self) -> tuple[Instruction, ...]:
+    def on_connection_timeout(self) -> tuple[Instruction, ...]:
         """The publisher is taken for dead: its blocks are no longer worth routing to."""
-        return self._mode.gave_up()
+        return self._mode.on_connection_timeout()
 
     # --- what comes ---
 
-    def live(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_live_batch(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """A batch came on the live channel."""
-        return self._mode.live(seq, payload)
+        return self._mode.on_live_batch(seq, payload)
 
-    def answered(self, ask: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_replay_batch(self, ask: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """One batch of the answer to question ``ask``."""
-        return self._or_plainly(self._mode.answered(ask, seq, payload))
+        return self._or_plainly(self._mode.on_replay_batch(ask, seq, payload))
 
-    def answer_meta(self, ask: int, meta: Meta) -> tuple[Instruction, ...]:
+    def on_replay_meta(self, ask: int, meta: ReplayMeta) -> tuple[Instruction, ...]:
         """A META of the answer to question ``ask``."""
         if isinstance(self._mode, DigestCursor):
-            return self._or_plainly(self._mode.answer_meta(ask, meta))
+            return self._or_plainly(self._mode.on_replay_meta(ask, meta))
         if not self._is_probing_extension or ask != self._extension_ask:
-            self.counters.stale_answers += 1
+            self.counters.stale_replays += 1
             return _NONE
         self._mode = self._new_digest_cursor()
-        return self._mode.connected()
+        return self._mode.on_connected()
 
-    def answer_ended(self, ask: int) -> tuple[Instruction, ...]:
+    def on_replay_end(self, ask: int) -> tuple[Instruction, ...]:
         """The end marker of the answer to question ``ask``, without a META."""
         if self._is_probing_extension and ask == self._extension_ask:
             return self._no_extension()
-        return self._or_plainly(self._mode.answer_ended(ask))
+        return self._or_plainly(self._mode.on_replay_end(ask))
 
-    def answer_missing(self, ask: int) -> tuple[Instruction, ...]:
+    def on_replay_timeout(self, ask: int) -> tuple[Instruction, ...]:
         """The answer to question ``ask`` did not come to its end in time, or cannot be read."""
         if self._is_probing_extension and ask == self._extension_ask:
             return self._no_extension()
-        return self._or_plainly(self._mode.answer_missing(ask))
+        return self._or_plainly(self._mode.on_replay_timeout(ask))
 
     def _no_extension(self) -> tuple[Instruction, ...]:
         """The probe for the extension found none: probe by the plain rules, as was due."""
         self._extension_ask = 0
-        return self._mode.probe()
+        return self._mode.on_probe_due()
 
     def _or_plainly(self, instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
         """``instructions``, or those of the plain rules when the publisher turned out to have no extension."""
@@ -1063,37 +1076,37 @@ class StreamCursor:
         self._mode = self._new_plain_cursor()
         self._probes_left = 1 if self._was_extended else _PROBES_PER_EXTENSION_PROBE
         cleared = (Clear("the publisher answers no question of the extension"),) if holds_blocks else _NONE
-        return (*cleared, *self._mode.connected())
+        return (*cleared, *self._mode.on_connected())
 
     # --- time, which the owner measures ---
 
-    def may_ask(self) -> tuple[Instruction, ...]:
+    def on_credit_available(self) -> tuple[Instruction, ...]:
         """The owner has given back some ``credit``: ask about a gap that had to wait for it."""
-        return self._mode.may_ask()
+        return self._mode.on_credit_available()
 
-    def retry(self) -> tuple[Instruction, ...]:
+    def on_retry_due(self) -> tuple[Instruction, ...]:
         """The pause asked for by ``RetryLater`` is over."""
-        return self._mode.retry()
+        return self._mode.on_retry_due()
 
-    def probe(self) -> tuple[Instruction, ...]:
+    def on_probe_due(self) -> tuple[Instruction, ...]:
         """A probe interval is over: see whether batches were lost, or the publisher's life is another."""
         if isinstance(self._mode, DigestCursor) or not self._has_replay:
-            return self._mode.probe()
-        if self.settled and self.open_ask is None:
+            return self._mode.on_probe_due()
+        if self.is_settled and self.open_request_id is None:
             self._probes_left -= 1
             if self._probes_left <= 0:
                 self._probes_left = 1 if self._was_extended else _PROBES_PER_EXTENSION_PROBE
-                self.counters.asks += 1
-                self._extension_ask = self.counters.asks
-                return (AskReplay(self._extension_ask, 0, Verb.STATUS),)
-        return self._mode.probe()
+                self.counters.replays_asked += 1
+                self._extension_ask = self.counters.replays_asked
+                return (SendReplayRequest(self._extension_ask, 0, ReplayVerb.STATUS),)
+        return self._mode.on_probe_due()
 
     # --- what the owner found in a batch ---
 
-    def cleared(self) -> None:
+    def on_cleared(self) -> None:
         """The batch just applied cleared all blocks."""
-        self._mode.cleared()
+        self._mode.on_cleared()
 
-    def damaged(self) -> None:
+    def on_damaged(self) -> None:
         """The batch just applied could not be read whole: the view may differ by what it said."""
-        self._mode.damaged()
+        self._mode.on_damaged()

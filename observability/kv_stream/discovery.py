@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 __all__ = [
     "NoStreamsError",
     "UnreachableError",
-    "addresses_in",
-    "bare_address",
+    "parse_addresses",
+    "static_address",
     "discover",
     "fetch_json",
     "fetch_page",
-    "printable",
-    "worker_url",
+    "escape_unprintable",
+    "parse_worker_url",
 ]
 
 _MAX_REPLY_BYTES = 4 * 1024 * 1024
@@ -44,7 +44,7 @@ class NoStreamsError(ComponentError):
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
-        self.reason = printable(reason)
+        self.reason = escape_unprintable(reason)
         super().__init__(f"{url} publishes no KV events: {self.reason}")
 
 
@@ -77,7 +77,7 @@ class _Descriptor(msgspec.Struct, frozen=True):
     load_endpoint_host: str | None = None
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Put ``?`` for each line break and control character of a text that came over the network.
 
     A peer must neither control the terminal nor write a line that looks like ours.
@@ -85,7 +85,7 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
-def worker_url(text: str) -> httpx.URL:
+def parse_worker_url(text: str) -> httpx.URL:
     """Parse the URL of a worker.
 
     Raises:
@@ -118,7 +118,7 @@ def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/
         StartError: the answer is not 200.
         DecodeError: the page is larger than 4 MiB.
     """
-    import httpx  # here, as in ``worker_url``
+    import httpx  # here, as in ``parse_worker_url``
 
     page = url.copy_with(path=url.path.rstrip("/") + path)
     body = bytearray()
@@ -162,11 +162,11 @@ def discover(url: str, *, timeout_s: float = 5.0) -> tuple[StreamAddress, ...]:
         NoStreamsError: it publishes no KV events.
         DecodeError: what it says of its streams cannot be dialled.
     """
-    worker = worker_url(url)
-    return addresses_in(fetch_json(worker, "/server_info", timeout_s=timeout_s), worker)
+    worker = parse_worker_url(url)
+    return parse_addresses(fetch_json(worker, "/server_info", timeout_s=timeout_s), worker)
 
 
-def addresses_in(server_info: object, worker: httpx.URL) -> tuple[StreamAddress, ...]:
+def parse_addresses(server_info: object, worker: httpx.URL) -> tuple[StreamAddress, ...]:
     """Read ``/server_info``: one address per rank, with the worker's own host where a wildcard is advertised.
 
     Raises:
@@ -231,7 +231,7 @@ def _dialled(endpoint: Endpoint, worker_host: str) -> Endpoint:
     return endpoint.with_host(worker_host) if endpoint.is_wildcard else endpoint
 
 
-def bare_address(events: str, *, replay: str | None = None, topic: str = "", rank: int = 0) -> StreamAddress:
+def static_address(events: str, *, replay: str | None = None, topic: str = "", rank: int = 0) -> StreamAddress:
     """The address of one stream whose endpoints a person gives; no offset is added.
 
     Raises:

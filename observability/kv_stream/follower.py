@@ -1,6 +1,6 @@
 """Following one stream: what a cursor says is carried out on a view, and its deadlines are kept against a clock.
 
-A ``FrameReader`` tells the stream's messages from others. A ``StreamFollower`` has its cursor, its ``BatchApplier``
+A ``FrameParser`` tells the stream's messages from others. A ``StreamFollower`` has its cursor, its ``BatchApplier``
 (payload to view) and its deadlines (``FollowPolicy``). Its owner, who has the sockets and the clock, passes on what
 comes, and calls ``tick`` by ``next_deadline_s``. Questions go out through a ``ReplayChannel``.
 
@@ -20,23 +20,23 @@ from typing import Protocol
 import attrs
 import msgspec
 
-from observability.kv_stream.cursor import QUESTIONS_AT_ONCE, StreamCursor
+from observability.kv_stream.cursor import MAX_REPLAY_CREDIT, StreamCursor
 from observability.kv_stream.instructions import (
     Apply,
     ApplyStaged,
-    AskReplay,
-    BeginStaging,
     Clear,
+    CommitStaging,
     CursorCounters,
     Instruction,
     RetryLater,
+    SendReplayRequest,
+    StartStaging,
     StreamState,
-    SwapInStaged,
 )
 from observability.kv_stream.view import BlockView
 from scheduler_components import AllBlocksCleared, DecodeError
-from scheduler_components.kv_events import DecodedBatch, Kind, Meta
-from scheduler_components.validators import is_number
+from scheduler_components.kv_events import DecodedBatch, ReplayMeta, ReplayMetaKind
+from scheduler_components.validators import number_validator
 
 __all__ = [
     "MAX_STREAMS",
@@ -44,8 +44,8 @@ __all__ = [
     "BatchApplier",
     "BatchEffect",
     "FollowPolicy",
-    "FrameReader",
-    "NullListener",
+    "FrameParser",
+    "NullStreamListener",
     "PayloadDecoder",
     "ReplayChannel",
     "StreamFollower",
@@ -66,57 +66,57 @@ class StreamListener(Protocol):
     It may ask the subscriber, which answers with what has been applied so far. It must not wait for another thread
     that asks: queries of others are answered between two messages.
 
-    Batches between ``snapshot_begun`` and ``snapshot_ended`` are applied to a staging view, which begins empty and
+    Batches between ``on_snapshot_begin`` and ``on_snapshot_end`` are applied to a staging view, which begins empty and
     replaces the present one when it was used. Chunks of its base carry the number of the last batch in the base.
     """
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         """A batch was applied to the view; ``batch.errors`` names the events that were left out of it."""
         ...
 
-    def batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
+    def on_batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
         """A batch could not be decoded at all; its number counts as seen."""
         ...
 
-    def gap_seen(self, rank: int, expected: int, seq: int) -> None:
+    def on_gap(self, rank: int, expected: int, seq: int) -> None:
         """Live batch ``seq`` came where ``expected`` should have; a replay is asked for where there is one."""
         ...
 
-    def view_cleared(self, rank: int, reason: str) -> None:
+    def on_view_cleared(self, rank: int, reason: str) -> None:
         """The view of this rank begins anew; not called for a publisher's own AllBlocksCleared."""
         ...
 
-    def snapshot_begun(self, rank: int) -> None: ...
+    def on_snapshot_begin(self, rank: int) -> None: ...
 
-    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+    def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
         """The snapshot replaced the view of this rank, or came to nothing."""
         ...
 
-    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None: ...
+    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None: ...
 
 
-class NullListener:
+class NullStreamListener:
     """A listener that ignores everything; a base for listeners that want to know one thing."""
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         """Nothing to do."""
 
-    def batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
+    def on_batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
         """Nothing to do."""
 
-    def gap_seen(self, rank: int, expected: int, seq: int) -> None:
+    def on_gap(self, rank: int, expected: int, seq: int) -> None:
         """Nothing to do."""
 
-    def view_cleared(self, rank: int, reason: str) -> None:
+    def on_view_cleared(self, rank: int, reason: str) -> None:
         """Nothing to do."""
 
-    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
         """Nothing to do."""
 
-    def snapshot_begun(self, rank: int) -> None:
+    def on_snapshot_begin(self, rank: int) -> None:
         """Nothing to do."""
 
-    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+    def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
         """Nothing to do."""
 
 
@@ -207,7 +207,7 @@ _END_SEQ = -1
 
 
 @dataclass(slots=True)
-class FrameReader:
+class FrameParser:
     """Reads one stream's messages and counts those that are not its own.
 
     Attributes:
@@ -220,7 +220,7 @@ class FrameReader:
     bad_frames: int = 0
     other_topics: int = 0
 
-    def live(self, frames: Sequence[bytes]) -> tuple[int, bytes] | None:
+    def parse_live(self, frames: Sequence[bytes]) -> tuple[int, bytes] | None:
         """Number and payload of a live message; None for one that is not this stream's."""
         if len(frames) != 3:
             self.bad_frames += 1
@@ -235,7 +235,7 @@ class FrameReader:
             return None
         return seq, payload
 
-    def answer(self, frames: Sequence[bytes]) -> tuple[int, bytes] | None:
+    def parse_replay(self, frames: Sequence[bytes]) -> tuple[int, bytes] | None:
         """Number (-1 for an end marker) and payload of a message of an answer, in either framing; None for others."""
         if len(frames) < 2 or len(frames[-2]) != 8:
             self.bad_frames += 1
@@ -315,37 +315,37 @@ class BatchApplier:
     counters: ApplierCounters = field(default_factory=ApplierCounters)
     staging: BlockView | None = None
 
-    def begin_staging(self) -> None:
+    def start_staging(self) -> None:
         """Begin a snapshot, from nothing."""
         self._forget_staging()
-        self.staging = self.view.new_staging()
-        self.listener.snapshot_begun(self.rank)
+        self.staging = self.view.create_staging()
+        self.listener.on_snapshot_begin(self.rank)
 
-    def apply_staged(self, seq: int, payload: bytes, *, is_base: bool) -> BatchEffect:
+    def apply_staged(self, seq: int, payload: bytes, *, is_snapshot_chunk: bool) -> BatchEffect:
         """Apply one payload to the snapshot; never raises for what is in it."""
         assert self.staging is not None
-        return self._apply_to(self.staging, seq, payload, replayed=True, is_base=is_base)
+        return self._apply_to(self.staging, seq, payload, replayed=True, is_snapshot_chunk=is_snapshot_chunk)
 
-    def preparing_swap(self) -> Iterator[None]:
-        """Do beforehand, in slices, what makes ``swap_in_staged`` long; the view stays as it is."""
+    def prepare_swap(self) -> Iterator[None]:
+        """Do beforehand, in slices, what makes ``commit_staging`` long; the view stays as it is."""
         if self.staging is not None:
-            yield from self.view.preparing(self.rank, self.staging)
+            yield from self.view.prepare_replace(self.rank, self.staging)
 
-    def swap_in_staged(self) -> None:
+    def commit_staging(self) -> None:
         """Replace this rank's blocks by those of the snapshot."""
         assert self.staging is not None
         self.view.replace(self.rank, self.staging)
         self.staging = None
-        self.listener.snapshot_ended(self.rank, was_used=True)
+        self.listener.on_snapshot_end(self.rank, was_used=True)
 
-    def drop_staging(self) -> None:
+    def abort_staging(self) -> None:
         """Forget the snapshot."""
         self._forget_staging()
-        self.listener.snapshot_ended(self.rank, was_used=False)
+        self.listener.on_snapshot_end(self.rank, was_used=False)
 
     def _forget_staging(self) -> None:
         if self.staging is not None:
-            self.view.forget(self.staging)
+            self.view.discard_staging(self.staging)
             self.staging = None
 
     def apply(self, seq: int, payload: bytes, *, replayed: bool) -> BatchEffect:
@@ -373,9 +373,9 @@ class BatchApplier:
             splices=seen.splices,
             snapshots=seen.snapshots,
             duplicates=seen.duplicates,
-            replays_asked=seen.asks,
-            replays_unanswered=seen.unanswered,
-            replays_cut=seen.cut,
+            replays_asked=seen.replays_asked,
+            replays_unanswered=seen.replays_unanswered,
+            replays_cut=seen.replays_cut,
             decode_errors=done.decode_errors,
             rank_mismatches=done.rank_mismatches,
             unknown_removals=blocks.unknown_removals,
@@ -385,7 +385,7 @@ class BatchApplier:
         )
 
     def _apply_to(
-        self, view: BlockView, seq: int, payload: bytes, *, replayed: bool, is_base: bool = False
+        self, view: BlockView, seq: int, payload: bytes, *, replayed: bool, is_snapshot_chunk: bool = False
     ) -> BatchEffect:
         counters = self.counters
         try:
@@ -393,7 +393,7 @@ class BatchApplier:
         except DecodeError as error:
             counters.decode_errors += 1
             counters.last_error = f"batch {seq}: {error.reason}"
-            self.listener.batch_unreadable(self.rank, seq, error)
+            self.listener.on_batch_unreadable(self.rank, seq, error)
             return BatchEffect.DAMAGED
         counters.batches += 1
         counters.events += len(batch.events)
@@ -402,11 +402,11 @@ class BatchApplier:
         if not replayed:
             counters.lag_s = self.wall_clock() - batch.ts
         view.apply(self.rank, batch.events)
-        if is_base and batch.events and isinstance(batch.events[0], AllBlocksCleared):
+        if is_snapshot_chunk and batch.events and isinstance(batch.events[0], AllBlocksCleared):
             # The base is written so that it begins from nothing: no clear happened.
             batch = msgspec.structs.replace(batch, events=batch.events[1:])
-        if batch.events or batch.errors or not is_base:
-            self.listener.batch_applied(self.rank, seq, batch, replayed=replayed)
+        if batch.events or batch.errors or not is_snapshot_chunk:
+            self.listener.on_batch_applied(self.rank, seq, batch, replayed=replayed)
         return self._effect_of(seq, batch)
 
     def _effect_of(self, seq: int, batch: DecodedBatch) -> BatchEffect:
@@ -432,8 +432,8 @@ class FollowPolicy:
             and stays deaf after one lost end marker.
         retry_min_s, retry_max_s: the pause after an unanswered question doubles between these, with jitter. A publisher
             that comes back is asked within the longest one.
-        ask_interval_s: a stream asks four questions at once, and then one per so much time, whatever comes: in ``t``
-            seconds at most ``4 + t / ask_interval_s``.
+        request_interval_s: a stream asks four questions at once, and then one per so much time, whatever comes: in ``t``
+            seconds at most ``4 + t / request_interval_s``.
         probe_interval_s: time between two probes; it bounds how long a lost last batch stays unnoticed. A publisher
             without the extension is probed after so much silence.
         dead_after_s: time without a connection after which the publisher is taken for dead.
@@ -442,12 +442,12 @@ class FollowPolicy:
         ConfigError: a time that is not above 0.
     """
 
-    answer_timeout_s: float = attrs.field(default=5.0, validator=is_number())
-    retry_min_s: float = attrs.field(default=0.2, validator=is_number())
-    retry_max_s: float = attrs.field(default=2.0, validator=is_number())
-    ask_interval_s: float = attrs.field(default=0.5, validator=is_number())
-    probe_interval_s: float = attrs.field(default=2.0, validator=is_number())
-    dead_after_s: float = attrs.field(default=15.0, validator=is_number())
+    answer_timeout_s: float = attrs.field(default=5.0, validator=number_validator())
+    retry_min_s: float = attrs.field(default=0.2, validator=number_validator())
+    retry_max_s: float = attrs.field(default=2.0, validator=number_validator())
+    request_interval_s: float = attrs.field(default=0.5, validator=number_validator())
+    probe_interval_s: float = attrs.field(default=2.0, validator=number_validator())
+    dead_after_s: float = attrs.field(default=15.0, validator=number_validator())
 
     def pause_s(self, failures: int, jitter: float) -> float:
         """Give the pause after ``failures`` in a row; ``jitter`` from 0 to 1 takes off up to half of it."""
@@ -458,11 +458,11 @@ class FollowPolicy:
 class ReplayChannel(Protocol):
     """Asks the publisher for past batches; at most one question is open."""
 
-    def ask(self, question: AskReplay) -> None:
+    def send(self, question: SendReplayRequest) -> None:
         """Send the question and forget an older one with its connection."""
         ...
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Forget the open question, if any."""
         ...
 
@@ -489,7 +489,7 @@ class _Told:
     """
 
     asks: bool = False
-    held: AskReplay | None = None
+    held: SendReplayRequest | None = None
     state: StreamState = StreamState.CONNECTING
 
 
@@ -514,58 +514,58 @@ class StreamFollower:
         """Begin to wait for the first connection."""
         self._deadlines.dead_s = now_s + self.policy.dead_after_s
 
-    def connected(self, now_s: float) -> None:
+    def on_connected(self, now_s: float) -> None:
         """The live connection is up."""
         self._deadlines.dead_s = math.inf
         self._await_probe(now_s)
-        self._follow(self.cursor.connected(), now_s)
+        self._follow(self.cursor.on_connected(), now_s)
 
-    def disconnected(self, now_s: float) -> None:
+    def on_disconnected(self, now_s: float) -> None:
         """The live connection was lost."""
         # A connection that comes and goes asks with each coming: the pace stays.
         self._deadlines = _Deadlines(dead_s=now_s + self.policy.dead_after_s, credit_s=self._deadlines.credit_s)
-        self._follow(self.cursor.disconnected(), now_s)
+        self._follow(self.cursor.on_disconnected(), now_s)
 
-    def live(self, seq: int, payload: bytes, now_s: float) -> None:
-        """A batch came on the live channel; offer them only while ``cursor.listening``."""
+    def on_live_batch(self, seq: int, payload: bytes, now_s: float) -> None:
+        """A batch came on the live channel; offer them only while ``cursor.is_accepting_live``."""
         last, gaps = self.cursor.last_seq, self.cursor.counters.gaps
-        instructions = self.cursor.live(seq, payload)
+        instructions = self.cursor.on_live_batch(seq, payload)
         if self.cursor.counters.gaps != gaps:
-            self.applier.listener.gap_seen(self.applier.rank, last + 1, seq)
+            self.applier.listener.on_gap(self.applier.rank, last + 1, seq)
         if instructions and not self.cursor.is_extended:
             self._await_probe(now_s)  # batches that tell nothing new prove nothing
         self._follow(instructions, now_s)
 
-    def answered(self, ask: int, seq: int, payload: bytes, now_s: float) -> None:
+    def on_replay_batch(self, ask: int, seq: int, payload: bytes, now_s: float) -> None:
         """A batch of the answer to question ``ask`` came."""
-        if ask == self.cursor.open_ask:
+        if ask == self.cursor.open_request_id:
             self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
-        self._follow(self.cursor.answered(ask, seq, payload), now_s)
+        self._follow(self.cursor.on_replay_batch(ask, seq, payload), now_s)
 
-    def preparing(self, payload: bytes) -> Iterator[None]:
-        """What an end marker with this payload would cost at once, in slices: ``answer_marked`` is short then."""
+    def prepare_swap(self, payload: bytes) -> Iterator[None]:
+        """What an end marker with this payload would cost at once, in slices: ``on_replay_marker`` is short then."""
         if payload and self.applier.staging is not None:
             try:
-                is_end = Meta.decode(payload).kind is Kind.END
+                is_end = ReplayMeta.decode(payload).kind is ReplayMetaKind.END
             except DecodeError:
                 return
             if is_end:
-                yield from self.applier.preparing_swap()
+                yield from self.applier.prepare_swap()
 
-    def answer_marked(self, ask: int, payload: bytes, now_s: float) -> bool:
+    def on_replay_marker(self, ask: int, payload: bytes, now_s: float) -> bool:
         """An end marker of the answer to question ``ask`` came, or a META in its place; False when it is neither."""
-        if ask == self.cursor.open_ask:
+        if ask == self.cursor.open_request_id:
             self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
         self._await_probe(now_s)
         if not payload or not self.cursor.expects_meta:
-            self._follow(self.cursor.answer_ended(ask), now_s)
+            self._follow(self.cursor.on_replay_end(ask), now_s)
             return True
         try:
-            meta = Meta.decode(payload)
+            meta = ReplayMeta.decode(payload)
         except DecodeError:
-            self._follow(self.cursor.answer_missing(ask), now_s)
+            self._follow(self.cursor.on_replay_timeout(ask), now_s)
             return False
-        self._follow(self.cursor.answer_meta(ask, meta), now_s)
+        self._follow(self.cursor.on_replay_meta(ask, meta), now_s)
         return True
 
     def tick(self, now_s: float) -> None:
@@ -573,19 +573,19 @@ class StreamFollower:
         due = self._deadlines
         if now_s >= due.answer_s:
             due.answer_s = math.inf
-            if self.cursor.open_ask is not None:
-                self._follow(self.cursor.answer_missing(self.cursor.open_ask), now_s)
+            if self.cursor.open_request_id is not None:
+                self._follow(self.cursor.on_replay_timeout(self.cursor.open_request_id), now_s)
         if now_s >= due.retry_s:
             due.retry_s = math.inf
-            self._follow(self.cursor.retry(), now_s)
+            self._follow(self.cursor.on_retry_due(), now_s)
         if now_s >= due.credit_s:
             self._give_credit(now_s)
         if now_s >= due.probe_s:
             self._await_probe(now_s)
-            self._follow(self.cursor.probe(), now_s)
+            self._follow(self.cursor.on_probe_due(), now_s)
         if now_s >= due.dead_s:
             due.dead_s = math.inf
-            self._follow(self.cursor.gave_up(), now_s)
+            self._follow(self.cursor.on_connection_timeout(), now_s)
 
     def _await_probe(self, now_s: float) -> None:
         self._deadlines.probe_s = now_s + self.policy.probe_interval_s
@@ -595,63 +595,63 @@ class StreamFollower:
         for instruction in instructions:
             self._carry_out(instruction, now_s)
         told, cursor = self._told, self.cursor
-        if told.asks and cursor.open_ask is None:
+        if told.asks and cursor.open_request_id is None:
             told.asks = False
             self._deadlines.answer_s = math.inf
-            self.channel.drop()
+            self.channel.cancel()
         if cursor.state is not told.state:
             old, told.state = told.state, cursor.state
-            self.applier.listener.state_changed(self.applier.rank, old, cursor.state)
+            self.applier.listener.on_state_changed(self.applier.rank, old, cursor.state)
 
     def _carry_out(self, instruction: Instruction, now_s: float) -> None:
         if isinstance(instruction, Apply):
             self._report(self.applier.apply(instruction.seq, instruction.payload, replayed=instruction.replayed))
         elif isinstance(instruction, ApplyStaged):
-            seq, payload, is_base = instruction.seq, instruction.payload, instruction.is_base
-            self._report(self.applier.apply_staged(seq, payload, is_base=is_base))
-        elif isinstance(instruction, BeginStaging):
-            self.applier.begin_staging()
-        elif isinstance(instruction, SwapInStaged):
-            self.applier.swap_in_staged()
+            seq, payload, is_snapshot_chunk = instruction.seq, instruction.payload, instruction.is_snapshot_chunk
+            self._report(self.applier.apply_staged(seq, payload, is_snapshot_chunk=is_snapshot_chunk))
+        elif isinstance(instruction, StartStaging):
+            self.applier.start_staging()
+        elif isinstance(instruction, CommitStaging):
+            self.applier.commit_staging()
         elif isinstance(instruction, Clear):
             self.applier.view.clear(self.applier.rank)
-            self.applier.listener.view_cleared(self.applier.rank, instruction.reason)
-        elif isinstance(instruction, AskReplay):
+            self.applier.listener.on_view_cleared(self.applier.rank, instruction.reason)
+        elif isinstance(instruction, SendReplayRequest):
             self._ask(instruction, now_s)
         elif isinstance(instruction, RetryLater):
             self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
         else:
-            self.applier.drop_staging()
+            self.applier.abort_staging()
 
-    def _ask(self, question: AskReplay, now_s: float) -> None:
+    def _ask(self, question: SendReplayRequest, now_s: float) -> None:
         """Send a question, or hold it back until there is credit."""
         credit, told = self.cursor.credit, self._told
-        if not credit.left:
+        if not credit.available:
             told.held, told.asks = question, False
             self._deadlines.answer_s = math.inf
-            self.channel.drop()
+            self.channel.cancel()
             return
-        if credit.left == QUESTIONS_AT_ONCE:
-            self._deadlines.credit_s = now_s + self.policy.ask_interval_s
-        credit.left -= 1
+        if credit.available == MAX_REPLAY_CREDIT:
+            self._deadlines.credit_s = now_s + self.policy.request_interval_s
+        credit.available -= 1
         told.held, told.asks = None, True
         self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
-        self.channel.ask(question)
+        self.channel.send(question)
 
     def _give_credit(self, now_s: float) -> None:
         """Give one question back, and ask what waits for it."""
         credit, held = self.cursor.credit, self._told.held
-        credit.left += 1
-        is_full = credit.left == QUESTIONS_AT_ONCE
-        self._deadlines.credit_s = math.inf if is_full else now_s + self.policy.ask_interval_s
-        if held is not None and held.ask == self.cursor.open_ask:
+        credit.available += 1
+        is_full = credit.available == MAX_REPLAY_CREDIT
+        self._deadlines.credit_s = math.inf if is_full else now_s + self.policy.request_interval_s
+        if held is not None and held.ask == self.cursor.open_request_id:
             self._ask(held, now_s)
         else:
             self._told.held = None
-            self._follow(self.cursor.may_ask(), now_s)
+            self._follow(self.cursor.on_credit_available(), now_s)
 
     def _report(self, effect: BatchEffect) -> None:
         if effect is BatchEffect.CLEARED:
-            self.cursor.cleared()
+            self.cursor.on_cleared()
         elif effect is BatchEffect.DAMAGED:
-            self.cursor.damaged()
+            self.cursor.on_damaged()

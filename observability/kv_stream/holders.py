@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 
-from scheduler_components.events import Site, Tier
+from scheduler_components.events import BlockLocation, Tier
 
-__all__ = ["Holders", "MaskTable", "STRIDE"]
+__all__ = ["HolderTables", "MaskTable", "SWEEP_SLICE_HASHES"]
 
-STRIDE = 256
+SWEEP_SLICE_HASHES = 256
 """Hashes: some 30 us of a sweep."""
 
 
@@ -30,7 +30,7 @@ class MaskTable:
         masks: the table, but for what came during a sweep. A mask of 0 is nobody's.
         is_moving: a sweep is in it: ``masks`` is not all, and not to be written to.
         lookup: hash and default to mask; good until the table changes.
-        num_users: ranks that have opened the site that this table is of.
+        num_users: ranks that have opened the location that this table is of.
     """
 
     __slots__ = ("_is_walked", "_unheld", "_young", "is_moving", "lookup", "masks", "num_users")
@@ -123,14 +123,14 @@ class MaskTable:
                 num_unknown += 1
         return len(hashes) - num_unknown
 
-    def sweeping(self, gone: int) -> Iterator[None]:
+    def sweep_bits(self, gone: int) -> Iterator[None]:
         """Take the bits in ``gone`` out of every mask, a stride between two yields."""
         masks, young, unheld = self.masks, self._young, self._unheld
         keep, last = ~gone, 0
         self.is_moving = self._is_walked = True
         self.lookup = self._get
         entries = iter(masks.items())
-        while stride := list(islice(entries, STRIDE)):
+        while stride := list(islice(entries, SWEEP_SLICE_HASHES)):
             for block_hash, mask in stride:
                 if mask & gone:
                     rest = mask & keep
@@ -142,13 +142,13 @@ class MaskTable:
             yield None
         self._is_walked = False
         while unheld:
-            for block_hash in unheld[-STRIDE:]:
+            for block_hash in unheld[-SWEEP_SLICE_HASHES:]:
                 if masks.get(block_hash) == 0:
                     del masks[block_hash]
-            del unheld[-STRIDE:]
+            del unheld[-SWEEP_SLICE_HASHES:]
             yield None
         while young:
-            for _ in range(min(STRIDE, len(young))):
+            for _ in range(min(SWEEP_SLICE_HASHES, len(young))):
                 block_hash, mask = young.popitem()
                 masks[block_hash] = mask
             yield None
@@ -158,13 +158,13 @@ class MaskTable:
             masks.clear()  # lets go of what it had grown to
 
 
-class Holders:
+class HolderTables:
     """All tables of a view, and the bits in them. A view and its staging views share one.
 
     Attributes:
-        tiers: by tier, who holds a block there in full attention, at any site.
-        away: by tier, who of these does not hold it at the site that it uses most.
-        further: who holds a block at a site that is not the one that it uses most.
+        tiers: by tier, who holds a block there in full attention, at any location.
+        away: by tier, who of these does not hold it at the location that it uses most.
+        further: who holds a block at a location that is not the one that it uses most.
         partial: who holds a block of a group that does not attend to a whole prefix.
         is_swept: nothing of a retired bit is left.
     """
@@ -174,38 +174,40 @@ class Holders:
     def __init__(self) -> None:
         self.tiers = tuple(MaskTable() for _ in Tier)
         self.away = tuple(MaskTable() for _ in Tier)
-        self.further: dict[Site, MaskTable] = {}
-        self.partial: dict[Site, MaskTable] = {}
+        self.further: dict[BlockLocation, MaskTable] = {}
+        self.partial: dict[BlockLocation, MaskTable] = {}
         self._used = 0
         self._retired = 0
         self._sweep: Iterator[None] = iter(())
         self.is_swept = True
 
-    def open_site(self, tables: dict[Site, MaskTable], used: dict[Site, MaskTable], site: Site) -> MaskTable:
-        """The table of a site; ``used`` are a rank's own of ``tables``, which are all."""
-        if site not in used:
-            used[site] = table = tables.setdefault(site, MaskTable())
+    def open_site(
+        self, tables: dict[BlockLocation, MaskTable], used: dict[BlockLocation, MaskTable], location: BlockLocation
+    ) -> MaskTable:
+        """The table of a location; ``used`` are a rank's own of ``tables``, which are all."""
+        if location not in used:
+            used[location] = table = tables.setdefault(location, MaskTable())
             table.num_users += 1
-        return used[site]
+        return used[location]
 
-    def close_sites(self, tables: dict[Site, MaskTable], used: dict[Site, MaskTable]) -> None:
-        """A rank holds nothing at its sites any more. A site that nobody uses goes, at once or with a sweep's end."""
-        for site, table in used.items():
+    def close_sites(self, tables: dict[BlockLocation, MaskTable], used: dict[BlockLocation, MaskTable]) -> None:
+        """A rank holds nothing at its sites any more. A location that nobody uses goes, at once or with a sweep's end."""
+        for location, table in used.items():
             table.num_users -= 1
-            _drop_unused(tables, site)
+            _drop_unused(tables, location)
         used.clear()
 
-    def new_bit(self) -> int:
+    def allocate_bit(self) -> int:
         """The lowest bit that is nowhere in use: narrow masks are short."""
         bit = ~self._used & (self._used + 1)
         self._used |= bit
         return bit
 
-    def give_back(self, bit: int) -> None:
+    def release_bit(self, bit: int) -> None:
         """``bit`` was given out, and is in no mask."""
         self._used ^= bit
 
-    def retire(self, bit: int) -> None:
+    def retire_bit(self, bit: int) -> None:
         """Nobody asks for ``bit`` any more: let it be swept out."""
         self._retired |= bit
         if self.is_swept:
@@ -213,7 +215,7 @@ class Holders:
             self._sweep = self._sweeping()
 
     def sweep(self, num_strides: int) -> None:
-        """Go on sweeping for so many strides, or to the end."""
+        """Go on sweep_bits for so many strides, or to the end."""
         for _ in islice(self._sweep, num_strides):
             pass
 
@@ -221,15 +223,15 @@ class Holders:
         while self._retired:
             gone, self._retired = self._retired, 0
             for table in (*self.tiers, *self.away, *self.further.values(), *self.partial.values()):
-                yield from table.sweeping(gone)
+                yield from table.sweep_bits(gone)
             self._used &= ~gone
             for tables in (self.further, self.partial):
-                for site in tuple(tables):
-                    _drop_unused(tables, site)
+                for location in tuple(tables):
+                    _drop_unused(tables, location)
         self.is_swept = True
 
 
-def _drop_unused(tables: dict[Site, MaskTable], site: Site) -> None:
-    table = tables[site]
+def _drop_unused(tables: dict[BlockLocation, MaskTable], location: BlockLocation) -> None:
+    table = tables[location]
     if not table.num_users and table.is_empty:
-        del tables[site]
+        del tables[location]

@@ -7,22 +7,22 @@ from enum import StrEnum
 
 import msgspec
 
-from scheduler_components.kv_events import EPOCH_BYTES, Request, Verb
+from scheduler_components.kv_events import EPOCH_BYTES, ReplayRequest, ReplayVerb
 
 __all__ = [
-    "STATE_CHANGES",
+    "STATE_TRANSITIONS",
     "Apply",
     "ApplyStaged",
-    "AskReplay",
-    "BeginStaging",
+    "SendReplayRequest",
+    "StartStaging",
     "Clear",
     "CursorCounters",
-    "DropStaging",
+    "AbortStaging",
     "Instruction",
     "RetryLater",
     "StreamState",
-    "SwapInStaged",
-    "token_of",
+    "CommitStaging",
+    "request_token",
 ]
 
 
@@ -50,7 +50,7 @@ class StreamState(StrEnum):
 _CONNECTED = frozenset({StreamState.SYNCING, StreamState.LIVE, StreamState.RECOVERING, StreamState.PARTIAL})
 _NO_CONNECTION = frozenset({StreamState.CONNECTING, StreamState.DEAD})
 
-STATE_CHANGES: dict[StreamState, frozenset[StreamState]] = {
+STATE_TRANSITIONS: dict[StreamState, frozenset[StreamState]] = {
     StreamState.CONNECTING: frozenset(
         {StreamState.SYNCING, StreamState.RECOVERING, StreamState.PARTIAL, StreamState.DEAD}
     ),
@@ -60,7 +60,7 @@ STATE_CHANGES: dict[StreamState, frozenset[StreamState]] = {
 """Each state to those that may follow on it. A new connection is never ``LIVE`` at once: the proof comes first."""
 
 
-class AskReplay(msgspec.Struct, frozen=True, gc=False):
+class SendReplayRequest(msgspec.Struct, frozen=True, gc=False):
     """Ask the replay channel. Answers are handed back under the number ``ask``.
 
     It replaces any question that is still open. Use one connection per question, so that a late answer to an older
@@ -75,48 +75,48 @@ class AskReplay(msgspec.Struct, frozen=True, gc=False):
 
     ask: int
     start: int
-    verb: Verb | None = None
+    verb: ReplayVerb | None = None
     epoch: bytes = bytes(EPOCH_BYTES)
 
     @property
-    def request(self) -> Request:
+    def request(self) -> ReplayRequest:
         """The question as it goes on the wire."""
-        return Request(self.start, self.verb, token_of(self.ask), self.epoch)
+        return ReplayRequest(self.start, self.verb, request_token(self.ask), self.epoch)
 
 
-def token_of(ask: int) -> bytes:
+def request_token(ask: int) -> bytes:
     """The token by which an extended answer names its question."""
     return ask.to_bytes(8, "big")
 
 
 class Apply(msgspec.Struct, frozen=True, gc=False):
-    """Apply one batch to the view, then report back with ``cleared()`` or ``damaged()`` where that is so."""
+    """Apply one batch to the view, then report back with ``on_cleared()`` or ``on_damaged()`` where that is so."""
 
     seq: int
     payload: bytes
     replayed: bool
 
 
-class BeginStaging(msgspec.Struct, frozen=True, gc=False):
+class StartStaging(msgspec.Struct, frozen=True, gc=False):
     """A snapshot begins: make an empty staging view of this stream. The present view stays until it is replaced."""
 
 
 class ApplyStaged(msgspec.Struct, frozen=True, gc=False):
     """Apply one payload to the staging view, then report back as for ``Apply``.
 
-    ``is_base`` marks a chunk of the folded base; ``seq`` is then the last batch that the base covers.
+    ``is_snapshot_chunk`` marks a chunk of the folded base; ``seq`` is then the last batch that the base covers.
     """
 
     seq: int
     payload: bytes
-    is_base: bool
+    is_snapshot_chunk: bool
 
 
-class SwapInStaged(msgspec.Struct, frozen=True, gc=False):
+class CommitStaging(msgspec.Struct, frozen=True, gc=False):
     """The staging view is whole: it replaces the present one at once."""
 
 
-class DropStaging(msgspec.Struct, frozen=True, gc=False):
+class AbortStaging(msgspec.Struct, frozen=True, gc=False):
     """The snapshot cannot be used: forget the staging view."""
 
 
@@ -127,12 +127,12 @@ class Clear(msgspec.Struct, frozen=True, gc=False):
 
 
 class RetryLater(msgspec.Struct, frozen=True, gc=False):
-    """Call ``retry()`` after a pause that grows with ``failures``, the unanswered questions in a row."""
+    """Call ``on_retry_due()`` after a pause that grows with ``failures``, the unanswered questions in a row."""
 
     failures: int
 
 
-Instruction = AskReplay | Apply | BeginStaging | ApplyStaged | SwapInStaged | DropStaging | Clear | RetryLater
+Instruction = SendReplayRequest | Apply | StartStaging | ApplyStaged | CommitStaging | AbortStaging | Clear | RetryLater
 
 
 @dataclass(slots=True)
@@ -146,9 +146,9 @@ class CursorCounters:
         gaps: times that a live batch did not follow on the one before.
         losses: times that the stream became ``PARTIAL``.
         restarts: times that the stream turned out to be another life of its publisher.
-        asks, unanswered: replay questions, and those whose answer did not come to its end in time.
-        cut: extended answers that could not be used to their end: cut by the publisher, with a hole, or never ended.
-        stale_answers: messages of an answer that nobody waits for any more.
+        replays_asked, replays_unanswered: replay requests, and those whose answer did not come to its end in time.
+        replays_cut: extended answers that could not be used to their end: cut by the publisher, with a hole, or never ended.
+        stale_replays: messages of an answer that nobody waits for any more.
         verified: times that the publisher's digest agreed.
         splices: times that it did not agree: what was applied is not what the publisher sent.
         snapshots: staging views that replaced the present one.
@@ -160,10 +160,10 @@ class CursorCounters:
     gaps: int = 0
     losses: int = 0
     restarts: int = 0
-    asks: int = 0
-    unanswered: int = 0
-    cut: int = 0
-    stale_answers: int = 0
+    replays_asked: int = 0
+    replays_unanswered: int = 0
+    replays_cut: int = 0
+    stale_replays: int = 0
     verified: int = 0
     snapshots: int = 0
     splices: int = 0

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields
 from itertools import compress, islice
 
-from observability.kv_stream.holders import STRIDE, Holders, MaskTable
+from observability.kv_stream.holders import SWEEP_SLICE_HASHES, HolderTables, MaskTable
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import FULL_ATTENTION_KINDS, REMOTE, Site, site_of
-from scheduler_components.kv_events import Tier, tier_of
+from scheduler_components.events import FULL_ATTENTION_KINDS, REMOTE, BlockLocation, block_location
+from scheduler_components.kv_events import Tier, medium_tier
 
 __all__ = ["BlockView", "CountingView", "RankSet", "ViewCounters"]
 
 
 # What counts for whom.
 #
-# A block is a hash at a site: medium, KV-cache group, remote or here, and which of several tiers there owns it. Two
-# events of one site speak of the same blocks; of two sites, never. What is remote is not this rank's, and is left out.
+# A block is a hash at a location: medium, KV-cache group, remote or here, and which of several tiers there owns it. Two
+# events of one location speak of the same blocks; of two sites, never. What is remote is not this rank's, and is left out.
 #
 # A hybrid model has several groups of layers. A router asks how long a prefix can be used, so it asks for the groups
 # that attend to all of it; a sliding window holds the end of a prefix alone, and would answer with holes. An event says
@@ -26,11 +26,11 @@ __all__ = ["BlockView", "CountingView", "RankSet", "ViewCounters"]
 # said, as in the publisher's base.
 #
 # Who holds a block is kept as masks of bits (``holders.py``), with no set per rank. One table per tier answers for all
-# sites there. Nearly always a rank has one site on a tier, its main one, and is looked up in that table alone. Only of
+# sites there. Nearly always a rank has one location on a tier, its main one, and is looked up in that table alone. Only of
 # further sites, and of groups that do not attend to all, is it written down where a block is.
 
 _SiteKey = str | None | tuple[str | None, ...]
-"""What an event says of its site: its medium alone where it says no more, for a tuple takes longer to look up."""
+"""What an event says of its location: its medium alone where it says no more, for a tuple takes longer to look up."""
 
 _MOST_EARLY = 256
 """Blocks that are remembered one by one, so that a clear of a few takes out these few, and no bit is retired."""
@@ -129,16 +129,16 @@ class _OnTier:
     """What one rank holds on one tier.
 
     Attributes:
-        table, away: the tier's tables of ``Holders``.
-        main: the site that was stored to first; its blocks are in ``table``, and those in ``away`` are not its.
+        table, away: the tier's tables of ``HolderTables``.
+        main: the location that was stored to first; its blocks are in ``table``, and those in ``away`` are not its.
         further: its other sites. What is there is in ``table`` too.
         num_blocks: hashes in ``table``.
     """
 
     table: MaskTable
     away: MaskTable
-    main: Site | None = None
-    further: dict[Site, MaskTable] = field(default_factory=dict)
+    main: BlockLocation | None = None
+    further: dict[BlockLocation, MaskTable] = field(default_factory=dict)
     num_blocks: int = 0
 
     def is_at_main(self, bit: int, block_hash: int) -> bool:
@@ -153,10 +153,10 @@ class _OnTier:
 
 @dataclass(slots=True)
 class _Place:
-    """Where blocks go. ``own`` is the table of a further site or of a partial group; None at the main site."""
+    """Where blocks go. ``own`` is the table of a further location or of a partial group; None at the main location."""
 
     tier: _OnTier
-    site: Site
+    location: BlockLocation
     own: MaskTable | None = None
     is_partial: bool = False
 
@@ -168,14 +168,14 @@ class _RankBlocks:
     Attributes:
         bit: its own in every mask, until it is cleared.
         tiers: by tier, the blocks in full attention.
-        partial: by site, the tables of groups that do not attend to a whole prefix.
+        partial: by location, the tables of groups that do not attend to a whole prefix.
         opened: saves each event the search for its place.
         early: the hashes stored since the rank began; None when they are too many.
     """
 
     bit: int
     tiers: tuple[_OnTier, ...]
-    partial: dict[Site, MaskTable] = field(default_factory=dict)
+    partial: dict[BlockLocation, MaskTable] = field(default_factory=dict)
     opened: dict[_SiteKey, _Place] = field(default_factory=dict)
     early: list[int] | None = field(default_factory=list)
     counters: ViewCounters = field(default_factory=ViewCounters)
@@ -186,16 +186,16 @@ class _RankBlocks:
             yield from tier.further.values()
         yield from self.partial.values()
 
-    def by_site(self) -> Iterator[tuple[Site, str | None, Iterator[int]]]:
-        """Each site, what it attends to in an event's words, and the hashes there; costs a walk over the tables."""
+    def by_site(self) -> Iterator[tuple[BlockLocation, str | None, Iterator[int]]]:
+        """Each location, what it attends to in an event's words, and the hashes there; costs a walk over the tables."""
         bit = self.bit
         for tier in self.tiers:
             if tier.main is not None:
                 yield tier.main, None, tier.at_main(bit)
-            for site, table in tier.further.items():
-                yield site, None, table.holding(bit)
-        for site, table in self.partial.items():
-            yield site, _PARTIAL_KIND, table.holding(bit)
+            for location, table in tier.further.items():
+                yield location, None, table.holding(bit)
+        for location, table in self.partial.items():
+            yield location, _PARTIAL_KIND, table.holding(bit)
 
 
 @dataclass(slots=True)
@@ -216,7 +216,7 @@ class BlockView:
 
     Each tier keeps one map of hash to a bit mask of ranks, which answers "who holds this?" with one lookup. Hashes are
     signed 64-bit integers, as decoded events have them. A rank is any integer that its caller uses for one stream;
-    streams of several workers need distinct ones. Blocks are keyed by hash and site: to store a block twice is to store
+    streams of several workers need distinct ones. Blocks are keyed by hash and location: to store a block twice is to store
     it once.
 
     A clear costs the same whatever the rank holds. What it leaves behind is never seen again, and is swept out of
@@ -228,7 +228,7 @@ class BlockView:
     __slots__ = ("_holders", "_live", "_prepared", "_rank_at", "_rank_of_bit", "_ranks")
 
     def __init__(self) -> None:
-        self._holders = Holders()
+        self._holders = HolderTables()
         self._ranks: dict[int, _RankBlocks] = {}
         self._live = 0
         self._rank_at: tuple[int, ...] | None = None  # with the next, made anew when a bit has changed
@@ -278,50 +278,50 @@ class BlockView:
 
     def _open_place(self, blocks: _RankBlocks, event: BlockStored | BlockRemoved, key: _SiteKey) -> _Place | None:
         """Where an event's blocks go; None, and counted, where there is nothing to change."""
-        tier_number, counters = tier_of(event.medium), blocks.counters
+        tier_number, counters = medium_tier(event.medium), blocks.counters
         if event.locality == REMOTE:
             counters.remote_events += 1
             return None
         if tier_number is None:
             counters.unknown_media += 1
             return None
-        tier, site = blocks.tiers[tier_number], _site_of(event)
+        tier, location = blocks.tiers[tier_number], _site_of(event)
         if isinstance(event, BlockStored):
             if event.kv_cache_spec_kind in FULL_ATTENTION_KINDS:
-                own, is_partial = self._open_site(blocks, tier, site), False
+                own, is_partial = self._open_site(blocks, tier, location), False
             else:
-                own, is_partial = self._holders.open_site(self._holders.partial, blocks.partial, site), True
-            place = _Place(tier, site, own, is_partial)
-        elif site == tier.main or site in tier.further:
-            place = _Place(tier, site, tier.further.get(site))
+                own, is_partial = self._holders.open_site(self._holders.partial, blocks.partial, location), True
+            place = _Place(tier, location, own, is_partial)
+        elif location == tier.main or location in tier.further:
+            place = _Place(tier, location, tier.further.get(location))
         else:
-            return _Place(tier, site, MaskTable())  # nothing is there; it may be stored later
+            return _Place(tier, location, MaskTable())  # nothing is there; it may be stored later
         blocks.opened[key] = place
         return place
 
-    def _open_site(self, blocks: _RankBlocks, tier: _OnTier, site: Site) -> MaskTable | None:
-        """The table of a site in full attention; None for the main one, which a rank without blocks chooses anew."""
+    def _open_site(self, blocks: _RankBlocks, tier: _OnTier, location: BlockLocation) -> MaskTable | None:
+        """The table of a location in full attention; None for the main one, which a rank without blocks chooses anew."""
         if not tier.num_blocks:
-            tier.main = site
+            tier.main = location
             self._holders.close_sites(self._holders.further, tier.further)
             blocks.opened.clear()
-        return None if site == tier.main else self._holders.open_site(self._holders.further, tier.further, site)
+        return None if location == tier.main else self._holders.open_site(self._holders.further, tier.further, location)
 
-    def new_staging(self) -> BlockView:
+    def create_staging(self) -> BlockView:
         """An empty view of the same kind, for a snapshot that is to replace this one's blocks.
 
         It uses this view's tables, so that to ``replace`` by it costs nothing. One that is not used any more is given
-        to ``forget``.
+        to ``discard_staging``.
         """
         staging = type(self)()
         staging._holders = self._holders
         return staging
 
-    def forget(self, staging: BlockView) -> None:
+    def discard_staging(self, staging: BlockView) -> None:
         """Let go of what a staging view holds; it is empty then."""
         for rank, blocks in staging._ranks.items():
             staging._empty(rank)
-            staging._holders.give_back(blocks.bit)
+            staging._holders.release_bit(blocks.bit)
         staging._ranks.clear()
         staging._live, staging._rank_at = 0, None
 
@@ -334,10 +334,10 @@ class BlockView:
     def _empty(self, rank: int) -> None:
         blocks, holders = self._ranks[rank], self._holders
         if blocks.early is None:
-            bit, blocks.bit = blocks.bit, holders.new_bit()
+            bit, blocks.bit = blocks.bit, holders.allocate_bit()
             self._live ^= bit | blocks.bit
             self._rank_at = None
-            holders.retire(bit)
+            holders.retire_bit(bit)
             holders.sweep(_STRIDES_AT_ONCE)
         elif blocks.early:
             for table in (*holders.tiers, *holders.away, *blocks.own_tables()):
@@ -363,7 +363,7 @@ class BlockView:
         self._holders.sweep(_STRIDES_AT_ONCE)
         return not self._holders.is_swept
 
-    def preparing(self, rank: int, other: BlockView) -> Iterator[None]:
+    def prepare_replace(self, rank: int, other: BlockView) -> Iterator[None]:
         """Do beforehand, in slices, what makes a ``replace`` with these arguments long.
 
         That is nothing where ``other`` is a staging view of this one. Another view is copied, and must not change until
@@ -372,7 +372,7 @@ class BlockView:
         self._forget_prepared()
         if other._holders is self._holders:
             return
-        self._prepared = prepared = _Prepared(rank, other, self.new_staging())
+        self._prepared = prepared = _Prepared(rank, other, self.create_staging())
         known = other._ranks.get(rank)
         if known is not None:
             fresh = prepared.staging._add_rank(rank)
@@ -391,7 +391,7 @@ class BlockView:
         if other._holders is not self._holders:
             prepared = self._prepared
             if prepared is None or not prepared.is_of(rank, other):
-                for _ in self.preparing(rank, other):
+                for _ in self.prepare_replace(rank, other):
                     pass
                 prepared = self._prepared
             assert prepared is not None
@@ -404,18 +404,18 @@ class BlockView:
             self._live ^= blocks.bit | fresh.bit
             other._live ^= fresh.bit
             self._rank_at = other._rank_at = None
-            self._holders.give_back(blocks.bit)
+            self._holders.release_bit(blocks.bit)
             self._ranks[rank] = fresh
 
     def _forget_prepared(self) -> None:
         if self._prepared is not None:
-            self.forget(self._prepared.staging)
+            self.discard_staging(self._prepared.staging)
             self._prepared = None
 
     def _add_rank(self, rank: int) -> _RankBlocks:
         holders = self._holders
         tiers = tuple(_OnTier(*tables) for tables in zip(holders.tiers, holders.away, strict=True))
-        blocks = self._ranks[rank] = _RankBlocks(holders.new_bit(), tiers)
+        blocks = self._ranks[rank] = _RankBlocks(holders.allocate_bit(), tiers)
         self._live |= blocks.bit
         self._rank_at = None
         return blocks
@@ -427,7 +427,7 @@ class BlockView:
         """Every rank that was ever applied or cleared, in the order of its first event."""
         return tuple(self._ranks)
 
-    def deepest_prefix(
+    def match_lengths(
         self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
     ) -> dict[int, int]:
         """How many of a prompt's leading blocks each rank holds on ``tier``.
@@ -464,12 +464,12 @@ class BlockView:
             _note_depth(alive, rank_at, depth, depths)
         return depths
 
-    def deepest_holders(
+    def best_ranks(
         self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
     ) -> tuple[int, RankSet]:
         """How many of a prompt's leading blocks the best ranks hold on ``tier``, and which these are.
 
-        The arguments are those of ``deepest_prefix``, of whose answer this is the maximum; it costs little more than
+        The arguments are those of ``match_lengths``, of whose answer this is the maximum; it costs little more than
         looking up the hashes, however many ranks there are. The set stays as it is when the view changes.
 
         Returns:
@@ -505,8 +505,8 @@ class BlockView:
         own = [
             table.lookup
             for tables in (self._holders.further, self._holders.partial)
-            for site, table in tables.items()
-            if site[1] == group_idx and tier_of(site[0]) == tier
+            for location, table in tables.items()
+            if location[1] == group_idx and medium_tier(location[0]) == tier
         ]
         at_main = 0
         for blocks in self._ranks.values():
@@ -544,10 +544,10 @@ class BlockView:
             return frozenset(known.tiers[tier].table.holding(known.bit))
         by_site = self.blocks_by_site(rank).items()
         return frozenset().union(
-            *(hashes for site, hashes in by_site if site[1] == group_idx and tier_of(site[0]) == tier)
+            *(hashes for location, hashes in by_site if location[1] == group_idx and medium_tier(location[0]) == tier)
         )
 
-    def blocks_by_site(self, rank: int) -> dict[Site, Set[int]]:
+    def blocks_by_site(self, rank: int) -> dict[BlockLocation, Set[int]]:
         """A copy of all that a rank holds, by medium, group, locality and owner; partial groups included.
 
         It costs a walk over the blocks of all ranks.
@@ -555,10 +555,10 @@ class BlockView:
         known = self._ranks.get(rank)
         if known is None:
             return {}
-        held: dict[Site, set[int]] = {}
-        for site, _, hashes in known.by_site():
-            held.setdefault(site, set()).update(hashes)
-        return {site: hashes for site, hashes in held.items() if hashes}
+        held: dict[BlockLocation, set[int]] = {}
+        for location, _, hashes in known.by_site():
+            held.setdefault(location, set()).update(hashes)
+        return {location: hashes for location, hashes in held.items() if hashes}
 
     def block_count(self, rank: int) -> int:
         """How many blocks a rank holds in full attention, over all tiers; costs nothing."""
@@ -582,7 +582,7 @@ class CountingView(BlockView):
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 counters.clears += 1
-            elif tier_of(event.medium) is None:  # type: ignore[attr-defined]
+            elif medium_tier(event.medium) is None:  # type: ignore[attr-defined]
                 counters.unknown_media += 1
             elif isinstance(event, BlockStored):
                 counters.stored_blocks += len(event.block_hashes)
@@ -590,8 +590,8 @@ class CountingView(BlockView):
                 counters.removed_blocks += len(event.block_hashes)
 
 
-def _site_of(event: BlockStored | BlockRemoved) -> Site:
-    return site_of(event.medium, event.group_idx, event.locality, event.ownership)
+def _site_of(event: BlockStored | BlockRemoved) -> BlockLocation:
+    return block_location(event.medium, event.group_idx, event.locality, event.ownership)
 
 
 def _store(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -> None:
@@ -617,15 +617,15 @@ def _store_at_sites(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -
 
 def _store_partial(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -> int:
     """Store blocks of a group that does not attend to a whole prefix; it may have been said to before."""
-    tier, site = place.tier, place.site
-    if site == tier.main or site in tier.further:
-        _remove(blocks, _Place(tier, site, tier.further.get(site)), hashes)
+    tier, location = place.tier, place.location
+    if location == tier.main or location in tier.further:
+        _remove(blocks, _Place(tier, location, tier.further.get(location)), hashes)
     assert place.own is not None
     return place.own.add(blocks.bit, hashes)
 
 
 def _store_at_site(bit: int, place: _Place, block_hash: int) -> int:
-    """Store a block of a rank with several sites on a tier; 1 if it was not at this site."""
+    """Store a block of a rank with several sites on a tier; 1 if it was not at this location."""
     tier, one = place.tier, (block_hash,)
     if place.own is not None and not place.own.add(bit, one):
         return 0
@@ -649,7 +649,7 @@ def _remove(blocks: _RankBlocks, place: _Place, hashes: Sequence[int]) -> int:
 
 
 def _remove_at_site(bit: int, place: _Place, block_hash: int) -> int:
-    """Remove a block of a rank with several sites on a tier; 1 if it was at this site."""
+    """Remove a block of a rank with several sites on a tier; 1 if it was at this location."""
     tier, one = place.tier, (block_hash,)
     if place.own is None:
         if not tier.is_at_main(bit, block_hash):
@@ -665,16 +665,16 @@ def _remove_at_site(bit: int, place: _Place, block_hash: int) -> int:
 
 
 def _drop_partial(blocks: _RankBlocks, event: BlockStored | BlockRemoved) -> int:
-    """Take what an event speaks of out of its site's partial group; says how many blocks were in it."""
+    """Take what an event speaks of out of its location's partial group; says how many blocks were in it."""
     table = blocks.partial.get(_site_of(event))
     return table.drop(blocks.bit, event.block_hashes) if table else 0
 
 
 def _stored_in(blocks: _RankBlocks) -> Iterator[BlockStored]:
     """Events that store what a rank holds."""
-    for site, kind, held in blocks.by_site():
-        medium, group_idx, locality, ownership = site
-        while hashes := tuple(islice(held, STRIDE)):
+    for location, kind, held in blocks.by_site():
+        medium, group_idx, locality, ownership = location
+        while hashes := tuple(islice(held, SWEEP_SLICE_HASHES)):
             yield BlockStored(
                 hashes, None, (), 1, None, medium, group_idx=group_idx, locality=locality, ownership=ownership,
                 kv_cache_spec_kind=kind,

@@ -15,7 +15,7 @@ from observability.kv_stream.follower import FollowPolicy, StreamListener, Strea
 from observability.kv_stream.view import RankSet
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from scheduler_components.events import Tier
-from scheduler_components.kv_events import ClientKeys, StreamAddress
+from scheduler_components.kv_events import CurveClientKeys, StreamAddress
 
 __all__ = ["AsyncSubscriber", "open_async_subscriber"]
 
@@ -91,17 +91,17 @@ class AsyncSubscriber:
         """A copy of the hashes that ``rank`` holds on ``tier``; see ``BlockView.blocks``."""
         return self._subscriber.blocks(rank, tier, group_idx=group_idx)
 
-    def deepest_prefix(
+    def match_lengths(
         self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
     ) -> dict[int, int]:
-        """How many of a prompt's leading blocks each rank holds; see ``BlockView.deepest_prefix``."""
-        return self._subscriber.deepest_prefix(hashes, tier, group_idx=group_idx)
+        """How many of a prompt's leading blocks each rank holds; see ``BlockView.match_lengths``."""
+        return self._subscriber.match_lengths(hashes, tier, group_idx=group_idx)
 
-    def deepest_holders(
+    def best_ranks(
         self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
     ) -> tuple[int, RankSet]:
-        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.deepest_holders``."""
-        return self._subscriber.deepest_holders(hashes, tier, group_idx=group_idx)
+        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.best_ranks``."""
+        return self._subscriber.best_ranks(hashes, tier, group_idx=group_idx)
 
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier``."""
@@ -153,7 +153,7 @@ async def open_async_subscriber(
     *,
     policy: FollowPolicy | None = None,
     listener: StreamListener | None = None,
-    keys: ClientKeys | None = None,
+    keys: CurveClientKeys | None = None,
 ) -> AsyncIterator[AsyncSubscriber]:
     """Follow streams until the block is left; the parameters are those of ``open_subscriber``.
 

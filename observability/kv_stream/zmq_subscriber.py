@@ -25,28 +25,28 @@ from observability.kv_stream.follower import (
     MAX_STREAMS,
     BatchApplier,
     FollowPolicy,
-    FrameReader,
-    NullListener,
+    FrameParser,
+    NullStreamListener,
     PayloadDecoder,
     StreamFollower,
     StreamListener,
     StreamPosition,
     StreamStats,
 )
-from observability.kv_stream.instructions import AskReplay
+from observability.kv_stream.instructions import SendReplayRequest
 from observability.kv_stream.view import BlockView, RankSet
 from scheduler_components import ConfigError
 from scheduler_components.events import Tier
 from scheduler_components.kv_events import (
     MAX_PAYLOAD_BYTES,
     BatchDecoder,
-    ClientKeys,
+    CurveClientKeys,
     Endpoint,
     StreamAddress,
-    apply_client_keys,
+    apply_curve_client_keys,
 )
 
-__all__ = ["QueryLock", "Subscriber", "open_subscriber", "wait_together"]
+__all__ = ["FairRLock", "Subscriber", "open_subscriber", "wait_any"]
 
 Socket = zmq.Socket[bytes]
 
@@ -79,11 +79,11 @@ _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
 
 
 @attrs.frozen
-class Dialer:
+class SocketFactory:
     """Opens a subscriber's sockets: in its own context, with its keys where the publishers ask for some."""
 
     context: zmq.Context[Socket]
-    keys: ClientKeys | None = None
+    keys: CurveClientKeys | None = None
 
     def open(self, kind: int, endpoint: Endpoint) -> Socket:
         """A socket that is ready to connect to ``endpoint``."""
@@ -96,7 +96,7 @@ class Dialer:
         if endpoint.is_ipv6:
             socket.setsockopt(zmq.IPV6, 1)
         if self.keys is not None:
-            apply_client_keys(socket, self.keys)
+            apply_curve_client_keys(socket, self.keys)
         return socket
 
 
@@ -106,25 +106,25 @@ class ZmqReplayChannel:
     Reads both answer framings: the last two frames are sequence and payload in either.
     """
 
-    __slots__ = ("_ask", "_dialer", "_endpoint", "socket")
+    __slots__ = ("_ask", "_socket_factory", "_endpoint", "socket")
 
-    def __init__(self, dialer: Dialer, endpoint: Endpoint | None) -> None:
-        self._dialer = dialer
+    def __init__(self, socket_factory: SocketFactory, endpoint: Endpoint | None) -> None:
+        self._socket_factory = socket_factory
         self._endpoint = endpoint
         self._ask = 0
         self.socket: Socket | None = None
 
-    def ask(self, question: AskReplay) -> None:
+    def send(self, question: SendReplayRequest) -> None:
         """Send the question; see ``ReplayChannel``."""
-        self.drop()
+        self.cancel()
         if self._endpoint is None:
             return
         self._ask = question.ask
-        self.socket = self._dialer.open(zmq.DEALER, self._endpoint)
+        self.socket = self._socket_factory.open(zmq.DEALER, self._endpoint)
         self.socket.connect(str(self._endpoint))
         self.socket.send_multipart((b"", question.request.encode()))
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Close the open question's connection, if any."""
         if self.socket is not None:
             self.socket.close(linger=0)
@@ -140,10 +140,10 @@ class ZmqReplayChannel:
             return None
 
 
-class QueryLock:
+class FairRLock:
     """A lock between the thread that polls and those that ask: who asks is let in before the next message.
 
-    The polling thread holds it while it reads a slice of messages, and calls ``let_in`` between two of them. Without
+    The polling thread holds it while it reads a slice of messages, and calls ``yield_to_waiters`` between two of them. Without
     that a slice would be one wait for everybody: who merely unlocks and locks again gets the lock back itself.
 
     Its holder may take it again, so that a listener, which is called under it, may ask too.
@@ -174,11 +174,11 @@ class QueryLock:
             self._lock.release()
 
     @property
-    def is_wanted(self) -> bool:
+    def has_waiters(self) -> bool:
         """True while another thread waits."""
         return self._turn.locked()
 
-    def let_in(self) -> None:
+    def yield_to_waiters(self) -> None:
         """Let somebody in who waits, and go on after them; for the thread that has entered once."""
         if self._turn.locked():
             self.__exit__(None, None, None)
@@ -189,7 +189,7 @@ class ZmqStream:
     """One stream's sockets and follower. Opened, used and closed on one thread.
 
     Args:
-        dialer: opens the sockets.
+        socket_factory: opens the sockets.
         address: where the stream is.
         follower: is told what comes; its channel is ``channel``.
         channel: the replay side.
@@ -197,7 +197,7 @@ class ZmqStream:
     """
 
     __slots__ = (
-        "_dialer",
+        "_socket_factory",
         "_is_connected",
         "_lock",
         "_monitor",
@@ -213,18 +213,18 @@ class ZmqStream:
 
     def __init__(
         self,
-        dialer: Dialer,
+        socket_factory: SocketFactory,
         address: StreamAddress,
         follower: StreamFollower,
         channel: ZmqReplayChannel,
-        lock: QueryLock,
+        lock: FairRLock,
     ) -> None:
         self.address = address
         self.follower = follower
         self.channel = channel
-        self.frames = FrameReader(address.topic.encode())
+        self.frames = FrameParser(address.topic.encode())
         self.disconnects = 0
-        self._dialer = dialer
+        self._socket_factory = socket_factory
         self._lock = lock
         self._is_connected = False
         self._sub: Socket | None = None
@@ -233,10 +233,10 @@ class ZmqStream:
         self._reopen_pause_s = _FIRST_REOPEN_S
 
     def open(self) -> None:
-        """Dialer the live channel. Returns at once; the connection comes when it comes."""
+        """SocketFactory the live channel. Returns at once; the connection comes when it comes."""
         endpoint = self.address.events
         self._reopen_at_s = math.inf
-        self._sub = self._dialer.open(zmq.SUB, endpoint)
+        self._sub = self._socket_factory.open(zmq.SUB, endpoint)
         self._sub.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self._sub.setsockopt_string(zmq.SUBSCRIBE, self.address.topic)
         self._monitor = self._sub.get_monitor_socket(_WATCHED)
@@ -244,7 +244,7 @@ class ZmqStream:
 
     def close(self) -> None:
         """Close every socket; safe to call twice."""
-        self.channel.drop()
+        self.channel.cancel()
         self._close_live()
 
     def _close_live(self) -> None:
@@ -265,7 +265,7 @@ class ZmqStream:
     def sockets(self) -> list[Socket]:
         """What to poll for input now; the SUB is left alone while its batches could not be used."""
         sockets = [socket for socket in (self._monitor, self.channel.socket) if socket is not None]
-        if self._sub is not None and self.follower.cursor.listening:
+        if self._sub is not None and self.follower.cursor.is_accepting_live:
             sockets.append(self._sub)
         return sockets
 
@@ -290,7 +290,7 @@ class ZmqStream:
             if event & _FAILED:
                 return True
             self._is_connected = True
-            self.follower.connected(now_s)
+            self.follower.on_connected(now_s)
         return False
 
     def _reopen_later(self, now_s: float) -> None:
@@ -298,41 +298,41 @@ class ZmqStream:
         if self._is_connected:
             self._is_connected = False
             self.disconnects += 1
-            self.follower.disconnected(now_s)
+            self.follower.on_disconnected(now_s)
         self._reopen_at_s = now_s + self._reopen_pause_s
         self._reopen_pause_s = min(_LAST_REOPEN_S, 2 * self._reopen_pause_s)
 
     def _read_answers(self, now_s: float) -> None:
         for _ in range(_SLICE):
-            self._lock.let_in()
+            self._lock.yield_to_waiters()
             message = self.channel.read()
             if message is None:
                 return
             ask, frames = message
-            frame = self.frames.answer(frames)
+            frame = self.frames.parse_replay(frames)
             if frame is None:
                 continue
             seq, payload = frame
             if seq == _END_SEQ:
-                for _ in self.follower.preparing(payload):
-                    self._lock.let_in()
-                self.frames.bad_frames += not self.follower.answer_marked(ask, payload, now_s)
+                for _ in self.follower.prepare_swap(payload):
+                    self._lock.yield_to_waiters()
+                self.frames.bad_frames += not self.follower.on_replay_marker(ask, payload, now_s)
             else:
-                self.follower.answered(ask, seq, payload, now_s)
+                self.follower.on_replay_batch(ask, seq, payload, now_s)
 
     def _read_live(self, now_s: float, *, limit: int) -> None:
         for _ in range(limit):
-            if self._sub is None or not self.follower.cursor.listening:
+            if self._sub is None or not self.follower.cursor.is_accepting_live:
                 return
-            self._lock.let_in()
+            self._lock.yield_to_waiters()
             try:
                 frames = self._sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            frame = self.frames.live(frames)
+            frame = self.frames.parse_live(frames)
             if frame is not None:
                 self._reopen_pause_s = _FIRST_REOPEN_S
-                self.follower.live(*frame, now_s)
+                self.follower.on_live_batch(*frame, now_s)
 
 
 _SOCKETS_PER_STREAM = 4
@@ -354,7 +354,7 @@ class Subscriber:
         streams: dict[int, ZmqStream],
         view: BlockView,
         context: zmq.Context[zmq.Socket[bytes]],
-        lock: QueryLock,
+        lock: FairRLock,
         clock: Callable[[], float],
     ) -> None:
         self._streams = streams
@@ -380,7 +380,7 @@ class Subscriber:
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Wait up to ``timeout_s`` for input, then apply what has come. True when anything had."""
-        has_input = wait_together((self,), timeout_s)
+        has_input = wait_any((self,), timeout_s)
         self.drain()
         return has_input
 
@@ -412,7 +412,7 @@ class Subscriber:
         """
         cursor = self._streams[rank].follower.cursor
         deadline_s = self._clock() + timeout_s
-        while not (cursor.settled and cursor.last_seq >= seq):
+        while not (cursor.is_settled and cursor.last_seq >= seq):
             left_s = deadline_s - self._clock()
             if left_s <= 0:
                 return False
@@ -424,7 +424,7 @@ class Subscriber:
         with self._lock:
             cursors = {rank: stream.follower.cursor for rank, stream in self._streams.items()}
             return {
-                rank: StreamPosition(rank, cursor.state, cursor.last_seq, cursor.settled)
+                rank: StreamPosition(rank, cursor.state, cursor.last_seq, cursor.is_settled)
                 for rank, cursor in cursors.items()
             }
 
@@ -448,19 +448,19 @@ class Subscriber:
         with self._lock:
             return self._view.blocks(rank, tier, group_idx=group_idx)
 
-    def deepest_prefix(
+    def match_lengths(
         self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
     ) -> dict[int, int]:
-        """How many of a prompt's leading blocks each rank holds; see ``BlockView.deepest_prefix``."""
+        """How many of a prompt's leading blocks each rank holds; see ``BlockView.match_lengths``."""
         with self._lock:
-            return self._view.deepest_prefix(hashes, tier, group_idx=group_idx)
+            return self._view.match_lengths(hashes, tier, group_idx=group_idx)
 
-    def deepest_holders(
+    def best_ranks(
         self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
     ) -> tuple[int, RankSet]:
-        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.deepest_holders``."""
+        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.best_ranks``."""
         with self._lock:
-            return self._view.deepest_holders(hashes, tier, group_idx=group_idx)
+            return self._view.best_ranks(hashes, tier, group_idx=group_idx)
 
     def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
         """The ranks that hold one block on ``tier``."""
@@ -468,7 +468,7 @@ class Subscriber:
             return self._view.ranks_holding(block_hash, tier)
 
 
-def wait_together(subscribers: Sequence[Subscriber], timeout_s: float) -> bool:
+def wait_any(subscribers: Sequence[Subscriber], timeout_s: float) -> bool:
     """Wait up to ``timeout_s`` until any of ``subscribers`` has to be drained; True when there is input.
 
     For one thread that polls several subscribers: it drains each of them then.
@@ -488,18 +488,18 @@ def open_subscriber(
     *,
     policy: FollowPolicy | None = None,
     listener: StreamListener | None = None,
-    keys: ClientKeys | None = None,
+    keys: CurveClientKeys | None = None,
     view: BlockView | None = None,
     new_decoder: Callable[[], PayloadDecoder] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> Subscriber:
-    """Dialer all streams and return their subscriber; use it in a ``with`` block, or close it.
+    """SocketFactory all streams and return their subscriber; use it in a ``with`` block, or close it.
 
     This waits for nothing: a publisher that is not there yet is dialled until it is.
 
     Args:
-        addresses: from ``discover``, or ``bare_address``.
+        addresses: from ``discover``, or ``static_address``.
         policy: how long to wait for what.
         listener: is told of every batch and change of state. It may ask the subscriber; it must not wait for another
             thread that does.
@@ -520,28 +520,28 @@ def open_subscriber(
         raise ConfigError("addresses", ranks, "name a rank twice", "give each stream its own rank")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _SPARE_SOCKETS + _SOCKETS_PER_STREAM * len(wanted))
-    dialer = Dialer(context, keys)
+    socket_factory = SocketFactory(context, keys)
     blocks = BlockView() if view is None else view
     streams: dict[int, ZmqStream] = {}
-    lock = QueryLock()
+    lock = FairRLock()
     subscriber = Subscriber(streams, blocks, context, lock, clock)
     try:
         for address in wanted:
-            channel = ZmqReplayChannel(dialer, address.replay)
+            channel = ZmqReplayChannel(socket_factory, address.replay)
             follower = StreamFollower(
                 cursor=StreamCursor(has_replay=address.replay is not None),
                 applier=BatchApplier(
                     rank=address.rank,
                     view=blocks,
-                    decoder=BatchDecoder(reads_tokens=listener is not None) if new_decoder is None else new_decoder(),
-                    listener=NullListener() if listener is None else listener,
+                    decoder=BatchDecoder(decode_tokens=listener is not None) if new_decoder is None else new_decoder(),
+                    listener=NullStreamListener() if listener is None else listener,
                     wall_clock=wall_clock,
                 ),
                 channel=channel,
                 policy=FollowPolicy() if policy is None else policy,
             )
             follower.begin(clock())
-            streams[address.rank] = ZmqStream(dialer, address, follower, channel, lock)
+            streams[address.rank] = ZmqStream(socket_factory, address, follower, channel, lock)
             streams[address.rank].open()
     except BaseException:
         subscriber.close()

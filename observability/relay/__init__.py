@@ -1,27 +1,27 @@
 """The relay: streams of any engine on this wire, followed and published again with the whole contract.
 
-``open_relay`` with ``RelaySource`` and ``ZmqSinks`` is what the command ``scheduler-components relay`` runs. A sink of
-another kind is a ``RelaySinks``. ``SourceMerger`` is the core, without sockets.
+``open_relay`` with ``RelaySource`` and ``ZmqSinkFactory`` is what the command ``scheduler-components relay`` runs. A sink of
+another kind is a ``RelaySinkFactory``. ``SourceMerger`` is the core, without sockets.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from observability.relay.jetstream import JetStreamSinks
-    from observability.relay.merge import SourceMerger, worst_state
+    from observability.relay.jetstream import TeeSinkFactory
+    from observability.relay.merge import SourceMerger, least_trusted_state
     from observability.relay.source import RelaySource
-    from observability.relay.status import RelayStatus, relay_settings
-    from observability.relay.stream import RelayedStream, RelaySink, RelaySinks, SourceListener
+    from observability.relay.status import RelayStatus, parse_relay_config
+    from observability.relay.stream import RelayedStream, RelaySink, RelaySinkFactory, SourceListener
     from observability.relay.zmq_relay import (
         RelayConfig,
-        RelayedStats,
+        RelayedStreamStats,
         SourceStats,
         ZmqRelay,
-        ZmqSinks,
+        ZmqSinkFactory,
         open_relay,
     )
 
@@ -31,31 +31,31 @@ __all__ = [
     "ZmqRelay",
     "RelayConfig",
     "RelaySource",
-    "relay_settings",
+    "parse_relay_config",
     # where it publishes
-    "RelaySinks",
+    "RelaySinkFactory",
     "RelaySink",
-    "ZmqSinks",
-    "JetStreamSinks",
+    "ZmqSinkFactory",
+    "TeeSinkFactory",
     # what it says of itself
     "RelayStatus",
     "SourceStats",
-    "RelayedStats",
+    "RelayedStreamStats",
     # the core
     "SourceMerger",
-    "worst_state",
+    "least_trusted_state",
     "RelayedStream",
     "SourceListener",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
-        "observability.relay.jetstream": "JetStreamSinks",
-        "observability.relay.merge": "SourceMerger worst_state",
+        "observability.relay.jetstream": "TeeSinkFactory",
+        "observability.relay.merge": "SourceMerger least_trusted_state",
         "observability.relay.source": "RelaySource",
-        "observability.relay.status": "RelayStatus relay_settings",
-        "observability.relay.stream": "RelaySink RelaySinks RelayedStream SourceListener",
-        "observability.relay.zmq_relay": "RelayConfig RelayedStats SourceStats ZmqRelay ZmqSinks open_relay",
+        "observability.relay.status": "RelayStatus parse_relay_config",
+        "observability.relay.stream": "RelaySink RelaySinkFactory RelayedStream SourceListener",
+        "observability.relay.zmq_relay": "RelayConfig RelayedStreamStats SourceStats ZmqRelay ZmqSinkFactory open_relay",
     },
 )

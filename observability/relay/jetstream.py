@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from observability.kv_stream import StreamState
-from observability.relay.stream import RelaySink, RelaySinks
+from observability.relay.stream import RelaySink, RelaySinkFactory
 from scheduler_components import EventBatch, PublisherStats
 
 if TYPE_CHECKING:  # a relay that writes into no broker does without the extra
     from observability.jetstream import JetStreamWriter
 
-__all__ = ["JetStreamSinks"]
+__all__ = ["TeeSinkFactory"]
 
 
 @dataclass(slots=True, kw_only=True)
-class _BothSinks:
+class _TeeSink:
     """A ``RelaySink`` that publishes twice; its counters are those of the first."""
 
     first: RelaySink
@@ -32,10 +32,10 @@ class _BothSinks:
         self.first.idle()
         self.second.idle()
 
-    def say_upstream(self, state: str | None) -> None:
+    def set_upstream_state(self, state: str | None) -> None:
         """Tell the readers of both."""
-        self.first.say_upstream(state)
-        self.second.say_upstream(state)
+        self.first.set_upstream_state(state)
+        self.second.set_upstream_state(state)
 
     def stats(self) -> PublisherStats:
         """Counters of the first; ``JetStreamWriter.stats`` has the second's."""
@@ -48,15 +48,15 @@ class _BothSinks:
 
 
 @dataclass(slots=True, kw_only=True)
-class JetStreamSinks:
-    """``RelaySinks`` that write every stream of ``others`` into a log, too.
+class TeeSinkFactory:
+    """``RelaySinkFactory`` that write every stream of ``others`` into a log, too.
 
     Attributes:
         others: where the streams go besides.
         writer: of the worker's log; closed with the sinks.
     """
 
-    others: RelaySinks
+    others: RelaySinkFactory
     writer: JetStreamWriter
 
     @property
@@ -68,8 +68,8 @@ class JetStreamSinks:
         """Open the sinks of one rank's stream."""
         first = self.others.open(rank)
         second = self.writer.sink(rank, self.dialect)
-        second.say_upstream(StreamState.CONNECTING.value)  # nobody shall take an empty stream for whole
-        return _BothSinks(first=first, second=second)
+        second.set_upstream_state(StreamState.CONNECTING.value)  # nobody shall take an empty stream for whole
+        return _TeeSink(first=first, second=second)
 
     def server_info(self, block_size: int | None, num_streams: int) -> dict[str, object]:
         """Describe the others' streams, and where they stand in JetStream."""

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 
 from observability.kv_stream import StreamState
 from observability.relay.block_set import BlockSet
-from observability.relay.raw_events import removals_of
+from observability.relay.raw_events import split_removal
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import MEDIUM_GPU, Site, site_of
+from scheduler_components.events import MEDIUM_GPU, BlockLocation, block_location
 
-__all__ = ["SourceMerger", "worst_state"]
+__all__ = ["SourceMerger", "least_trusted_state"]
 
 _WORST_FIRST = (
     StreamState.DEAD,
@@ -45,13 +45,13 @@ _WORST_FIRST = (
     StreamState.LIVE,
 )
 
-_Blocks = dict[Site, BlockSet]
+_Blocks = dict[BlockLocation, BlockSet]
 """Hashes by where they are."""
 
 Events = tuple[KVCacheEvent, ...]
 
 
-def worst_state(states: Iterable[StreamState]) -> StreamState:
+def least_trusted_state(states: Iterable[StreamState]) -> StreamState:
     """The state of what was put together from streams in ``states``; ``CONNECTING`` for none."""
     return min(states, key=_WORST_FIRST.index, default=StreamState.CONNECTING)
 
@@ -64,9 +64,11 @@ class _Source:
     held: _Blocks = field(default_factory=dict)
     staged: _Blocks | None = None
 
-    def has(self, site: Site, block_hash: int) -> bool:
+    def has(self, location: BlockLocation, block_hash: int) -> bool:
         staged = self.staged
-        return block_hash in self.held.get(site, ()) or (staged is not None and block_hash in staged.get(site, ()))
+        return block_hash in self.held.get(location, ()) or (
+            staged is not None and block_hash in staged.get(location, ())
+        )
 
 
 class SourceMerger:
@@ -87,7 +89,7 @@ class SourceMerger:
 
     # --- what a subscriber says of a source ---
 
-    def applied(self, key: int, events: Events) -> Events:
+    def on_batch_applied(self, key: int, events: Events) -> Events:
         """A batch of the source, or of its snapshot while one comes."""
         source = self._source(key)
         if source.staged is None and len(self._sources) == 1:
@@ -96,17 +98,17 @@ class SourceMerger:
         into = source.held if source.staged is None else source.staged
         return tuple(each for event in events for each in self._apply(into, event))
 
-    def cleared(self, key: int) -> Events:
+    def on_view_cleared(self, key: int) -> Events:
         """What was known of the source is known no more: it restarted, or is dead."""
         source = self._source(key)
         gone, source.held = source.held, {}
         return self._no_longer_standing(gone)
 
-    def snapshot_begun(self, key: int) -> None:
+    def on_snapshot_begin(self, key: int) -> None:
         """Batches of this source belong to a snapshot from now on."""
         self._source(key).staged = {}
 
-    def snapshot_ended(self, key: int, *, was_used: bool) -> Events:
+    def on_snapshot_end(self, key: int, *, was_used: bool) -> Events:
         """The snapshot is what the source holds, or came to nothing."""
         source = self._source(key)
         staged, source.staged = source.staged or {}, None
@@ -114,22 +116,22 @@ class SourceMerger:
             staged, source.held = source.held, staged
         return self._no_longer_standing(staged)
 
-    def state_changed(self, key: int, state: StreamState) -> None:
+    def on_state_changed(self, key: int, state: StreamState) -> None:
         """How far the source can be trusted from now on."""
         self._source(key).state = state
 
-    def expect(self, key: int) -> None:
+    def add_source(self, key: int) -> None:
         """The source is one of this stream's; it is connecting, if it was not before."""
         self._source(key)
 
-    def lost(self, key: int) -> Events:
+    def on_source_lost(self, key: int) -> Events:
         """Nobody follows the source now; what it held stays until somebody says more."""
         source = self._source(key)
         source.state = StreamState.CONNECTING
         staged, source.staged = source.staged or {}, None
         return self._no_longer_standing(staged)
 
-    def forget(self, key: int) -> Events:
+    def remove_source(self, key: int) -> Events:
         """The source is none of this stream's any more."""
         source = self._sources.pop(key, None)
         return () if source is None else self._no_longer_standing(source.held)
@@ -139,7 +141,7 @@ class SourceMerger:
     @property
     def state(self) -> StreamState:
         """That of the source that is known least."""
-        return worst_state(source.state for source in self._sources.values())
+        return least_trusted_state(source.state for source in self._sources.values())
 
     @property
     def upstream(self) -> str | None:
@@ -166,51 +168,51 @@ class SourceMerger:
 
     def _apply(self, into: _Blocks, event: KVCacheEvent) -> Iterator[KVCacheEvent]:
         if isinstance(event, BlockStored):
-            site = _site_of(event)
-            is_new = not all(self._stands(site, each) for each in event.block_hashes)
+            location = _site_of(event)
+            is_new = not all(self._stands(location, each) for each in event.block_hashes)
             _fold_all(into, (event,))
             if is_new:
                 yield event
         elif isinstance(event, BlockRemoved):
-            site = _site_of(event)
+            location = _site_of(event)
             _fold_all(into, (event,))
-            gone = {each for each in event.block_hashes if not self._stands(site, each)}
+            gone = {each for each in event.block_hashes if not self._stands(location, each)}
             if len(gone) == len(set(event.block_hashes)):
                 yield event
             elif gone:
-                yield from removals_of(event, gone)
+                yield from split_removal(event, gone)
         else:
             gone_blocks = dict(into)
             into.clear()
             yield from self._no_longer_standing(gone_blocks)
 
-    def _stands(self, site: Site, block_hash: int) -> bool:
-        return any(source.has(site, block_hash) for source in self._sources.values())
+    def _stands(self, location: BlockLocation, block_hash: int) -> bool:
+        return any(source.has(location, block_hash) for source in self._sources.values())
 
     def _no_longer_standing(self, blocks: _Blocks) -> Events:
-        """Take back those of ``blocks`` that no source holds: one event per site, in which order means nothing."""
+        """Take back those of ``blocks`` that no source holds: one event per location, in which order means nothing."""
         if not any(blocks.values()):
             return ()
         if not any(_count(each.held) or _count(each.staged or {}) for each in self._sources.values()):
             return (AllBlocksCleared(),)
         removals: list[KVCacheEvent] = []
-        for site, hashes in blocks.items():
-            gone = tuple([each for each in hashes if not self._stands(site, each)])
+        for location, hashes in blocks.items():
+            gone = tuple([each for each in hashes if not self._stands(location, each)])
             if gone:
-                medium, group_idx, locality, ownership = site
+                medium, group_idx, locality, ownership = location
                 told = None if medium == MEDIUM_GPU else medium
                 removals.append(BlockRemoved(gone, told, group_idx, locality, ownership))
         return tuple(removals)
 
 
-def _site_of(event: BlockStored | BlockRemoved) -> Site:
-    return site_of(event.medium, event.group_idx, event.locality, event.ownership)
+def _site_of(event: BlockStored | BlockRemoved) -> BlockLocation:
+    return block_location(event.medium, event.group_idx, event.locality, event.ownership)
 
 
 def _fold_all(blocks: _Blocks, events: Events) -> None:
-    """Fold events in order; those of one kind and site that follow each other, as one."""
+    """Fold events in order; those of one kind and location that follow each other, as one."""
     hashes: list[int] = []
-    of: tuple[type[KVCacheEvent], Site] | None = None
+    of: tuple[type[KVCacheEvent], BlockLocation] | None = None
     for event in events:
         if isinstance(event, BlockStored | BlockRemoved):
             before, of = of, (type(event), _site_of(event))
@@ -225,12 +227,12 @@ def _fold_all(blocks: _Blocks, events: Events) -> None:
         _change(blocks, of, hashes)
 
 
-def _change(blocks: _Blocks, of: tuple[type[KVCacheEvent], Site], hashes: list[int]) -> None:
-    kind, site = of
-    held = blocks.get(site)
+def _change(blocks: _Blocks, of: tuple[type[KVCacheEvent], BlockLocation], hashes: list[int]) -> None:
+    kind, location = of
+    held = blocks.get(location)
     if issubclass(kind, BlockStored):
         if held is None:
-            held = blocks[site] = BlockSet()
+            held = blocks[location] = BlockSet()
         held.update(hashes)
     elif held is not None:
         held.difference_update(hashes)

@@ -1,7 +1,7 @@
 """Events that go on as the bytes that came, fields that this kit does not know included. Pure.
 
-A ``RawKeepingDecoder`` reads a source's batches; each event of one carries its bytes, and is otherwise what any reader
-makes of it. So the merger needs not know of them. ``SourceForm`` gives what is published: the bytes, and for what the
+A ``PassthroughDecoder`` reads a source's batches; each event of one carries its bytes, and is otherwise what any reader
+makes of it. So the merger needs not know of them. ``SourceEncoding`` gives what is published: the bytes, and for what the
 relay itself says (a restart's removals, a clear of one source) bytes of the same form.
 
 Hashes that are bytes go on as the integers that all readers of this kit make of them: a removal that the relay must
@@ -20,10 +20,10 @@ import msgspec
 from msgspec.structs import astuple, replace
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, KVCacheEvent, KVEventBatch
-from scheduler_components.events import WireEvent, runs_of_true
-from scheduler_components.kv_events import BatchDecoder, BatchEncoder, DecodedBatch, part_of, read_event
+from scheduler_components.events import WireEvent, true_runs
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, DecodedBatch, decode_event, slice_event
 
-__all__ = ["RawCleared", "RawKeepingDecoder", "RawRemoved", "RawStored", "SourceForm", "removals_of"]
+__all__ = ["RawCleared", "PassthroughDecoder", "RawRemoved", "RawStored", "SourceEncoding", "split_removal"]
 
 
 class RawStored(BlockStored, frozen=True):
@@ -69,7 +69,7 @@ def _can_be_cut(payload: bytes) -> bool:
     return True
 
 
-class RawKeepingDecoder:
+class PassthroughDecoder:
     """Decodes the payloads of one source's stream; see ``BatchDecoder.decode``, which reads the same."""
 
     __slots__ = ("_decoder", "_encoder", "_has_integers")
@@ -85,9 +85,9 @@ class RawKeepingDecoder:
         Raises:
             DecodeError: as ``BatchDecoder.decode``.
         """
-        batch = self._decoder.decode_whole(payload)
+        batch = self._decoder.decode_typed(payload)
         if batch is None or not _can_be_cut(payload):
-            batch = self._decoder.decode_by_event(payload)
+            batch = self._decoder.decode_each_event(payload)
             return replace(batch, events=tuple(self._read_each(payload)))
         raws = _read_batch(payload).events
         return replace(batch, events=tuple(map(self._kept, batch.events, map(bytes, raws))))
@@ -95,10 +95,10 @@ class RawKeepingDecoder:
     def _read_each(self, payload: bytes) -> Iterator[WireEvent]:
         for raw in _read_batch(payload).events:
             try:
-                event = read_event(bytes(raw))
+                event = decode_event(bytes(raw))
             except DecodeError:
                 continue  # the batch's ``errors`` name it
-            _, _, refused = self._encoder.encode_sound(KVEventBatch(0.0, (cast("KVCacheEvent", raw),)), 0)
+            _, _, refused = self._encoder.encode_valid(KVEventBatch(0.0, (cast("KVCacheEvent", raw),)), 0)
             yield event if refused else self._kept(event, bytes(raw))
 
     def _kept(self, event: WireEvent, raw: bytes) -> WireEvent:
@@ -121,13 +121,13 @@ class RawKeepingDecoder:
         return _write(fields)
 
 
-def removals_of(event: BlockRemoved, gone: AbstractSet[int]) -> Iterator[BlockRemoved]:
+def split_removal(event: BlockRemoved, gone: AbstractSet[int]) -> Iterator[BlockRemoved]:
     """Yield what removes those blocks of ``event`` that are in ``gone``; of bytes, each run of them is cut out."""
     if not isinstance(event, RawRemoved):
         yield replace(event, block_hashes=tuple([each for each in event.block_hashes if each in gone]))
         return
-    for first, stop in runs_of_true([each in gone for each in event.block_hashes]):
-        cut = part_of(cast("KVCacheEvent", msgspec.Raw(event.raw)), first, stop)
+    for first, stop in true_runs([each in gone for each in event.block_hashes]):
+        cut = slice_event(cast("KVCacheEvent", msgspec.Raw(event.raw)), first, stop)
         yield replace(event, block_hashes=event.block_hashes[first:stop], raw=bytes(cast("msgspec.Raw", cut)))
 
 
@@ -136,7 +136,7 @@ _UNSIGNED = 2**64
 
 
 @dataclass(slots=True)
-class SourceForm:
+class SourceEncoding:
     """How a stream's sources write, as far as it was seen: what the relay itself says is written alike.
 
     Attributes:

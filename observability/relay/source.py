@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from observability.kv_stream import bare_address, discover, worker_url
+from observability.kv_stream import discover, parse_worker_url, static_address
 from scheduler_components import ConfigError
 from scheduler_components.kv_events import StreamAddress
 
@@ -37,7 +37,7 @@ class RelaySource:
         """
         head, _, _ = text.partition("://")
         if head in ("http", "https"):
-            worker_url(text)
+            parse_worker_url(text)
             return cls(text=text, url=text, topic=topic)
         number, equals, endpoints = text.partition("=")
         rank = 0
@@ -50,7 +50,7 @@ class RelaySource:
         if not endpoints.startswith(("tcp://", "ipc://")):
             raise ConfigError("source", text, "is neither a URL nor an endpoint", _SHAPES)
         events, _, replay = endpoints.partition(",")
-        return cls(text=text, address=bare_address(events, replay=replay or None, topic=topic or "", rank=rank))
+        return cls(text=text, address=static_address(events, replay=replay or None, topic=topic or "", rank=rank))
 
     def find(self, *, timeout_s: float) -> tuple[StreamAddress, ...]:
         """Ask where its streams are; a source given by endpoints says it without asking anybody.

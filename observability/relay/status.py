@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from observability.kv_stream import StreamState
-from observability.relay.stream import RelaySinks
-from observability.relay.zmq_relay import RelayedStats, SourceStats, ZmqRelay
+from observability.relay.stream import RelaySinkFactory
+from observability.relay.zmq_relay import RelayedStreamStats, SourceStats, ZmqRelay
 from scheduler_components import ConfigError, LoadSnapshot, __version__
 from scheduler_components.kv_events import KVEventsConfig
 
-__all__ = ["RelayStatus", "relay_settings"]
+__all__ = ["RelayStatus", "parse_relay_config"]
 
 
-def relay_settings(text: str) -> KVEventsConfig:
+def parse_relay_config(text: str) -> KVEventsConfig:
     """Read what follows ``--kv-events-config``; what is not given has the relay's defaults.
 
     A relay publishes by ``zmq``, for it was started to. It begins at the clock's numbers, so that plain readers see
@@ -46,7 +46,7 @@ class RelayStatus:
     """
 
     relay: ZmqRelay
-    sinks: RelaySinks
+    sinks: RelaySinkFactory
     block_size: int | None = None
 
     def health_problem(self) -> str | None:
@@ -63,7 +63,7 @@ class RelayStatus:
             info["kv_events_warning"] = "; ".join([*known, *problems])
         return info
 
-    def _descriptor(self, streams: Sequence[RelayedStats]) -> dict[str, object]:
+    def _descriptor(self, streams: Sequence[RelayedStreamStats]) -> dict[str, object]:
         if not streams:
             return {"kv_events": None, "kv_events_error": "no source has answered yet, so nothing is relayed"}
         sizes = {stream.block_size for stream in streams} - {None}
@@ -92,7 +92,7 @@ def _problems(sources: Sequence[SourceStats]) -> list[str]:
     return problems
 
 
-def _relay_info(sources: Sequence[SourceStats], streams: Sequence[RelayedStats]) -> dict[str, Any]:
+def _relay_info(sources: Sequence[SourceStats], streams: Sequence[RelayedStreamStats]) -> dict[str, Any]:
     return {
         "sources": [
             {

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from observability.kv_stream import NullListener, StreamState
+from observability.kv_stream import NullStreamListener, StreamState
 from observability.relay.merge import Events, SourceMerger
-from observability.relay.raw_events import SourceForm
+from observability.relay.raw_events import SourceEncoding
 from scheduler_components import BlockStored, KVEventBatch, KvEventSink
-from scheduler_components.events import CheckedEvents
+from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import DecodedBatch
 
-__all__ = ["RelaySink", "RelaySinks", "RelayedStream", "SourceListener"]
+__all__ = ["RelaySink", "RelaySinkFactory", "RelayedStream", "SourceListener"]
 
 
 class RelaySink(KvEventSink, Protocol):
@@ -23,13 +23,13 @@ class RelaySink(KvEventSink, Protocol):
     ``ZmqEventPublisher``. Called by ``RelayedStream``, on one thread.
     """
 
-    def say_upstream(self, state: str | None) -> None:
+    def set_upstream_state(self, state: str | None) -> None:
         """Tell readers from now on that the stream is known so far: None for whole, else a ``StreamState``."""
         ...
 
 
-class RelaySinks(Protocol):
-    """Where the streams of all ranks go: ``ZmqSinks``."""
+class RelaySinkFactory(Protocol):
+    """Where the streams of all ranks go: ``ZmqSinkFactory``."""
 
     @property
     def dialect(self) -> str:
@@ -60,7 +60,7 @@ class RelayedStream:
         merger: its sources.
         block_size: tokens per block as the last stored event had it; None before the first.
         has_pending: True from a batch to ``flush``.
-        form: how events are written that came as bytes.
+        encoding: how events are written that came as bytes.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class RelayedStream:
     merger: SourceMerger = field(default_factory=SourceMerger)
     block_size: int | None = None
     has_pending: bool = False
-    form: SourceForm = field(default_factory=SourceForm)
+    encoding: SourceEncoding = field(default_factory=SourceEncoding)
 
     def publish(self, events: Events, ts: float) -> None:
         """Publish what the merger said; nothing where that is nothing.
@@ -82,12 +82,12 @@ class RelayedStream:
         first = events[0]
         if isinstance(first, BlockStored) and first.block_size:  # an offload tier may not know it
             self.block_size = first.block_size
-        rows = CheckedEvents(self.form.rows(events))
+        rows = ValidatedEvents(self.encoding.rows(events))
         self.sink.publish(KVEventBatch(ts or self.wall_clock(), rows, self.rank))
 
-    def tell(self) -> None:
+    def send_upstream_state(self) -> None:
         """Tell readers how far the stream is known."""
-        self.sink.say_upstream(self.merger.upstream)
+        self.sink.set_upstream_state(self.merger.upstream)
 
     def flush(self) -> None:
         """Let what was published go out."""
@@ -96,7 +96,7 @@ class RelayedStream:
             self.sink.idle()
 
 
-class SourceListener(NullListener):
+class SourceListener(NullStreamListener):
     """Takes what one source's subscriber says to the streams of its ranks.
 
     Args:
@@ -108,27 +108,27 @@ class SourceListener(NullListener):
         self._key = key
         self._streams = streams
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
         """Publish the batch, or what it changes."""
         stream = self._streams[rank]
-        stream.publish(stream.merger.applied(self._key, batch.events), batch.ts)
+        stream.publish(stream.merger.on_batch_applied(self._key, batch.events), batch.ts)
 
-    def view_cleared(self, rank: int, reason: str) -> None:  # noqa: ARG002
+    def on_view_cleared(self, rank: int, reason: str) -> None:  # noqa: ARG002
         """Take back what was known of the source."""
         stream = self._streams[rank]
-        stream.publish(stream.merger.cleared(self._key), stream.wall_clock())
+        stream.publish(stream.merger.on_view_cleared(self._key), stream.wall_clock())
 
-    def snapshot_begun(self, rank: int) -> None:
+    def on_snapshot_begin(self, rank: int) -> None:
         """What follows is the source's whole state."""
-        self._streams[rank].merger.snapshot_begun(self._key)
+        self._streams[rank].merger.on_snapshot_begin(self._key)
 
-    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+    def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
         """Take back what the source does not hold any more."""
         stream = self._streams[rank]
-        stream.publish(stream.merger.snapshot_ended(self._key, was_used=was_used), stream.wall_clock())
+        stream.publish(stream.merger.on_snapshot_end(self._key, was_used=was_used), stream.wall_clock())
 
-    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:  # noqa: ARG002
+    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:  # noqa: ARG002
         """Tell readers how far the source is known."""
         stream = self._streams[rank]
-        stream.merger.state_changed(self._key, new)
-        stream.tell()
+        stream.merger.on_state_changed(self._key, new)
+        stream.send_upstream_state()

@@ -23,22 +23,22 @@ from observability.kv_stream import (
     StreamStats,
     Subscriber,
     open_subscriber,
-    wait_together,
+    wait_any,
 )
-from observability.relay.raw_events import RawKeepingDecoder
+from observability.relay.raw_events import PassthroughDecoder
 from observability.relay.source import RelaySource
-from observability.relay.stream import RelayedStream, RelaySink, RelaySinks, SourceListener
+from observability.relay.stream import RelayedStream, RelaySink, RelaySinkFactory, SourceListener
 from scheduler_components import ComponentError, PublisherStats, kv_events_server_info
 from scheduler_components.kv_events import (
     BatchDecoder,
-    BoundStream,
-    ClientKeys,
+    CurveClientKeys,
     KVEventsConfig,
+    ListeningStream,
     StreamAddress,
     ZmqEventPublisher,
 )
 
-__all__ = ["RelayConfig", "RelayedStats", "SourceStats", "ZmqRelay", "ZmqSinks", "open_relay"]
+__all__ = ["RelayConfig", "RelayedStreamStats", "SourceStats", "ZmqRelay", "ZmqSinkFactory", "open_relay"]
 
 _FIND_TIMEOUT_S = 5.0
 _FIND_EVERY_S = 2.0
@@ -56,7 +56,7 @@ class RelayConfig:
     """
 
     sources: tuple[RelaySource, ...]
-    keys: ClientKeys | None = None
+    keys: CurveClientKeys | None = None
     policy: FollowPolicy = attrs.field(factory=FollowPolicy)
 
 
@@ -74,7 +74,7 @@ class SourceStats(msgspec.Struct, frozen=True):
     streams: Mapping[int, StreamStats]
 
 
-class RelayedStats(msgspec.Struct, frozen=True):
+class RelayedStreamStats(msgspec.Struct, frozen=True):
     """One published stream at one moment.
 
     Attributes:
@@ -114,8 +114,8 @@ class _Followed:
         return not self.source.url or not any(position.state in lost for position in positions)
 
 
-class ZmqSinks:
-    """Publishers of one configuration, one per rank; see ``RelaySinks``."""
+class ZmqSinkFactory:
+    """Publishers of one configuration, one per rank; see ``RelaySinkFactory``."""
 
     def __init__(self, settings: KVEventsConfig) -> None:
         self._settings = settings
@@ -129,13 +129,13 @@ class ZmqSinks:
     def open(self, rank: int) -> RelaySink:
         """Open the publisher of one rank, at the settings' ports + rank."""
         publisher = self._publishers[rank] = ZmqEventPublisher(rank, config=self._settings)
-        publisher.say_upstream(StreamState.CONNECTING.value)  # nobody shall take an empty stream for whole
+        publisher.set_upstream_state(StreamState.CONNECTING.value)  # nobody shall take an empty stream for whole
         return publisher
 
     def server_info(self, block_size: int | None, num_streams: int) -> dict[str, object]:
         """Describe the streams, with the ports that the system gave."""
         bound = [
-            BoundStream.parse(rank, publisher.endpoint, replay=publisher.replay_endpoint)
+            ListeningStream.parse(rank, publisher.endpoint, replay=publisher.replay_endpoint)
             for rank, publisher in tuple(self._publishers.items())
             if publisher.endpoint.startswith("tcp://")
         ]
@@ -155,12 +155,12 @@ class ZmqRelay:
 
     Attributes:
         sinks: where the streams go.
-        say: takes one sentence for people, whenever a source is lost or found.
+        report: called with one sentence for people, whenever a source is lost or found.
     """
 
     config: RelayConfig
-    sinks: RelaySinks
-    say: Callable[[str], None]
+    sinks: RelaySinkFactory
+    report: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     streams: dict[int, RelayedStream] = field(default_factory=dict)
     _followed: list[_Followed] = field(default_factory=list)
@@ -207,7 +207,7 @@ class ZmqRelay:
     def poll(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` for news of any source, and relay what has come."""
         subscribers = [each.subscriber for each in self._followed if each.subscriber is not None]
-        has_input = wait_together(subscribers, timeout_s)
+        has_input = wait_any(subscribers, timeout_s)
         with self._lock:
             for subscriber in subscribers:
                 subscriber.drain()
@@ -259,16 +259,16 @@ class ZmqRelay:
         self._share_sources()
         for rank in ranks:
             stream = self.streams[rank]
-            stream.publish(stream.merger.lost(key), stream.wall_clock())
+            stream.publish(stream.merger.on_source_lost(key), stream.wall_clock())
         for stream in self.streams.values():
-            stream.tell()
+            stream.send_upstream_state()
         followed.subscriber = open_subscriber(
             addresses,
             policy=self.config.policy,
             listener=SourceListener(key, self.streams),
             keys=self.config.keys,
             view=CountingView(),
-            new_decoder=RawKeepingDecoder if self.sinks.dialect == "native" else BatchDecoder,
+            new_decoder=PassthroughDecoder if self.sinks.dialect == "native" else BatchDecoder,
         )
         self._set_problem(followed, "")
 
@@ -277,15 +277,17 @@ class ZmqRelay:
         for rank, stream in self.streams.items():
             for key, followed in enumerate(self._followed):
                 if not followed.addresses or any(address.rank == rank for address in followed.addresses):
-                    stream.merger.expect(key)
+                    stream.merger.add_source(key)
                 else:
-                    stream.publish(stream.merger.forget(key), stream.wall_clock())
+                    stream.publish(stream.merger.remove_source(key), stream.wall_clock())
 
     def _set_problem(self, followed: _Followed, problem: str) -> None:
         if problem == followed.problem:
             return
         followed.problem = problem
-        self.say(f"{followed.source.text} is not relayed: {problem}" if problem else f"{followed.source.text} is found")
+        self.report(
+            f"{followed.source.text} is not relayed: {problem}" if problem else f"{followed.source.text} is found"
+        )
 
     # --- what others see ---
 
@@ -306,11 +308,11 @@ class ZmqRelay:
             for rank, stats in followed.subscriber.stats().items()
         }
 
-    def stream_stats(self) -> Sequence[RelayedStats]:
+    def stream_stats(self) -> Sequence[RelayedStreamStats]:
         """Each published stream, by rank."""
         with self._lock:
             return [
-                RelayedStats(
+                RelayedStreamStats(
                     rank=rank,
                     state=stream.merger.state,
                     is_whole=stream.merger.upstream is None,
@@ -326,12 +328,12 @@ class ZmqRelay:
         for source in self.source_stats():
             yield from ((source.source, stats) for stats in source.streams.values())
 
-    def relayed(self) -> Iterator[tuple[int, RelayedStats]]:
+    def relayed(self) -> Iterator[tuple[int, RelayedStreamStats]]:
         """Each published stream, by its rank; for ``RelayCollector``."""
         yield from ((stats.rank, stats) for stats in self.stream_stats())
 
 
-def open_relay(config: RelayConfig, *, sinks: RelaySinks, say: Callable[[str], None]) -> ZmqRelay:
+def open_relay(config: RelayConfig, *, sinks: RelaySinkFactory, report: Callable[[str], None]) -> ZmqRelay:
     """Follow every source that answers, and publish; use it in a ``with`` block, or close it.
 
     A source that does not answer is said, and asked again every few seconds.
@@ -339,12 +341,12 @@ def open_relay(config: RelayConfig, *, sinks: RelaySinks, say: Callable[[str], N
     Args:
         config: what to relay.
         sinks: where the streams go.
-        say: takes one sentence for people.
+        report: called with one sentence for people.
 
     Raises:
         ConfigError, StartError: a sink cannot be opened.
     """
-    relay = ZmqRelay(config=config, sinks=sinks, say=say)
+    relay = ZmqRelay(config=config, sinks=sinks, report=report)
     try:
         relay.begin()
     except BaseException:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from observability import CATALOG
+from observability import SCHEDULER_METRICS
 from scheduler_components import (
     LoadSnapshot,
     MetricsSink,
@@ -20,20 +20,20 @@ from scheduler_components import (
     SchedulerStats,
     SchedulerTotals,
 )
-from scheduler_components.testing import Trace, parts
+from scheduler_components.testing import CheckTrace, interfaces
 
 __all__ = [
     "METRICS_SINK_CHECKS",
     "OpenMetricsSink",
-    "stats_of",
+    "make_scheduler_stats",
 ]
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-OpenMetricsSink = Callable[[], tuple[MetricsSink, parts.MetricReader]]
+OpenMetricsSink = Callable[[], tuple[MetricsSink, interfaces.MetricReader]]
 
 
-def stats_of(rank: int = 0, *, scale: int = 1) -> SchedulerStats:
+def make_scheduler_stats(rank: int = 0, *, scale: int = 1) -> SchedulerStats:
     """A report of rank ``rank`` of eight, in which every number differs from its neighbours'."""
     parallel = ParallelState.from_tp_rank(rank, tp_size=8, attn_dp_size=8)
     load = LoadSnapshot(
@@ -53,44 +53,44 @@ def _numbered(kind: type[S], base: int) -> S:
     return kind(**{name: base + at for at, name in enumerate(counters)})
 
 
-def check_every_value_comes_out(open_sink: OpenMetricsSink) -> None:
+def check_every_metric_is_exported(open_sink: OpenMetricsSink) -> None:
     """Each metric of the catalogue that a report has, under its name and the rank's labels."""
     trace, sink, reader = _begin("Every metric of the catalogue is exposed", open_sink)
-    _record(trace, sink, stats := stats_of())
+    _record(trace, sink, stats := make_scheduler_stats())
     _expect(trace, reader, stats)
 
 
-def check_the_newest_report_wins(open_sink: OpenMetricsSink) -> None:
+def check_newest_report_wins(open_sink: OpenMetricsSink) -> None:
     """What is read is the state of the last step: not that of the first, and not a sum."""
     trace, sink, reader = _begin("A rank's newest report replaces the one before", open_sink)
     for scale in (1, 2, 3):
-        _record(trace, sink, stats := stats_of(scale=scale))
+        _record(trace, sink, stats := make_scheduler_stats(scale=scale))
     _expect(trace, reader, stats)
 
 
-def check_ranks_are_kept_apart(open_sink: OpenMetricsSink) -> None:
+def check_ranks_are_separate(open_sink: OpenMetricsSink) -> None:
     """Two ranks in one sink do not overwrite each other."""
     trace, sink, reader = _begin("Every rank's values stay its own", open_sink)
-    reports = [stats_of(rank, scale=rank + 1) for rank in range(8)]
+    reports = [make_scheduler_stats(rank, scale=rank + 1) for rank in range(8)]
     for stats in reports:
         _record(trace, sink, stats)
     for stats in reports:
         _expect(trace, reader, stats)
 
 
-def check_a_restarted_rank_is_no_error(open_sink: OpenMetricsSink) -> None:
+def check_restarted_rank_is_accepted(open_sink: OpenMetricsSink) -> None:
     """Totals that begin at 0 again must not raise. In a Prometheus counter, a negative increment does."""
     trace, sink, reader = _begin("Totals that fall do not raise", open_sink)
-    _record(trace, sink, stats_of(scale=5))
-    _record(trace, sink, stats := stats_of(scale=1))
+    _record(trace, sink, make_scheduler_stats(scale=5))
+    _record(trace, sink, stats := make_scheduler_stats(scale=1))
     found = reader.value("num_running_reqs", dict(stats.labels))
     trace.expect(stats.load.num_running_reqs, found, "num_running_reqs of the new life")
 
 
-def check_no_report_raises(open_sink: OpenMetricsSink) -> None:
+def check_record_never_raises(open_sink: OpenMetricsSink) -> None:
     """Empty, huge and impossible numbers: a metric never raises into the scheduler's step."""
     trace, sink, _ = _begin("No report raises", open_sink)
-    stats = stats_of()
+    stats = make_scheduler_stats()
     impossible = msgspec.structs.replace(
         stats.load, num_running_reqs=-1, token_usage=float("nan"), gen_throughput=float("inf"), num_used_tokens=1 << 80
     )
@@ -99,29 +99,29 @@ def check_no_report_raises(open_sink: OpenMetricsSink) -> None:
     _record(trace, sink, SchedulerStats(labels=(), load=LoadSnapshot()))
 
 
-def _begin(title: str, open_sink: OpenMetricsSink) -> tuple[Trace, MetricsSink, parts.MetricReader]:
-    trace = Trace(title)
+def _begin(title: str, open_sink: OpenMetricsSink) -> tuple[CheckTrace, MetricsSink, interfaces.MetricReader]:
+    trace = CheckTrace(title)
     return trace, *trace.call("opened a sink", open_sink)
 
 
-def _record(trace: Trace, sink: MetricsSink, stats: SchedulerStats) -> None:
+def _record(trace: CheckTrace, sink: MetricsSink, stats: SchedulerStats) -> None:
     answer: object = trace.call(f"recorded {stats!r:.120}", lambda: sink.record(stats))
     trace.expect(None, answer, "record() returns nothing")
 
 
-def _expect(trace: Trace, reader: parts.MetricReader, stats: SchedulerStats) -> None:
+def _expect(trace: CheckTrace, reader: interfaces.MetricReader, stats: SchedulerStats) -> None:
     labels = dict(stats.labels)
-    for metric in CATALOG:
+    for metric in SCHEDULER_METRICS:
         wanted = metric.read(stats) if metric.path else None
         if wanted is not None:
             trace.expect(float(wanted), reader.value(metric.name, labels), f"{metric.name} of {labels}")
 
 
 METRICS_SINK_CHECKS: tuple[Callable[[OpenMetricsSink], None], ...] = (
-    check_every_value_comes_out,
-    check_the_newest_report_wins,
-    check_ranks_are_kept_apart,
-    check_a_restarted_rank_is_no_error,
-    check_no_report_raises,
+    check_every_metric_is_exported,
+    check_newest_report_wins,
+    check_ranks_are_separate,
+    check_restarted_rank_is_accepted,
+    check_record_never_raises,
 )
 """All of them; each opens its own sink."""

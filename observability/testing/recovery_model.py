@@ -1,11 +1,11 @@
 """The recovery of streams as a model: one publisher, several subscribers, and a network with every fault.
 
 All are the kit's real cores (stream, replay cursors, follower, view), without sockets, clock or threads. The publisher
-keeps the truth beside its stream: what it held after every batch of every life. After every step, no subscriber may say
+keeps the truth beside its stream: what it held after every batch of every epoch. After every step, no subscriber may say
 ``LIVE`` of a view that differs from the truth, doubt an honest publisher, or have asked more than its pace allows;
-once faults stop, every view must become the truth in ``HEAL_S``.
+once faults stop, every view must become the truth in ``RECOVERY_LIMIT_S``.
 
-``FaultyWorld(...).run(steps)`` carries out steps by name, so that Hypothesis can shrink them and a person can read
+``RecoverySimulation(...).run(steps)`` carries out steps by name, so that Hypothesis can shrink them and a person can read
 them. Use it to break a core on purpose and see that it is caught, or to try a cursor of your own.
 """
 
@@ -18,13 +18,13 @@ from typing import Any, TypeAlias
 import msgspec
 
 from observability.kv_stream import (
-    QUESTIONS_AT_ONCE,
-    AskReplay,
+    MAX_REPLAY_CREDIT,
     BatchApplier,
     BlockView,
     FollowPolicy,
-    FrameReader,
-    NullListener,
+    FrameParser,
+    NullStreamListener,
+    SendReplayRequest,
     StreamCursor,
     StreamFollower,
     StreamState,
@@ -36,14 +36,14 @@ from scheduler_components.kv_events import (
     BatchDecoder,
     BatchEncoder,
     EventStream,
-    Kind,
-    Meta,
-    ReplayCursors,
-    collapse,
-    plain_request,
+    ReplayMeta,
+    ReplayMetaKind,
+    ReplaySessions,
+    encode_plain_request,
+    merge_batches,
 )
 
-__all__ = ["HEAL_S", "FaultyWorld", "ModelPublisher", "ModelSubscriber", "Steps"]
+__all__ = ["RECOVERY_LIMIT_S", "RecoverySimulation", "ModelPublisher", "ModelSubscriber", "Steps"]
 
 MAX_PENDING = 2
 """Batches that may wait; more collapse into one."""
@@ -55,7 +55,7 @@ TOPIC = b"kv@pod1"
 FORGED = BatchEncoder("array").encode(KVEventBatch(0.0, (BlockStored((99,), None, (99,), 1, None),)), 0)
 """Readable, and of nobody that is followed."""
 
-LONGER_TOPIC = b"kv@pod10"
+OTHER_TOPIC = b"kv@pod10"
 """Of another publisher behind the same proxy: a subscription to ``TOPIC`` brings its frames too."""
 
 State = frozenset[tuple[int, Tier]]
@@ -68,23 +68,23 @@ class ModelPublisher:
     def __init__(self, *, window: int, seq_base: str) -> None:
         self.window, self.seq_base = window, seq_base
         self.encoder = BatchEncoder("array")
-        self.life = -1
+        self.epoch = -1
         self.states: dict[tuple[int, int], State] = {}
         self.num_published = 0
-        self.begin_life()
+        self.start_epoch()
 
-    def begin_life(self) -> list[Frame]:
+    def start_epoch(self) -> list[Frame]:
         """Start, or start again with nothing; returns the live frames of the beginning."""
-        self.life += 1
-        first = 0 if self.seq_base == "zero" else 10_000 * self.life
+        self.epoch += 1
+        first = 0 if self.seq_base == "zero" else 10_000 * self.epoch
         self.stream = EventStream(
-            epoch=bytes([self.life + 1]) * 16, max_steps=self.window, max_bytes=10**6, first_sequence=first
+            epoch=bytes([self.epoch + 1]) * 16, max_steps=self.window, max_bytes=10**6, first_sequence=first
         )
-        self.cursors = ReplayCursors(self.stream, encoder=self.encoder, rank=0)
+        self.cursors = ReplaySessions(self.stream, encoder=self.encoder, rank=0)
         self.is_poisoned = False
         self.pending: list[KVEventBatch] = []
         self.held = self.sent = _NO_BLOCKS
-        self.states[self.life, first - 1] = _NO_BLOCKS
+        self.states[self.epoch, first - 1] = _NO_BLOCKS
         if self.seq_base == "zero":
             return []
         self.publish(AllBlocksCleared())
@@ -104,7 +104,7 @@ class ModelPublisher:
     def send_pending(self) -> list[Frame]:
         """Number what is pending, collapsed when it is too much; returns the live frames."""
         if len(self.pending) > MAX_PENDING:
-            merged = collapse(self.pending)
+            merged = merge_batches(self.pending)
             assert merged is not None
             self.pending, self.sent = [], self.held
             return [self.send(self.encoder.encode(merged, 0), self.held)]
@@ -121,14 +121,14 @@ class ModelPublisher:
         """Number one payload, after which a reader holds ``state``."""
         sequence = self.stream.append(payload)
         self.fold()
-        self.states[self.life, sequence] = state
+        self.states[self.epoch, sequence] = state
         return sequence, payload
 
     def fold(self) -> None:
         """What a publisher does each time it sends or answers."""
-        self.stream.fold_some()
-        if self.stream.is_held_up:
-            self.cursors.cut_pinned()
+        self.stream.fold_oldest()
+        if self.stream.has_stuck_pins:
+            self.cursors.cancel_pinned()
 
     def send_poison(self) -> list[Frame]:
         """A batch with one event that nobody can read, which therefore changes nothing."""
@@ -149,7 +149,7 @@ POLICY = FollowPolicy(
     answer_timeout_s=1.0,
     retry_min_s=0.1,
     retry_max_s=0.5,
-    ask_interval_s=0.2,
+    request_interval_s=0.2,
     probe_interval_s=2.0,
     dead_after_s=5.0,
 )
@@ -157,12 +157,12 @@ POLICY = FollowPolicy(
 
 @dataclass
 class Connection:
-    """A live connection: the publisher's life when it was made, and the frames under way, each with its life.
+    """A live connection: the publisher's epoch when it was made, and the frames under way, each with its epoch.
 
-    Frames of another publisher, and forged ones, have no life of this one: None.
+    Frames of another publisher, and forged ones, have no epoch of this one: None.
     """
 
-    life: int
+    epoch: int
     frames: deque[tuple[int | None, tuple[bytes, ...]]] = field(default_factory=deque)
     is_broken: bool = False
     was_restarted: bool = False
@@ -177,20 +177,20 @@ class ModelSubscriber:
         self.follower = StreamFollower(
             cursor=cursor,
             applier=BatchApplier(
-                rank=0, view=self.view, decoder=BatchDecoder(), listener=NullListener(), wall_clock=lambda: 0.0
+                rank=0, view=self.view, decoder=BatchDecoder(), listener=NullStreamListener(), wall_clock=lambda: 0.0
             ),
             channel=self,
             policy=POLICY,
             jitter=lambda: 0.0,
         )
-        self.frames = FrameReader(TOPIC)
+        self.frames = FrameParser(TOPIC)
         self.connection: Connection | None = None
-        self.question: AskReplay | None = None
+        self.question: SendReplayRequest | None = None
         self.client: bytes | None = None
         self.now_s = 0.0
         self.asked_s: list[float] = []
-        self.answering_life = -1
-        self.proved_life = -1
+        self.answering_epoch = -1
+        self.verified_epoch = -1
         self.is_spliced = self.is_altered = self.is_in_base = False
         self.spliced_after = 0  # the number of the newest question then
         self.late: list[tuple[int, int, bytes]] = []
@@ -198,19 +198,19 @@ class ModelSubscriber:
 
     # --- the replay channel ---
 
-    def ask(self, question: AskReplay) -> None:
-        self.drop()
+    def send(self, question: SendReplayRequest) -> None:
+        self.cancel()
         self.question = question
         self.asked_s.append(self.now_s)
         for number, asked_s in enumerate(reversed(self.asked_s), 1):
-            allowed = QUESTIONS_AT_ONCE + (self.now_s - asked_s) / POLICY.ask_interval_s
+            allowed = MAX_REPLAY_CREDIT + (self.now_s - asked_s) / POLICY.request_interval_s
             assert number <= allowed + 1e-6, f"{self.name} asks {number} times since {asked_s}"
 
     def tick(self, now_s: float) -> None:
         self.now_s = now_s
         self.follower.tick(now_s)
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """A question's connection ends with it; a message that is still under way comes late."""
         if self.question is not None and self.client in self.publisher.cursors.clients:
             message = self.publisher.cursors.message(self.client)
@@ -235,29 +235,29 @@ class ModelSubscriber:
                     self.client = b"lost"  # the question itself
                     return
                 self.client = f"{self.name}{question.ask}".encode()
-                self.answering_life = self.publisher.life
+                self.answering_epoch = self.publisher.epoch
                 is_read = self.has_extension or question.verb is None
-                self.publisher.cursors.ask(
-                    [self.client, b"", question.request.encode() if is_read else plain_request(2**63)]
+                self.publisher.cursors.receive(
+                    [self.client, b"", question.request.encode() if is_read else encode_plain_request(2**63)]
                 )
             self.publisher.fold()
             if self.client not in self.publisher.cursors.clients:
                 return  # the publisher of that answer is gone, or a message was lost
             if fault == "cut":
-                self.publisher.cursors.cut_short()
+                self.publisher.cursors.end_all()
             self.take(question, self.client, fault, now_s)
 
-    def take(self, question: AskReplay, client: bytes, fault: str, now_s: float) -> None:
+    def take(self, question: SendReplayRequest, client: bytes, fault: str, now_s: float) -> None:
         message = self.publisher.cursors.message(client)
-        self.publisher.cursors.sent(client)
+        self.publisher.cursors.on_sent(client)
         if message is None or fault == "lose":
             return
         sequence, payload = int.from_bytes(message[-2], "big", signed=True), message[-1]
         if fault == "garble" and message[-2] == END_SEQ:
             payload = b"junk"
         if message[-2] == END_SEQ and message[-1]:
-            meta = Meta.decode(message[-1])
-            self.is_in_base = meta.kind is Kind.BEGIN and meta.snap
+            meta = ReplayMeta.decode(message[-1])
+            self.is_in_base = meta.kind is ReplayMetaKind.BEGIN and meta.snap
         elif fault == "alter" and message[-2] != END_SEQ and question.verb is not None and not self.is_in_base:
             payload = FORGED  # readable, and not what the publisher has under this number
             self.is_altered = True
@@ -269,14 +269,14 @@ class ModelSubscriber:
         verified, splices = counters.verified, counters.splices
         may_distrust = self.is_spliced or self.is_altered
         if sequence == int.from_bytes(END_SEQ, "big", signed=True):
-            for _ in self.follower.preparing(payload):
+            for _ in self.follower.prepare_swap(payload):
                 self.check()
-            self.follower.answer_marked(ask, payload, now_s)
+            self.follower.on_replay_marker(ask, payload, now_s)
         else:
-            self.follower.answered(ask, sequence, payload, now_s)
+            self.follower.on_replay_batch(ask, sequence, payload, now_s)
         assert counters.splices == splices or may_distrust, f"{self.name} distrusts an honest publisher"
         if counters.verified > verified:
-            self.proved_life = self.answering_life
+            self.verified_epoch = self.answering_epoch
             self.is_altered = False
             # A status proves the place that was asked about, and this answer may have opened the next question.
             self.is_spliced = self.is_spliced and self.spliced_after >= ask
@@ -289,19 +289,19 @@ class ModelSubscriber:
 
     def connect(self, now_s: float) -> None:
         if self.connection is None:
-            self.connection = Connection(self.publisher.life)
-            self.follower.connected(now_s)
+            self.connection = Connection(self.publisher.epoch)
+            self.follower.on_connected(now_s)
 
     def disconnect(self, now_s: float) -> None:
         if self.connection is not None:
             self.connection = None
-            self.follower.disconnected(now_s)
+            self.follower.on_disconnected(now_s)
 
     def deliver(self, count: int, fault: str, now_s: float) -> None:
         """Hand over live frames; without a fault they stay in the socket while nobody listens."""
         frames = self.connection.frames if self.connection is not None else deque()
         for _ in range(min(count, len(frames))):
-            if fault == "none" and not self.follower.cursor.listening:
+            if fault == "none" and not self.follower.cursor.is_accepting_live:
                 return
             if fault == "reorder" and len(frames) > 1:
                 frames[0], frames[1] = frames[1], frames[0]
@@ -309,14 +309,14 @@ class ModelSubscriber:
             if fault == "repeat":
                 frames.appendleft(frame)
             if fault != "lose":
-                life, message = frame
-                read = self.frames.live(message)
+                epoch, message = frame
+                read = self.frames.parse_live(message)
                 if read is not None:
                     applied = self.follower.cursor.counters.applied
-                    self.follower.live(*read, now_s)
+                    self.follower.on_live_batch(*read, now_s)
                     is_applied = self.follower.cursor.counters.applied > applied
-                    if is_applied and life != self.proved_life:
-                        self.is_spliced, self.spliced_after = True, self.follower.cursor.counters.asks
+                    if is_applied and epoch != self.verified_epoch:
+                        self.is_spliced, self.spliced_after = True, self.follower.cursor.counters.replays_asked
 
     # --- what it believes ---
 
@@ -331,7 +331,7 @@ class ModelSubscriber:
     def check(self) -> None:
         """LIVE is not said of a wrong view.
 
-        One exception: a frame of another life came on the same connection, behind a proxy. Then LIVE may be wrong
+        One exception: a frame of another epoch came on the same connection, behind a proxy. Then LIVE may be wrong
         until the next proof. A publisher without the extension gives no proof, so its proxies must hang up.
         """
         is_extended = self.follower.cursor.is_extended
@@ -339,14 +339,16 @@ class ModelSubscriber:
             return
         if self.is_spliced if is_extended else self.connection.was_restarted:
             return
-        life = self.proved_life if is_extended else self.connection.life
+        epoch = self.verified_epoch if is_extended else self.connection.epoch
         last = self.follower.cursor.last_seq
-        assert self.blocks == self.publisher.states[life, last], f"{self.name} is live at {last} and wrong"
+        assert self.blocks == self.publisher.states[epoch, last], f"{self.name} is live at {last} and wrong"
 
 
 # --- the network between them ---
 
-HEAL_S = 2 * POLICY.probe_interval_s + POLICY.answer_timeout_s + POLICY.retry_max_s + 3 * POLICY.ask_interval_s
+RECOVERY_LIMIT_S = (
+    2 * POLICY.probe_interval_s + POLICY.answer_timeout_s + POLICY.retry_max_s + 3 * POLICY.request_interval_s
+)
 """How long recovery may take: two probe intervals plus the sync, after one lost question and the pause that follows. A
 status, a synchronisation and a snapshot may each have to wait for their credit."""
 
@@ -354,7 +356,7 @@ Steps: TypeAlias = list[tuple[Any, ...]]
 """Each a method's name and its arguments."""
 
 
-class FaultyWorld:
+class RecoverySimulation:
     """One publisher, subscribers that it serves by the extension, and others that it does not.
 
     Args:
@@ -382,7 +384,7 @@ class FaultyWorld:
         for who in range(len(self.subscribers)):
             self.play([("connect", who), *[("serve", who, 9, "none")] * 2])
         self.play(steps)
-        self.heal()
+        self.recover()
         self.check_converged()
 
     def play(self, steps: Steps) -> None:
@@ -395,11 +397,12 @@ class FaultyWorld:
     def chosen(self, who: int) -> ModelSubscriber:
         return self.subscribers[who % len(self.subscribers)]
 
-    def spread(self, frames: list[Frame]) -> None:
+    def broadcast(self, frames: list[Frame]) -> None:
         for each in self.subscribers:
             if each.connection is not None and not each.connection.is_broken:
                 each.connection.frames.extend(
-                    (self.publisher.life, (TOPIC, sequence.to_bytes(8, "big"), payload)) for sequence, payload in frames
+                    (self.publisher.epoch, (TOPIC, sequence.to_bytes(8, "big"), payload))
+                    for sequence, payload in frames
                 )
 
     # --- steps ---
@@ -420,21 +423,21 @@ class FaultyWorld:
 
     def send(self) -> None:
         """Send what was published to every connected subscriber."""
-        self.spread(self.publisher.send_pending())
+        self.broadcast(self.publisher.send_pending())
 
     def poison(self) -> None:
         """Send a batch that nobody can read."""
-        self.spread(self.publisher.send_poison())
+        self.broadcast(self.publisher.send_poison())
 
-    def send_elsewhere(self, who: int, ahead: int) -> None:
+    def send_other_topic(self, who: int, ahead: int) -> None:
         """Another publisher, whose topic begins alike, sends a batch ``ahead`` of the number that is due here."""
         connection = self.chosen(who).connection
         if connection is not None:
             number = max(0, self.publisher.stream.next_sequence + ahead)
-            self.put(connection, None, LONGER_TOPIC, number, 1)
+            self.put(connection, None, OTHER_TOPIC, number, 1)
 
-    def put(self, connection: Connection, life: int | None, topic: bytes, number: int, count: int) -> None:
-        connection.frames.extend([(life, (topic, number.to_bytes(8, "big"), FORGED))] * count)
+    def put(self, connection: Connection, epoch: int | None, topic: bytes, number: int, count: int) -> None:
+        connection.frames.extend([(epoch, (topic, number.to_bytes(8, "big"), FORGED))] * count)
 
     def forge(self, who: int, ahead: int, count: int) -> None:
         """Somebody sends ``count`` frames of this topic, each ``ahead`` of the number that is due.
@@ -479,24 +482,24 @@ class FaultyWorld:
         self.now_s = until_s
 
     def restart(self, is_hidden: bool) -> None:
-        """The publisher's next life; ``is_hidden`` behind a proxy, which keeps up the connections of the extended."""
+        """The publisher's next epoch; ``is_hidden`` behind a proxy, which keeps up the connections of the extended."""
         for each in self.subscribers:
             if each.connection is not None:
                 stays = is_hidden and each.has_extension
                 each.connection.was_restarted |= stays
                 each.connection.is_broken |= not stays
-        self.spread(self.publisher.begin_life())
+        self.broadcast(self.publisher.start_epoch())
 
     # --- the end ---
 
-    def heal(self) -> None:
+    def recover(self) -> None:
         """Faults stop; what is asked is answered and what is sent arrives, for as long as recovery may take."""
         self.send()
         for each in self.subscribers:
             if each.connection is not None and each.connection.is_broken:
                 each.disconnect(self.now_s)
             each.connect(self.now_s)
-        for _ in range(round(HEAL_S * 10)):
+        for _ in range(round(RECOVERY_LIMIT_S * 10)):
             for each in self.subscribers:
                 for _ in range(3):
                     each.serve(1_000, "none", self.now_s)
@@ -511,6 +514,6 @@ class FaultyWorld:
             assert each.blocks == publisher.held, f"{each.name} has not converged: {each.follower.cursor!r}"
             assert each.follower.cursor.last_seq == publisher.stream.next_sequence - 1
             if each.follower.cursor.is_extended:
-                assert each.proved_life == publisher.life
+                assert each.verified_epoch == publisher.epoch
             if not publisher.is_poisoned and (each.has_extension or len(publisher.stream)):
                 assert each.state is StreamState.LIVE  # a plain one cannot tell an empty stream from a silent one

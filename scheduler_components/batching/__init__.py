@@ -7,10 +7,10 @@ learns from a clock, it says how ranks come to one value.
 from __future__ import annotations
 
 from scheduler_components.batching.chunk_sizer import (
-    ChunkSizer,
-    FirstTokenForecast,
+    DynamicChunkSizer,
+    FirstTokenPredictor,
     PrefillLatencyFit,
-    PrefillModel,
+    PrefillLatencyModel,
 )
 from scheduler_components.batching.dp_attn import (
     BatchShape,
@@ -18,25 +18,25 @@ from scheduler_components.batching.dp_attn import (
     DpStats,
     DpStep,
     PrefillDelayer,
+    PrefillIntent,
     PrefillVote,
-    PrefillWish,
-    dp_rank_sets,
+    dp_rank_groups,
 )
-from scheduler_components.batching.new_token_ratio import DecodingRequest, NewTokenRatioTracker
+from scheduler_components.batching.new_token_ratio import NewTokenRatioTracker, RunningRequest
 
 __all__ = [
     "BatchShape",
-    "ChunkSizer",
-    "FirstTokenForecast",
+    "DynamicChunkSizer",
+    "FirstTokenPredictor",
     "PrefillLatencyFit",
-    "PrefillModel",
-    "DecodingRequest",
+    "PrefillLatencyModel",
+    "RunningRequest",
     "DpBatchSync",
     "DpStats",
     "DpStep",
     "NewTokenRatioTracker",
     "PrefillDelayer",
     "PrefillVote",
-    "PrefillWish",
-    "dp_rank_sets",
+    "PrefillIntent",
+    "dp_rank_groups",
 ]

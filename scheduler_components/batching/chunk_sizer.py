@@ -1,4 +1,4 @@
-"""ChunkSizer: how long the next chunk of a prompt may be, and how soon a first token will come.
+"""DynamicChunkSizer: how long the next chunk of a prompt may be, and how soon a first token will come.
 
 A prefill chunk of x tokens behind h tokens attends to (h + x)^2 - h^2 pairs, so chunks of one size take longer and
 longer along a prompt, and hold up the decodes beside them and the pipeline stages behind them. A step's time is
@@ -9,7 +9,7 @@ which for a whole prompt (h = 0) is SGLang's quadratic f(l) = a l^2 + b l + c (0
 profiles synthetic prefills before it serves; here the fit learns from the steps that happen anyway, and forgets.
 
 What is learned comes from a clock, and each rank has its own. Ranks must cut the same chunks, so a fit is never used by
-itself: ``ChunkSizer`` goes by the model that it was given (``model``), which is given to all ranks of a replica before
+itself: ``DynamicChunkSizer`` goes by the model that it was given (``model``), which is given to all ranks of a replica before
 the same step, for example through ``InternalState``.
 """
 
@@ -27,7 +27,7 @@ from scheduler_components.errors import ConfigError
 from scheduler_components.ports import StateValue
 from scheduler_components.validators import check_integer, check_number
 
-__all__ = ["ChunkSizer", "FirstTokenForecast", "PrefillLatencyFit", "PrefillModel"]
+__all__ = ["DynamicChunkSizer", "FirstTokenPredictor", "PrefillLatencyFit", "PrefillLatencyModel"]
 
 _MIN_SAMPLES = 8  # as SGLang's
 _PAIRS = 1e6  # pairs are fitted in millions: the three columns have numbers of one size
@@ -36,7 +36,7 @@ _NEWEST = 256  # forecasts whose error is remembered
 _MAX_EXPECTED = 65_536
 
 
-class PrefillModel(msgspec.Struct, frozen=True, gc=False):
+class PrefillLatencyModel(msgspec.Struct, frozen=True, gc=False):
     """How long a step with prefill takes: microseconds per step, per token, and per million pairs."""
 
     base_us: float
@@ -68,7 +68,7 @@ class PrefillLatencyFit:
 
     memory_steps: int = 512
     num_steps: int = field(default=0, init=False)
-    _known: tuple[int, PrefillModel | None] = field(default=(0, None), init=False, repr=False)
+    _known: tuple[int, PrefillLatencyModel | None] = field(default=(0, None), init=False, repr=False)
     _products: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(3)], init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class PrefillLatencyFit:
                 products[column] = products[column] * keep + factor * value
         self.num_steps += 1
 
-    def model(self) -> PrefillModel | None:
+    def model(self) -> PrefillLatencyModel | None:
         """Return the model that fits best; None before eight steps, or while all had one shape.
 
         A time that would be negative is 0, and the others are fitted again without it.
@@ -95,7 +95,7 @@ class PrefillLatencyFit:
             self._known = self.num_steps, self._fitted()
         return self._known[1]
 
-    def _fitted(self) -> PrefillModel | None:
+    def _fitted(self) -> PrefillLatencyModel | None:
         if self.num_steps < _MIN_SAMPLES:
             return None
         for columns in ((0, 1, 2), (0, 1), (1, 2), (1,)):
@@ -103,7 +103,7 @@ class PrefillLatencyFit:
             if found is not None and all(value >= 0.0 for value in found):
                 by_column = dict(zip(columns, found, strict=True))
                 if by_column[1] > 0.0:
-                    return PrefillModel(by_column.get(0, 0.0), by_column[1], by_column.get(2, 0.0))
+                    return PrefillLatencyModel(by_column.get(0, 0.0), by_column[1], by_column.get(2, 0.0))
         return None
 
 
@@ -128,10 +128,10 @@ def _solve(rows: list[list[float]]) -> list[float] | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class ChunkSizer:
+class DynamicChunkSizer:
     """Cuts chunks that take equally long, by the model that it was given; without one they are as long as ever.
 
-    A ``StateHolder``: the model can be set, and what this rank's own fit says is shown beside it.
+    A ``StateProvider``: the model can be set, and what this rank's own fit says is shown beside it.
 
     Attributes:
         page_size: chunks are whole pages.
@@ -147,7 +147,7 @@ class ChunkSizer:
     page_size: int = 1
     smooth: float = 0.75
     fit: PrefillLatencyFit = field(default_factory=PrefillLatencyFit)
-    model: PrefillModel | None = None
+    model: PrefillLatencyModel | None = None
 
     def __post_init__(self) -> None:
         check_integer("page_size", self.page_size)
@@ -195,14 +195,14 @@ class ChunkSizer:
 
     def set_state(self, changes: Mapping[str, StateValue]) -> None:
         base, token, pairs = (changes[name] for name in _MODEL_NAMES)
-        self.model = None if token is None else PrefillModel(*map(float, (base or 0, token, pairs or 0)))
+        self.model = None if token is None else PrefillLatencyModel(*map(float, (base or 0, token, pairs or 0)))
 
 
 _MODEL_NAMES = ("chunk_base_us", "chunk_token_us", "chunk_million_pairs_us")
 
 
 @dataclass(slots=True, kw_only=True)
-class FirstTokenForecast:
+class FirstTokenPredictor:
     """Says when a request's first token will come, and how far off such forecasts were.
 
     Nothing is decided by it: times come from this rank's fit and clock.
@@ -210,12 +210,12 @@ class FirstTokenForecast:
     Attributes:
         fit: what is known of steps.
         clock: seconds from any origin.
-        num_judged: forecasts whose token came.
+        num_observed: forecasts whose token came.
     """
 
     fit: PrefillLatencyFit
     clock: Callable[[], float] = time.monotonic
-    num_judged: int = field(default=0, init=False)
+    num_observed: int = field(default=0, init=False)
     _expected: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
     _ordered_s: list[float] | None = field(default=None, init=False, repr=False)
     _errors_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST), init=False, repr=False)
@@ -238,21 +238,21 @@ class FirstTokenForecast:
         own_us = model.chunk_us(history_tokens, own_tokens)
         return (num_steps * model.base_us + model.token_us * tokens_ahead + own_us) * 1e-6
 
-    def expect(self, rid: str, predicted_s: float | None) -> None:
+    def start(self, rid: str, predicted_s: float | None) -> None:
         """Remember a forecast made now; beyond 65,536 of them none is."""
         if predicted_s is not None and len(self._expected) < _MAX_EXPECTED:
             self._expected[rid] = (self.clock(), predicted_s)
 
-    def came(self, rid: str) -> None:
+    def on_first_token(self, rid: str) -> None:
         """The first token has come."""
         expected = self._expected.pop(rid, None)
         if expected is not None:
             made_s, predicted_s = expected
             self._errors_s.append(abs(self.clock() - made_s - predicted_s))
-            self.num_judged += 1
+            self.num_observed += 1
             self._ordered_s = None
 
-    def forget(self, rid: str) -> None:
+    def discard(self, rid: str) -> None:
         """The request is over."""
         self._expected.pop(rid, None)
 

@@ -6,7 +6,7 @@ batch, every replica must take part in it, with an idle batch where it has none,
 captured graph or not. A replica that prefills while the others decode makes them wait; the next step it is another one.
 
 **One packed gather per step.** Each replica packs the shape of the batch that it has made, and what it would do in the
-next step, into a few integers. They go through the same agreement as everything else (``SyncDomain``): slots of its own
+next step, into a few integers. They go through the same agreement as everything else (``ParallelGroups``): slots of its own
 replica are filled, those of others hold the largest integer, and the minimum over all ranks is the gather. A rank meets
 the ranks with its own CP and TP coordinates in the other replicas; the ranks of a replica make equal calls, so all of
 them hear the same. Nothing stands before the collective: a replica without work comes too.
@@ -31,7 +31,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.hicache import Proposal, RankSets, Slots, SyncDomain
+from scheduler_components.hicache import ParallelGroups, Proposal, RankGroups, Slots
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.validators import check_integer
 
@@ -42,8 +42,8 @@ __all__ = [
     "DpStep",
     "PrefillDelayer",
     "PrefillVote",
-    "PrefillWish",
-    "dp_rank_sets",
+    "PrefillIntent",
+    "dp_rank_groups",
 ]
 
 _ABSENT = 2**63 - 1  # in slots of other replicas: whatever they say is smaller
@@ -78,7 +78,7 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
         return self.num_prefill_tokens + self.num_decode_tokens
 
 
-class PrefillWish(msgspec.Struct, frozen=True, gc=False):
+class PrefillIntent(msgspec.Struct, frozen=True, gc=False):
     """What a replica would do in the next step, as it looks after the batch of this one was made.
 
     Attributes:
@@ -174,28 +174,28 @@ class PrefillDelayer:
         if not 0.0 <= self.low_usage <= 1.0:
             raise ConfigError("low_usage", self.low_usage, "is not a share", "give a number from 0 to 1")
 
-    def is_low(self, wish: PrefillWish) -> bool:
+    def is_low(self, intent: PrefillIntent) -> bool:
         """Say whether this replica asks not to wait."""
-        return wish.is_prefillable and wish.token_usage < self.low_usage
+        return intent.is_prefillable and intent.token_usage < self.low_usage
 
-    def vote(self, wishes: Sequence[PrefillWish], *, any_low: bool) -> PrefillVote:
+    def vote(self, intents: Sequence[PrefillIntent], *, any_low: bool) -> PrefillVote:
         """Decide for the next step.
 
         Args:
-            wishes: of all replicas.
+            intents: of all replicas.
             any_low: one of them asks not to wait.
         """
         num_delayed, self._num_delayed = self._num_delayed, 0
         if not self.max_delay_steps:
             return "free"
-        if not any(wish.is_running for wish in wishes):
+        if not any(intent.is_running for intent in intents):
             return "undisturbed"
-        if any(wish.is_prefilling for wish in wishes):
+        if any(intent.is_prefilling for intent in intents):
             return "under_way"
-        num_prefillable = sum(wish.is_prefillable for wish in wishes)
+        num_prefillable = sum(intent.is_prefillable for intent in intents)
         if not num_prefillable:
             return "nobody_asks"
-        if num_prefillable == len(wishes):
+        if num_prefillable == len(intents):
             return "all"
         if any_low:
             return "low_usage"
@@ -210,7 +210,7 @@ class DpBatchSync:
     """One rank's end of the exchange. One thread calls ``agree`` once in every step, with work and without.
 
     Attributes:
-        domain: the ranks of the other replicas (``dp_rank_sets``); by default nobody.
+        domain: the ranks of the other replicas (``dp_rank_groups``); by default nobody.
         replica: this one, from 0.
         num_replicas: that take part.
         delayer: the rule of the vote.
@@ -221,7 +221,7 @@ class DpBatchSync:
         ConfigError: the replica is not one of them, or they are none.
     """
 
-    domain: SyncDomain = field(default_factory=SyncDomain)
+    domain: ParallelGroups = field(default_factory=ParallelGroups)
     replica: int = 0
     num_replicas: int = 1
     delayer: PrefillDelayer = field(default_factory=PrefillDelayer)
@@ -236,8 +236,8 @@ class DpBatchSync:
             raise ConfigError("replica", self.replica, f"is not one of {self.num_replicas}", "count from 0")
         self._exchange = _Exchange(self.num_replicas)
 
-    def agree(self, shape: BatchShape, wish: PrefillWish) -> DpStep:
-        """Bring this replica's batch and wish; return what all do.
+    def exchange(self, shape: BatchShape, intent: PrefillIntent) -> DpStep:
+        """Bring this replica's batch and intent; return what all do.
 
         Raises:
             SyncTimeoutError: a replica did not come in time.
@@ -247,14 +247,14 @@ class DpBatchSync:
         exchange = self._exchange
         if not exchange.step:
             rule = {"replicas": self.num_replicas, "max_delay_steps": self.delayer.max_delay_steps}
-            self.domain.expect_equal("dp rules", {**rule, "low_usage": self.delayer.low_usage}, step=0)
+            self.domain.check_equal("dp rules", {**rule, "low_usage": self.delayer.low_usage}, step=0)
         exchange.step += 1
         proposal = Proposal(_OPERATION, step=exchange.step)
-        proposal.fill(exchange.slots, exchange.pack(self.replica, shape, wish))
-        rows = exchange.unpack(self.domain.agree(proposal).numbers)
-        shapes, wishes = zip(*rows, strict=True)
-        vote = self.delayer.vote(wishes, any_low=any(self.delayer.is_low(each) for each in wishes))
-        self.last = DpStep(shapes, any(each.has_work for each in wishes), vote not in ("nobody_asks", "delayed"), vote)
+        proposal.fill(exchange.slots, exchange.pack(self.replica, shape, intent))
+        rows = exchange.unpack(self.domain.reduce(proposal).numbers)
+        shapes, intents = zip(*rows, strict=True)
+        vote = self.delayer.vote(intents, any_low=any(self.delayer.is_low(each) for each in intents))
+        self.last = DpStep(shapes, any(each.has_work for each in intents), vote not in ("nobody_asks", "delayed"), vote)
         self._count(shape, self.last)
         return self.last
 
@@ -279,40 +279,40 @@ class _Exchange:
         self.slots = Slots(*(("min", name) for names in self._names for name in names))
         self.step = 0
 
-    def pack(self, replica: int, shape: BatchShape, wish: PrefillWish) -> list[int]:
+    def pack(self, replica: int, shape: BatchShape, intent: PrefillIntent) -> list[int]:
         values = [_ABSENT] * (len(_FIELDS) * len(self._names))
         flags = (
             shape.can_run_graph
-            | wish.has_work << 1
-            | wish.is_running << 2
-            | wish.is_prefilling << 3
-            | wish.is_prefillable << 4
-            | int(wish.token_usage * _USAGE_STEPS) << 5
+            | intent.has_work << 1
+            | intent.is_running << 2
+            | intent.is_prefilling << 3
+            | intent.is_prefillable << 4
+            | int(intent.token_usage * _USAGE_STEPS) << 5
         )
         at = len(_FIELDS) * replica
         own = (shape.num_prefill_tokens, shape.num_decode_tokens, shape.num_context_tokens, flags)
         values[at : at + len(_FIELDS)] = own
         return values
 
-    def unpack(self, numbers: dict[str, int]) -> list[tuple[BatchShape, PrefillWish]]:
+    def unpack(self, numbers: dict[str, int]) -> list[tuple[BatchShape, PrefillIntent]]:
         rows = []
         for names in self._names:
             prefill, decode, context, flags = (numbers[name] for name in names)
             shape = BatchShape(prefill, decode, context, bool(flags & 1))
-            wish = PrefillWish(
+            intent = PrefillIntent(
                 has_work=bool(flags & 2),
                 is_running=bool(flags & 4),
                 is_prefilling=bool(flags & 8),
                 is_prefillable=bool(flags & 16),
                 token_usage=(flags >> 5) / _USAGE_STEPS,
             )
-            rows.append((shape, wish))
+            rows.append((shape, intent))
         return rows
 
 
-def dp_rank_sets(parallel: ParallelState) -> RankSets:
+def dp_rank_groups(parallel: ParallelState) -> RankGroups:
     """Return who this rank meets: the rank with its own CP and TP coordinates in each replica, as global ranks."""
     stride = parallel.attn_cp_size * parallel.attn_tp_size
     rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
     first = rank - parallel.attn_dp_rank * stride
-    return RankSets(rank=rank, tp=range(first, first + parallel.attn_dp_size * stride, stride))
+    return RankGroups(rank=rank, tp=range(first, first + parallel.attn_dp_size * stride, stride))

@@ -10,10 +10,10 @@ from typing import Protocol
 from scheduler_components.errors import ConfigError
 from scheduler_components.validators import check_integer
 
-__all__ = ["DecodingRequest", "NewTokenRatioTracker"]
+__all__ = ["RunningRequest", "NewTokenRatioTracker"]
 
 
-class DecodingRequest(Protocol):
+class RunningRequest(Protocol):
     """A running request, as the estimate after a retraction sees it: the scheduler's own class."""
 
     @property
@@ -67,7 +67,7 @@ class NewTokenRatioTracker:
         """A step went by without a retraction."""
         self.current = max(self.minimum, self.current - (self.initial - self.minimum) / self.decay_steps)
 
-    def retracted(self, still_running: Iterable[DecodingRequest]) -> None:
+    def on_retract(self, still_running: Iterable[RunningRequest]) -> None:
         """A step retracted requests; these still run.
 
         An estimate may be above ``initial``: requests that use all of their possible output have shown it. With nobody

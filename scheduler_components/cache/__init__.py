@@ -4,8 +4,8 @@ recorder for engines that keep a table of hashed blocks instead."""
 from __future__ import annotations
 
 from scheduler_components.cache.block_hash import (
+    DEFAULT_NAMESPACE,
     DIGEST_BYTES,
-    PLAIN_NAMESPACE,
     PrefixNamespace,
     block_hash_array,
     block_hashes_of,
@@ -17,17 +17,17 @@ from scheduler_components.cache.block_hash import (
 from scheduler_components.cache.block_table import BlockTableRecorder, signed_block_hash
 from scheduler_components.cache.page_pool import PagePool
 from scheduler_components.cache.radix_cache import LowerTiers, PrefixMatch, RadixCache
-from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
+from scheduler_components.cache.radix_tree import LruList, PathMatch, RadixNode, RadixTree
 from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventRecorder, NullEventRecorder
 
 __all__ = [
     "DIGEST_BYTES",
     "MAX_EVENT_TOKENS",
-    "PLAIN_NAMESPACE",
+    "DEFAULT_NAMESPACE",
     "BlockTableRecorder",
-    "Descent",
+    "PathMatch",
     "EventRecorder",
-    "EvictionOrder",
+    "LruList",
     "LowerTiers",
     "NullEventRecorder",
     "PagePool",

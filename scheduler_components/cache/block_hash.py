@@ -29,7 +29,7 @@ __all__ = [
     "pack_tokens",
     "page_digests",
     "unpack_tokens",
-    "PLAIN_NAMESPACE",
+    "DEFAULT_NAMESPACE",
     "PrefixNamespace",
 ]
 
@@ -158,5 +158,5 @@ class PrefixNamespace(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return sha256(encoded + bytes((1 - len(encoded)) % TOKEN_BYTES)).digest()
 
 
-PLAIN_NAMESPACE = PrefixNamespace()
+DEFAULT_NAMESPACE = PrefixNamespace()
 """The base model without a salt or an extra key."""

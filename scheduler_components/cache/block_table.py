@@ -15,7 +15,7 @@ that break no rule of the wire. What it adds:
   is left.
 
 So at every moment the events add up to the blocks that can be reached from a root, whatever order the engine's calls
-come in. ``num_hidden_blocks`` are the others.
+come in. ``num_unreachable_blocks`` are the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from scheduler_components.cache.block_hash import (
-    PLAIN_NAMESPACE,
+    DEFAULT_NAMESPACE,
     TOKEN_BYTES,
     PrefixNamespace,
     pack_tokens,
@@ -69,7 +69,7 @@ class _Block:
         "children",
         "extra_keys",
         "group_idx",
-        "is_told",
+        "is_published",
         "media",
         "namespace",
         "parent",
@@ -79,7 +79,7 @@ class _Block:
     def __init__(self, block_hash: int, group_idx: int | None) -> None:
         self.block_hash = block_hash
         self.group_idx = group_idx
-        self.is_told = False
+        self.is_published = False
         self.media: tuple[str | None, ...] = ()  # one entry per copy
         self.children: dict[int, _Block] | None = None  # each of them has copies
         self.forget()
@@ -88,7 +88,7 @@ class _Block:
         """Without copies, nothing is known of the content."""
         self.parent: _Block | None = None
         self.tokens = b""
-        self.namespace = PLAIN_NAMESPACE
+        self.namespace = DEFAULT_NAMESPACE
         self.extra_keys: _ExtraKeys = None
 
     @property
@@ -252,7 +252,7 @@ class BlockTableRecorder:
     __slots__ = (
         "_block_bytes",
         "_groups",
-        "_num_told",
+        "_num_published",
         "_pending",
         "num_blocks",
         "num_conflicts",
@@ -266,11 +266,11 @@ class BlockTableRecorder:
         self._block_bytes = block_size * TOKEN_BYTES
         self._groups: dict[int | None, dict[int, _Block]] = {}
         self._pending = _PendingEvents(max_pending_blocks)
-        self.num_blocks = self._num_told = 0
+        self.num_blocks = self._num_published = 0
         self.num_orphans = self.num_unknown_removals = self.num_conflicts = 0
 
     def __repr__(self) -> str:
-        return f"<BlockTableRecorder {self.num_blocks} blocks, {self.num_hidden_blocks} hidden>"
+        return f"<BlockTableRecorder {self.num_blocks} blocks, {self.num_unreachable_blocks} hidden>"
 
     # --- what the engine says ---
 
@@ -282,7 +282,7 @@ class BlockTableRecorder:
         *,
         medium: str | None = None,
         group_idx: int | None = None,
-        namespace: PrefixNamespace = PLAIN_NAMESPACE,
+        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
         extra_keys: Sequence[Sequence[str | int] | None] | None = None,
     ) -> None:
         """One more copy of each of these blocks can be used.
@@ -344,7 +344,7 @@ class BlockTableRecorder:
     def clear(self) -> None:
         """Every copy of every block is gone, in all groups, on all media."""
         self._groups.clear()
-        self.num_blocks = self._num_told = 0
+        self.num_blocks = self._num_published = 0
         self._pending.cleared()
 
     # --- what a publisher and an operator ask ---
@@ -355,7 +355,7 @@ class BlockTableRecorder:
             self._pending.cleared()
             roots = [block for table in self._groups.values() for block in table.values() if block.parent is None]
             for root in roots:
-                for block in (root, *root.below()) if root.is_told else ():
+                for block in (root, *root.below()) if root.is_published else ():
                     for medium in dict.fromkeys(block.media):
                         self._pending.add_stored(block, medium)
         return self._pending.take()
@@ -364,7 +364,7 @@ class BlockTableRecorder:
         """The blocks that were told and stand on one medium: what a reader of all events has. None is the device."""
         medium = None if medium == MEDIUM_GPU else medium
         blocks = self._groups.get(group_idx, {}).values()
-        return (block.block_hash for block in blocks if block.is_told and medium in block.media)
+        return (block.block_hash for block in blocks if block.is_published and medium in block.media)
 
     @property
     def num_collapses(self) -> int:
@@ -372,9 +372,9 @@ class BlockTableRecorder:
         return self._pending.num_collapses
 
     @property
-    def num_hidden_blocks(self) -> int:
+    def num_unreachable_blocks(self) -> int:
         """Blocks of the table that are not told now, because a block above them does not stand."""
-        return self.num_blocks - self._num_told
+        return self.num_blocks - self._num_published
 
     # --- the table ---
 
@@ -388,18 +388,18 @@ class BlockTableRecorder:
         if parent.children is None:
             parent.children = {}
         parent.children[block.block_hash] = block
-        self.num_orphans += not parent.is_told
+        self.num_orphans += not parent.is_published
 
     def _add_copy(self, block: _Block, medium: str | None) -> None:
         is_first_there = medium not in block.media
         block.media = _ON_DEVICE if medium is None and not block.media else (*block.media, medium)
-        if block.is_told:
+        if block.is_published:
             if is_first_there:
                 self._pending.stored(block, medium)
-        elif block.parent is None or block.parent.is_told:
+        elif block.parent is None or block.parent.is_published:
             for each in (block, *block.below()):
-                each.is_told = True
-                self._num_told += 1
+                each.is_published = True
+                self._num_published += 1
                 for its_medium in dict.fromkeys(each.media):
                     self._pending.stored(each, its_medium)
 
@@ -409,13 +409,13 @@ class BlockTableRecorder:
         block.media = _ON_DEVICE if left == [None] else tuple(left)
         if medium in left:
             return
-        if block.is_told and left:
+        if block.is_published and left:
             self._leave_medium(block, medium)
-        elif block.is_told:
+        elif block.is_published:
             self._hide_below(block)
             self._pending.removed(block, medium)
-            block.is_told = False
-            self._num_told -= 1
+            block.is_published = False
+            self._num_published -= 1
         if not left:
             self._leave_table(table, block)
 
@@ -432,8 +432,8 @@ class BlockTableRecorder:
         for each in reversed(list(block.below())):
             for medium in dict.fromkeys(each.media):
                 self._pending.removed(each, medium)
-            each.is_told = False
-            self._num_told -= 1
+            each.is_published = False
+            self._num_published -= 1
 
     def _leave_table(self, table: dict[int, _Block], block: _Block) -> None:
         """Its last copy is gone: the entry stays where orphans wait for it, and its parent's where it is needed."""

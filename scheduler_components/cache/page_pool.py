@@ -91,7 +91,7 @@ class PagePool:
         """
         self._free += self._move(pages, _HELD, _FREE)[::-1]
 
-    def to_cache(self, pages: Sequence[int]) -> None:
+    def move_to_cache(self, pages: Sequence[int]) -> None:
         """Pass pages from a request to the tree.
 
         Raises:
@@ -99,7 +99,7 @@ class PagePool:
         """
         self._num_cached += len(self._move(pages, _HELD, _CACHED))
 
-    def from_cache(self, pages: Sequence[int]) -> None:
+    def free_cached(self, pages: Sequence[int]) -> None:
         """Take back pages from the tree.
 
         Raises:
@@ -124,7 +124,7 @@ class PagePool:
             wrong = next(page for page in pages if not 0 <= page < self.num_pages)
             raise CacheIntegrityError(f"page {wrong} is not one of 0 to {self.num_pages - 1}") from error
 
-    def expect_held(self, pages: Sequence[int]) -> None:
+    def check_held(self, pages: Sequence[int]) -> None:
         """Check that a request may give these pages away.
 
         Raises:

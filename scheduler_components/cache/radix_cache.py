@@ -9,12 +9,12 @@ from typing import Protocol
 
 import msgspec
 
-from scheduler_components.cache.block_hash import PLAIN_NAMESPACE, PrefixNamespace, block_hash_array, pack_tokens
+from scheduler_components.cache.block_hash import DEFAULT_NAMESPACE, PrefixNamespace, block_hash_array, pack_tokens
 from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.cache.radix_tree import Descent, EvictionOrder, RadixNode, RadixTree
-from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder, on_device_alone
+from scheduler_components.cache.radix_tree import LruList, PathMatch, RadixNode, RadixTree
+from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder, device_medium
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.events import KVCacheEvent, Place, place_of
+from scheduler_components.events import KVCacheEvent, MediumGroup, medium_group
 from scheduler_components.validators import check_integer
 
 __all__ = ["LowerTiers", "PrefixMatch", "RadixCache"]
@@ -62,20 +62,20 @@ class LowerTiers(Protocol):
         """``lower`` is to take in the run of ``upper``; do so, or return False where they are not alike."""
         ...
 
-    def computed(self, node: RadixNode) -> None:
+    def on_computed(self, node: RadixNode) -> None:
         """The device has pages of this node now that a request computed."""
         ...
 
-    def evicted(self, node: RadixNode) -> bool:
+    def on_evicted(self, node: RadixNode) -> bool:
         """The device has given up this node; return whether a lower tier keeps it in the tree."""
         ...
 
 
-class _NoLowerTiers:
+class NullLowerTiers:
     """The device is all there is."""
 
     num_pages = 0
-    media_of = staticmethod(on_device_alone)
+    media_of = staticmethod(device_medium)
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Nothing to cut."""
@@ -84,22 +84,20 @@ class _NoLowerTiers:
         """Nothing to tell them apart."""
         return True
 
-    def computed(self, node: RadixNode) -> None:
+    def on_computed(self, node: RadixNode) -> None:
         """Nothing to do."""
 
-    def evicted(self, node: RadixNode) -> bool:  # noqa: ARG002 - the port's
+    def on_evicted(self, node: RadixNode) -> bool:  # noqa: ARG002 - the port's
         """What leaves the device leaves the tree."""
         return False
 
-
-_NO_LOWER_TIERS = _NoLowerTiers()
 
 _NO_PAGES = array("I")
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class RadixCache:
-    """A radix cache over a pool of KV pages; a ``KvEventSource``, ``PoolSource`` and ``KvPoolOracle``.
+    """A radix cache over a pool of KV pages; a ``KvEventSource``, ``PoolSource`` and ``HeldBlocksSource``.
 
     A page is free, held by a request (``allocate``), or cached by the tree (``insert``); the tree's pages are evicted
     least recently used first, except those that a request has locked. Everything is decided by the order of calls,
@@ -112,7 +110,7 @@ class RadixCache:
         page_size: tokens per page.
         capacity_tokens: size of the KV pool; rounded down to whole pages.
         lower: the tiers below the device; a hierarchical cache gives its own.
-        tree, pool, order, recorder: the parts, for a cache that is built on this one. Requests do without them.
+        tree, pool, lru, recorder: the parts, for a cache that is built on this one. Requests do without them.
 
     Raises:
         ConfigError: the page size is below 1, or the capacity below one page.
@@ -121,10 +119,10 @@ class RadixCache:
     page_size: int
     capacity_tokens: int
     record: InitVar[bool] = False
-    lower: LowerTiers = _NO_LOWER_TIERS
+    lower: LowerTiers = field(default_factory=NullLowerTiers)
     tree: RadixTree = field(init=False)
     pool: PagePool = field(init=False)
-    order: EvictionOrder = field(init=False)
+    lru: LruList = field(init=False)
     recorder: EventRecorder | NullEventRecorder = field(init=False)
 
     def __post_init__(self, record: bool) -> None:
@@ -136,7 +134,7 @@ class RadixCache:
         self.capacity_tokens = num_pages * self.page_size
         self.tree = RadixTree(self.page_size, hashed=record or self.lower.num_pages > 0)
         self.pool = PagePool(num_pages)
-        self.order = EvictionOrder()
+        self.lru = LruList()
         # Two whole turnovers of all pools: beyond that, telling the present content is shorter than the backlog.
         max_pending_blocks = 2 * (num_pages + self.lower.num_pages)
         self.recorder = (
@@ -151,12 +149,12 @@ class RadixCache:
     @property
     def evictable_tokens(self) -> int:
         """Cached tokens that nobody has locked."""
-        return self.order.num_pages * self.page_size
+        return self.lru.num_pages * self.page_size
 
     @property
     def used_tokens(self) -> int:
         """Tokens that running requests hold, allocated or locked: neither free nor evictable."""
-        return self.capacity_tokens - (self.pool.num_free + self.order.num_pages) * self.page_size
+        return self.capacity_tokens - (self.pool.num_free + self.lru.num_pages) * self.page_size
 
     @property
     def num_event_collapses(self) -> int:
@@ -172,9 +170,9 @@ class RadixCache:
             ConfigError: a token id does not fit u32, or the namespace cannot be encoded.
         """
         packed = pack_tokens(token_ids)
-        path = self.cut(self.tree.find(packed, (namespace or PLAIN_NAMESPACE).seed()))
-        self.order.touch(reversed(path))
-        return self.match_of(path)
+        path = self.split_path(self.tree.find(packed, (namespace or DEFAULT_NAMESPACE).seed()))
+        self.lru.touch(reversed(path))
+        return self.match_from_path(path)
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
@@ -197,7 +195,7 @@ class RadixCache:
             CacheIntegrityError: a page that the tree would take over or free is not held by a request.
                 After any error nothing has changed.
         """
-        return self.match_of(self.insert_path(token_ids, pages, namespace or PLAIN_NAMESPACE))
+        return self.match_from_path(self.insert_path(token_ids, pages, namespace or DEFAULT_NAMESPACE))
 
     def lock(self, node: RadixNode) -> None:
         """Keep the whole prefix that ends in ``node`` from eviction, once more. Locking no prefix (no match) is fine.
@@ -205,10 +203,10 @@ class RadixCache:
         Raises:
             CacheIntegrityError: the node is no longer in the tree, or no longer on the device; nothing has changed.
         """
-        path = self.tree.path_of(node)
+        path = self.tree.path_to_root(node)
         if path and not node.pages:
             raise CacheIntegrityError(f"{node} is not on the device: evicted before it was locked?")
-        self.order.lock(path)
+        self.lru.lock(path)
 
     def unlock(self, node: RadixNode) -> None:
         """Give back one ``lock`` of ``node``.
@@ -216,13 +214,13 @@ class RadixCache:
         Raises:
             CacheIntegrityError: the node is not locked; nothing has changed.
         """
-        path = self.tree.path_of(node)
+        path = self.tree.path_to_root(node)
         if path and not node.lock_count:
             raise CacheIntegrityError(f"{node} is not locked: unlocked twice?")
-        self.order.unlock(path)
+        self.lru.unlock(path)
         if len(node.children) == 1:  # perhaps the holder has locked a longer prefix, and nobody ends here any more
             [child] = node.children.values()
-            self.may_join(child)
+            self.mark_joinable(child)
 
     def allocate(self, num_pages: int) -> list[int]:
         """Hand out pages to a request, evicting the least recently used ones as needed.
@@ -239,8 +237,8 @@ class RadixCache:
         At page size 1 a list of a prompt's pages takes longer to make than all that the cache does for the prompt.
         """
         lacking = num_pages - self.pool.num_free
-        if lacking > self.order.num_pages:
-            raise OutOfPagesError(num_pages, self.pool.num_free + self.order.num_pages)
+        if lacking > self.lru.num_pages:
+            raise OutOfPagesError(num_pages, self.pool.num_free + self.lru.num_pages)
         self.evict(lacking)
         return self.pool.allocate(num_pages)
 
@@ -259,12 +257,12 @@ class RadixCache:
             Pages freed: exactly ``num_pages``, or all that are evictable when those are fewer.
         """
         self._join_runs()
-        goal = min(num_pages, self.order.num_pages)
+        goal = min(num_pages, self.lru.num_pages)
         freed = 0
         while freed < goal:
-            leaf = self.order.pop_oldest()
+            leaf = self.lru.pop_oldest()
             if leaf.num_pages > goal - freed:
-                self.order.put_oldest(self.split(leaf, leaf.num_pages - (goal - freed)))
+                self.lru.put_oldest(self.split(leaf, leaf.num_pages - (goal - freed)))
             freed += leaf.num_pages
             self._give_up(leaf)
         return freed
@@ -275,31 +273,31 @@ class RadixCache:
         Raises:
             CacheIntegrityError: a request still locks a prefix; nothing has changed.
         """
-        locked = self.pool.num_cached - self.order.num_pages
+        locked = self.pool.num_cached - self.lru.num_pages
         if locked:
             raise CacheIntegrityError(f"{locked} of {self.pool.num_cached} cached pages are locked: unlock, then clear")
         for node in self.tree.walk():
-            self.pool.from_cache(node.pages)
+            self.pool.free_cached(node.pages)
         self.tree.clear()
-        self.order.clear()
-        self.recorder.cleared()
+        self.lru.clear()
+        self.recorder.record_cleared()
 
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call, in order, and forget them; always empty without ``record``.
 
         Call it every step. What is kept for a caller who does not is bounded: see ``EventRecorder``.
         """
-        return self.recorder.take()
+        return self.recorder.take_events()
 
     def block_hashes(self) -> Iterator[int]:
         """The hash of every cached page, parents before children. Walks the tree: for checks, not for steps."""
         return self.tree.block_hashes()
 
-    def held_blocks(self) -> Mapping[Place, Collection[int]]:
-        """Every cached page, as ``KvPoolOracle`` asks: all on the device. 2 ms for 36,000 pages in 6,000 nodes."""
+    def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
+        """Every cached page, as ``HeldBlocksSource`` asks: all on the device. 2 ms for 36,000 pages in 6,000 nodes."""
         if not self.tree.hashed:
-            return {place_of(None): array("q", self.block_hashes())}
-        return {place_of(None): block_hash_array(b"".join(node.digests for node in self.tree.walk()))}
+            return {medium_group(None): array("q", self.block_hashes())}
+        return {medium_group(None): block_hash_array(b"".join(node.digests for node in self.tree.walk()))}
 
     def check_integrity(self) -> None:
         """Check tree, pool and eviction order against each other. Walks everything: for tests and doctors.
@@ -310,18 +308,18 @@ class RadixCache:
         self.tree.check()
         on_device = [node for node in self.tree.walk() if node.pages]
         self.pool.check([page for node in on_device for page in node.pages])
-        self.order.check(on_device)
+        self.lru.check(on_device)
 
     def __repr__(self) -> str:
-        locked = self.pool.num_cached - self.order.num_pages
+        locked = self.pool.num_cached - self.lru.num_pages
         return (
             f"<RadixCache page_size={self.page_size}, {self.pool.num_pages} pages: {self.pool.num_free} free, "
-            f"{self.order.num_pages} evictable, {locked} locked, {self.pool.num_held} held by requests>"
+            f"{self.lru.num_pages} evictable, {locked} locked, {self.pool.num_held} held by requests>"
         )
 
     # --- for a cache that is built on this one ---
 
-    def cut(self, descent: Descent) -> list[RadixNode]:
+    def split_path(self, descent: PathMatch) -> list[RadixNode]:
         """Return the path of a descent, its last node cut to end where the match does; touch the path next."""
         path = descent.path
         if path and descent.cut < path[-1].num_pages:
@@ -331,11 +329,11 @@ class RadixCache:
     def split(self, node: RadixNode, cut: int) -> RadixNode:
         """Cut a node after ``cut`` pages; returns the upper part."""
         upper = self.tree.split(node, cut)
-        self.order.split(upper, node)
+        self.lru.split(upper, node)
         self.lower.split(upper, node)
         return upper
 
-    def may_join(self, node: RadixNode) -> None:
+    def mark_joinable(self, node: RadixNode) -> None:
         """The holders of a node, or what is under way for it, have changed: look whether it fits its parent now.
 
         Only while it is locked: what nobody holds may have been used at another time than its parent.
@@ -343,12 +341,12 @@ class RadixCache:
         if node.lock_count:
             self.tree.joinable[node] = None
 
-    def place(self, node: RadixNode, pages: Sequence[int]) -> None:
+    def attach(self, node: RadixNode, pages: Sequence[int]) -> None:
         """Give pages that a request or a transfer holds to a node that is not on the device; touch its path next."""
-        self.pool.to_cache(pages)
+        self.pool.move_to_cache(pages)
         self._put(node, array("I", pages))
 
-    def withdraw(self, node: RadixNode) -> None:
+    def detach(self, node: RadixNode) -> None:
         """Take a node off the device whose pages do not hold what they should; free them.
 
         Raises:
@@ -356,20 +354,20 @@ class RadixCache:
         """
         if node.lock_count or any(child.pages for child in node.children.values()):
             raise CacheIntegrityError(f"{node} is in use, but its pages do not hold what they should")
-        self.order.discard(node)
+        self.lru.discard(node)
         self._give_up(node)
 
     def _give_up(self, node: RadixNode) -> None:
         """The device has a node no longer, which is out of its order: a lower tier keeps it, or nobody does."""
-        self.pool.from_cache(node.pages)
-        self.recorder.removed(node)
-        if not self.lower.evicted(node):
+        self.pool.free_cached(node.pages)
+        self.recorder.record_removed(node)
+        if not self.lower.on_evicted(node):
             self.tree.remove(node)
 
     def _put(self, node: RadixNode, pages: array[int]) -> None:
         """Give a node pages that the pool counts as cached."""
         node.pages = pages
-        self.recorder.stored(node)
+        self.recorder.record_stored(node)
 
     def insert_path(
         self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace
@@ -387,10 +385,10 @@ class RadixCache:
             duplicates = _NO_PAGES
         else:
             duplicates = array("I", [page for page, own in zip(duplicates, cached, strict=True) if page != own])
-            self.pool.expect_held(duplicates + fresh)
-        self.pool.to_cache(fresh)  # or raises; from here on nothing can fail
+            self.pool.check_held(duplicates + fresh)
+        self.pool.move_to_cache(fresh)  # or raises; from here on nothing can fail
 
-        path, known = self.cut(descent), descent.num_pages
+        path, known = self.split_path(descent), descent.num_pages
         self.pool.free(duplicates)
         if len(cached) < known:
             self._take_over(path, given, len(cached))
@@ -398,13 +396,13 @@ class RadixCache:
             page_bytes = self.tree.page_bytes
             tail = packed[known * page_bytes : len(given) * page_bytes]
             leaf = self.tree.append(path[-1] if path else self.tree.root, tail, given[known:], namespace)
-            self.recorder.stored(leaf)
-            self.lower.computed(leaf)
+            self.recorder.record_stored(leaf)
+            self.lower.on_computed(leaf)
             path.append(leaf)
-        self.order.touch(reversed(path))
+        self.lru.touch(reversed(path))
         return path
 
-    def match_of(self, path: list[RadixNode]) -> PrefixMatch:
+    def match_from_path(self, path: list[RadixNode]) -> PrefixMatch:
         """Return a path on the device as a match."""
         pages = _pages_of(path)
         return PrefixMatch(len(pages) * self.page_size, pages, path[-1] if path else self.tree.root)
@@ -413,10 +411,10 @@ class RadixCache:
         joinable, self.tree.joinable = self.tree.joinable, {}
         for node in joinable:
             upper = node.parent
-            if upper is None or not self.tree.can_join(node) or not self.order.are_used_together(upper, node):
+            if upper is None or not self.tree.can_join(node) or not self.lru.were_used_together(upper, node):
                 continue
             if self.lower.join(upper, node):
-                self.order.joined(upper)
+                self.lru.joined(upper)
                 self.tree.join(node)
 
     def _take_over(self, path: list[RadixNode], pages: array[int], first_page: int) -> None:
@@ -426,7 +424,7 @@ class RadixCache:
             end += node.num_pages
             if end > first_page:
                 self._put(node, pages[end - node.num_pages : end])
-                self.lower.computed(node)
+                self.lower.on_computed(node)
 
 
 def _pages_of(path: list[RadixNode]) -> array[int]:

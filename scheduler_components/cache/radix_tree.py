@@ -30,7 +30,7 @@ the order of calls and never a clock, so ranks that make the same calls evict th
 **Tiers.** ``RadixNode.pages`` and ``lock_count`` are the device's. In a hierarchical cache a node may be without pages.
 What lower tiers know of a node they keep themselves, so a tree without tiers pays nothing for them.
 
-The invariant, which ``RadixTree.check`` and ``EvictionOrder.check`` test: every node hangs below its parent under its
+The invariant, which ``RadixTree.check`` and ``LruList.check`` test: every node hangs below its parent under its
 first page; tokens, pages and digests are as long as ``num_pages`` says; digests chain from the parent's; and the order
 holds exactly the unlocked nodes, each before its ancestors.
 """
@@ -44,8 +44,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler_components.cache.block_hash import (
+    DEFAULT_NAMESPACE,
     DIGEST_BYTES,
-    PLAIN_NAMESPACE,
     TOKEN_BYTES,
     PrefixNamespace,
     block_hashes_of,
@@ -53,7 +53,7 @@ from scheduler_components.cache.block_hash import (
 )
 from scheduler_components.errors import CacheIntegrityError
 
-__all__ = ["Descent", "EvictionOrder", "RadixNode", "RadixTree"]
+__all__ = ["PathMatch", "LruList", "RadixNode", "RadixTree"]
 
 
 def _no_pages() -> array[int]:
@@ -83,7 +83,7 @@ class RadixNode:
     num_pages: int = 0
     pages: array[int] = field(default_factory=_no_pages)
     digests: bytearray = field(default_factory=bytearray)
-    namespace: PrefixNamespace = PLAIN_NAMESPACE
+    namespace: PrefixNamespace = DEFAULT_NAMESPACE
     lock_count: int = 0
     num_hits: int = 0
     children: dict[bytes, RadixNode] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class RadixNode:
         return f"<RadixNode {self.num_pages} pages, {len(self.children)} children, {self.lock_count} locks>"
 
 
-class Descent(NamedTuple):
+class PathMatch(NamedTuple):
     """How far a prefix was found in the tree.
 
     Attributes:
@@ -126,7 +126,7 @@ class RadixTree:
         self.root = RadixNode()
         self.joinable: dict[RadixNode, None] = {}
 
-    def find(self, packed: bytes, seed: bytes) -> Descent:
+    def find(self, packed: bytes, seed: bytes) -> PathMatch:
         """Follow packed tokens from the root as far as whole pages are there. Changes nothing."""
         page_bytes = self.page_bytes
         end = len(packed) - len(packed) % page_bytes
@@ -136,10 +136,10 @@ class RadixTree:
             path.append(child)
             if not packed.startswith(child.tokens, offset):
                 cut = self._common_pages(child, packed, offset)
-                return Descent(path, offset // page_bytes + cut, cut)
+                return PathMatch(path, offset // page_bytes + cut, cut)
             node, offset = child, offset + len(child.tokens)
             key = packed[offset : offset + page_bytes]
-        return Descent(path, offset // page_bytes, path[-1].num_pages if path else 0)
+        return PathMatch(path, offset // page_bytes, path[-1].num_pages if path else 0)
 
     def _common_pages(self, node: RadixNode, packed: bytes, offset: int) -> int:
         """Pages that a node's run shares with the tokens at ``offset``, by bisection: the first is known to."""
@@ -249,7 +249,7 @@ class RadixTree:
         self.root.children.clear()
         self.joinable.clear()
 
-    def path_of(self, node: RadixNode) -> list[RadixNode]:
+    def path_to_root(self, node: RadixNode) -> list[RadixNode]:
         """Return the nodes from ``node`` up to the child of the root.
 
         Raises:
@@ -318,7 +318,7 @@ def _device_locks(node: RadixNode) -> int:
     return node.lock_count
 
 
-class EvictionOrder:
+class LruList:
     """The nodes of one tier that may be evicted from it, least recently used first. Each tier has one of its own.
 
     A path is touched from its deepest node up, so descendants always stand before their ancestors and the oldest node
@@ -361,7 +361,7 @@ class EvictionOrder:
             self._uses += 1
             self._nodes[upper] = self._uses  # its pages are counted already
 
-    def are_used_together(self, upper: RadixNode, lower: RadixNode) -> bool:
+    def were_used_together(self, upper: RadixNode, lower: RadixNode) -> bool:
         """Say whether no other node stands between a node and its child: one use put both here, or neither is here."""
         return self._nodes.get(upper) == self._nodes.get(lower)
 

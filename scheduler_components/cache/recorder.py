@@ -6,24 +6,24 @@ from array import array
 from collections.abc import Callable, Iterator
 
 from scheduler_components.cache.block_hash import (
+    DEFAULT_NAMESPACE,
     DIGEST_BYTES,
-    PLAIN_NAMESPACE,
     PrefixNamespace,
     block_hash_array,
     block_hashes_of,
     unpack_tokens,
 )
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, CheckedEvents, KVCacheEvent
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, ValidatedEvents
 
-__all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder", "on_device_alone"]
+__all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder", "device_medium"]
 
 MAX_EVENT_TOKENS = 65_536
 """Tokens in one BlockStored (and hashes in one BlockRemoved); longer runs take several. At most 5 bytes per token on
 the wire keep one event far below the 4 MiB that readers take."""
 
 
-def on_device_alone(_: RadixNode) -> tuple[str | None, ...]:
+def device_medium(_: RadixNode) -> tuple[str | None, ...]:
     """Return the media of a node in a cache without lower tiers: the device."""
     return (None,)
 
@@ -44,16 +44,16 @@ class NullEventRecorder:
 
     num_collapses = 0
 
-    def stored(self, node: RadixNode, medium: str | None = None) -> None:
+    def record_stored(self, node: RadixNode, medium: str | None = None) -> None:
         """Record nothing."""
 
-    def removed(self, node: RadixNode, medium: str | None = None) -> None:
+    def record_removed(self, node: RadixNode, medium: str | None = None) -> None:
         """Record nothing."""
 
-    def cleared(self) -> None:
+    def record_cleared(self) -> None:
         """Record nothing."""
 
-    def take(self) -> tuple[KVCacheEvent, ...]:
+    def take_events(self) -> tuple[KVCacheEvent, ...]:
         """There is never an event."""
         return ()
 
@@ -90,7 +90,7 @@ class EventRecorder:
         self,
         tree: RadixTree,
         max_pending_blocks: int,
-        media_of: Callable[[RadixNode], tuple[str | None, ...]] = on_device_alone,
+        media_of: Callable[[RadixNode], tuple[str | None, ...]] = device_medium,
     ) -> None:
         self._tree = tree
         self._media_of = media_of
@@ -103,13 +103,13 @@ class EventRecorder:
         self._collapsed = False
         self._is_checked = True  # tokens and hashes always are
 
-    def stored(self, node: RadixNode, medium: str | None = None) -> None:
+    def record_stored(self, node: RadixNode, medium: str | None = None) -> None:
         """A node's pages became usable on a medium."""
         if self._has_room(node.num_pages):
             self._flush_removed()
             self._events.extend(self._stored_events(node, medium))
 
-    def removed(self, node: RadixNode, medium: str | None = None) -> None:
+    def record_removed(self, node: RadixNode, medium: str | None = None) -> None:
         """A node's pages left a medium. Runs of removals become one event, the deepest pages first."""
         if self._has_room(node.num_pages):
             if medium != self._removed_medium:
@@ -117,20 +117,20 @@ class EventRecorder:
                 self._removed_medium = medium
             self._removed += block_hash_array(node.digests)[::-1]
 
-    def cleared(self) -> None:
+    def record_cleared(self) -> None:
         """Every page left every medium: events that wait no longer matter."""
         self._reset()
         self._events.append(AllBlocksCleared())
 
-    def take(self) -> tuple[KVCacheEvent, ...]:
+    def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call, in order, and forget them."""
         if self._collapsed:
-            self.cleared()
+            self.record_cleared()
             for node in self._tree.walk():
                 for medium in self._media_of(node):
                     self._events.extend(self._stored_events(node, medium))
         self._flush_removed()
-        events = CheckedEvents(self._events) if self._is_checked else tuple(self._events)
+        events = ValidatedEvents(self._events) if self._is_checked else tuple(self._events)
         self._reset()
         return events
 
@@ -163,7 +163,7 @@ class EventRecorder:
     def _stored_events(self, node: RadixNode, medium: str | None) -> Iterator[BlockStored]:
         assert node.parent is not None
         page_size, namespace = self._tree.page_size, node.namespace
-        if namespace is not PLAIN_NAMESPACE and not _is_sound(namespace):
+        if namespace is not DEFAULT_NAMESPACE and not _is_sound(namespace):
             self._is_checked = False
         hashes, tokens = block_hashes_of(node.digests), unpack_tokens(node.tokens)
         above = block_hashes_of(node.parent.digests[-DIGEST_BYTES:])

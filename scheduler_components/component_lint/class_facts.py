@@ -11,9 +11,9 @@ import msgspec
 
 __all__ = [
     "CONSTRUCTORS",
-    "ClassFacts",
+    "ClassInfo",
     "ClassKind",
-    "FieldFacts",
+    "FieldInfo",
     "Function",
     "ImportedNames",
     "is_any",
@@ -60,7 +60,7 @@ class ClassKind(enum.Enum):
     INTERFACE = "a Protocol"
 
 
-class FieldFacts(msgspec.Struct, frozen=True):
+class FieldInfo(msgspec.Struct, frozen=True):
     """One field: declared in the class body, or stored by ``__init__``.
 
     Attributes:
@@ -78,12 +78,12 @@ class FieldFacts(msgspec.Struct, frozen=True):
     is_own_state: bool
 
 
-class ClassFacts(msgspec.Struct, frozen=True):
+class ClassInfo(msgspec.Struct, frozen=True):
     """One class of a file."""
 
     node: ast.ClassDef
     kind: ClassKind
-    fields: tuple[FieldFacts, ...]
+    fields: tuple[FieldInfo, ...]
 
 
 class ImportedNames:
@@ -181,7 +181,7 @@ def names_bound_in(function: Function) -> set[str]:
     return {part.id for part in ast.walk(function) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
 
 
-def read_class(node: ast.ClassDef, names: ImportedNames, siblings: Mapping[str, ast.ClassDef]) -> ClassFacts:
+def read_class(node: ast.ClassDef, names: ImportedNames, siblings: Mapping[str, ast.ClassDef]) -> ClassInfo:
     """Read one class; ``siblings`` are the classes of its file by name, whose kinds it inherits."""
     kind = _declared_kind(node, names, siblings, frozenset())
     decorated = any(names.dotted(_call(decorator)[0]) in _DECLARING for decorator in node.decorator_list)
@@ -191,7 +191,7 @@ def read_class(node: ast.ClassDef, names: ImportedNames, siblings: Mapping[str, 
     fields = tuple(reversed(by_name.values()))
     if is_data_class and kind is not ClassKind.INTERFACE and not _has_behaviour(node, fields):
         kind = ClassKind.RECORD
-    return ClassFacts(node, kind, fields)
+    return ClassInfo(node, kind, fields)
 
 
 def _declared_kind(
@@ -216,7 +216,7 @@ def _declared_kind(
     return ClassKind.COMPONENT
 
 
-def _has_behaviour(node: ast.ClassDef, fields: tuple[FieldFacts, ...]) -> bool:
+def _has_behaviour(node: ast.ClassDef, fields: tuple[FieldInfo, ...]) -> bool:
     """True for a data class that works with something: a field to call, or a method that acts.
 
     Methods that keep, check or answer about the class's own data are no behaviour, however long they are.
@@ -267,7 +267,7 @@ def _is_data(annotation: ast.expr) -> bool:
     return last_name(annotation) in _DATA_TYPES
 
 
-def _declared_fields(node: ast.ClassDef, names: ImportedNames) -> Iterator[FieldFacts]:
+def _declared_fields(node: ast.ClassDef, names: ImportedNames) -> Iterator[FieldInfo]:
     for statement in node.body:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
@@ -285,7 +285,7 @@ def _is_left_out_of_init(default: ast.expr | None) -> bool:
     return isinstance(init, ast.Constant) and init.value is False
 
 
-def _stored_fields(node: ast.ClassDef, names: ImportedNames) -> Iterator[FieldFacts]:
+def _stored_fields(node: ast.ClassDef, names: ImportedNames) -> Iterator[FieldInfo]:
     """Fields of a plain class: what its ``__init__``, and a mixin's ``init_...``, assign to ``self``."""
     for method in methods_of(node):
         if method.name != "__init__" and not method.name.startswith("init_"):
@@ -303,9 +303,9 @@ def _stored_fields(node: ast.ClassDef, names: ImportedNames) -> Iterator[FieldFa
 
 def _field(
     name: str, node: ast.AST, annotation: ast.expr | None, names: ImportedNames, *, is_own_state: bool
-) -> FieldFacts:
+) -> FieldInfo:
     annotation = None if annotation is None else unquoted(annotation)
-    return FieldFacts(name, node, annotation, _callable_in(annotation, names), is_own_state)
+    return FieldInfo(name, node, annotation, _callable_in(annotation, names), is_own_state)
 
 
 def _callable_in(annotation: ast.expr | None, names: ImportedNames) -> ast.expr | None:

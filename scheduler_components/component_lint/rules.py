@@ -17,9 +17,9 @@ import msgspec
 
 from scheduler_components.component_lint.class_facts import (
     CONSTRUCTORS,
-    ClassFacts,
+    ClassInfo,
     ClassKind,
-    FieldFacts,
+    FieldInfo,
     Function,
     ImportedNames,
     is_any,
@@ -224,7 +224,7 @@ def _host_of(method: Function) -> str:
     return ""
 
 
-def _check_whole_scheduler(facts: ClassFacts) -> Iterator[Problem]:
+def _check_whole_scheduler(facts: ClassInfo) -> Iterator[Problem]:
     """Find a scheduler among the fields and method parameters of a class."""
     node = facts.node
     uses = _uses_of_scheduler(node)
@@ -245,7 +245,7 @@ def _check_whole_scheduler(facts: ClassFacts) -> Iterator[Problem]:
         yield WHOLE_SCHEDULER.at(first, f"{node.name} uses self.{first.attr} {len(others)} times")
 
 
-def _held(class_name: str, field: FieldFacts, uses: list[ast.Attribute]) -> str:
+def _held(class_name: str, field: FieldInfo, uses: list[ast.Attribute]) -> str:
     message = f"field {field.name!r} of {class_name} holds the whole scheduler"
     count = sum(use.attr == field.name for use in uses)
     return f"{message}, and {count} uses go through it" if count else message
@@ -274,7 +274,7 @@ def _uses_of_scheduler(node: ast.ClassDef) -> list[ast.Attribute]:
 # What a component asks for.
 
 
-def _check_counts(facts: ClassFacts, limits: Limits) -> Iterator[Problem]:
+def _check_counts(facts: ClassInfo, limits: Limits) -> Iterator[Problem]:
     """Count fields, else the constructor's parameters: both would tell of the same thing twice."""
     node = facts.node
     asked = [field for field in facts.fields if not field.is_own_state]
@@ -290,14 +290,14 @@ def _check_counts(facts: ClassFacts, limits: Limits) -> Iterator[Problem]:
                 yield TOO_MANY_PARAMETERS.at(method, message)
 
 
-def _check_any(facts: ClassFacts, names: ImportedNames) -> Iterator[Problem]:
+def _check_any(facts: ClassInfo, names: ImportedNames) -> Iterator[Problem]:
     for field in facts.fields:
         if field.annotation is not None and is_any(field.annotation, names):
             yield ANY_FIELD.at(field.node, f"field {field.name!r} of {facts.node.name} is typed Any")
 
 
-def _check_callables(facts: ClassFacts, names: ImportedNames, limits: Limits) -> Iterator[Problem]:
-    typed: list[FieldFacts] = []
+def _check_callables(facts: ClassInfo, names: ImportedNames, limits: Limits) -> Iterator[Problem]:
+    typed: list[FieldInfo] = []
     for field in facts.fields:
         if field.callable is None:
             continue

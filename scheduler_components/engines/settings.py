@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events import KVEventsConfig, read_json_object
+from scheduler_components.kv_events import KVEventsConfig, parse_json_object
 
-__all__ = ["KV_EVENTS_VARIABLE", "PluginSettings", "may_ask_for_keys", "read_plugin_settings"]
+__all__ = ["KV_EVENTS_VARIABLE", "PluginSettings", "may_require_keys", "read_plugin_settings"]
 
 KV_EVENTS_VARIABLE = "SCHEDULER_COMPONENTS_KV_EVENTS"
 
@@ -59,7 +59,7 @@ def read_plugin_settings(
         ConfigError: naming what is wrong in one sentence.
     """
     text = environ.get(KV_EVENTS_VARIABLE, "")
-    given = read_json_object(text, field=KV_EVENTS_VARIABLE, example='{"seq_base": "clock"}') if text.strip() else {}
+    given = parse_json_object(text, field=KV_EVENTS_VARIABLE, example='{"seq_base": "clock"}') if text.strip() else {}
     known = (*PUBLISHER_SETTINGS, *switches)
     for name, value in given.items():
         if name in ENGINE_SETTINGS:
@@ -77,7 +77,7 @@ def read_plugin_settings(
     )
 
 
-def may_ask_for_keys(environ: Mapping[str, str]) -> bool:
+def may_require_keys(environ: Mapping[str, str]) -> bool:
     """Whether the variable, which may be unreadable, names a setting that keeps strangers out.
 
     Nobody may be given an open stream because the setting that should have closed it was wrong.

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from scheduler_components.engines.settings import ENGINE_SETTINGS, may_ask_for_keys, read_plugin_settings
+from scheduler_components.engines.settings import ENGINE_SETTINGS, may_require_keys, read_plugin_settings
 from scheduler_components.engines.sglang_components import COMPONENTS, SglangComponents
 from scheduler_components.engines.sglang_publisher import open_sglang_publisher
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events import Endpoint, KVEventsConfig, StreamAccess, read_json_object
+from scheduler_components.kv_events import CurveServerKeys, Endpoint, KVEventsConfig, parse_json_object
 
 __all__ = ["PLUGIN_NAME", "SglangPlugin", "load_plugin"]
 
@@ -96,12 +96,14 @@ class SglangPlugin:
         if asked.publisher != "zmq":
             return None
         known = theirs.KVEventsConfig.model_fields
-        for name, value in read_json_object(config, field="--kv-events-config", example='{"publisher": "zmq"}').items():
+        for name, value in parse_json_object(
+            config, field="--kv-events-config", example='{"publisher": "zmq"}'
+        ).items():
             if name not in known:
                 problem = "is not a setting of SGLang's --kv-events-config"
                 raise ConfigError(name, value, problem, f"give some of {', '.join(known)}")
         settings = _in_our_words(asked, read_plugin_settings(self.environ, defaults=_DEFAULTS, switches=(COMPONENTS,)))
-        StreamAccess.of(settings)
+        CurveServerKeys.of(settings)
         return settings
 
     def create_publisher(
@@ -117,7 +119,7 @@ class SglangPlugin:
             if settings is not None:
                 return open_sglang_publisher(settings, attn_dp_rank)
         except ConfigError as error:
-            is_closed = may_ask_for_keys(self.environ)
+            is_closed = may_require_keys(self.environ)
             whose = "nobody, for keys were asked for" if is_closed else "SGLang itself"
             _log.error("KV events are not published by scheduler-components but by %s: %s", whose, error)
             if is_closed:
@@ -127,7 +129,7 @@ class SglangPlugin:
     def describe_publisher(self, original: Callable[..., Any], server_args: Any) -> Any:
         """Stand around the description for ``/server_info``: a stream that could not be closed to strangers is none."""
         description = original(server_args)
-        if description is None or not may_ask_for_keys(self.environ):
+        if description is None or not may_require_keys(self.environ):
             return description
         try:
             self.publisher_settings(server_args.kv_events_config)

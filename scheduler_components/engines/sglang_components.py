@@ -18,14 +18,14 @@ import msgspec
 
 from scheduler_components.engines.sglang_load import (
     CountedWaitingQueue,
-    Reporter,
-    SglangHybridPools,
+    SglangHybridPoolSource,
     SglangLoadInquirer,
-    SglangLoads,
-    SglangPool,
-    SglangQueues,
-    SglangRates,
-    WaitingQueueAttribute,
+    SglangLoadSource,
+    SglangMetricsReporter,
+    SglangPoolSource,
+    SglangQueueSource,
+    SglangRateSource,
+    WaitingQueueDescriptor,
 )
 from scheduler_components.engines.sglang_publisher import SglangEventPublisher, open_sglang_publisher
 from scheduler_components.errors import ComponentError, ConfigError
@@ -34,7 +34,7 @@ from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NO_KV_METRICS, NO_LOAD_SINK, NullEventPublisher
+from scheduler_components.ports import NullEventPublisher, NullKvMetricsSink, NullLoadSink
 from scheduler_components.values import KvMetrics, LoadSnapshot, MemoryLoad
 
 __all__ = ["COMPONENTS", "SglangComponents", "SglangKvEvents", "SglangLoadPublisher", "read_parallel_state"]
@@ -66,7 +66,7 @@ def read_parallel_state(context: Any, *, gpu_id: int = 0) -> ParallelState:
     )
 
 
-class BoundSettings(Protocol):
+class ReadPublisherSettings(Protocol):
     """Reads the publisher's settings from the text of ``--kv-events-config``: ``SglangPlugin.publisher_settings``."""
 
     def __call__(self, config: str | None) -> KVEventsConfig | None: ...
@@ -81,12 +81,12 @@ class SglangComponents:
 
     __slots__ = ("_kv_events", "_loads", "_parallel", "_queue", "_settings_of")
 
-    def __init__(self, settings_of: BoundSettings) -> None:
+    def __init__(self, settings_of: ReadPublisherSettings) -> None:
         self._settings_of = settings_of
         self._parallel: ParallelState | None = None
         self._kv_events: SglangKvEvents | None = None
-        self._loads: SglangLoads | None = None
-        self._queue: WaitingQueueAttribute | None = None
+        self._loads: SglangLoadSource | None = None
+        self._queue: WaitingQueueDescriptor | None = None
 
     def register(self, hooks: Any) -> None:
         """Register with SGLang's module of hooks."""
@@ -95,8 +95,8 @@ class SglangComponents:
         register(f"{_SCHEDULER}.init_kv_events_publisher", self.init_kv_events_publisher, around)
         register(f"{_SCHEDULER}.init_load_publisher", self.init_load_publisher, around)
         register(f"{_SCHEDULER}.init_load_inquirer", self.init_load_inquirer, around)
-        register(f"{_SCHEDULER}.process_batch_result", self.stepped, after)
-        register("sglang.srt.mem_cache.common.match_kv_cache", self.matched, after)
+        register(f"{_SCHEDULER}.process_batch_result", self.after_step, after)
+        register("sglang.srt.mem_cache.common.match_kv_cache", self.after_match, after)
 
     def init_kv_events_publisher(self, original: Callable[..., None], scheduler: Any) -> None:
         """Stand around the scheduler's method of this name."""
@@ -122,7 +122,7 @@ class SglangComponents:
             original(scheduler)
             return
         self._loads = _make_loads(scheduler, self._parallel)
-        publisher = LoadPublisher(parallel=self._parallel, load=self._loads, sink=NO_LOAD_SINK)
+        publisher = LoadPublisher(parallel=self._parallel, load=self._loads, sink=NullLoadSink())
         try:
             endpoint, settings = _load_endpoint(), self._settings_of(_observability().kv_events_config)
             if endpoint is not None and settings is not None:
@@ -139,7 +139,7 @@ class SglangComponents:
             return
         queues = self._loads.queues
         waiting = CountedWaitingQueue(scheduler.__dict__.pop("waiting_queue"), queues)
-        self._queue = type(scheduler).waiting_queue = WaitingQueueAttribute(waiting, queues)
+        self._queue = type(scheduler).waiting_queue = WaitingQueueDescriptor(waiting, queues)
         scheduler.load_inquirer = SglangLoadInquirer(
             loads=self._loads,
             queues=queues,
@@ -147,12 +147,12 @@ class SglangComponents:
             shapes=import_module("sglang.srt.managers.load_snapshot"),
         )
 
-    def stepped(self, *_: Any, **__: Any) -> None:
+    def after_step(self, *_: Any, **__: Any) -> None:
         """Stand after each step: SGLang publishes while it decodes when it logs, every 40 steps."""
         if self._kv_events is not None:
             self._kv_events.publish_kv_events()
 
-    def matched(self, _result: Any, request: Any, *_: Any, **__: Any) -> None:
+    def after_match(self, _result: Any, request: Any, *_: Any, **__: Any) -> None:
         """Stand after ``match_kv_cache``: what is known to be cached of a request has changed."""
         if self._queue is not None:
             self._queue.queue.recount(request)
@@ -184,13 +184,13 @@ def open_kv_events(scheduler: Any, parallel: ParallelState, settings: KVEventsCo
             parallel=parallel,
             source=scheduler.tree_cache,
             sink=stream or NullEventPublisher(parallel.kv_stream_index),
-            load=SglangLoggedLoad(
+            load=SglangLoggedLoadSource(
                 reporter=scheduler.metrics_reporter,
                 dp_rank=parallel.dp_rank or 0,
                 max_running_requests=scheduler.max_running_requests,
                 capacity_tokens=scheduler.max_total_num_tokens,
             ),
-            metrics_sink=SglangKvMetricsSink(socket=socket) if stream and socket else NO_KV_METRICS,
+            metrics_sink=SglangKvMetricsSink(socket=socket) if stream and socket else NullKvMetricsSink(),
         ),
         stream=stream,
     )
@@ -228,10 +228,10 @@ class SglangKvEvents:
 
 
 @dataclass(slots=True, kw_only=True)
-class SglangLoggedLoad:
+class SglangLoggedLoadSource:
     """The port ``LoadSource`` for KvMetrics, which SGLang takes from what it last logged, counted in tokens."""
 
-    reporter: Reporter
+    reporter: SglangMetricsReporter
     dp_rank: int
     max_running_requests: int
     capacity_tokens: int
@@ -307,27 +307,27 @@ def _load_endpoint() -> str | None:
     return endpoint
 
 
-def _make_loads(scheduler: Any, parallel: ParallelState) -> SglangLoads:
+def _make_loads(scheduler: Any, parallel: ParallelState) -> SglangLoadSource:
     """Wire the component over the scheduler's queues, pool and statistics."""
     lora = import_module("sglang.srt.runtime_context").get_lora()
     reporter = scheduler.metrics_reporter
     capacity_tokens = scheduler.max_total_num_tokens * scheduler.kv_shard_widening
-    queues = SglangQueues(owner=scheduler, reporter=reporter)
-    pool: SglangPool | SglangHybridPools
+    queues = SglangQueueSource(owner=scheduler, reporter=reporter)
+    pool: SglangPoolSource | SglangHybridPoolSource
     size = {"capacity_tokens": scheduler.max_total_num_tokens, "page_size": scheduler.page_size}
     if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm or scheduler.enable_hisparse:
-        pool = SglangHybridPools(observer=scheduler.pool_stats_observer, **size)
+        pool = SglangHybridPoolSource(observer=scheduler.pool_stats_observer, **size)
     else:
-        pool = SglangPool(allocator=scheduler.token_to_kv_pool_allocator, cache=scheduler.tree_cache, **size)
-    rates = SglangRates(
+        pool = SglangPoolSource(allocator=scheduler.token_to_kv_pool_allocator, cache=scheduler.tree_cache, **size)
+    rates = SglangRateSource(
         reporter=reporter,
         queues=queues,
         memory=_memory(scheduler, capacity_tokens),
         has_lora=lora.enable_lora,
         is_speculative=not scheduler.spec_algorithm.is_none(),
     )
-    return SglangLoads(
-        inquirer=LoadInquirer(parallel=parallel, queues=queues, pool=pool, rates=rates, parts=rates),
+    return SglangLoadSource(
+        inquirer=LoadInquirer(parallel=parallel, queues=queues, pool=pool, rates=rates, sections=rates),
         queues=queues,
         pool=pool,
         work=scheduler,

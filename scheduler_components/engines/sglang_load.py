@@ -17,18 +17,18 @@ from msgspec.structs import astuple
 
 from scheduler_components.load import CountedQueue
 from scheduler_components.ports import LoadSource, QueuedRequest
-from scheduler_components.values import LoadParts, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
+from scheduler_components.values import LoadSections, LoadSnapshot, LoraLoad, MemoryLoad, QueueLoad, SpeculativeLoad
 
 __all__ = [
     "CountedWaitingQueue",
     "SglangLoadInquirer",
-    "SglangHybridPools",
-    "SglangLoads",
-    "SglangPool",
-    "SglangQueues",
-    "SglangRates",
-    "Reporter",
-    "WaitingQueueAttribute",
+    "SglangHybridPoolSource",
+    "SglangLoadSource",
+    "SglangPoolSource",
+    "SglangQueueSource",
+    "SglangRateSource",
+    "SglangMetricsReporter",
+    "WaitingQueueDescriptor",
 ]
 
 
@@ -39,7 +39,7 @@ class SglangRequest(Protocol):
     num_matched_prefix_tokens: int
 
 
-class MissRate(Protocol):
+class MissRateSource(Protocol):
     """How SGLang estimates what the cache will not cover."""
 
     @property
@@ -57,7 +57,7 @@ class CountedWaitingQueue(list[Any], CountedQueue):
 
     __slots__ = ("_counts", "_is_stale", "_lengths", "_miss", "_pending", "_rate", "_rated", "_unmatched")
 
-    def __init__(self, requests: Iterable[SglangRequest], miss: MissRate) -> None:
+    def __init__(self, requests: Iterable[SglangRequest], miss: MissRateSource) -> None:
         super().__init__(requests)
         self._miss = miss
         # By identity: (tokens, tokens that no match covered).
@@ -86,7 +86,7 @@ class CountedWaitingQueue(list[Any], CountedQueue):
             self._left(id(request))
             self._entered(request)
 
-    def succeed(self, old: CountedWaitingQueue) -> None:
+    def take_over_counts(self, old: CountedWaitingQueue) -> None:
         """Take the counts over from the queue that this one replaces; only what has changed is counted.
 
         To find what has left is done by sets, which cost a tenth of counting the rest again.
@@ -192,7 +192,7 @@ class CountedWaitingQueue(list[Any], CountedQueue):
         return self
 
 
-class QueueOwner(Protocol):
+class SglangQueueOwner(Protocol):
     """SGLang's scheduler, as far as its queues go."""
 
     waiting_queue: Any
@@ -202,7 +202,7 @@ class QueueOwner(Protocol):
     policy: Any
 
 
-class Reporter(Protocol):
+class SglangMetricsReporter(Protocol):
     """SGLang's ``SchedulerMetricsReporter``: what it last logged."""
 
     stats: Any
@@ -212,11 +212,11 @@ class Reporter(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class SglangQueues:
-    """The ports ``QueueSource`` and ``MissRate``. The scheduler rebinds its queues; they are read late."""
+class SglangQueueSource:
+    """The ports ``QueueSource`` and ``MissRateSource``. The scheduler rebinds its queues; they are read late."""
 
-    owner: QueueOwner
-    reporter: Reporter
+    owner: SglangQueueOwner
+    reporter: SglangMetricsReporter
 
     @property
     def running(self) -> Sized:
@@ -243,16 +243,16 @@ class SglangQueues:
 
     @property
     def miss_rate(self) -> float | None:
-        """See ``MissRate``; SGLang's policy knows whether it matches what waits."""
+        """See ``MissRateSource``; SGLang's policy knows whether it matches what waits."""
         if self.owner.policy.waiting_queue_prefix_matched(self.owner.waiting_queue):
             return None
         return 1.0 - self.reporter.recent_cache_hit_rate
 
 
-class WaitingQueueAttribute:
+class WaitingQueueDescriptor:
     """Stands in the class of the scheduler as ``waiting_queue``: every list that is bound to it counts itself."""
 
-    def __init__(self, queue: CountedWaitingQueue, miss: MissRate) -> None:
+    def __init__(self, queue: CountedWaitingQueue, miss: MissRateSource) -> None:
         self.queue = queue
         self._miss = miss
 
@@ -261,11 +261,11 @@ class WaitingQueueAttribute:
 
     def __set__(self, scheduler: object, requests: Iterable[SglangRequest]) -> None:
         queue = CountedWaitingQueue(requests, self._miss)
-        queue.succeed(self.queue)
+        queue.take_over_counts(self.queue)
         self.queue = queue
 
 
-class TokenAllocator(Protocol):
+class SglangTokenAllocator(Protocol):
     """SGLang's allocator of a plain KV pool."""
 
     def available_size(self) -> int:
@@ -273,7 +273,7 @@ class TokenAllocator(Protocol):
         ...
 
 
-class EvictableCache(Protocol):
+class SglangEvictableCache(Protocol):
     """SGLang's prefix cache."""
 
     def evictable_size(self) -> int:
@@ -282,11 +282,11 @@ class EvictableCache(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class SglangPool:
+class SglangPoolSource:
     """The port ``PoolSource`` of a plain KV pool."""
 
-    allocator: TokenAllocator
-    cache: EvictableCache
+    allocator: SglangTokenAllocator
+    cache: SglangEvictableCache
     capacity_tokens: int
     page_size: int
 
@@ -300,7 +300,7 @@ class SglangPool:
         return load.token_usage
 
 
-class PoolObserver(Protocol):
+class SglangPoolObserver(Protocol):
     """SGLang's ``SchedulerPoolStatsObserver``."""
 
     def get_pool_stats(self) -> Any:
@@ -309,10 +309,10 @@ class PoolObserver(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class SglangHybridPools:
+class SglangHybridPoolSource:
     """The port ``PoolSource`` of several pools (sliding windows, state spaces): the fuller one counts."""
 
-    observer: PoolObserver
+    observer: SglangPoolObserver
     capacity_tokens: int
     page_size: int
     _token_usage: float = 0.0
@@ -330,8 +330,8 @@ class SglangHybridPools:
 
 
 @dataclass(slots=True, kw_only=True)
-class SglangRates:
-    """The ports ``RateSource`` and ``LoadPartsSource``, from what SGLang last logged.
+class SglangRateSource:
+    """The ports ``RateSource`` and ``LoadSectionsSource``, from what SGLang last logged.
 
     Attributes:
         reporter: what it last logged.
@@ -340,8 +340,8 @@ class SglangRates:
         has_lora, is_speculative: whether these parts are reported.
     """
 
-    reporter: Reporter
-    queues: SglangQueues
+    reporter: SglangMetricsReporter
+    queues: SglangQueueSource
     memory: MemoryLoad | None
     has_lora: bool
     is_speculative: bool
@@ -358,7 +358,7 @@ class SglangRates:
         rate: float = self.reporter.stats.cache_hit_rate
         return rate
 
-    def load_parts(self) -> LoadParts:
+    def load_sections(self) -> LoadSections:
         """Return the parts that this engine has."""
         reporter = self.reporter
         stats = reporter.stats
@@ -371,10 +371,10 @@ class SglangRates:
         if self.is_speculative and reporter.spec_total_num_forward_ct > 0:
             accepted = reporter.spec_total_num_accept_tokens / reporter.spec_total_num_forward_ct
             speculative = SpeculativeLoad(accepted, stats.spec_accept_rate)
-        return LoadParts(queues=queues, lora=lora, speculative=speculative, memory=self.memory)
+        return LoadSections(queues=queues, lora=lora, speculative=speculative, memory=self.memory)
 
 
-class WorkCounter(Protocol):
+class SglangWorkCounters(Protocol):
     """SGLang's scheduler: what it has computed since it started."""
 
     total_prefill_uncached_tokens: int
@@ -383,7 +383,7 @@ class WorkCounter(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class SglangLoads:
+class SglangLoadSource:
     """The port ``LoadSource``: the component's report with what SGLang counts otherwise.
 
     ``num_total_tokens`` leaves out what is left of a chunked prefill, the capacity is that of all ranks that share a
@@ -391,10 +391,10 @@ class SglangLoads:
     """
 
     inquirer: LoadSource
-    queues: SglangQueues
-    pool: SglangPool | SglangHybridPools
-    work: WorkCounter
-    reporter: Reporter
+    queues: SglangQueueSource
+    pool: SglangPoolSource | SglangHybridPoolSource
+    work: SglangWorkCounters
+    reporter: SglangMetricsReporter
     capacity_tokens: int
 
     def get_loads(self) -> LoadSnapshot:
@@ -411,7 +411,7 @@ class SglangLoads:
         )
 
 
-class LoadShapes(Protocol):
+class SglangLoadStructs(Protocol):
     """SGLang's module ``load_snapshot``: the structs that it sends to its other processes."""
 
     LoadSnapshot: type[Any]
@@ -433,10 +433,10 @@ class SglangLoadInquirer:
         shapes: what the report goes on as.
     """
 
-    loads: SglangLoads
-    queues: SglangQueues
-    work: WorkCounter
-    shapes: LoadShapes
+    loads: SglangLoadSource
+    queues: SglangQueueSource
+    work: SglangWorkCounters
+    shapes: SglangLoadStructs
 
     def get_loads(self) -> Any:
         """Return the load of this moment as SGLang's ``LoadSnapshot``."""

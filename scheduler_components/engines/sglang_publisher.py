@@ -94,5 +94,5 @@ def open_sglang_publisher(settings: KVEventsConfig, dp_rank: int) -> SglangEvent
     """
     stream = ZmqEventPublisher(dp_rank, config=settings)
     _log.info("KV events of rank %d, by scheduler-components: %s", dp_rank, stream.endpoint)
-    binds = settings.port_plan(dp_rank + 1).events.decide_bind(settings.bind)
+    binds = settings.port_plan(dp_rank + 1).events.resolve_bind(settings.bind)
     return SglangEventPublisher(dp_rank=dp_rank, topic=settings.topic, binds=binds, stream=stream)

@@ -21,14 +21,14 @@ from scheduler_components.engines.settings import (
     ENGINE_SETTINGS,
     KV_EVENTS_VARIABLE,
     PluginSettings,
-    may_ask_for_keys,
+    may_require_keys,
     read_plugin_settings,
 )
-from scheduler_components.engines.vllm_copies import ONCE_PER_BLOCK, ToldBlocks, tell_removals_of_last_copies
+from scheduler_components.engines.vllm_copies import ONCE_PER_BLOCK, PublishedBlocks, patch_removed_events_to_last_copy
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
 
-__all__ = ["PLUGIN_NAME", "VllmEventPublisher", "VllmPublisherOpener", "register"]
+__all__ = ["PLUGIN_NAME", "VllmEventPublisher", "VllmPublisherFactory", "register"]
 
 _log = logging.getLogger("vllm.scheduler_components")
 """Below vLLM's own logger, so that its handlers and level apply."""
@@ -65,13 +65,13 @@ class VllmPublisher(Protocol):
     def get_publisher_config(self) -> VllmConfig | None: ...
 
 
-class OpenVllmPublisher(Protocol):
+class VllmPublisherConstructor(Protocol):
     """What vLLM's factory calls: ``config`` has the fields of its configuration."""
 
     def __call__(self, *, data_parallel_rank: int = 0, **config: Any) -> VllmPublisher: ...
 
 
-class VllmKvEvents(Protocol):
+class VllmKvEventsModule(Protocol):
     """The module."""
 
     KVEventsConfig: type[Any]
@@ -92,22 +92,24 @@ def register(environ: Mapping[str, str] | None = None) -> None:
     is_named = PLUGIN_NAME in environ.get(_PLUGINS_VARIABLE, "").split(",")
     if not is_named and not environ.get(KV_EVENTS_VARIABLE, "").strip():
         return
-    theirs: VllmKvEvents = import_module("vllm.distributed.kv_events")
-    publishers: dict[str, OpenVllmPublisher] = theirs.EventPublisherFactory._registry
+    theirs: VllmKvEventsModule = import_module("vllm.distributed.kv_events")
+    publishers: dict[str, VllmPublisherConstructor] = theirs.EventPublisherFactory._registry
     own = publishers["zmq"]
-    if isinstance(own, VllmPublisherOpener):
+    if isinstance(own, VllmPublisherFactory):
         own = own.own
-    is_closed = may_ask_for_keys(environ)
+    is_closed = may_require_keys(environ)
     try:
         settings = read_plugin_settings(environ, defaults=_DEFAULTS, switches=(ONCE_PER_BLOCK,))
     except ConfigError as error:
-        publishers["zmq"] = _instead(error, own, theirs, is_closed=is_closed)
+        publishers["zmq"] = _fallback_publisher(error, own, theirs, is_closed=is_closed)
         return
     theirs.EventPublisher.register(VllmEventPublisher)
-    publishers["zmq"] = VllmPublisherOpener(settings=settings, own=own, theirs=theirs, is_closed=is_closed)
+    publishers["zmq"] = VllmPublisherFactory(settings=settings, own=own, theirs=theirs, is_closed=is_closed)
 
 
-def _instead(error: ConfigError, own: OpenVllmPublisher, theirs: VllmKvEvents, *, is_closed: bool) -> OpenVllmPublisher:
+def _fallback_publisher(
+    error: ConfigError, own: VllmPublisherConstructor, theirs: VllmKvEventsModule, *, is_closed: bool
+) -> VllmPublisherConstructor:
     """Say what is wrong, and return what publishes instead."""
     _log.error(
         "KV events are not published by scheduler-components but by %s: %s",
@@ -125,7 +127,7 @@ def _instead(error: ConfigError, own: OpenVllmPublisher, theirs: VllmKvEvents, *
 
 
 @dataclass(slots=True, kw_only=True)
-class VllmPublisherOpener:
+class VllmPublisherFactory:
     """What vLLM's factory calls to open the publisher ``zmq``.
 
     Attributes:
@@ -136,8 +138,8 @@ class VllmPublisherOpener:
     """
 
     settings: PluginSettings
-    own: OpenVllmPublisher
-    theirs: VllmKvEvents
+    own: VllmPublisherConstructor
+    theirs: VllmKvEventsModule
     is_closed: bool
 
     def __call__(self, *, data_parallel_rank: int = 0, **config: Any) -> VllmPublisher:
@@ -150,7 +152,7 @@ class VllmPublisherOpener:
         try:
             publisher, told = self._open(data_parallel_rank, whole)
         except ConfigError as error:
-            own = _instead(error, self.own, self.theirs, is_closed=self.is_closed)
+            own = _fallback_publisher(error, self.own, self.theirs, is_closed=self.is_closed)
             return own(data_parallel_rank=data_parallel_rank, **config)
         resolved = whole | {
             "endpoint": _resolved(whole["endpoint"], data_parallel_rank, publisher.endpoint),
@@ -160,16 +162,16 @@ class VllmPublisherOpener:
         _log.info("KV events of rank %d, by scheduler-components: %s", data_parallel_rank, described.endpoint)
         return VllmEventPublisher(publisher=publisher, config=described, told=told)
 
-    def _open(self, rank: int, config: dict[str, Any]) -> tuple[ZmqEventPublisher, ToldBlocks | None]:
+    def _open(self, rank: int, config: dict[str, Any]) -> tuple[ZmqEventPublisher, PublishedBlocks | None]:
         publisher = ZmqEventPublisher(rank, config=self._checked(config))
         if ONCE_PER_BLOCK not in self.settings.switches:
             return publisher, None
         try:
-            tell_removals_of_last_copies()
+            patch_removed_events_to_last_copy()
         except ConfigError:
             publisher.shutdown()
             raise
-        return publisher, ToldBlocks()
+        return publisher, PublishedBlocks()
 
     def _checked(self, config: dict[str, Any]) -> KVEventsConfig:
         """vLLM's settings as this kit's."""
@@ -242,7 +244,9 @@ class VllmEventPublisher:
 
     __slots__ = ("_config", "_told", "publisher")
 
-    def __init__(self, *, publisher: ZmqEventPublisher, config: VllmConfig, told: ToldBlocks | None = None) -> None:
+    def __init__(
+        self, *, publisher: ZmqEventPublisher, config: VllmConfig, told: PublishedBlocks | None = None
+    ) -> None:
         self.publisher = publisher
         self._config = config
         self._told = told
@@ -250,7 +254,7 @@ class VllmEventPublisher:
     def publish(self, events: Any) -> None:
         """Accept a batch of vLLM's events; never blocks."""
         if self._told is not None:
-            events = self._told.first_told(events)
+            events = self._told.drop_published(events)
             if events is None:
                 return
         self.publisher.publish(events)

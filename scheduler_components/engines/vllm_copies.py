@@ -7,7 +7,7 @@ base, which tells each block once, or until a request asks for full reports (``k
 blocks that are there, and look like further copies.
 
 So nobody who sees events alone can count copies. The pool knows: a removal is told when no copy is left in its table
-(``tell_removals_of_last_copies``), and a block that was told is not told again (``ToldBlocks``). Both kinds of readers
+(``patch_removed_events_to_last_copy``), and a block that was told is not told again (``PublishedBlocks``). Both kinds of readers
 hold what the pool holds then.
 """
 
@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, runs_of_true
+from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, true_runs
 
-__all__ = ["ONCE_PER_BLOCK", "ToldBlocks", "tell_removals_of_last_copies"]
+__all__ = ["ONCE_PER_BLOCK", "PublishedBlocks", "patch_removed_events_to_last_copy"]
 
 ONCE_PER_BLOCK = "once_per_block"
 """The plugin's switch for all of this."""
@@ -32,7 +32,7 @@ _STORED, _REMOVED, _CLEARED = (kind.__name__ for kind in (BlockStored, BlockRemo
 _Batch = TypeVar("_Batch", bound=Any)
 
 
-class ToldBlocks:
+class PublishedBlocks:
     """Which blocks of the pool were told and are not gone, by KV-cache group. Pure; one per stream, one thread calls.
 
     Takes vLLM's events as they are. Those of other media are not the pool's: they pass as they come.
@@ -50,7 +50,7 @@ class ToldBlocks:
     def __len__(self) -> int:
         return sum(map(len, self._groups.values()))
 
-    def first_told(self, batch: _Batch) -> _Batch | None:
+    def drop_published(self, batch: _Batch) -> _Batch | None:
         """Return the batch without what was told before; None where nothing is left of it."""
         events: list[Any] = []
         for event in batch.events:
@@ -82,7 +82,7 @@ class ToldBlocks:
         told.update(hashes)
         if True in is_new and len(event.token_ids) != len(hashes) * event.block_size:
             return (event,)  # of a group that skips blocks: its tokens cannot be divided among those it names
-        return [_blocks(event, first, stop) for first, stop in runs_of_true(is_new)]
+        return [_blocks(event, first, stop) for first, stop in true_runs(is_new)]
 
 
 def _blocks(event: Any, first: int, stop: int) -> Any:
@@ -102,7 +102,7 @@ def _blocks(event: Any, first: int, stop: int) -> Any:
     return replace(event, **changes)
 
 
-def tell_removals_of_last_copies() -> None:
+def patch_removed_events_to_last_copy() -> None:
     """Let vLLM's block pool, in this process, tell a removal when no copy of the block is left. Safe to call again.
 
     Raises:

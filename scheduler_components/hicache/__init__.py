@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 from scheduler_components.errors import (
-    PageLoadError,
+    LoadBackError,
     SettingsDivergenceError,
     StorageError,
     StorageStallError,
@@ -18,36 +18,36 @@ from scheduler_components.errors import (
 from scheduler_components.events import Tier
 from scheduler_components.hicache.agreement import (
     AgreedValues,
-    InProcessSync,
+    InProcessGroups,
+    ParallelGroups,
     Proposal,
-    RankSets,
+    RankGroups,
     Slots,
-    SyncDomain,
-    domain_of,
+    agreeing_ranks,
     elementwise_min,
-    groups_in_order,
-    world_rank_sets,
+    ordered_groups,
+    world_rank_groups,
 )
-from scheduler_components.hicache.cache import HiRadixCache, TierStepper
-from scheduler_components.hicache.controller import HiCachePolicy, LoadWay, PrefetchStop, WritePolicy
+from scheduler_components.hicache.cache import HiCacheStepper, HiRadixCache
+from scheduler_components.hicache.controller import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.hicache.memory_storage import MemoryPageStore
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
 from scheduler_components.page_shape import STORED_LAYOUT, HostLayout, PageShape
 from scheduler_components.ports import (
-    COPIED,
-    NO_LAYER_FENCE,
-    NO_PAGE_HOOK,
-    CopyEnd,
+    CopyEvent,
     DeviceMemory,
+    HostLayerView,
     HostPages,
-    HostPlane,
-    InPlacePageStore,
-    LayerFence,
+    LayerDoneCounter,
+    NullCopyEvent,
+    NullLayerDoneCounter,
+    NullPageHook,
     PageBytes,
     PageHook,
     PageMover,
     PageStore,
     SyncGroup,
+    ZeroCopyPageStore,
 )
 from scheduler_components.values import SyncCall
 
@@ -59,46 +59,46 @@ if TYPE_CHECKING:
         MooncakePageStore,
         open_mooncake_page_store,
     )
-    from scheduler_components.hicache.stored_pages import IN_PLACE_LAYOUT
-    from scheduler_components.hicache.thread_layers import LayerArrivals
+    from scheduler_components.hicache.stored_pages import ZERO_COPY_LAYOUT
+    from scheduler_components.hicache.thread_layers import ThreadLayerDoneCounter
     from scheduler_components.hicache.thread_page_mover import ThreadPageMover
     from scheduler_components.hicache.thread_storage import open_deadline_page_store
     from scheduler_components.hicache.torch_memory import TorchDeviceMemory
-    from scheduler_components.hicache.torch_sync import open_torch_sync_domains
+    from scheduler_components.hicache.torch_sync import open_torch_groups
 
 __all__ = [
     "AgreedValues",
-    "COPIED",
+    "NullCopyEvent",
     "CheckedPageStore",
-    "CopyEnd",
+    "CopyEvent",
     "DeviceMemory",
     "FilePageStore",
     "HiCachePolicy",
     "HiRadixCache",
     "HostLayout",
     "HostPages",
-    "HostPlane",
+    "HostLayerView",
     "HostPool",
-    "IN_PLACE_LAYOUT",
-    "InPlacePageStore",
-    "InProcessSync",
+    "ZERO_COPY_LAYOUT",
+    "ZeroCopyPageStore",
+    "InProcessGroups",
     "KeySpace",
-    "LayerArrivals",
-    "LayerFence",
-    "LoadWay",
+    "ThreadLayerDoneCounter",
+    "LayerDoneCounter",
+    "LoadBackMode",
     "MemoryPageStore",
     "MooncakeAddress",
     "MooncakePageStore",
     "PageBytes",
     "PageHook",
-    "PageLoadError",
+    "LoadBackError",
     "PageMover",
     "PageShape",
     "PageStore",
     "Placement",
-    "PrefetchStop",
+    "PrefetchPolicy",
     "Proposal",
-    "RankSets",
+    "RankGroups",
     "Slots",
     "SimulatedDeviceMemory",
     "SettingsDivergenceError",
@@ -108,39 +108,39 @@ __all__ = [
     "SyncCall",
     "SyncClosedError",
     "SyncDivergenceError",
-    "SyncDomain",
+    "ParallelGroups",
     "SyncGroup",
     "SyncTimeoutError",
     "ThreadPageMover",
     "Tier",
     "TierDivergenceError",
-    "TierStepper",
+    "HiCacheStepper",
     "TorchDeviceMemory",
     "WritePolicy",
-    "domain_of",
+    "agreeing_ranks",
     "elementwise_min",
-    "groups_in_order",
+    "ordered_groups",
     "open_deadline_page_store",
     "open_file_page_store",
     "open_mooncake_page_store",
-    "open_torch_sync_domains",
-    "world_rank_sets",
-    "NO_LAYER_FENCE",
-    "NO_PAGE_HOOK",
+    "open_torch_groups",
+    "world_rank_groups",
+    "NullLayerDoneCounter",
+    "NullPageHook",
     "STORED_LAYOUT",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "scheduler_components.hicache.file_storage": "FilePageStore open_file_page_store",
         "scheduler_components.hicache.memory": "HostPool SimulatedDeviceMemory",
         "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
-        "scheduler_components.hicache.stored_pages": "IN_PLACE_LAYOUT",
-        "scheduler_components.hicache.thread_layers": "LayerArrivals",
+        "scheduler_components.hicache.stored_pages": "ZERO_COPY_LAYOUT",
+        "scheduler_components.hicache.thread_layers": "ThreadLayerDoneCounter",
         "scheduler_components.hicache.thread_page_mover": "ThreadPageMover",
         "scheduler_components.hicache.thread_storage": "open_deadline_page_store",
         "scheduler_components.hicache.torch_memory": "TorchDeviceMemory",
-        "scheduler_components.hicache.torch_sync": "open_torch_sync_domains",
+        "scheduler_components.hicache.torch_sync": "open_torch_groups",
     },
 )

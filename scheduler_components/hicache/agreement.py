@@ -17,7 +17,7 @@ attention-TP group, then over the pipeline group is MIN over the whole grid of t
 **Pipeline stages have a say.** Each stage holds its own layers of the same pages. A copy that failed on a later stage
 alone has left a page torn there, so it is not enough to relay what stage 0 agreed, as SGLang 0.5.23 does: a later
 stage could wait for its own copy then, but not say that it failed. What stage 0 does decide for all, which requests and
-commands a step begins with, its ``Intake`` relays. The price: stages meet once per step.
+commands a step begins with, its ``RequestReceiver`` relays. The price: stages meet once per step.
 
 **Reserve, vote, commit.** Pages are taken on all ranks or on none. Each rank reserves pages: they are written to, and
 nobody reads them. In its next proposals it says whether it could, and how far its I/O has come. When the agreed values
@@ -60,20 +60,20 @@ from scheduler_components.errors import (
 )
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import SyncGroup
-from scheduler_components.values import MAX_OPERATION_BYTES, SyncCall, places_of
+from scheduler_components.values import MAX_OPERATION_BYTES, SyncCall, describe_calls
 
 __all__ = [
     "BLOCK_INTS",
     "AgreedValues",
-    "InProcessSync",
+    "InProcessGroups",
     "Proposal",
-    "RankSets",
+    "RankGroups",
     "Slots",
-    "SyncDomain",
-    "domain_of",
+    "ParallelGroups",
+    "agreeing_ranks",
     "elementwise_min",
-    "groups_in_order",
-    "world_rank_sets",
+    "ordered_groups",
+    "world_rank_groups",
 ]
 
 BLOCK_INTS = 256
@@ -233,12 +233,12 @@ class Proposal:
         return packed
 
     @staticmethod
-    def header_agrees(reduced: Sequence[int]) -> bool:
+    def headers_match(reduced: Sequence[int]) -> bool:
         """Say whether all ranks came with the same operation, slots, step and call number."""
         return reduced[0] == ~reduced[1] and reduced[2] == ~reduced[3] and reduced[4] == ~reduced[5]
 
-    def open(self, reduced: Sequence[int]) -> AgreedValues:
-        """Read the reduced vector; ask ``header_agrees`` first."""
+    def unpack(self, reduced: Sequence[int]) -> AgreedValues:
+        """Read the reduced vector; ask ``headers_match`` first."""
         layout = self._layout()
         numbers = {name: reduced[at] for name, at in layout.numbers}
         for name, at in layout.maxima:
@@ -262,7 +262,7 @@ def _digest_of(text: str) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class SyncDomain:
+class ParallelGroups:
     """One rank's end of the agreement of all attention-CP x attention-TP x PP ranks of a replica.
 
     Used by one thread, with groups of its own. Every rank makes the same calls in the same order, always. That is
@@ -283,7 +283,7 @@ class SyncDomain:
     num_collectives: int = field(default=0, init=False)
     _failure: ComponentError | None = field(default=None, init=False)
 
-    def agree(self, proposal: Proposal) -> AgreedValues:
+    def reduce(self, proposal: Proposal) -> AgreedValues:
         """Bring this rank's proposal and return what all ranks agreed on.
 
         Raises:
@@ -299,7 +299,7 @@ class SyncDomain:
         try:
             is_long = len(packed) > BLOCK_INTS
             reduced = self._reduce(packed[:BLOCK_INTS] if is_long else packed, call)
-            if not proposal.header_agrees(reduced):
+            if not proposal.headers_match(reduced):
                 # The reduced header is the same on all ranks, so all of them come here.
                 raise self._divergence(call)
             if is_long:
@@ -307,19 +307,19 @@ class SyncDomain:
         except (SyncTimeoutError, SyncDivergenceError) as error:
             self._failure = error
             raise
-        return proposal.open(reduced)
+        return proposal.unpack(reduced)
 
-    def min(self, operation: str, value: int, *, step: int) -> int:
+    def all_reduce_min(self, operation: str, value: int, *, step: int) -> int:
         """Return the smallest value of all ranks."""
         proposal = Proposal(operation, step=step)
         proposal.min("value", value)
-        return self.agree(proposal).numbers["value"]
+        return self.reduce(proposal).numbers["value"]
 
     def barrier(self, operation: str, *, step: int) -> None:
         """Return when all ranks have come."""
-        self.agree(Proposal(operation, step=step))
+        self.reduce(Proposal(operation, step=step))
 
-    def expect_equal(self, operation: str, settings: Mapping[str, object], *, step: int) -> None:
+    def check_equal(self, operation: str, settings: Mapping[str, object], *, step: int) -> None:
         """Return when all ranks have come with the same settings.
 
         Args:
@@ -333,7 +333,7 @@ class SyncDomain:
         proposal = Proposal(operation, step=step)
         for name, value in settings.items():
             proposal.equal(name, _digest_of(repr(value)))
-        agreed = self.agree(proposal).flags
+        agreed = self.reduce(proposal).flags
         # The flags are the same on all ranks, so all of them gather, or none.
         parted = {name: self._gathered(repr(settings[name]), step) for name in settings if not agreed[name]}
         if parted:
@@ -353,7 +353,7 @@ class SyncDomain:
         return values
 
     def _divergence(self, call: SyncCall) -> SyncDivergenceError:
-        return SyncDivergenceError(call.number, places_of(self._gather(call)))
+        return SyncDivergenceError(call.number, describe_calls(self._gather(call)))
 
     def _gathered(self, text: str, step: int) -> dict[int, str]:
         """The beginning of each rank's text."""
@@ -373,7 +373,7 @@ def _as_ranks(ranks: Iterable[int] | None) -> tuple[int, ...] | None:
 
 
 @attrs.frozen(kw_only=True)
-class RankSets:
+class RankGroups:
     """The groups that one rank is in, as global ranks; None for a group that the engine does not have.
 
     Ranks agree over attention-CP, then attention-TP, or over TP where an engine has neither; then over PP: the ranks
@@ -404,7 +404,7 @@ class RankSets:
                 )
 
     @property
-    def hops(self) -> tuple[tuple[int, ...], ...]:
+    def reduce_groups(self) -> tuple[tuple[int, ...], ...]:
         """Groups to reduce over, in order: those of one rank are skipped, equal sets are taken once."""
         given = [ranks for ranks in (self.attn_cp, self.attn_tp) if ranks is not None]
         if not given and self.tp is not None:
@@ -414,12 +414,12 @@ class RankSets:
         return tuple(dict.fromkeys(tuple(sorted(ranks)) for ranks in given if len(ranks) > 1))
 
 
-def world_rank_sets(parallel: ParallelState) -> tuple[RankSets, ...]:
+def world_rank_groups(parallel: ParallelState) -> tuple[RankGroups, ...]:
     """Return the rank sets of every process of the engine's world, by global rank.
 
     The global rank is ``ParallelState.world_rank``.
     """
-    world: list[RankSets] = []
+    world: list[RankGroups] = []
     for stage in range(parallel.pp_size):
         peers = [
             ParallelState.from_tp_rank(
@@ -435,9 +435,9 @@ def world_rank_sets(parallel: ParallelState) -> tuple[RankSets, ...]:
     return tuple(world)
 
 
-def _rank_sets_of(me: ParallelState, peers: Sequence[ParallelState], first: int, pp_size: int) -> RankSets:
+def _rank_sets_of(me: ParallelState, peers: Sequence[ParallelState], first: int, pp_size: int) -> RankGroups:
     replica = [peer for peer in peers if peer.attn_dp_rank == me.attn_dp_rank]
-    return RankSets(
+    return RankGroups(
         rank=first + me.tp_rank,
         attn_cp=[first + peer.tp_rank for peer in replica if peer.attn_tp_rank == me.attn_tp_rank],
         attn_tp=[first + peer.tp_rank for peer in replica if peer.attn_cp_rank == me.attn_cp_rank],
@@ -446,9 +446,9 @@ def _rank_sets_of(me: ParallelState, peers: Sequence[ParallelState], first: int,
     )
 
 
-def domain_of(rank: int, world: Sequence[RankSets]) -> tuple[int, ...]:
-    """Return every rank that ``rank`` agrees with through any number of hops, itself included, sorted."""
-    hops_of = {sets.rank: sets.hops for sets in world}
+def agreeing_ranks(rank: int, world: Sequence[RankGroups]) -> tuple[int, ...]:
+    """Return every rank that ``rank`` agrees with through any number of reduce_groups, itself included, sorted."""
+    hops_of = {sets.rank: sets.reduce_groups for sets in world}
     domain, waiting = {rank}, [rank]
     while waiting:
         reached = {peer for hop in hops_of[waiting.pop()] for peer in hop} - domain
@@ -457,26 +457,26 @@ def domain_of(rank: int, world: Sequence[RankSets]) -> tuple[int, ...]:
     return tuple(sorted(domain))
 
 
-def groups_in_order(world: Sequence[RankSets]) -> tuple[tuple[int, ...], ...]:
+def ordered_groups(world: Sequence[RankGroups]) -> tuple[tuple[int, ...], ...]:
     """Return every group of the world once, in an order that all ranks share: hop by hop, then by first rank.
 
     Groups that are made collectively are made in this order on every rank, members or not.
     """
-    most_hops = max((len(sets.hops) for sets in world), default=0)
+    most_hops = max((len(sets.reduce_groups) for sets in world), default=0)
     ordered: dict[tuple[int, ...], None] = {}
     for at in range(most_hops):
-        ordered |= dict.fromkeys(sorted({sets.hops[at] for sets in world if len(sets.hops) > at}))
+        ordered |= dict.fromkeys(sorted({sets.reduce_groups[at] for sets in world if len(sets.reduce_groups) > at}))
     return tuple(ordered)
 
 
-class InProcessSync:
+class InProcessGroups:
     """Agreement of N ranks inside one thread, for state machines that give out proposals and take agreed values.
 
     The caller collects every rank's proposal of the step and hands each rank its agreed values: deterministic, no
     waiting. Hops are data, so a simulation may leave some out and show what comes of that.
 
     Args:
-        hops: rank -> its groups in order, as ``RankSets.hops`` gives them.
+        reduce_groups: rank -> its groups in order, as ``RankGroups.reduce_groups`` gives them.
 
     Raises:
         ConfigError: members of a group do not have that group at the same hop.
@@ -484,22 +484,26 @@ class InProcessSync:
 
     __slots__ = ("_hops", "_num_calls", "num_collectives")
 
-    def __init__(self, hops: Mapping[int, Sequence[tuple[int, ...]]]) -> None:
-        for rank, groups in hops.items():
+    def __init__(self, reduce_groups: Mapping[int, Sequence[tuple[int, ...]]]) -> None:
+        for rank, groups in reduce_groups.items():
             for at, group in enumerate(groups):
                 for peer in group:
-                    if peer not in hops or len(hops[peer]) <= at or tuple(hops[peer][at]) != tuple(group):
+                    if (
+                        peer not in reduce_groups
+                        or len(reduce_groups[peer]) <= at
+                        or tuple(reduce_groups[peer][at]) != tuple(group)
+                    ):
                         raise ConfigError(
-                            "hops",
+                            "reduce_groups",
                             group,
                             f"is hop {at} of rank {rank} but not of rank {peer}",
                             "give every member the same groups in the same order",
                         )
-        self._hops = {rank: tuple(hops[rank]) for rank in sorted(hops)}
+        self._hops = {rank: tuple(reduce_groups[rank]) for rank in sorted(reduce_groups)}
         self._num_calls = 0
         self.num_collectives = 0
 
-    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
+    def reduce(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
         """Reduce all ranks' proposals and return each rank's agreed values.
 
         Raises:
@@ -519,7 +523,7 @@ class InProcessSync:
         for at in range(max((len(groups) for groups in self._hops.values()), default=0)):
             vectors = self._reduce_hop(at, vectors, calls)
             self.num_collectives += 1
-        return {rank: proposals[rank].open(vectors[rank]) for rank in self._hops}
+        return {rank: proposals[rank].unpack(vectors[rank]) for rank in self._hops}
 
     def _reduce_hop(
         self, at: int, vectors: Mapping[int, list[int]], calls: Mapping[int, SyncCall]
@@ -534,8 +538,8 @@ class InProcessSync:
             # Proposals of different lengths differ in the header, which is in the part that they share.
             shared = min(len(vectors[peer]) for peer in groups[at])
             result = elementwise_min([vectors[peer][:shared] for peer in groups[at]])
-            if not Proposal.header_agrees(result):
-                places = places_of(calls[peer] for peer in groups[at])
+            if not Proposal.headers_match(result):
+                places = describe_calls(calls[peer] for peer in groups[at])
                 raise SyncDivergenceError(calls[rank].number, places)
             reduced |= dict.fromkeys(groups[at], result)
         return reduced

@@ -1,6 +1,6 @@
 """HiRadixCache: a radix cache whose pages outlive the device: evicted to the host, kept in storage, brought back.
 
-``TierStepper`` takes it through a scheduler's step: one agreement of all ranks, and what follows from it.
+``HiCacheStepper`` takes it through a scheduler's step: one agreement of all ranks, and what follows from it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import attrs
 
 from scheduler_components.cache import (
-    PLAIN_NAMESPACE,
+    DEFAULT_NAMESPACE,
     PrefixMatch,
     PrefixNamespace,
     RadixCache,
@@ -22,16 +22,16 @@ from scheduler_components.cache import (
     pack_tokens,
 )
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
-from scheduler_components.events import MEDIUM_OF, KVCacheEvent, Place, Tier, place_of
-from scheduler_components.hicache.agreement import AgreedValues, Proposal, Slots, SyncDomain
-from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy, PrefetchLanes
+from scheduler_components.events import TIER_MEDIUM, KVCacheEvent, MediumGroup, Tier, medium_group
+from scheduler_components.hicache.agreement import AgreedValues, ParallelGroups, Proposal, Slots
+from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController, HiCachePolicy
 from scheduler_components.hicache.tiers import TierTree
-from scheduler_components.hicache.transfers import Preparations, TierTransfers
+from scheduler_components.hicache.transfers import PrefetchQueue, TierTransfers
 from scheduler_components.page_operations import Instruction, IoEvent
-from scheduler_components.ports import NO_PAGE_HOOK, HostPages, PageHolders, PageHook, PageMover
+from scheduler_components.ports import HostPages, NullPageHook, PageHolders, PageHook, PageMover
 from scheduler_components.values import TierStats
 
-__all__ = ["HiRadixCache", "TierStepper"]
+__all__ = ["HiRadixCache", "HiCacheStepper"]
 
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so that counts that differ give digests that differ
 _STATE_SLOT = Slots(("equal", "state"))
@@ -40,12 +40,12 @@ _STATE_SLOT = Slots(("equal", "state"))
 class HiRadixCache:
     """What ``RadixCache`` is to a scheduler, over three tiers. Pure.
 
-    A ``KvEventSource``, ``PoolSource`` and ``KvPoolOracle``.
+    A ``KvEventSource``, ``PoolSource`` and ``HeldBlocksSource``.
 
-    To requests only what is on the device is a match; ``preparations`` brings the rest there. Ranks that make the same
+    To requests only what is on the device is a match; ``prefetch_queue`` brings the rest there. Ranks that make the same
     calls and settle the same agreed values hold the same pages on every tier, whatever their I/O does. Once per step:
-    ``handle`` each I/O event, bring ``proposal``, ``settle`` what was agreed, carry out ``take_instructions``;
-    ``TierStepper`` does so.
+    ``handle`` each I/O event, bring ``proposal``, ``settle`` what was agreed, carry out ``pop_instructions``;
+    ``HiCacheStepper`` does so.
 
     Args:
         page_size: tokens per page.
@@ -57,13 +57,13 @@ class HiRadixCache:
         page_hook: learns which device pages were computed and loaded.
 
     Attributes:
-        preparations: ask it, before a request runs, to bring pages closer.
+        prefetch_queue: ask it, before a request runs, to bring pages closer.
 
     Raises:
         ConfigError: a size is below one page.
     """
 
-    __slots__ = ("_controller", "_device", "_tiers", "_transfers", "preparations")
+    __slots__ = ("_controller", "_device", "_tiers", "_transfers", "prefetch_queue")
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class HiRadixCache:
         num_host_pages: int,
         policy: HiCachePolicy | None = None,
         record: bool = False,
-        page_hook: PageHook = NO_PAGE_HOOK,
+        page_hook: PageHook = NullPageHook(),
     ) -> None:
         if num_host_pages < 1:
             raise ConfigError("num_host_pages", num_host_pages, "is no host tier", "give at least 1, or use RadixCache")
@@ -88,9 +88,9 @@ class HiRadixCache:
             page_hook=page_hook,
         )
         self._device = self._tiers.device
-        self._controller = HiCacheController(host=host, prefetches=PrefetchLanes(policy=policy, host=host))
+        self._controller = HiCacheController(host=host, prefetches=ActivePrefetches(policy=policy, host=host))
         self._transfers = TierTransfers.over(self._tiers, self._controller, policy)
-        self.preparations = Preparations(transfers=self._transfers, policy=policy)
+        self.prefetch_queue = PrefetchQueue(transfers=self._transfers, policy=policy)
 
     # --- what RadixCache has, of the device ---
 
@@ -130,8 +130,8 @@ class HiRadixCache:
         Raises:
             ConfigError: a token id does not fit u32, or the namespace cannot be encoded.
         """
-        path = self._tiers.path_to(pack_tokens(token_ids), (namespace or PLAIN_NAMESPACE).seed())
-        return self._device.match_of(path[: self._tiers.num_on_device(path)])
+        path = self._tiers.match_path(pack_tokens(token_ids), (namespace or DEFAULT_NAMESPACE).seed())
+        return self._device.match_from_path(path[: self._tiers.num_on_device(path)])
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
@@ -140,9 +140,9 @@ class HiRadixCache:
 
         Where the host has a page that the device has not, the caller's page becomes the device's.
         """
-        path = self._device.insert_path(token_ids, pages, namespace or PLAIN_NAMESPACE)
-        self._transfers.writes.after_insert(path)
-        return self._device.match_of(path)
+        path = self._device.insert_path(token_ids, pages, namespace or DEFAULT_NAMESPACE)
+        self._transfers.writes.on_insert(path)
+        return self._device.match_from_path(path)
 
     def lock(self, node: RadixNode) -> None:
         """Keep the prefix that ends in ``node`` on the device, once more; CacheIntegrityError where it is not there."""
@@ -174,7 +174,7 @@ class HiRadixCache:
             raise CacheIntegrityError(f"{self.num_operations} operations are under way: step on, then clear")
         self._tiers.clear()
 
-    def forget_storage(self) -> None:
+    def clear_storage_index(self) -> None:
         """Count nothing as stored any more: call it on every rank in the same step, once the store was cleared.
 
         What is cached is written to storage again when a request next inserts it.
@@ -184,7 +184,7 @@ class HiRadixCache:
         """
         if self.num_operations:
             raise CacheIntegrityError(f"{self.num_operations} operations are under way: step on, then forget")
-        self._transfers.forget_storage()
+        self._transfers.clear_storage_index()
 
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events of all tiers since the last call, in order, and forget them."""
@@ -196,13 +196,13 @@ class HiRadixCache:
             if tier in self._tiers.membership.tiers_of(node):
                 yield from block_hashes_of(node.digests)
 
-    def held_blocks(self) -> Mapping[Place, Collection[int]]:
-        """Every page of the tree on every tier, as ``KvPoolOracle`` asks. Walks the tree once."""
+    def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
+        """Every page of the tree on every tier, as ``HeldBlocksSource`` asks. Walks the tree once."""
         digests: dict[Tier, list[bytearray]] = {tier: [] for tier in Tier}
         for node in self._tiers.tree.walk():
             for tier in self._tiers.membership.tiers_of(node):
                 digests[tier].append(node.digests)
-        return {place_of(MEDIUM_OF[tier]): block_hash_array(b"".join(runs)) for tier, runs in digests.items()}
+        return {medium_group(TIER_MEDIUM[tier]): block_hash_array(b"".join(runs)) for tier, runs in digests.items()}
 
     def check_integrity(self) -> None:
         """Check tree, pools, orders, tiers and ledger against each other. Walks everything.
@@ -233,7 +233,7 @@ class HiRadixCache:
             "capacity_tokens": self.capacity_tokens,
             "num_host_pages": self._tiers.host.num_pages,
         }
-        return sizes | attrs.asdict(self.preparations.policy)
+        return sizes | attrs.asdict(self.prefetch_queue.policy)
 
     @property
     def num_operations(self) -> int:
@@ -253,21 +253,23 @@ class HiRadixCache:
         """Take in what this rank's I/O reports."""
         self._controller.handle(event)
 
-    def proposal(self, step: int, *, has_storage: bool, load_room_pages: int, now_s: float) -> Proposal:
+    def proposal(self, step: int, *, has_storage: bool, load_back_budget_pages: int, now_s: float) -> Proposal:
         """Return what this rank brings to the step's one agreement: the same slots at every step.
 
         Args:
             step: the same number on all ranks.
             has_storage: this rank has a storage backend attached.
-            load_room_pages: pages that this rank can begin to copy to the device.
+            load_back_budget_pages: pages that this rank can begin to copy to the device.
             now_s: this rank's monotonic clock.
         """
         proposal = Proposal("hicache step", step=step)
         proposal.fill(_STATE_SLOT, (self.state_digest - 2**63,))
-        self._controller.fill(proposal, has_storage=has_storage, load_room_pages=load_room_pages, now_s=now_s)
+        self._controller.fill(
+            proposal, has_storage=has_storage, load_back_budget_pages=load_back_budget_pages, now_s=now_s
+        )
         return proposal
 
-    def settle(self, step: int, agreed: AgreedValues) -> None:
+    def apply(self, step: int, agreed: AgreedValues) -> None:
         """Carry out what all ranks agreed.
 
         Raises:
@@ -275,11 +277,11 @@ class HiRadixCache:
         """
         if not agreed.flags["state"]:
             raise TierDivergenceError(step, self.state_digest)
-        self._transfers.carry_out(self._controller.settle(agreed))
+        self._transfers.apply(self._controller.apply(agreed))
 
-    def take_instructions(self) -> list[Instruction]:
+    def pop_instructions(self) -> list[Instruction]:
         """Return what is to be moved, in order."""
-        return self._controller.take_instructions()
+        return self._controller.pop_instructions()
 
     def stats(self) -> TierStats:
         """Return the counters of this moment."""
@@ -297,7 +299,7 @@ class HiRadixCache:
 
 
 @dataclass(slots=True, kw_only=True)
-class TierStepper:
+class HiCacheStepper:
     """Lets a cache, this rank's I/O and the other ranks meet once per step. All on the scheduler's thread.
 
     Attributes:
@@ -310,7 +312,7 @@ class TierStepper:
     """
 
     cache: HiRadixCache
-    domain: SyncDomain
+    domain: ParallelGroups
     mover: PageMover
     settings: Mapping[str, object] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
@@ -329,19 +331,22 @@ class TierStepper:
         """
         cache, mover = self.cache, self.mover
         if not self.num_steps:
-            self.domain.expect_equal("hicache settings", {**cache.settings, **self.settings}, step=0)
+            self.domain.check_equal("hicache settings", {**cache.settings, **self.settings}, step=0)
         self.num_steps += 1
         for event in mover.poll():
             cache.handle(event)
         proposal = cache.proposal(
-            self.num_steps, has_storage=mover.has_storage, load_room_pages=mover.load_room_pages, now_s=self.clock()
+            self.num_steps,
+            has_storage=mover.has_storage,
+            load_back_budget_pages=mover.load_back_budget_pages,
+            now_s=self.clock(),
         )
-        cache.settle(self.num_steps, self.domain.agree(proposal))
+        cache.apply(self.num_steps, self.domain.reduce(proposal))
         self.submit()
 
     def submit(self) -> None:
         """Begin what was decided since the last step, before a forward that waits for it; without an agreement."""
-        self.mover.submit(self.cache.take_instructions())
+        self.mover.submit(self.cache.pop_instructions())
 
     def close(self) -> None:
         """End this rank's I/O, then its part in agreements. Safe to call twice."""

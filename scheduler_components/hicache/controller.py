@@ -22,48 +22,48 @@ from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfP
 from scheduler_components.hicache.agreement import AgreedValues, Proposal, SlotKind, Slots
 from scheduler_components.page_operations import (
     BackupDone,
-    BackupSettled,
+    BackupOutcome,
+    CancelPrefetch,
     CopyToDevice,
     CopyToHost,
     Decision,
-    ForgetLoad,
+    DiscardLoadBack,
     Instruction,
     IoEvent,
-    LoadDone,
-    LoadSettled,
-    PagesLanded,
+    LoadBackDone,
+    LoadBackOutcome,
+    PagesRead,
     PrefetchDrained,
     PrefetchHit,
-    PrefetchSettled,
+    PrefetchOutcome,
+    QueryDone,
     QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StopReading,
-    StorageAnswered,
-    StorageLost,
-    StorageUnused,
+    ReadDone,
+    ReadFromStorage,
+    ReleaseStorage,
+    StorageDetached,
     WriteDone,
-    WriteSettled,
+    WriteOutcome,
     WriteToStorage,
 )
 from scheduler_components.ports import HostPages
-from scheduler_components.validators import is_integer, is_number
+from scheduler_components.validators import integer_validator, number_validator
 
 __all__ = [
-    "NUM_LANES",
+    "MAX_ACTIVE_PREFETCHES",
     "AckQueue",
     "HiCacheController",
     "HiCachePolicy",
-    "LoadWay",
-    "PrefetchLanes",
-    "PrefetchStop",
-    "SharedFacts",
+    "LoadBackMode",
+    "ActivePrefetches",
+    "PrefetchPolicy",
+    "AgreedState",
     "WritePolicy",
 ]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
-PrefetchStop: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
-LoadWay: TypeAlias = Literal["whole", "by_layer"]
+PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
+LoadBackMode: TypeAlias = Literal["whole", "by_layer"]
 
 
 def _check_write(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -91,7 +91,7 @@ class HiCachePolicy:
         write: copy pages to the host as soon as they are cached (``write_through``), once enough requests have found
             them (``write_through_selective``), or when they near eviction from the device (``write_back``).
         write_threshold_hits: with ``write_through_selective``, how many requests must have found a page in the cache.
-            ``Preparations.is_ready`` counts, once per request. What is evicted before is lost.
+            ``PrefetchQueue.is_done`` counts, once per request. What is evicted before is lost.
         clean_ahead_pages: with ``write_back``, how many of the next pages to evict are kept copied ahead of need.
             What is evicted uncopied is lost, never waited for.
         prefetch: when a prefetch from storage ends before it is complete: as soon as its request could run
@@ -99,14 +99,14 @@ class HiCachePolicy:
             prefetch is at then: waiting for others, asking, or reading. What has landed by then is used.
         prefetch_threshold_pages: shorter hits are not worth a transfer and are revoked.
         prefetch_retry_steps: how many steps a request waits after a prefetch that brought nothing, until storage is
-            asked again: another request may have been writing the same prefix. ``Preparations.is_ready`` counts them.
+            asked again: another request may have been writing the same prefix. ``PrefetchQueue.is_done`` counts them.
             0 asks once. A request that is the next to run asks no more.
         prefetch_max_retries: how often at most.
         prefetch_timeout_s, prefetch_timeout_s_per_ki_token: with ``timeout``, how long a request that could run waits:
             a base, and as much for each 1,024 tokens that storage holds. SGLang's formula and its defaults.
         load: whether the request that is next to run waits until its pages are on the device (``whole``), or runs at
             once while they come, and its forward waits before each layer (``by_layer``). That is for devices which
-            wait at a ``LayerFence``. A load that fails then fails the batch that reads it; before, it is computed anew.
+            wait at a ``LayerDoneCounter``. A load that fails then fails the batch that reads it; before, it is computed anew.
         load_threshold_pages: shorter runs are computed anew instead of loaded from the host.
 
     Raises:
@@ -115,19 +115,19 @@ class HiCachePolicy:
 
     write: WritePolicy = attrs.field(default="write_through", validator=_check_write)
     # SGLang writes at the second use; the first is the computing, which is no hit here.
-    write_threshold_hits: int = attrs.field(default=1, validator=is_integer("is not a count"))
-    clean_ahead_pages: int = attrs.field(default=64, validator=is_integer("is not a count"))
-    prefetch: PrefetchStop = attrs.field(default="best_effort", validator=_check_stop)
-    prefetch_threshold_pages: int = attrs.field(default=4, validator=is_integer("is not a count"))
+    write_threshold_hits: int = attrs.field(default=1, validator=integer_validator("is not a count"))
+    clean_ahead_pages: int = attrs.field(default=64, validator=integer_validator("is not a count"))
+    prefetch: PrefetchPolicy = attrs.field(default="best_effort", validator=_check_stop)
+    prefetch_threshold_pages: int = attrs.field(default=4, validator=integer_validator("is not a count"))
     # SGLang's defaults (``hicache_storage_prefetch_retry_*`` in 0.5.23).
-    prefetch_retry_steps: int = attrs.field(default=8, validator=is_integer("is not a count", at_least=0))
-    prefetch_max_retries: int = attrs.field(default=8, validator=is_integer("is not a count", at_least=0))
-    prefetch_timeout_s: float = attrs.field(default=1.0, validator=is_number(or_zero=True))
-    prefetch_timeout_s_per_ki_token: float = attrs.field(default=0.25, validator=is_number(or_zero=True))
-    load: LoadWay = attrs.field(default="whole", validator=_check_load)  # any device can do with it
-    load_threshold_pages: int = attrs.field(default=1, validator=is_integer("is not a count"))
+    prefetch_retry_steps: int = attrs.field(default=8, validator=integer_validator("is not a count", at_least=0))
+    prefetch_max_retries: int = attrs.field(default=8, validator=integer_validator("is not a count", at_least=0))
+    prefetch_timeout_s: float = attrs.field(default=1.0, validator=number_validator(or_zero=True))
+    prefetch_timeout_s_per_ki_token: float = attrs.field(default=0.25, validator=number_validator(or_zero=True))
+    load: LoadBackMode = attrs.field(default="whole", validator=_check_load)  # any device can do with it
+    load_threshold_pages: int = attrs.field(default=1, validator=integer_validator("is not a count"))
 
-    def prefetch_bound_s(self, num_tokens: int) -> float:
+    def prefetch_max_wait_s(self, num_tokens: int) -> float:
         """Longest time that a prefetch of ``num_tokens`` may block its request; infinite unless it is ``timeout``.
 
         While nobody knows how much storage has, the tokens are 0: an answer that takes longer than that is given up.
@@ -173,7 +173,7 @@ class AckQueue(Generic[Operation]):
         self._not_done.append(number)
         self._ends[number] = None
 
-    def acknowledge(self, number: int, is_good: bool) -> None:
+    def acknowledge(self, number: int, is_ok: bool) -> None:
         """An operation has ended on this rank.
 
         Raises:
@@ -183,17 +183,17 @@ class AckQueue(Generic[Operation]):
             raise CacheIntegrityError(f"operation {number} ended, but is not under way")
         if self._ends[number] is not None:
             raise CacheIntegrityError(f"operation {number} ended twice")
-        self._ends[number] = is_good
+        self._ends[number] = is_ok
         while self._not_done and (end := self._ends[self._not_done[0]]) is not None:
             self._not_done.popleft()
             self._num_good += end and self._num_good == self._num_done
             self._num_done += 1
 
-    def done(self) -> int:
+    def num_done(self) -> int:
         """Operations that have ended here, from the oldest on."""
         return self._num_done
 
-    def good(self) -> int:
+    def num_ok(self) -> int:
         """Operations that have ended well here, from the oldest on."""
         return self._num_good
 
@@ -222,7 +222,7 @@ class AckQueue(Generic[Operation]):
         return number, operation
 
 
-NUM_LANES = 8
+MAX_ACTIVE_PREFETCHES = 8
 """Prefetches at a time; more wait. Six slots per lane and the rest fit the proposal's first block."""
 
 
@@ -240,10 +240,10 @@ class _LaneSlots(NamedTuple):
 _LANE_KINDS: tuple[SlotKind, ...] = ("all", "min", "all", "min", "all", "any")
 _LANES = tuple(
     _LaneSlots(*(f"prefetch {lane} {field.replace('_', ' ')}" for field in _LaneSlots._fields))
-    for lane in range(NUM_LANES)
+    for lane in range(MAX_ACTIVE_PREFETCHES)
 )
 _FREE_LANE = (False, 0, False, 0, False, False)
-_FREE_LANES = _FREE_LANE * NUM_LANES
+_FREE_LANES = _FREE_LANE * MAX_ACTIVE_PREFETCHES
 _PREFETCH_SLOTS = Slots(
     *((kind, name) for lane in _LANES for kind, name in zip(_LANE_KINDS, lane, strict=True)),
     ("max", "line timed out"),
@@ -270,7 +270,7 @@ class _Phase(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class LocalFacts:
+class LocalPrefetchState:
     """What this rank alone knows of a prefetch: brought to the agreement, never acted on."""
 
     has_answered: bool = False
@@ -287,11 +287,11 @@ class _Prefetch:
 
     number: int
     digests: bytes
-    bound_s: float
+    max_wait_s: float
     phase: _Phase = _Phase.IN_LINE
     num_pages: int = 0  # to read, as agreed
-    num_landed: int = 0  # on every rank, as agreed
-    facts: LocalFacts = field(default_factory=LocalFacts)
+    num_read: int = 0  # on every rank, as agreed
+    facts: LocalPrefetchState = field(default_factory=LocalPrefetchState)
 
 
 class _Line:
@@ -330,11 +330,11 @@ class _Line:
 
 
 def _is_late(prefetch: _Prefetch, now_s: float) -> bool:
-    return now_s - prefetch.facts.blocked_since_s > prefetch.bound_s
+    return now_s - prefetch.facts.blocked_since_s > prefetch.max_wait_s
 
 
 @dataclass(slots=True, kw_only=True)
-class PrefetchLanes:
+class ActivePrefetches:
     """The prefetches of one rank: a fixed number at a time, so that what ranks agree on in a step never grows.
 
     ``IN_LINE -> QUERYING -> RESERVING -> VOTING -> READING -> settled``
@@ -354,7 +354,7 @@ class PrefetchLanes:
 
     policy: HiCachePolicy
     host: HostPages
-    _lanes: list[_Prefetch | None] = field(default_factory=lambda: [None] * NUM_LANES, init=False)
+    _lanes: list[_Prefetch | None] = field(default_factory=lambda: [None] * MAX_ACTIVE_PREFETCHES, init=False)
     _line: _Line = field(default_factory=_Line, init=False)
     _by_number: dict[int, _Prefetch] = field(default_factory=dict, init=False)
     _drains: AckQueue[tuple[int, ...]] = field(default_factory=AckQueue, init=False)
@@ -364,25 +364,25 @@ class PrefetchLanes:
         """Prefetches that have not settled, and those that drain."""
         return len(self._by_number) + len(self._drains)
 
-    def begin(self, number: int, digests: bytes) -> list[Instruction]:
+    def start(self, number: int, digests: bytes) -> list[Instruction]:
         """Begin a prefetch of the pages with these digests, or let it wait for a lane."""
-        prefetch = _Prefetch(number=number, digests=digests, bound_s=self.policy.prefetch_bound_s(0))
+        prefetch = _Prefetch(number=number, digests=digests, max_wait_s=self.policy.prefetch_max_wait_s(0))
         self._by_number[number] = prefetch
         self._line.add(prefetch)
         return self._fill_lanes()
 
-    def block(self, number: int) -> None:
+    def mark_blocking(self, number: int) -> None:
         """A request that could run waits for this prefetch: from its first such moment on, the policy's time runs."""
         prefetch = self._by_number[number]
         prefetch.facts.blocked_since_s = min(prefetch.facts.blocked_since_s, self._now_s)
         self._line.block(prefetch)
 
-    def give_up(self, number: int) -> tuple[PrefetchSettled, list[Instruction]]:
+    def terminate(self, number: int) -> tuple[PrefetchOutcome, list[Instruction]]:
         """End a prefetch at once, in whatever phase it is. What has landed on every rank is kept."""
         settled, instructions = self._give_up(self._by_number[number])
         return settled, instructions + self._fill_lanes()
 
-    def give_up_all(self) -> tuple[list[Decision], list[Instruction]]:
+    def terminate_all(self) -> tuple[list[Decision], list[Instruction]]:
         """End every prefetch."""
         decisions: list[Decision] = []
         instructions: list[Instruction] = []
@@ -392,24 +392,24 @@ class PrefetchLanes:
             instructions += more
         return decisions, instructions
 
-    def reserve(self, number: int, num_pages: int, *, bound_s: float) -> None:
+    def reserve(self, number: int, num_pages: int, *, max_wait_s: float) -> None:
         """Answer ``PrefetchHit``: try to take ``num_pages`` host pages, the same number on every rank; 0 gives up.
 
         Whether this rank could goes into the next agreement. Only when all could, they write to the pages.
 
         Args:
-            bound_s: longest time that it may block a request, now that its length is known.
+            max_wait_s: longest time that it may block a request, now that its length is known.
         """
         prefetch = self._by_number[number]
         prefetch.num_pages = num_pages
-        prefetch.bound_s = bound_s
+        prefetch.max_wait_s = max_wait_s
         prefetch.phase = _Phase.VOTING
         try:
             prefetch.facts.host_pages = tuple(self.host.reserve(num_pages))
         except OutOfPagesError:
             prefetch.facts.host_pages = None
 
-    def handle(self, event: StorageAnswered | PagesLanded | ReadEnded) -> None:
+    def handle(self, event: QueryDone | PagesRead | ReadDone) -> None:
         """Take in what storage reports of a prefetch, or of one that drains.
 
         Raises:
@@ -419,23 +419,23 @@ class PrefetchLanes:
         if prefetch is None:
             if event.op not in self._drains:
                 raise CacheIntegrityError(f"{event} of a prefetch that is not under way")
-            if not isinstance(event, PagesLanded):
+            if not isinstance(event, PagesRead):
                 self._drains.acknowledge(event.op, True)
             return
         facts = prefetch.facts
         match event:
-            case StorageAnswered():
+            case QueryDone():
                 facts.has_answered, facts.hit_pages = True, event.num_pages
-            case PagesLanded():
+            case PagesRead():
                 facts.landed_pages = event.num_pages
-            case ReadEnded():
+            case ReadDone():
                 facts.has_ended = True
 
     def fill(self, proposal: Proposal, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
         self._now_s = now_s
         if not self._by_number:
-            proposal.fill(_PREFETCH_SLOTS, (*_FREE_LANES, 0, self._drains.done()))
+            proposal.fill(_PREFETCH_SLOTS, (*_FREE_LANES, 0, self._drains.num_done()))
             return
         values: list[int] = []
         for prefetch in self._lanes:
@@ -451,10 +451,10 @@ class PrefetchLanes:
                 facts.has_ended,
                 _is_late(prefetch, now_s),
             )
-        values += (self._line.num_late(now_s), self._drains.done())
+        values += (self._line.num_late(now_s), self._drains.num_done())
         proposal.fill(_PREFETCH_SLOTS, values)
 
-    def settle(self, agreed: AgreedValues) -> tuple[list[Decision], list[Instruction]]:
+    def apply(self, agreed: AgreedValues) -> tuple[list[Decision], list[Instruction]]:
         """Move every prefetch on by what all ranks agreed."""
         if not self._by_number and not self._drains:
             return [], []
@@ -463,7 +463,7 @@ class PrefetchLanes:
         for lane, prefetch in enumerate(self._lanes):
             if prefetch is None:
                 continue
-            prefetch.num_landed = agreed.numbers[_LANES[lane].landed]
+            prefetch.num_read = agreed.numbers[_LANES[lane].landed]
             decision = self._move_on(prefetch, lane, agreed, instructions)
             if decision is not None:
                 decisions.append(decision)
@@ -504,7 +504,7 @@ class PrefetchLanes:
 
     def _after_vote(
         self, prefetch: _Prefetch, is_agreed: bool, instructions: list[Instruction]
-    ) -> PrefetchSettled | None:
+    ) -> PrefetchOutcome | None:
         host_pages = prefetch.facts.host_pages
         if not is_agreed or not prefetch.num_pages:
             self.host.abort(host_pages or ())
@@ -512,17 +512,17 @@ class PrefetchLanes:
         assert host_pages is not None
         prefetch.phase = _Phase.READING
         digests = prefetch.digests[: prefetch.num_pages * DIGEST_BYTES]
-        instructions.append(ReadStorage(prefetch.number, digests, host_pages))
+        instructions.append(ReadFromStorage(prefetch.number, digests, host_pages))
         return None
 
-    def _end_reading(self, prefetch: _Prefetch) -> PrefetchSettled:
+    def _end_reading(self, prefetch: _Prefetch) -> PrefetchOutcome:
         """No rank writes to the pages any more: keep what landed everywhere, give the rest back."""
         kept, left = _parts(prefetch)
         self.host.commit(kept)
         self.host.abort(left)
         return self._leave(prefetch, kept)
 
-    def _give_up(self, prefetch: _Prefetch) -> tuple[PrefetchSettled, list[Instruction]]:
+    def _give_up(self, prefetch: _Prefetch) -> tuple[PrefetchOutcome, list[Instruction]]:
         """Every rank does so at the same point: either all were called, or all agreed that it is late."""
         facts = prefetch.facts
         if prefetch.phase is _Phase.IN_LINE:
@@ -537,13 +537,13 @@ class PrefetchLanes:
         self._drains.push(prefetch.number, left)
         if facts.has_ended if is_reading else facts.has_answered:
             self._drains.acknowledge(prefetch.number, True)
-        return self._leave(prefetch, kept, num_draining=len(left)), [StopReading(prefetch.number)]
+        return self._leave(prefetch, kept, num_draining=len(left)), [CancelPrefetch(prefetch.number)]
 
-    def _leave(self, prefetch: _Prefetch, kept: tuple[int, ...] = (), *, num_draining: int = 0) -> PrefetchSettled:
+    def _leave(self, prefetch: _Prefetch, kept: tuple[int, ...] = (), *, num_draining: int = 0) -> PrefetchOutcome:
         del self._by_number[prefetch.number]
         if prefetch in self._lanes:
             self._lanes[self._lanes.index(prefetch)] = None
-        return PrefetchSettled(prefetch.number, kept, num_draining)
+        return PrefetchOutcome(prefetch.number, kept, num_draining)
 
     def _fill_lanes(self) -> list[Instruction]:
         """Start waiting prefetches in free lanes."""
@@ -560,7 +560,7 @@ def _parts(prefetch: _Prefetch) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The host pages of a prefetch that have landed on every rank, and the others."""
     host_pages = prefetch.facts.host_pages
     assert host_pages is not None
-    return host_pages[: prefetch.num_landed], host_pages[prefetch.num_landed :]
+    return host_pages[: prefetch.num_read], host_pages[prefetch.num_read :]
 
 
 class _Outbox:
@@ -585,16 +585,16 @@ class _Outbox:
 
 
 @dataclass(slots=True)
-class SharedFacts:
+class AgreedState:
     """What the last agreement said of the present, for decisions until the next one.
 
     Attributes:
         has_storage: every rank has a storage backend attached.
-        load_room_pages: pages that every rank can begin to copy to the device.
+        load_back_budget_pages: pages that every rank can begin to copy to the device.
     """
 
     has_storage: bool = False
-    load_room_pages: int = 0
+    load_back_budget_pages: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -608,8 +608,8 @@ class HiCacheController:
     """
 
     host: HostPages
-    prefetches: PrefetchLanes
-    shared: SharedFacts = field(default_factory=SharedFacts, init=False)
+    prefetches: ActivePrefetches
+    agreed: AgreedState = field(default_factory=AgreedState, init=False)
     _writes: AckQueue[tuple[int, ...] | None] = field(default_factory=AckQueue, init=False)
     _loads: AckQueue[None] = field(default_factory=AckQueue, init=False)
     _backups: AckQueue[None] = field(default_factory=AckQueue, init=False)
@@ -636,18 +636,18 @@ class HiCacheController:
         self._outbox.put(CopyToHost(number, tuple(device_pages), host_pages))
         return number
 
-    def load(self, host_pages: Sequence[int], device_pages: Sequence[int], *, by_layer: bool = False) -> int:
+    def load_back(self, host_pages: Sequence[int], device_pages: Sequence[int], *, by_layer: bool = False) -> int:
         """Begin to copy host pages to the device, for requests that run already or not; returns the number."""
         number = self._outbox.next_number()
         self._loads.push(number, None)
         self._outbox.put(CopyToDevice(number, tuple(host_pages), tuple(device_pages), by_layer))
         return number
 
-    def forget_load(self, number: int) -> None:
+    def discard_load_back(self, number: int) -> None:
         """Nobody reads any more what a failed load was to bring."""
-        self._outbox.put(ForgetLoad(number))
+        self._outbox.put(DiscardLoadBack(number))
 
-    def back_up(self, digests: bytes, host_pages: Sequence[int]) -> int:
+    def write_to_storage(self, digests: bytes, host_pages: Sequence[int]) -> int:
         """Begin to write host pages to storage; returns the operation's number."""
         number = self._outbox.next_number()
         self._backups.push(number, None)
@@ -657,12 +657,12 @@ class HiCacheController:
     def prefetch(self, digests: bytes) -> int:
         """Begin to read the pages with these digests from storage; returns the operation's number."""
         number = self._outbox.next_number()
-        self._outbox.put(*self.prefetches.begin(number, digests))
+        self._outbox.put(*self.prefetches.start(number, digests))
         return number
 
-    def give_up(self, number: int) -> PrefetchSettled:
+    def terminate(self, number: int) -> PrefetchOutcome:
         """End a prefetch at once; returns what it has brought."""
-        settled, instructions = self.prefetches.give_up(number)
+        settled, instructions = self.prefetches.terminate(number)
         self._outbox.put(*instructions)
         return settled
 
@@ -674,55 +674,55 @@ class HiCacheController:
         """
         match event:
             case WriteDone():
-                self._writes.acknowledge(event.op, event.is_good)
-            case LoadDone():
-                self._loads.acknowledge(event.op, event.is_good)
+                self._writes.acknowledge(event.op, event.is_ok)
+            case LoadBackDone():
+                self._loads.acknowledge(event.op, event.is_ok)
             case BackupDone():
-                self._backups.acknowledge(event.op, event.is_good)
-            case StorageAnswered() | PagesLanded() | ReadEnded():
+                self._backups.acknowledge(event.op, event.is_ok)
+            case QueryDone() | PagesRead() | ReadDone():
                 self.prefetches.handle(event)
 
-    def fill(self, proposal: Proposal, *, has_storage: bool, load_room_pages: int, now_s: float) -> None:
+    def fill(self, proposal: Proposal, *, has_storage: bool, load_back_budget_pages: int, now_s: float) -> None:
         """Bring this rank's facts: the same slots at every step, whatever is under way."""
-        values = [has_storage, load_room_pages]
+        values = [has_storage, load_back_budget_pages]
         for queue in (self._writes, self._loads, self._backups):
-            values += (queue.done(), queue.good())
+            values += (queue.num_done(), queue.num_ok())
         proposal.fill(_TRANSFER_SLOTS, values)
         self.prefetches.fill(proposal, now_s)
 
-    def settle(self, agreed: AgreedValues) -> list[Decision]:
+    def apply(self, agreed: AgreedValues) -> list[Decision]:
         """Decide by what all ranks agreed. The caller carries the decisions out in this order."""
         numbers = agreed.numbers
-        had_storage = self.shared.has_storage
-        self.shared.has_storage = agreed.flags["storage"]
-        self.shared.load_room_pages = numbers["load room"]
+        had_storage = self.agreed.has_storage
+        self.agreed.has_storage = agreed.flags["storage"]
+        self.agreed.load_back_budget_pages = numbers["load room"]
         decisions: list[Decision] = []
-        for number, host_pages, is_good in self._writes.pop(numbers["writes done"], numbers["writes good"]):
-            decisions.append(self._settle_write(number, host_pages, is_good))
-        for number, _, is_good in self._loads.pop(numbers["loads done"], numbers["loads good"]):
-            decisions.append(LoadSettled(number, is_good))
-        for number, _, is_good in self._backups.pop(numbers["backups done"], numbers["backups good"]):
-            decisions.append(BackupSettled(number, is_good))
-        if had_storage and not self.shared.has_storage:
-            given_up, stops = self.prefetches.give_up_all()
+        for number, host_pages, is_ok in self._writes.pop(numbers["writes done"], numbers["writes good"]):
+            decisions.append(self._settle_write(number, host_pages, is_ok))
+        for number, _, is_ok in self._loads.pop(numbers["loads done"], numbers["loads good"]):
+            decisions.append(LoadBackOutcome(number, is_ok))
+        for number, _, is_ok in self._backups.pop(numbers["backups done"], numbers["backups good"]):
+            decisions.append(BackupOutcome(number, is_ok))
+        if had_storage and not self.agreed.has_storage:
+            given_up, stops = self.prefetches.terminate_all()
             self._outbox.put(*stops)
-            decisions += (StorageLost(), *given_up)
-        prefetched, instructions = self.prefetches.settle(agreed)
+            decisions += (StorageDetached(), *given_up)
+        prefetched, instructions = self.prefetches.apply(agreed)
         self._outbox.put(*instructions)
         return decisions + prefetched
 
-    def take_instructions(self) -> list[Instruction]:
+    def pop_instructions(self) -> list[Instruction]:
         """Return what is to be done since the last call, in order."""
-        if not self.shared.has_storage and not self._backups and not self.prefetches:
-            self._outbox.put(StorageUnused())
+        if not self.agreed.has_storage and not self._backups and not self.prefetches:
+            self._outbox.put(ReleaseStorage())
         return self._outbox.take()
 
-    def _settle_write(self, number: int, host_pages: tuple[int, ...] | None, is_good: bool) -> WriteSettled:
+    def _settle_write(self, number: int, host_pages: tuple[int, ...] | None, is_ok: bool) -> WriteOutcome:
         """Commit on all ranks or on none."""
         if host_pages is None:
-            return WriteSettled(number, ())
-        if is_good:
+            return WriteOutcome(number, ())
+        if is_ok:
             self.host.commit(host_pages)
-            return WriteSettled(number, host_pages)
+            return WriteOutcome(number, host_pages)
         self.host.abort(host_pages)
-        return WriteSettled(number, ())
+        return WriteOutcome(number, ())

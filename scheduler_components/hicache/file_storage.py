@@ -32,7 +32,7 @@ from threading import Thread
 from typing import NamedTuple
 
 from scheduler_components.errors import StartError, StorageError
-from scheduler_components.file_lock import FileLock, open_file_lock, take_file_lock
+from scheduler_components.file_lock import FileLock, acquire_file_lock, open_file_lock
 from scheduler_components.ports import PageBytes
 from scheduler_components.validators import check_integer
 
@@ -110,7 +110,7 @@ def open_page_directory(root: Path) -> PageDirectory:
             own_folder = unfinished / uuid.uuid4().hex
             own_folder.mkdir(mode=PRIVATE_MODE)
             # Locked before the ledger is free again, so that no other process takes this writer for dead.
-            writer = take_file_lock(own_folder / "writer")
+            writer = acquire_file_lock(own_folder / "writer")
     except OSError:
         ledger.close()
         raise
@@ -127,7 +127,7 @@ def open_page_directory(root: Path) -> PageDirectory:
 def _remove_dead_writers(unfinished: Path) -> None:
     for folder in unfinished.iterdir():
         try:
-            take_file_lock(folder / "writer").close()
+            acquire_file_lock(folder / "writer").close()
         except BlockingIOError:
             continue  # its writer lives
         except (FileNotFoundError, NotADirectoryError):
@@ -201,7 +201,7 @@ class FilePageStore:
             return len(sizes)
 
     def clear(self) -> int:
-        """Remove every page, of all processes; return how many. Caches must ``forget_storage`` in the same step.
+        """Remove every page, of all processes; return how many. Caches must ``clear_storage_index`` in the same step.
 
         Raises:
             StorageError: the directory cannot be changed.

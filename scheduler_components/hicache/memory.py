@@ -21,7 +21,7 @@ import numpy.typing as npt
 from scheduler_components.cache import PagePool
 from scheduler_components.errors import CacheIntegrityError, ConfigError
 from scheduler_components.page_shape import HostLayout, PageShape, check_layout
-from scheduler_components.ports import COPIED, CopyEnd, DeviceMemory, HostPlane, PageBytes
+from scheduler_components.ports import CopyEvent, DeviceMemory, HostLayerView, NullCopyEvent, PageBytes
 
 __all__ = ["HostMemory", "HostPool", "SimulatedDeviceMemory", "merged_runs"]
 
@@ -77,7 +77,7 @@ class HostMemory:
         """All pages as one run of bytes; None with ``layer_first``, where a page is none."""
         return self._pages.reshape(-1).data if self.layout == "page_first" else None
 
-    def plane(self, layer: int) -> HostPlane:
+    def layer_view(self, layer: int) -> HostLayerView:
         """Return the memory of one layer of all pages."""
         return self._pages[:, layer].swapaxes(0, 1)
 
@@ -129,26 +129,30 @@ class SimulatedDeviceMemory:
         """Return memory of the host for so many pages."""
         return np.zeros(num_pages * self.shape.page_bytes, np.uint8)
 
-    def fence(self) -> None:
+    def wait_for_compute_stream(self) -> None:
         """Nothing: what is computed here is there when its call returns."""
 
-    def copy_to_host(self, layer: int, pages: Sequence[int], plane: HostPlane, host_pages: Sequence[int]) -> CopyEnd:
+    def copy_to_host(
+        self, layer: int, pages: Sequence[int], layer_view: HostLayerView, host_pages: Sequence[int]
+    ) -> CopyEvent:
         own = self._plane(layer)
         for run, host_run in merged_runs(pages, host_pages):
-            plane[:, host_run] = own[:, run]
-        return COPIED
+            layer_view[:, host_run] = own[:, run]
+        return NullCopyEvent()
 
-    def copy_to_device(self, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
+    def copy_to_device(
+        self, layer: int, layer_view: HostLayerView, host_pages: Sequence[int], pages: Sequence[int]
+    ) -> CopyEvent:
         own = self._plane(layer)
         for run, host_run in merged_runs(pages, host_pages):
-            own[:, run] = plane[:, host_run]
-        return COPIED
+            own[:, run] = layer_view[:, host_run]
+        return NullCopyEvent()
 
     def _plane(self, layer: int) -> _Memory:
         """One layer as the host has it: part, page, byte."""
         rows = self.layers[layer].reshape(self.num_pages, self.shape.num_parts, self.shape.part_bytes)
-        plane: _Memory = rows.swapaxes(0, 1)
-        return plane
+        layer_view: _Memory = rows.swapaxes(0, 1)
+        return layer_view
 
 
 class HostPool:
@@ -222,7 +226,7 @@ class HostPool:
         Raises:
             CacheIntegrityError: a page is not reserved, or is named twice.
         """
-        self._pages.to_cache(pages)
+        self._pages.move_to_cache(pages)
         self._committed |= {page: self._checksum(page) for page in pages}
 
     def abort(self, pages: Sequence[int]) -> None:
@@ -239,7 +243,7 @@ class HostPool:
         Raises:
             CacheIntegrityError: a page is not committed, or is named twice.
         """
-        self._pages.from_cache(pages)
+        self._pages.free_cached(pages)
         for page in pages:
             del self._committed[page]
 
@@ -251,7 +255,7 @@ class HostPool:
         Raises:
             CacheIntegrityError: the page is not reserved.
         """
-        self._pages.expect_held((page,))
+        self._pages.check_held((page,))
         return self._memory.view(page)
 
     def write(self, page: int, content: PageBytes) -> None:
@@ -260,7 +264,7 @@ class HostPool:
         Raises:
             CacheIntegrityError: the page is not reserved, or the content is not a page long.
         """
-        self._pages.expect_held((page,))
+        self._pages.check_held((page,))
         if len(content) != self._memory.shape.page_bytes:
             raise CacheIntegrityError(f"{len(content)} bytes for a page of {self._memory.shape.page_bytes}")
         self._memory.write(page, content)
@@ -274,27 +278,29 @@ class HostPool:
         self._expect_readable((page,))
         return self._memory.read(page)
 
-    def load_from(self, device: DeviceMemory, device_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
+    def copy_from_device(self, device: DeviceMemory, device_pages: Sequence[int], pages: Sequence[int]) -> CopyEvent:
         """Copy pages from the device into reserved pages, in order; they are there when the copy has ended.
 
         Raises:
             CacheIntegrityError: a page is not reserved, is named twice, does not exist, or the numbers of pages differ.
         """
-        self._pages.expect_held(pages)
+        self._pages.check_held(pages)
         _expect_one_for_one(device, device_pages, pages)
-        end = COPIED
+        end = NullCopyEvent()
         for layer in range(device.shape.num_layers):  # in order: when the last one has ended, all have
-            end = device.copy_to_host(layer, device_pages, self._memory.plane(layer), pages)
+            end = device.copy_to_host(layer, device_pages, self._memory.layer_view(layer), pages)
         return end
 
-    def load_back(self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]) -> CopyEnd:
-        """Copy committed pages to the device, in order, all layers; see ``load_layers`` for what it raises."""
-        end = COPIED
-        for end in self.load_layers(pages, device, device_pages):  # noqa: B007 - in order: the last ends last
+    def copy_to_device(self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]) -> CopyEvent:
+        """Copy committed pages to the device, in order, all layers; see ``copy_to_device_by_layer`` for what it raises."""
+        end = NullCopyEvent()
+        for end in self.copy_to_device_by_layer(pages, device, device_pages):  # noqa: B007 - in order: the last ends last
             pass
         return end
 
-    def load_layers(self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]) -> Iterator[CopyEnd]:
+    def copy_to_device_by_layer(
+        self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]
+    ) -> Iterator[CopyEvent]:
         """Copy committed pages to the device, in order, one layer whenever the next end is asked for.
 
         Raises:
@@ -306,7 +312,7 @@ class HostPool:
             raise CacheIntegrityError("a device page is named twice")
         self._expect_readable(pages)
         return (
-            device.copy_to_device(layer, self._memory.plane(layer), pages, device_pages)
+            device.copy_to_device(layer, self._memory.layer_view(layer), pages, device_pages)
             for layer in range(device.shape.num_layers)
         )
 

@@ -27,7 +27,7 @@ import msgspec
 from scheduler_components.errors import ConfigError, StorageStallError
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import PageBytes, PageStore
-from scheduler_components.validators import is_integer
+from scheduler_components.validators import integer_validator
 
 __all__ = [
     "FRAME_BYTES",
@@ -35,11 +35,11 @@ __all__ = [
     "KeySpace",
     "Placement",
     "StorageStats",
-    "StoreCalls",
-    "read_count",
-    "read_list",
-    "seal_page",
-    "unseal_page",
+    "StoreClient",
+    "parse_count",
+    "parse_list",
+    "frame_page",
+    "unframe_page",
 ]
 
 _HEADER = Struct(">4sQ16s")
@@ -49,12 +49,12 @@ FRAME_BYTES = _HEADER.size
 """How much longer a framed page is."""
 
 
-def seal_page(key: str, page: PageBytes) -> bytes:
+def frame_page(key: str, page: PageBytes) -> bytes:
     """Return a framed copy of the page: what happens to the page's memory afterwards cannot reach the store."""
     return b"".join((_HEADER.pack(_MAGIC, len(page), _checksum(key, page)), page))
 
 
-def unseal_page(key: str, framed: PageBytes) -> memoryview | None:
+def unframe_page(key: str, framed: PageBytes) -> memoryview | None:
     """Return a view of the page in ``framed``, or None when it is not exactly what was stored under ``key``."""
     view = memoryview(framed)
     if len(view) < FRAME_BYTES:
@@ -103,7 +103,7 @@ class StorageStats(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class StoreCalls:
+class StoreClient:
     """Asks a store, and counts what came of it; for one thread.
 
     Attributes:
@@ -112,7 +112,7 @@ class StoreCalls:
 
     stats: StorageStats = field(default_factory=StorageStats, init=False)
 
-    def ask(
+    def call(
         self, operation: str, ask: Callable[[], object], read: Callable[[object], Answer], otherwise: Answer
     ) -> Answer:
         """Return what the store answers, as ``read`` takes it; ``otherwise``, counted, when there is no such answer."""
@@ -155,7 +155,7 @@ class CheckedPageStore:
 
     store: PageStore
     page_bytes: int
-    _calls: StoreCalls = field(default_factory=StoreCalls, init=False)
+    _calls: StoreClient = field(default_factory=StoreClient, init=False)
 
     def stats(self) -> StorageStats:
         """Return the counts up to now."""
@@ -163,12 +163,12 @@ class CheckedPageStore:
 
     def batch_exists(self, keys: Sequence[str]) -> int:
         """Return how many keys from the first on are held; 0 when the store cannot say."""
-        return self._calls.ask("batch_exists", lambda: self.store.batch_exists(keys), read_count(len(keys)), 0)
+        return self._calls.call("batch_exists", lambda: self.store.batch_exists(keys), parse_count(len(keys)), 0)
 
     def batch_get(self, keys: Sequence[str]) -> list[memoryview | None]:
         """Return one verified page per key, None where there is none. Corrupt pages are deleted."""
         nothing: list[object] = [None] * len(keys)
-        frames = self._calls.ask("batch_get", lambda: self.store.batch_get(keys), read_list(len(keys)), nothing)
+        frames = self._calls.call("batch_get", lambda: self.store.batch_get(keys), parse_list(len(keys)), nothing)
         pages = [self._verified(key, frame) for key, frame in zip(keys, frames, strict=True)]
         corrupt = [
             key for key, frame, page in zip(keys, frames, pages, strict=True) if page is None and frame is not None
@@ -187,30 +187,32 @@ class CheckedPageStore:
         """
         if len(keys) != len(pages) or any(len(page) != self.page_bytes for page in pages):
             raise ValueError(f"give one page of {self.page_bytes} bytes per key")
-        sealed = [seal_page(key, page) for key, page in zip(keys, pages, strict=True)]
+        sealed = [frame_page(key, page) for key, page in zip(keys, pages, strict=True)]
         nothing: list[object] = [False] * len(keys)
-        taken = self._calls.ask("batch_set", lambda: self.store.batch_set(keys, sealed), read_list(len(keys)), nothing)
+        taken = self._calls.call(
+            "batch_set", lambda: self.store.batch_set(keys, sealed), parse_list(len(keys)), nothing
+        )
         held = [answer is True for answer in taken]
         self._calls.count(pages_written=sum(held), pages_refused=len(held) - sum(held))
         return held
 
     def delete(self, keys: Sequence[str]) -> int:
         """Remove what can be removed; return how many keys were."""
-        return self._calls.ask("delete", lambda: self.store.delete(keys), read_count(len(keys)), 0)
+        return self._calls.call("delete", lambda: self.store.delete(keys), parse_count(len(keys)), 0)
 
     def close(self) -> None:
         """Close the store; a failure to do so is counted."""
-        self._calls.ask("close", self.store.close, lambda _: None, None)
+        self._calls.call("close", self.store.close, lambda _: None, None)
 
     def _verified(self, key: str, frame: object) -> memoryview | None:
         if not isinstance(frame, bytes | bytearray | memoryview):
             return None
-        page = unseal_page(key, frame)
+        page = unframe_page(key, frame)
         return page if page is not None and len(page) == self.page_bytes else None
 
 
-def read_count(num_keys: int) -> Callable[[object], int]:
-    """For ``StoreCalls.ask``: a number of keys."""
+def parse_count(num_keys: int) -> Callable[[object], int]:
+    """For ``StoreClient.ask``: a number of keys."""
 
     def read(answer: object) -> int:
         if not isinstance(answer, int) or not 0 <= answer <= num_keys:
@@ -220,8 +222,8 @@ def read_count(num_keys: int) -> Callable[[object], int]:
     return read
 
 
-def read_list(num_keys: int) -> Callable[[object], list[object]]:
-    """For ``StoreCalls.ask``: one answer per key."""
+def parse_list(num_keys: int) -> Callable[[object], list[object]]:
+    """For ``StoreClient.ask``: one answer per key."""
 
     def read(answer: object) -> list[object]:
         if not isinstance(answer, list | tuple) or len(answer) != num_keys:
@@ -231,7 +233,7 @@ def read_list(num_keys: int) -> Callable[[object], list[object]]:
     return read
 
 
-Held: TypeAlias = Literal["replicated", "sharded"]
+AxisPlacement: TypeAlias = Literal["replicated", "sharded"]
 """Along one axis, every rank holds the same bytes of a page (replicated), or its own slice of them (sharded)."""
 
 AXES = ("attn_tp", "attn_cp", "pp")
@@ -255,12 +257,12 @@ class Placement:
         ConfigError: a value is neither "replicated" nor "sharded".
     """
 
-    attn_tp: Held = attrs.field(default="sharded", validator=_check_held)
-    attn_cp: Held = attrs.field(default="replicated", validator=_check_held)
-    pp: Held = attrs.field(default="sharded", validator=_check_held)
+    attn_tp: AxisPlacement = attrs.field(default="sharded", validator=_check_held)
+    attn_cp: AxisPlacement = attrs.field(default="replicated", validator=_check_held)
+    pp: AxisPlacement = attrs.field(default="sharded", validator=_check_held)
 
     @classmethod
-    def latent(cls) -> Placement:
+    def mla(cls) -> Placement:
         """Multi-head latent attention (MLA): one latent for all heads, so the same on every attention-TP rank."""
         return cls(attn_tp="replicated")
 
@@ -293,7 +295,7 @@ class KeySpace:
 
     model: str = attrs.field(validator=_check_text)
     dtype: str = attrs.field(validator=_check_text)
-    page_size: int = attrs.field(validator=is_integer("is not a page size"))
+    page_size: int = attrs.field(validator=integer_validator("is not a page size"))
     layout: str = attrs.field(validator=_check_text)
     placement: Placement
     parallel: ParallelState
@@ -312,7 +314,7 @@ class KeySpace:
         object.__setattr__(self, "suffix", self._make_suffix())
 
     @property
-    def writes(self) -> bool:
+    def is_writer(self) -> bool:
         """True on the one rank of the replica that writes this rank's slice: the first along each replicated axis."""
         return all(
             getattr(self.parallel, f"{axis}_rank") == 0

@@ -1,9 +1,9 @@
 """The host's pages to a store and back: framed copies, or in place.
 
-**Framed** (``FramedPages``): every page is copied behind a checksum, in both directions. A store behind a deadline
+**Framed** (``FramedBackend``): every page is copied behind a checksum, in both directions. A store behind a deadline
 never sees the host's memory, so an operation that is given up can do no harm, and no wrong page is ever taken.
 
-**In place** (``InPlacePages``): the store reads and writes the host's own pages. So a page stays reserved, or
+**In place** (``ZeroCopyBackend``): the store reads and writes the host's own pages. So a page stays reserved, or
 committed, until the store has let go of it, however late that is: a store that stalls keeps its pages, and gets no
 further work. Without checksums nothing is hashed, and the store is trusted. With them each page has a small object
 beside it: its length, and a CRC-32 over key and page, which finds what was torn, changed or swapped by accident. Pages
@@ -19,20 +19,20 @@ from typing import Protocol
 from zlib import crc32
 
 from scheduler_components.hicache.memory import HostPool
-from scheduler_components.hicache.storage import CheckedPageStore, StorageStats, StoreCalls, read_count, read_list
+from scheduler_components.hicache.storage import CheckedPageStore, StorageStats, StoreClient, parse_count, parse_list
 from scheduler_components.page_shape import STORED_LAYOUT
-from scheduler_components.ports import InPlacePageStore
+from scheduler_components.ports import ZeroCopyPageStore
 
-__all__ = ["IN_PLACE_LAYOUT", "FramedPages", "InPlacePages", "StoredPages"]
+__all__ = ["ZERO_COPY_LAYOUT", "FramedBackend", "ZeroCopyBackend", "StorageBackend"]
 
-IN_PLACE_LAYOUT = f"{STORED_LAYOUT},unframed"
+ZERO_COPY_LAYOUT = f"{STORED_LAYOUT},unframed"
 """For ``KeySpace.layout``: what is stored in place has no frame."""
 
 _SUM = Struct(">4sQI")  # magic, length, checksum
 _SUM_MAGIC = b"KVS1"
 
 
-class StoredPages(Protocol):
+class StorageBackend(Protocol):
     """What a mover asks of a store. Nothing of it raises for what the store does."""
 
     def exists(self, keys: Sequence[str]) -> int:
@@ -53,8 +53,8 @@ class StoredPages(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class FramedPages:
-    """``StoredPages`` that are copied and verified.
+class FramedBackend:
+    """``StorageBackend`` that are copied and verified.
 
     Attributes:
         host: the pages.
@@ -85,8 +85,8 @@ class FramedPages:
 
 
 @dataclass(slots=True, kw_only=True)
-class InPlacePages:
-    """``StoredPages`` that the store reads and writes itself.
+class ZeroCopyBackend:
+    """``StorageBackend`` that the store reads and writes itself.
 
     Attributes:
         host: the pages; ``page_first``.
@@ -95,9 +95,9 @@ class InPlacePages:
     """
 
     host: HostPool
-    store: InPlacePageStore
+    store: ZeroCopyPageStore
     has_checksums: bool
-    _calls: StoreCalls = field(default_factory=StoreCalls, init=False)
+    _calls: StoreClient = field(default_factory=StoreClient, init=False)
 
     def exists(self, keys: Sequence[str]) -> int:
         num_held = self._exists(keys)
@@ -138,10 +138,10 @@ class InPlacePages:
         return self._calls.stats
 
     def close(self) -> None:
-        self._calls.ask("close", self.store.close, lambda _: None, None)
+        self._calls.call("close", self.store.close, lambda _: None, None)
 
     def _exists(self, keys: Sequence[str]) -> int:
-        return self._calls.ask("batch_exists", lambda: self.store.batch_exists(keys), read_count(len(keys)), 0)
+        return self._calls.call("batch_exists", lambda: self.store.batch_exists(keys), parse_count(len(keys)), 0)
 
     def _sums(self, keys: Sequence[str]) -> list[object] | None:
         sum_keys = [_sum_key(key) for key in keys]
@@ -149,7 +149,7 @@ class InPlacePages:
 
     def _ask_each(self, operation: str, keys: Sequence[str], ask: Callable[[], object]) -> list[object] | None:
         """One answer per key; None, counted, where the store gives none."""
-        return self._calls.ask(operation, ask, read_list(len(keys)), None)
+        return self._calls.call(operation, ask, parse_list(len(keys)), None)
 
     def _delete_wrong(self, keys: Sequence[str], is_there: Sequence[bool], is_right: Sequence[bool]) -> None:
         """Let go of what is no page: as long as it is held, none is written in its place.
@@ -164,7 +164,7 @@ class InPlacePages:
         if wrong:
             self._calls.count(pages_corrupt=len(wrong))
             both = wrong + [_sum_key(key) for key in wrong]
-            self._calls.ask("delete", lambda: self.store.delete(both), read_count(len(both)), 0)
+            self._calls.call("delete", lambda: self.store.delete(both), parse_count(len(both)), 0)
 
 
 def _one_run(view: memoryview | None) -> memoryview:

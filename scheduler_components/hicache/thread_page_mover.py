@@ -4,7 +4,7 @@ The scheduler's thread gives instructions and takes events. No agreement is ever
 cannot interleave anything between ranks.
 
 Each thread is an executor of one worker, which does its work in order. What waits for a worker is bounded by what the
-cache above begins: copies by the host's pages and ``max_load_pages``, reads by the lanes of prefetches. Every piece of
+cache above begins: copies by the host's pages and ``max_load_back_pages``, reads by the lanes of prefetches. Every piece of
 work ends by itself, because stores are behind a deadline; so the interpreter may wait for the workers when it ends.
 
 Every instruction is answered, whatever becomes of it. Work that raises is answered with the event that says that it
@@ -25,28 +25,28 @@ from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import ConfigError, FailureLog, StorageError
 from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats
-from scheduler_components.hicache.stored_pages import FramedPages, InPlacePages, StoredPages
-from scheduler_components.hicache.thread_layers import LayerArrivals
-from scheduler_components.hicache.thread_storage import open_deadline_in_place_store, open_deadline_page_store
+from scheduler_components.hicache.stored_pages import FramedBackend, StorageBackend, ZeroCopyBackend
+from scheduler_components.hicache.thread_layers import ThreadLayerDoneCounter
+from scheduler_components.hicache.thread_storage import open_deadline_page_store, open_deadline_zero_copy_store
 from scheduler_components.page_operations import (
     BackupDone,
+    CancelPrefetch,
     CopyToDevice,
     CopyToHost,
-    ForgetLoad,
+    DiscardLoadBack,
     Instruction,
     IoEvent,
-    LoadDone,
-    PagesLanded,
+    LoadBackDone,
+    PagesRead,
+    QueryDone,
     QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StopReading,
-    StorageAnswered,
-    StorageUnused,
+    ReadDone,
+    ReadFromStorage,
+    ReleaseStorage,
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import COPIED, CopyEnd, DeviceMemory, InPlacePageStore, PageStore
+from scheduler_components.ports import CopyEvent, DeviceMemory, NullCopyEvent, PageStore, ZeroCopyPageStore
 
 __all__ = ["ThreadPageMover"]
 
@@ -56,18 +56,18 @@ _CLOSE_S = 10.0
 
 @dataclass(slots=True)
 class _Backend:
-    """An attached store: one ``StoredPages`` per thread that uses it, since each counts for one thread."""
+    """An attached store: one ``StorageBackend`` per thread that uses it, since each counts for one thread."""
 
-    for_reads: StoredPages
-    for_writes: StoredPages
+    for_reads: StorageBackend
+    for_writes: StorageBackend
 
 
 _ACTIVITIES: dict[type[IoEvent], str] = {
     WriteDone: "copying pages to the host",
-    LoadDone: "copying pages to the device",
+    LoadBackDone: "copying pages to the device",
     BackupDone: "writing pages to storage",
-    StorageAnswered: "asking storage for pages",
-    ReadEnded: "reading pages from storage",
+    QueryDone: "asking storage for pages",
+    ReadDone: "reading pages from storage",
 }
 
 
@@ -75,7 +75,7 @@ class _Ended(NamedTuple):
     """A piece of work that has ended: what it has to tell, the end of its copy, and what it raised."""
 
     event: IoEvent
-    end: CopyEnd
+    end: CopyEvent
     error: BaseException | None = None
 
 
@@ -99,7 +99,7 @@ class _Io:
         """Let a worker do a piece of work; where it raises, ``if_failed`` is what it has to tell."""
         worker.submit(work).add_done_callback(partial(self._note_failure, if_failed))
 
-    def put(self, event: IoEvent, end: CopyEnd = COPIED) -> None:
+    def put(self, event: IoEvent, end: CopyEvent = NullCopyEvent()) -> None:
         """Tell of an event once its copy has ended on the device's stream."""
         self._events.put(_Ended(event, end))
 
@@ -141,7 +141,7 @@ class _Io:
     def _note_failure(self, if_failed: IoEvent, done: Future[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            self._events.put(_Ended(if_failed, COPIED, error))
+            self._events.put(_Ended(if_failed, NullCopyEvent(), error))
 
 
 def _nothing() -> None:
@@ -158,15 +158,15 @@ class ThreadPageMover:
         host: the rank's host pool; the cache above commits and releases, this writes and reads.
         device: the rank's device pages.
         keys: names the rank's slices in storage, and says whether this rank writes them.
-        max_load_pages: copies to the device that may be under way.
-        arrivals: what forwards wait for, layer by layer.
+        max_load_back_pages: copies to the device that may be under way.
+        layer_counter: what forwards wait for, layer by layer.
     """
 
     host: HostPool
     device: DeviceMemory
     keys: KeySpace
-    max_load_pages: int = 4096
-    arrivals: LayerArrivals = field(default_factory=LayerArrivals, init=False)
+    max_load_back_pages: int = 4096
+    layer_counter: ThreadLayerDoneCounter = field(default_factory=ThreadLayerDoneCounter, init=False)
     _io: _Io = field(default_factory=_Io, init=False)
     _backend: _Backend | None = field(default=None, init=False)
     _is_detaching: bool = field(default=False, init=False)
@@ -176,8 +176,8 @@ class ThreadPageMover:
         return self._backend is not None and not self._is_detaching
 
     @property
-    def load_room_pages(self) -> int:
-        return max(0, self.max_load_pages - sum(self._io.loading.values()))
+    def load_back_budget_pages(self) -> int:
+        return max(0, self.max_load_back_pages - sum(self._io.loading.values()))
 
     def attach(self, store: PageStore, *, deadline_s: float) -> None:
         """Use ``store`` from the agreement on at which every rank of the replica has one; it gets framed copies.
@@ -193,15 +193,15 @@ class ThreadPageMover:
         shared = open_deadline_page_store(store, deadline_s=deadline_s)
         page_bytes = self.device.shape.page_bytes
         self._backend = _Backend(
-            FramedPages(host=self.host, store=CheckedPageStore(store=shared, page_bytes=page_bytes)),
-            FramedPages(host=self.host, store=CheckedPageStore(store=shared, page_bytes=page_bytes)),
+            FramedBackend(host=self.host, store=CheckedPageStore(store=shared, page_bytes=page_bytes)),
+            FramedBackend(host=self.host, store=CheckedPageStore(store=shared, page_bytes=page_bytes)),
         )
 
-    def attach_in_place(self, store: InPlacePageStore, *, deadline_s: float, has_checksums: bool) -> None:
+    def attach_zero_copy(self, store: ZeroCopyPageStore, *, deadline_s: float, has_checksums: bool) -> None:
         """Do what ``attach`` does; the store reads and writes the host's own pages, which wait for it.
 
         Args:
-            store: owned by the mover from here on; give ``keys`` an ``IN_PLACE_LAYOUT``.
+            store: owned by the mover from here on; give ``keys`` an ``ZERO_COPY_LAYOUT``.
             deadline_s: longest wait for what it does elsewhere than in pages.
             has_checksums: keep a checksum beside each page, and look at it when the page is read.
 
@@ -215,10 +215,10 @@ class ThreadPageMover:
             problem = "cannot be read and written in place: a page is not one run of bytes"
             raise ConfigError("host_layout", "layer_first", problem, "give page_first, or let pages be framed")
         store.register(memory)
-        shared = open_deadline_in_place_store(store, deadline_s=deadline_s)
+        shared = open_deadline_zero_copy_store(store, deadline_s=deadline_s)
         self._backend = _Backend(
-            InPlacePages(host=self.host, store=shared, has_checksums=has_checksums),
-            InPlacePages(host=self.host, store=shared, has_checksums=has_checksums),
+            ZeroCopyBackend(host=self.host, store=shared, has_checksums=has_checksums),
+            ZeroCopyBackend(host=self.host, store=shared, has_checksums=has_checksums),
         )
 
     def _expect_none(self) -> None:
@@ -239,17 +239,17 @@ class ThreadPageMover:
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         if any(isinstance(instruction, CopyToHost | CopyToDevice) for instruction in instructions):
-            self.device.fence()  # this thread launches forwards: what they compute is copied, and nothing under them
+            self.device.wait_for_compute_stream()  # this thread launches forwards: what they compute is copied, and nothing under them
         for instruction in instructions:
             self._begin(instruction)
 
     def poll(self) -> list[IoEvent]:
         events = self._io.take()
         for event in events:
-            if isinstance(event, LoadDone):
+            if isinstance(event, LoadBackDone):
                 del self._io.loading[event.op]
-                self.arrivals.end(event.op)
-            elif isinstance(event, StorageAnswered | ReadEnded):
+                self.layer_counter.finish_load_back(event.op)
+            elif isinstance(event, QueryDone | ReadDone):
                 self._io.reading.discard(event.op)
                 self._io.stopped.discard(event.op)
         return events
@@ -273,22 +273,22 @@ class ThreadPageMover:
             case CopyToDevice(op):
                 io.loading[op] = len(instruction.device_pages)
                 if instruction.by_layer:
-                    self.arrivals.begin(op)
-                io.begin(io.loads, partial(self._copy_to_device, instruction), if_failed=LoadDone(op, False))
-            case ForgetLoad(op):
-                self.arrivals.forget(op)
+                    self.layer_counter.start_load_back(op)
+                io.begin(io.loads, partial(self._copy_to_device, instruction), if_failed=LoadBackDone(op, False))
+            case DiscardLoadBack(op):
+                self.layer_counter.discard_load_back(op)
             case WriteToStorage(op):
                 io.begin(io.writes, partial(self._write, instruction), if_failed=BackupDone(op, False))
             case QueryStorage(op):
                 io.reading.add(op)
-                io.begin(io.reads, partial(self._query, instruction), if_failed=StorageAnswered(op, 0))
-            case ReadStorage(op):
+                io.begin(io.reads, partial(self._query, instruction), if_failed=QueryDone(op, 0))
+            case ReadFromStorage(op):
                 io.reading.add(op)
-                io.begin(io.reads, partial(self._read, instruction), if_failed=ReadEnded(op))
-            case StopReading(op):
+                io.begin(io.reads, partial(self._read, instruction), if_failed=ReadDone(op))
+            case CancelPrefetch(op):
                 if op in io.reading:
                     io.stopped.add(op)
-            case StorageUnused():
+            case ReleaseStorage():
                 backend = self._release_store() if self._is_detaching else None
                 if backend is not None:
                     io.writes.submit(backend.for_writes.close)  # never raises; may take up to the deadline
@@ -301,48 +301,46 @@ class ThreadPageMover:
     # --- on the threads ---
 
     def _copy_to_host(self, copy: CopyToHost) -> None:
-        end = self.host.load_from(self.device, copy.device_pages, copy.host_pages)
+        end = self.host.copy_from_device(self.device, copy.device_pages, copy.host_pages)
         self._io.put(WriteDone(copy.op, True), end)
 
     def _copy_to_device(self, copy: CopyToDevice) -> None:
-        end = COPIED
+        end = NullCopyEvent()
         try:
-            for end in self.host.load_layers(copy.host_pages, self.device, copy.device_pages):
+            for end in self.host.copy_to_device_by_layer(copy.host_pages, self.device, copy.device_pages):
                 if copy.by_layer:
-                    self.arrivals.landed(copy.op, end)
+                    self.layer_counter.complete_layer(copy.op, end)
         except BaseException:
-            self.arrivals.fail(copy.op)
+            self.layer_counter.fail_load_back(copy.op)
             raise
-        self._io.put(LoadDone(copy.op, True), end)
+        self._io.put(LoadBackDone(copy.op, True), end)
 
     def _write(self, write: WriteToStorage) -> None:
-        backend, is_good = self._backend, True
-        if self.keys.writes:  # the one rank that writes this slice answers for it; the others have nothing to do
+        backend, is_ok = self._backend, True
+        if self.keys.is_writer:  # the one rank that writes this slice answers for it; the others have nothing to do
             keys = self._keys(write.digests)
             num_held = backend.for_writes.exists(keys) if backend is not None else 0
             for at in range(num_held, len(keys), _SLICE_PAGES):
                 part = slice(at, at + _SLICE_PAGES)
-                is_good = (
-                    is_good and backend is not None and backend.for_writes.write(keys[part], write.host_pages[part])
-                )
-        self._io.put(BackupDone(write.op, is_good))
+                is_ok = is_ok and backend is not None and backend.for_writes.write(keys[part], write.host_pages[part])
+        self._io.put(BackupDone(write.op, is_ok))
 
     def _query(self, query: QueryStorage) -> None:
         backend, num_pages = self._backend, 0
         if backend is not None and query.op not in self._io.stopped:
             num_pages = backend.for_reads.exists(self._keys(query.digests))
-        self._io.put(StorageAnswered(query.op, num_pages))
+        self._io.put(QueryDone(query.op, num_pages))
 
-    def _read(self, read: ReadStorage) -> None:
-        backend, keys, num_landed = self._backend, self._keys(read.digests), 0
-        while backend is not None and num_landed < len(keys) and read.op not in self._io.stopped:
-            part = slice(num_landed, num_landed + _SLICE_PAGES)
+    def _read(self, read: ReadFromStorage) -> None:
+        backend, keys, num_read = self._backend, self._keys(read.digests), 0
+        while backend is not None and num_read < len(keys) and read.op not in self._io.stopped:
+            part = slice(num_read, num_read + _SLICE_PAGES)
             count = backend.for_reads.read(keys[part], read.host_pages[part])
-            num_landed += count
+            num_read += count
             if count < len(keys[part]):
                 backend = None  # a hole ends the prefix
-            self._io.put(PagesLanded(read.op, num_landed))
-        self._io.put(ReadEnded(read.op))
+            self._io.put(PagesRead(read.op, num_read))
+        self._io.put(ReadDone(read.op))
 
     def _keys(self, digests: bytes) -> list[str]:
         return [self.keys.key(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES)]

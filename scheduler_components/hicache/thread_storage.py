@@ -9,9 +9,9 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from scheduler_components.errors import StorageError, StorageStallError
-from scheduler_components.ports import InPlacePageStore, PageBytes, PageStore
+from scheduler_components.ports import PageBytes, PageStore, ZeroCopyPageStore
 
-__all__ = ["DeadlineInPlaceStore", "DeadlinePageStore", "open_deadline_page_store", "open_deadline_in_place_store"]
+__all__ = ["DeadlineZeroCopyStore", "DeadlinePageStore", "open_deadline_page_store", "open_deadline_zero_copy_store"]
 
 Answer = TypeVar("Answer")
 
@@ -49,7 +49,7 @@ class DeadlinePageStore:
         return self._ask("batch_get", lambda: self._store.batch_get(asked))
 
     def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> Sequence[bool]:
-        """Store pages, whose memory must not change even after a stall: hand over copies, as ``seal_page`` makes."""
+        """Store pages, whose memory must not change even after a stall: hand over copies, as ``frame_page`` makes."""
         asked, given = tuple(keys), tuple(pages)
         return self._ask("batch_set", lambda: self._store.batch_set(asked, given))
 
@@ -75,7 +75,7 @@ class DeadlinePageStore:
         self.join()
         closing.result()
 
-    def run_to_end(self, operation: str, work: Callable[[], Answer]) -> Answer:
+    def run_without_deadline(self, operation: str, work: Callable[[], Answer]) -> Answer:
         """Let the store do what reads or writes the caller's memory, and wait as long as it does so.
 
         Raises:
@@ -130,15 +130,15 @@ def open_deadline_page_store(store: PageStore, *, deadline_s: float) -> Deadline
     return opened
 
 
-class DeadlineInPlaceStore:
-    """An ``InPlacePageStore`` behind one worker thread, as ``DeadlinePageStore``; made by
-    ``open_deadline_in_place_store``.
+class DeadlineZeroCopyStore:
+    """An ``ZeroCopyPageStore`` behind one worker thread, as ``DeadlinePageStore``; made by
+    ``open_deadline_zero_copy_store``.
 
     Whoever gives its own pages away waits until the store is done with them: reads and writes in place have no
     deadline. Everything else has, and raises ``StorageStallError``.
     """
 
-    def __init__(self, store: InPlacePageStore, worker: DeadlinePageStore) -> None:
+    def __init__(self, store: ZeroCopyPageStore, worker: DeadlinePageStore) -> None:
         self._store = store
         self._worker = worker
         self.batch_exists = worker.batch_exists
@@ -148,15 +148,15 @@ class DeadlineInPlaceStore:
         self.close = worker.close
 
     def register(self, memory: memoryview) -> None:
-        self._worker.run_to_end("register", lambda: self._store.register(memory))
+        self._worker.run_without_deadline("register", lambda: self._store.register(memory))
 
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> Sequence[bool]:
-        return self._worker.run_to_end("batch_get_into", lambda: self._store.batch_get_into(keys, pages))
+        return self._worker.run_without_deadline("batch_get_into", lambda: self._store.batch_get_into(keys, pages))
 
     def batch_put_from(self, keys: Sequence[str], pages: Sequence[memoryview]) -> Sequence[bool]:
-        return self._worker.run_to_end("batch_put_from", lambda: self._store.batch_put_from(keys, pages))
+        return self._worker.run_without_deadline("batch_put_from", lambda: self._store.batch_put_from(keys, pages))
 
 
-def open_deadline_in_place_store(store: InPlacePageStore, *, deadline_s: float) -> DeadlineInPlaceStore:
+def open_deadline_zero_copy_store(store: ZeroCopyPageStore, *, deadline_s: float) -> DeadlineZeroCopyStore:
     """Give a store a thread of its own, and what does not touch its callers' pages a longest wait of ``deadline_s``."""
-    return DeadlineInPlaceStore(store, open_deadline_page_store(store, deadline_s=deadline_s))
+    return DeadlineZeroCopyStore(store, open_deadline_page_store(store, deadline_s=deadline_s))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from scheduler_components.cache import (
     DIGEST_BYTES,
     EventRecorder,
-    EvictionOrder,
+    LruList,
     NullEventRecorder,
     PrefixNamespace,
     RadixCache,
@@ -32,10 +32,10 @@ from scheduler_components.cache import (
     block_hashes_of,
 )
 from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.events import MEDIUM_OF, Tier
+from scheduler_components.events import TIER_MEDIUM, Tier
 from scheduler_components.ports import HostPages, PageHook
 
-__all__ = ["HostTier", "TierMembership", "TierTree", "shares_of"]
+__all__ = ["HostTier", "TierMembership", "TierTree", "pages_per_node"]
 
 # Odd, so that multiplying by one loses nothing: the same pages on another tier give another digest.
 _FACTORS = {Tier.DEVICE: 0x9E3779B97F4A7C15, Tier.HOST: 0xC2B2AE3D27D4EB4F, Tier.STORAGE: 0x165667B19E3779F9}
@@ -84,26 +84,26 @@ class TierMembership:
         """The host holds the node's pages now."""
         self.host_pages[node] = pages
         self._count(node, Tier.HOST, 1)
-        self._recorder.stored(node, MEDIUM_OF[Tier.HOST])
+        self._recorder.record_stored(node, TIER_MEDIUM[Tier.HOST])
 
-    def take_from_host(self, node: RadixNode) -> array[int]:
+    def remove_from_host(self, node: RadixNode) -> array[int]:
         """The host no longer holds the node; returns the pages that it was on."""
         self._count(node, Tier.HOST, -1)
-        self._recorder.removed(node, MEDIUM_OF[Tier.HOST])
+        self._recorder.record_removed(node, TIER_MEDIUM[Tier.HOST])
         return self.host_pages.pop(node)
 
     def place_in_storage(self, node: RadixNode) -> None:
         """Storage holds the node's pages now."""
         self.stored.add(node)
         self._count(node, Tier.STORAGE, 1)
-        self._recorder.stored(node, MEDIUM_OF[Tier.STORAGE])
+        self._recorder.record_stored(node, TIER_MEDIUM[Tier.STORAGE])
 
-    def forget_storage(self, node: RadixNode) -> None:
+    def clear_storage_index(self, node: RadixNode) -> None:
         """Whether storage holds the node is no longer known. Without effect when it never was."""
         if node in self.stored:
             self.stored.remove(node)
             self._count(node, Tier.STORAGE, -1)
-            self._recorder.removed(node, MEDIUM_OF[Tier.STORAGE])
+            self._recorder.record_removed(node, TIER_MEDIUM[Tier.STORAGE])
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """A node was cut in two and is now ``lower``: both parts are where it was."""
@@ -167,7 +167,7 @@ class HostTier:
     pages: HostPages
     num_pages: int
     num_pages_used: int = field(default=0, init=False)
-    order: EvictionOrder = field(default_factory=EvictionOrder, init=False)
+    order: LruList = field(default_factory=LruList, init=False)
     _locks: dict[RadixNode, int] = field(default_factory=dict, init=False)  # only nodes that are locked
 
     @property
@@ -235,13 +235,22 @@ class TierTree:
         device: the radix cache of what is on the device.
         host: the host's room.
         membership: which node is on which tier.
-        arriving: nodes on the device whose pages are being copied there: requests run, and their forward waits.
+        loading_back: nodes on the device whose pages are being copied there: requests run, and their forward waits.
         writing: nodes of which a copy to the host is under way.
         backing_up: nodes of which a copy to storage is under way.
         num_dropped_pages: evicted from the device, and not on the host.
     """
 
-    __slots__ = ("_page_hook", "arriving", "backing_up", "device", "host", "membership", "num_dropped_pages", "writing")
+    __slots__ = (
+        "_page_hook",
+        "loading_back",
+        "backing_up",
+        "device",
+        "host",
+        "membership",
+        "num_dropped_pages",
+        "writing",
+    )
 
     def __init__(
         self,
@@ -257,7 +266,7 @@ class TierTree:
         self.host = HostTier(pages=host, num_pages=num_host_pages)
         self.device = RadixCache(page_size=page_size, capacity_tokens=capacity_tokens, record=record, lower=self)
         self.membership = TierMembership(self.device.recorder)
-        self.arriving: set[RadixNode] = set()
+        self.loading_back: set[RadixNode] = set()
         self.writing: set[RadixNode] = set()
         self.backing_up: set[RadixNode] = set()
         self.num_dropped_pages = 0
@@ -276,13 +285,13 @@ class TierTree:
 
     def media_of(self, node: RadixNode) -> tuple[str | None, ...]:
         """Return the media that a node of the tree is on, as its events name them."""
-        return tuple(MEDIUM_OF[tier] for tier in self.membership.tiers_of(node))
+        return tuple(TIER_MEDIUM[tier] for tier in self.membership.tiers_of(node))
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """A node was cut in two and is now ``lower``: both parts are where it was, and under way if it was."""
         self.membership.split(upper, lower)
         self.host.split(upper, lower)
-        for under_way in (self.arriving, self.writing, self.backing_up):
+        for under_way in (self.loading_back, self.writing, self.backing_up):
             if lower in under_way:
                 under_way.add(upper)
 
@@ -292,17 +301,17 @@ class TierTree:
         An operation ends at a node, and begins at another; neither may vanish inside a longer run. Where a holder of
         host pages ends at ``upper``, it has more of them than ``lower``.
         """
-        for under_way in (self.arriving, self.writing, self.backing_up):
+        for under_way in (self.loading_back, self.writing, self.backing_up):
             if upper in under_way or lower in under_way:
                 return False
         return self.host.num_locks(upper) == self.host.num_locks(lower) and self._join_alike(upper, lower)
 
-    def computed(self, node: RadixNode) -> None:
+    def on_computed(self, node: RadixNode) -> None:
         """The device has pages of this node now that a request computed."""
-        self._page_hook.computed(bytes(node.digests), node.pages)
+        self._page_hook.on_computed(bytes(node.digests), node.pages)
         self._enter_device(node)
 
-    def evicted(self, node: RadixNode) -> bool:
+    def on_evicted(self, node: RadixNode) -> bool:
         """The device has given up this node: the host keeps it if it can, otherwise it is dropped."""
         node.pages = array("I")
         self.membership.leave_device(node)
@@ -310,24 +319,24 @@ class TierTree:
             self.host.touch((node,))
             return True
         self.num_dropped_pages += node.num_pages
-        self.membership.forget_storage(node)
+        self.membership.clear_storage_index(node)
         return False
 
     # --- paths ---
 
-    def path_to(self, packed: bytes, seed: bytes) -> list[RadixNode]:
+    def match_path(self, packed: bytes, seed: bytes) -> list[RadixNode]:
         """Return the nodes that hold the cached prefix of packed tokens, on any tier, cut to end where it does.
 
         The path becomes the most recently used on both tiers.
         """
-        path = self.device.cut(self.tree.find(packed, seed))
+        path = self.device.split_path(self.tree.find(packed, seed))
         self.touch(path)
         return path
 
     def touch(self, path: list[RadixNode]) -> None:
         """Make a path the most recently used on the tiers that it is on."""
         num_on_device = self.num_on_device(path)
-        self.device.order.touch(reversed(path[:num_on_device]))
+        self.device.lru.touch(reversed(path[:num_on_device]))
         self.host.touch(reversed(path[num_on_device:]))
 
     @staticmethod
@@ -335,7 +344,7 @@ class TierTree:
         """Return how many nodes of a path, from the root on, are on the device."""
         return next((at for at, node in enumerate(path) if not node.pages), len(path))
 
-    def run_up_from(self, end: RadixNode, num_pages: int) -> list[RadixNode]:
+    def run_ending_at(self, end: RadixNode, num_pages: int) -> list[RadixNode]:
         """Return the nodes that hold the last ``num_pages`` pages of the prefix that ends in ``end``, topmost first.
 
         An operation keeps its end and its length, because other requests may split the nodes in between.
@@ -350,7 +359,7 @@ class TierTree:
         assert num_pages == 0, "a node was split inside an operation's pages, at neither of its ends"
         return run[::-1]
 
-    def cut_run(self, run: list[RadixNode], num_pages: int) -> list[RadixNode]:
+    def split_run(self, run: list[RadixNode], num_pages: int) -> list[RadixNode]:
         """Return the nodes that hold the first ``num_pages`` pages of consecutive nodes, one cut; touch them next."""
         kept: list[RadixNode] = []
         for node in run:
@@ -380,30 +389,30 @@ class TierTree:
         Raises:
             CacheIntegrityError: the page hook finds other content in them.
         """
-        self._page_hook.loaded(bytes(node.digests), pages)
-        self.device.place(node, pages)
+        self._page_hook.on_loaded_back(bytes(node.digests), pages)
+        self.device.attach(node, pages)
         self._enter_device(node)
 
-    def begin_arrival(self, node: RadixNode, pages: Sequence[int]) -> None:
+    def begin_load_back(self, node: RadixNode, pages: Sequence[int]) -> None:
         """Give pages to a node that is on the host alone, whose content a copy brings; touch its path next."""
-        self.device.place(node, pages)
-        self.arriving.add(node)
+        self.device.attach(node, pages)
+        self.loading_back.add(node)
         self._enter_device(node)
 
-    def end_arrival(self, node: RadixNode, *, is_good: bool) -> None:
-        """The pages of an arriving node hold its content now, or never will: then the device loses it.
+    def end_load_back(self, node: RadixNode, *, is_ok: bool) -> None:
+        """The pages of an loading_back node hold its content now, or never will: then the device loses it.
 
         Raises:
             CacheIntegrityError: the page hook finds other content in them; or they never will, and a request runs.
         """
-        self.arriving.remove(node)
-        if is_good:
-            self._page_hook.loaded(bytes(node.digests), node.pages)
-            self.device.may_join(node)
+        self.loading_back.remove(node)
+        if is_ok:
+            self._page_hook.on_loaded_back(bytes(node.digests), node.pages)
+            self.device.mark_joinable(node)
         else:
-            self.device.withdraw(node)
+            self.device.detach(node)
 
-    def make_host_room(self, num_pages: int) -> bool:
+    def evict_host(self, num_pages: int) -> bool:
         """Evict from the host what was used least recently until ``num_pages`` are free; False if that cannot be.
 
         Evicts nothing then.
@@ -416,13 +425,13 @@ class TierTree:
             leaf = order.pop_oldest()
             if leaf.num_pages > lacking:
                 order.put_oldest(self.device.split(leaf, leaf.num_pages - lacking))
-            self.host.release(self.membership.take_from_host(leaf))
-            self.membership.forget_storage(leaf)
+            self.host.release(self.membership.remove_from_host(leaf))
+            self.membership.clear_storage_index(leaf)
             self.tree.remove(leaf)
             lacking -= leaf.num_pages
         return True
 
-    def append_on_host(
+    def insert_on_host(
         self, parent: RadixNode, packed: bytes, pages: array[int], namespace: PrefixNamespace
     ) -> RadixNode:
         """Hang a run that came from storage below ``parent``; touch its path next."""
@@ -458,7 +467,7 @@ class TierTree:
             for problem in self._problems(node):
                 raise CacheIntegrityError(f"{node} {problem}")
         self.membership.check(nodes)
-        under_way = (self.arriving, self.writing, self.backing_up)
+        under_way = (self.loading_back, self.writing, self.backing_up)
         for kept in (host_pages, self.membership.stored, *under_way, self.host.locked):
             if not set(nodes).issuperset(kept):
                 raise CacheIntegrityError("a tier keeps a node that is not in the tree")
@@ -488,7 +497,7 @@ class TierTree:
         self.membership.enter_device(node)
 
 
-def shares_of(run: list[RadixNode], pages: tuple[int, ...] | list[int]) -> list[tuple[RadixNode, list[int]]]:
+def pages_per_node(run: list[RadixNode], pages: tuple[int, ...] | list[int]) -> list[tuple[RadixNode, list[int]]]:
     """Give each node of a run its part of an operation's pages."""
     shares, start = [], 0
     for node in run:

@@ -17,7 +17,7 @@ import torch
 from scheduler_components.errors import ConfigError
 from scheduler_components.hicache.memory import merged_runs
 from scheduler_components.page_shape import PageShape
-from scheduler_components.ports import COPIED, CopyEnd, HostPlane
+from scheduler_components.ports import CopyEvent, HostLayerView, NullCopyEvent
 from scheduler_components.validators import check_integer
 
 __all__ = ["TorchDeviceMemory"]
@@ -27,14 +27,14 @@ _KEYS_AND_VALUES = 2
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _StreamedCopy:
-    """A ``CopyEnd`` on a stream."""
+    """A ``CopyEvent`` on a stream."""
 
     event: torch.cuda.Event
 
     def is_done(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
-    def hold_forward(self) -> None:
+    def wait_on_stream(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
 
 
@@ -131,20 +131,24 @@ class TorchDeviceMemory:
             ) from error
         return pinned.numpy()
 
-    def fence(self) -> None:
+    def wait_for_compute_stream(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def copy_to_host(self, layer: int, pages: Sequence[int], plane: HostPlane, host_pages: Sequence[int]) -> CopyEnd:
-        host = torch.from_numpy(plane)
+    def copy_to_host(
+        self, layer: int, pages: Sequence[int], layer_view: HostLayerView, host_pages: Sequence[int]
+    ) -> CopyEvent:
+        host = torch.from_numpy(layer_view)
         with torch.cuda.stream(self._stream):
             for part, own in enumerate(self._parts(layer)):
                 for run, host_run in merged_runs(pages, host_pages):
                     _copy(host[part, host_run], own[run])
             return self._end()
 
-    def copy_to_device(self, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
-        host = torch.from_numpy(plane)
+    def copy_to_device(
+        self, layer: int, layer_view: HostLayerView, host_pages: Sequence[int], pages: Sequence[int]
+    ) -> CopyEvent:
+        host = torch.from_numpy(layer_view)
         with torch.cuda.stream(self._stream):
             for part, own in enumerate(self._parts(layer)):
                 for run, host_run in merged_runs(pages, host_pages):
@@ -156,9 +160,9 @@ class TorchDeviceMemory:
         keys, values = self.keys[layer], self.values[layer]
         return keys.view(self.num_pages, -1).view(torch.uint8), values.view(self.num_pages, -1).view(torch.uint8)
 
-    def _end(self) -> CopyEnd:
+    def _end(self) -> CopyEvent:
         if self._stream is None:
-            return COPIED
+            return NullCopyEvent()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return _StreamedCopy(event=event)

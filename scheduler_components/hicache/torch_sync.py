@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from scheduler_components.errors import ConfigError, StartError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache.agreement import RankSets, SyncDomain, domain_of, groups_in_order
-from scheduler_components.values import RECORD_INTS, SyncCall, places_of
+from scheduler_components.hicache.agreement import ParallelGroups, RankGroups, agreeing_ranks, ordered_groups
+from scheduler_components.values import SYNC_CALL_INTS, SyncCall, describe_calls
 
-__all__ = ["RollCall", "TorchSyncGroup", "open_torch_sync_domains"]
+__all__ = ["RollCall", "TorchSyncGroup", "open_torch_groups"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class RollCall:
         present = self._answers(call)
         missing = tuple(rank for rank in self.ranks if rank not in present)
         if not missing and len({(found.number, found.step, found.operation) for found in present.values()}) > 1:
-            return SyncDivergenceError(call.number, places_of(present.values()))
+            return SyncDivergenceError(call.number, describe_calls(present.values()))
         return SyncTimeoutError(call.operation, call.step, missing, self.timeout_s, str(cause).partition("\n")[0])
 
     def _answers(self, call: SyncCall) -> dict[int, SyncCall]:
@@ -51,7 +51,7 @@ class RollCall:
         # Receives are posted first: an answer that comes before its receive is lost when the peer then exits.
         receives: dict[int, tuple[dist.Work | None, torch.Tensor]] = {}
         for peer in peers:
-            answer = torch.zeros(RECORD_INTS, dtype=torch.int64)
+            answer = torch.zeros(SYNC_CALL_INTS, dtype=torch.int64)
             try:
                 receives[peer] = dist.irecv(answer, peer, group=self.group), answer
             except RuntimeError:  # gloo: the peer has closed its connection; it is missing
@@ -127,16 +127,16 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
         dist.destroy_process_group(group)
 
 
-def open_torch_sync_domains(
-    world: Sequence[RankSets], names: Sequence[str], *, timeout_s: float = 60.0
-) -> dict[str, SyncDomain]:
+def open_torch_groups(
+    world: Sequence[RankGroups], names: Sequence[str], *, timeout_s: float = 60.0
+) -> dict[str, ParallelGroups]:
     """Make one domain per name, each with gloo groups of its own: one for the scheduler, one per background thread.
 
     Every process of the torch.distributed world calls this, with the same arguments, at the same point of its
     start (or of attaching a storage backend), from its main thread; also ranks that agree with nobody.
 
     Args:
-        world: rank sets of every process, as ``world_rank_sets`` gives them.
+        world: rank sets of every process, as ``world_rank_groups`` gives them.
         names: one per thread that will agree.
         timeout_s: longest wait for the other ranks in one collective.
 
@@ -164,18 +164,18 @@ def open_torch_sync_domains(
         ) from error
 
 
-def _open_domain(rank: int, world: Sequence[RankSets], timeout_s: float) -> SyncDomain:
-    hop_groups = {ranks: _new_group(ranks, timeout_s) for ranks in groups_in_order(world)}
+def _open_domain(rank: int, world: Sequence[RankGroups], timeout_s: float) -> ParallelGroups:
+    hop_groups = {ranks: _new_group(ranks, timeout_s) for ranks in ordered_groups(world)}
     mine = next(sets for sets in world if sets.rank == rank)
-    domains = sorted({domain_of(sets.rank, world) for sets in world})
+    domains = sorted({agreeing_ranks(sets.rank, world) for sets in world})
     roll_calls = {ranks: _new_group(ranks, timeout_s) for ranks in domains if len(ranks) > 1}
-    domain = domain_of(rank, world)
+    domain = agreeing_ranks(rank, world)
     roll_call = RollCall(rank=rank, ranks=domain, group=roll_calls.get(domain), timeout_s=timeout_s)
-    return SyncDomain(
+    return ParallelGroups(
         rank=rank,
         groups=tuple(
             TorchSyncGroup(ranks=ranks, group=hop_groups[ranks], roll_call=roll_call, timeout_s=timeout_s)
-            for ranks in mine.hops
+            for ranks in mine.reduce_groups
         ),
     )
 

@@ -1,8 +1,8 @@
 """Pages on their way between tiers, from the tree's side.
 
-``HostWrites`` copies to the host and to storage, ``DeviceLoads`` copies back to the device, ``StorageReads`` prefetches
+``WriteTransfers`` copies to the host and to storage, ``LoadBackTransfers`` copies back to the device, ``PrefetchTransfers`` prefetches
 from storage. Each begins operations, the same ones on every rank, and puts their result in the tree when all ranks
-agree that they have ended. ``TierTransfers`` gives each decision to whom it concerns; ``Preparations`` is what a
+agree that they have ended. ``TierTransfers`` gives each decision to whom it concerns; ``PrefetchQueue`` is what a
 scheduler asks for a request that waits.
 
 An operation is remembered as the node that ends it and its number of pages, because requests may split the nodes in
@@ -16,31 +16,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace, RadixNode, pack_tokens, page_digests
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixNode, pack_tokens, page_digests
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.events import Tier
 from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy
-from scheduler_components.hicache.tiers import TierTree, shares_of
+from scheduler_components.hicache.tiers import TierTree, pages_per_node
 from scheduler_components.page_operations import (
-    BackupSettled,
+    BackupOutcome,
     Decision,
-    LoadSettled,
+    LoadBackOutcome,
     PrefetchDrained,
     PrefetchHit,
-    PrefetchSettled,
-    StorageLost,
-    WriteSettled,
+    PrefetchOutcome,
+    StorageDetached,
+    WriteOutcome,
 )
 from scheduler_components.values import CachedTokens, HeldCount, PageHolding, TierStats
 
-__all__ = ["DeviceLoads", "HostWrites", "Preparations", "StorageReads", "TierTransfers"]
+__all__ = ["LoadBackTransfers", "WriteTransfers", "PrefetchQueue", "PrefetchTransfers", "TierTransfers"]
 
 
 _BACKUP_SHARE = 4  # a slow storage may lock one host page in four; what is beyond that is not backed up
 
 
 @dataclass(slots=True, kw_only=True)
-class Load:
+class LoadBack:
     """Pages on their way from the host to the device.
 
     Attributes:
@@ -62,7 +62,7 @@ class Load:
 
 
 @dataclass(slots=True, kw_only=True)
-class DeviceLoads:
+class LoadBackTransfers:
     """Loads of prefixes that requests wait for.
 
     Attributes:
@@ -70,15 +70,15 @@ class DeviceLoads:
         controller: makes the operations and settles them.
         policy: what is worth a load.
         stats: counts what comes of it.
-        room_pages: pages that may be loaded until the next agreement.
+        budget_pages: pages that may be loaded until the next agreement.
     """
 
     tiers: TierTree
     controller: HiCacheController
     policy: HiCachePolicy
     stats: TierStats
-    room_pages: int = field(default=0, init=False)
-    _under_way: dict[int, Load] = field(default_factory=dict, init=False)
+    budget_pages: int = field(default=0, init=False)
+    _under_way: dict[int, LoadBack] = field(default_factory=dict, init=False)
 
     @property
     def is_idle(self) -> bool:
@@ -95,69 +95,69 @@ class DeviceLoads:
         for number, load in self._under_way.items():
             yield PageHolding(f"load {number}", "transfer", load.device_pages, node=load.device_end)
 
-    def begin(self, path: list[RadixNode], max_pages: int, *, by_layer: bool = False) -> Load | None:
+    def start(self, path: list[RadixNode], max_pages: int, *, by_layer: bool = False) -> LoadBack | None:
         """Load what follows on the host where a path leaves the device, as far as the agreed room and the pool allow.
 
         None when that is not worth it, when the device pages are not to be had now, or when what they follow is itself
-        arriving and might not come.
+        loading_back and might not come.
 
         Args:
-            path: as ``TierTree.path_to`` gives it.
+            path: as ``TierTree.match_path`` gives it.
             max_pages: most pages to load.
             by_layer: put them in the tree at once, for a request that runs while they come.
         """
         tiers = self.tiers
         num_on_device = tiers.num_on_device(path)
         on_device, on_host = path[:num_on_device], path[num_on_device:]
-        num_pages = min(sum(node.num_pages for node in on_host), max_pages, self.room_pages)
+        num_pages = min(sum(node.num_pages for node in on_host), max_pages, self.budget_pages)
         if num_pages < self.policy.load_threshold_pages:
             return None
-        on_host = tiers.cut_run(on_host, num_pages)
+        on_host = tiers.split_run(on_host, num_pages)
         tiers.touch(on_device + on_host)
         device_end = on_device[-1] if on_device else tiers.tree.root
-        if device_end in tiers.arriving:
+        if device_end in tiers.loading_back:
             return None
         tiers.device.lock(device_end)
-        tiers.host.lock(tiers.tree.path_of(on_host[-1]))
+        tiers.host.lock(tiers.tree.path_to_root(on_host[-1]))
         try:
             device_pages = tiers.device.allocate(num_pages)
         except OutOfPagesError:
-            tiers.host.unlock(tiers.tree.path_of(on_host[-1]))
+            tiers.host.unlock(tiers.tree.path_to_root(on_host[-1]))
             tiers.device.unlock(device_end)
             return None
-        self.room_pages -= num_pages
+        self.budget_pages -= num_pages
         host_pages = [page for node in on_host for page in tiers.membership.host_pages[node]]
-        number = self.controller.load(host_pages, device_pages, by_layer=by_layer)
+        number = self.controller.load_back(host_pages, device_pages, by_layer=by_layer)
         end = on_host[-1]
         if by_layer:
-            for node, pages in shares_of(on_host, device_pages):
-                tiers.begin_arrival(node, pages)
+            for node, pages in pages_per_node(on_host, device_pages):
+                tiers.begin_load_back(node, pages)
             tiers.touch(on_device + on_host)
             tiers.device.lock(end)
             tiers.device.unlock(device_end)
             device_end, device_pages = end, []
-        self._under_way[number] = load = Load(
+        self._under_way[number] = load = LoadBack(
             end=end, num_pages=num_pages, device_end=device_end, device_pages=device_pages, by_layer=by_layer
         )
         return load
 
-    def settle(self, settled: LoadSettled) -> None:
+    def apply_load_back(self, settled: LoadBackOutcome) -> None:
         """Put loaded pages on the device, or free them, on all ranks alike."""
         load = self._under_way.pop(settled.op)
         tiers, stats = self.tiers, self.stats
-        load.is_settled, load.has_failed = True, not settled.is_good
-        stats.pages_loaded += load.num_pages * settled.is_good
-        stats.pages_not_loaded += load.num_pages * (not settled.is_good)
-        path_up = tiers.tree.path_of(load.end)
-        run = tiers.run_up_from(load.end, load.num_pages)
+        load.is_settled, load.has_failed = True, not settled.is_ok
+        stats.pages_loaded += load.num_pages * settled.is_ok
+        stats.pages_not_loaded += load.num_pages * (not settled.is_ok)
+        path_up = tiers.tree.path_to_root(load.end)
+        run = tiers.run_ending_at(load.end, load.num_pages)
         if load.by_layer:
             tiers.device.unlock(load.device_end)
             for node in reversed(run):
-                tiers.end_arrival(node, is_good=settled.is_good)
-            if not settled.is_good:
-                self.controller.forget_load(settled.op)
+                tiers.end_load_back(node, is_ok=settled.is_ok)
+            if not settled.is_ok:
+                self.controller.discard_load_back(settled.op)
         else:
-            if settled.is_good:
+            if settled.is_ok:
                 self._put_on_device(run, load.device_pages)
             else:
                 tiers.device.free(load.device_pages)
@@ -166,7 +166,7 @@ class DeviceLoads:
         tiers.touch(path_up[::-1])
 
     def _put_on_device(self, run: list[RadixNode], device_pages: list[int]) -> None:
-        for node, pages in shares_of(run, device_pages):
+        for node, pages in pages_per_node(run, device_pages):
             if node.pages:  # a request has computed it in the meantime
                 self.tiers.device.free(pages)
             else:
@@ -174,7 +174,7 @@ class DeviceLoads:
 
 
 @dataclass(slots=True, kw_only=True)
-class HostWrites:
+class WriteTransfers:
     """Copies that make eviction harmless: from the device to the host, and from the host to storage.
 
     Attributes:
@@ -204,7 +204,7 @@ class HostWrites:
         for number, (end, _) in self._writes.items():
             yield PageHolding(f"write {number}", "transfer", node=end)
 
-    def after_insert(self, path: list[RadixNode]) -> None:
+    def on_insert(self, path: list[RadixNode]) -> None:
         """With ``write_through``: copy a path that a request has just cached. With ``write_back``: look ahead soon."""
         if self.policy.write == "write_through":
             self.write_path(path)
@@ -213,7 +213,7 @@ class HostWrites:
         else:
             self._write_what_was_found(path)
 
-    def after_hit(self, path: list[RadixNode]) -> None:
+    def on_hit(self, path: list[RadixNode]) -> None:
         """Count one more request that found a path in the tree; copy what has been found often enough by now."""
         for node in path:
             node.num_hits += 1
@@ -231,7 +231,7 @@ class HostWrites:
             elif node not in self.tiers.writing and not self._begin_write(node):
                 return
 
-    def clean_ahead(self) -> None:
+    def write_ahead(self) -> None:
         """With ``write_back``: copy the device pages that will be evicted next, once pages run short.
 
         Only after an insertion: a copy that fails is not tried again and again while nothing happens.
@@ -241,19 +241,19 @@ class HostWrites:
             return
         self._has_news = False
         oldest: list[RadixNode] = []
-        for node in tiers.device.order:
+        for node in tiers.device.lru:
             if wanted <= 0:
                 break
             wanted -= node.num_pages
             if not tiers.is_on_host(node):
                 oldest.append(node)
         for node in oldest:
-            self.write_path(reversed(tiers.tree.path_of(node)))
+            self.write_path(reversed(tiers.tree.path_to_root(node)))
 
     def _begin_write(self, node: RadixNode) -> bool:
         tiers, parent = self.tiers, node.parent
         assert parent is not None
-        if not (tiers.is_on_host(parent) or parent in tiers.writing) or not tiers.make_host_room(node.num_pages):
+        if not (tiers.is_on_host(parent) or parent in tiers.writing) or not tiers.evict_host(node.num_pages):
             self.stats.pages_not_written += node.num_pages
             return False
         tiers.host.num_pages_used += node.num_pages
@@ -262,16 +262,16 @@ class HostWrites:
         self._writes[self.controller.write(node.pages)] = (node, node.num_pages)
         return True
 
-    def settle_write(self, settled: WriteSettled) -> None:
+    def apply_write(self, settled: WriteOutcome) -> None:
         """Put written pages in the tree, on all ranks or on none."""
         tiers, host_pages = self.tiers, settled.host_pages
         end, num_pages = self._writes.pop(settled.op)
-        run = tiers.run_up_from(end, num_pages)
+        run = tiers.run_ending_at(end, num_pages)
         tiers.writing.difference_update(run)
         parent = run[0].parent
         assert parent is not None
         if host_pages and tiers.is_on_host(parent):
-            for node, pages in shares_of(run, host_pages):
+            for node, pages in pages_per_node(run, host_pages):
                 tiers.membership.place_on_host(node, array("I", pages))
                 self._back_up(node)
             self.stats.pages_written += num_pages
@@ -282,34 +282,34 @@ class HostWrites:
             self.stats.pages_not_written += num_pages
         tiers.device.unlock(end)
         for node in run:
-            tiers.device.may_join(node)
+            tiers.device.mark_joinable(node)
 
     def _back_up(self, node: RadixNode) -> None:
         """Write a node on the host to storage, unless its parent is not there and not on the way."""
         tiers, parent = self.tiers, node.parent
         assert parent is not None
-        if not self.controller.shared.has_storage or tiers.is_stored(node) or node in tiers.backing_up:
+        if not self.controller.agreed.has_storage or tiers.is_stored(node) or node in tiers.backing_up:
             return
         if not (tiers.is_stored(parent) or parent in tiers.backing_up):
             return
         if self.num_pages_backing_up + node.num_pages > tiers.host.num_pages // _BACKUP_SHARE:
             self.stats.pages_not_backed_up += node.num_pages
             return
-        tiers.host.lock(tiers.tree.path_of(node))
+        tiers.host.lock(tiers.tree.path_to_root(node))
         tiers.backing_up.add(node)
-        number = self.controller.back_up(bytes(node.digests), tiers.membership.host_pages[node])
+        number = self.controller.write_to_storage(bytes(node.digests), tiers.membership.host_pages[node])
         self._backups[number] = (node, node.num_pages)
         self.num_pages_backing_up += node.num_pages
 
-    def settle_backup(self, settled: BackupSettled) -> None:
+    def apply_backup(self, settled: BackupOutcome) -> None:
         """Count pages as stored where every rank's part of them is, and what they hang on is too."""
         tiers = self.tiers
         end, num_pages = self._backups.pop(settled.op)
         self.num_pages_backing_up -= num_pages
-        run = tiers.run_up_from(end, num_pages)
+        run = tiers.run_ending_at(end, num_pages)
         parent = run[0].parent
         assert parent is not None
-        is_stored = settled.is_good and self.controller.shared.has_storage and tiers.is_stored(parent)
+        is_stored = settled.is_ok and self.controller.agreed.has_storage and tiers.is_stored(parent)
         tiers.backing_up.difference_update(run)
         if is_stored:
             for node in run:
@@ -317,9 +317,9 @@ class HostWrites:
             self.stats.pages_backed_up += num_pages
         else:
             self.stats.pages_not_backed_up += num_pages
-        tiers.host.unlock(tiers.tree.path_of(end))
+        tiers.host.unlock(tiers.tree.path_to_root(end))
         for node in run:
-            tiers.device.may_join(node)
+            tiers.device.mark_joinable(node)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -332,11 +332,11 @@ class Prefetch:
     first_page: int  # pages of the prefix that the tree held at the start
     anchor: RadixNode | None  # their end, locked on the host; None where it is not there
     num_reserved: int = 0
-    num_landed: int | None = None  # None: not settled
+    num_read: int | None = None  # None: not settled
 
 
 @dataclass(slots=True, kw_only=True)
-class StorageReads:
+class PrefetchTransfers:
     """Prefetches from storage to the host, for requests that wait.
 
     Attributes:
@@ -359,17 +359,17 @@ class StorageReads:
         """Host pages of prefetches under way."""
         return self.num_draining_pages + sum(prefetch.num_reserved for prefetch in self._under_way.values())
 
-    def is_worth_it(self, packed: bytes, path: list[RadixNode]) -> bool:
+    def should_prefetch(self, packed: bytes, path: list[RadixNode]) -> bool:
         """Say whether storage may have enough of what follows a path.
 
         Args:
             packed: the tokens of the prompt.
-            path: what of it the tree holds, as ``TierTree.path_to`` gives it.
+            path: what of it the tree holds, as ``TierTree.match_path`` gives it.
         """
         num_pages = len(packed) // self.tiers.tree.page_bytes - sum(node.num_pages for node in path)
-        return self.controller.shared.has_storage and num_pages >= self.policy.prefetch_threshold_pages
+        return self.controller.agreed.has_storage and num_pages >= self.policy.prefetch_threshold_pages
 
-    def begin(self, packed: bytes, namespace: PrefixNamespace, path: list[RadixNode]) -> Prefetch:
+    def start(self, packed: bytes, namespace: PrefixNamespace, path: list[RadixNode]) -> Prefetch:
         """Read from storage what follows a path."""
         tree, first_page = self.tiers.tree, sum(node.num_pages for node in path)
         end = path[-1] if path else tree.root
@@ -377,19 +377,19 @@ class StorageReads:
         number = self.controller.prefetch(page_digests(packed[first_page * tree.page_bytes :], tree.page_size, prior))
         anchor = end if end in self.tiers.membership.host_pages else None
         if anchor is not None:
-            self.tiers.host.lock(tree.path_of(anchor))
+            self.tiers.host.lock(tree.path_to_root(anchor))
         prefetch = Prefetch(number=number, packed=packed, namespace=namespace, first_page=first_page, anchor=anchor)
         self._under_way[number] = prefetch
         self.stats.prefetches += 1
         return prefetch
 
-    def block(self, prefetch: Prefetch) -> None:
+    def mark_blocking(self, prefetch: Prefetch) -> None:
         """Its request could run, and waits for it alone."""
-        self.controller.prefetches.block(prefetch.number)
+        self.controller.prefetches.mark_blocking(prefetch.number)
 
-    def give_up(self, prefetch: Prefetch) -> None:
+    def terminate(self, prefetch: Prefetch) -> None:
         """Wait no longer: what has landed on every rank is put in the tree, here and now."""
-        self.settle(self.controller.give_up(prefetch.number))
+        self.apply_prefetch(self.controller.terminate(prefetch.number))
 
     def reserve(self, hit: PrefetchHit) -> None:
         """Take room for what storage holds: at most half of what the host can free, so that prefetches never fill it.
@@ -398,24 +398,24 @@ class StorageReads:
         """
         host, prefetch = self.tiers.host, self._under_way[hit.op]
         num_pages = min(hit.num_pages, (host.num_pages_free + host.order.num_pages) // 2)
-        if num_pages < self.policy.prefetch_threshold_pages or not self.tiers.make_host_room(num_pages):
+        if num_pages < self.policy.prefetch_threshold_pages or not self.tiers.evict_host(num_pages):
             num_pages = 0
         host.num_pages_used += num_pages
         prefetch.num_reserved = num_pages
-        bound_s = self.policy.prefetch_bound_s(num_pages * self.tiers.tree.page_size)
-        self.controller.prefetches.reserve(prefetch.number, num_pages, bound_s=bound_s)
+        max_wait_s = self.policy.prefetch_max_wait_s(num_pages * self.tiers.tree.page_size)
+        self.controller.prefetches.reserve(prefetch.number, num_pages, max_wait_s=max_wait_s)
 
-    def settle(self, settled: PrefetchSettled) -> None:
+    def apply_prefetch(self, settled: PrefetchOutcome) -> None:
         """Put what landed on every rank in the tree, below what is there by now."""
         tiers, tree, host_pages = self.tiers, self.tiers.tree, settled.host_pages
         prefetch = self._under_way.pop(settled.op)
         tiers.host.num_pages_used -= prefetch.num_reserved - len(host_pages) - settled.num_draining_pages
         self.num_draining_pages += settled.num_draining_pages
         if prefetch.anchor is not None:
-            tiers.host.unlock(tree.path_of(prefetch.anchor))
+            tiers.host.unlock(tree.path_to_root(prefetch.anchor))
         stop = (prefetch.first_page + len(host_pages)) * tree.page_bytes
         descent = tree.find(prefetch.packed[:stop], prefetch.namespace.seed())
-        path = tiers.device.cut(descent)
+        path = tiers.device.split_path(descent)
         num_known = descent.num_pages - prefetch.first_page  # pages that a request has computed in the meantime
         parent = path[-1] if path else tree.root
         if num_known < 0 or not tiers.is_on_host(parent):
@@ -424,17 +424,17 @@ class StorageReads:
         kept = host_pages[num_known:]
         if kept:
             packed = prefetch.packed[descent.num_pages * tree.page_bytes : stop]
-            leaf = tiers.append_on_host(parent, packed, array("I", kept), prefetch.namespace)
-            if self.controller.shared.has_storage and tiers.is_stored(parent):
+            leaf = tiers.insert_on_host(parent, packed, array("I", kept), prefetch.namespace)
+            if self.controller.agreed.has_storage and tiers.is_stored(parent):
                 tiers.membership.place_in_storage(leaf)
             path.append(leaf)
         tiers.touch(path)
-        prefetch.num_landed = len(kept)
+        prefetch.num_read = len(kept)
         self.stats.pages_prefetched += len(kept)
         self.stats.pages_revoked += prefetch.num_reserved - len(kept)
         self.stats.prefetches_revoked += not kept
 
-    def settle_drained(self, drained: PrefetchDrained) -> None:
+    def apply_drained(self, drained: PrefetchDrained) -> None:
         """Count the pages of a prefetch that was given up as free."""
         self.tiers.host.num_pages_used -= drained.num_pages
         self.num_draining_pages -= drained.num_pages
@@ -453,9 +453,9 @@ class TierTransfers:
 
     tiers: TierTree
     controller: HiCacheController
-    writes: HostWrites
-    loads: DeviceLoads
-    reads: StorageReads
+    writes: WriteTransfers
+    loads: LoadBackTransfers
+    reads: PrefetchTransfers
     stats: TierStats = field(default_factory=TierStats)
 
     @classmethod
@@ -465,32 +465,32 @@ class TierTransfers:
         return cls(
             tiers=tiers,
             controller=controller,
-            writes=HostWrites(tiers=tiers, controller=controller, policy=policy, stats=stats),
-            loads=DeviceLoads(tiers=tiers, controller=controller, policy=policy, stats=stats),
-            reads=StorageReads(tiers=tiers, controller=controller, policy=policy, stats=stats),
+            writes=WriteTransfers(tiers=tiers, controller=controller, policy=policy, stats=stats),
+            loads=LoadBackTransfers(tiers=tiers, controller=controller, policy=policy, stats=stats),
+            reads=PrefetchTransfers(tiers=tiers, controller=controller, policy=policy, stats=stats),
             stats=stats,
         )
 
-    def carry_out(self, decisions: list[Decision]) -> None:
+    def apply(self, decisions: list[Decision]) -> None:
         """Do to the tree what all ranks have decided, in order; then what follows from it by policy."""
         for decision in decisions:
             match decision:
-                case WriteSettled():
-                    self.writes.settle_write(decision)
-                case BackupSettled():
-                    self.writes.settle_backup(decision)
-                case LoadSettled():
-                    self.loads.settle(decision)
+                case WriteOutcome():
+                    self.writes.apply_write(decision)
+                case BackupOutcome():
+                    self.writes.apply_backup(decision)
+                case LoadBackOutcome():
+                    self.loads.apply_load_back(decision)
                 case PrefetchHit():
                     self.reads.reserve(decision)
-                case PrefetchSettled():
-                    self.reads.settle(decision)
+                case PrefetchOutcome():
+                    self.reads.apply_prefetch(decision)
                 case PrefetchDrained():
-                    self.reads.settle_drained(decision)
-                case StorageLost():
-                    self.forget_storage()
-        self.loads.room_pages = self.controller.shared.load_room_pages
-        self.writes.clean_ahead()
+                    self.reads.apply_drained(decision)
+                case StorageDetached():
+                    self.clear_storage_index()
+        self.loads.budget_pages = self.controller.agreed.load_back_budget_pages
+        self.writes.write_ahead()
 
     def check(self) -> None:
         """Check the ledger of host pages: tree + in flight = used.
@@ -516,10 +516,10 @@ class TierTransfers:
         yield from self.loads.holdings()
         yield from self.writes.holdings()
 
-    def forget_storage(self) -> None:
+    def clear_storage_index(self) -> None:
         """What storage holds is no longer known."""
         for node in reversed(list(self.tiers.tree.walk())):  # children first, so that stored stays closed upwards
-            self.tiers.membership.forget_storage(node)
+            self.tiers.membership.clear_storage_index(node)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -527,7 +527,7 @@ class _Preparation:
     """One request's."""
 
     prefetch: Prefetch | None = None
-    load: Load | None = None
+    load: LoadBack | None = None
     num_loaded_pages: int = 0
     has_given_up: bool = False
     is_counted: bool = False
@@ -536,7 +536,7 @@ class _Preparation:
 
 
 @dataclass(slots=True, kw_only=True)
-class Preparations:
+class PrefetchQueue:
     """What is moved closer for requests that wait: from storage to the host first, then from the host to the device.
 
     Calls and their order decide everything.
@@ -550,23 +550,23 @@ class Preparations:
     policy: HiCachePolicy
     _by_rid: dict[str, _Preparation] = field(default_factory=dict, init=False)
 
-    def expect(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
+    def start(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
         """A request has come that will match ``token_ids``: begin to read from storage what no nearer tier has."""
-        prefetch = self._begin_prefetch(token_ids, namespace or PLAIN_NAMESPACE)
+        prefetch = self._begin_prefetch(token_ids, namespace or DEFAULT_NAMESPACE)
         if prefetch is not None:
             self._by_rid[rid] = _Preparation(prefetch=prefetch)
 
     def _begin_prefetch(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> Prefetch | None:
         """Begin to read what no nearer tier has; None where that is not worth it."""
         tiers, transfers, packed = self.transfers.tiers, self.transfers, pack_tokens(token_ids)
-        path = tiers.path_to(packed, namespace.seed())
-        if not transfers.reads.is_worth_it(packed, path):
+        path = tiers.match_path(packed, namespace.seed())
+        if not transfers.reads.should_prefetch(packed, path):
             return None
         # What is read can only hang below a prefix that is on the host.
         transfers.writes.write_path(path[: tiers.num_on_device(path)])
-        return transfers.reads.begin(packed, namespace, path)
+        return transfers.reads.start(packed, namespace, path)
 
-    def is_ready(
+    def is_done(
         self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None, *, is_next: bool = True
     ) -> bool:
         """Say whether a request need not wait for pages, and begin to bring them closer. Ask at every step.
@@ -576,21 +576,21 @@ class Preparations:
             is_next: this request is the next to run. Under ``best_effort`` it does not wait for storage from here on,
                 under ``timeout`` its time runs. One that is not the next asks storage again after a miss.
         """
-        preparation, namespace = self._by_rid.setdefault(rid, _Preparation()), namespace or PLAIN_NAMESPACE
+        preparation, namespace = self._by_rid.setdefault(rid, _Preparation()), namespace or DEFAULT_NAMESPACE
         if self.policy.write == "write_through_selective" and not preparation.is_counted:
             preparation.is_counted = True
-            path = self.transfers.tiers.path_to(pack_tokens(token_ids), namespace.seed())
-            self.transfers.writes.after_hit(path)
+            path = self.transfers.tiers.match_path(pack_tokens(token_ids), namespace.seed())
+            self.transfers.writes.on_hit(path)
         if not is_next:
             self._retry_after_miss(preparation, token_ids, namespace)
         prefetch, load = preparation.prefetch, preparation.load
-        if prefetch is not None and prefetch.num_landed is None:
+        if prefetch is not None and prefetch.num_read is None:
             if not is_next:
                 return False
             if self.policy.prefetch != "best_effort":
-                self.transfers.reads.block(prefetch)
+                self.transfers.reads.mark_blocking(prefetch)
                 return False
-            self.transfers.reads.give_up(prefetch)
+            self.transfers.reads.terminate(prefetch)
         if load is not None:
             if not (load.is_settled or load.by_layer):
                 return False
@@ -605,7 +605,7 @@ class Preparations:
     ) -> None:
         """Ask storage again for a request whose prefetch brought nothing, once in ``prefetch_retry_steps`` calls."""
         policy, missed = self.policy, preparation.prefetch
-        if missed is None or missed.num_landed != 0 or preparation.num_retries >= policy.prefetch_max_retries:
+        if missed is None or missed.num_read != 0 or preparation.num_retries >= policy.prefetch_max_retries:
             return
         preparation.num_steps_since_miss += 1
         if not policy.prefetch_retry_steps or preparation.num_steps_since_miss < policy.prefetch_retry_steps:
@@ -614,7 +614,7 @@ class Preparations:
         preparation.num_retries += 1
         preparation.prefetch = self._begin_prefetch(token_ids, namespace) or missed
 
-    def storage_spans(self) -> Iterator[tuple[str, tuple[int, int]]]:
+    def prefetched_spans(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Which tokens of which waiting requests storage has, as (rid, (first, end)): they are read and not computed.
 
         What is on its way counts once all ranks have agreed that they have room for it, and what has landed until the
@@ -624,27 +624,27 @@ class Preparations:
         for rid, preparation in self._by_rid.items():
             prefetch = preparation.prefetch
             if prefetch is not None:
-                num_pages = prefetch.num_reserved if prefetch.num_landed is None else prefetch.num_landed
+                num_pages = prefetch.num_reserved if prefetch.num_read is None else prefetch.num_read
                 yield rid, (prefetch.first_page * page_size, (prefetch.first_page + num_pages) * page_size)
 
-    def forget(self, rid: str) -> None:
+    def cancel(self, rid: str) -> None:
         """A request is gone before it ran: nothing is brought closer for it any more."""
         preparation = self._by_rid.pop(rid, _Preparation())
-        if preparation.prefetch is not None and preparation.prefetch.num_landed is None:
-            self.transfers.reads.give_up(preparation.prefetch)
+        if preparation.prefetch is not None and preparation.prefetch.num_read is None:
+            self.transfers.reads.terminate(preparation.prefetch)
 
-    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:
+    def record_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:
         """A request begins to run: count and return where its prompt was found."""
         preparation = self._by_rid.get(rid, _Preparation())
-        num_read_pages = preparation.prefetch.num_landed or 0 if preparation.prefetch is not None else 0
+        num_read_pages = preparation.prefetch.num_read or 0 if preparation.prefetch is not None else 0
         page_size = self.transfers.tiers.tree.page_size
-        cached = self.transfers.stats.book_admission(
+        cached = self.transfers.stats.record_admission(
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             loaded_tokens=preparation.num_loaded_pages * page_size,
             read_tokens=num_read_pages * page_size,
         )
-        self.forget(rid)
+        self.cancel(rid)
         return cached
 
     def _must_wait_for_load(
@@ -655,17 +655,17 @@ class Preparations:
         False when nothing is to do, and with ``by_layer`` when all of it is on its way.
         """
         tiers, loads = self.transfers.tiers, self.transfers.loads
-        path = tiers.path_to(pack_tokens(token_ids), namespace.seed())
+        path = tiers.match_path(pack_tokens(token_ids), namespace.seed())
         num_pages = sum(node.num_pages for node in path[tiers.num_on_device(path) :])
         # A request loads no more pages than its prompt has: two that evict each other's pages come to an end.
         num_left = len(token_ids) // tiers.tree.page_size - preparation.num_loaded_pages
         if min(num_pages, num_left) < self.policy.load_threshold_pages:
             return False
-        if loads.room_pages < self.policy.load_threshold_pages:
+        if loads.budget_pages < self.policy.load_threshold_pages:
             # Loads that are under way will give room back; otherwise nobody will.
             preparation.has_given_up = loads.is_idle
             return not preparation.has_given_up
-        load = loads.begin(path, num_left, by_layer=by_layer)
+        load = loads.start(path, num_left, by_layer=by_layer)
         if load is None:
             # Who holds the device's pages will give them back, and without them the request could not run either.
             preparation.has_given_up = not tiers.device.used_tokens

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
-from scheduler_components.intake.intake import Intake
-from scheduler_components.intake.screen import InputBounds, InputScreen, InputState
-from scheduler_components.intake.skipper import WEIGHTS, RecvSkipper
-from scheduler_components.intake.sync_relay import SyncRelay
+from scheduler_components._lazy import lazy_exports
+from scheduler_components.intake.intake import RequestReceiver
+from scheduler_components.intake.screen import BlockerState, InputBlocker, InputLimits
+from scheduler_components.intake.skipper import DEFAULT_RECV_WEIGHTS, RecvSkipper
+from scheduler_components.intake.sync_relay import SyncGroupRelay
 from scheduler_components.ports import (
-    ALONE,
-    NO_IDS,
-    NO_INPUT,
-    NO_REFUSALS,
-    InputReader,
     InputRelay,
     InputSource,
-    RefusalSink,
+    MessageDecoder,
+    NullInputRelay,
+    NullInputSource,
+    NullRejectionSink,
+    NullRequestIds,
+    RejectionSink,
     RequestIds,
 )
 from scheduler_components.values import (
     ForwardMode,
-    Incoming,
     InputKind,
-    InputRefusal,
-    IntakeStats,
-    RefusalReason,
+    InputMessage,
+    ReceiverStats,
+    RejectionReason,
     RelayedInput,
+    RequestRejection,
 )
 
 if TYPE_CHECKING:
     from scheduler_components.intake.zmq_idle_sleeper import IdleSleeper
     from scheduler_components.intake.zmq_relay import (
-        StopRequested,
-        WaitFor,
+        StopRequestedError,
+        WaitForSocket,
         ZmqFollowerRelay,
         ZmqInputSource,
         ZmqLeaderRelay,
@@ -43,41 +43,41 @@ if TYPE_CHECKING:
 __all__ = [
     "ForwardMode",
     "IdleSleeper",
-    "Incoming",
-    "InputBounds",
+    "InputMessage",
+    "InputLimits",
     "InputKind",
-    "InputReader",
-    "InputRefusal",
+    "MessageDecoder",
+    "RequestRejection",
     "InputRelay",
-    "InputScreen",
+    "InputBlocker",
     "InputSource",
-    "InputState",
-    "Intake",
-    "IntakeStats",
+    "BlockerState",
+    "RequestReceiver",
+    "ReceiverStats",
     "RecvSkipper",
-    "RefusalReason",
-    "RefusalSink",
+    "RejectionReason",
+    "RejectionSink",
     "RelayedInput",
     "RequestIds",
-    "StopRequested",
-    "SyncRelay",
-    "WaitFor",
+    "StopRequestedError",
+    "SyncGroupRelay",
+    "WaitForSocket",
     "ZmqFollowerRelay",
     "ZmqInputSource",
     "ZmqLeaderRelay",
-    "ALONE",
-    "NO_IDS",
-    "NO_INPUT",
-    "NO_REFUSALS",
-    "WEIGHTS",
+    "NullInputRelay",
+    "NullRequestIds",
+    "NullInputSource",
+    "NullRejectionSink",
+    "DEFAULT_RECV_WEIGHTS",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "scheduler_components.intake.zmq_idle_sleeper": "IdleSleeper",
         "scheduler_components.intake.zmq_relay": (
-            "StopRequested WaitFor ZmqFollowerRelay ZmqInputSource ZmqLeaderRelay"
+            "StopRequestedError WaitForSocket ZmqFollowerRelay ZmqInputSource ZmqLeaderRelay"
         ),
     },
 )

@@ -1,4 +1,4 @@
-"""Intake: one rank receives, and all ranks of the replica get the same messages in one order.
+"""RequestReceiver: one rank receives, and all ranks of the replica get the same messages in one order.
 
 **What must be agreed.** All ranks of a replica run one scheduler on their own slices, layers or copies of one model.
 Its decisions follow from its steps and from what comes in between them. So every message must reach every rank before
@@ -30,12 +30,12 @@ from typing import Generic, TypeVar, cast
 from zlib import crc32
 
 from scheduler_components.errors import DecodeError, LockstepError
-from scheduler_components.intake.screen import InputScreen, Letter
+from scheduler_components.intake.screen import InputBlocker, RelayedMessage
 from scheduler_components.intake.skipper import RecvSkipper
-from scheduler_components.ports import ALONE, NO_INPUT, InputReader, InputRelay, InputSource
-from scheduler_components.values import ForwardMode, IntakeStats, RelayedInput
+from scheduler_components.ports import InputRelay, InputSource, MessageDecoder, NullInputRelay, NullInputSource
+from scheduler_components.values import ForwardMode, ReceiverStats, RelayedInput
 
-__all__ = ["Intake"]
+__all__ = ["RequestReceiver"]
 
 T = TypeVar("T")
 
@@ -44,10 +44,10 @@ T = TypeVar("T")
 class _Order:
     """What waits to be brought, and what has been."""
 
-    to_bring: deque[Letter] = field(default_factory=deque)
+    to_bring: deque[RelayedMessage] = field(default_factory=deque)
     digest: int = 0
 
-    def take(self, most: int) -> list[Letter]:
+    def take(self, most: int) -> list[RelayedMessage]:
         return [self.to_bring.popleft() for _ in range(min(most, len(self.to_bring)))]
 
     def relayed(self, frames: Sequence[bytes]) -> None:
@@ -56,44 +56,44 @@ class _Order:
 
 
 @dataclass(slots=True, kw_only=True)
-class Intake(Generic[T]):
+class RequestReceiver(Generic[T]):
     """Brings the same messages, in one order, to all ranks of a replica. Call it from the scheduler's thread.
 
     Attributes:
         rank: this one, as ``ParallelState`` puts it: shown in errors.
         reader: reads messages; the same on every rank.
-        source: where messages come in; ``NO_INPUT`` on all ranks but the leading one.
+        source: where messages come in; ``NullInputSource`` on all ranks but the leading one.
         relay: the way to the other ranks.
         screen: which messages go on; used where there is a source.
         skipper: in which steps there is a meeting; equal on all ranks.
     """
 
     rank: str
-    reader: InputReader[T]
-    source: InputSource = NO_INPUT
-    relay: InputRelay = ALONE
-    screen: InputScreen = field(default_factory=InputScreen)
-    skipper: RecvSkipper = field(default_factory=RecvSkipper)
+    reader: MessageDecoder[T]
+    source: InputSource = field(default_factory=NullInputSource)
+    relay: InputRelay = field(default_factory=NullInputRelay)
+    blocker: InputBlocker = field(default_factory=InputBlocker)
+    recv_skipper: RecvSkipper = field(default_factory=RecvSkipper)
     _order: _Order = field(default_factory=_Order, init=False, repr=False)
 
     @property
-    def stats(self) -> IntakeStats:
+    def stats(self) -> ReceiverStats:
         """What was counted on this rank."""
-        return self.screen.stats
+        return self.blocker.stats
 
-    def collect(self) -> bool:
+    def poll(self) -> bool:
         """Take in what has come, without a meeting; True when something waits to be brought to all ranks.
 
         For a leading rank that is idle: it need not wake the others for what is refused here. Others have no source.
         """
-        most, to_bring = self.screen.bounds.max_recv_per_poll, self._order.to_bring
-        for frame in self.source.take(most) if len(to_bring) < most else ():
+        most, to_bring = self.blocker.bounds.max_recv_per_poll, self._order.to_bring
+        for frame in self.source.poll(most) if len(to_bring) < most else ():
             try:
                 incoming = self.reader.read(frame)
             except DecodeError:
                 self.stats.messages_unreadable += 1
                 continue
-            to_bring += self.screen.pass_on(frame, incoming)
+            to_bring += self.blocker.handle(frame, incoming)
         return bool(to_bring)
 
     def receive(self, step: int, state_digest: int, mode: ForwardMode) -> Sequence[T]:
@@ -109,19 +109,19 @@ class Intake(Generic[T]):
 
         Raises:
             LockstepError: this rank's step, state or input is not the leading rank's.
-            SyncTimeoutError, SyncDivergenceError, StopRequested: of the relay.
+            SyncTimeoutError, SyncDivergenceError, StopRequestedError: of the relay.
         """
-        if not self.skipper.should_receive(mode):
+        if not self.recv_skipper.should_receive(mode):
             self.stats.receives_skipped += 1
             return ()
-        self.collect()
-        letters = self._order.take(self.screen.bounds.max_recv_per_poll)
+        self.poll()
+        letters = self._order.take(self.blocker.bounds.max_recv_per_poll)
         own = RelayedInput(step, state_digest, self._order.digest, tuple(letter.frame for letter in letters))
-        brought = self.relay.bring(own)
+        brought = self.relay.broadcast(own)
         self.stats.receives += 1
         self._check(own, brought)
         self._order.relayed(brought.frames)
-        self.screen.brought()
+        self.blocker.on_broadcast()
         if brought is own:
             return [cast(T, letter.incoming.message) for letter in letters]
         return [self.reader.read(frame).message for frame in brought.frames]

@@ -1,4 +1,4 @@
-"""InputScreen: which of the messages that came go to all ranks, and in which order. On the leading rank alone, pure.
+"""InputBlocker: which of the messages that came go to all ranks, and in which order. On the leading rank alone, pure.
 
 Messages go on in the order in which they came, with these exceptions:
 
@@ -29,18 +29,18 @@ from zlib import crc32
 import attrs
 
 from scheduler_components.errors import FailureLog
-from scheduler_components.ports import NO_IDS, NO_REFUSALS, RefusalSink, RequestIds
-from scheduler_components.validators import check_number, is_integer, is_number
-from scheduler_components.values import Incoming, InputKind, InputRefusal, IntakeStats, RefusalReason
+from scheduler_components.ports import NullRejectionSink, NullRequestIds, RejectionSink, RequestIds
+from scheduler_components.validators import check_number, integer_validator, number_validator
+from scheduler_components.values import InputKind, InputMessage, ReceiverStats, RejectionReason, RequestRejection
 
-__all__ = ["InputBounds", "InputScreen", "InputState"]
+__all__ = ["InputLimits", "InputBlocker", "BlockerState"]
 
 logger = logging.getLogger(__name__)
 
 _ANSWERING = "answering a request that was not let in"
 
 
-class InputState(enum.StrEnum):
+class BlockerState(enum.StrEnum):
     """Whether requests go on."""
 
     OPEN = "open"
@@ -54,7 +54,7 @@ def _check_rate(_: object, attribute: attrs.Attribute[float | None], value: floa
 
 
 @attrs.frozen(kw_only=True)
-class InputBounds:
+class InputLimits:
     """How much input a replica takes.
 
     Attributes:
@@ -71,28 +71,28 @@ class InputBounds:
         ConfigError: naming the bound that cannot work.
     """
 
-    max_recv_per_poll: int = attrs.field(default=256, validator=is_integer())
-    max_request_bytes: int = attrs.field(default=64 * 1024 * 1024, validator=is_integer())
+    max_recv_per_poll: int = attrs.field(default=256, validator=integer_validator())
+    max_request_bytes: int = attrs.field(default=64 * 1024 * 1024, validator=integer_validator())
     max_requests_per_s: float | None = attrs.field(default=None, validator=_check_rate)
-    burst_requests: int = attrs.field(default=256, validator=is_integer())
-    max_held_requests: int = attrs.field(default=4096, validator=is_integer())
-    max_known_requests: int = attrs.field(default=16_384, validator=is_integer())
-    abort_memory_s: float = attrs.field(default=60.0, validator=is_number(or_zero=True))
+    burst_requests: int = attrs.field(default=256, validator=integer_validator())
+    max_held_requests: int = attrs.field(default=4096, validator=integer_validator())
+    max_known_requests: int = attrs.field(default=16_384, validator=integer_validator())
+    abort_memory_s: float = attrs.field(default=60.0, validator=number_validator(or_zero=True))
 
 
 @attrs.frozen
-class Letter:
+class RelayedMessage:
     """A message that goes to all ranks: its frame for them, and what this rank has read of it."""
 
     frame: bytes
-    incoming: Incoming[object]
+    incoming: InputMessage[object]
 
 
 @dataclass(slots=True, kw_only=True)
 class _TokenBucket:
     """As many requests as the rate allows, and a burst."""
 
-    bounds: InputBounds
+    bounds: InputLimits
     _left: float = field(default=-1.0, init=False)
     _at_s: float = field(default=0.0, init=False)
 
@@ -151,13 +151,13 @@ class _Requests:
 
     bucket: _TokenBucket
     known: _KnownRequests
-    state: InputState = InputState.OPEN
-    held: dict[str, Letter] = field(default_factory=dict)
+    state: BlockerState = BlockerState.OPEN
+    held: dict[str, RelayedMessage] = field(default_factory=dict)
     under_way: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True, kw_only=True)
-class InputScreen:
+class InputBlocker:
     """Decides what goes on.
 
     Attributes:
@@ -169,10 +169,10 @@ class InputScreen:
         failures: answers that could not be given.
     """
 
-    bounds: InputBounds = field(default_factory=InputBounds)
-    ids: RequestIds = NO_IDS
-    refusals: RefusalSink = NO_REFUSALS
-    stats: IntakeStats = field(default_factory=IntakeStats)
+    bounds: InputLimits = field(default_factory=InputLimits)
+    ids: RequestIds = field(default_factory=NullRequestIds)
+    refusals: RejectionSink = field(default_factory=NullRejectionSink)
+    stats: ReceiverStats = field(default_factory=ReceiverStats)
     clock: Callable[[], float] = time.monotonic
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _requests: _Requests = field(init=False, repr=False)
@@ -183,109 +183,109 @@ class InputScreen:
         )
 
     @property
-    def state(self) -> InputState:
+    def state(self) -> BlockerState:
         """Whether requests go on."""
         return self._requests.state
 
-    def pass_on(self, frame: bytes, incoming: Incoming[object]) -> Iterator[Letter]:
+    def handle(self, frame: bytes, incoming: InputMessage[object]) -> Iterator[RelayedMessage]:
         """Take one message in; returns what goes on because of it, in order."""
         if incoming.kind is InputKind.REQUEST:
-            yield from self._request(Letter(frame, incoming))
+            yield from self._request(RelayedMessage(frame, incoming))
         elif incoming.kind is InputKind.ABORT:
-            yield from self._abort(Letter(frame, incoming))
+            yield from self._abort(RelayedMessage(frame, incoming))
         elif incoming.kind is InputKind.COMMAND:
-            yield Letter(frame, incoming)
+            yield RelayedMessage(frame, incoming)
         else:
             yield from self._switch(incoming.kind)
 
-    def brought(self) -> None:
+    def on_broadcast(self) -> None:
         """What went on is in the scheduler now, whose ``ids`` know it."""
         self._requests.under_way.clear()
 
-    def _request(self, letter: Letter) -> Iterator[Letter]:
+    def _request(self, letter: RelayedMessage) -> Iterator[RelayedMessage]:
         requests, rid = self._requests, letter.incoming.rid
         refusal = self._refusal(rid, letter.frame)
         if refusal is not None:
-            if refusal.reason is RefusalReason.IN_USE and self._is_copy_in_flight(rid, letter.frame):
+            if refusal.reason is RejectionReason.IN_USE and self._is_copy_in_flight(rid, letter.frame):
                 self.stats.requests_repeated += 1
             else:
                 self._refuse(refusal, letter)
-        elif requests.state is InputState.BLOCKED:
+        elif requests.state is BlockerState.BLOCKED:
             requests.held[rid] = letter
             self.stats.requests_held = len(requests.held)
         else:
             yield self._let_in(letter)
 
-    def _refusal(self, rid: str, frame: bytes) -> InputRefusal | None:
+    def _refusal(self, rid: str, frame: bytes) -> RequestRejection | None:
         """Why a request may not come in; None when it may. The rate is asked last: only what comes in counts."""
         requests, bounds, now_s = self._requests, self.bounds, self.clock()
         if rid in requests.held or rid in requests.under_way or self.ids.is_taken(rid):
             text = f"rid={rid!r}: is already in flight; give each request an id of its own"
-            return InputRefusal(rid, RefusalReason.IN_USE, text)
+            return RequestRejection(rid, RejectionReason.IN_USE, text)
         if requests.known.is_copy(rid, frame):
             text = f"rid={rid!r}: this very request was served before; send it with another id to have it served again"
-            return InputRefusal(rid, RefusalReason.SERVED, text)
+            return RequestRejection(rid, RejectionReason.SERVED, text)
         if requests.known.take_abort(rid, now_s - bounds.abort_memory_s):
-            return InputRefusal(rid, RefusalReason.ABORTED, f"rid={rid!r}: was aborted before it came")
+            return RequestRejection(rid, RejectionReason.ABORTED, f"rid={rid!r}: was aborted before it came")
         if len(frame) > bounds.max_request_bytes:
             text = f"rid={rid!r}: has {len(frame)} bytes, the limit is {bounds.max_request_bytes}; shorten the prompt"
-            return InputRefusal(rid, RefusalReason.TOO_LARGE, text)
-        if requests.state is InputState.DRAINING:
+            return RequestRejection(rid, RejectionReason.TOO_LARGE, text)
+        if requests.state is BlockerState.DRAINING:
             text = f"rid={rid!r}: this replica takes no more requests; send it to another one"
-            return InputRefusal(rid, RefusalReason.DRAINING, text)
-        if requests.state is InputState.BLOCKED and len(requests.held) >= bounds.max_held_requests:
+            return RequestRejection(rid, RejectionReason.DRAINING, text)
+        if requests.state is BlockerState.BLOCKED and len(requests.held) >= bounds.max_held_requests:
             text = f"rid={rid!r}: {len(requests.held)} requests wait already while input is blocked; try again later"
-            return InputRefusal(rid, RefusalReason.HELD_FULL, text)
+            return RequestRejection(rid, RejectionReason.HELD_FULL, text)
         wait_s = requests.bucket.wait_s(now_s)
         if wait_s:
             text = (
                 f"rid={rid!r}: more than {bounds.max_requests_per_s:g} requests per second come; "
                 f"try again in {wait_s:.3f} s"
             )
-            return InputRefusal(rid, RefusalReason.TOO_MANY, text, wait_s)
+            return RequestRejection(rid, RejectionReason.TOO_MANY, text, wait_s)
         return None
 
     def _is_copy_in_flight(self, rid: str, frame: bytes) -> bool:
         held = self._requests.held.get(rid)
         return held.frame == frame if held is not None else self._requests.known.is_copy(rid, frame)
 
-    def _let_in(self, letter: Letter) -> Letter:
+    def _let_in(self, letter: RelayedMessage) -> RelayedMessage:
         rid = letter.incoming.rid
         self._requests.known.went_on(rid, letter.frame)
         self._requests.under_way.add(rid)
         self.stats.requests_admitted += 1
         return letter
 
-    def _refuse(self, refusal: InputRefusal, letter: Letter) -> None:
+    def _refuse(self, refusal: RequestRejection, letter: RelayedMessage) -> None:
         self.stats.requests_refused += 1
         try:
-            self.refusals.refuse(refusal, letter.incoming)
+            self.refusals.reject(refusal, letter.incoming)
         except Exception as error:  # noqa: BLE001 - counted and logged there; a sink must not end a step
             self.failures.failed(_ANSWERING, error)
         else:
             self.failures.succeeded(_ANSWERING)
 
-    def _abort(self, letter: Letter) -> Iterator[Letter]:
+    def _abort(self, letter: RelayedMessage) -> Iterator[RelayedMessage]:
         requests, rid = self._requests, letter.incoming.rid
         held = requests.held.pop(rid, None)
         if held is not None:
             self.stats.requests_held = len(requests.held)
             text = f"rid={rid!r}: was aborted before it was let in"
-            self._refuse(InputRefusal(rid, RefusalReason.ABORTED, text), held)
+            self._refuse(RequestRejection(rid, RejectionReason.ABORTED, text), held)
         elif rid in requests.under_way or rid in requests.known or self.ids.is_taken(rid):
             yield letter
         else:
             requests.known.aborted_early(rid, self.clock())
 
-    def _switch(self, kind: InputKind) -> Iterator[Letter]:
+    def _switch(self, kind: InputKind) -> Iterator[RelayedMessage]:
         """Block, unblock or drain. Said twice it changes nothing; unblocking also ends a drain."""
         requests = self._requests
         requests.state = {
-            InputKind.BLOCK: InputState.BLOCKED,
-            InputKind.UNBLOCK: InputState.OPEN,
-            InputKind.DRAIN: InputState.DRAINING,
+            InputKind.BLOCK: BlockerState.BLOCKED,
+            InputKind.UNBLOCK: BlockerState.OPEN,
+            InputKind.DRAIN: BlockerState.DRAINING,
         }[kind]
-        if requests.state is InputState.BLOCKED:
+        if requests.state is BlockerState.BLOCKED:
             return
         # Who waited came before the drain: it is let in.
         held, requests.held = requests.held, {}

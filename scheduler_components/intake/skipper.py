@@ -9,9 +9,9 @@ from scheduler_components.errors import ConfigError
 from scheduler_components.validators import check_integer
 from scheduler_components.values import ForwardMode
 
-__all__ = ["WEIGHTS", "RecvSkipper"]
+__all__ = ["DEFAULT_RECV_WEIGHTS", "RecvSkipper"]
 
-WEIGHTS: Mapping[ForwardMode, int] = {
+DEFAULT_RECV_WEIGHTS: Mapping[ForwardMode, int] = {
     ForwardMode.EXTEND: 1000,
     ForwardMode.MIXED: 1000,
     ForwardMode.DECODE: 1,
@@ -38,7 +38,7 @@ class RecvSkipper:
     """
 
     recv_interval: int = 1
-    weights: Mapping[ForwardMode, int] = field(default_factory=lambda: WEIGHTS)
+    weights: Mapping[ForwardMode, int] = field(default_factory=lambda: DEFAULT_RECV_WEIGHTS)
     _sum: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:

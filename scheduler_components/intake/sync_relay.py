@@ -1,7 +1,7 @@
-"""SyncRelay: the leading rank's input to all ranks over the groups by which they agree.
+"""SyncGroupRelay: the leading rank's input to all ranks over the groups by which they agree.
 
 A broadcast made of MIN reductions: the leading rank brings its bytes as integers, all others the largest integer, and
-the minimum is the leading rank's. So it takes the hops that any agreement takes (CP, TP, PP) and nothing else.
+the minimum is the leading rank's. So it takes the reduce_groups that any agreement takes (CP, TP, PP) and nothing else.
 
 The first block has a fixed length. Its header holds, from every rank, its step, both digests and the number of the
 call, each with its complement, so that all ranks find out in this very reduction when one of them stands elsewhere, and
@@ -18,9 +18,9 @@ import msgspec
 
 from scheduler_components.errors import ComponentError, SyncDivergenceError, SyncTimeoutError
 from scheduler_components.ports import SyncGroup
-from scheduler_components.values import RelayedInput, SyncCall, places_of
+from scheduler_components.values import RelayedInput, SyncCall, describe_calls
 
-__all__ = ["SyncRelay"]
+__all__ = ["SyncGroupRelay"]
 
 _NOTHING = 2**63 - 1  # what a rank brings that does not lead: the largest int64 changes no minimum
 _BLOCK_INTS = 256
@@ -34,7 +34,7 @@ _decode = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 
 
 @dataclass(slots=True, kw_only=True)
-class SyncRelay:
+class SyncGroupRelay:
     """An ``InputRelay`` over any ``SyncGroup``. All ranks meet in each call, so the leading rank waits for the others.
 
     A call is bounded by the groups' timeout: an idle leading rank calls again before it is over.
@@ -42,7 +42,7 @@ class SyncRelay:
     Attributes:
         rank: this one, in its world.
         leads: it is the one that receives.
-        groups: the hops, as for a ``SyncDomain``; no other component uses them.
+        groups: the reduce_groups, as for a ``ParallelGroups``; no other component uses them.
         num_calls: so far.
     """
 
@@ -52,7 +52,7 @@ class SyncRelay:
     num_calls: int = field(default=0, init=False)
     _failure: ComponentError | None = field(default=None, init=False)
 
-    def bring(self, own: RelayedInput) -> RelayedInput:
+    def broadcast(self, own: RelayedInput) -> RelayedInput:
         if self._failure is not None:
             raise self._failure
         shown = f"input {own.input_digest:08x}, state {own.state_digest:08x}" + ", leads" * self.leads
@@ -79,7 +79,7 @@ class SyncRelay:
         reduced = self._reduce(_filled(header + words[:_ROOM_INTS], _BLOCK_INTS), call)
         # The reduced header is the same on all ranks, so all of them go on, or none.
         if not _agrees(reduced):
-            raise SyncDivergenceError(call.number, places_of(self._gather(call)))
+            raise SyncDivergenceError(call.number, describe_calls(self._gather(call)))
         num_bytes = reduced[_HEADER_INTS - 1]
         brought = reduced[_HEADER_INTS:]
         num_words = -(-num_bytes // 8)

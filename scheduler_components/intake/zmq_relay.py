@@ -16,15 +16,15 @@ import zmq
 from scheduler_components.errors import DecodeError
 from scheduler_components.values import RelayedInput
 
-__all__ = ["StopRequested", "WaitFor", "ZmqFollowerRelay", "ZmqInputSource", "ZmqLeaderRelay"]
+__all__ = ["StopRequestedError", "WaitForSocket", "ZmqFollowerRelay", "ZmqInputSource", "ZmqLeaderRelay"]
 
 _SEND_RETRY_MS = 100
 
-WaitFor: TypeAlias = Callable[["zmq.Socket[bytes]", int, "int | None"], bool]
+WaitForSocket: TypeAlias = Callable[["zmq.Socket[bytes]", int, "int | None"], bool]
 """Wait for a socket's event up to a time in ms or for less; False when the engine stops."""
 
 
-class StopRequested(Exception):
+class StopRequestedError(Exception):
     """The engine stops while this rank waits for others, who may have stopped already."""
 
 
@@ -38,7 +38,7 @@ class ZmqInputSource:
 
     socket: zmq.Socket[bytes]
 
-    def take(self, most: int) -> Sequence[bytes]:
+    def poll(self, most: int) -> Sequence[bytes]:
         frames = list[bytes]()
         # In most steps nothing has come: to ask costs a third of an exception.
         while len(frames) < most and zmq.zmq_poll([(self.socket, zmq.POLLIN)], 0):
@@ -56,9 +56,9 @@ class ZmqLeaderRelay:
     """
 
     followers: Sequence[zmq.Socket[bytes]]
-    wait_for: WaitFor
+    wait_for: WaitForSocket
 
-    def bring(self, own: RelayedInput) -> RelayedInput:
+    def broadcast(self, own: RelayedInput) -> RelayedInput:
         if self.followers:
             frame = _encode(own)
             for follower in self.followers:
@@ -76,7 +76,7 @@ class ZmqLeaderRelay:
                 return
             except zmq.Again:
                 if not self.wait_for(follower, zmq.POLLOUT, _SEND_RETRY_MS):
-                    raise StopRequested from None
+                    raise StopRequestedError from None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,15 +89,15 @@ class ZmqFollowerRelay:
     """
 
     steps: zmq.Socket[bytes]
-    wait_for: WaitFor
+    wait_for: WaitForSocket
 
-    def bring(self, own: RelayedInput) -> RelayedInput:  # noqa: ARG002 - whoever asked compares the two
+    def broadcast(self, own: RelayedInput) -> RelayedInput:  # noqa: ARG002 - whoever asked compares the two
         while True:
             try:
                 return _read(self.steps.recv(zmq.DONTWAIT))
             except zmq.Again:
                 if not self.wait_for(self.steps, zmq.POLLIN, None):
-                    raise StopRequested from None
+                    raise StopRequestedError from None
 
     def close(self) -> None:
         self.steps.close(linger=0)

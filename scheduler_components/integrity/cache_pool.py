@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from scheduler_components.cache import RadixCache, RadixNode
-from scheduler_components.ports import NO_HOLDERS, PageHolders
+from scheduler_components.ports import NullPageHolders, PageHolders
 from scheduler_components.values import HeldCount, PageHolding, PoolCount
 
 __all__ = ["RadixCachePool", "SlotPool"]
@@ -26,11 +26,11 @@ class RadixCachePool:
 
     cache: RadixCache
     requests: PageHolders
-    transfers: PageHolders = NO_HOLDERS
+    transfers: PageHolders = field(default_factory=NullPageHolders)
     name: str = "full"
 
     def count(self) -> PoolCount:
-        pool, num_evictable = self.cache.pool, self.cache.order.num_pages
+        pool, num_evictable = self.cache.pool, self.cache.lru.num_pages
         own, moved = self.requests.count_held(), self.transfers.count_held()
         return PoolCount(
             self.name,

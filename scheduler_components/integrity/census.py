@@ -19,14 +19,14 @@ from typing import Literal, TypeAlias, cast
 
 import msgspec
 
-from scheduler_components.ports import AuditedPool, KvPoolOracle, OwnerTrails, TreeNode
-from scheduler_components.values import OwnerRecord, PageHolding, PoolCount
+from scheduler_components.ports import AuditedPool, HeldBlocksSource, OwnerTrails, TreeNode
+from scheduler_components.values import AllocationRecord, PageHolding, PoolCount
 
-__all__ = ["PoolProblem", "ProblemRule", "problems_of_pool", "problems_of_told_blocks"]
+__all__ = ["PoolViolation", "ViolationRule", "find_pool_violations", "find_event_violations"]
 
-ProblemRule: TypeAlias = Literal[
+ViolationRule: TypeAlias = Literal[
     "count", "lost", "owned-and-free", "owned-twice", "free-twice", "no-such-page", "not-cached", "locks",
-    "told-missing", "told-extra",
+    "event-missing", "event-extra",
 ]  # fmt: skip
 
 _CACHE = "the cache"
@@ -34,17 +34,17 @@ _MAX_SHOWN = 8
 _MAX_TRAIL = 12
 
 _BLAMED: dict[str, tuple[str, ...]] = {
-    "lost": ("took", "gave", "cached"),
-    "owned-and-free": ("gave",),
-    "free-twice": ("gave",),
-    "owned-twice": ("took", "cached"),
-    "not-cached": ("unlocked", "gave", "locked"),
+    "lost": ("allocated", "freed", "cached"),
+    "owned-and-free": ("freed",),
+    "free-twice": ("freed",),
+    "owned-twice": ("allocated", "cached"),
+    "not-cached": ("unlocked", "freed", "locked"),
     "locks": ("locked", "unlocked"),
 }
 """The actions that can have brought a problem about; the last of them is to blame."""
 
 
-class PoolProblem(msgspec.Struct, frozen=True):
+class PoolViolation(msgspec.Struct, frozen=True):
     """One broken rule of one pool; as text, a sentence.
 
     Attributes:
@@ -56,12 +56,12 @@ class PoolProblem(msgspec.Struct, frozen=True):
         trail: what the ledger of owners knows of them, oldest first; its end, where it is long.
     """
 
-    rule: ProblemRule
+    rule: ViolationRule
     pool: str
     detail: str
     pages: tuple[int, ...] = ()
     holders: tuple[str, ...] = ()
-    trail: tuple[OwnerRecord, ...] = ()
+    trail: tuple[AllocationRecord, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, object]:
@@ -69,7 +69,7 @@ class PoolProblem(msgspec.Struct, frozen=True):
         return self.rule, self.pool, self.pages or self.detail
 
     @property
-    def culprit(self) -> OwnerRecord | None:
+    def culprit(self) -> AllocationRecord | None:
         """The entry of the ledger that is to blame; None where it knows none."""
         blamed = [record for record in self.trail if record.action in _BLAMED.get(self.rule, ())]
         if self.rule == "locks":
@@ -83,7 +83,7 @@ class PoolProblem(msgspec.Struct, frozen=True):
         return text + held + (f"; {self.culprit}" if self.culprit is not None else "")
 
 
-def _unpaired(records: list[OwnerRecord], holders: Collection[str]) -> list[OwnerRecord]:
+def _unpaired(records: list[AllocationRecord], holders: Collection[str]) -> list[AllocationRecord]:
     """Of locks and unlocks, those of holders that have no lock any more and did not give back what they took."""
     balance = Counter[str]()
     for record in records:
@@ -91,7 +91,7 @@ def _unpaired(records: list[OwnerRecord], holders: Collection[str]) -> list[Owne
     return [each for each in records if each.holder not in holders and balance[each.holder]]
 
 
-def problems_of_pool(pool: AuditedPool, owners: OwnerTrails) -> list[PoolProblem]:
+def find_pool_violations(pool: AuditedPool, owners: OwnerTrails) -> list[PoolViolation]:
     """Look at every page and every lock of a pool. Costs what it holds: for idle moments and for doubts."""
     holdings, nodes = list(pool.holdings()), list(pool.tree_nodes())
     count, free = pool.count(), pool.free_pages()
@@ -103,17 +103,17 @@ def problems_of_pool(pool: AuditedPool, owners: OwnerTrails) -> list[PoolProblem
     return [_with_trail(problem, owners) for problem in found]
 
 
-def _with_trail(problem: PoolProblem, owners: OwnerTrails) -> PoolProblem:
+def _with_trail(problem: PoolViolation, owners: OwnerTrails) -> PoolViolation:
     if problem.rule == "count" or not problem.pages:
         return problem
-    return msgspec.structs.replace(problem, trail=tuple(owners.trail(problem.pool, problem.pages)[-_MAX_TRAIL:]))
+    return msgspec.structs.replace(problem, trail=tuple(owners.history(problem.pool, problem.pages)[-_MAX_TRAIL:]))
 
 
 def _problems_of_count(
     count: PoolCount, free: Sequence[int], nodes: Iterable[TreeNode], holdings: Iterable[PageHolding]
-) -> Iterator[PoolProblem]:
+) -> Iterator[PoolViolation]:
     if count.num_missing:
-        yield PoolProblem("count", count.name, f"{count.num_missing} pages are missing")
+        yield PoolViolation("count", count.name, f"{count.num_missing} pages are missing")
     listed = Counter(available=len(free))
     for node in nodes:
         listed["protected" if node.lock_count else "evictable"] += len(node.pages)
@@ -124,14 +124,14 @@ def _problems_of_count(
         counted: int = getattr(count, term)
         if counted != listed[term]:
             # The difference alone: it stays what it is while the pool works, and so the problem stays the same one.
-            yield PoolProblem(
+            yield PoolViolation(
                 "count", count.name, f"{term} is {counted - listed[term]:+d} pages off what the lists say"
             )
 
 
 def _problems_of_places(
     count: PoolCount, free: Sequence[int], nodes: Iterable[TreeNode], holdings: Sequence[PageHolding]
-) -> Iterator[PoolProblem]:
+) -> Iterator[PoolViolation]:
     name, places = count.name, _Places(count.name)
     for node in nodes:
         places.claim(_CACHE, node.pages)
@@ -142,23 +142,23 @@ def _problems_of_places(
     is_free = set(free)
     if len(is_free) != len(free):
         twice = [page for page, times in Counter(free).items() if times > 1]
-        yield PoolProblem(
+        yield PoolViolation(
             "free-twice", name, f"{len(twice)} pages stand in the free list more than once", _tuple(twice)
         )
     both = is_free & places.owner_of.keys()
     if both:
         holders = tuple(sorted({places.owner_of[page] for page in both}))
-        yield PoolProblem("owned-and-free", name, f"{len(both)} pages are free and owned", _tuple(both), holders)
+        yield PoolViolation("owned-and-free", name, f"{len(both)} pages are free and owned", _tuple(both), holders)
     for holding in holdings:
         if not cached.issuperset(holding.shared):
             stale = set(holding.shared) - cached
             detail = f"{len(stale)} pages that {holding.holder} uses are not in the cache"
-            yield PoolProblem("not-cached", name, detail, _tuple(stale), (holding.holder,))
+            yield PoolViolation("not-cached", name, detail, _tuple(stale), (holding.holder,))
     pages = set(range(count.first_page, count.first_page + count.total))
     if wrong := (is_free | places.owner_of.keys()) - pages:
-        yield PoolProblem("no-such-page", name, f"{len(wrong)} pages are none of this pool", _tuple(wrong))
+        yield PoolViolation("no-such-page", name, f"{len(wrong)} pages are none of this pool", _tuple(wrong))
     if lost := pages - is_free - places.owner_of.keys():
-        yield PoolProblem("lost", name, f"{len(lost)} pages are neither free nor owned", _tuple(lost))
+        yield PoolViolation("lost", name, f"{len(lost)} pages are neither free nor owned", _tuple(lost))
 
 
 class _Places:
@@ -169,7 +169,7 @@ class _Places:
     def __init__(self, name: str) -> None:
         self._name = name
         self.owner_of: dict[int, str] = {}
-        self.problems: list[PoolProblem] = []
+        self.problems: list[PoolViolation] = []
 
     def claim(self, owner: str, pages: Sequence[int]) -> None:
         owner_of = self.owner_of
@@ -183,10 +183,12 @@ class _Places:
         owner_of.update(dict.fromkeys(pages, owner))
 
     def _twice(self, detail: str, pages: Collection[int], holders: tuple[str, ...]) -> None:
-        self.problems.append(PoolProblem("owned-twice", self._name, detail, _tuple(pages), holders))
+        self.problems.append(PoolViolation("owned-twice", self._name, detail, _tuple(pages), holders))
 
 
-def _problems_of_locks(name: str, nodes: Iterable[TreeNode], holdings: Iterable[PageHolding]) -> Iterator[PoolProblem]:
+def _problems_of_locks(
+    name: str, nodes: Iterable[TreeNode], holdings: Iterable[PageHolding]
+) -> Iterator[PoolViolation]:
     in_tree = {id(node): node for node in nodes}
     holders_of: dict[int, list[str]] = {}
     for holding in holdings:
@@ -203,24 +205,24 @@ def _problems_of_locks(name: str, nodes: Iterable[TreeNode], holdings: Iterable[
         holders = holders_of.get(identity, [])
         if node.lock_count != len(holders):
             detail = f"a node has {node.lock_count} locks and {len(holders)} holders"
-            yield PoolProblem("locks", name, detail, tuple(node.pages), tuple(sorted(holders)))
+            yield PoolViolation("locks", name, detail, tuple(node.pages), tuple(sorted(holders)))
 
 
-def _not_in_tree(name: str, holding: PageHolding) -> PoolProblem:
+def _not_in_tree(name: str, holding: PageHolding) -> PoolViolation:
     detail = f"the prefix that {holding.holder} has locked is not in the tree"
-    return PoolProblem("locks", name, detail, tuple(holding.shared), (holding.holder,))
+    return PoolViolation("locks", name, detail, tuple(holding.shared), (holding.holder,))
 
 
-def problems_of_told_blocks(told: KvPoolOracle, held: KvPoolOracle) -> Iterator[PoolProblem]:
+def find_event_violations(told: HeldBlocksSource, held: HeldBlocksSource) -> Iterator[PoolViolation]:
     """Compare what events add up to with what the cache holds, in the places that the cache names."""
     told_blocks, held_blocks = told.held_blocks(), held.held_blocks()
     for place, hashes in held_blocks.items():
         here, said = set(hashes), set(told_blocks.get(place, ()))
         name = place[0]
         if missing := here - said:
-            yield PoolProblem("told-missing", name, f"{len(missing)} cached blocks were never told", _tuple(missing))
+            yield PoolViolation("event-missing", name, f"{len(missing)} cached blocks were never told", _tuple(missing))
         if extra := said - here:
-            yield PoolProblem("told-extra", name, f"{len(extra)} told blocks are not cached", _tuple(extra))
+            yield PoolViolation("event-extra", name, f"{len(extra)} told blocks are not cached", _tuple(extra))
 
 
 def _tuple(pages: Collection[int]) -> tuple[int, ...]:

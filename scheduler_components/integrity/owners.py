@@ -1,4 +1,4 @@
-"""OwnerLedger: who took and gave which pages, in which step and by which component.
+"""AllocationLog: who took and gave which pages, in which step and by which component.
 
 A leak shows when the scheduler is idle, long after the code that lost the pages has run. The ledger is what was written
 down at that time: one entry per call that moves pages, with a reference to the caller's own sequence, so a long prompt
@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 from scheduler_components.integrity.step_progress import StepProgress
 from scheduler_components.validators import check_integer
-from scheduler_components.values import OwnerAction, OwnerRecord
+from scheduler_components.values import AllocationAction, AllocationRecord
 
-__all__ = ["OwnerLedger"]
+__all__ = ["AllocationLog"]
 
 
 @dataclass(slots=True, kw_only=True)
-class OwnerLedger:
-    """An ``OwnerLog`` that remembers, and the ``OwnerTrails`` of what it remembers. Of one scheduler's thread.
+class AllocationLog:
+    """An ``AllocationSink`` that remembers, and the ``OwnerTrails`` of what it remembers. Of one scheduler's thread.
 
     Attributes:
         progress: the step and phase that entries are written under.
@@ -40,7 +40,7 @@ class OwnerLedger:
     one_in: int = 1
     max_entries: int = 1 << 16
     max_pages: int = 1 << 21
-    _entries: deque[tuple[int, str, str, OwnerAction, str, str, Sequence[int]]] = field(
+    _entries: deque[tuple[int, str, str, AllocationAction, str, str, Sequence[int]]] = field(
         default_factory=deque, init=False, repr=False
     )
     _num_pages: int = field(default=0, init=False)
@@ -54,12 +54,12 @@ class OwnerLedger:
         """Entries."""
         return len(self._entries)
 
-    def watches(self, holder: str) -> bool:
+    def is_sampled(self, holder: str) -> bool:
         """Say whether a holder's pages are noted: the same answer each time."""
         return self.one_in == 1 or not hash(holder) % self.one_in
 
-    def note(self, action: OwnerAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
-        """Note what a watched holder does; see ``OwnerLog``. Nothing is noted of no pages."""
+    def record(self, action: AllocationAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:
+        """Note what a watched holder does; see ``AllocationSink``. Nothing is noted of no pages."""
         if not pages:
             return
         progress, entries = self.progress, self._entries
@@ -68,11 +68,11 @@ class OwnerLedger:
         if len(entries) > self.max_entries or self._num_pages > self.max_pages:
             self._forget()
 
-    def trail(self, pool: str, pages: Collection[int]) -> list[OwnerRecord]:
+    def history(self, pool: str, pages: Collection[int]) -> list[AllocationRecord]:
         """Return what is known of any of these pages, oldest first. Walks all entries: for reports, not for steps."""
         wanted = set(pages)
         return [
-            OwnerRecord(step, phase, component, action, holder, of_pool, moved)
+            AllocationRecord(step, phase, component, action, holder, of_pool, moved)
             for step, phase, component, action, holder, of_pool, moved in self._entries
             if of_pool == pool and not wanted.isdisjoint(moved)
         ]

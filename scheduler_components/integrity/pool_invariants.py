@@ -17,10 +17,10 @@ import attrs
 import msgspec
 
 from scheduler_components.errors import ConfigError, FailureLog, PoolInvariantError
-from scheduler_components.integrity.census import PoolProblem, problems_of_pool, problems_of_told_blocks
+from scheduler_components.integrity.census import PoolViolation, find_event_violations, find_pool_violations
 from scheduler_components.integrity.step_progress import StepProgress
-from scheduler_components.ports import NO_OWNER_TRAILS, NO_POOL_ORACLE, AuditedPool, KvPoolOracle, OwnerTrails
-from scheduler_components.validators import is_integer
+from scheduler_components.ports import AuditedPool, HeldBlocksSource, NullHeldBlocksSource, NullOwnerTrails, OwnerTrails
+from scheduler_components.validators import integer_validator
 from scheduler_components.values import IntegrityStats, PageHolding, PoolCount
 
 __all__ = ["CheckAction", "CheckPolicy", "PoolInvariantChecker", "PoolReport"]
@@ -45,19 +45,19 @@ class CheckPolicy:
     Attributes:
         action: ``count`` counts it for the metrics; ``log`` also logs each problem once; ``dump`` also logs every
             pool and who holds what; ``raise`` also raises into the step, which is for tests.
-        counts_every_steps: how often a busy scheduler adds its pools up. A leak is found by then.
-        census_every_steps: how often every page is looked at without a suspicion: at the next idle moment after so
+        count_every_steps: how often a busy scheduler adds its pools up. A leak is found by then.
+        full_check_every_steps: how often every page is looked at without a suspicion: at the next idle moment after so
             many steps. 36,000 pages take some 10 ms, which a request that comes just then waits.
-        census_in_steps: do not wait for an idle moment. For tests.
+        is_full_check_in_steps: do not wait for an idle moment. For tests.
 
     Raises:
         ConfigError: naming the value that cannot work.
     """
 
     action: CheckAction = attrs.field(default="log", validator=_check_action)
-    counts_every_steps: int = attrs.field(default=16, validator=is_integer())
-    census_every_steps: int = attrs.field(default=4096, validator=is_integer())
-    census_in_steps: bool = False
+    count_every_steps: int = attrs.field(default=16, validator=integer_validator())
+    full_check_every_steps: int = attrs.field(default=4096, validator=integer_validator())
+    is_full_check_in_steps: bool = False
 
 
 class PoolReport(msgspec.Struct, frozen=True):
@@ -65,20 +65,22 @@ class PoolReport(msgspec.Struct, frozen=True):
 
     Attributes:
         step: after which it was taken.
-        sound_until: step after which the counts last added up; -1 before the first time.
+        last_sound_step: step after which the counts last added up; -1 before the first time.
         counts: of each pool.
         problems: none in a sound scheduler.
     """
 
     step: int
-    sound_until: int
+    last_sound_step: int
     counts: tuple[PoolCount, ...]
-    problems: tuple[PoolProblem, ...]
+    problems: tuple[PoolViolation, ...]
 
     @property
     def head(self) -> str:
         """The first line."""
-        return f"step {self.step}: {len(self.problems)} problems; counts last added up after step {self.sound_until}"
+        return (
+            f"step {self.step}: {len(self.problems)} problems; counts last added up after step {self.last_sound_step}"
+        )
 
     def __str__(self) -> str:
         return "\n  ".join((self.head, *map(str, self.counts), *map(str, self.problems)))
@@ -94,24 +96,24 @@ class PoolInvariantChecker:
         policy: how often, and what then.
         progress: gives the number of the step.
         owners: names who took and gave a page; a ledger.
-        told: what the events add up to; an ``EventsView``.
-        held: what the cache holds. Compared with ``told``, in the places that it names.
+        published: what the events add up to; an ``PublishedBlocks``.
+        cached: what the cache holds. Compared with ``told``, in the places that it names.
         failures: pools that raised instead of answering.
     """
 
     pools: Sequence[AuditedPool]
     policy: CheckPolicy = field(default_factory=CheckPolicy)
     progress: StepProgress = field(default_factory=StepProgress)
-    owners: OwnerTrails = NO_OWNER_TRAILS
-    told: KvPoolOracle = NO_POOL_ORACLE
-    held: KvPoolOracle = NO_POOL_ORACLE
+    owners: OwnerTrails = field(default_factory=NullOwnerTrails)
+    published: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
+    cached: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _schedule: _Schedule = field(init=False, repr=False)
     _found: _Found = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._schedule = _Schedule(
-            counts_every=self.policy.counts_every_steps, census_every=self.policy.census_every_steps
+            counts_every=self.policy.count_every_steps, census_every=self.policy.full_check_every_steps
         )
         self._found = _Found()
 
@@ -137,19 +139,19 @@ class PoolInvariantChecker:
         if report is not None:
             self._tell(report)
 
-    def census(self) -> PoolReport:
+    def check_fully(self) -> PoolReport:
         """Look at every page, lock and told block now, and return what is wrong. Tells nobody.
 
         Raises:
             Exception: whatever a pool raises.
         """
         counts = tuple(pool.count() for pool in self.pools)
-        problems = [problem for pool in self.pools for problem in problems_of_pool(pool, self.owners)]
-        problems += problems_of_told_blocks(self.told, self.held)
+        problems = [problem for pool in self.pools for problem in find_pool_violations(pool, self.owners)]
+        problems += find_event_violations(self.published, self.cached)
         found = self._found
         found.num_censuses += 1
         self._schedule.counted(counts, is_census=True)
-        return PoolReport(self.progress.step, found.sound_until, counts, tuple(problems))
+        return PoolReport(self.progress.step, found.last_sound_step, counts, tuple(problems))
 
     def stats(self) -> IntegrityStats:
         """Return the counters of this moment."""
@@ -169,9 +171,9 @@ class PoolInvariantChecker:
         if is_idle:
             is_suspicious |= schedule.protected_at_rest(sum(count.protected for count in counts))
         if not any(schedule.missing):
-            found.sound_until = self.progress.step
-        is_due = schedule.steps_to_census <= 0 and (is_idle or self.policy.census_in_steps)
-        return self.census() if is_suspicious or is_due else None
+            found.last_sound_step = self.progress.step
+        is_due = schedule.steps_to_census <= 0 and (is_idle or self.policy.is_full_check_in_steps)
+        return self.check_fully() if is_suspicious or is_due else None
 
     def _tell(self, report: PoolReport) -> None:
         """Do what the policy says about what is new."""
@@ -243,11 +245,11 @@ class _Found:
     num_censuses: int = 0
     num_problems: int = 0
     num_pages_lost: int = 0
-    sound_until: int = -1
+    last_sound_step: int = -1
     last_report: PoolReport | None = None
-    _open: dict[tuple[str, str, object], PoolProblem] = field(default_factory=dict)
+    _open: dict[tuple[str, str, object], PoolViolation] = field(default_factory=dict)
 
-    def take(self, report: PoolReport) -> list[PoolProblem]:
+    def take(self, report: PoolReport) -> list[PoolViolation]:
         """Remember what stands now; returns what did not stand before."""
         now = {problem.key: problem for problem in report.problems}
         new = [problem for key, problem in now.items() if key not in self._open]
@@ -272,5 +274,5 @@ class _Found:
         )
 
 
-def _named(problem: PoolProblem) -> Iterator[tuple[str, int]]:
+def _named(problem: PoolViolation) -> Iterator[tuple[str, int]]:
     return ((problem.pool, page) for page in problem.pages)

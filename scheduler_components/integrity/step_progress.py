@@ -18,14 +18,14 @@ class StepProgress:
         step: number of the step, from 1; 0 before the first.
         phase: what the scheduler is at, for example ``device``.
         request: id of the request at hand; empty where it is a whole batch.
-        num_moves: grows with each change of phase.
+        num_phase_changes: grows with each change of phase.
         num_stalls: written by the watchdog alone.
     """
 
     step: int = 0
     phase: str = IDLE
     request: str = ""
-    num_moves: int = 0
+    num_phase_changes: int = 0
     num_stalls: int = 0
 
     def begin_step(self, step: int, phase: str) -> None:
@@ -37,4 +37,4 @@ class StepProgress:
         """The scheduler goes on to something else."""
         self.phase = phase
         self.request = request
-        self.num_moves += 1
+        self.num_phase_changes += 1

@@ -20,7 +20,7 @@ from typing import TextIO
 import msgspec
 
 from scheduler_components.errors import FailureLog
-from scheduler_components.integrity.stall import StallJudge
+from scheduler_components.integrity.stall import StallDetector
 from scheduler_components.integrity.step_progress import StepProgress
 from scheduler_components.ports import StallSink
 from scheduler_components.validators import check_number
@@ -38,11 +38,11 @@ _TELLING = "telling of a stall"
 class LogStallSink:
     """The ``StallSink`` that logs: the stall with its stacks, and its end."""
 
-    def stalled(self, report: StallReport) -> None:
+    def on_stall(self, report: StallReport) -> None:
         """Log that no progress is made, and where."""
         logger.error("%s\n%s", report, report.stacks)
 
-    def moved(self, report: StallReport) -> None:
+    def on_resume(self, report: StallReport) -> None:
         """Log that it is made again."""
         logger.warning("%s", report)
 
@@ -55,16 +55,16 @@ class ThreadWatchdog:
         judge: says when it is a stall.
         sink: is told, on the watchdog's thread.
         watched: identity of the scheduler's thread; its stack comes first.
-        stacks_to: where the interpreter writes the stacks when this thread cannot run; None for nowhere. There is one
+        stack_dump_file: where the interpreter writes the stacks when this thread cannot run; None for nowhere. There is one
             such dump per process.
         clock: monotonic seconds.
         failures: what the sink raised.
     """
 
-    judge: StallJudge
+    judge: StallDetector
     sink: StallSink
     watched: int
-    stacks_to: TextIO | None = None
+    stack_dump_file: TextIO | None = None
     clock: Callable[[], float] = time.monotonic
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _stop: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
@@ -86,11 +86,11 @@ class ThreadWatchdog:
         try:
             while not self._stop.wait(self._nap_s):
                 self._put_off_the_dump()
-                report = self.judge.look(self.clock())
+                report = self.judge.poll(self.clock())
                 if report is not None:
                     self._tell(report)
         finally:
-            if self.stacks_to is not None:
+            if self.stack_dump_file is not None:
                 faulthandler.cancel_dump_traceback_later()
 
     @property
@@ -98,16 +98,16 @@ class ThreadWatchdog:
         return min(self.judge.after_s / _LOOKS_PER_STALL, _LONGEST_NAP_S)
 
     def _put_off_the_dump(self) -> None:
-        if self.stacks_to is not None:
-            faulthandler.dump_traceback_later(self.judge.after_s + self._nap_s, file=self.stacks_to)
+        if self.stack_dump_file is not None:
+            faulthandler.dump_traceback_later(self.judge.after_s + self._nap_s, file=self.stack_dump_file)
 
     def _tell(self, report: StallReport) -> None:
         try:
-            if report.is_over:
-                self.sink.moved(report)
+            if report.is_resolved:
+                self.sink.on_resume(report)
             else:
                 stacks = "\n".join(_stacks(first=self.watched))
-                self.sink.stalled(msgspec.structs.replace(report, stacks=stacks))
+                self.sink.on_stall(msgspec.structs.replace(report, stacks=stacks))
         except Exception as error:  # noqa: BLE001 - a broken sink must not end the watch; counted and logged
             self.failures.failed(_TELLING, error)
         else:
@@ -131,7 +131,7 @@ def open_thread_watchdog(
     rank: str,
     after_s: float,
     sink: StallSink | None = None,
-    stacks_to: TextIO | None = None,
+    stack_dump_file: TextIO | None = None,
 ) -> ThreadWatchdog:
     """Watch the calling thread, which writes ``progress``.
 
@@ -140,17 +140,17 @@ def open_thread_watchdog(
         rank: whose step it is, in words.
         after_s: time in one phase from which on it is a stall.
         sink: is told on the watchdog's thread; by default a log.
-        stacks_to: a file with a descriptor, where the interpreter itself writes all stacks when a call holds the GIL.
+        stack_dump_file: a file with a descriptor, where the interpreter itself writes all stacks when a call holds the GIL.
 
     Raises:
         ConfigError: ``after_s`` is no time span.
     """
     check_number("after_s", after_s)
     watchdog = ThreadWatchdog(
-        judge=StallJudge(progress=progress, rank=rank, after_s=after_s),
+        judge=StallDetector(progress=progress, rank=rank, after_s=after_s),
         sink=sink if sink is not None else LogStallSink(),
         watched=threading.get_ident(),
-        stacks_to=stacks_to,
+        stack_dump_file=stack_dump_file,
     )
     watchdog.start()
     return watchdog

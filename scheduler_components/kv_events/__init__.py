@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 from scheduler_components.errors import PublisherNameTakenError
 from scheduler_components.events import (
     MEDIUM_GPU,
@@ -18,49 +18,49 @@ from scheduler_components.events import (
     EventBatch,
     KVCacheEvent,
     KVEventBatch,
-    Place,
+    MediumGroup,
     Tier,
-    place_of,
-    tier_of,
+    medium_group,
+    medium_tier,
 )
-from scheduler_components.kv_events.base import collapse
+from scheduler_components.kv_events.base import merge_batches
 from scheduler_components.kv_events.codec import (
     DIALECTS,
     MAX_PAYLOAD_BYTES,
     BatchDecoder,
     BatchEncoder,
     DecodedBatch,
-    first_unfilled,
-    part_of,
-    read_event,
+    decode_event,
+    first_token_mismatch,
+    slice_event,
 )
-from scheduler_components.kv_events.endpoints import MAX_PORT, BoundStream, Endpoint, PortPlan, StreamAddress
+from scheduler_components.kv_events.endpoints import MAX_PORT, Endpoint, ListeningStream, PortPlan, StreamAddress
 from scheduler_components.kv_events.replay import (
     END_SEQ,
     REPLAY_FRAMINGS,
-    Kind,
-    Meta,
-    ReplayCursors,
-    Request,
-    Verb,
-    plain_request,
+    ReplayMeta,
+    ReplayMetaKind,
+    ReplayRequest,
+    ReplaySessions,
+    ReplayVerb,
+    encode_plain_request,
 )
 from scheduler_components.kv_events.stream import (
-    CHAIN_BYTES,
     EPOCH_BYTES,
+    STREAM_DIGEST_BYTES,
     EventStream,
-    chain_after,
-    chain_at_start,
+    digest_after,
+    initial_digest,
 )
 from scheduler_components.ports import EventPublisher, NullEventPublisher
 
 if TYPE_CHECKING:
-    from scheduler_components.kv_events.config import SEND_MODES, SEQ_BASES, KVEventsConfig, read_json_object
+    from scheduler_components.kv_events.config import SEND_MODES, SEQ_BASES, KVEventsConfig, parse_json_object
     from scheduler_components.kv_events.registry import EventPublisherFactory, open_event_publisher
     from scheduler_components.kv_events.zmq_auth import (
-        ClientKeys,
-        StreamAccess,
-        apply_client_keys,
+        CurveClientKeys,
+        CurveServerKeys,
+        apply_curve_client_keys,
         read_key_pair,
         read_public_key,
         write_key_pair,
@@ -74,8 +74,8 @@ __all__ = [
     "BatchEncoder",
     "BlockRemoved",
     "BlockStored",
-    "BoundStream",
-    "ClientKeys",
+    "ListeningStream",
+    "CurveClientKeys",
     "DecodedBatch",
     "Endpoint",
     "EventBatch",
@@ -85,20 +85,20 @@ __all__ = [
     "KVCacheEvent",
     "KVEventBatch",
     "KVEventsConfig",
-    "Kind",
-    "Meta",
+    "ReplayMetaKind",
+    "ReplayMeta",
     "NullEventPublisher",
-    "Place",
+    "MediumGroup",
     "PortPlan",
     "PublisherNameTakenError",
     "StreamAddress",
-    "ReplayCursors",
-    "Request",
-    "StreamAccess",
+    "ReplaySessions",
+    "ReplayRequest",
+    "CurveServerKeys",
     "Tier",
-    "Verb",
+    "ReplayVerb",
     "ZmqEventPublisher",
-    "CHAIN_BYTES",
+    "STREAM_DIGEST_BYTES",
     "DIALECTS",
     "END_SEQ",
     "EPOCH_BYTES",
@@ -108,31 +108,31 @@ __all__ = [
     "REPLAY_FRAMINGS",
     "SEND_MODES",
     "SEQ_BASES",
-    "apply_client_keys",
-    "chain_after",
-    "chain_at_start",
-    "collapse",
-    "first_unfilled",
+    "apply_curve_client_keys",
+    "digest_after",
+    "initial_digest",
+    "merge_batches",
+    "first_token_mismatch",
     "lock_ipc_path",
     "open_event_publisher",
-    "part_of",
-    "place_of",
-    "plain_request",
-    "read_event",
-    "read_json_object",
+    "slice_event",
+    "medium_group",
+    "encode_plain_request",
+    "decode_event",
+    "parse_json_object",
     "read_key_pair",
     "read_public_key",
-    "tier_of",
+    "medium_tier",
     "write_key_pair",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
-        "scheduler_components.kv_events.config": "SEND_MODES SEQ_BASES KVEventsConfig read_json_object",
+        "scheduler_components.kv_events.config": "SEND_MODES SEQ_BASES KVEventsConfig parse_json_object",
         "scheduler_components.kv_events.registry": "EventPublisherFactory open_event_publisher",
         "scheduler_components.kv_events.zmq_auth": (
-            "ClientKeys StreamAccess apply_client_keys read_key_pair read_public_key write_key_pair"
+            "CurveClientKeys CurveServerKeys apply_curve_client_keys read_key_pair read_public_key write_key_pair"
         ),
         "scheduler_components.kv_events.zmq_publisher": "ZmqEventPublisher",
         "scheduler_components.kv_events.zmq_sockets": "lock_ipc_path",

@@ -11,7 +11,7 @@ import msgspec
 
 from scheduler_components.events import EventBatch
 
-__all__ = ["LOOK_S", "MAX_WAITING", "MAX_WAITING_COST", "MAX_WAIT_S", "Backlog", "Bursts", "cost_of"]
+__all__ = ["POLL_INTERVAL_S", "MAX_WAITING", "MAX_WAITING_COST", "MAX_WAIT_S", "Backlog", "InlineBacklog", "batch_cost"]
 
 # The theory of handing over.
 #
@@ -33,7 +33,7 @@ __all__ = ["LOOK_S", "MAX_WAITING", "MAX_WAITING_COST", "MAX_WAIT_S", "Backlog",
 MAX_WAITING = 8
 """Batches. What costs most of a small one is to wake libzmq's thread, and it wakes once for all of them."""
 
-LOOK_S = 0.003
+POLL_INTERVAL_S = 0.003
 """The thread looks this often: each look takes the GIL from a step."""
 
 MAX_WAIT_S = 0.004
@@ -81,7 +81,7 @@ class Backlog:
     def may_wait(self, cost: float, now_s: float, num_waiting: int) -> bool:
         """Note a batch that has just come; False when it must be sent now, with all that waits.
 
-        ``num_waiting`` counts it in; ``cost`` is ``cost_of`` its events; ``now_s`` is monotonic.
+        ``num_waiting`` counts it in; ``cost`` is ``batch_cost`` its events; ``now_s`` is monotonic.
         """
         given, before = self._given, self._total_cost
         given.append((now_s, before))
@@ -90,22 +90,22 @@ class Backlog:
         self.last_s = now_s
         if num_waiting >= self._max_waiting:
             return False
-        oldest_s, cost_before = given[-num_waiting or -1]
-        if total - cost_before >= MAX_WAITING_COST or now_s - oldest_s >= MAX_WAIT_S:
+        oldest_at_s, cost_before = given[-num_waiting or -1]
+        if total - cost_before >= MAX_WAITING_COST or now_s - oldest_at_s >= MAX_WAIT_S:
             return False
         return self.is_prompt or since_last_s < MAX_WAIT_S
 
-    def next_look_in_s(self, now_s: float) -> float:
+    def next_poll_in_s(self, now_s: float) -> float:
         """How long the thread may stay away: several small batches go out together, of large ones each is work enough.
 
         It then comes when the next batch is there, and has the GIL when the scheduler lets it go.
         """
         given = self._given
         if self._total_cost - given[-1][1] < _HEAVY_COST:
-            return LOOK_S
-        return min(LOOK_S, max(_LEAST_LOOK_S, self.last_s + self._since_last_s - now_s))
+            return POLL_INTERVAL_S
+        return min(POLL_INTERVAL_S, max(_LEAST_LOOK_S, self.last_s + self._since_last_s - now_s))
 
-    def oldest_s(self, num_waiting: int) -> float:
+    def oldest_at_s(self, num_waiting: int) -> float:
         """When the oldest of ``num_waiting`` batches came, as far as it is known."""
         return self._given[-min(max(num_waiting, 1), MAX_WAITING)][0]
 
@@ -114,7 +114,7 @@ _BURST_GAP_S = 0.0001
 """Calls that follow each other within this are a burst once ``MAX_WAITING`` have: no scheduler steps as quickly."""
 
 
-class Bursts:
+class InlineBacklog:
     """The same, where each batch is sent by its own call: of a burst, ``max_waiting`` go out together.
 
     Attributes:
@@ -136,16 +136,16 @@ class Bursts:
         self.last_s = now_s
         return self._num_close_calls > MAX_WAITING and num_waiting < self._max_waiting
 
-    def next_look_in_s(self, now_s: float) -> float:  # noqa: ARG002 - nothing is left to the thread
-        """See ``Backlog.next_look_in_s``."""
-        return LOOK_S
+    def next_poll_in_s(self, now_s: float) -> float:  # noqa: ARG002 - nothing is left to the thread
+        """See ``Backlog.next_poll_in_s``."""
+        return POLL_INTERVAL_S
 
-    def oldest_s(self, num_waiting: int) -> float:  # noqa: ARG002 - none waits for longer than its burst
+    def oldest_at_s(self, num_waiting: int) -> float:  # noqa: ARG002 - none waits for longer than its burst
         """When the last batch came."""
         return self.last_s
 
 
-def cost_of(batch: EventBatch) -> float:
+def batch_cost(batch: EventBatch) -> float:
     """About how much work a batch is. Its last event stands for all: to walk them would cost what is to be saved."""
     try:
         events: Any = batch.events

@@ -17,44 +17,53 @@ import msgspec
 
 from scheduler_components.errors import DecodeError
 from scheduler_components.events import (
-    BULK_FIELDS,
-    HERE,
+    LOCAL_GPU,
     MEDIUM_GPU,
+    UNFOLDED_FIELDS,
     WIRE_EVENTS,
     AllBlocksCleared,
+    BlockLocation,
     BlockRemoved,
     BlockStored,
     EventBatch,
     KVCacheEvent,
     KVEventBatch,
-    Site,
     WireEvent,
+    block_location,
     signed_block_hash,
-    site_of,
 )
-from scheduler_components.kv_events.codec import ENCODE_ERRORS, part_of, rank_of, read_event
-from scheduler_components.kv_events.lowering import Change, Changes
-from scheduler_components.kv_events.native import NATIVE, cut_event, told_of
+from scheduler_components.kv_events.codec import ENCODE_ERRORS, batch_rank, decode_event, slice_event
+from scheduler_components.kv_events.lowering import BlockChange, BlockChanges
+from scheduler_components.kv_events.native import NATIVE_WRITER, slice_raw_event, summarize_event
 
-__all__ = ["BlockState", "FoldedPayloads", "PayloadReader", "Run", "Segment", "Source", "collapse", "segment_bytes"]
+__all__ = [
+    "CachedBlocks",
+    "StreamSnapshot",
+    "PayloadReader",
+    "BlockRun",
+    "RunSegment",
+    "PayloadRef",
+    "merge_batches",
+    "encode_segment",
+]
 
 # The theory of folding.
 #
-# Fold rules, by event. A block is a hash at a site (medium, KV-cache group, remote or here, owner); None and GPU are
+# Fold rules, by event. A block is a hash at a location (medium, KV-cache group, remote or here, owner); None and GPU are
 # one medium. An engine's hashes are compared as the signed integers that readers make of them.
 #
 #     BlockStored        its blocks stand, and belong to this event, also those that stood before
-#     BlockRemoved       its blocks at that site stand no more; blocks that do not stand are no error
+#     BlockRemoved       its blocks at that location stand no more; blocks that do not stand are no error
 #     AllBlocksCleared   nothing stands
 #     anything else      nothing: the encoder refuses it, and readers drop it
 #
 # Folding happens in each of a scheduler's steps, sending the base hardly ever. So folding makes as little as can be:
 # one entry per block, from its hash to the source that stored it. A source is a payload as it was sent, or some small
 # ones one after the other; nothing of it is read or copied. Which blocks a batch stores and removes, its encoder has
-# told (``Changes``); where it has not, the payload is read for it. Neither sources nor the tables that lead to them are
+# told (``BlockChanges``); where it has not, the payload is read for it. Neither sources nor the tables that lead to them are
 # known to the garbage collector: they hold nothing but numbers and bytes.
 #
-# Invariant: owner[site][hash] is a source  <=>  the block stands, and the last event in that source which stores it is
+# Invariant: owner[location][hash] is a source  <=>  the block stands, and the last event in that source which stores it is
 # the one that it belongs to.
 #
 # So which event a block belongs to is found when the base is sent: the source is read into runs. A run of which all
@@ -65,7 +74,7 @@ __all__ = ["BlockState", "FoldedPayloads", "PayloadReader", "Run", "Segment", "S
 # which none stands; but only while there are more gone blocks than standing ones in all sources together: most sources
 # that are half gone are soon gone whole, for nothing.
 #
-# Order: parents first. A site's table has sources in the order of storing, for a block that is stored again is taken
+# Order: parents first. A location's table has sources in the order of storing, for a block that is stored again is taken
 # out first; a source's blocks are neighbours there, and go out in the order of its runs. A block that was stored again
 # comes later than its children: its segment is written before them all the same. (Only a hostile history has cycles;
 # they end.)
@@ -76,26 +85,26 @@ T = TypeVar("T")
 # Which blocks stand.
 
 
-class Run(msgspec.Struct, Generic[T], frozen=True, gc=False):
+class BlockRun(msgspec.Struct, Generic[T], frozen=True, gc=False):
     """The blocks of one stored event, in order, each the parent of the next.
 
     Attributes:
-        site: where they were stored.
+        location: where they were stored.
         block_hashes: all of them, standing or not.
         parent: hash of the block before the first, None at a root.
         event: the event itself.
     """
 
-    site: Site
+    location: BlockLocation
     block_hashes: Sequence[int]
     parent: int | None
     event: T
 
 
-class Segment(msgspec.Struct, Generic[T], frozen=True, gc=False):
+class RunSegment(msgspec.Struct, Generic[T], frozen=True, gc=False):
     """Neighbouring blocks ``first`` to ``stop - 1`` of a run that all stand."""
 
-    run: Run[T]
+    run: BlockRun[T]
     first: int
     stop: int
 
@@ -108,7 +117,7 @@ class Segment(msgspec.Struct, Generic[T], frozen=True, gc=False):
         return self.run.block_hashes[self.first - 1] if self.first else self.run.parent
 
 
-class Source(msgspec.Struct, gc=False):
+class PayloadRef(msgspec.Struct, gc=False):
     """What stored some blocks: events, of which the runs are read when somebody asks for them.
 
     Attributes:
@@ -131,13 +140,13 @@ class Source(msgspec.Struct, gc=False):
 class RunReader(Protocol[T]):
     """Knows the form of the sources' content."""
 
-    def runs(self, content: Any, /) -> Sequence[Run[T]]:
+    def runs(self, content: Any, /) -> Sequence[BlockRun[T]]:
         """Read the stored events of a content, in order."""
         ...
 
 
-class BlockState(Generic[T]):
-    """The standing blocks by site and hash. A block belongs to the source that stored it last.
+class CachedBlocks(Generic[T]):
+    """The standing blocks by location and hash. A block belongs to the source that stored it last.
 
     Args:
         reader: reads the runs of its sources.
@@ -151,25 +160,25 @@ class BlockState(Generic[T]):
 
     def __init__(self, reader: RunReader[T]) -> None:
         self.num_bytes = self.num_stored = 0
-        self.half_gone: deque[Source] = deque()
+        self.half_gone: deque[PayloadRef] = deque()
         self._reader = reader
-        self._sites: dict[Site, dict[int, Source]] = {}
+        self._sites: dict[BlockLocation, dict[int, PayloadRef]] = {}
         self._num_sources = 0
 
     def __len__(self) -> int:
         """Standing blocks, over all sites."""
         return sum(map(len, self._sites.values()))
 
-    def new_source(self, content: Any = None) -> Source:
+    def new_source(self, content: Any = None) -> PayloadRef:
         """Return what stores the next blocks; no earlier one stores any more."""
         self._num_sources += 1
-        return Source(self._num_sources, content)
+        return PayloadRef(self._num_sources, content)
 
-    def store(self, site: Site, block_hashes: Sequence[int], source: Source) -> None:
-        """Fold a stored event, or several of one site."""
-        owners = self._sites.get(site)
+    def store(self, location: BlockLocation, block_hashes: Sequence[int], source: PayloadRef) -> None:
+        """Fold a stored event, or several of one location."""
+        owners = self._sites.get(location)
         if owners is None:
-            owners = self._sites[site] = {}
+            owners = self._sites[location] = {}
         if not owners.keys().isdisjoint(block_hashes):
             self._discard(owners, block_hashes)
         num_before = len(owners)
@@ -178,13 +187,13 @@ class BlockState(Generic[T]):
         source.num_stored += len(block_hashes)
         source.num_standing += len(owners) - num_before
 
-    def remove(self, site: Site, block_hashes: Iterable[int]) -> None:
+    def remove(self, location: BlockLocation, block_hashes: Iterable[int]) -> None:
         """Fold a removed event; blocks that do not stand are nothing to remove."""
-        owners = self._sites.get(site)
+        owners = self._sites.get(location)
         if owners is not None:
             self._discard(owners, block_hashes)
 
-    def _discard(self, owners: dict[int, Source], block_hashes: Iterable[int]) -> None:
+    def _discard(self, owners: dict[int, PayloadRef], block_hashes: Iterable[int]) -> None:
         for block_hash in block_hashes:
             source = owners.pop(block_hash, None)
             if source is not None:
@@ -192,7 +201,7 @@ class BlockState(Generic[T]):
                 if left <= source.half_gone_at:
                     self._note_gone(source)
 
-    def _note_gone(self, source: Source) -> None:
+    def _note_gone(self, source: PayloadRef) -> None:
         if source.num_standing:
             source.half_gone_at = 0
             self.half_gone.append(source)
@@ -201,7 +210,7 @@ class BlockState(Generic[T]):
             self.num_stored -= source.num_stored
             source.content = None  # it may be among the half gone ones
 
-    def complete(self, source: Source, content: bytes) -> None:
+    def complete(self, source: PayloadRef, content: bytes) -> None:
         """Give ``source`` its content: nothing more is stored by it."""
         if source.num_standing:
             source.content = content
@@ -212,7 +221,7 @@ class BlockState(Generic[T]):
             if source.num_standing <= source.half_gone_at:
                 self._note_gone(source)
 
-    def rewrite(self, source: Source, content: bytes, num_stored: int) -> None:
+    def rewrite(self, source: PayloadRef, content: bytes, num_stored: int) -> None:
         """Give ``source`` another content, in which ``num_stored`` blocks are; the standing ones are among them."""
         self.num_bytes += len(content) - source.num_bytes
         self.num_stored += num_stored - source.num_stored
@@ -225,26 +234,26 @@ class BlockState(Generic[T]):
         self.half_gone.clear()
         self.num_bytes = self.num_stored = 0
 
-    def standing_runs(self, source: Source) -> list[Run[T]]:
+    def standing_runs(self, source: PayloadRef) -> list[BlockRun[T]]:
         """The runs of a source of which at least one block stands and is this source's."""
         return [
             run
             for run in self._reader.runs(source.content)
-            if any(self._sites.get(run.site, {}).get(each) is source for each in run.block_hashes)
+            if any(self._sites.get(run.location, {}).get(each) is source for each in run.block_hashes)
         ]
 
-    def segments(self) -> Iterator[Segment[T]]:
+    def segments(self) -> Iterator[RunSegment[T]]:
         """Yield what stands, each block once, a block's parent before it; the state must not change meanwhile."""
-        for site in self._sites:
-            yield from _SiteWalk(site, self._sites[site], self._reader).segments()
+        for location in self._sites:
+            yield from _SiteWalk(location, self._sites[location], self._reader).segments()
 
 
 class _SourceRuns(Generic[T]):
-    """The runs of one source at one site, and where each block is in them."""
+    """The runs of one source at one location, and where each block is in them."""
 
     __slots__ = ("_owners", "_places", "_source", "runs")
 
-    def __init__(self, source: Source, runs: Sequence[Run[T]], owners: dict[int, Source]) -> None:
+    def __init__(self, source: PayloadRef, runs: Sequence[BlockRun[T]], owners: dict[int, PayloadRef]) -> None:
         self.runs = runs
         self._source = source
         self._owners = owners
@@ -266,11 +275,11 @@ class _SourceRuns(Generic[T]):
         """True when every block of the source stands, each stored once."""
         return self._source.num_standing == self._source.num_stored
 
-    def segments(self, number: int) -> Iterator[Segment[T]]:
+    def segments(self, number: int) -> Iterator[RunSegment[T]]:
         """Yield what stands of one run."""
         run, source = self.runs[number], self._source
         if self.are_whole:
-            yield Segment(run, 0, len(run.block_hashes))
+            yield RunSegment(run, 0, len(run.block_hashes))
             return
         owners, places = self._owners, self.places
         first = None
@@ -279,32 +288,32 @@ class _SourceRuns(Generic[T]):
             if stands and first is None:
                 first = index
             elif not stands and first is not None:
-                yield Segment(run, first, index)
+                yield RunSegment(run, first, index)
                 first = None
         if first is not None:
-            yield Segment(run, first, len(run.block_hashes))
+            yield RunSegment(run, first, len(run.block_hashes))
 
 
 _Position: TypeAlias = tuple[int, int, int]
-"""Where a segment is among all of its site: serial of its source, number of its run there, first block."""
+"""Where a segment is among all of its location: serial of its source, number of its run there, first block."""
 
 _MAX_READ = 16
 """Sources whose runs are kept: segments of others look for their parents there."""
 
 
 class _SiteWalk(Generic[T]):
-    """Walks the standing blocks of one site, parents first. Only what goes out of order is remembered."""
+    """Walks the standing blocks of one location, parents first. Only what goes out of order is remembered."""
 
     __slots__ = ("_ahead", "_owners", "_read", "_reader", "_site")
 
-    def __init__(self, site: Site, owners: dict[int, Source], reader: RunReader[T]) -> None:
-        self._site = site
+    def __init__(self, location: BlockLocation, owners: dict[int, PayloadRef], reader: RunReader[T]) -> None:
+        self._site = location
         self._owners = owners
         self._reader = reader
         self._read: dict[int, _SourceRuns[T]] = {}
         self._ahead: set[_Position] = set()  # of segments that went before their turn
 
-    def segments(self) -> Iterator[Segment[T]]:
+    def segments(self) -> Iterator[RunSegment[T]]:
         last = None
         for source in self._owners.values():
             if source is not last:
@@ -314,7 +323,7 @@ class _SiteWalk(Generic[T]):
                 else:
                     yield from self._parts(source, found, 0)
 
-    def _whole(self, source: Source, found: _SourceRuns[T]) -> Iterator[Segment[T]]:
+    def _whole(self, source: PayloadRef, found: _SourceRuns[T]) -> Iterator[RunSegment[T]]:
         """Most sources: all stands, in order. Parents are older, or before their children in this source."""
         owners, passed, serial = self._owners, set[int](), source.serial
         for number, run in enumerate(found.runs):
@@ -324,9 +333,9 @@ class _SiteWalk(Generic[T]):
                     yield from self._parts(source, found, number)
                     return
             passed.update(run.block_hashes)
-            yield Segment(run, 0, len(run.block_hashes))
+            yield RunSegment(run, 0, len(run.block_hashes))
 
-    def _parts(self, source: Source, found: _SourceRuns[T], first: int) -> Iterator[Segment[T]]:
+    def _parts(self, source: PayloadRef, found: _SourceRuns[T], first: int) -> Iterator[RunSegment[T]]:
         """What stands of a source, from its run number ``first`` on."""
         for number in range(first, len(found.runs)):
             for segment in found.segments(number):
@@ -341,7 +350,7 @@ class _SiteWalk(Generic[T]):
                 else:
                     yield from self._with_ancestors(at, segment)
 
-    def _with_ancestors(self, at: _Position, segment: Segment[T]) -> Iterator[Segment[T]]:
+    def _with_ancestors(self, at: _Position, segment: RunSegment[T]) -> Iterator[RunSegment[T]]:
         """A block that was stored again comes later than its children: it goes before them."""
         chain = [segment]
         above = self._above(segment, at[0])
@@ -351,7 +360,7 @@ class _SiteWalk(Generic[T]):
             above = self._above(above[1], at[0])
         yield from reversed(chain)
 
-    def _above(self, segment: Segment[T], serial: int) -> tuple[_Position, Segment[T]] | None:
+    def _above(self, segment: RunSegment[T], serial: int) -> tuple[_Position, RunSegment[T]] | None:
         """The segment that ends with the parent, unless it is older than the source ``serial``."""
         source = None if segment.parent is None else self._owners.get(segment.parent)
         if source is None or source.serial < serial:
@@ -363,12 +372,12 @@ class _SiteWalk(Generic[T]):
                 return (source.serial, number, each.first), each
         return None
 
-    def _runs_in(self, source: Source) -> _SourceRuns[T]:
+    def _runs_in(self, source: PayloadRef) -> _SourceRuns[T]:
         found = self._read.get(source.serial)
         if found is None:
             if len(self._read) >= _MAX_READ:
                 self._read.clear()
-            runs = [run for run in self._reader.runs(source.content) if run.site == self._site]
+            runs = [run for run in self._reader.runs(source.content) if run.location == self._site]
             found = self._read[source.serial] = _SourceRuns(source, runs, self._owners)
         return found
 
@@ -376,12 +385,12 @@ class _SiteWalk(Generic[T]):
 # Reading payloads: what they change, and the runs that they store.
 
 
-_Told = tuple[type[WireEvent], Site, Sequence[int], int | None]
-"""What an event says of blocks: its kind, where, their hashes, and of a stored one its parent. See ``Told``."""
+_Told = tuple[type[WireEvent], BlockLocation, Sequence[int], int | None]
+"""What an event says of blocks: its kind, where, their hashes, and of a stored one its parent. See ``EventSummary``."""
 
 
-def _site_of_head(head: Any) -> Site:
-    return site_of(head.medium, head.group_idx, head.locality, head.ownership)
+def _site_of_head(head: Any) -> BlockLocation:
+    return block_location(head.medium, head.group_idx, head.locality, head.ownership)
 
 
 def _told_by_stored(head: Any) -> _Told:
@@ -393,7 +402,7 @@ def _told_by_removed(head: Any) -> _Told:
 
 
 def _told_by_cleared(head: Any) -> _Told:  # noqa: ARG001 - it has no fields
-    return AllBlocksCleared, HERE, (), None
+    return AllBlocksCleared, LOCAL_GPU, (), None
 
 
 def _told_by_peers_stored(head: Any) -> _Told:
@@ -423,7 +432,7 @@ def _head(kind: type[WireEvent], *, are_peers: bool, **dialect: Any) -> Any:
     hints = get_type_hints(kind, include_extras=not are_peers) | (_PEERS_HINTS if are_peers else {})
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
-        is_bulk = field.name in BULK_FIELDS
+        is_bulk = field.name in UNFOLDED_FIELDS
         read_as = msgspec.Raw if is_bulk else hints[field.name]
         default = msgspec.Raw(b"") if is_bulk else field.default
         fields.append((field.name, read_as) if field.required else (field.name, read_as, default))
@@ -489,22 +498,22 @@ class PayloadReader:
         # Some events are of one form and some of the other: what readers make of each is what counts.
         return [_told_of_odd_event(bytes(event)) for event in _events_of(content)]
 
-    def changes(self, payload: bytes) -> Changes:
+    def changes(self, payload: bytes) -> BlockChanges:
         """What a payload changes, as its encoder might have said."""
-        changes: list[tuple[type[WireEvent], Site, list[int]]] = []
+        changes: list[tuple[type[WireEvent], BlockLocation, list[int]]] = []
         for told in self._told(payload):
             if told is None:
                 continue
-            kind, site, hashes, _ = told
-            if not changes or changes[-1][0] is not kind or changes[-1][1] != site:
-                changes.append((kind, site, []))
+            kind, location, hashes, _ = told
+            if not changes or changes[-1][0] is not kind or changes[-1][1] != location:
+                changes.append((kind, location, []))
             changes[-1][2].extend(hashes)
-        return tuple([Change(kind, site, array("q", hashes).tobytes()) for kind, site, hashes in changes])
+        return tuple([BlockChange(kind, location, array("q", hashes).tobytes()) for kind, location, hashes in changes])
 
-    def runs(self, content: bytes) -> list[Run[msgspec.Raw]]:
+    def runs(self, content: bytes) -> list[BlockRun[msgspec.Raw]]:
         """The runs of a source: of one payload, or of a list of them."""
         return [
-            Run(told[1], told[2], told[3], event)
+            BlockRun(told[1], told[2], told[3], event)
             for told, event in zip(self._told(content), _events_of(content), strict=True)
             if told is not None and told[0] is BlockStored
         ]
@@ -519,10 +528,10 @@ def _events_of(content: bytes) -> list[msgspec.Raw]:
 
 def _told_of_odd_event(raw: bytes) -> _Told | None:
     try:
-        told = told_of(read_event(raw))
+        told = summarize_event(decode_event(raw))
     except DecodeError:
         return None
-    return told.kind, told.site, told.block_hashes, told.parent
+    return told.kind, told.location, told.block_hashes, told.parent
 
 
 # The base of a stream.
@@ -537,7 +546,7 @@ _MAX_GONE_BLOCKS = 1_000
 """So many may be kept in vain, and as many again as stand."""
 
 
-class FoldedPayloads:
+class StreamSnapshot:
     """The blocks that stand after some payloads of one stream, and their events' bytes.
 
     Args:
@@ -559,8 +568,8 @@ class FoldedPayloads:
         self._shared_bytes = shared_bytes
         self._max_gone_blocks = max_gone_blocks
         self._reader = PayloadReader()
-        self._state = BlockState(self._reader)
-        self._filling: Source | None = None  # its payloads are gathered, until they are enough for a source
+        self._state = CachedBlocks(self._reader)
+        self._filling: PayloadRef | None = None  # its payloads are gathered, until they are enough for a source
         self._gathered: list[bytes] = []
         self._num_gathered_bytes = 0
 
@@ -573,7 +582,7 @@ class FoldedPayloads:
         """Bytes of the payloads of which a block stands, and of events in those that were written anew."""
         return self._state.num_bytes + self._num_gathered_bytes
 
-    def fold(self, payload: bytes, changes: Changes | None = None) -> None:
+    def fold(self, payload: bytes, changes: BlockChanges | None = None) -> None:
         """Fold one batch, which changes what its encoder has told; None where it told nothing."""
         state, source = self._state, None
         for change in self._reader.changes(payload) if changes is None else changes:
@@ -581,9 +590,9 @@ class FoldedPayloads:
             if change.kind is BlockStored:
                 if source is None:
                     source = self._source_of(len(payload))
-                state.store(change.site, hashes, source)
+                state.store(change.location, hashes, source)
             elif change.kind is BlockRemoved:
-                state.remove(change.site, hashes)
+                state.remove(change.location, hashes)
             else:
                 state.clear()
                 if self._filling is not None:
@@ -596,7 +605,7 @@ class FoldedPayloads:
         if state.half_gone:
             self._rewrite_some()
 
-    def _source_of(self, num_bytes: int) -> Source:
+    def _source_of(self, num_bytes: int) -> PayloadRef:
         if self._filling is not None and num_bytes >= self._shared_bytes:
             self._fill_up()  # a large one is not copied
         if self._filling is None:
@@ -628,7 +637,7 @@ class FoldedPayloads:
             content = msgspec.msgpack.encode((0.0, [run.event for run in runs], 0))
             state.rewrite(source, content, sum(len(run.block_hashes) for run in runs))
 
-    def segments(self) -> Iterator[Segment[msgspec.Raw]]:
+    def segments(self) -> Iterator[RunSegment[msgspec.Raw]]:
         """Yield what stands, each block once, a block's parent before it; nothing may be folded meanwhile."""
         self._fill_up()
         yield from self._state.segments()
@@ -638,10 +647,10 @@ def _as_list(payloads: Sequence[bytes]) -> bytes:
     return b"".join([bytes([_LIST]), len(payloads).to_bytes(2, "big"), *payloads])
 
 
-def segment_bytes(segment: Segment[msgspec.Raw]) -> bytes:
+def encode_segment(segment: RunSegment[msgspec.Raw]) -> bytes:
     """Return the stored event of a segment; its unknown fields, too."""
     event = segment.run.event
-    return bytes(event if segment.is_whole else cut_event(event, segment.first, segment.stop))
+    return bytes(event if segment.is_whole else slice_raw_event(event, segment.first, segment.stop))
 
 
 # A queue that has grown too long.
@@ -650,37 +659,39 @@ def segment_bytes(segment: Segment[msgspec.Raw]) -> bytes:
 class _OneRun:
     """Reads sources that are one run each."""
 
-    def runs(self, content: Run[Any]) -> Sequence[Run[Any]]:
+    def runs(self, content: BlockRun[Any]) -> Sequence[BlockRun[Any]]:
         return (content,)
 
 
-def collapse(batches: Iterable[EventBatch]) -> KVEventBatch | None:
+def merge_batches(batches: Iterable[EventBatch]) -> KVEventBatch | None:
     """Return the one batch with the effect of ``batches``: cleared, then removed, then stored, parents first.
 
     Nothing is lost by it, so no consumer has to start over. Of a block that was stored and removed among them only
     the removal is left, 9 bytes on the wire, and a later clear takes that too. None when there were no batches.
     Events that cannot be written are kept, to be refused by name when they are encoded.
     """
-    state: BlockState[Any] = BlockState(_OneRun())
-    removed: dict[Site, dict[int, None]] = {}
+    state: CachedBlocks[Any] = CachedBlocks(_OneRun())
+    removed: dict[BlockLocation, dict[int, None]] = {}
     engines_removed: list[Any] = []  # as they are, for a field of theirs may be unknown here
     others: list[KVCacheEvent] = []
     cleared, last = False, None
     for last in batches:
         for given in last.events:
             try:
-                event = NATIVE.sound(given)  # a hash may be unsigned, and an event that is refused changes nothing
+                event = NATIVE_WRITER.sound(
+                    given
+                )  # a hash may be unsigned, and an event that is refused changes nothing
             except ENCODE_ERRORS:
                 others.append(given)
                 continue
-            told = told_of(event)
+            told = summarize_event(event)
             if told.kind is BlockStored:
-                run = Run(told.site, told.block_hashes, told.parent, event)
-                state.store(told.site, told.block_hashes, state.new_source(run))
+                run = BlockRun(told.location, told.block_hashes, told.parent, event)
+                state.store(told.location, told.block_hashes, state.new_source(run))
             elif told.kind is BlockRemoved:
-                state.remove(told.site, told.block_hashes)
+                state.remove(told.location, told.block_hashes)
                 if isinstance(event, BlockRemoved):
-                    removed.setdefault(told.site, {}).update(dict.fromkeys(told.block_hashes))
+                    removed.setdefault(told.location, {}).update(dict.fromkeys(told.block_hashes))
                 else:
                     engines_removed.append(event)
             else:
@@ -692,13 +703,13 @@ def collapse(batches: Iterable[EventBatch]) -> KVEventBatch | None:
         return None
     events = [*([AllBlocksCleared()] if cleared else []), *others, *_removals(removed), *engines_removed]
     events += [
-        segment.run.event if segment.is_whole else part_of(segment.run.event, segment.first, segment.stop)
+        segment.run.event if segment.is_whole else slice_event(segment.run.event, segment.first, segment.stop)
         for segment in state.segments()
     ]
-    return KVEventBatch(ts=last.ts, events=tuple(events), attn_dp_rank=rank_of(last))
+    return KVEventBatch(ts=last.ts, events=tuple(events), attn_dp_rank=batch_rank(last))
 
 
-def _removals(removed: dict[Site, dict[int, None]]) -> Iterator[BlockRemoved]:
+def _removals(removed: dict[BlockLocation, dict[int, None]]) -> Iterator[BlockRemoved]:
     for (medium, group_idx, locality, ownership), hashes in removed.items():
         if hashes:
             yield BlockRemoved(tuple(hashes), None if medium == MEDIUM_GPU else medium, group_idx, locality, ownership)

@@ -31,23 +31,29 @@ from scheduler_components.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    CheckedEvents,
     EventBatch,
     KVCacheEvent,
+    ValidatedEvents,
     WireEvent,
     signed_block_hash,
 )
 from scheduler_components.kv_events.lowering import (
-    IS_UNFILLED,
-    LOWERINGS,
+    DIALECT_WRITERS,
+    NOT_BLOCK_ALIGNED,
     OPTIONS,
-    Changes,
-    Lowering,
-    compiled,
-    first_unfilled,
-    sound_event,
+    BlockChanges,
+    DialectWriter,
+    compile_function,
+    first_token_mismatch,
+    validated_event,
 )
-from scheduler_components.kv_events.native import NATIVE, NativeEvents, cut_event, event_fields, told_of
+from scheduler_components.kv_events.native import (
+    NATIVE_WRITER,
+    NativeDialectWriter,
+    event_fields,
+    slice_raw_event,
+    summarize_event,
+)
 
 __all__ = [
     "DIALECTS",
@@ -57,14 +63,14 @@ __all__ = [
     "BatchEncoder",
     "DecodedBatch",
     "RefusedEvent",
-    "UnreadTokensStored",
-    "first_unfilled",
-    "halves",
-    "part_of",
-    "rank_of",
-    "read_event",
-    "sound_event",
-    "why_too_large",
+    "BlockStoredRawTokens",
+    "first_token_mismatch",
+    "split_events",
+    "slice_event",
+    "batch_rank",
+    "decode_event",
+    "validated_event",
+    "oversize_reason",
 ]
 
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
@@ -87,10 +93,10 @@ _BY_TAG: dict[str, type[WireEvent]] = {kind.__name__: kind for kind in WIRE_EVEN
 
 # Writing batches.
 
-DIALECTS = (*LOWERINGS, "native")
+DIALECTS = (*DIALECT_WRITERS, "native")
 
 
-def rank_of(batch: Any) -> int | None:
+def batch_rank(batch: Any) -> int | None:
     """Return the rank that a batch names, this kit's or an engine's; None lets the publisher stamp its own.
 
     Raises:
@@ -127,21 +133,23 @@ class BatchEncoder:
         if dialect not in DIALECTS:
             raise ConfigError("dialect", dialect, "is not known", f"give one of {', '.join(DIALECTS)}")
         self._encode = msgspec.msgpack.Encoder().encode
-        self._lowering: Lowering | NativeEvents = NATIVE if dialect == "native" else LOWERINGS[dialect]
+        self._lowering: DialectWriter | NativeDialectWriter = (
+            NATIVE_WRITER if dialect == "native" else DIALECT_WRITERS[dialect]
+        )
 
     def encode(self, batch: EventBatch, rank: int) -> bytes:
         """Encode ``[ts, events, rank]``; ``rank`` is used where the batch carries none.
 
         Raises:
             TypeError, ValueError, OverflowError: some event cannot be encoded, or has a value that readers refuse;
-                see ``encode_sound``.
+                see ``encode_valid``.
         """
         events: Sequence[KVCacheEvent] = batch.events
-        if type(events) is CheckedEvents and len(events) != 1:
+        if type(events) is ValidatedEvents and len(events) != 1:
             return self._write(batch, self._lowering.trusted(events), rank)
         return self._write(batch, self._rows(events)[0], rank)
 
-    def encode_told(self, batch: EventBatch, rank: int) -> tuple[bytes, Changes | None]:
+    def encode_with_changes(self, batch: EventBatch, rank: int) -> tuple[bytes, BlockChanges | None]:
         """The same, and what the batch changes, for the stream that keeps it; None where that is left to a reader.
 
         Raises:
@@ -153,10 +161,10 @@ class BatchEncoder:
             changes = self._lowering.change_of(events[0])
         return self._write(batch, rows, rank), changes
 
-    def _rows(self, events: Sequence[KVCacheEvent]) -> tuple[Sequence[Any], Changes | None]:
+    def _rows(self, events: Sequence[KVCacheEvent]) -> tuple[Sequence[Any], BlockChanges | None]:
         lowering = self._lowering
-        told: tuple[Sequence[Any], Changes | None] | None
-        is_checked = type(events) is CheckedEvents
+        told: tuple[Sequence[Any], BlockChanges | None] | None
+        is_checked = type(events) is ValidatedEvents
         try:
             if len(events) == 1:
                 row = lowering.trusted_one(events[0]) if is_checked else lowering.checked_one(events[0])
@@ -170,7 +178,7 @@ class BatchEncoder:
         return told
 
     def _write(self, batch: EventBatch, rows: Sequence[Any], rank: int) -> bytes:
-        owner = rank_of(batch)
+        owner = batch_rank(batch)
         if owner is None:
             owner = rank
         if type(owner) is not int or not 0 <= owner < _INT64_LIMIT:
@@ -180,7 +188,7 @@ class BatchEncoder:
             raise ValueError(f"batch time {ts} is not finite")
         return self._encode((ts, rows, owner))
 
-    def encode_sound(
+    def encode_valid(
         self, batch: EventBatch, rank: int
     ) -> tuple[bytes | None, tuple[KVCacheEvent, ...], list[RefusedEvent]]:
         """Encode what can be encoded: (payload or None when nothing is left, events in it, events refused)."""
@@ -196,7 +204,7 @@ class BatchEncoder:
                 sound.append(checked)
         if not sound:
             return None, (), refused
-        kept = EventBatch(ts=_sound_time(batch.ts), events=CheckedEvents(sound), attn_dp_rank=rank_of(batch))
+        kept = EventBatch(ts=_sound_time(batch.ts), events=ValidatedEvents(sound), attn_dp_rank=batch_rank(batch))
         return self.encode(kept, rank), kept.events, refused
 
     def encode_event(self, event: KVCacheEvent) -> bytes:
@@ -213,7 +221,7 @@ def _sound_time(ts: object) -> float:
     return float(ts) if isinstance(ts, int | float) and abs(ts) < _INT64_LIMIT else 0.0
 
 
-def blocks_between(event: BlockStored, first: int, stop: int) -> BlockStored:
+def slice_stored_event(event: BlockStored, first: int, stop: int) -> BlockStored:
     """Return the stored event of the blocks ``first`` to ``stop - 1`` of ``event``."""
     hashes, size, keys = event.block_hashes, event.block_size, event.extra_keys
     return replace(
@@ -225,16 +233,16 @@ def blocks_between(event: BlockStored, first: int, stop: int) -> BlockStored:
     )
 
 
-def part_of(event: KVCacheEvent, first: int, stop: int) -> KVCacheEvent:
+def slice_event(event: KVCacheEvent, first: int, stop: int) -> KVCacheEvent:
     """Return the event of the blocks ``first`` to ``stop - 1`` of ``event``; of an engine's event, its bytes."""
     if isinstance(event, BlockStored):
-        return blocks_between(event, first, stop)
+        return slice_stored_event(event, first, stop)
     if isinstance(event, BlockRemoved):
         return replace(event, block_hashes=event.block_hashes[first:stop])
-    return cut_event(event, first, stop)  # type: ignore[return-value]
+    return slice_raw_event(event, first, stop)  # type: ignore[return-value]
 
 
-def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tuple[KVCacheEvent, ...]] | None:
+def split_events(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tuple[KVCacheEvent, ...]] | None:
     """Cut ``events`` in two runs, to be applied one after the other; None for one block or less.
 
     For batches that are too large for a reader. A single event is cut between its blocks.
@@ -242,10 +250,10 @@ def halves(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tu
     if len(events) > 1:
         middle = len(events) // 2
         return tuple(events[:middle]), tuple(events[middle:])
-    event, num_blocks = events[0], len(told_of(events[0]).block_hashes)
+    event, num_blocks = events[0], len(summarize_event(events[0]).block_hashes)
     if num_blocks < 2:
         return None
-    return (part_of(event, 0, num_blocks // 2),), (part_of(event, num_blocks // 2, num_blocks),)
+    return (slice_event(event, 0, num_blocks // 2),), (slice_event(event, num_blocks // 2, num_blocks),)
 
 
 _MAX_SHARED_BYTES = 256 * 1024
@@ -255,17 +263,17 @@ _LARGEST_EVENT_BYTES = MAX_PAYLOAD_BYTES - 64
 """It must still fit when it goes out beside the AllBlocksCleared of a base."""
 
 
-def why_too_large(events: Sequence[KVCacheEvent], encoder: BatchEncoder) -> str | None:
+def oversize_reason(events: Sequence[KVCacheEvent], encoder: BatchEncoder) -> str | None:
     """Say why ``events``, too large for one payload, cannot go out in parts that readers take; None where they can."""
     if len(events) > 1:
         return None  # each half is asked again
-    event, num_blocks = events[0], len(told_of(events[0]).block_hashes)
-    least = len(encoder.encode_event(part_of(event, 0, 1) if num_blocks > 1 else event))
+    event, num_blocks = events[0], len(summarize_event(events[0]).block_hashes)
+    least = len(encoder.encode_event(slice_event(event, 0, 1) if num_blocks > 1 else event))
     if least > _LARGEST_EVENT_BYTES:
         return f"one block of it takes {least} bytes, readers take {MAX_PAYLOAD_BYTES}"
     if num_blocks < 2:
         return None
-    shared = len(encoder.encode_event(part_of(event, 0, 0)))
+    shared = len(encoder.encode_event(slice_event(event, 0, 0)))
     if shared > _MAX_SHARED_BYTES:
         return f"{num_blocks} blocks share {shared} bytes, which each part of it would repeat"
     return None
@@ -283,7 +291,7 @@ _PEERS_TYPES: dict[str, Any] = {
 """Peers write hashes as signed or unsigned integers, or as bytes; a size of 0 where they tell no tokens; any keys."""
 
 
-class UnreadTokensStored(BlockStored, frozen=True, tag=BlockStored.__name__):
+class BlockStoredRawTokens(BlockStored, frozen=True, tag=BlockStored.__name__):
     """A stored event whose tokens were counted and not read: ``token_ids`` is the list's msgpack as it came."""
 
     token_ids: msgspec.Raw  # type: ignore[assignment]
@@ -292,13 +300,13 @@ class UnreadTokensStored(BlockStored, frozen=True, tag=BlockStored.__name__):
         """All that it holds is frozen."""
 
 
-def _reader(kind: type[WireEvent], *, reads_tokens: bool = True) -> Any:
+def _reader(kind: type[WireEvent], *, decode_tokens: bool = True) -> Any:
     """The fields of ``kind`` read by name, in the same order: msgspec reads an array-like struct from arrays only.
 
     A field that may be None may be missing: peers leave it out.
     """
     hints = get_type_hints(kind, include_extras=True) | _PEERS_TYPES
-    if not reads_tokens:
+    if not decode_tokens:
         hints["token_ids"] = msgspec.Raw
     fields: list[Any] = []
     for name in kind.__struct_fields__:
@@ -310,8 +318,8 @@ def _reader(kind: type[WireEvent], *, reads_tokens: bool = True) -> Any:
 
 
 _READERS = {kind: _reader(kind) for kind in WIRE_EVENTS}
-_UNREAD_TOKENS = _reader(BlockStored, reads_tokens=False)
-_STORED: dict[type, type[BlockStored]] = {_READERS[BlockStored]: BlockStored, _UNREAD_TOKENS: UnreadTokensStored}
+_UNREAD_TOKENS = _reader(BlockStored, decode_tokens=False)
+_STORED: dict[type, type[BlockStored]] = {_READERS[BlockStored]: BlockStored, _UNREAD_TOKENS: BlockStoredRawTokens}
 
 
 def _event_of(read: Any) -> WireEvent:
@@ -347,7 +355,7 @@ def _signed(hashes: Sequence[Any]) -> tuple[int, ...]:
     return hashes if are_signed else tuple(map(_signed_hash, hashes))  # type: ignore[return-value]
 
 
-def read_event(raw: bytes) -> WireEvent:
+def decode_event(raw: bytes) -> WireEvent:
     """Read one event of either dialect, and forgive what peers are known to vary.
 
     Raises:
@@ -366,21 +374,21 @@ def read_event(raw: bytes) -> WireEvent:
         event = _event_of(msgspec.convert(_known_fields(kind, fields), _READERS[kind], builtin_types=(bytes,)))
     except (msgspec.ValidationError, RecursionError) as error:
         raise DecodeError(str(error)) from error
-    unfilled = _first_unread((event,))
+    unfilled = _first_mismatch((event,))
     if unfilled is not None:
         num_tokens, num_blocks = len(unfilled.token_ids), len(unfilled.block_hashes)
         raise DecodeError(f"{num_tokens} tokens do not fill {num_blocks} blocks of {unfilled.block_size}")
     return event
 
 
-_first_unread: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = compiled(
+_first_mismatch: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = compile_function(
     "first_unread",
     f"""
 def first_unread(events):
     for event in events:
         if (
             isinstance(event, BlockStored)
-            and {IS_UNFILLED.format("event.")}
+            and {NOT_BLOCK_ALIGNED.format("event.")}
             and event.token_ids
             and event.kv_cache_spec_kind in full_attention_kinds
         ):
@@ -395,10 +403,10 @@ An engine's event may tell no tokens, or those of blocks that a sliding window h
 """
 
 
-def _first_with_other_tokens(events: Iterable[WireEvent]) -> UnreadTokensStored | None:
+def _first_with_other_tokens(events: Iterable[WireEvent]) -> BlockStoredRawTokens | None:
     """The same where tokens were not read: their list says how many they are."""
     for event in events:
-        if type(event) is UnreadTokensStored:
+        if type(event) is BlockStoredRawTokens:
             listed = memoryview(event.token_ids)
             first = listed[0]
             if first == 0xDC:
@@ -457,7 +465,7 @@ def _batch_reader(name: str, events: Any) -> Any:
 class _UnreadTokensBatch(DecodedBatch, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The same without tokens."""
 
-    events: tuple[UnreadTokensStored | BlockRemoved | AllBlocksCleared, ...]
+    events: tuple[BlockStoredRawTokens | BlockRemoved | AllBlocksCleared, ...]
 
 
 def _maps_reader(name: str, stored: Any) -> Callable[[bytes], DecodedBatch]:
@@ -478,7 +486,7 @@ _WholeReaders = tuple[tuple[_WholeRead, _WholeRead], Callable[[Iterable[WireEven
 
 _WITH_TOKENS: _WholeReaders = (
     (msgspec.msgpack.Decoder(DecodedBatch).decode, _maps_reader("MapBatch", _READERS[BlockStored])),
-    _first_unread,
+    _first_mismatch,
 )
 _WITHOUT_TOKENS: _WholeReaders = (
     (msgspec.msgpack.Decoder(_UnreadTokensBatch).decode, _maps_reader("MapBatchOfUnreadTokens", _UNREAD_TOKENS)),
@@ -492,16 +500,16 @@ class BatchDecoder:
 
     Args:
         max_payload_bytes: larger payloads are refused unread.
-        reads_tokens: False for who needs none: stored events come as ``UnreadTokensStored``, save in batches that must
+        decode_tokens: False for who needs none: stored events come as ``BlockStoredRawTokens``, save in batches that must
             be read event by event, and large ones in a fifth of the time. The tokens are counted, and not looked at:
             an event that readers of tokens drop for a bad one is taken. All else is checked as ever.
     """
 
-    __slots__ = ("_decode_whole", "_first_unread", "_max_payload_bytes", "_readers")
+    __slots__ = ("_decode_whole", "_first_mismatch", "_max_payload_bytes", "_readers")
 
-    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES, *, reads_tokens: bool = True) -> None:
+    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES, *, decode_tokens: bool = True) -> None:
         self._max_payload_bytes = max_payload_bytes
-        self._readers, self._first_unread = _WITH_TOKENS if reads_tokens else _WITHOUT_TOKENS
+        self._readers, self._first_mismatch = _WITH_TOKENS if decode_tokens else _WITHOUT_TOKENS
         # A stream is of one dialect: which one, its first batch tells.
         self._decode_whole = self._readers[0]
 
@@ -512,10 +520,10 @@ class BatchDecoder:
             DecodeError: the batch itself is unreadable: not ``[ts, events, rank]``, no finite time, too large, or
                 more than a thousand bad events.
         """
-        batch = self.decode_whole(payload)
-        return self.decode_by_event(payload) if batch is None else batch
+        batch = self.decode_typed(payload)
+        return self.decode_each_event(payload) if batch is None else batch
 
-    def decode_whole(self, payload: bytes) -> DecodedBatch | None:
+    def decode_typed(self, payload: bytes) -> DecodedBatch | None:
         """Decode one payload whose events are all as today's writers write them; None where each counts alone.
 
         Raises:
@@ -528,7 +536,7 @@ class BatchDecoder:
             batch = self._decode_whole(payload)
         except _NOT_SOUND:
             batch = self._decode_otherwise(payload)
-        if batch is None or not math.isfinite(batch.ts) or self._first_unread(batch.events) is not None:
+        if batch is None or not math.isfinite(batch.ts) or self._first_mismatch(batch.events) is not None:
             return None
         return batch
 
@@ -544,7 +552,7 @@ class BatchDecoder:
         return batch
 
     @staticmethod
-    def decode_by_event(payload: bytes) -> DecodedBatch:
+    def decode_each_event(payload: bytes) -> DecodedBatch:
         """Decode one payload event by event; see ``decode``."""
         try:
             batch = _read_raw(payload)
@@ -556,7 +564,7 @@ class BatchDecoder:
         errors: list[DecodeError] = []
         for raw in batch.events:
             try:
-                events.append(read_event(bytes(raw)))
+                events.append(decode_event(bytes(raw)))
             except DecodeError as error:
                 errors.append(DecodeError(error.reason))  # a new one, for that one holds its frames
                 if len(errors) > _MAX_BAD_EVENTS:

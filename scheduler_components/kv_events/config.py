@@ -19,7 +19,7 @@ from scheduler_components.kv_events.codec import DIALECTS
 from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
 from scheduler_components.kv_events.replay import REPLAY_FRAMINGS
 
-__all__ = ["AUTHS", "SEND_MODES", "SEQ_BASES", "KVEventsConfig", "read_json_object", "suggest"]
+__all__ = ["AUTHS", "SEND_MODES", "SEQ_BASES", "KVEventsConfig", "parse_json_object", "spelling_hint"]
 
 SEQ_BASES = ("zero", "clock")
 SEND_MODES = ("background", "inline")
@@ -48,7 +48,7 @@ _TYPE_NAMES = {
 }
 
 
-def suggest(name: str, known: tuple[str, ...]) -> str:
+def spelling_hint(name: str, known: tuple[str, ...]) -> str:
     """Return what to write for a misspelt ``name``, as the hint of a ConfigError."""
     near = get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else "give one of " + ", ".join(known)
@@ -131,7 +131,7 @@ class KVEventsConfig(BaseModel):
         Raises:
             ConfigError: not JSON, not an object, a key twice, an unknown key, or a bad value.
         """
-        return cls(**read_json_object(text, field="kv_events_config", example=_EXAMPLE))
+        return cls(**parse_json_object(text, field="kv_events_config", example=_EXAMPLE))
 
     @classmethod
     def read(cls, config: str | KVEventsConfig) -> KVEventsConfig:
@@ -151,7 +151,7 @@ class KVEventsConfig(BaseModel):
         )
         return self if is_same else KVEventsConfig(**(present | changes))
 
-    def seed_arguments(self) -> dict[str, Any]:
+    def sglang_arguments(self) -> dict[str, Any]:
         """Return what SGLang's factory passes to a publisher, beside the rank, by name."""
         return {
             "endpoint": self.endpoint,
@@ -169,7 +169,7 @@ class KVEventsConfig(BaseModel):
         for field, known in _CHOICES.items():
             value = getattr(self, field)
             if value not in known:
-                raise ConfigError(field, value, "is not known", suggest(value, known))
+                raise ConfigError(field, value, "is not known", spelling_hint(value, known))
         try:
             self.topic.encode()
         except UnicodeEncodeError:
@@ -184,7 +184,7 @@ class KVEventsConfig(BaseModel):
         if self.options and self.publisher in ("null", "zmq"):
             raise ConfigError("options", self.options, f"go to no publisher {self.publisher!r}", "take them out")
         plan = self.port_plan(1)
-        plan.events.decide_bind(self.bind)
+        plan.events.resolve_bind(self.bind)
         self._check_auth(plan)
         return self
 
@@ -228,7 +228,7 @@ def _optional_endpoint(field: str, text: str | None) -> Endpoint | None:
     return None if text is None else Endpoint.parse(text, field=field)
 
 
-def read_json_object(text: str, *, field: str, example: str) -> dict[str, Any]:
+def parse_json_object(text: str, *, field: str, example: str) -> dict[str, Any]:
     """Read the JSON object that a person wrote as the setting ``field``; ``example`` is one that would do.
 
     Raises:
@@ -264,7 +264,7 @@ def _config_error(details: ErrorDetails) -> ConfigError:
     field = str(details["loc"][0]) if details["loc"] else "kv_events_config"
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
-        hint = suggest(field, tuple(KVEventsConfig.model_fields))
+        hint = spelling_hint(field, tuple(KVEventsConfig.model_fields))
         return ConfigError(field, value, "is not a setting of KV events", hint)
     if kind in _TYPE_NAMES:
         return ConfigError(field, value, f"is not {_TYPE_NAMES[kind]}", f"give {_TYPE_NAMES[kind]}")

@@ -1,5 +1,5 @@
 """Where sockets listen and dial: one address (``Endpoint``), all of an engine (``PortPlan``), one stream's as its
-publisher bound it (``BoundStream``) and as a reader dials it (``StreamAddress``). Each is parsed and checked once, and
+publisher bound it (``ListeningStream``) and as a reader dials it (``StreamAddress``). Each is parsed and checked once, and
 is a value from then on.
 
 An endpoint text is looked at here and nowhere else; whoever holds an :class:`Endpoint` asks it (``is_wildcard``,
@@ -24,7 +24,7 @@ __all__ = [
     "MAX_PORT",
     "Endpoint",
     "PortPlan",
-    "BoundStream",
+    "ListeningStream",
     "StreamAddress",
 ]
 
@@ -211,7 +211,7 @@ class Endpoint:
         """
         return attrs.evolve(self, port=port)
 
-    def decide_bind(self, bind: bool | None, *, field: str = "endpoint") -> bool:
+    def resolve_bind(self, bind: bool | None, *, field: str = "endpoint") -> bool:
         """Say whether a PUB socket binds here; ``bind`` is what the operator says, None for the default.
 
         The default of SGLang and vLLM: wildcards, ipc and inproc bind, a concrete host is dialled.
@@ -338,7 +338,7 @@ class PortPlan:
 
 
 @attrs.frozen(kw_only=True)
-class BoundStream:
+class ListeningStream:
     """Where the sockets of one stream are, once they are open: ports are those that the system gave.
 
     A process that opens publishers makes one of each and hands it to whoever answers ``/server_info``.
@@ -365,7 +365,7 @@ class BoundStream:
                 raise ConfigError(field, str(endpoint), "is not tcp with a port", "give what the open socket says")
 
     @classmethod
-    def parse(cls, rank: int, events: str, *, replay: str | None = None, load: str | None = None) -> BoundStream:
+    def parse(cls, rank: int, events: str, *, replay: str | None = None, load: str | None = None) -> ListeningStream:
         """Read what open publishers say: ``endpoint`` and ``replay_endpoint`` of one, ``endpoint`` of its load sink.
 
         Raises:
@@ -378,7 +378,7 @@ class BoundStream:
             load=None if load is None else Endpoint.parse(load, field="load_endpoint"),
         )
 
-    def on_host(self, host: str) -> BoundStream:
+    def with_host(self, host: str) -> ListeningStream:
         """Put a node's own address in the place of wildcards, for readers that reached another node.
 
         Raises:

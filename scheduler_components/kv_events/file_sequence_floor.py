@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 from scheduler_components.errors import StartError
-from scheduler_components.file_lock import FileLock, take_file_lock
+from scheduler_components.file_lock import FileLock, acquire_file_lock
 
 __all__ = ["SequenceFloor", "open_sequence_floor"]
 
@@ -44,7 +44,7 @@ class SequenceFloor:
         self._renew_at = first + _RESERVED // 2 if path else _HIGHEST
         self.first = first
 
-    def keep_above(self, next_sequence: int) -> None:
+    def reserve_above(self, next_sequence: int) -> None:
         """Reserve more when ``next_sequence`` comes near the end of what is reserved; cheap, and never raises."""
         if next_sequence < self._renew_at or self._path is None:
             return
@@ -79,7 +79,7 @@ def open_sequence_floor(path: Path | None, *, wanted: int) -> SequenceFloor:
     if path is None:
         return SequenceFloor(None, None, wanted)
     try:
-        lock = take_file_lock(path.with_name(f"{path.name}.lock"))
+        lock = acquire_file_lock(path.with_name(f"{path.name}.lock"))
     except BlockingIOError as error:
         raise StartError(
             str(path), "another publisher numbers by it", "give each publisher a file of its own"

@@ -8,7 +8,7 @@ named in the source take a third of the time of any way over a list of names (me
 A reader drops an event with a token id of -1, and some readers drop its whole batch. So every value is looked at before
 it is written, in the same pass over the events. Tokens and hashes are packed by ``struct``, whatever comes of it: that
 is the quickest look at many integers that there is (2.9 ns each; encoding one takes 3). Events of this kit's caches
-were checked when their tokens entered the cache (``CheckedEvents``) and are lowered without.
+were checked when their tokens entered the cache (``ValidatedEvents``) and are lowered without.
 
 One thing is overlooked: True and False among the tokens, which Python takes for 1 and 0. To find them would cost as
 much as packing does.
@@ -26,60 +26,60 @@ import msgspec
 from msgspec.structs import astuple
 
 from scheduler_components.events import (
-    HERE,
+    LOCAL_GPU,
     VLLM_NIL_FIELDS,
     WIRE_EVENTS,
     AllBlocksCleared,
+    BlockLocation,
     BlockStored,
     KVCacheEvent,
-    Site,
     WireEvent,
+    block_location,
     signed_block_hash,
-    site_of,
 )
 
 __all__ = [
-    "IS_UNFILLED",
-    "LOWERINGS",
+    "NOT_BLOCK_ALIGNED",
+    "DIALECT_WRITERS",
     "OPTIONS",
     "REQUIRED",
-    "Change",
-    "Changes",
-    "Lowering",
-    "compiled",
-    "first_unfilled",
-    "pack_tokens",
-    "packed",
-    "sound_event",
+    "BlockChange",
+    "BlockChanges",
+    "DialectWriter",
+    "compile_function",
+    "first_token_mismatch",
+    "TOKEN_PACKERS",
+    "pack_changes",
+    "validated_event",
     "unknown_event",
 ]
 
 REQUIRED = {kind: tuple(field.name for field in msgspec.structs.fields(kind) if field.required) for kind in WIRE_EVENTS}
 OPTIONS = {kind: kind.__struct_fields__[len(REQUIRED[kind]) :] for kind in WIRE_EVENTS}
 
-IS_UNFILLED = "len({0}token_ids) != len({0}block_hashes) * {0}block_size"
+NOT_BLOCK_ALIGNED = "len({0}token_ids) != len({0}block_hashes) * {0}block_size"
 """As source: to call a function for every event would cost as much as half of the check's loop."""
 
 
-class Change(msgspec.Struct, frozen=True, gc=False):
-    """What neighbouring events of one kind change at one site. No object of the garbage collector's: a window has many.
+class BlockChange(msgspec.Struct, frozen=True, gc=False):
+    """What neighbouring events of one kind change at one location. No object of the garbage collector's: a window has many.
 
     Attributes:
         kind: stored or removed; or cleared, which has no hashes.
-        site: where.
+        location: where.
         hashes: eight bytes each, as this machine has integers in memory.
     """
 
     kind: type[WireEvent]
-    site: Site
+    location: BlockLocation
     hashes: bytes
 
 
-Changes: TypeAlias = tuple[Change, ...]
+BlockChanges: TypeAlias = tuple[BlockChange, ...]
 """What a batch changes, in order."""
 
 
-def compiled(name: str, source: str, scope: dict[str, Any]) -> Any:
+def compile_function(name: str, source: str, scope: dict[str, Any]) -> Any:
     """Compile the source of a function that was made from the fields."""
     scope |= {kind.__name__: kind for kind in WIRE_EVENTS}
     exec(source, scope)  # noqa: S102 - nothing in it comes from outside
@@ -105,7 +105,7 @@ class _Packers(dict[int, Callable[..., bytes]]):
         return pack
 
 
-pack_tokens = _Packers("I")
+TOKEN_PACKERS = _Packers("I")
 _pack_hashes = _Packers("n" if Struct("n").size == 8 else "q")  # the first takes a third of the time, where it fits
 _PACKED_BOOL = bytes(7)
 """Part of a packed True and of a packed False, which look like 1 and 0: real hashes never have seven zero bytes."""
@@ -116,30 +116,30 @@ def _are_hashes(values: Sequence[Any]) -> bool:
     return _PACKED_BOOL not in _pack_hashes[len(values)](*values) or {*map(type, values)} == {int}
 
 
-def packed(changes: list[tuple[type[WireEvent], Site, list[int]]]) -> Changes | None:
+def pack_changes(changes: list[tuple[type[WireEvent], BlockLocation, list[int]]]) -> BlockChanges | None:
     """The same with packed hashes; struct.error, or None, where one is no signed 64-bit integer."""
     told = []
-    for kind, site, hashes in changes:
+    for kind, location, hashes in changes:
         row = _pack_hashes[len(hashes)](*hashes)
         if _PACKED_BOOL in row and {*map(type, hashes)} != {int}:
             return None
-        told.append(Change(kind, site, row))
+        told.append(BlockChange(kind, location, row))
     return tuple(told)
 
 
-def _change_of(event: Any) -> Changes | None:
+def _change_of(event: Any) -> BlockChanges | None:
     """What one event of sound values changes; None where it was written as another one."""
     kind = type(event)
     if kind not in WIRE_EVENTS:
         return None
     if kind is AllBlocksCleared:
-        return (Change(kind, HERE, b""),)
+        return (BlockChange(kind, LOCAL_GPU, b""),)
     hashes = event.block_hashes
     try:
         row = _pack_hashes[len(hashes)](*hashes)
     except PackError:
         return None
-    return (Change(kind, site_of(event.medium, event.group_idx, event.locality, event.ownership), row),)
+    return (BlockChange(kind, block_location(event.medium, event.group_idx, event.locality, event.ownership), row),)
 
 
 # How one kind of event stands on the wire, as source.
@@ -209,8 +209,8 @@ def _as_map(event: KVCacheEvent, *, nil_fields: frozenset[str]) -> dict[str, Any
 # The source of a lowering. With checks it returns None, or raises struct.error, where somebody must look closer.
 #
 # Each kind of event has a branch: its required fields, then one expression for each number of options that are given;
-# most events give none, or their medium alone. The lowering of many events also tells what they change (``Changes``):
-# neighbouring ones of one kind and site together, so that little more is done for each than to add its hashes.
+# most events give none, or their medium alone. The lowering of many events also tells what they change (``BlockChanges``):
+# neighbouring ones of one kind and location together, so that little more is done for each than to add its hashes.
 
 _SEQUENCES = frozenset({"extra_keys", "lookahead_token_ids"})
 """Options that are looked at by a function of their own: any depth may be wrong with them."""
@@ -239,7 +239,7 @@ def _checks_of_required(kind: type[WireEvent], *, is_one: bool) -> list[str]:
         "if count != len(block_hashes) * block_size or lora_id is not None and type(lora_id) is not int:",
         "    return None",
         "if count != num_packed:",  # as above
-        "    num_packed, pack = count, pack_tokens[count]",
+        "    num_packed, pack = count, TOKEN_PACKERS[count]",
         "pack(*token_ids)",
         *hashes,
         "if parent_block_hash is not None:",
@@ -254,12 +254,12 @@ def _check_of_option(kind: type[WireEvent], name: str) -> list[str]:
     return [f"if {name} is not None and type({name}) is not {wanted}:", "    return None"]
 
 
-def _telling(kind: type[WireEvent], place: str, site: str) -> list[str]:
+def _telling(kind: type[WireEvent], place: str, location: str) -> list[str]:
     """Add the hashes to what the event before told, or begin anew; what is ``place`` here is known by identity."""
     return [
         f"if {place} is not {kind.__name__}_at:",
         "    hashes = []",
-        f"    changes.append(({kind.__name__}, {site}, hashes))",
+        f"    changes.append(({kind.__name__}, {location}, hashes))",
         "    BlockStored_at = BlockRemoved_at = nowhere",
         f"    {kind.__name__}_at = {place}",
         "hashes += block_hashes",
@@ -290,9 +290,13 @@ def _branch(kind: type[WireEvent], form: _Form, *, is_checked: bool, is_one: boo
     if is_checked:
         many += [line for name in options for line in _check_of_option(kind, name)]
     if not is_one:
-        many += ["place = medium", f"if not ({_are_none(_SITE)}):", f"    place = site_of(medium, {', '.join(_SITE)})"]
+        many += [
+            "place = medium",
+            f"if not ({_are_none(_SITE)}):",
+            f"    place = block_location(medium, {', '.join(_SITE)})",
+        ]
         many += [f"    if place == {kind.__name__}_at:", f"        place = {kind.__name__}_at"]
-        many += _telling(kind, "place", "place if type(place) is tuple else site_of(medium, None, None, None)")
+        many += _telling(kind, "place", "place if type(place) is tuple else block_location(medium, None, None, None)")
     word = "if"
     for count in range(len(options), 1, -1):
         many += [f"{word} {options[count - 1]} is not None:", f"    {take.format(form.rows[count])}"]
@@ -321,7 +325,7 @@ def _source(form_of: Callable[[type[WireEvent]], _Form], *, is_checked: bool, is
         word = "elif"
     lines += [f"{pad}else:", f"{pad}    return None" if is_checked else f"{pad}    raise unknown(event)"]
     if not is_one:
-        lines += ["    told = packed(changes)"]
+        lines += ["    told = pack_changes(changes)"]
         lines += ["    return None if told is None or not are_hashes(parents) else (rows, told)"]
     return "\n".join(lines) + "\n"
 
@@ -389,13 +393,13 @@ class RowsMaker(Protocol):
     def __call__(self, events: Sequence[KVCacheEvent], /) -> list[Any]: ...
 
 
-class ToldRowsMaker(Protocol):
+class RowsWithChangesMaker(Protocol):
     """Makes the rows of events, and tells what they change; None where somebody must look closer."""
 
-    def __call__(self, events: Sequence[KVCacheEvent], /) -> tuple[list[Any], Changes] | None: ...
+    def __call__(self, events: Sequence[KVCacheEvent], /) -> tuple[list[Any], BlockChanges] | None: ...
 
 
-class Lowering:
+class DialectWriter:
     """How the events of a batch become rows in one dialect: one per event, for msgspec to write.
 
     Args:
@@ -416,27 +420,35 @@ class Lowering:
         scope = {
             "astuple": astuple,
             "are_hashes": _are_hashes,
-            "here": HERE,
+            "here": LOCAL_GPU,
             "highest": 2**63 - 1,
             "lowest": -(2**63),
             "nowhere": object(),
-            "pack_tokens": pack_tokens,
-            "packed": packed,
-            "site_of": site_of,
+            "TOKEN_PACKERS": TOKEN_PACKERS,
+            "pack_changes": pack_changes,
+            "block_location": block_location,
             "unknown": unknown_event,
             **writers,
         }
         for name in _SEQUENCES:
             scope[f"is_{name}"] = _is_of(name, get_type_hints(BlockStored, include_extras=True)[name])
-        self.sound = sound_event
+        self.sound = validated_event
         self.change_of = _change_of
-        self.trusted_one: RowMaker = compiled("lower", _source(form_of, is_checked=False, is_one=True), dict(scope))
-        self.trusted: RowsMaker = compiled(
+        self.trusted_one: RowMaker = compile_function(
+            "lower", _source(form_of, is_checked=False, is_one=True), dict(scope)
+        )
+        self.trusted: RowsMaker = compile_function(
             "lower", _trusted_source(form_of(BlockStored)), {**scope, "lower_one": self.trusted_one}
         )
-        self.told: ToldRowsMaker = compiled("lower", _source(form_of, is_checked=False, is_one=False), dict(scope))
-        self.checked_one: RowMaker = compiled("lower", _source(form_of, is_checked=True, is_one=True), dict(scope))
-        self.checked: ToldRowsMaker = compiled("lower", _source(form_of, is_checked=True, is_one=False), dict(scope))
+        self.told: RowsWithChangesMaker = compile_function(
+            "lower", _source(form_of, is_checked=False, is_one=False), dict(scope)
+        )
+        self.checked_one: RowMaker = compile_function(
+            "lower", _source(form_of, is_checked=True, is_one=True), dict(scope)
+        )
+        self.checked: RowsWithChangesMaker = compile_function(
+            "lower", _source(form_of, is_checked=True, is_one=False), dict(scope)
+        )
 
 
 def unknown_event(event: object) -> TypeError:
@@ -447,17 +459,17 @@ def unknown_event(event: object) -> TypeError:
 def _is_sound(event: KVCacheEvent) -> bool:
     """True when every value is one that all readers take; False where somebody must look closer."""
     try:
-        return LOWERINGS["array"].checked_one(event) is not None
+        return DIALECT_WRITERS["array"].checked_one(event) is not None
     except PackError:
         return False
 
 
-first_unfilled: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = compiled(
-    "first_unfilled",
+first_token_mismatch: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = compile_function(
+    "first_token_mismatch",
     f"""
-def first_unfilled(events):
+def first_token_mismatch(events):
     for event in events:
-        if isinstance(event, BlockStored) and {IS_UNFILLED.format("event.")}:
+        if isinstance(event, BlockStored) and {NOT_BLOCK_ALIGNED.format("event.")}:
             return event
     return None
 """,
@@ -471,7 +483,7 @@ def first_unfilled(events):
 _WRITTEN = {kind: get_type_hints(kind, include_extras=True) for kind in WIRE_EVENTS}
 
 
-def sound_event(event: KVCacheEvent) -> KVCacheEvent:
+def validated_event(event: KVCacheEvent) -> KVCacheEvent:
     """Return ``event`` as it may go on the wire: unsigned hashes of 64 bits become the signed ones that readers make.
 
     Raises:
@@ -492,7 +504,7 @@ def sound_event(event: KVCacheEvent) -> KVCacheEvent:
         return sound
     for name, value in values.items():
         _check_field(name, value, _WRITTEN[kind][name])
-    if first_unfilled((sound,)) is not None:
+    if first_token_mismatch((sound,)) is not None:
         raise ValueError("tokens do not fill the blocks")
     return sound
 
@@ -522,11 +534,15 @@ def _wire_kind(event: KVCacheEvent) -> type[WireEvent]:
 # The dialects.
 
 
-def _of_maps(nil_fields: frozenset[str]) -> Lowering:
+def _of_maps(nil_fields: frozenset[str]) -> DialectWriter:
     writers = {f"{kind.__name__}Map": _map_writer(kind, nil_fields) for kind in WIRE_EVENTS}
     writers["as_map"] = partial(_as_map, nil_fields=nil_fields)
-    return Lowering(lambda kind: _map_form(kind, nil_fields), writers)
+    return DialectWriter(lambda kind: _map_form(kind, nil_fields), writers)
 
 
-LOWERINGS = {"array": Lowering(_array_form, {}), "map": _of_maps(frozenset()), "vllm": _of_maps(VLLM_NIL_FIELDS)}
+DIALECT_WRITERS = {
+    "array": DialectWriter(_array_form, {}),
+    "map": _of_maps(frozenset()),
+    "vllm": _of_maps(VLLM_NIL_FIELDS),
+}
 """By dialect."""

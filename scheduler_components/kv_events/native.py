@@ -26,30 +26,30 @@ import msgspec
 from scheduler_components.errors import DecodeError
 from scheduler_components.events import (
     FULL_ATTENTION_KINDS,
-    HERE,
+    LOCAL_GPU,
     WIRE_EVENTS,
     AllBlocksCleared,
+    BlockLocation,
     BlockRemoved,
     BlockStored,
     KVCacheEvent,
-    Site,
     WireEvent,
+    block_location,
     signed_block_hash,
-    site_of,
 )
 from scheduler_components.kv_events.lowering import (
-    IS_UNFILLED,
-    LOWERINGS,
+    DIALECT_WRITERS,
+    NOT_BLOCK_ALIGNED,
     REQUIRED,
-    Changes,
-    compiled,
-    pack_tokens,
-    packed,
-    sound_event,
+    TOKEN_PACKERS,
+    BlockChanges,
+    compile_function,
+    pack_changes,
     unknown_event,
+    validated_event,
 )
 
-__all__ = ["NATIVE", "NativeEvent", "Told", "cut_event", "event_fields", "told_of"]
+__all__ = ["NATIVE_WRITER", "NativeEvent", "EventSummary", "slice_raw_event", "event_fields", "summarize_event"]
 
 NativeEvent: TypeAlias = "msgspec.Struct | msgspec.Raw"
 
@@ -114,10 +114,10 @@ def _look_at_stored(names: Sequence[str]) -> list[str]:
         "count = len(token_ids)",
         "if count:",
         "    try:",
-        "        pack_tokens[count](*token_ids)",
+        "        TOKEN_PACKERS[count](*token_ids)",
         "    except PackError:",
         "        return False",
-        f"    if {IS_UNFILLED.format('')}"
+        f"    if {NOT_BLOCK_ALIGNED.format('')}"
         + (" and event.kv_cache_spec_kind in FULL_ATTENTION_KINDS:" if "kv_cache_spec_kind" in names else ":"),
         "        return False",
         "parent = event.parent_block_hash",
@@ -154,9 +154,9 @@ def _looker(kind: type[WireEvent], names: Sequence[str]) -> _Look:
         "FULL_ATTENTION_KINDS": FULL_ATTENTION_KINDS,
         "PackError": PackError,
         "are_hashes": _are_peers_hashes,
-        "pack_tokens": pack_tokens,
+        "TOKEN_PACKERS": TOKEN_PACKERS,
     }
-    return compiled("is_sound", "\n".join([*lines, "    return True"]), scope)  # type: ignore[no-any-return]
+    return compile_function("is_sound", "\n".join([*lines, "    return True"]), scope)  # type: ignore[no-any-return]
 
 
 class _Class(NamedTuple):
@@ -166,13 +166,13 @@ class _Class(NamedTuple):
         kind: which of the three it is.
         is_sound: says of an event whether all of its values may go on the wire.
         names: the fields that this kit knows.
-        place_of: gives of an event what it says of its site; equal for equal sites.
+        medium_group: gives of an event what it says of its location; equal for equal sites.
     """
 
     kind: type[WireEvent]
     is_sound: _Look
     names: tuple[str, ...]
-    place_of: Callable[[object], object]
+    medium_group: Callable[[object], object]
 
 
 _classes: dict[type, _Class] = {}
@@ -194,17 +194,17 @@ def _class_of(event: object) -> _Class:
         raise TypeError(f"{type(event).__name__} names its fields otherwise than the wire: {', '.join(missing)}")
     names = tuple(name for name in event.__struct_fields__ if name in kind.__struct_fields__)
     place = [name for name in _PLACE if name in names]
-    place_of: Callable[[object], object] = attrgetter(*place) if place else type
-    known = _classes[type(event)] = _Class(kind, _looker(kind, names), names, place_of)
+    medium_group: Callable[[object], object] = attrgetter(*place) if place else type
+    known = _classes[type(event)] = _Class(kind, _looker(kind, names), names, medium_group)
     return known
 
 
 _PLACE = ("medium", "group_idx", "locality", "ownership")
 
 
-def _changes_of(events: Sequence[Any]) -> Changes | None:
+def _changes_of(events: Sequence[Any]) -> BlockChanges | None:
     """What events of an engine's classes change; None where others are among them, or hashes that must be converted."""
-    changes: list[tuple[type[WireEvent], Site, list[int]]] = []
+    changes: list[tuple[type[WireEvent], BlockLocation, list[int]]] = []
     hashes: list[int] = []
     last_known, last_place = None, None
     for event in events:
@@ -212,17 +212,17 @@ def _changes_of(events: Sequence[Any]) -> Changes | None:
         if known is None:
             return None
         if known.kind is AllBlocksCleared:
-            changes.append((AllBlocksCleared, HERE, []))
+            changes.append((AllBlocksCleared, LOCAL_GPU, []))
             last_known = None
             continue
-        place = known.place_of(event)
+        place = known.medium_group(event)
         if known is not last_known or place != last_place:
             last_known, last_place, hashes = known, place, []
-            site = site_of(*(getattr(event, name) if name in known.names else None for name in _PLACE))
-            changes.append((known.kind, site, hashes))
+            location = block_location(*(getattr(event, name) if name in known.names else None for name in _PLACE))
+            changes.append((known.kind, location, hashes))
         hashes += event.block_hashes
     try:
-        return packed(changes)
+        return pack_changes(changes)
     except PackError:
         return None
 
@@ -281,7 +281,7 @@ def _sound_raw(event: msgspec.Raw) -> msgspec.Raw:
     return event
 
 
-class NativeEvents:
+class NativeDialectWriter:
     """The lowering of the dialect ``native``: an engine's events are their own rows; this kit's become maps."""
 
     __slots__ = ()
@@ -294,7 +294,7 @@ class NativeEvents:
             ValueError: an engine's readers would refuse it; the message names the field.
         """
         if isinstance(event, KVCacheEvent):
-            return sound_event(event)
+            return validated_event(event)
         if type(event) is msgspec.Raw:
             return _sound_raw(event)
         known = _class_of(event)
@@ -313,7 +313,7 @@ class NativeEvents:
         """Return the row of an event that was looked at."""
         return _VLLM.trusted_one(event) if isinstance(event, KVCacheEvent) else event
 
-    def checked(self, events: Sequence[Any]) -> tuple[list[Any], Changes | None]:
+    def checked(self, events: Sequence[Any]) -> tuple[list[Any], BlockChanges | None]:
         """Return the rows of events, and what they change where that is known; raises as ``sound`` does."""
         rows = []
         class_of = _classes.get
@@ -323,11 +323,11 @@ class NativeEvents:
             rows.append(event if is_sound else self.trusted_one(self.sound(event)))
         return rows, _changes_of(events)
 
-    def told(self, events: Sequence[Any]) -> tuple[list[Any], Changes | None]:
+    def told(self, events: Sequence[Any]) -> tuple[list[Any], BlockChanges | None]:
         """Return the rows of events that were looked at, and what they change where that is known."""
         return self.trusted(events), _changes_of(events)
 
-    def change_of(self, event: Any) -> Changes | None:
+    def change_of(self, event: Any) -> BlockChanges | None:
         """What one event changes, where that is known."""
         return _changes_of((event,))
 
@@ -336,30 +336,30 @@ class NativeEvents:
         return [self.trusted_one(event) for event in events]
 
 
-_VLLM = LOWERINGS["vllm"]  # its maps are read by the readers of both engines
-NATIVE = NativeEvents()
+_VLLM = DIALECT_WRITERS["vllm"]  # its maps are read by the readers of both engines
+NATIVE_WRITER = NativeDialectWriter()
 
 
 # What an event tells of blocks, and cutting it between them.
 
 
-class Told(NamedTuple):
+class EventSummary(NamedTuple):
     """What decides which blocks stand, of one event that was looked at.
 
     Attributes:
         kind: which of the three events it is; the rest says nothing of AllBlocksCleared.
-        site: where the blocks are.
+        location: where the blocks are.
         block_hashes: signed 64-bit integers.
         parent: of a stored event, the block before the first one.
     """
 
     kind: type[WireEvent]
-    site: Site
+    location: BlockLocation
     block_hashes: tuple[int, ...] = ()
     parent: int | None = None
 
 
-def told_of(event: Any) -> Told:
+def summarize_event(event: Any) -> EventSummary:
     """Say what an event tells: one of this kit's, an engine's, or the bytes of one."""
     if type(event) is msgspec.Raw:
         tag, fields = event_fields(bytes(event))
@@ -368,18 +368,18 @@ def told_of(event: Any) -> Told:
         kind = next((each for each in WIRE_EVENTS if isinstance(event, each)), None) or _class_of(event).kind
         fields = {name: getattr(event, name) for name in event.__struct_fields__}
     if kind is AllBlocksCleared:
-        return Told(kind, site_of(None, None, None, None))
-    site = site_of(*(fields.get(name) for name in ("medium", "group_idx", "locality", "ownership")))
+        return EventSummary(kind, block_location(None, None, None, None))
+    location = block_location(*(fields.get(name) for name in ("medium", "group_idx", "locality", "ownership")))
     parent = fields.get("parent_block_hash")
     hashes = _signed(fields["block_hashes"])
-    return Told(kind, site, hashes, None if parent is None else signed_block_hash(parent))
+    return EventSummary(kind, location, hashes, None if parent is None else signed_block_hash(parent))
 
 
 def _signed(hashes: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(signed_block_hash, hashes))
 
 
-def cut_event(event: Any, first: int, stop: int) -> msgspec.Raw:
+def slice_raw_event(event: Any, first: int, stop: int) -> msgspec.Raw:
     """Return the bytes of an event (a row, or the bytes of one) of its blocks ``first`` to ``stop - 1``."""
     read = _decode(event if isinstance(event, bytes) else _encode(event))
     tag = read["type"] if isinstance(read, dict) else read[0]

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from scheduler_components.errors import ConfigError, PublisherNameTakenError
-from scheduler_components.kv_events.config import KVEventsConfig, suggest
+from scheduler_components.kv_events.config import KVEventsConfig, spelling_hint
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import EventPublisher, NullEventPublisher
 from scheduler_components.validators import check_integer
@@ -32,7 +32,7 @@ class PublisherConstructor(Protocol):
     def __call__(self, *, attn_dp_rank: int, **settings: Any) -> EventPublisher: ...
 
 
-Opener: TypeAlias = Callable[[KVEventsConfig, int], EventPublisher]
+OpenPublisher: TypeAlias = Callable[[KVEventsConfig, int], EventPublisher]
 """Opens the publisher of a configuration and a stream's index."""
 
 
@@ -51,14 +51,14 @@ def _open_zmq_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPubli
     return ZmqEventPublisher(attn_dp_rank, config=config)
 
 
-def _opener_of(constructor: PublisherConstructor) -> Opener:
+def _opener_of(constructor: PublisherConstructor) -> OpenPublisher:
     """Call a constructor as SGLang's factory does, with the configuration's options added."""
 
     def open_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPublisher:
         if config.auth != "none":
             problem = f"is not known to reach the publisher {config.publisher!r}"
             raise ConfigError("auth", config.auth, problem, "take it out, and protect that publisher in its options")
-        arguments = config.seed_arguments() | config.options
+        arguments = config.sglang_arguments() | config.options
         _check_signature(config, constructor, arguments)
         return constructor(attn_dp_rank=attn_dp_rank, **arguments)
 
@@ -71,7 +71,7 @@ class EventPublisherFactory:
     A subclass starts with a copy of its parent's publishers, and what is registered on it stays on it.
     """
 
-    _openers: ClassVar[dict[str, Opener]] = {"null": _open_null_publisher, "zmq": _open_zmq_publisher}
+    _openers: ClassVar[dict[str, OpenPublisher]] = {"null": _open_null_publisher, "zmq": _open_zmq_publisher}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -109,7 +109,7 @@ class EventPublisherFactory:
         return cls.find(settings.publisher)(settings, attn_dp_rank)
 
     @classmethod
-    def find(cls, name: str) -> Opener:
+    def find(cls, name: str) -> OpenPublisher:
         """Return what opens the publisher ``name``, loaded first where an installed package offers it.
 
         Raises:
@@ -121,7 +121,9 @@ class EventPublisherFactory:
         values = {offer.value: offer for offer in offers if offer.name == name}
         if not values:
             known = (*cls._openers, *sorted(offers.names))
-            raise ConfigError("publisher", name, "is not a publisher that this process knows", suggest(name, known))
+            raise ConfigError(
+                "publisher", name, "is not a publisher that this process knows", spelling_hint(name, known)
+            )
         if len(values) > 1:
             raise ConfigError("publisher", name, f"is offered by {' and '.join(sorted(values))}", "uninstall one")
         return cls._openers.setdefault(name, _opener_of(_load(*values.values())))

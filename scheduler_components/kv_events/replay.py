@@ -19,17 +19,17 @@ import msgspec
 
 from scheduler_components.errors import ConfigError, DecodeError
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.stream import CHAIN_BYTES, EPOCH_BYTES, Chunk, EventStream
+from scheduler_components.kv_events.stream import EPOCH_BYTES, STREAM_DIGEST_BYTES, EventStream, SnapshotChunk
 
 __all__ = [
     "END_SEQ",
     "REPLAY_FRAMINGS",
-    "Kind",
-    "Meta",
-    "Request",
-    "Verb",
-    "plain_request",
-    "ReplayCursors",
+    "ReplayMetaKind",
+    "ReplayMeta",
+    "ReplayRequest",
+    "ReplayVerb",
+    "encode_plain_request",
+    "ReplaySessions",
 ]
 
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
@@ -41,7 +41,7 @@ _EXTENDED_BYTES = 37
 _U64 = 1 << 64
 
 
-class Verb(enum.IntEnum):
+class ReplayVerb(enum.IntEnum):
     """What an extended request asks for."""
 
     STATUS = 1
@@ -52,7 +52,7 @@ class Verb(enum.IntEnum):
     """The base and the window, whatever the client has."""
 
 
-class Kind(enum.StrEnum):
+class ReplayMetaKind(enum.StrEnum):
     """What a META says."""
 
     STATUS = "status"
@@ -60,7 +60,7 @@ class Kind(enum.StrEnum):
     END = "end"
 
 
-class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReplayMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a publisher says about its stream, in answer to an extended request.
 
     Attributes:
@@ -82,7 +82,7 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: bytes
     first: int
     next: int
-    kind: Kind
+    kind: ReplayMetaKind
     snap: bool
     start: int
     chain: bytes
@@ -93,7 +93,7 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, payload: bytes) -> Meta:
+    def decode(cls, payload: bytes) -> ReplayMeta:
         """Read a META from a peer.
 
         Raises:
@@ -103,32 +103,32 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
             meta = _decode_meta(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"META: {error}") from error
-        if len(meta.token) != TOKEN_BYTES or len(meta.epoch) != EPOCH_BYTES or len(meta.chain) != CHAIN_BYTES:
+        if len(meta.token) != TOKEN_BYTES or len(meta.epoch) != EPOCH_BYTES or len(meta.chain) != STREAM_DIGEST_BYTES:
             raise DecodeError("META: token, epoch or chain has a wrong length")
         if not 0 <= meta.first <= meta.start <= meta.next < _U64 // 2:
             raise DecodeError(f"META: first {meta.first}, start {meta.start}, next {meta.next} are not in order")
         return meta
 
 
-_decode_meta = msgspec.msgpack.Decoder(Meta).decode
+_decode_meta = msgspec.msgpack.Decoder(ReplayMeta).decode
 
 
-class Request(msgspec.Struct, frozen=True):
+class ReplayRequest(msgspec.Struct, frozen=True):
     """A parsed replay request; ``verb`` is None for a plain one."""
 
     start: int
-    verb: Verb | None = None
+    verb: ReplayVerb | None = None
     token: bytes = bytes(TOKEN_BYTES)
     epoch: bytes = bytes(EPOCH_BYTES)
 
     def encode(self) -> bytes:
         """The frame that follows the empty delimiter."""
         if self.verb is None:
-            return plain_request(self.start)
-        return plain_request(self.start) + MAGIC + bytes([self.verb]) + self.token + self.epoch
+            return encode_plain_request(self.start)
+        return encode_plain_request(self.start) + MAGIC + bytes([self.verb]) + self.token + self.epoch
 
     @classmethod
-    def parse(cls, frame: bytes) -> Request:
+    def parse(cls, frame: bytes) -> ReplayRequest:
         """Read a request from a client.
 
         Raises:
@@ -139,33 +139,33 @@ class Request(msgspec.Struct, frozen=True):
         if len(frame) != _EXTENDED_BYTES or frame[8:12] != MAGIC:
             raise DecodeError(f"a replay request of {len(frame)} bytes")
         try:
-            verb = Verb(frame[12])
+            verb = ReplayVerb(frame[12])
         except ValueError as error:
             raise DecodeError(f"unknown replay verb {frame[12]}") from error
         return cls(int.from_bytes(frame[:8], "big"), verb, frame[13:21], frame[21:37])
 
 
-def plain_request(start: int) -> bytes:
+def encode_plain_request(start: int) -> bytes:
     """The frame that asks any publisher for everything from ``start``."""
     return start.to_bytes(_PLAIN_BYTES, "big")
 
 
 # Answers to replay requests, without sockets: one cursor per client, served one after the other, each a generator.
 
-Numbered = tuple[bytes, bytes]
+NumberedPayload = tuple[bytes, bytes]
 """Sequence and payload of one message of an answer."""
 
-Messages = Generator[Numbered | None, None, None]
+ReplyMessages = Generator[NumberedPayload | None, None, None]
 """An answer's messages; None where preparing the next one goes on."""
 
-_END: Numbered = (END_SEQ, b"")
+_END: NumberedPayload = (END_SEQ, b"")
 
 
-def _numbered(sequence: int, payload: bytes) -> Numbered:
+def _numbered(sequence: int, payload: bytes) -> NumberedPayload:
     return sequence.to_bytes(8, "big"), payload
 
 
-def _bare_end() -> Messages:
+def _bare_end() -> ReplyMessages:
     yield _END
 
 
@@ -173,7 +173,7 @@ _STUCK_AFTER_S = 2.0
 """A client that takes less than ``_PROGRESS`` in this time gives way to one who waits. A pause of 1.5 s is usual."""
 
 _PROGRESS = 64
-"""Messages, or 16 KiB parts of large ones: what libzmq queues for one client anyway."""
+"""ReplyMessages, or 16 KiB parts of large ones: what libzmq queues for one client anyway."""
 
 _BYTES_PER_PROGRESS = 16 * 1024
 
@@ -190,7 +190,7 @@ class _Cursor:
 
     __slots__ = ("full_since_s", "is_plain", "message", "messages", "num_taken")
 
-    def __init__(self, messages: Messages, *, is_plain: bool) -> None:
+    def __init__(self, messages: ReplyMessages, *, is_plain: bool) -> None:
         self.messages = messages
         self.message = next(messages)
         self.is_plain = is_plain
@@ -215,7 +215,7 @@ class _Cursor:
         return self.full_since_s is not None and now_s - self.full_since_s >= _STUCK_AFTER_S
 
 
-class ReplayCursors:
+class ReplaySessions:
     """All open answers of one stream.
 
     An answer covers what had been sent when it was asked for; later batches reach the client live. A plain client
@@ -244,7 +244,7 @@ class ReplayCursors:
     """
 
     __slots__ = (
-        "_cursors",
+        "_sessions",
         "_encoder",
         "_end_prefix",
         "_max_clients",
@@ -278,21 +278,21 @@ class ReplayCursors:
         self._prefix: tuple[bytes, ...] = (b"", topic) if framing == "topic" else (b"",)
         self._end_prefix: tuple[bytes, ...] = (b"", b"") if framing == "topic" else (b"",)
         self._max_clients = max_clients
-        self._cursors: OrderedDict[bytes, _Cursor] = OrderedDict()
-        self._waiting: OrderedDict[bytes, Request] = OrderedDict()
+        self._sessions: OrderedDict[bytes, _Cursor] = OrderedDict()
+        self._waiting: OrderedDict[bytes, ReplayRequest] = OrderedDict()
         self._pinning: set[bytes] = set()
         self.upstream: str | None = None
         self.num_served = self.num_batches = self.num_refused = self.num_truncated = 0
 
     def __len__(self) -> int:
-        return len(self._cursors)
+        return len(self._sessions)
 
     @property
     def clients(self) -> tuple[bytes, ...]:
         """Clients with an unfinished answer, the longest waiting first."""
-        return tuple(self._cursors)
+        return tuple(self._sessions)
 
-    def ask(self, frames: Sequence[bytes]) -> None:
+    def receive(self, frames: Sequence[bytes]) -> None:
         """Take one request as the ROUTER received it. Anything malformed is answered with a bare end marker.
 
         A client that asks again before its answer is done starts over: its earlier answer would be stale.
@@ -301,11 +301,11 @@ class ReplayCursors:
         try:
             if len(frames) != 3 or frames[1]:
                 raise DecodeError(f"a replay request of {len(frames)} frames")
-            request = Request.parse(frames[2])
+            request = ReplayRequest.parse(frames[2])
         except DecodeError:
             self.num_refused += 1
             self.drop(client)
-            self._cursors[client] = _Cursor(_bare_end(), is_plain=True)
+            self._sessions[client] = _Cursor(_bare_end(), is_plain=True)
             return
         self._forget(client)
         if client in self._waiting or len(self._waiting) < _MAX_WAITING:
@@ -319,19 +319,19 @@ class ReplayCursors:
         """Requests that wait for a place."""
         return len(self._waiting)
 
-    def may_go_on(self, now_s: float) -> bool:
+    def can_progress(self, now_s: float) -> bool:
         """True while an open client is not stuck, or another waits for the place of one that is."""
-        return bool(self._waiting) or not all(cursor.is_stuck(now_s) for cursor in self._cursors.values())
+        return bool(self._waiting) or not all(cursor.is_stuck(now_s) for cursor in self._sessions.values())
 
     def _admit(self) -> None:
         """Open answers of those who wait, while there are places."""
-        while self._waiting and len(self._cursors) < self._max_clients:
+        while self._waiting and len(self._sessions) < self._max_clients:
             client, request = self._waiting.popitem(last=False)
             is_plain = request.verb is None
             messages = self._plain(client, request.start) if is_plain else self._extended(client, request)
-            self._cursors[client] = _Cursor(messages, is_plain=is_plain)
+            self._sessions[client] = _Cursor(messages, is_plain=is_plain)
 
-    def _plain(self, client: bytes, start: int) -> Messages:
+    def _plain(self, client: bytes, start: int) -> ReplyMessages:
         stream = self._stream
         stop = stream.next_sequence
         sequence = start if stream.has_folded else max(start, stream.first)
@@ -345,7 +345,7 @@ class ReplayCursors:
             sequence += 1
         yield _END
 
-    def _folded(self, client: bytes, start: int) -> Messages:
+    def _folded(self, client: bytes, start: int) -> ReplyMessages:
         """The base as batches numbered up to ``first - 1``, at most ``first - start`` of them.
 
         None at all where it does not fit into so many: then the numbers have a gap, which says so.
@@ -353,8 +353,8 @@ class ReplayCursors:
         yield from self._caught_up()
         with self._pinned(client):
             first = self._stream.first
-            chunks: list[Chunk] = []
-            for planned in self._stream.plan_base(max_chunks=first - start):
+            chunks: list[SnapshotChunk] = []
+            for planned in self._stream.plan_snapshot(max_chunks=first - start):
                 if planned is None:
                     yield None
                 else:
@@ -367,15 +367,15 @@ class ReplayCursors:
                 # Let go of one by one: to free a large plan at once would show in the scheduler's step.
                 yield from self._chunk(number, chunks.pop(0), clear=number == start)
 
-    def _caught_up(self) -> Messages:
+    def _caught_up(self) -> ReplyMessages:
         """Wait until what was held up by the last client is folded: to pin the base now would hold it up at once."""
-        while self._stream.is_behind and not self._stream.pins:
+        while self._stream.is_over_limit and not self._stream.pins:
             yield None
 
-    def _snapshot(self) -> Generator[Numbered | None, None, int]:
+    def _snapshot(self) -> Generator[NumberedPayload | None, None, int]:
         """The base as chunks numbered 0 and up; returns how many."""
         num_chunks = 0
-        for planned in self._stream.plan_base():
+        for planned in self._stream.plan_snapshot():
             if planned is None:
                 yield None
                 continue
@@ -384,7 +384,7 @@ class ReplayCursors:
                 yield from self._chunk(number, planned.pop(0), clear=number == 0)
         return num_chunks
 
-    def _chunk(self, number: int, chunk: Chunk, *, clear: bool) -> Messages:
+    def _chunk(self, number: int, chunk: SnapshotChunk, *, clear: bool) -> ReplyMessages:
         for payload in self._stream.encode_chunk(chunk, self._encoder, self._rank, clear=clear):
             yield None if payload is None else _numbered(number, payload)
 
@@ -399,26 +399,26 @@ class ReplayCursors:
             self._stream.pins -= 1
             self._pinning.discard(client)
 
-    def _extended(self, client: bytes, request: Request) -> Messages:
+    def _extended(self, client: bytes, request: ReplayRequest) -> ReplyMessages:
         stream = self._stream
         in_window = request.epoch == stream.epoch and stream.first <= request.start <= stream.next_sequence
         start = request.start if in_window else stream.first
-        if request.verb is Verb.STATUS:
-            yield self._meta(request, Kind.STATUS, start)
+        if request.verb is ReplayVerb.STATUS:
+            yield self._meta(request, ReplayMetaKind.STATUS, start)
             return
-        gets_base = request.verb is Verb.SNAPSHOT or not in_window
+        gets_base = request.verb is ReplayVerb.SNAPSHOT or not in_window
         if gets_base:
             yield from self._caught_up()
         # Made now: by the time that a slow client has taken the last batch, the window may have passed it.
         stop = stream.next_sequence
-        end = self._meta(request, Kind.END, stop)
+        end = self._meta(request, ReplayMetaKind.END, stop)
         num_chunks = None
         if gets_base:
             with self._pinned(client):
                 start = stream.first
-                yield self._meta(request, Kind.BEGIN, start, snap=True)
+                yield self._meta(request, ReplayMetaKind.BEGIN, start, snap=True)
                 num_chunks = yield from self._snapshot()
-        yield self._meta(request, Kind.BEGIN, start, chunks=num_chunks)
+        yield self._meta(request, ReplayMetaKind.BEGIN, start, chunks=num_chunks)
         for sequence in range(start, stop):
             if sequence < stream.first:
                 # Overtaken by the window: without the closing META the client knows that it must ask again.
@@ -429,11 +429,11 @@ class ReplayCursors:
         yield end
 
     def _meta(
-        self, request: Request, kind: Kind, start: int, *, snap: bool = False, chunks: int | None = None
-    ) -> Numbered:
+        self, request: ReplayRequest, kind: ReplayMetaKind, start: int, *, snap: bool = False, chunks: int | None = None
+    ) -> NumberedPayload:
         stream = self._stream
-        chain = stream.chain_before(start)
-        meta = Meta(
+        chain = stream.digest_before(start)
+        meta = ReplayMeta(
             request.token, stream.epoch, stream.first, stream.next_sequence, kind, snap, start, chain, chunks,
             self.upstream,
         )  # fmt: skip
@@ -441,46 +441,46 @@ class ReplayCursors:
 
     def message(self, client: bytes) -> tuple[bytes, ...] | None:
         """The next message for ``client``, all frames, the same one until ``sent``; None while it is being prepared."""
-        message = self._cursors[client].message
+        message = self._sessions[client].message
         if message is None:
             return None
         return (client, *(self._end_prefix if message[0] == END_SEQ else self._prefix), *message)
 
-    def sent(self, client: bytes) -> bool:
+    def on_sent(self, client: bytes) -> bool:
         """Go on after the last message went out, or to prepare it further; True when the answer is done."""
-        cursor = self._cursors[client]
+        cursor = self._sessions[client]
         if cursor.message is not None and cursor.message[0] != END_SEQ:
             self.num_batches += 1
         try:
             cursor.take()
         except StopIteration:
-            del self._cursors[client]
+            del self._sessions[client]
             self.num_served += 1
             self._admit()
             return True
         return False
 
-    def full(self, client: bytes, now_s: float) -> None:
+    def on_full(self, client: bytes, now_s: float) -> None:
         """``client`` can take no message now. When it has been stuck for a while, it gives way to one who waits."""
-        cursor = self._cursors[client]
+        cursor = self._sessions[client]
         cursor.full(now_s)
         if cursor.is_stuck(now_s) and self._waiting:
             self.num_truncated += 1
             self.drop(client)
 
-    def cut_short(self) -> None:
+    def end_all(self) -> None:
         """Let every open answer end with a bare end marker now: the publisher is closing. Who waits gets nothing."""
         self._waiting.clear()
         for client in self.clients:
             self._cut(client)
 
-    def cut_pinned(self) -> None:
+    def cancel_pinned(self) -> None:
         """Cut the answers that keep the base from folding: their clients take too long, and must ask again.
 
         An extended client is told by a bare end marker. To a plain one that would say that this was all.
         """
         for client in tuple(self._pinning):
-            if self._cursors[client].is_plain:
+            if self._sessions[client].is_plain:
                 self.num_truncated += 1
                 self.drop(client)
             else:
@@ -488,7 +488,7 @@ class ReplayCursors:
 
     def _cut(self, client: bytes) -> None:
         self._forget(client)
-        self._cursors[client] = _Cursor(_bare_end(), is_plain=True)
+        self._sessions[client] = _Cursor(_bare_end(), is_plain=True)
         self.num_truncated += 1
 
     def drop(self, client: bytes) -> None:
@@ -499,11 +499,11 @@ class ReplayCursors:
 
     def _forget(self, client: bytes) -> None:
         """Close its answer without opening another."""
-        cursor = self._cursors.pop(client, None)
+        cursor = self._sessions.pop(client, None)
         if cursor is not None:
             cursor.messages.close()
 
     def rotate(self, client: bytes) -> None:
         """Put ``client`` last: it was served, or cannot take more now."""
-        if client in self._cursors:
-            self._cursors.move_to_end(client)
+        if client in self._sessions:
+            self._sessions.move_to_end(client)

@@ -11,12 +11,12 @@ from zlib import crc32
 import msgspec
 
 from scheduler_components.events import AllBlocksCleared
-from scheduler_components.kv_events.base import FoldedPayloads, Segment
+from scheduler_components.kv_events.base import RunSegment, StreamSnapshot
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.lowering import Changes
-from scheduler_components.kv_events.native import cut_event
+from scheduler_components.kv_events.lowering import BlockChanges
+from scheduler_components.kv_events.native import slice_raw_event
 
-__all__ = ["CHAIN_BYTES", "EPOCH_BYTES", "Chunk", "EventStream", "chain_after", "chain_at_start"]
+__all__ = ["STREAM_DIGEST_BYTES", "EPOCH_BYTES", "SnapshotChunk", "EventStream", "digest_after", "initial_digest"]
 
 # The theory of the stream.
 #
@@ -31,7 +31,7 @@ __all__ = ["CHAIN_BYTES", "EPOCH_BYTES", "Chunk", "EventStream", "chain_after", 
 # Epoch. Each life of a publisher has 16 random bytes. Numbers of two lives cannot be compared; a reader that sees
 # another epoch starts over.
 #
-# Digest. chain(epoch) = BLAKE2b-64(epoch); chain after batch n = BLAKE2b-64(chain, n, CRC-32(payload)). Two sides with
+# Digest. digest(epoch) = BLAKE2b-64(epoch); digest after batch n = BLAKE2b-64(digest, n, CRC-32(payload)). Two sides with
 # the same epoch, number and digest have read the same bytes. So a reader that asks for what follows number n can prove
 # that what it has is a prefix of this stream and not of a similar one. The digest finds accidents, not attackers.
 #
@@ -52,7 +52,7 @@ __all__ = ["CHAIN_BYTES", "EPOCH_BYTES", "Chunk", "EventStream", "chain_after", 
 # Folding is bounded per drain, so that a window that has grown is folded over many steps and not in one.
 
 EPOCH_BYTES = 16
-CHAIN_BYTES = 8
+STREAM_DIGEST_BYTES = 8
 
 _FOLDS_PER_DRAIN = 8
 """Batches folded in one drain, besides as many as came in it: more would show in the scheduler's step."""
@@ -64,25 +64,27 @@ _MAX_CHUNK_BYTES = 2 * 1024 * 1024
 """Where there are fewer numbers than chunks, several become one message; half of what readers take, never more."""
 
 
-def chain_at_start(epoch: bytes) -> bytes:
+def initial_digest(epoch: bytes) -> bytes:
     """The digest before the first batch of an epoch."""
-    return blake2b(epoch, digest_size=CHAIN_BYTES).digest()
+    return blake2b(epoch, digest_size=STREAM_DIGEST_BYTES).digest()
 
 
-def chain_after(chain: bytes, sequence: int, payload: bytes) -> bytes:
-    """The digest after one more batch: 8 bytes of BLAKE2b over chain, sequence (8 bytes) and CRC-32 of the payload (4).
+def digest_after(digest: bytes, sequence: int, payload: bytes) -> bytes:
+    """The digest after one more batch: 8 bytes of BLAKE2b over digest, sequence (8 bytes) and CRC-32 of the payload (4).
 
     It proves that two sides have read the same, not who wrote it. A checksum is enough for that, and of a payload of
     40 KB it costs a sixth of what hashing all of it does.
     """
-    return blake2b(chain + (sequence << 32 | crc32(payload)).to_bytes(12, "big"), digest_size=CHAIN_BYTES).digest()
+    return blake2b(
+        digest + (sequence << 32 | crc32(payload)).to_bytes(12, "big"), digest_size=STREAM_DIGEST_BYTES
+    ).digest()
 
 
 _SEGMENTS_PER_STEP = 500
 """Segments planned between two looks at anything else, or ``_CHUNK_BYTES`` of them: about half a millisecond."""
 
 
-Chunk: TypeAlias = list[msgspec.Raw | Segment[msgspec.Raw]]
+SnapshotChunk: TypeAlias = list[msgspec.Raw | RunSegment[msgspec.Raw]]
 """Events of the base for one message: whole ones, and those that are to be cut."""
 
 
@@ -98,25 +100,25 @@ class EventStream:
     Attributes:
         first: the oldest number in the window.
         next_sequence: the number that the next batch will get.
-        chain: the digest after the last batch.
-        kept_bytes: payload bytes in the window.
+        digest: the digest after the last batch.
+        buffered_bytes: payload bytes in the window.
         has_folded: whether anything has left the window yet; before that, the base is empty by definition.
         pins: open snapshots of the base; while there are any, nothing is folded and the window grows.
     """
 
     __slots__ = (
-        "_base",
+        "_snapshot",
         "_max_bytes",
         "_max_steps",
         "_num_unfolded",
-        "_window",
-        "_window_chains",
-        "_window_changes",
-        "chain",
+        "_replay_buffer",
+        "_replay_digests",
+        "_replay_changes",
+        "digest",
         "epoch",
         "first",
         "has_folded",
-        "kept_bytes",
+        "buffered_bytes",
         "next_sequence",
         "pins",
     )
@@ -126,30 +128,30 @@ class EventStream:
         self._max_steps = max_steps
         self._max_bytes = max_bytes
         # Two queues of plain bytes: neither the garbage collector nor a growing table ever walks the window.
-        self._window: deque[bytes] = deque()
-        self._window_chains: deque[bytes] = deque()
-        self._window_changes: deque[Changes | None] = deque()
-        self._base = FoldedPayloads()
+        self._replay_buffer: deque[bytes] = deque()
+        self._replay_digests: deque[bytes] = deque()
+        self._replay_changes: deque[BlockChanges | None] = deque()
+        self._snapshot = StreamSnapshot()
         self.first = self.next_sequence = first_sequence
-        self.chain = chain_at_start(epoch)
-        self.kept_bytes = self._num_unfolded = 0
+        self.digest = initial_digest(epoch)
+        self.buffered_bytes = self._num_unfolded = 0
         self.has_folded = False
         self.pins = 0
 
     def __len__(self) -> int:
         """Batches in the window."""
-        return len(self._window)
+        return len(self._replay_buffer)
 
     @property
-    def num_base_blocks(self) -> int:
-        return len(self._base)
+    def num_snapshot_blocks(self) -> int:
+        return len(self._snapshot)
 
     @property
-    def num_base_bytes(self) -> int:
+    def num_snapshot_bytes(self) -> int:
         """Bytes of the payloads of which a block stands; of those that are half gone, of what stands."""
-        return self._base.num_bytes
+        return self._snapshot.num_bytes
 
-    def append(self, payload: bytes, changes: Changes | None = None) -> int:
+    def append(self, payload: bytes, changes: BlockChanges | None = None) -> int:
         """Give ``payload`` the next sequence number and keep it; returns the number.
 
         ``changes`` is what its encoder has told; without it, the payload is read when it leaves the window.
@@ -159,38 +161,38 @@ class EventStream:
         if not self._max_steps:
             self.first = self.next_sequence
             return sequence
-        self._window.append(payload)
-        self._window_chains.append(self.chain)
-        self._window_changes.append(changes)
-        self.chain = chain_after(self.chain, sequence, payload)
-        self.kept_bytes += len(payload)
+        self._replay_buffer.append(payload)
+        self._replay_digests.append(self.digest)
+        self._replay_changes.append(changes)
+        self.digest = digest_after(self.digest, sequence, payload)
+        self.buffered_bytes += len(payload)
         self._num_unfolded += 1
         return sequence
 
-    def fold_some(self) -> None:
+    def fold_oldest(self) -> None:
         """Fold a bounded number of batches that the window has no room for; call it once per drain, sent or not."""
         most = self._num_unfolded + _FOLDS_PER_DRAIN
         self._num_unfolded = 0
-        while most and self.is_behind and not self.pins:
-            payload = self._window.popleft()
-            self._window_chains.popleft()
+        while most and self.is_over_limit and not self.pins:
+            payload = self._replay_buffer.popleft()
+            self._replay_digests.popleft()
             self.first += 1
             self.has_folded = True
-            self.kept_bytes -= len(payload)
-            self._base.fold(payload, self._window_changes.popleft())
+            self.buffered_bytes -= len(payload)
+            self._snapshot.fold(payload, self._replay_changes.popleft())
             most -= 1
 
     @property
-    def is_behind(self) -> bool:
+    def is_over_limit(self) -> bool:
         """True while there is more in the window than it has room for: it was pinned, and folds now."""
-        num = len(self._window)
-        return num > self._max_steps or (self.kept_bytes > self._max_bytes and num > 1)
+        num = len(self._replay_buffer)
+        return num > self._max_steps or (self.buffered_bytes > self._max_bytes and num > 1)
 
     @property
-    def is_held_up(self) -> bool:
+    def has_stuck_pins(self) -> bool:
         """True when pinned snapshots have let the window grow to twice its bounds: they must be cut."""
-        num = len(self._window)
-        is_over_twice = num > 2 * self._max_steps or (self.kept_bytes > 2 * self._max_bytes and num > 1)
+        num = len(self._replay_buffer)
+        is_over_twice = num > 2 * self._max_steps or (self.buffered_bytes > 2 * self._max_bytes and num > 1)
         return bool(self.pins) and is_over_twice
 
     def payload(self, sequence: int) -> bytes:
@@ -199,28 +201,28 @@ class EventStream:
         Raises:
             LookupError: it is not in the window.
         """
-        return self._window[self._index(sequence)]
+        return self._replay_buffer[self._index(sequence)]
 
-    def chain_before(self, sequence: int) -> bytes:
+    def digest_before(self, sequence: int) -> bytes:
         """The digest of everything below ``sequence``, from ``first`` to ``next_sequence``."""
-        return self.chain if sequence == self.next_sequence else self._window_chains[self._index(sequence)]
+        return self.digest if sequence == self.next_sequence else self._replay_digests[self._index(sequence)]
 
     def _index(self, sequence: int) -> int:
         if not self.first <= sequence < self.next_sequence:
             raise LookupError(f"batch {sequence} is not in the window of {self.first} to {self.next_sequence - 1}")
         return sequence - self.first
 
-    def plan_base(self, *, max_chunks: int | None = None) -> Iterator[list[Chunk] | None]:
+    def plan_snapshot(self, *, max_chunks: int | None = None) -> Iterator[list[SnapshotChunk] | None]:
         """Cut the base into chunks of a size to send; yields None while it goes on, and at last the chunks.
 
         The base must not change from the first step until the last chunk is encoded: the caller holds ``pins``.
         There is at least one chunk, save where ``max_chunks`` are too few for messages that readers take: then there
         is none.
         """
-        chunks: list[Chunk] = [[]]
+        chunks: list[SnapshotChunk] = [[]]
         sizes = [0]
         num_planned = num_read = 0
-        for segment in self._base.segments():
+        for segment in self._snapshot.segments():
             length = len(segment.run.event)
             if sizes[-1] and sizes[-1] + length > _CHUNK_BYTES:
                 chunks.append([])
@@ -239,7 +241,9 @@ class EventStream:
                 chunks = []
         yield chunks
 
-    def encode_chunk(self, chunk: Chunk, encoder: BatchEncoder, rank: int, *, clear: bool) -> Iterator[bytes | None]:
+    def encode_chunk(
+        self, chunk: SnapshotChunk, encoder: BatchEncoder, rank: int, *, clear: bool
+    ) -> Iterator[bytes | None]:
         """Write a chunk of the base as the payload of a batch; ``clear`` puts AllBlocksCleared first.
 
         Yields None while it goes on, after each ``_CHUNK_BYTES`` that were looked at, and at last the payload.
@@ -250,16 +254,16 @@ class EventStream:
             if num_read > _CHUNK_BYTES:
                 yield None
                 num_read = 0
-            event = each.run.event if isinstance(each, Segment) else each
+            event = each.run.event if isinstance(each, RunSegment) else each
             num_read += len(event)
-            events.append(cut_event(event, each.first, each.stop) if isinstance(each, Segment) else event)
+            events.append(slice_raw_event(event, each.first, each.stop) if isinstance(each, RunSegment) else event)
         # The time of a folded batch is 0: what it says happened at many times.
         yield msgspec.msgpack.encode((0.0, events, rank))
 
 
-def _joined(chunks: list[Chunk], sizes: list[int]) -> list[Chunk]:
+def _joined(chunks: list[SnapshotChunk], sizes: list[int]) -> list[SnapshotChunk]:
     """Neighbouring chunks as one, up to the largest size of a message."""
-    joined: list[Chunk] = []
+    joined: list[SnapshotChunk] = []
     room = 0
     for chunk, size in zip(chunks, sizes, strict=True):
         if joined and size <= room:

@@ -24,7 +24,7 @@ import time
 import weakref
 from typing import Protocol
 
-__all__ = ["Backstop", "Drained", "Look"]
+__all__ = ["Backstop", "Drainable", "DrainResult"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _write_with_gil.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 _write_with_gil.restype = ctypes.c_ssize_t
 
 
-class Look(enum.Enum):
+class DrainResult(enum.Enum):
     """What a look found."""
 
     DRAINING = "the scheduler drains by itself: look again in a while, and leave the sockets to it"
@@ -62,10 +62,10 @@ class Look(enum.Enum):
     QUIET = "drained, and nothing is left"
 
 
-class Drained(Protocol):
+class Drainable(Protocol):
     """What the backstop drains."""
 
-    def drain_for_scheduler(self, late_s: float) -> Look:
+    def drain_for_scheduler(self, late_s: float) -> DrainResult:
         """Drain what was handed over, or if the scheduler has not drained lately.
 
         ``late_s`` is how long after its time the look comes: the GIL was not free, or the machine is busy.
@@ -88,7 +88,7 @@ class Backstop:
 
     Attributes:
         has_ended: True once the thread is gone, stopped or dead; a caller must not count on it any more.
-        soon_s: time until the next look after ``Look.HANDED_OVER``; who is drained says it.
+        soon_s: time until the next look after ``DrainResult.HANDED_OVER``; who is drained says it.
     """
 
     __slots__ = (
@@ -108,7 +108,7 @@ class Backstop:
         "soon_s",
     )
 
-    def __init__(self, drained: Drained, *, watched_fds: tuple[int, ...], name: str) -> None:
+    def __init__(self, drained: Drainable, *, watched_fds: tuple[int, ...], name: str) -> None:
         self._drained = weakref.ref(drained)
         self._watched_fds = watched_fds
         self._name = name
@@ -169,7 +169,7 @@ class Backstop:
         self._thread = None
         return True
 
-    def disown(self, inherited: object) -> None:
+    def after_fork_in_child(self, inherited: object) -> None:
         """In a forked child: keep ``inherited`` for as long as the child lives, for its sockets are the parent's.
 
         The thread is not there, but its stack is and holds this object. So nothing is collected, at exit either, and no
@@ -199,9 +199,9 @@ class Backstop:
         for descriptor in self._watched_fds:
             woken_or_asked.register(descriptor, select.POLLIN)
         try:
-            found = Look.QUIET
+            found = DrainResult.QUIET
             while not self._stopping:
-                self._sleep(reader, woken_or_asked, _LOOK_AT_STUCK_MS if found is Look.STUCK else None)
+                self._sleep(reader, woken_or_asked, _LOOK_AT_STUCK_MS if found is DrainResult.STUCK else None)
                 self._looking = True
                 found = self._look(reader, woken, woken_or_asked)
         except Exception:  # noqa: BLE001 - the thread ends here: nobody else would report it
@@ -229,11 +229,11 @@ class Backstop:
         finally:
             self._is_fast_asleep = False
 
-    def _drain(self) -> Look:
+    def _drain(self) -> DrainResult:
         """No reference to who is drained outlives this call. Whoever is gone leaves nothing to look at."""
         drained = self._drained()
         if drained is None:
-            return Look.QUIET
+            return DrainResult.QUIET
         return drained.drain_for_scheduler(max(0.0, time.monotonic() - self._due_s))
 
     def _stop_deferring(self) -> None:
@@ -241,35 +241,35 @@ class Backstop:
         if drained is not None:
             drained.stop_deferring()
 
-    def _look(self, reader: int, woken: select.poll, woken_or_asked: select.poll) -> Look:
-        """Look until there has been nothing to do for a while; returns what the last look found."""
+    def _look(self, reader: int, woken: select.poll, woken_or_asked: select.poll) -> DrainResult:
+        """DrainResult until there has been nothing to do for a while; returns what the last look found."""
         quiet_looks = 0
-        found = Look.QUIET
+        found = DrainResult.QUIET
         while not self._stopping:
             found = self._drain()
-            quiet_looks = quiet_looks + 1 if found is Look.QUIET else 0
-            if quiet_looks > _LOOKS_BEFORE_SLEEP or found in (Look.LULL, Look.STUCK):
+            quiet_looks = quiet_looks + 1 if found is DrainResult.QUIET else 0
+            if quiet_looks > _LOOKS_BEFORE_SLEEP or found in (DrainResult.LULL, DrainResult.STUCK):
                 self._due_s = math.inf
                 self._looking = False
                 self._stop_deferring()
                 # A batch may have been deferred just before the flags fell: its publisher saw them still set.
                 found = self._drain()
-                if found in (Look.QUIET, Look.LULL, Look.STUCK):
+                if found in (DrainResult.QUIET, DrainResult.LULL, DrainResult.STUCK):
                     return found
                 self._looking = True
             self._wait_after(found, reader, woken, woken_or_asked)
         return found
 
-    def _wait_after(self, found: Look, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
-        if found is Look.BUSY:
+    def _wait_after(self, found: DrainResult, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
+        if found is DrainResult.BUSY:
             self._due_s = time.monotonic()
-        elif found in (Look.SHARING, Look.HANDED_OVER):
-            wait_s = _BREATHER_S if found is Look.SHARING else self.soon_s
+        elif found in (DrainResult.SHARING, DrainResult.HANDED_OVER):
+            wait_s = _BREATHER_S if found is DrainResult.SHARING else self.soon_s
             self._due_s = time.monotonic() + wait_s
             time.sleep(wait_s)  # shorter than a wait for descriptors can be
         else:
             self._due_s = time.monotonic() + _LOOK_EVERY_MS / 1e3
-            _wait(woken if found is Look.DRAINING else woken_or_asked, reader, _LOOK_EVERY_MS)
+            _wait(woken if found is DrainResult.DRAINING else woken_or_asked, reader, _LOOK_EVERY_MS)
 
 
 def _wait(poller: select.poll, reader: int, timeout_ms: float | None = None) -> list[tuple[int, int]]:

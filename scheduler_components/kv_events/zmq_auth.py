@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 __all__ = [
     "PUBLIC_SUFFIX",
     "SECRET_SUFFIX",
-    "KeyPair",
+    "CurveKeyPair",
     "read_key_pair",
     "read_public_key",
     "write_key_pair",
-    "ClientKeys",
-    "StreamAccess",
-    "apply_client_keys",
+    "CurveClientKeys",
+    "CurveServerKeys",
+    "apply_curve_client_keys",
 ]
 
 PUBLIC_SUFFIX = ".key"
@@ -46,7 +46,7 @@ _MAKE_KEYS = "give a file that 'scheduler-components keygen' made"
 
 
 @attrs.frozen
-class KeyPair:
+class CurveKeyPair:
     """Both keys of one party, as Z85 text of 40 bytes; the secret one is not shown in logs."""
 
     public: bytes
@@ -91,7 +91,7 @@ def write_key_pair(directory: Path, name: str) -> tuple[Path, Path]:
     return public_file, secret_file
 
 
-def read_key_pair(path: str | Path, *, field: str) -> KeyPair:
+def read_key_pair(path: str | Path, *, field: str) -> CurveKeyPair:
     """Read a secret file.
 
     Raises:
@@ -103,7 +103,7 @@ def read_key_pair(path: str | Path, *, field: str) -> KeyPair:
         raise ConfigError(field, str(path), "holds no secret key", f"give the file that ends in {SECRET_SUFFIX}")
     if not _is_key(secret) or zmq.curve_public(secret) != public:
         raise ConfigError(field, str(path), "holds keys that are not a pair", _MAKE_KEYS)
-    return KeyPair(public, secret)
+    return CurveKeyPair(public, secret)
 
 
 def read_public_key(path: str | Path, *, field: str) -> bytes:
@@ -177,7 +177,7 @@ _DOMAIN = "scheduler-components"
 
 
 @attrs.frozen(kw_only=True)
-class StreamAccess:
+class CurveServerKeys:
     """The publisher's half: its own keys, and the clients that it lets in.
 
     Attributes:
@@ -185,11 +185,11 @@ class StreamAccess:
         allowed: public keys of the clients, as Z85 text.
     """
 
-    keys: KeyPair
+    keys: CurveKeyPair
     allowed: frozenset[bytes]
 
     @classmethod
-    def read(cls, secret_key_file: str, client_keys_dir: str) -> StreamAccess:
+    def read(cls, secret_key_file: str, client_keys_dir: str) -> CurveServerKeys:
         """Read and check all key files.
 
         Raises:
@@ -199,7 +199,7 @@ class StreamAccess:
         return cls(keys=keys, allowed=_read_allowed(client_keys_dir, field="client_keys_dir"))
 
     @classmethod
-    def of(cls, config: KVEventsConfig) -> StreamAccess | None:
+    def of(cls, config: KVEventsConfig) -> CurveServerKeys | None:
         """Return what a configuration asks for, with its key files read; None where everybody may connect.
 
         Raises:
@@ -209,7 +209,7 @@ class StreamAccess:
             return None  # the configuration has refused one without the other
         return cls.read(config.secret_key_file, config.client_keys_dir)
 
-    def open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+    def start_authenticator(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
         """Start to answer for ``context``, before any of its sockets binds; ``stop()`` it before the context ends."""
         gate = ThreadAuthenticator(context)
         gate.configure_curve_callback(_DOMAIN, self)
@@ -227,7 +227,7 @@ class StreamAccess:
         """The authenticator asks whether this client may connect."""
         return domain == _DOMAIN and key in self.allowed
 
-    def guard(self, socket: zmq.Socket[bytes]) -> None:
+    def apply_server_keys(self, socket: zmq.Socket[bytes]) -> None:
         """Make ``socket``, not yet bound, refuse every peer without CURVE and an allowed key."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
@@ -253,7 +253,7 @@ def _read_allowed(directory: str, *, field: str) -> frozenset[bytes]:
 
 
 @attrs.frozen(kw_only=True)
-class ClientKeys:
+class CurveClientKeys:
     """The subscriber's half: its own keys, and the publisher that it insists on.
 
     Attributes:
@@ -261,11 +261,11 @@ class ClientKeys:
         publisher: the publisher's public key, as Z85 text.
     """
 
-    keys: KeyPair
+    keys: CurveKeyPair
     publisher: bytes
 
     @classmethod
-    def read(cls, secret_key_file: str, publisher_key_file: str) -> ClientKeys:
+    def read(cls, secret_key_file: str, publisher_key_file: str) -> CurveClientKeys:
         """Read and check both files.
 
         Raises:
@@ -277,7 +277,7 @@ class ClientKeys:
         )
 
 
-def apply_client_keys(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
+def apply_curve_client_keys(socket: zmq.Socket[bytes], keys: CurveClientKeys) -> None:
     """Make ``socket`` (SUB or DEALER, not yet connected) use CURVE, with the publisher of ``keys`` alone."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.publisher)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.keys.public)

@@ -1,7 +1,7 @@
 """The ZMQ publisher: live batches on a PUB socket, past ones on a replay ROUTER.
 
 The file is read from the sockets up: ``ZmqLiveSender`` (encode, number, send), ``ZmqReplayServer`` (answers in slices),
-``ZmqStreamEdge`` (both, and all else of one stream), ``ZmqEventPublisher`` (who works, and when).
+``ZmqStreamSockets`` (both, and all else of one stream), ``ZmqEventPublisher`` (who works, and when).
 
 Who works: ``publish()`` appends; ``idle()``, called where the scheduler waits for its device, encodes, sends and serves
 replays: it drains. A scheduler that never calls ``idle()`` hands its batches over to the backstop thread. A sending
@@ -31,25 +31,25 @@ import zmq
 from msgspec import UNSET, UnsetType
 
 from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
-from scheduler_components.events import AllBlocksCleared, CheckedEvents, EventBatch, KVCacheEvent, KVEventBatch
-from scheduler_components.fork_hook import tell_of_forks
-from scheduler_components.kv_events.backlog import MAX_WAITING, Backlog, Bursts, cost_of
-from scheduler_components.kv_events.base import collapse
+from scheduler_components.events import AllBlocksCleared, EventBatch, KVCacheEvent, KVEventBatch, ValidatedEvents
+from scheduler_components.fork_hook import register_for_fork
+from scheduler_components.kv_events.backlog import MAX_WAITING, Backlog, InlineBacklog, batch_cost
+from scheduler_components.kv_events.base import merge_batches
 from scheduler_components.kv_events.codec import (
     ENCODE_ERRORS,
     MAX_PAYLOAD_BYTES,
     BatchEncoder,
-    halves,
-    rank_of,
-    why_too_large,
+    batch_rank,
+    oversize_reason,
+    split_events,
 )
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.file_sequence_floor import SequenceFloor, open_sequence_floor
-from scheduler_components.kv_events.replay import END_SEQ, ReplayCursors
+from scheduler_components.kv_events.replay import END_SEQ, ReplaySessions
 from scheduler_components.kv_events.stream import EPOCH_BYTES, EventStream
-from scheduler_components.kv_events.thread_backstop import Backstop, Look
-from scheduler_components.kv_events.zmq_auth import StreamAccess
+from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
+from scheduler_components.kv_events.zmq_auth import CurveServerKeys
 from scheduler_components.kv_events.zmq_sockets import Context, Socket, StreamSockets, open_stream_sockets
 from scheduler_components.ports import EventPublisher
 from scheduler_components.validators import check_integer
@@ -59,8 +59,8 @@ __all__ = [
     "ZmqLiveSender",
     "ZmqReplayServer",
     "DrainReason",
-    "ZmqStreamEdge",
-    "open_stream_edge",
+    "ZmqStreamSockets",
+    "open_zmq_stream",
     "CloseReport",
     "ZmqEventPublisher",
 ]
@@ -178,7 +178,7 @@ class ZmqLiveSender:
             _log.warning("%d KV-event batches were pending: collapsed into one", count)
         batches = [self.pending.popleft() for _ in range(count)]
         try:
-            merged = collapse(batches)
+            merged = merge_batches(batches)
         except _UNSOUND:
             # Something among them is no batch: one by one, it alone is refused.
             for batch in batches:
@@ -192,7 +192,7 @@ class ZmqLiveSender:
         """Encode before taking a number: an event that cannot be encoded takes none, and costs no good event."""
         try:
             payload: bytes | None
-            payload, changes = self._encoder.encode_told(batch, self._rank)
+            payload, changes = self._encoder.encode_with_changes(batch, self._rank)
             events = batch.events
         except _UNSOUND:
             payload, events = self._encode_sound(batch)
@@ -200,14 +200,16 @@ class ZmqLiveSender:
         if payload is None:
             return
         if len(payload) > _LARGE_PAYLOAD_BYTES:
-            reason = why_too_large(events, self._encoder)
+            reason = oversize_reason(events, self._encoder)
             if reason is not None:
                 self._refuse(1, f"{type(events[0]).__name__} ({reason})")
                 return
-            parts = halves(events)
+            parts = split_events(events)
             if parts is not None:
                 for part in parts:
-                    self._send_batch(EventBatch(ts=batch.ts, events=CheckedEvents(part), attn_dp_rank=rank_of(batch)))
+                    self._send_batch(
+                        EventBatch(ts=batch.ts, events=ValidatedEvents(part), attn_dp_rank=batch_rank(batch))
+                    )
                 return
         sequence = self._stream.append(payload, changes)
         try:
@@ -232,7 +234,7 @@ class ZmqLiveSender:
 
     def _encode_sound(self, batch: EventBatch) -> tuple[bytes | None, tuple[KVCacheEvent, ...]]:
         try:
-            payload, events, refused = self._encoder.encode_sound(batch, self._rank)
+            payload, events, refused = self._encoder.encode_valid(batch, self._rank)
         except _UNSOUND as error:
             self._refuse(1, f"{type(batch).__name__}, which is no batch of them: {error}")
             return None, ()
@@ -272,7 +274,7 @@ class ZmqReplayServer:
 
     __slots__ = ("_events", "_has_failed", "_socket", "cursors")
 
-    def __init__(self, socket: zmq.Socket[bytes], cursors: ReplayCursors) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], cursors: ReplaySessions) -> None:
         self._socket = socket
         # pyzmq's Python-level getsockopt makes enums of both ends: ten times the call itself.
         self._events = super(zmq.Socket, socket).get
@@ -303,7 +305,7 @@ class ZmqReplayServer:
         asked = 0
         while asked < _REQUESTS_PER_SLICE and self._is_readable():
             asked += 1
-            self.cursors.ask(self._socket.recv_multipart(zmq.NOBLOCK))
+            self.cursors.receive(self._socket.recv_multipart(zmq.NOBLOCK))
         if not len(self.cursors):
             return asked == _REQUESTS_PER_SLICE
         for client in self.cursors.clients:
@@ -325,7 +327,7 @@ class ZmqReplayServer:
                 if message is not None:
                     self._socket.send_multipart(message, zmq.NOBLOCK)
             except zmq.Again:
-                self.cursors.full(client, now_s)
+                self.cursors.on_full(client, now_s)
                 break
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -333,7 +335,7 @@ class ZmqReplayServer:
                 self.cursors.drop(client)
                 self.cursors.num_truncated += 1
                 return sends_left
-            done = self.cursors.sent(client)
+            done = self.cursors.on_sent(client)
             # A step of planning, or a chunk of the base, is a slice of its own.
             cost = _SENDS_PER_LARGE_SLICE if message is None else 1 + len(message[-1]) // _BYTES_PER_SEND
             sends_left = max(0, sends_left - cost)
@@ -353,7 +355,7 @@ class ZmqReplayServer:
             if len(self.cursors) and not self._socket.poll(_CLOSE_POLL_MS, zmq.POLLOUT | zmq.POLLIN):
                 break
         if not self._has_failed:
-            self.cursors.cut_short()
+            self.cursors.end_all()
             for client in self.cursors.clients:
                 self._serve(client, 1, deadline)
         self._socket.close(linger=max(0, int((deadline - time.monotonic()) * 1000)))
@@ -387,8 +389,8 @@ _BY_THREAD = (DrainReason.HANDED_OVER, DrainReason.STALL)
 """In slices: the thread may lose the GIL in each send, and has the sockets meanwhile."""
 
 
-class ZmqStreamEdge:
-    """The live sender, the replay server and the counters of one stream; made by ``open_stream_edge``.
+class ZmqStreamSockets:
+    """The live sender, the replay server and the counters of one stream; made by ``open_zmq_stream``.
 
     Attributes:
         live: what takes batches to the PUB socket.
@@ -397,7 +399,7 @@ class ZmqStreamEdge:
     """
 
     __slots__ = (
-        "_cursors",
+        "_sessions",
         "_floor",
         "_looked_at_s",
         "_num_drains",
@@ -412,7 +414,7 @@ class ZmqStreamEdge:
         self,
         sockets: StreamSockets,
         stream: EventStream,
-        cursors: ReplayCursors,
+        cursors: ReplaySessions,
         live: ZmqLiveSender,
         *,
         floor: SequenceFloor,
@@ -422,7 +424,7 @@ class ZmqStreamEdge:
         self.live = live
         self.is_open_bind = is_open_bind
         self._stream = stream
-        self._cursors = cursors
+        self._sessions = cursors
         self._floor = floor
         self._replay = ZmqReplayServer(sockets.replay, cursors) if sockets.replay else None
         self._num_drains = 0
@@ -440,19 +442,19 @@ class ZmqStreamEdge:
         ``now_s`` is ``time.monotonic``.
         """
         self.live.send_pending(now_s + _SLICE_S if reason in _BY_THREAD else math.inf)
-        self._stream.fold_some()
-        if self._stream.is_held_up:
-            self._cursors.cut_pinned()
+        self._stream.fold_oldest()
+        if self._stream.has_stuck_pins:
+            self._sessions.cancel_pinned()
         self._num_drains += 1
         if self._num_drains % _DRAINS_PER_COUNT == 0:
             self.count_peers()
-            self._floor.keep_above(self._stream.next_sequence)
+            self._floor.reserve_above(self._stream.next_sequence)
         if self._replay is None or reason is DrainReason.RELIEF:
             return False
         if self.live.pending:
             return True  # an answer covers what was published before it was asked for
         has_looked = now_s - self._looked_at_s < _REQUESTS_EVERY_S and reason is not DrainReason.STALL
-        if has_looked and not len(self._cursors):
+        if has_looked and not len(self._sessions):
             return False
         self._looked_at_s = now_s
         unfinished = self._replay.serve_slice(now_s, is_waiting=reason is DrainReason.WAIT)
@@ -460,25 +462,25 @@ class ZmqStreamEdge:
             unfinished = self._replay.serve_slice(now_s)
         return unfinished
 
-    def say_upstream(self, state: str | None) -> None:
-        """Let every META say ``state`` from now on; see ``Meta.upstream``."""
-        self._cursors.upstream = state
+    def set_upstream_state(self, state: str | None) -> None:
+        """Let every META say ``state`` from now on; see ``ReplayMeta.upstream``."""
+        self._sessions.upstream = state
 
-    def may_go_on(self, now_s: float) -> bool:
+    def can_progress(self, now_s: float) -> bool:
         """True while a replay client may soon take more: a full one that is not stuck, or one that waits its turn.
 
         Nobody tells when it can. A descriptor says so once, and a look that came between may have heard it.
         """
-        return self._cursors.may_go_on(now_s)
+        return self._sessions.can_progress(now_s)
 
     @property
     def has_open_replays(self) -> bool:
         """True while a replay client has not got all of its answer."""
-        return len(self._cursors) > 0
+        return len(self._sessions) > 0
 
     def count_peers(self) -> bool:
         """Take a bounded number of reports of who connected; True while there may be more."""
-        more = [counter.count_some() for counter in self.sockets.peers if counter]
+        more = [counter.poll_events() for counter in self.sockets.peers if counter]
         return any(more)
 
     def close(self, deadline: float) -> bool:
@@ -503,7 +505,7 @@ class ZmqStreamEdge:
 
     def stats(self, lag_s: float) -> PublisherStats:
         """Counters since the stream was opened."""
-        live, replays, stream = self.live, self._cursors, self._stream
+        live, replays, stream = self.live, self._sessions, self._stream
         live_peers = self.sockets.peers[0]
         return PublisherStats(
             batches_sent=live.num_batches,
@@ -519,9 +521,9 @@ class ZmqStreamEdge:
             replays_open=len(replays),
             replays_waiting=replays.num_waiting,
             batches_buffered=len(stream),
-            bytes_buffered=stream.kept_bytes,
-            blocks_in_base=stream.num_base_blocks,
-            bytes_in_base=stream.num_base_bytes,
+            bytes_buffered=stream.buffered_bytes,
+            blocks_in_base=stream.num_snapshot_blocks,
+            bytes_in_base=stream.num_snapshot_bytes,
             batches_pending=live.num_unsent,  # before the number: nobody may read an old one and nothing pending
             lag_s=lag_s if live.pending else 0.0,
             last_sequence=stream.next_sequence - 1,
@@ -531,7 +533,7 @@ class ZmqStreamEdge:
         )
 
 
-def open_stream_edge(settings: KVEventsConfig, rank: int, inproc_context: Context | None) -> ZmqStreamEdge:
+def open_zmq_stream(settings: KVEventsConfig, rank: int, inproc_context: Context | None) -> ZmqStreamSockets:
     """Check all there is to check, then open the sockets of stream ``rank``.
 
     Raises:
@@ -540,8 +542,8 @@ def open_stream_edge(settings: KVEventsConfig, rank: int, inproc_context: Contex
     """
     plan = settings.port_plan(rank + 1)  # so many streams there are at least
     events_at, replay_at = plan.event_endpoint(rank), plan.replay_endpoint(rank)
-    binds = events_at.decide_bind(settings.bind)
-    access = StreamAccess.of(settings)
+    binds = events_at.resolve_bind(settings.bind)
+    access = CurveServerKeys.of(settings)
     topic = settings.topic.encode()
     encoder = BatchEncoder(settings.dialect)
     floor = _open_floor(settings, rank)
@@ -551,7 +553,7 @@ def open_stream_edge(settings: KVEventsConfig, rank: int, inproc_context: Contex
         max_bytes=settings.buffer_bytes,
         first_sequence=floor.first,
     )
-    cursors = ReplayCursors(stream, encoder=encoder, rank=rank, framing=settings.replay_framing, topic=topic)
+    cursors = ReplaySessions(stream, encoder=encoder, rank=rank, framing=settings.replay_framing, topic=topic)
     with ExitStack() as undo:
         undo.callback(floor.close, floor.first)
         sockets = open_stream_sockets(
@@ -562,7 +564,7 @@ def open_stream_edge(settings: KVEventsConfig, rank: int, inproc_context: Contex
         sockets.pub, topic=topic, encoder=encoder, stream=stream, rank=rank, max_pending=settings.max_queue_size
     )
     is_open_bind = access is None and _warn_if_open(events_at if binds else None, replay_at)
-    return ZmqStreamEdge(sockets, stream, cursors, live, floor=floor, is_open_bind=is_open_bind)
+    return ZmqStreamSockets(sockets, stream, cursors, live, floor=floor, is_open_bind=is_open_bind)
 
 
 def _open_floor(settings: KVEventsConfig, rank: int) -> SequenceFloor:
@@ -627,7 +629,7 @@ def _shutdown_all() -> None:
         publisher.shutdown()
 
 
-def _close_abandoned(edge: ZmqStreamEdge, backstop: Backstop, owner_pid: int) -> None:
+def _close_abandoned(edge: ZmqStreamSockets, backstop: Backstop, owner_pid: int) -> None:
     """Close what a publisher had that was dropped without ``shutdown()``, on whatever thread collected it."""
     if os.getpid() != owner_pid:
         return
@@ -689,13 +691,13 @@ class ZmqEventPublisher(EventPublisher):
         # True while the next batch may wait: ``idle()`` has just been called, and the backstop looks.
         self._may_defer = False
         self._hands_over = settings.send_mode == "background"
-        self._backlog = (Backlog if self._hands_over else Bursts)(settings.max_queue_size)
+        self._backlog = (Backlog if self._hands_over else InlineBacklog)(settings.max_queue_size)
         # True while batches are left to the thread: the scheduler publishes, and does not call ``idle()``.
         self._is_handing_over = False
         self._drained_at_s = self._seen_called_at_s = 0.0
         self._closed: CloseReport | None = None
         self._close_by_s: float | None = None
-        self._edge = open_stream_edge(settings, attn_dp_rank, context)  # noqa: SCH008 a publisher of SGLang's name listens once it is made
+        self._edge = open_zmq_stream(settings, attn_dp_rank, context)  # noqa: SCH008 a publisher of SGLang's name listens once it is made
         self._pending = self._edge.live.pending
         self.endpoint = self._edge.sockets.endpoint
         self.replay_endpoint = self._edge.sockets.replay_endpoint
@@ -703,7 +705,7 @@ class ZmqEventPublisher(EventPublisher):
         self._finalizer = weakref.finalize(self, _close_abandoned, self._edge, self._backstop, self._pid)
         self._finalizer.atexit = False
         _open_publishers.add(self)
-        tell_of_forks(self)
+        register_for_fork(self)
         if settings.seq_base == "clock":
             self.publish(KVEventBatch(ts=time.time(), events=(AllBlocksCleared(),)))
 
@@ -744,7 +746,7 @@ class ZmqEventPublisher(EventPublisher):
         pending = self._pending
         pending.append(batch)
         self._is_handing_over = self._hands_over
-        if not self._backlog.may_wait(cost_of(batch), time.monotonic(), len(pending)):
+        if not self._backlog.may_wait(batch_cost(batch), time.monotonic(), len(pending)):
             return False
         # The thread watches what waits. A signal handler may have closed just before the batch became pending.
         return self._backstop.watch() and self._closed is None
@@ -773,20 +775,20 @@ class ZmqEventPublisher(EventPublisher):
                 if not self._backstop.watch():
                     self._may_defer = False
 
-    def say_upstream(self, state: str | None) -> None:
-        """Tell readers how far the publisher itself knows what it publishes; for relays, see ``Meta.upstream``.
+    def set_upstream_state(self, state: str | None) -> None:
+        """Tell readers how far the publisher itself knows what it publishes; for relays, see ``ReplayMeta.upstream``.
 
         Args:
             state: None where all of it is known, else a ``StreamState``: no reader that asks by the extension takes
                 its view for proved then.
         """
-        self._edge.say_upstream(state)
+        self._edge.set_upstream_state(state)
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: sockets and stream are the parent's, and every call says so."""
         self._is_forked = True
         self._may_defer = False
-        self._backstop.disown(self._edge)
+        self._backstop.after_fork_in_child(self._edge)
 
     def stop_deferring(self) -> None:
         """The backstop stops looking: the next batch goes out inside ``publish()``."""
@@ -813,7 +815,7 @@ class ZmqEventPublisher(EventPublisher):
             self._edge.live.drop_pending()
             raise PublisherClosedError("publish() after shutdown(): the batch was not taken")
 
-    def drain_for_scheduler(self, late_s: float) -> Look:
+    def drain_for_scheduler(self, late_s: float) -> DrainResult:
         """The thread's look: drain what was handed over, or when the scheduler has not drained lately."""
         now, used_s = time.monotonic(), time.thread_time()
         is_prompt = self._backlog.is_prompt = late_s < _LATE_S
@@ -823,11 +825,11 @@ class ZmqEventPublisher(EventPublisher):
         is_active = now - called_at_s < _STALLED_AFTER_S or not (is_prompt or called_at_s == self._seen_called_at_s)
         self._seen_called_at_s = called_at_s
         if is_active and not (is_handed_over and is_prompt):
-            return Look.DRAINING
+            return DrainResult.DRAINING
         unfinished = False
         while self._closed is None:
             if not self._owner.acquire(blocking=False):
-                return Look.HANDED_OVER if is_handed_over else Look.DRAINING
+                return DrainResult.HANDED_OVER if is_handed_over else DrainResult.DRAINING
             try:
                 unfinished = self._drain_slice(now)
             finally:
@@ -846,7 +848,7 @@ class ZmqEventPublisher(EventPublisher):
             return self._edge.drain(DrainReason.HANDED_OVER, now_s)
         return self._edge.drain(DrainReason.STALL, now_s) | self._edge.count_peers()
 
-    def _look_after(self, unfinished: bool, began_s: float, used_before_s: float) -> Look:
+    def _look_after(self, unfinished: bool, began_s: float, used_before_s: float) -> DrainResult:
         """When to look again, after a slice that began at ``began_s`` and at that time of the thread's processor."""
         now = time.monotonic()
         waited_s = now - began_s - (time.thread_time() - used_before_s)
@@ -854,16 +856,16 @@ class ZmqEventPublisher(EventPublisher):
             self._backlog.is_prompt = False
         if unfinished or self._pending:
             # Whoever has waited for the GIL just now has granted it to the scheduler.
-            return Look.SHARING if self._is_handing_over and waited_s < _SLICE_S else Look.BUSY
-        may_go_on = self._edge.may_go_on(now)
-        if self._is_handing_over and (may_go_on or now - self._backlog.last_s <= _LULL_AFTER_S):
-            self._backstop.soon_s = self._backlog.next_look_in_s(now)
-            return Look.HANDED_OVER
-        if may_go_on:
-            return Look.WAITING
+            return DrainResult.SHARING if self._is_handing_over and waited_s < _SLICE_S else DrainResult.BUSY
+        can_progress = self._edge.can_progress(now)
+        if self._is_handing_over and (can_progress or now - self._backlog.last_s <= _LULL_AFTER_S):
+            self._backstop.soon_s = self._backlog.next_poll_in_s(now)
+            return DrainResult.HANDED_OVER
+        if can_progress:
+            return DrainResult.WAITING
         if self._edge.has_open_replays:
-            return Look.STUCK
-        return Look.LULL if self._is_handing_over else Look.QUIET
+            return DrainResult.STUCK
+        return DrainResult.LULL if self._is_handing_over else DrainResult.QUIET
 
     def shutdown(self) -> None:
         """``close`` within ``SHUTDOWN_TIMEOUT`` seconds; safe to call twice."""
@@ -924,7 +926,7 @@ class ZmqEventPublisher(EventPublisher):
     def stats(self) -> PublisherStats:
         """Counters since the publisher was opened."""
         num_pending = len(self._pending)
-        since_s = self._backlog.oldest_s(num_pending) if self._is_handing_over else self._drained_at_s
+        since_s = self._backlog.oldest_at_s(num_pending) if self._is_handing_over else self._drained_at_s
         return self._edge.stats(lag_s=time.monotonic() - since_s)
 
     @staticmethod

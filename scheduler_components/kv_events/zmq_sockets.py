@@ -14,9 +14,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from scheduler_components.errors import StartError
-from scheduler_components.file_lock import FileLock, take_file_lock
+from scheduler_components.file_lock import FileLock, acquire_file_lock
 from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_auth import StreamAccess
+from scheduler_components.kv_events.zmq_auth import CurveServerKeys
 
 __all__ = [
     "IpcPathLock",
@@ -63,7 +63,7 @@ def lock_ipc_path(path: str) -> IpcPathLock | None:
     if path.startswith("@"):
         return None
     try:
-        lock = take_file_lock(Path(f"{path}.lock"))
+        lock = acquire_file_lock(Path(f"{path}.lock"))
     except BlockingIOError as error:
         raise _taken(path) from error
     except OSError as error:
@@ -138,7 +138,7 @@ class PeerCounter:
         """Becomes readable when a peer came."""
         return int(self._monitor.getsockopt(zmq.FD))
 
-    def count_some(self) -> bool:
+    def poll_events(self) -> bool:
         """Take a bounded number of reports; True while there may be more."""
         for _ in range(_REPORTS_PER_COUNT):
             if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -164,7 +164,7 @@ def open_peer_counter(socket: zmq.Socket[bytes]) -> PeerCounter:
     monitor.connect(address)
     counter = PeerCounter(monitor)
     # libzmq wakes a reader only once it has looked and found nothing.
-    counter.count_some()
+    counter.poll_events()
     return counter
 
 
@@ -210,7 +210,7 @@ def open_stream_sockets(
     *,
     hwm: int,
     bind: bool,
-    access: StreamAccess | None = None,
+    access: CurveServerKeys | None = None,
     inproc_context: Context | None = None,
 ) -> StreamSockets:
     """Open a stream's PUB socket, and its replay ROUTER, which always binds because clients come to it.
@@ -237,7 +237,7 @@ def open_stream_sockets(
             # Waits for what its sockets linger for; libzmq has removed its ipc files then.
             undo.callback(own.term)
             if access is not None:
-                undo.callback(access.open_gate(own).stop)
+                undo.callback(access.start_authenticator(own).stop)
             opening = _Opening(own, inproc_context, access, undo)
             pub, pub_peers = opening.open(zmq.PUB, events_at, {zmq.SNDHWM: hwm}, bind=bind)
             replay, replay_peers = opening.open_replay(replay_at)
@@ -259,7 +259,7 @@ class _Opening(NamedTuple):
 
     own: Context
     inproc: Context | None
-    access: StreamAccess | None
+    access: CurveServerKeys | None
     undo: ExitStack
 
     def open_replay(self, endpoint: Endpoint | None) -> tuple[Socket | None, PeerCounter | None]:
@@ -280,7 +280,7 @@ class _Opening(NamedTuple):
         for option, value in (common | options).items():
             socket.setsockopt(option, value)
         if self.access is not None:
-            self.access.guard(socket)
+            self.access.apply_server_keys(socket)
         peers = None if is_inproc else open_peer_counter(socket)
         if peers is not None:
             self.undo.callback(peers.close)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 from scheduler_components.load.gauge import (
-    HEARTBEAT_S,
+    LOAD_HEARTBEAT_S,
     LOAD_TOPIC,
     MAX_LOAD_STAT_BYTES,
     LoadSample,
@@ -14,14 +14,14 @@ from scheduler_components.load.gauge import (
     LoadView,
     decode_load_stat,
     encode_load_stat,
-    load_stat_from,
+    to_load_stat,
 )
 from scheduler_components.load.queue import (
     CountedQueue,
     DispatchLedger,
     TokenCountedQueue,
-    count_request,
-    is_dispatcher_name,
+    count_request_tokens,
+    is_valid_dispatcher_name,
 )
 from scheduler_components.shm_board import ShmBoard
 
@@ -45,22 +45,22 @@ __all__ = [
     "TokenCountedQueue",
     "ZmqLoadReader",
     "ZmqLoadSink",
-    "HEARTBEAT_S",
+    "LOAD_HEARTBEAT_S",
     "LOAD_TOPIC",
     "MAX_LOAD_STAT_BYTES",
     "check_load_endpoint",
-    "count_request",
+    "count_request_tokens",
     "decode_load_stat",
     "encode_load_stat",
-    "is_dispatcher_name",
-    "load_stat_from",
+    "is_valid_dispatcher_name",
+    "to_load_stat",
     "open_shm_load_board",
     "open_shm_load_sink",
     "open_zmq_load_reader",
     "open_zmq_load_sink",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "scheduler_components.load.shm_load_board": "open_shm_load_board open_shm_load_sink",

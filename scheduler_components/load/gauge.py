@@ -22,10 +22,10 @@ __all__ = [
     "LoadStat",
     "decode_load_stat",
     "encode_load_stat",
-    "load_stat_from",
+    "to_load_stat",
     "LoadSample",
     "LoadView",
-    "HEARTBEAT_S",
+    "LOAD_HEARTBEAT_S",
 ]
 
 LOAD_TOPIC = b"load"
@@ -41,9 +41,9 @@ class LoadStat(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="Load
     """One sample. ``num_tokens`` are KV tokens in use; names and order are SGLang's up to ``total_prefill_busy_us``.
 
     Attributes:
-        sequence: number of the sample in its publisher's life, contiguous from 0; also the message's second frame.
+        sequence: number of the sample in its publisher's epoch, contiguous from 0; also the message's second frame.
         timestamp: the publisher's wall clock, seconds, when the counts were read.
-        life: random number of the publisher's life: a sequence says nothing beside one of another life.
+        epoch: random number of the publisher's epoch: a sequence says nothing beside one of another epoch.
         dispatched_watermarks: as in ``LoadSnapshot``.
     """
 
@@ -59,7 +59,7 @@ class LoadStat(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="Load
     total_prefill_busy_us: int = 0
     sequence: int = 0
     timestamp: float = 0.0
-    life: int = 0
+    epoch: int = 0
     dispatched_watermarks: tuple[tuple[str, int], ...] = ()
 
 
@@ -71,7 +71,7 @@ encode_load_stat = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(LoadStat).decode
 
 
-def load_stat_from(load: LoadSnapshot, *, sequence: int, life: int) -> LoadStat:
+def to_load_stat(load: LoadSnapshot, *, sequence: int, epoch: int) -> LoadStat:
     """Put a snapshot in the gauge's form, as sample ``sequence``. Counts below 0, which no reader takes, become 0."""
     return LoadStat(
         max(0, load.num_running_reqs),
@@ -86,7 +86,7 @@ def load_stat_from(load: LoadSnapshot, *, sequence: int, life: int) -> LoadStat:
         load.total_prefill_busy_us,
         sequence,
         load.timestamp,
-        life,
+        epoch,
         load.dispatched_watermarks,
     )
 
@@ -114,8 +114,8 @@ def decode_load_stat(payload: bytes) -> LoadStat:
 
 # The newest load sample of each rank, as a dispatcher holds them. Pure: time comes in.
 
-_REMEMBERED_LIVES = 8
-"""Earlier lives of a rank's publisher, whose last samples may still be under way."""
+_MAX_FORMER_EPOCHS = 8
+"""Earlier epochs of a rank's publisher, whose last samples may still be under way."""
 
 
 class LoadSample(msgspec.Struct, frozen=True, gc=False):
@@ -140,7 +140,7 @@ class LoadSample(msgspec.Struct, frozen=True, gc=False):
 class LoadView:
     """Takes samples in any order and keeps the newest of each rank.
 
-    Newest is the highest sequence of the publisher's present life. A life that was not seen before is a restart and
+    Newest is the highest sequence of the publisher's present epoch. A epoch that was not seen before is a restart and
     begins anew; one that was left does not come back.
 
     Attributes:
@@ -154,9 +154,9 @@ class LoadView:
     samples: dict[int, LoadSample] = field(default_factory=dict, init=False)
     outdated: int = field(default=0, init=False)
     refused: int = field(default=0, init=False)
-    _left_lives: dict[int, deque[int]] = field(default_factory=dict, init=False, repr=False)
+    _former_epochs: dict[int, deque[int]] = field(default_factory=dict, init=False, repr=False)
 
-    def take(self, stat: LoadStat, now: float) -> bool:
+    def update(self, stat: LoadStat, now: float) -> bool:
         """Take in one sample; True when it is its rank's newest."""
         rank = stat.attn_dp_rank or 0
         if rank >= self.max_ranks:
@@ -168,17 +168,17 @@ class LoadView:
             if not self._is_newer(stat, known.stat, rank):
                 self.outdated += 1
                 return False
-            missed = stat.sequence - known.stat.sequence - 1 if stat.life == known.stat.life else stat.sequence
+            missed = stat.sequence - known.stat.sequence - 1 if stat.epoch == known.stat.epoch else stat.sequence
         self.samples[rank] = LoadSample(stat, now, missed)
         return True
 
     def _is_newer(self, stat: LoadStat, known: LoadStat, rank: int) -> bool:
-        if stat.life == known.life:
+        if stat.epoch == known.epoch:
             return stat.sequence > known.sequence
-        left = self._left_lives.setdefault(rank, deque(maxlen=_REMEMBERED_LIVES))
-        if stat.life in left:
+        left = self._former_epochs.setdefault(rank, deque(maxlen=_MAX_FORMER_EPOCHS))
+        if stat.epoch in left:
             return False
-        left.append(known.life)
+        left.append(known.epoch)
         return True
 
     def stale_ranks(self, expected: Iterable[int], *, now: float, max_age_s: float) -> list[int]:
@@ -187,5 +187,5 @@ class LoadView:
         return [rank for rank in expected if rank not in samples or samples[rank].age_s(now) > max_age_s]
 
 
-HEARTBEAT_S = 1.0
+LOAD_HEARTBEAT_S = 1.0
 """sgl-router takes a rank for silent after 5 s without a sample; a fifth of that survives losses."""

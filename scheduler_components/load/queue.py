@@ -19,16 +19,16 @@ from scheduler_components.errors import ConfigError
 from scheduler_components.ports import QueuedRequest
 
 __all__ = [
-    "count_request",
+    "count_request_tokens",
     "CountedQueue",
     "TokenCountedQueue",
-    "MAX_NAME_CHARACTERS",
+    "MAX_DISPATCHER_NAME_CHARACTERS",
     "DispatchLedger",
-    "is_dispatcher_name",
+    "is_valid_dispatcher_name",
 ]
 
 
-def count_request(request: QueuedRequest) -> tuple[int, int]:
+def count_request_tokens(request: QueuedRequest) -> tuple[int, int]:
     """Return ``(pending_tokens, uncached_tokens)`` of one request, with ``0 <= uncached <= pending``.
 
     Values outside that range are cut off: a count goes into gauges and dispatch decisions, and a prefix match
@@ -106,11 +106,11 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         key = id(request)
         if key in entries:
             raise ValueError(f"{request!r} is already queued")
-        # What count_request does with sound counts, written out: the call is an eighth of what entering costs.
+        # What count_request_tokens does with sound counts, written out: the call is an eighth of what entering costs.
         pending = request.num_input_tokens
         uncached = pending - request.num_cached_tokens
         if not 0 <= uncached <= pending:
-            pending, uncached = count_request(request)
+            pending, uncached = count_request_tokens(request)
         entries[key] = (request, pending, uncached)
         self._pending_tokens += pending
         self._uncached_tokens += uncached
@@ -169,7 +169,7 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         entry = self._entries.get(id(request))
         if entry is None:
             raise ValueError(f"{request!r} is not queued")
-        pending, uncached = count_request(request)
+        pending, uncached = count_request_tokens(request)
         first, end = storage_span
         if end > first:
             uncached -= max(0, min(end, pending) - max(first, pending - uncached))
@@ -228,13 +228,13 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
 
 # A dispatcher's memory of what it has sent to one replica and no report counts yet. Pure: no clock, no sockets.
 
-MAX_NAME_CHARACTERS = 64
+MAX_DISPATCHER_NAME_CHARACTERS = 64
 """Every load report carries the names of its dispatchers."""
 
 
-def is_dispatcher_name(name: str) -> bool:
+def is_valid_dispatcher_name(name: str) -> bool:
     """Say whether ``name`` can stand in a load report: 1 to 64 printable ASCII characters."""
-    return 0 < len(name) <= MAX_NAME_CHARACTERS and name.isascii() and name.isprintable()
+    return 0 < len(name) <= MAX_DISPATCHER_NAME_CHARACTERS and name.isascii() and name.isprintable()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -260,12 +260,12 @@ class DispatchLedger:
     _unreported: OrderedDict[int, int] = field(default_factory=OrderedDict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not is_dispatcher_name(self.dispatcher):
+        if not is_valid_dispatcher_name(self.dispatcher):
             raise ConfigError(
                 "dispatcher",
                 self.dispatcher,
                 "cannot stand in a load report",
-                f"give 1 to {MAX_NAME_CHARACTERS} printable ASCII characters",
+                f"give 1 to {MAX_DISPATCHER_NAME_CHARACTERS} printable ASCII characters",
             )
 
     @property
@@ -273,18 +273,18 @@ class DispatchLedger:
         """Requests that were sent and are not counted by any report yet."""
         return len(self._unreported)
 
-    def dispatched(self, num_tokens: int) -> int:
+    def issue_ticket(self, num_tokens: int) -> int:
         """Note a request that is about to be sent; returns the ticket to send with it. Send in order of tickets."""
         self._last_ticket += 1
         self._unreported[self._last_ticket] = num_tokens
         self.unreported_tokens += num_tokens
         return self._last_ticket
 
-    def withdraw(self, ticket: int) -> None:
+    def cancel(self, ticket: int) -> None:
         """Forget a request that could not be sent. For a ticket that is counted already nothing is left to do."""
         self.unreported_tokens -= self._unreported.pop(ticket, 0)
 
-    def reported(self, watermarks: Iterable[tuple[str, int]]) -> None:
+    def on_load_report(self, watermarks: Iterable[tuple[str, int]]) -> None:
         """Take in ``LoadSnapshot.dispatched_watermarks`` of a report; other dispatchers' pairs are skipped."""
         for dispatcher, ticket in watermarks:
             if dispatcher == self.dispatcher:

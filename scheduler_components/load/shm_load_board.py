@@ -9,8 +9,8 @@ import msgspec
 
 from scheduler_components.errors import DecodeError
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NO_LOAD_SINK, LoadSink
-from scheduler_components.shm_board import ReportCodec, ShmBoard, ShmPage, open_shm_page
+from scheduler_components.ports import LoadSink, NullLoadSink
+from scheduler_components.shm_board import ReportCodec, ShmBoard, ShmPageWriter, open_shm_page_writer
 from scheduler_components.values import LoadSnapshot
 
 __all__ = ["LOAD_CODEC", "ShmLoadSink", "decode_load", "open_shm_load_board", "open_shm_load_sink"]
@@ -46,7 +46,7 @@ class ShmLoadSink:
     __slots__ = ("_page",)
     wants_load = True
 
-    def __init__(self, page: ShmPage[LoadSnapshot]) -> None:
+    def __init__(self, page: ShmPageWriter[LoadSnapshot]) -> None:
         self._page = page
 
     @property
@@ -82,8 +82,8 @@ def open_shm_load_sink(directory: Path, parallel: ParallelState) -> LoadSink:
         StartError: another writer has the page, or the directory cannot be written to, or has no room.
     """
     if not parallel.owns_kv_stream:
-        return NO_LOAD_SINK
-    return ShmLoadSink(open_shm_page(directory, parallel.kv_stream_index, LOAD_CODEC))
+        return NullLoadSink()
+    return ShmLoadSink(open_shm_page_writer(directory, parallel.kv_stream_index, LOAD_CODEC))
 
 
 def open_shm_load_board(directory: Path, num_ranks: int) -> ShmBoard[LoadSnapshot]:

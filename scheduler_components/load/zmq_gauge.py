@@ -20,17 +20,23 @@ from typing import NamedTuple
 import zmq
 
 from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
-from scheduler_components.fork_hook import tell_of_forks
-from scheduler_components.kv_events import ClientKeys, Endpoint, StreamAccess, apply_client_keys, lock_ipc_path
+from scheduler_components.fork_hook import register_for_fork
+from scheduler_components.kv_events import (
+    CurveClientKeys,
+    CurveServerKeys,
+    Endpoint,
+    apply_curve_client_keys,
+    lock_ipc_path,
+)
 from scheduler_components.load.gauge import (
-    HEARTBEAT_S,
+    LOAD_HEARTBEAT_S,
     LOAD_TOPIC,
     MAX_LOAD_STAT_BYTES,
     LoadStat,
     LoadView,
     decode_load_stat,
     encode_load_stat,
-    load_stat_from,
+    to_load_stat,
 )
 from scheduler_components.validators import check_number
 from scheduler_components.values import LoadSnapshot
@@ -61,18 +67,18 @@ class ZmqLoadSink:
         sent: samples handed to the socket, which is the number of the next one.
     """
 
-    __slots__ = ("__weakref__", "_is_forked", "_life", "_pid", "_release", "_socket", "endpoint", "sent")
+    __slots__ = ("__weakref__", "_is_forked", "_epoch", "_pid", "_release", "_socket", "endpoint", "sent")
     wants_load = True
 
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, life: int, release: Callable[[], None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, epoch: int, release: Callable[[], None]) -> None:
         self._socket = socket
-        self._life = life
+        self._epoch = epoch
         self._pid = os.getpid()
         self._release = release
         self.endpoint = endpoint
         self.sent = 0
         self._is_forked = False
-        tell_of_forks(self)
+        register_for_fork(self)
 
     def send(self, load: LoadSnapshot) -> None:
         """Send one sample to every reader that has room for it; PUB drops it for the others and never blocks.
@@ -83,7 +89,7 @@ class ZmqLoadSink:
         """
         if self._is_forked:
             raise ForkedPublisherError(self._pid)
-        payload = encode_load_stat(load_stat_from(load, sequence=self.sent, life=self._life))
+        payload = encode_load_stat(to_load_stat(load, sequence=self.sent, epoch=self._epoch))
         frames = [LOAD_TOPIC, self.sent.to_bytes(8, "big"), payload]
         self._socket.send_multipart(frames, zmq.DONTWAIT)
         self.sent += 1
@@ -93,7 +99,7 @@ class ZmqLoadSink:
         if not self._is_forked:
             self._release()
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: the socket is the parent's, and every ``send`` says so."""
         self._is_forked = True
 
@@ -111,7 +117,7 @@ def check_load_endpoint(endpoint: Endpoint) -> None:
         raise ConfigError("load_endpoint", str(endpoint), "does not leave the process", "give a tcp or ipc address")
 
 
-def open_zmq_load_sink(endpoint: Endpoint, *, access: StreamAccess | None = None) -> ZmqLoadSink:
+def open_zmq_load_sink(endpoint: Endpoint, *, access: CurveServerKeys | None = None) -> ZmqLoadSink:
     """Bind the PUB socket of one stream's load gauge; readers come to it, as they come to replays.
 
     The ZMQ context is private: nobody else's ``destroy()`` reaches the gauge.
@@ -133,7 +139,7 @@ def open_zmq_load_sink(endpoint: Endpoint, *, access: StreamAccess | None = None
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(context.term)
             if access is not None:
-                undo.callback(access.open_gate(context).stop)
+                undo.callback(access.start_authenticator(context).stop)
             socket = context.socket(zmq.PUB)
             undo.callback(socket.close, linger=0)
             _bind(socket, endpoint, access)
@@ -144,14 +150,14 @@ def open_zmq_load_sink(endpoint: Endpoint, *, access: StreamAccess | None = None
         return ZmqLoadSink(socket, bound, secrets.randbits(63), undo.pop_all().close)
 
 
-def _bind(socket: zmq.Socket[bytes], endpoint: Endpoint, access: StreamAccess | None) -> None:
+def _bind(socket: zmq.Socket[bytes], endpoint: Endpoint, access: CurveServerKeys | None) -> None:
     socket.ipv6 = endpoint.is_ipv6
     socket.sndhwm = _QUEUED_SAMPLES
     socket.sndbuf = _KERNEL_BUFFER_BYTES
     socket.maxmsgsize = _MAX_INCOMING_BYTES
     socket.handshake_ivl = _HANDSHAKE_MS
     if access is not None:
-        access.guard(socket)
+        access.apply_server_keys(socket)
     socket.bind(str(endpoint))
 
 
@@ -170,7 +176,7 @@ class _Connections(NamedTuple):
 
     context: zmq.Context[zmq.Socket[bytes]]
     endpoints: tuple[Endpoint, ...]
-    keys: ClientKeys | None
+    keys: CurveClientKeys | None
 
     def dial(self) -> zmq.Socket[bytes]:
         """Give a socket that nothing has waited in."""
@@ -179,7 +185,7 @@ class _Connections(NamedTuple):
         socket.ipv6 = any(endpoint.is_ipv6 for endpoint in self.endpoints)
         socket.maxmsgsize = MAX_LOAD_STAT_BYTES
         if self.keys is not None:
-            apply_client_keys(socket, self.keys)
+            apply_curve_client_keys(socket, self.keys)
         socket.subscribe(LOAD_TOPIC)
         for endpoint in self.endpoints:
             socket.connect(str(endpoint))
@@ -193,10 +199,10 @@ class ZmqLoadReader:
         view: the newest sample of each rank.
         received: messages read.
         bad: messages that were no sample; each cost itself.
-        redials: how often the connections were made anew after a stall.
+        reconnects: how often the connections were made anew after a stall.
     """
 
-    __slots__ = ("view", "received", "bad", "redials", "_clock", "_connections", "_looked_s", "_socket", "_stall_s")
+    __slots__ = ("view", "received", "bad", "reconnects", "_clock", "_connections", "_looked_s", "_socket", "_stall_s")
 
     def __init__(
         self,
@@ -208,7 +214,7 @@ class ZmqLoadReader:
         clock: Callable[[], float],
     ) -> None:
         self.view = LoadView()
-        self.received = self.bad = self.redials = 0
+        self.received = self.bad = self.reconnects = 0
         self._connections = connections
         self._socket = socket
         self._stall_s = stall_s
@@ -227,7 +233,7 @@ class ZmqLoadReader:
             wait_s = min(max(0.0, deadline_s - self._clock()), self._stall_s / 2)
             self._socket.poll(math.ceil(wait_s * 1000), zmq.POLLIN)
             messages = self._receive_all()
-            if not self._redial_after_stall(wait_s + self._stall_s) and self._take(messages):
+            if not self._redial_after_stall(wait_s + self._stall_s) and self._update_view(messages):
                 return self.view
             if self._clock() >= deadline_s:
                 return self.view
@@ -238,7 +244,7 @@ class ZmqLoadReader:
         stalled = now - self._looked_s > allowed_s
         self._looked_s = now
         if stalled:
-            self.redials += 1
+            self.reconnects += 1
             self._socket.close(linger=0)
             self._socket = self._connections.dial()
         return stalled
@@ -253,13 +259,13 @@ class ZmqLoadReader:
         self.received += len(messages)
         return messages
 
-    def _take(self, messages: list[list[bytes]]) -> bool:
+    def _update_view(self, messages: list[list[bytes]]) -> bool:
         """Take samples into the view; True when one was new."""
         took = False
         for frames in messages:
             try:
                 # The time of the look, not of this line: a process may be stopped between the two.
-                took |= self.view.take(_stat_in(frames), self._looked_s)
+                took |= self.view.update(_stat_in(frames), self._looked_s)
             except DecodeError:
                 self.bad += 1
         return took
@@ -282,8 +288,8 @@ def _stat_in(frames: list[bytes]) -> LoadStat:
 def open_zmq_load_reader(
     endpoints: Iterable[str],
     *,
-    keys: ClientKeys | None = None,
-    stall_s: float = HEARTBEAT_S,
+    keys: CurveClientKeys | None = None,
+    stall_s: float = LOAD_HEARTBEAT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> ZmqLoadReader:
     """Dial the load gauges of all ranks of one engine; publishers may start later.
@@ -305,7 +311,7 @@ def open_zmq_load_reader(
     for address in addresses:
         if address.transport == "inproc":
             raise ConfigError("load_endpoint", str(address), "is of another context", "give a tcp or ipc address")
-        address.decide_bind(False, field="load_endpoint")
+        address.resolve_bind(False, field="load_endpoint")
     connections = _Connections(zmq.Context(), addresses, keys)
     dialed_s = clock()
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 from scheduler_components.metrics.timing import (
     Histogram,
     LatencyHistograms,
     RateMeter,
-    RequestLatencies,
+    RequestLatencyRecorder,
     RequestPhase,
     RequestTimeStats,
     RollingSums,
@@ -37,7 +37,7 @@ __all__ = [
     "Histogram",
     "LatencyHistograms",
     "RateMeter",
-    "RequestLatencies",
+    "RequestLatencyRecorder",
     "RequestPhase",
     "RequestTimeStats",
     "RollingSums",
@@ -53,7 +53,7 @@ __all__ = [
     "parse_kv_metrics_endpoint",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "scheduler_components.metrics.shm_metrics_board": "ShmMetricsSink open_shm_metrics_board open_shm_metrics_sink",

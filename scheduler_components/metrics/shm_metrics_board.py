@@ -26,15 +26,14 @@ from msgspec.structs import astuple
 from scheduler_components.errors import DecodeError, FailureLog
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullMetricsSink
-from scheduler_components.shm_board import ReportCodec, ShmBoard, ShmPage, open_shm_page
+from scheduler_components.shm_board import ReportCodec, ShmBoard, ShmPageWriter, open_shm_page_writer
 from scheduler_components.values import (
     BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
     HistogramSnapshot,
-    IntakeStats,
     IntegrityStats,
-    LatencyTotals,
+    LatencySnapshot,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
@@ -42,6 +41,7 @@ from scheduler_components.values import (
     PublisherStats,
     QueueLoad,
     QuiesceStats,
+    ReceiverStats,
     SchedulerStats,
     SchedulerTotals,
     SpeculativeLoad,
@@ -60,13 +60,13 @@ __all__ = [
 
 _STRUCTS = (
     LoadSnapshot, QueueLoad, DisaggregationLoad, LoraLoad, SpeculativeLoad, MemoryLoad, SchedulerTotals, TierStats,
-    LatencyTotals, HistogramSnapshot, PublisherStats, DecodeMoments, IntakeStats, QuiesceStats, IntegrityStats,
+    LatencySnapshot, HistogramSnapshot, PublisherStats, DecodeMoments, ReceiverStats, QuiesceStats, IntegrityStats,
     PoolStats,
     BatchingStats,
 )  # fmt: skip
 _NUM_LOAD_FIELDS = LoadSnapshot.__struct_fields__.index("dispatched_watermarks")
 _NUM_COUNTERS = SchedulerTotals.__struct_fields__.index("latencies")
-_NUM_HISTOGRAMS = len(LatencyTotals.__struct_fields__)
+_NUM_HISTOGRAMS = len(LatencySnapshot.__struct_fields__)
 
 
 def _layout_id() -> bytes:
@@ -89,7 +89,7 @@ class _TierRow(TierStats, gc=False, array_like=True):
     pass
 
 
-class _IntakeRow(IntakeStats, gc=False, array_like=True):
+class _IntakeRow(ReceiverStats, gc=False, array_like=True):
     pass
 
 
@@ -210,7 +210,7 @@ class ReportEncoder:
         )
         return (msgspec.Raw(_encode(row)),)
 
-    def _histogram_rows(self, latencies: LatencyTotals) -> list[msgspec.Raw]:
+    def _histogram_rows(self, latencies: LatencySnapshot) -> list[msgspec.Raw]:
         """Encode those histograms that are not the same objects as last time: in most steps one or two of them."""
         known = self._histograms
         for at, histogram in enumerate(astuple(latencies)):
@@ -241,7 +241,7 @@ def decode_report(body: bytes) -> SchedulerStats:
             *totals.counters,
             None if totals.histograms is None else _latencies_of(totals.histograms),
             None if totals.tiers is None else TierStats(*astuple(totals.tiers)),
-            None if totals.intake is None else IntakeStats(*astuple(totals.intake)),
+            None if totals.intake is None else ReceiverStats(*astuple(totals.intake)),
             None if totals.quiesce is None else QuiesceStats(*astuple(totals.quiesce)),
             None if totals.integrity is None else IntegrityStats(*astuple(totals.integrity)),
             None if totals.pools is None else PoolStats(*astuple(totals.pools)),
@@ -251,11 +251,11 @@ def decode_report(body: bytes) -> SchedulerStats:
     )
 
 
-def _latencies_of(rows: _HistogramRows) -> LatencyTotals:
+def _latencies_of(rows: _HistogramRows) -> LatencySnapshot:
     for row in rows:
         if len(row.counts) != len(row.bounds) + 1:
             raise DecodeError(f"not a metrics report: {len(row.counts)} counts for {len(row.bounds)} bounds")
-    return LatencyTotals(*(HistogramSnapshot(row.bounds, row.counts, row.total) for row in rows))
+    return LatencySnapshot(*(HistogramSnapshot(row.bounds, row.counts, row.total) for row in rows))
 
 
 METRICS_CODEC: ReportCodec[SchedulerStats] = ReportCodec(
@@ -282,7 +282,7 @@ class ShmMetricsSink:
 
     __slots__ = ("_page", "failures")
 
-    def __init__(self, page: ShmPage[SchedulerStats]) -> None:
+    def __init__(self, page: ShmPageWriter[SchedulerStats]) -> None:
         self._page = page
         self.failures = FailureLog(logger)
 
@@ -326,7 +326,7 @@ def open_shm_metrics_sink(directory: Path, parallel: ParallelState) -> ShmMetric
     if not parallel.reports_metrics:
         return NullMetricsSink()
     codec = attrs.evolve(METRICS_CODEC, encode=ReportEncoder(parallel.metric_labels).encode)
-    return ShmMetricsSink(open_shm_page(directory, parallel.kv_stream_index, codec))
+    return ShmMetricsSink(open_shm_page_writer(directory, parallel.kv_stream_index, codec))
 
 
 def open_shm_metrics_board(directory: Path, num_ranks: int) -> ShmBoard[SchedulerStats]:
@@ -338,4 +338,4 @@ def open_shm_metrics_board(directory: Path, num_ranks: int) -> ShmBoard[Schedule
         directory: the board; it may come later.
         num_ranks: streams of the engine (``ParallelState.kv_stream_count``).
     """
-    return ShmBoard(directory=directory, num_ranks=num_ranks, codec=METRICS_CODEC, keeps_files=False)
+    return ShmBoard(directory=directory, num_ranks=num_ranks, codec=METRICS_CODEC, keeps_files_open=False)

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.validators import check_integer, check_number
-from scheduler_components.values import HistogramSnapshot, LatencyTotals
+from scheduler_components.values import HistogramSnapshot, LatencySnapshot
 
 __all__ = [
     "Histogram",
@@ -24,7 +24,7 @@ __all__ = [
     "RequestPhase",
     "RequestTimeStats",
     "LatencyHistograms",
-    "RequestLatencies",
+    "RequestLatencyRecorder",
 ]
 
 
@@ -207,7 +207,7 @@ class RequestPhase(enum.IntEnum):
     QUEUE = 0
     PREFILL = 1
     DECODE = 2
-    ENDED = 3
+    FINISHED = 3
 
 
 _DECODE = int(RequestPhase.DECODE)  # a place in a list is found by an int in half the time
@@ -263,7 +263,7 @@ class RequestTimeStats:
 
     def advance(self, now: float) -> None:
         """Give the time up to ``now`` to the present phase; an ended request takes none."""
-        if self.phase is not RequestPhase.ENDED:
+        if self.phase is not RequestPhase.FINISHED:
             if now > self._now:
                 passed_s = now - self._now
                 self.times_s[self.phase] += passed_s
@@ -273,15 +273,15 @@ class RequestTimeStats:
     def move_to(self, phase: RequestPhase, now: float) -> None:
         """Enter ``phase``. Entering the present one again changes nothing; an ended request stays ended."""
         self.advance(now)
-        if self.phase is RequestPhase.ENDED or phase is self.phase:
+        if self.phase is RequestPhase.FINISHED or phase is self.phase:
             return
         if phase is RequestPhase.QUEUE:
             self.num_retractions += 1
-        elif phase is not RequestPhase.ENDED and self.first_queue_s is None:
+        elif phase is not RequestPhase.FINISHED and self.first_queue_s is None:
             self.first_queue_s = self.queue_s
         self.phase = phase
 
-    def took_token(self, now: float) -> float | None:
+    def on_token(self, now: float) -> float | None:
         """Note that tokens came now; returns the seconds since those before them, None for the first ones.
 
         A request with tokens is in DECODE from here on. The wait after a retraction is part of the interval: to
@@ -294,8 +294,8 @@ class RequestTimeStats:
             return None
         return interval_s
 
-    def decoded_since(self, now: float) -> float | None:
-        """Do what ``took_token`` does for a request of which nothing was told since its last token, and quickly.
+    def add_decode_interval(self, now: float) -> float | None:
+        """Do what ``on_token`` does for a request of which nothing was told since its last token, and quickly.
 
         None, and nothing done, for any other request.
         """
@@ -343,11 +343,11 @@ class LatencyHistograms:
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestLatencies:
+class RequestLatencyRecorder:
     """Follows requests and books what their times say; the scheduler keeps each request's ``RequestTimeStats``.
 
     Each call costs one look at the clock and at most one addition in a histogram, except the last of a request.
-    ``took_tokens_together`` takes a whole step: one look, and mostly one addition, since requests that decode
+    ``on_batch_tokens`` takes a whole step: one look, and mostly one addition, since requests that decode
     together wait equally long for their tokens.
 
     Attributes:
@@ -358,33 +358,33 @@ class RequestLatencies:
     histograms: LatencyHistograms = field(default_factory=LatencyHistograms)
     clock: Callable[[], float] = time.monotonic
 
-    def queued(self) -> RequestTimeStats:
+    def on_queued(self) -> RequestTimeStats:
         """Begin a request's times: it enters the queue."""
         return RequestTimeStats(self.clock())
 
-    def admitted(self, times: RequestTimeStats) -> None:
+    def on_admitted(self, times: RequestTimeStats) -> None:
         """The request leaves the queue for prefill."""
         is_first = times.first_queue_s is None
         times.move_to(RequestPhase.PREFILL, self.clock())
-        self._book_queue(times, is_first)
+        self._record_queue_time(times, is_first)
 
-    def retracted(self, times: RequestTimeStats) -> None:
+    def on_retracted(self, times: RequestTimeStats) -> None:
         """The request goes back to the queue."""
         times.move_to(RequestPhase.QUEUE, self.clock())
 
-    def took_tokens(self, times: RequestTimeStats, num_tokens: int) -> None:
+    def on_tokens(self, times: RequestTimeStats, num_tokens: int) -> None:
         """The request got ``num_tokens`` new tokens in one step; with speculation there are several."""
-        self._took_tokens(times, num_tokens, self.clock())
+        self._on_tokens(times, num_tokens, self.clock())
 
-    def took_tokens_together(self, times: Sequence[RequestTimeStats], num_tokens: Sequence[int]) -> None:
-        """Each of these requests got so many tokens in one step, all at one moment: ``took_tokens``, one by one."""
+    def on_batch_tokens(self, times: Sequence[RequestTimeStats], num_tokens: Sequence[int]) -> None:
+        """Each of these requests got so many tokens in one step, all at one moment: ``on_tokens``, one by one."""
         now = self.clock()
         observe = self.histograms.inter_token.observe
         alike_s, num_alike = 0.0, 0  # requests in a row that got one token after the same time
         for each, num in zip(times, num_tokens, strict=True):
-            passed_s = each.decoded_since(now) if num == 1 else None
+            passed_s = each.add_decode_interval(now) if num == 1 else None
             if passed_s is None:
-                self._took_tokens(each, num, now)
+                self._on_tokens(each, num, now)
             elif passed_s == alike_s:
                 num_alike += 1
             else:
@@ -392,35 +392,35 @@ class RequestLatencies:
                 alike_s, num_alike = passed_s, 1
         observe(alike_s, num_alike)
 
-    def _took_tokens(self, times: RequestTimeStats, num_tokens: int, now: float) -> None:
-        if num_tokens < 1 or times.phase is RequestPhase.ENDED:
+    def _on_tokens(self, times: RequestTimeStats, num_tokens: int, now: float) -> None:
+        if num_tokens < 1 or times.phase is RequestPhase.FINISHED:
             return
         is_first = times.first_queue_s is None
-        interval_s = times.took_token(now)
-        self._book_queue(times, is_first)
+        interval_s = times.on_token(now)
+        self._record_queue_time(times, is_first)
         if interval_s is not None:
             self.histograms.inter_token.observe(interval_s / num_tokens, num_tokens)
         elif times.first_token_s is not None:
             self.histograms.time_to_first_token.observe(times.first_token_s)
 
-    def _book_queue(self, times: RequestTimeStats, is_first: bool) -> None:
+    def _record_queue_time(self, times: RequestTimeStats, is_first: bool) -> None:
         if is_first and times.first_queue_s is not None:
             self.histograms.queue.observe(times.first_queue_s)
 
-    def ended(self, times: RequestTimeStats) -> None:
+    def on_finished(self, times: RequestTimeStats) -> None:
         """The request is over: finished, aborted or failed. A second end is not counted."""
-        if times.phase is RequestPhase.ENDED:
+        if times.phase is RequestPhase.FINISHED:
             return
-        times.move_to(RequestPhase.ENDED, self.clock())
+        times.move_to(RequestPhase.FINISHED, self.clock())
         histograms = self.histograms
         histograms.e2e.observe(times.e2e_s)
         histograms.prefill.observe(times.prefill_s)
         histograms.decode.observe(times.decode_s)
 
-    def totals(self) -> LatencyTotals:
+    def snapshot(self) -> LatencySnapshot:
         """Return the histograms of this moment. Copies only those that have changed since the last call."""
         histograms = self.histograms
-        return LatencyTotals(
+        return LatencySnapshot(
             histograms.time_to_first_token.snapshot(),
             histograms.inter_token.snapshot(),
             histograms.e2e.snapshot(),

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 
 from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
-from scheduler_components.fork_hook import tell_of_forks
+from scheduler_components.fork_hook import register_for_fork
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.values import KvMetrics
 
@@ -61,7 +61,7 @@ def parse_kv_metrics_endpoint(endpoint: str, *, bind: bool) -> Endpoint:
         raise ConfigError(
             "metrics_endpoint", endpoint, "does not leave the process", "give an ipc:// or tcp:// address"
         )
-    address.decide_bind(bind, field="metrics_endpoint")
+    address.resolve_bind(bind, field="metrics_endpoint")
     return address
 
 
@@ -95,7 +95,7 @@ class ZmqKvMetricsSink:
         self.sent = 0
         self.dropped = 0
         self._is_forked = False
-        tell_of_forks(self)
+        register_for_fork(self)
 
     def send(self, metrics: KvMetrics) -> None:
         """Hand on one report; never blocks.
@@ -120,7 +120,7 @@ class ZmqKvMetricsSink:
         if not self._is_forked:
             self._context.destroy(linger=0)
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: the socket is the parent's, and every ``send`` says so."""
         self._is_forked = True
 

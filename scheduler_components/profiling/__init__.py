@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
-from scheduler_components.profiling.session import ProfilePlan, ProfilerSession, Stage
+from scheduler_components._lazy import lazy_exports
+from scheduler_components.profiling.session import ProfileRequest, ProfilerManager, ProfileStage
 
 if TYPE_CHECKING:
     from scheduler_components.profiling.thread_stack_sampler import StackSampler
     from scheduler_components.profiling.torch_profiler import TorchProfiler
 
-__all__ = ["ProfilePlan", "ProfilerSession", "Stage", "StackSampler", "TorchProfiler"]
+__all__ = ["ProfileRequest", "ProfilerManager", "ProfileStage", "StackSampler", "TorchProfiler"]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "scheduler_components.profiling.thread_stack_sampler": "StackSampler",

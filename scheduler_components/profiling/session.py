@@ -1,4 +1,4 @@
-"""ProfilerSession: from which step to which a profiler records, and under which names its traces are written."""
+"""ProfilerManager: from which step to which a profiler records, and under which names its traces are written."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from scheduler_components.errors import ConfigError, FailureLog
-from scheduler_components.ports import NO_PROFILER, Profiler, StateValue
+from scheduler_components.ports import NullProfiler, Profiler, StateValue
 from scheduler_components.validators import check_integer
 
-__all__ = ["ProfilePlan", "ProfilerSession", "Stage"]
+__all__ = ["ProfileRequest", "ProfilerManager", "ProfileStage"]
 
 logger = logging.getLogger(__name__)
 
-Stage: TypeAlias = Literal["prefill", "decode"]
+ProfileStage: TypeAlias = Literal["prefill", "decode"]
 """What a step computes: prefill where it has any prompt's tokens."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _WORKING = "profiling"
 
 
-class ProfilePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to record. Names are those of SGLang's ``/start_profile``.
 
     Attributes:
@@ -67,21 +67,21 @@ class _Progress(msgspec.Struct):
         stage: what is being recorded; None while nothing is.
     """
 
-    plan: ProfilePlan
+    plan: ProfileRequest
     steps_to_wait: int
-    done: dict[Stage, int]
-    stage: Stage | None = None
+    done: dict[ProfileStage, int]
+    stage: ProfileStage | None = None
 
     @property
     def is_done(self) -> bool:
         num_steps = self.plan.num_steps
-        stages: tuple[Stage, ...] = ("prefill", "decode") if self.plan.profile_by_stage else ("prefill",)
+        stages: tuple[ProfileStage, ...] = ("prefill", "decode") if self.plan.profile_by_stage else ("prefill",)
         return num_steps is not None and all(self.done[stage] >= num_steps for stage in stages)
 
 
 @dataclass(slots=True, kw_only=True)
-class ProfilerSession:
-    """Told of each step before it is launched; starts and stops the profiler by the plan. A ``StateHolder``.
+class ProfilerManager:
+    """Told of each step before it is launched; starts and stops the profiler by the plan. A ``StateProvider``.
 
     Nothing that the profiler raises in a step reaches the scheduler: it is counted and logged, and ends the session.
 
@@ -93,7 +93,7 @@ class ProfilerSession:
         failures: what went wrong.
     """
 
-    profiler: Profiler = NO_PROFILER
+    profiler: Profiler = field(default_factory=NullProfiler)
     rank: str = "0"
     traces: list[str] = field(default_factory=list, init=False)
     num_traces: int = field(default=0, init=False)
@@ -105,7 +105,7 @@ class ProfilerSession:
         """A trace is being recorded now."""
         return self._progress is not None and self._progress.stage is not None
 
-    def start(self, plan: ProfilePlan) -> None:
+    def start(self, plan: ProfileRequest) -> None:
         """Begin a session: with the next step, or with one that is to come.
 
         Raises:
@@ -123,7 +123,7 @@ class ProfilerSession:
         self._progress = None
         return tuple(self.traces)
 
-    def step_begins(self, stage: Stage) -> None:
+    def on_step_start(self, stage: ProfileStage) -> None:
         """A step is about to be launched. Call it in every step that computes; costs a comparison while idle."""
         progress = self._progress
         if progress is None:
@@ -145,7 +145,7 @@ class ProfilerSession:
                 self._begin_trace(progress, stage)
             progress.done[stage] += 1
 
-    def _begin_trace(self, progress: _Progress, stage: Stage) -> None:
+    def _begin_trace(self, progress: _Progress, stage: ProfileStage) -> None:
         try:
             self.profiler.start()
         except Exception as error:  # noqa: BLE001 - a profiler that fails must not take the step with it

@@ -35,14 +35,14 @@ class StackSampler:
         ConfigError: the interval is not a positive number.
 
     Attributes:
-        num_looks: since the last start.
+        num_samples: since the last start.
     """
 
-    __slots__ = ("num_looks", "_counts", "_directory", "_interval_s", "_stop", "_thread", "_thread_ids")
+    __slots__ = ("num_samples", "_counts", "_directory", "_interval_s", "_stop", "_thread", "_thread_ids")
 
     def __init__(self, directory: Path, *, interval_s: float = 0.005, thread_ids: Sequence[int] = ()) -> None:
         check_number("interval_s", interval_s)
-        self.num_looks = 0
+        self.num_samples = 0
         self._directory = directory
         self._interval_s = interval_s
         self._thread_ids = frozenset(thread_ids)
@@ -58,7 +58,7 @@ class StackSampler:
         """
         if self._thread is not None:
             raise ConfigError("profiler", "stacks", "records already", "stop it first")
-        self.num_looks = 0
+        self.num_samples = 0
         self._counts.clear()
         self._stop.clear()
         self._thread = threading.Thread(target=self._run, name="stack-sampler", daemon=True)
@@ -93,7 +93,7 @@ class StackSampler:
                     stack = _folded(frame)
                     known = stack in self._counts or len(self._counts) < _MAX_STACKS
                     self._counts[stack if known else "(others)"] += 1
-            self.num_looks += 1
+            self.num_samples += 1
             if self._stop.wait(self._interval_s):
                 return
 

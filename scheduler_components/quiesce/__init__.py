@@ -1,40 +1,40 @@
 """Bring an engine to rest: pause, flush, new weights, memory given back; on all ranks in the same step.
 
-``Quiesce`` decides, ``QuiesceStepper`` asks all ranks once per step while an order stands, ``QuiesceState`` says what
-the engine may do now. What is ordered are the structs of ``Order``; each ends in one ``OrderAnswer``.
+``QuiesceController`` decides, ``QuiesceStepper`` asks all ranks once per step while an order stands, ``QuiesceState`` says what
+the engine may do now. What is ordered are the structs of ``ControlRequest``; each ends in one ``ControlReply``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 from scheduler_components.quiesce.orders import (
     DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
     CheckWeights,
+    ClearStorageIndex,
     ContinueGeneration,
+    ControlReply,
+    ControlRequest,
     EndWeightUpdate,
     FlushCache,
-    ForgetStorage,
+    IdleControlRequest,
     LoadWeights,
     MemoryTag,
-    Order,
-    OrderAnswer,
     PauseGeneration,
     PauseMode,
     ReleaseMemory,
-    RestOrder,
     ResumeMemory,
     RollBackWeights,
-    what_is_ordered,
+    control_request_name,
 )
-from scheduler_components.quiesce.quiesce import Quiesce, QuiesceStepper
-from scheduler_components.quiesce.state import Phase, QuiesceState, namespace_of
-from scheduler_components.quiesce.weights import LoadedParts
+from scheduler_components.quiesce.quiesce import QuiesceController, QuiesceStepper
+from scheduler_components.quiesce.state import PauseState, QuiesceState, weight_namespace
+from scheduler_components.quiesce.weights import LoadedTensors
 
 if TYPE_CHECKING:
-    from scheduler_components.quiesce.torch_weights import TensorParts, TorchWeights
+    from scheduler_components.quiesce.torch_weights import TensorShards, TorchWeightStore
 
 __all__ = [
     "DEFAULT_WEIGHT_VERSION",
@@ -43,26 +43,26 @@ __all__ = [
     "ContinueGeneration",
     "EndWeightUpdate",
     "FlushCache",
-    "ForgetStorage",
+    "ClearStorageIndex",
     "LoadWeights",
-    "LoadedParts",
+    "LoadedTensors",
     "MemoryTag",
-    "Order",
-    "OrderAnswer",
+    "ControlRequest",
+    "ControlReply",
     "PauseGeneration",
     "PauseMode",
-    "Phase",
-    "Quiesce",
+    "PauseState",
+    "QuiesceController",
     "QuiesceState",
     "QuiesceStepper",
     "ReleaseMemory",
-    "RestOrder",
+    "IdleControlRequest",
     "ResumeMemory",
     "RollBackWeights",
-    "TensorParts",
-    "TorchWeights",
-    "namespace_of",
-    "what_is_ordered",
+    "TensorShards",
+    "TorchWeightStore",
+    "weight_namespace",
+    "control_request_name",
 ]
 
-__getattr__ = lazy_names(__name__, {"scheduler_components.quiesce.torch_weights": "TensorParts TorchWeights"})
+__getattr__ = lazy_exports(__name__, {"scheduler_components.quiesce.torch_weights": "TensorShards TorchWeightStore"})

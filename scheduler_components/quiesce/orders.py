@@ -17,18 +17,18 @@ __all__ = [
     "ContinueGeneration",
     "EndWeightUpdate",
     "FlushCache",
-    "ForgetStorage",
+    "ClearStorageIndex",
     "LoadWeights",
     "MemoryTag",
-    "Order",
-    "OrderAnswer",
+    "ControlRequest",
+    "ControlReply",
     "PauseGeneration",
     "PauseMode",
     "ReleaseMemory",
-    "RestOrder",
+    "IdleControlRequest",
     "ResumeMemory",
     "RollBackWeights",
-    "what_is_ordered",
+    "control_request_name",
 ]
 
 DEFAULT_WEIGHT_VERSION = "default"
@@ -70,7 +70,7 @@ class FlushCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tru
     deadline_s: float = 0.0
 
 
-class ForgetStorage(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+class ClearStorageIndex(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """Count no page as stored any more, once nothing runs; given up after ``deadline_s``."""
 
     deadline_s: float = 0.0
@@ -123,18 +123,24 @@ class ResumeMemory(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=T
     tags: tuple[MemoryTag, ...]
 
 
-RestOrder: TypeAlias = FlushCache | ForgetStorage | BeginWeightUpdate | EndWeightUpdate | ReleaseMemory
+IdleControlRequest: TypeAlias = FlushCache | ClearStorageIndex | BeginWeightUpdate | EndWeightUpdate | ReleaseMemory
 """Orders that wait until nothing runs and no page is on its way."""
 
-Order: TypeAlias = (
-    PauseGeneration | ContinueGeneration | RestOrder | LoadWeights | CheckWeights | RollBackWeights | ResumeMemory
+ControlRequest: TypeAlias = (
+    PauseGeneration
+    | ContinueGeneration
+    | IdleControlRequest
+    | LoadWeights
+    | CheckWeights
+    | RollBackWeights
+    | ResumeMemory
 )
 
-_WORDS: dict[type[Order], str] = {
+_WORDS: dict[type[ControlRequest], str] = {
     PauseGeneration: "pause generation",
     ContinueGeneration: "continue generation",
     FlushCache: "flush cache",
-    ForgetStorage: "forget storage",
+    ClearStorageIndex: "forget storage",
     BeginWeightUpdate: "begin weight update",
     LoadWeights: "load weights",
     CheckWeights: "check weights",
@@ -145,12 +151,12 @@ _WORDS: dict[type[Order], str] = {
 }
 
 
-def what_is_ordered(order: Order) -> str:
+def control_request_name(order: ControlRequest) -> str:
     """Return an order's name in words, for errors."""
     return _WORDS[type(order)]
 
 
-class OrderAnswer(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class ControlReply(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """How an order ended; the same on every rank of a replica, save for the words behind a colon.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Quiesce: bring an engine to rest, do what needs rest, and let it go on; on all ranks in the same step.
+"""QuiesceController: bring an engine to rest, do what needs rest, and let it go on; on all ranks in the same step.
 
 **What must be agreed.** All ranks of a replica get the same orders in the same order; what comes of one depends on
 what is each rank's own. A copy may still be on its way here, a clock has passed the deadline there, one rank has no
@@ -31,30 +31,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scheduler_components.errors import FailureLog, QuiesceDivergenceError
-from scheduler_components.hicache import AgreedValues, Proposal, Slots, SyncDomain
-from scheduler_components.ports import NO_MEMORY, NO_WEIGHTS, ClearableKv, MemoryOccupation, PausableWork, WeightStore
+from scheduler_components.hicache import AgreedValues, ParallelGroups, Proposal, Slots
+from scheduler_components.ports import (
+    FlushableCache,
+    MemoryOccupation,
+    NullMemoryOccupation,
+    NullWeightStore,
+    PausableRequests,
+    WeightStore,
+)
 from scheduler_components.quiesce.orders import (
     BeginWeightUpdate,
     CheckWeights,
+    ClearStorageIndex,
     ContinueGeneration,
+    ControlReply,
+    ControlRequest,
     EndWeightUpdate,
     FlushCache,
-    ForgetStorage,
+    IdleControlRequest,
     LoadWeights,
     MemoryTag,
-    Order,
-    OrderAnswer,
     PauseGeneration,
     PauseMode,
     ReleaseMemory,
-    RestOrder,
     ResumeMemory,
     RollBackWeights,
-    what_is_ordered,
+    control_request_name,
 )
-from scheduler_components.quiesce.state import Phase, QuiesceState
+from scheduler_components.quiesce.state import PauseState, QuiesceState
 
-__all__ = ["Quiesce", "QuiesceStepper"]
+__all__ = ["QuiesceController", "QuiesceStepper"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,18 +87,18 @@ class _Standing:
     """
 
     order_id: int
-    order: Order
+    order: ControlRequest
     late_s: float
     refusal: str = ""
     is_acting: bool = False
     has_acted: bool = False
     failure: str = ""
     checksum: int = 0
-    phase_before: Phase = Phase.RUNNING
+    phase_before: PauseState = PauseState.RUNNING
 
 
 @dataclass(slots=True, kw_only=True)
-class Quiesce:
+class QuiesceController:
     """Carries orders out, one after the other. Pure: ``propose`` what this rank knows, ``settle`` what all agreed.
 
     Attributes:
@@ -103,20 +110,20 @@ class Quiesce:
         failures: what went wrong with this rank's part of an order.
     """
 
-    work: PausableWork
-    cache: ClearableKv
-    weights: WeightStore = NO_WEIGHTS
-    memory: MemoryOccupation = NO_MEMORY
+    work: PausableRequests
+    cache: FlushableCache
+    weights: WeightStore = field(default_factory=NullWeightStore)
+    memory: MemoryOccupation = field(default_factory=NullMemoryOccupation)
     state: QuiesceState = field(default_factory=QuiesceState)
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _orders: deque[_Standing] = field(default_factory=deque, init=False, repr=False)
 
     @property
-    def has_orders(self) -> bool:
+    def has_pending(self) -> bool:
         """An order stands: ask all ranks in this step. The same on each of them."""
         return bool(self._orders)
 
-    def take(self, order_id: int, order: Order, *, now_s: float) -> None:
+    def enqueue(self, order_id: int, order: ControlRequest, *, now_s: float) -> None:
         """An order has come; every rank is given the same ones in the same order.
 
         Args:
@@ -124,11 +131,11 @@ class Quiesce:
             order: what is wanted.
             now_s: this rank's monotonic clock, from which on a deadline runs.
         """
-        deadline_s = order.deadline_s if isinstance(order, PauseGeneration | RestOrder) else 0.0
+        deadline_s = order.deadline_s if isinstance(order, PauseGeneration | IdleControlRequest) else 0.0
         self._orders.append(_Standing(order_id=order_id, order=order, late_s=now_s + deadline_s))
 
     def propose(self, step: int, *, rank: int, now_s: float) -> Proposal:
-        """Return what this rank brings to the step's question; ask ``has_orders`` first.
+        """Return what this rank brings to the step's question; ask ``has_pending`` first.
 
         Args:
             step: the same number on all ranks.
@@ -146,17 +153,17 @@ class Quiesce:
             try:
                 standing.checksum = self._act(order)
             except Exception as error:  # noqa: BLE001 - one rank's trouble is all ranks' decision; counted and logged
-                self.failures.failed(what_is_ordered(order), error)
+                self.failures.failed(control_request_name(order), error)
                 standing.failure, failed_rank = str(error) or type(error).__name__, rank
             else:
-                self.failures.succeeded(what_is_ordered(order))
-        proposal = Proposal(f"quiesce: {what_is_ordered(order)}", step=step)
+                self.failures.succeeded(control_request_name(order))
+        proposal = Proposal(f"quiesce: {control_request_name(order)}", step=step)
         state = self.state.digest(standing.order_id, standing.refusal, standing.is_acting)
         is_late = now_s >= standing.late_s
         proposal.fill(_SLOTS, (state, self._is_at_rest(order), is_late, failed_rank, standing.checksum))
         return proposal
 
-    def settle(self, step: int, agreed: AgreedValues) -> OrderAnswer | None:
+    def settle(self, step: int, agreed: AgreedValues) -> ControlReply | None:
         """Carry out what all ranks agreed; returns the answer of an order that is over.
 
         Raises:
@@ -164,7 +171,7 @@ class Quiesce:
         """
         standing = self._orders[0]
         if not agreed.flags["state"]:
-            raise QuiesceDivergenceError(step, what_is_ordered(standing.order), self.state.phase.value)
+            raise QuiesceDivergenceError(step, control_request_name(standing.order), self.state.phase.value)
         answer = self._decide(standing, agreed)
         if answer is not None:
             self._orders.popleft()
@@ -174,14 +181,14 @@ class Quiesce:
 
     # --- what only this rank knows ---
 
-    def _is_at_rest(self, order: Order) -> bool:
+    def _is_at_rest(self, order: ControlRequest) -> bool:
         if self.work.num_running:
             return False
         if isinstance(order, PauseGeneration):
             return True
-        return not self.cache.num_operations and not (self.work.num_waiting and self.state.admits)
+        return not self.cache.num_operations and not (self.work.num_waiting and self.state.can_admit)
 
-    def _act(self, order: Order) -> int:
+    def _act(self, order: ControlRequest) -> int:
         """Do this rank's part, which can be undone; returns what all ranks must have in common."""
         if isinstance(order, BeginWeightUpdate):
             self.weights.begin(order.weight_version)
@@ -198,19 +205,19 @@ class Quiesce:
 
     # --- what follows from the agreed values alone ---
 
-    def _decide(self, standing: _Standing, agreed: AgreedValues) -> OrderAnswer | None:
+    def _decide(self, standing: _Standing, agreed: AgreedValues) -> ControlReply | None:
         order = standing.order
         if standing.refusal:
-            return OrderAnswer(standing.order_id, standing.refusal)
+            return ControlReply(standing.order_id, standing.refusal)
         if isinstance(order, PauseGeneration):
             return self._pause(standing, order, agreed)
         if standing.is_acting:
             problem = self._problem_of_parts(standing, agreed)
             if problem:
                 self._undo(order)
-                return OrderAnswer(standing.order_id, problem)
+                return ControlReply(standing.order_id, problem)
         is_begun = isinstance(order, BeginWeightUpdate) and standing.is_acting
-        if isinstance(order, RestOrder) and not is_begun and not agreed.flags["rest"]:
+        if isinstance(order, IdleControlRequest) and not is_begun and not agreed.flags["rest"]:
             return self._busy(standing) if agreed.flags["late"] else None
         if isinstance(order, BeginWeightUpdate) and not is_begun:
             # From this step on nothing is computed, so that all ranks still rest when they have made room.
@@ -218,54 +225,54 @@ class Quiesce:
             return None
         return self._carry_out(standing)
 
-    def _pause(self, standing: _Standing, order: PauseGeneration, agreed: AgreedValues) -> OrderAnswer | None:
+    def _pause(self, standing: _Standing, order: PauseGeneration, agreed: AgreedValues) -> ControlReply | None:
         state, num_requests = self.state, 0
         if order.mode is PauseMode.IN_PLACE:
-            state.phase = Phase.FROZEN
+            state.phase = PauseState.FROZEN
         elif order.mode is not PauseMode.FINISH:
             num_requests = self.work.abort_all() if order.mode is PauseMode.ABORT else self.work.retract_all()
-            state.phase = Phase.PAUSED
+            state.phase = PauseState.PAUSED
         elif agreed.flags["rest"]:
-            state.phase = Phase.PAUSED
+            state.phase = PauseState.PAUSED
         else:
-            if state.phase is not Phase.FINISHING:
-                standing.phase_before, state.phase = state.phase, Phase.FINISHING
+            if state.phase is not PauseState.FINISHING:
+                standing.phase_before, state.phase = state.phase, PauseState.FINISHING
             if not agreed.flags["late"]:
                 return None
             state.phase = standing.phase_before
             return self._busy(standing)
         state.counts["num_pauses"] += 1
-        return OrderAnswer(standing.order_id, num_requests=num_requests)
+        return ControlReply(standing.order_id, num_requests=num_requests)
 
-    def _busy(self, standing: _Standing) -> OrderAnswer:
+    def _busy(self, standing: _Standing) -> ControlReply:
         work = self.work
         under_way = f"{work.num_running} requests run, {work.num_waiting} wait"
         problem = f"given up at its deadline: {under_way}, {self.cache.num_operations} transfers of pages are under way"
-        return OrderAnswer(standing.order_id, problem)
+        return ControlReply(standing.order_id, problem)
 
     def _problem_of_parts(self, standing: _Standing, agreed: AgreedValues) -> str:
         """Say which rank could not do its part, and why if it was this one; empty where all could, alike."""
         failed_rank = agreed.numbers["failed_rank"]
         if failed_rank != _NOBODY:
-            problem = f"rank {failed_rank} could not {what_is_ordered(standing.order)}"
+            problem = f"rank {failed_rank} could not {control_request_name(standing.order)}"
             return f"{problem}: {standing.failure}" if standing.failure else problem
         return "" if agreed.flags["checksum"] else "ranks have loaded different weights"
 
-    def _undo(self, order: Order) -> None:
+    def _undo(self, order: ControlRequest) -> None:
         if isinstance(order, _OF_SESSION):
             self._roll_back()
         elif isinstance(order, ResumeMemory):
             self.memory.release(order.tags, keep_weights=self.state.has_weights)
 
-    def _carry_out(self, standing: _Standing) -> OrderAnswer:
+    def _carry_out(self, standing: _Standing) -> ControlReply:
         order, state = standing.order, self.state
         if isinstance(order, ContinueGeneration):
-            state.phase = Phase.RUNNING
+            state.phase = PauseState.RUNNING
         elif isinstance(order, FlushCache):
             self.cache.clear(state.weight_version)
             state.counts["num_flushes"] += 1
-        elif isinstance(order, ForgetStorage):
-            self.cache.forget_storage()
+        elif isinstance(order, ClearStorageIndex):
+            self.cache.clear_storage_index()
         elif isinstance(order, LoadWeights):
             state.num_parts += 1
         elif isinstance(order, EndWeightUpdate):
@@ -276,7 +283,7 @@ class Quiesce:
             self._release(order)
         elif isinstance(order, ResumeMemory):
             state.released -= frozenset(order.tags)
-        return OrderAnswer(standing.order_id, checksum=standing.checksum)
+        return ControlReply(standing.order_id, checksum=standing.checksum)
 
     def _commit_weights(self) -> None:
         """From here on the new weights compute; nothing that the old ones computed may be found any more."""
@@ -309,19 +316,19 @@ class QuiesceStepper:
         quiesce: decides.
         domain: agrees. Who shares it asks on the same thread, in one order on all ranks.
         clock: monotonic seconds of this rank.
-        num_questions: asked so far.
+        num_rounds: asked so far.
     """
 
-    quiesce: Quiesce
-    domain: SyncDomain
+    quiesce: QuiesceController
+    domain: ParallelGroups
     clock: Callable[[], float] = time.monotonic
-    num_questions: int = field(default=0, init=False)
+    num_rounds: int = field(default=0, init=False)
 
-    def take(self, order_id: int, order: Order) -> None:
+    def enqueue(self, order_id: int, order: ControlRequest) -> None:
         """An order has come; every rank is given the same ones in the same order, between the same two steps."""
-        self.quiesce.take(order_id, order, now_s=self.clock())
+        self.quiesce.enqueue(order_id, order, now_s=self.clock())
 
-    def step(self) -> OrderAnswer | None:
+    def step(self) -> ControlReply | None:
         """Ask all ranks about the order that stands, before anything is computed; returns its answer when it is over.
 
         Raises:
@@ -330,8 +337,8 @@ class QuiesceStepper:
             QuiesceDivergenceError: ranks are in different states.
         """
         quiesce = self.quiesce
-        if not quiesce.has_orders:
+        if not quiesce.has_pending:
             return None
-        self.num_questions += 1
-        proposal = quiesce.propose(self.num_questions, rank=self.domain.rank, now_s=self.clock())
-        return quiesce.settle(self.num_questions, self.domain.agree(proposal))
+        self.num_rounds += 1
+        proposal = quiesce.propose(self.num_rounds, rank=self.domain.rank, now_s=self.clock())
+        return quiesce.settle(self.num_rounds, self.domain.reduce(proposal))

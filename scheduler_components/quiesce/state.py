@@ -7,36 +7,36 @@ from collections import Counter
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.quiesce.orders import (
     DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
     CheckWeights,
+    ControlRequest,
     EndWeightUpdate,
+    IdleControlRequest,
     LoadWeights,
     MemoryTag,
-    Order,
     ReleaseMemory,
-    RestOrder,
     ResumeMemory,
     RollBackWeights,
 )
 from scheduler_components.values import QuiesceStats
 
-__all__ = ["Phase", "QuiesceState", "namespace_of"]
+__all__ = ["PauseState", "QuiesceState", "weight_namespace"]
 
 
-def namespace_of(weight_version: str) -> PrefixNamespace:
+def weight_namespace(weight_version: str) -> PrefixNamespace:
     """Return the namespace of what these weights compute: part of each block's hash, and told as its extra key.
 
     So a block of other weights matches nothing, wherever it is kept, also for who missed that the cache was cleared.
     """
     if weight_version == DEFAULT_WEIGHT_VERSION:
-        return PLAIN_NAMESPACE
+        return DEFAULT_NAMESPACE
     return PrefixNamespace(extra_key=f"weight_version={weight_version}")
 
 
-class Phase(enum.Enum):
+class PauseState(enum.Enum):
     """Whether an engine computes: all it can, what runs already, nothing, or nothing with requests left in place."""
 
     RUNNING = "running"
@@ -47,7 +47,7 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class QuiesceState:
-    """A ``ComputeGate`` and a ``QuiesceStatsSource``. Changed by ``Quiesce`` alone, and equal on all ranks.
+    """A ``ComputeGate`` and a ``QuiesceStatsSource``. Changed by ``QuiesceController`` alone, and equal on all ranks.
 
     Attributes:
         phase: what pauses have made of the engine.
@@ -59,7 +59,7 @@ class QuiesceState:
         counts: orders by their name in ``QuiesceStats``.
     """
 
-    phase: Phase = Phase.RUNNING
+    phase: PauseState = PauseState.RUNNING
     released: frozenset[MemoryTag] = frozenset()
     has_weights: bool = True
     weight_version: str = DEFAULT_WEIGHT_VERSION
@@ -68,14 +68,14 @@ class QuiesceState:
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
-    def admits(self) -> bool:
+    def can_admit(self) -> bool:
         """Requests that wait may begin to run."""
-        return self.phase is Phase.RUNNING and self._is_whole
+        return self.phase is PauseState.RUNNING and self._is_whole
 
     @property
-    def computes(self) -> bool:
+    def can_compute(self) -> bool:
         """Requests that run may go on."""
-        return self.phase in (Phase.RUNNING, Phase.FINISHING) and self._is_whole
+        return self.phase in (PauseState.RUNNING, PauseState.FINISHING) and self._is_whole
 
     @property
     def _is_whole(self) -> bool:
@@ -86,10 +86,10 @@ class QuiesceState:
         parts = (self.phase, sorted(self.released), self.has_weights, self.weight_version, self.updating_to)
         return crc32(repr((*parts, self.num_parts, facts)).encode())
 
-    def refusal(self, order: Order, num_running: int) -> str:
+    def refusal(self, order: ControlRequest, num_running: int) -> str:
         """Say why an order cannot be carried out in this state; empty where it can, now or later."""
-        wants_rest = isinstance(order, RestOrder)
-        if wants_rest and self.phase is Phase.FROZEN and num_running:
+        wants_rest = isinstance(order, IdleControlRequest)
+        if wants_rest and self.phase is PauseState.FROZEN and num_running:
             return f"{num_running} requests are paused in place; continue, or pause with retract or abort"
         if isinstance(order, LoadWeights | CheckWeights | EndWeightUpdate | RollBackWeights):
             return "" if self.updating_to is not None else "no weight update is open; begin one"
@@ -122,7 +122,7 @@ class QuiesceState:
         """Return what metrics tell of the engine's state, and what was ordered so far."""
         is_resident = MemoryTag.WEIGHTS not in self.released
         return QuiesceStats(
-            is_paused=int(self.phase in (Phase.PAUSED, Phase.FROZEN)),
+            is_paused=int(self.phase in (PauseState.PAUSED, PauseState.FROZEN)),
             is_awake=int(not self.released and self.has_weights),
             has_weights_offloaded=int(self.has_weights and not is_resident),
             has_discarded_all=int(not self.has_weights),

@@ -9,13 +9,13 @@ from math import prod
 import torch
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.quiesce.weights import LoadedParts
+from scheduler_components.quiesce.weights import LoadedTensors
 
-__all__ = ["TensorParts", "TorchWeights"]
+__all__ = ["TensorShards", "TorchWeightStore"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class TensorParts:
+class TensorShards:
     """Which part of each tensor a rank keeps; by default all of them whole.
 
     Attributes:
@@ -27,7 +27,7 @@ class TensorParts:
     rank: int = 0
     size: int = 1
 
-    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor: a view of it."""
         dimension = self.cuts.get(name)
         return whole if dimension is None else whole.chunk(self.size, dimension)[self.rank]
@@ -39,7 +39,7 @@ class TensorParts:
 
 
 @dataclass(slots=True, kw_only=True)
-class TorchWeights:
+class TorchWeightStore:
     """A ``WeightStore`` over the parameters and buffers of ``model``; each is one part, named as in its state dict.
 
     The content of a part is the tensor's bytes: its own type and shape, row by row, as this machine has numbers in
@@ -53,9 +53,9 @@ class TorchWeights:
     """
 
     model: torch.nn.Module
-    parts: TensorParts = field(default_factory=TensorParts)
+    parts: TensorShards = field(default_factory=TensorShards)
     _staged: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
-    _loaded: LoadedParts = field(default_factory=LoadedParts, init=False, repr=False)
+    _loaded: LoadedTensors = field(default_factory=LoadedTensors, init=False, repr=False)
 
     def begin(self, weight_version: str) -> None:  # noqa: ARG002 - the port's
         self.roll_back()
@@ -76,7 +76,7 @@ class TorchWeights:
             raise ConfigError("content", len(content), problem, "give the tensor's bytes, row by row")
         self._loaded.add(name, content)
         whole = torch.frombuffer(bytearray(content), dtype=own.dtype).reshape(shape)
-        self._staged[name] = self.parts.part_of(name, whole).to(own.device)
+        self._staged[name] = self.parts.shard_of(name, whole).to(own.device)
 
     def checksum(self) -> int:
         return self._loaded.checksum()

@@ -7,11 +7,11 @@ from hashlib import blake2b
 
 from scheduler_components.errors import ConfigError
 
-__all__ = ["LoadedParts"]
+__all__ = ["LoadedTensors"]
 
 
 @dataclass(slots=True)
-class LoadedParts:
+class LoadedTensors:
     """Names and digests: each part once, and 63 bits over all of them, whatever a rank keeps of each."""
 
     _digests: dict[str, bytes] = field(default_factory=dict, init=False, repr=False)

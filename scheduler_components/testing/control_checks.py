@@ -1,4 +1,4 @@
-"""What every ``StateHolder`` and every ``Profiler`` must do: run the checks on parts of your own.
+"""What every ``StateProvider`` and every ``Profiler`` must do: run the checks on parts of your own.
 
 ``STATE_HOLDER_CHECKS`` take a holder, and a change of some of its values that works and differs from what they are.
 ``PROFILER_CHECKS`` take a function that opens a profiler. A check raises ``ConformanceError`` with its trace.
@@ -11,32 +11,32 @@ from functools import partial
 from pathlib import Path
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.ports import Profiler, StateHolder, StateValue
-from scheduler_components.testing.parts import Trace
+from scheduler_components.ports import Profiler, StateProvider, StateValue
+from scheduler_components.testing.parts import CheckTrace
 
 __all__ = ["PROFILER_CHECKS", "STATE_HOLDER_CHECKS"]
 
 
-def check_what_can_be_set_is_shown(holder: StateHolder, change: Mapping[str, StateValue]) -> None:
+def check_settable_values_are_visible(holder: StateProvider, change: Mapping[str, StateValue]) -> None:
     """Names are the same at every look, and those that can be set are among them."""
-    trace = Trace("What can be set is shown, under names that stay")
+    trace = CheckTrace("What can be set is shown, under names that stay")
     names = sorted(trace.call("state()", holder.state))
     trace.expect([], sorted(set(holder.settable) - set(names)), "names that can be set and are not shown")
     trace.expect([], sorted(set(change) - set(holder.settable)), "names of the change that cannot be set")
     trace.expect(names, sorted(trace.call("state() again", holder.state)), "names")
 
 
-def check_a_look_at_a_change_changes_nothing(holder: StateHolder, change: Mapping[str, StateValue]) -> None:
+def check_check_state_has_no_side_effects(holder: StateProvider, change: Mapping[str, StateValue]) -> None:
     """``check_state`` only looks."""
-    trace = Trace("check_state() changes nothing")
+    trace = CheckTrace("check_state() changes nothing")
     before = dict(trace.call("state()", holder.state))
     trace.call(f"check_state({dict(change)})", lambda: holder.check_state(change))
     trace.expect(before, dict(trace.call("state() again", holder.state)), "values")
 
 
-def check_what_was_set_is_shown_and_can_be_taken_back(holder: StateHolder, change: Mapping[str, StateValue]) -> None:
+def check_set_values_are_visible_and_reversible(holder: StateProvider, change: Mapping[str, StateValue]) -> None:
     """A change shows, and its old values can be set again."""
-    trace = Trace("What was set is shown, and can be taken back")
+    trace = CheckTrace("What was set is shown, and can be taken back")
     before = {name: value for name, value in holder.state().items() if name in change}
     for values in (change, before):
         trace.call(f"check_state({dict(values)})", partial(holder.check_state, values))
@@ -45,11 +45,9 @@ def check_what_was_set_is_shown_and_can_be_taken_back(holder: StateHolder, chang
         trace.expect(dict(values), shown, "values")
 
 
-def check_a_text_for_each_value_is_refused_by_name_or_works(
-    holder: StateHolder, change: Mapping[str, StateValue]
-) -> None:
+def check_wrong_type_raises_config_error(holder: StateProvider, change: Mapping[str, StateValue]) -> None:
     """What comes over HTTP is anything: a part refuses it with a ``ConfigError``, and raises nothing else."""
-    trace = Trace("Values of another kind are refused with a ConfigError")
+    trace = CheckTrace("Values of another kind are refused with a ConfigError")
     before = dict(trace.call("state()", holder.state))
     for name in change:
         values = {**change, name: "no such value"}
@@ -57,7 +55,7 @@ def check_a_text_for_each_value_is_refused_by_name_or_works(
     trace.expect(before, dict(trace.call("state() again", holder.state)), "values")
 
 
-def _refused(holder: StateHolder, values: Mapping[str, StateValue]) -> bool:
+def _refused(holder: StateProvider, values: Mapping[str, StateValue]) -> bool:
     try:
         holder.check_state(values)
     except ConfigError:
@@ -66,16 +64,16 @@ def _refused(holder: StateHolder, values: Mapping[str, StateValue]) -> bool:
 
 
 STATE_HOLDER_CHECKS = (
-    check_what_can_be_set_is_shown,
-    check_a_look_at_a_change_changes_nothing,
-    check_what_was_set_is_shown_and_can_be_taken_back,
-    check_a_text_for_each_value_is_refused_by_name_or_works,
+    check_settable_values_are_visible,
+    check_check_state_has_no_side_effects,
+    check_set_values_are_visible_and_reversible,
+    check_wrong_type_raises_config_error,
 )
 
 
-def check_a_trace_is_written_where_it_says(open_profiler: Callable[[], Profiler]) -> None:
+def check_profile_is_written_to_the_returned_path(open_profiler: Callable[[], Profiler]) -> None:
     """Two recordings, one after the other, under two names."""
-    trace = Trace("Each recording is written to a file of its own")
+    trace = CheckTrace("Each recording is written to a file of its own")
     profiler = trace.call("open", open_profiler)
     paths = []
     for name in ("first-rank0", "second-rank0"):
@@ -87,9 +85,9 @@ def check_a_trace_is_written_where_it_says(open_profiler: Callable[[], Profiler]
     trace.expect([True, True], [name in Path(path).name for name, path in zip(("first", "second"), paths, strict=True)])
 
 
-def check_a_start_too_many_and_a_stop_too_many_are_errors(open_profiler: Callable[[], Profiler]) -> None:
+def check_unbalanced_start_and_stop_raise(open_profiler: Callable[[], Profiler]) -> None:
     """They raise, and the recording under way is not lost."""
-    trace = Trace("A start or stop too many raises")
+    trace = CheckTrace("A start or stop too many raises")
     profiler = trace.call("open", open_profiler)
     trace.expect(True, trace.call("stop() before start()", lambda: _raises(lambda: profiler.stop("none"))), "raised")
     trace.call("start()", profiler.start)
@@ -105,4 +103,4 @@ def _raises(call: Callable[[], object]) -> bool:
     return False
 
 
-PROFILER_CHECKS = (check_a_trace_is_written_where_it_says, check_a_start_too_many_and_a_stop_too_many_are_errors)
+PROFILER_CHECKS = (check_profile_is_written_to_the_returned_path, check_unbalanced_start_and_stop_raise)

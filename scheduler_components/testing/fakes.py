@@ -24,7 +24,7 @@ from scheduler_components import (
     PublisherStats,
 )
 from scheduler_components.cache import hash_pages
-from scheduler_components.intake import Incoming, InputKind, InputRefusal
+from scheduler_components.intake import InputKind, InputMessage, RequestRejection
 from scheduler_components.testing.parts import BLOCK_SIZE, kv_value, token_after
 
 __all__ = [
@@ -34,16 +34,16 @@ __all__ = [
     "FakePool",
     "FakeQueues",
     "FakeRequest",
-    "ListInput",
-    "ScriptedEvents",
-    "TextReader",
+    "ListInputSource",
+    "ScriptedEventSource",
+    "TextInputReader",
     # sinks
     "ListEventSink",
     "ListOutputSink",
-    "ListRefusals",
+    "ListRefusalSink",
     "ListSink",
     # what stands around a scheduler
-    "ChainHistory",
+    "ChainEventGenerator",
     "Fault",
     "FaultyNetwork",
     "InstantDevice",
@@ -105,7 +105,7 @@ class FakeLoad:
         return self.load
 
 
-class ScriptedEvents:
+class ScriptedEventSource:
     """A ``KvEventSource`` that gives one list of events per call, then nothing."""
 
     def __init__(self, *steps: Sequence[KVCacheEvent]) -> None:
@@ -115,24 +115,24 @@ class ScriptedEvents:
         return self.steps.pop(0) if self.steps else ()
 
 
-class ListInput:
+class ListInputSource:
     """An ``InputSource``: ``frames`` are the messages that have come and nobody has taken."""
 
     def __init__(self, frames: Iterable[bytes] = ()) -> None:
         self.frames = deque(frames)
 
-    def take(self, most: int) -> Sequence[bytes]:
+    def poll(self, most: int) -> Sequence[bytes]:
         return [self.frames.popleft() for _ in range(min(most, len(self.frames)))]
 
 
-class TextReader:
-    """An ``InputReader`` of messages like ``request:rid:rest``; what it gives the scheduler is the text."""
+class TextInputReader:
+    """An ``MessageDecoder`` of messages like ``request:rid:rest``; what it gives the scheduler is the text."""
 
-    def read(self, frame: bytes) -> Incoming[str]:
+    def read(self, frame: bytes) -> InputMessage[str]:
         kind, _, rest = frame.decode(errors="replace").partition(":")
         if kind not in list(InputKind):
             raise DecodeError(f"no kind of message: {kind!r}")
-        return Incoming(InputKind(kind), frame.decode(), rest.partition(":")[0])
+        return InputMessage(InputKind(kind), frame.decode(), rest.partition(":")[0])
 
 
 # Sinks.
@@ -210,14 +210,14 @@ class ListSink(_Failing, Generic[T]):
         self._act()
 
 
-class ListRefusals(_Failing):
-    """A ``RefusalSink``: the answers to requests that were not let in."""
+class ListRefusalSink(_Failing):
+    """A ``RejectionSink``: the answers to requests that were not let in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.refused: list[InputRefusal] = []
+        self.refused: list[RequestRejection] = []
 
-    def refuse(self, refusal: InputRefusal, incoming: Incoming[object]) -> None:  # noqa: ARG002
+    def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:  # noqa: ARG002
         self._act()
         self.refused.append(refusal)
 
@@ -288,7 +288,7 @@ class InstantDevice(Generic[B, R]):
 
 
 class PagedModel:
-    """Answers ``parts.next_token`` as long as the pages of a request hold its KV, and other tokens otherwise.
+    """Answers ``interfaces.next_token`` as long as the pages of a request hold its KV, and other tokens otherwise.
 
     A page that was given away too early, shared before it was computed, or never computed changes what comes out.
 
@@ -331,10 +331,10 @@ class Fault(Enum):
     """What happens to one message."""
 
     NONE = "it arrives"
-    LOSE = "it never arrives"
-    REPEAT = "it arrives twice"
+    DROP = "it never arrives"
+    DUPLICATE = "it arrives twice"
     DELAY = "it arrives after the next message that is not delayed"
-    REPLACE_LAST = "the message before it arrives once more, and it does not"
+    DROP_AND_DUPLICATE_LAST = "the message before it arrives once more, and it does not"
 
 
 @dataclass
@@ -350,29 +350,29 @@ class FaultyNetwork(Generic[T]):
     _delayed: list[T] = field(default_factory=list)
     _last: list[T] = field(default_factory=list)
 
-    def carry(self, message: T) -> list[T]:
+    def send(self, message: T) -> list[T]:
         """Send one message; returns what arrives, in order."""
         fault = self.plan[self.num_carried] if self.num_carried < len(self.plan) else Fault.NONE
         self.num_carried += 1
         if fault is Fault.DELAY:
             self._delayed.append(message)
             return []
-        if fault is Fault.LOSE:
+        if fault is Fault.DROP:
             self.num_lost += 1
             return []
-        if fault is Fault.REPLACE_LAST:
+        if fault is Fault.DROP_AND_DUPLICATE_LAST:
             self.num_lost += 1
             return list(self._last)
         self._last = [message]
-        return [message, *([message] if fault is Fault.REPEAT else []), *self.settle()]
+        return [message, *([message] if fault is Fault.DUPLICATE else []), *self.flush()]
 
-    def settle(self) -> list[T]:
+    def flush(self) -> list[T]:
         """What was delayed and comes now."""
         arriving, self._delayed = self._delayed, []
         return arriving
 
 
-class ChainHistory:
+class ChainEventGenerator:
     """Makes events that break no rule of the wire: a chain of blocks that grows, loses its end, and grows again.
 
     Attributes:
@@ -380,26 +380,26 @@ class ChainHistory:
     """
 
     def __init__(self) -> None:
-        self.standing: list[int] = []
+        self.live_hashes: list[int] = []
         self._tokens: list[int] = []
 
     def store(self, *tokens: int) -> BlockStored:
         """Append one block of ``BLOCK_SIZE`` tokens to the chain; the tokens default to the block's depth."""
-        depth = len(self.standing)
+        depth = len(self.live_hashes)
         page = tokens or (depth, depth + 1)
-        parent = self.standing[-1] if self.standing else None
+        parent = self.live_hashes[-1] if self.live_hashes else None
         self._tokens += page
-        self.standing.append(hash_pages(self._tokens, BLOCK_SIZE)[-1])
-        return BlockStored((self.standing[-1],), parent, page, BLOCK_SIZE, None)
+        self.live_hashes.append(hash_pages(self._tokens, BLOCK_SIZE)[-1])
+        return BlockStored((self.live_hashes[-1],), parent, page, BLOCK_SIZE, None)
 
     def remove(self) -> BlockRemoved:
         """Remove the chain's last block."""
         del self._tokens[-BLOCK_SIZE:]
-        return BlockRemoved((self.standing.pop(),))
+        return BlockRemoved((self.live_hashes.pop(),))
 
     def clear(self) -> AllBlocksCleared:
         """Remove everything."""
-        self.standing.clear()
+        self.live_hashes.clear()
         self._tokens.clear()
         return AllBlocksCleared()
 
@@ -407,6 +407,6 @@ class ChainHistory:
         """Event ``number`` of a mixed run: mostly stores, every fifth a removal, every fortieth a clear."""
         if number % 40 == 39:
             return self.clear()
-        if number % 5 == 4 and self.standing:
+        if number % 5 == 4 and self.live_hashes:
             return self.remove()
         return self.store()

@@ -14,7 +14,7 @@ import msgspec
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVCacheEvent
 from scheduler_components.cache import PrefixNamespace, block_hashes_of, pack_tokens, page_digests
-from scheduler_components.kv_events import Place, first_unfilled, place_of, tier_of
+from scheduler_components.kv_events import MediumGroup, first_token_mismatch, medium_group, medium_tier
 from scheduler_components.testing.rules import Violation
 
 __all__ = [
@@ -56,10 +56,10 @@ class EventLedger:
         self.block_size = block_size
         self.is_complete = is_complete
         self.num_chained = self.num_off_chain = 0
-        self._standing: dict[Place, dict[int, Block]] = {}
+        self._standing: dict[MediumGroup, dict[int, Block]] = {}
         self._contents: dict[int, Block] = {}
         self._digests: dict[int, bytes] = {}
-        self._children: dict[Place, Counter[int]] = {}
+        self._children: dict[MediumGroup, Counter[int]] = {}
 
     def apply(self, event: KVCacheEvent) -> list[Violation]:
         """Apply one event; returns the rules that it breaks. What can be understood of it is applied."""
@@ -80,9 +80,9 @@ class EventLedger:
 
     def hashes(self, medium: str | None = None, group_idx: int | None = None) -> set[int]:
         """Hashes that stand on one medium; None is the device."""
-        return set(self._standing.get(place_of(medium, group_idx), ()))
+        return set(self._standing.get(medium_group(medium, group_idx), ()))
 
-    def blocks(self) -> dict[tuple[Place, int], Block]:
+    def blocks(self) -> dict[tuple[MediumGroup, int], Block]:
         """Every standing block by place and hash."""
         return {(place, each): block for place, held in self._standing.items() for each, block in held.items()}
 
@@ -110,7 +110,7 @@ class EventLedger:
         size = self.block_size = self.block_size or event.block_size
         if event.block_size != size:
             yield Violation("block-size", f"a block of {event.block_size} tokens where {size} are the size")
-        if event.block_size < 1 or first_unfilled((event,)) is not None:
+        if event.block_size < 1 or first_token_mismatch((event,)) is not None:
             told = f"{len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {event.block_size}"
             yield Violation("event", told)
             return
@@ -119,7 +119,7 @@ class EventLedger:
         except ConfigError as error:
             yield Violation("event", str(error))
             return
-        if tier_of(event.medium) is None:
+        if medium_tier(event.medium) is None:
             yield Violation("medium", f"medium {event.medium!r:.40}")
         parent = event.parent_block_hash
         if parent is not None and not self._stands(parent):
@@ -132,7 +132,7 @@ class EventLedger:
         yield from self._store_blocks(event)
 
     def _store_blocks(self, event: BlockStored) -> Iterator[Violation]:
-        place = place_of(event.medium, event.group_idx)
+        place = medium_group(event.medium, event.group_idx)
         held, children = self._standing.setdefault(place, {}), self._children.setdefault(place, Counter())
         parent, size = event.parent_block_hash, event.block_size
         for index, block_hash in enumerate(event.block_hashes):
@@ -168,9 +168,9 @@ class EventLedger:
         self.num_off_chain += block_hashes_of(digest) != (block_hash,)
 
     def _remove(self, event: BlockRemoved) -> Iterator[Violation]:
-        if tier_of(event.medium) is None:
+        if medium_tier(event.medium) is None:
             yield Violation("medium", f"medium {event.medium!r:.40}")
-        place = place_of(event.medium, event.group_idx)
+        place = medium_group(event.medium, event.group_idx)
         held, children = self._standing.get(place, {}), self._children.get(place, Counter())
         removed = []
         for block_hash in event.block_hashes:

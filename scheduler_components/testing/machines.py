@@ -28,7 +28,7 @@ from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch
 from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.hicache import PageStore
 from scheduler_components.kv_events import END_SEQ, BatchEncoder
-from scheduler_components.testing.fakes import ChainHistory, Fault, FaultyNetwork
+from scheduler_components.testing.fakes import ChainEventGenerator, Fault, FaultyNetwork
 from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.parts import (
     BLOCK_SIZE,
@@ -38,7 +38,7 @@ from scheduler_components.testing.parts import (
     PrefixCache,
     page_of,
 )
-from scheduler_components.testing.recorder_checks import CountedBlocks, Place
+from scheduler_components.testing.recorder_checks import CopyCountingTable, MediumGroup
 
 __all__ = [
     "FollowerMachine",
@@ -63,7 +63,7 @@ class ModelPrefix(NamedTuple):
 class PrefixCacheModel:
     """Cached prefixes with their page indices; time is a count of calls.
 
-    Evicts the least recently used, the deepest page of a prefix first. Subclass it and override ``victims`` for a
+    Evicts the least recently used, the deepest page of a prefix first. Subclass it and override ``eviction_order`` for a
     cache with another policy.
     """
 
@@ -102,13 +102,13 @@ class PrefixCacheModel:
         """Pages that are neither cached nor held by a request."""
         return self.num_pages - len(self.pages) - len(self.held)
 
-    def victims(self) -> list[ModelPrefix]:
+    def eviction_order(self) -> list[ModelPrefix]:
         """Evictable pages in the order in which they go."""
         return sorted(self.unlocked(), key=lambda prefix: (self.used_at[prefix], -len(prefix.tokens)))
 
     def evict(self, num_pages: int) -> int:
         """Evict up to ``num_pages``; returns how many."""
-        gone = self.victims()[: max(0, num_pages)]
+        gone = self.eviction_order()[: max(0, num_pages)]
         for prefix in gone:
             del self.pages[prefix]
         return len(gone)
@@ -276,11 +276,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert not self.caches[2].take_events()
         broken = self.ledger.apply_all(events)
         assert not broken, broken
-        assert self.told_prefixes() == set(self.model.pages)
+        assert self.published_prefixes() == set(self.model.pages)
         assert self.ledger.hashes() == set(self.caches[0].block_hashes())
         assert not self.caches[0].take_events()
 
-    def told_prefixes(self) -> set[ModelPrefix]:
+    def published_prefixes(self) -> set[ModelPrefix]:
         """What a reader of the events knows, as the model names it."""
         told = ((self.ledger.identity(each)[2], self.ledger.prefix(each)) for each in self.ledger.hashes())
         return {ModelPrefix(str(salt or ""), tokens) for salt, tokens in told}
@@ -330,13 +330,13 @@ def _as_engines_have_them(hashes: Sequence[int], form: str) -> list[int | bytes]
 
 
 class RecorderMachine(RuleBasedStateMachine):
-    """A recorder and ``CountedBlocks`` get the same calls, in any order; a ledger gets the events.
+    """A recorder and ``CopyCountingTable`` get the same calls, in any order; a ledger gets the events.
 
     Attributes:
         places: media and groups that the calls name.
     """
 
-    places: ClassVar[tuple[Place, ...]] = ((None, None), ("CPU", None), (None, 1))
+    places: ClassVar[tuple[MediumGroup, ...]] = ((None, None), ("CPU", None), (None, 1))
 
     def open_recorder(self) -> BlockRecorder:
         """Override: an empty recorder of blocks of ``BLOCK_SIZE`` tokens."""
@@ -344,7 +344,7 @@ class RecorderMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.recorder, self.table = self.open_recorder(), CountedBlocks()
+        self.recorder, self.table = self.open_recorder(), CopyCountingTable()
         self.ledger = EventLedger(block_size=BLOCK_SIZE)
 
     @rule(
@@ -389,7 +389,7 @@ class RecorderMachine(RuleBasedStateMachine):
         """Compare: no rule is broken, and what the events add up to is what can be reached in the table."""
         assert self.ledger.apply_all(events) == []
         for place in self.places:
-            assert self.ledger.hashes(*place) == self.table.told(place)
+            assert self.ledger.hashes(*place) == self.table.reachable_hashes(place)
 
     def teardown(self) -> None:
         """Whatever the last calls were, they are read."""
@@ -475,7 +475,7 @@ class FollowerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.follower = self.open_follower()  # noqa: SCH008 Hypothesis makes a machine per example: this is its set-up
-        self.history = ChainHistory()
+        self.history = ChainEventGenerator()
         self.payloads: list[bytes] = []
         self.states: set[frozenset[int]] = {frozenset()}
         self.plan: list[Fault] = []
@@ -486,19 +486,19 @@ class FollowerMachine(RuleBasedStateMachine):
         """Number one batch and send it; the fault is what its live message meets."""
         number = len(self.payloads)
         self.payloads.append(BatchEncoder().encode(KVEventBatch(float(number + 1), (event,)), 0))
-        self.states.add(frozenset(self.history.standing))
+        self.states.add(frozenset(self.history.live_hashes))
         self.plan.append(fault)
-        self.deliver(self.network.carry((number, self.payloads[-1])))
+        self.deliver(self.network.send((number, self.payloads[-1])))
 
     def deliver(self, messages: list[tuple[int, bytes]]) -> None:
         for number, payload in messages:
-            self.follower.live(number, payload)
+            self.follower.on_live_batch(number, payload)
 
     @rule(token=st.integers(0, 3), fault=st.sampled_from(Fault))
     def store(self, token: int, fault: Fault) -> None:
         self.publish(self.history.store(token, token), fault)
 
-    @precondition(lambda self: self.history.standing)
+    @precondition(lambda self: self.history.live_hashes)
     @rule(fault=st.sampled_from(Fault))
     def remove(self, fault: Fault) -> None:
         self.publish(self.history.remove(), fault)
@@ -510,20 +510,20 @@ class FollowerMachine(RuleBasedStateMachine):
     @rule(most=st.none() | st.integers(0, 3))
     def answer(self, most: int | None) -> None:
         """Answer the open request: whole, or cut after so many batches and without its end."""
-        self.open_request = self.follower.request() or self.open_request
+        self.open_request = self.follower.pop_replay_request() or self.open_request
         request, self.open_request = self.open_request, None
         if request is None:
             return
         start = int.from_bytes(request, "big")  # a longer request is a huge number to a plain publisher
         batches = list(enumerate(self.payloads))[start:]
         for number, payload in batches[:most]:
-            self.follower.answered(number.to_bytes(8, "big"), payload)
+            self.follower.on_replay_message(number.to_bytes(8, "big"), payload)
         if most is None:
-            self.follower.answered(END_SEQ, b"")
+            self.follower.on_replay_message(END_SEQ, b"")
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
     def wait(self, seconds: float) -> None:
-        self.follower.advance(seconds)
+        self.follower.advance_time(seconds)
 
     @invariant()
     def is_never_live_and_wrong(self) -> None:
@@ -532,14 +532,14 @@ class FollowerMachine(RuleBasedStateMachine):
             assert blocks in self.states, f"live with {sorted(blocks)}, which was never the publisher's state"
 
     def teardown(self) -> None:
-        self.deliver(self.network.settle())
+        self.deliver(self.network.flush())
         for _ in range(_HEALING_ROUNDS):
             for _ in range(_REQUESTS_PER_ROUND):  # an answer may lead to the next request
                 self.answer(None)
             self.is_never_live_and_wrong()
-            self.follower.advance(_ROUND_S)
+            self.follower.advance_time(_ROUND_S)
         for _ in range(_REQUESTS_PER_ROUND):
             self.answer(None)
         if self.payloads:
             assert self.follower.is_live(), "not live although all faults have stopped"
-            assert set(self.follower.blocks()) == set(self.history.standing)
+            assert set(self.follower.blocks()) == set(self.history.live_hashes)

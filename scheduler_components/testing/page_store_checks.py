@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from scheduler_components.hicache import InPlacePageStore, PageStore
-from scheduler_components.testing.parts import PAGE_BYTES, Trace, page_of
+from scheduler_components.hicache import PageStore, ZeroCopyPageStore
+from scheduler_components.testing.parts import PAGE_BYTES, CheckTrace, page_of
 
 __all__ = ["IN_PLACE_STORE_CHECKS", "PAGE_STORE_CHECKS"]
 
 
 def check_absent_keys_are_misses(store: PageStore, prefix: str) -> None:
     """What was never stored is nowhere."""
-    trace = Trace("Keys that were never stored are misses")
+    trace = CheckTrace("Keys that were never stored are misses")
     keys = [f"{prefix}{at}" for at in range(3)]
     trace.expect(0, trace.call("batch_exists() of 3 absent keys", lambda: store.batch_exists(keys)))
     trace.expect([None] * 3, _read(trace, store, keys))
@@ -28,7 +28,7 @@ def check_absent_keys_are_misses(store: PageStore, prefix: str) -> None:
 
 def check_pages_come_back_byte_for_byte_in_the_order_asked(store: PageStore, prefix: str) -> None:
     """64 pages, read in the opposite order."""
-    trace = Trace("Pages come back byte for byte, in the order asked")
+    trace = CheckTrace("Pages come back byte for byte, in the order asked")
     keys = [f"{prefix}{at}" for at in range(64)]
     _store(trace, store, keys)
     trace.expect(len(keys), trace.call("batch_exists()", lambda: store.batch_exists(keys)), "keys held")
@@ -37,7 +37,7 @@ def check_pages_come_back_byte_for_byte_in_the_order_asked(store: PageStore, pre
 
 def check_exists_counts_the_longest_prefix(store: PageStore, prefix: str) -> None:
     """A prefix is only worth what is held without a hole."""
-    trace = Trace("batch_exists() counts up to the first key that is not held")
+    trace = CheckTrace("batch_exists() counts up to the first key that is not held")
     keys = [f"{prefix}{at}" for at in range(5)]
     _store(trace, store, [keys[0], keys[1], keys[3], keys[4]])
     for first, held in ((0, 2), (2, 0), (3, 2)):
@@ -46,9 +46,9 @@ def check_exists_counts_the_longest_prefix(store: PageStore, prefix: str) -> Non
         trace.expect(held, found, "keys held without a hole")
 
 
-def check_a_hole_costs_only_itself(store: PageStore, prefix: str) -> None:
+def check_missing_key_affects_only_itself(store: PageStore, prefix: str) -> None:
     """What stands around an absent key is still read."""
-    trace = Trace("An absent key among held ones costs only itself")
+    trace = CheckTrace("An absent key among held ones costs only itself")
     first, hole, last = (f"{prefix}{name}" for name in ("first", "hole", "last"))
     _store(trace, store, [first, last])
     _expect_pages(trace, store, [first, hole, last], absent=hole)
@@ -56,7 +56,7 @@ def check_a_hole_costs_only_itself(store: PageStore, prefix: str) -> None:
 
 def check_a_page_may_be_set_again(store: PageStore, prefix: str) -> None:
     """Storing is idempotent, twice in one batch too."""
-    trace = Trace("A page that is held may be stored again")
+    trace = CheckTrace("A page that is held may be stored again")
     key = f"{prefix}twice"
     _store(trace, store, [key])
     _store(trace, store, [key, key])
@@ -65,7 +65,7 @@ def check_a_page_may_be_set_again(store: PageStore, prefix: str) -> None:
 
 def check_a_deleted_page_is_gone_and_can_come_back(store: PageStore, prefix: str) -> None:
     """Deleted before it is read: a distributed store may hold a lease for a reader."""
-    trace = Trace("A deleted page is gone, and can be stored again")
+    trace = CheckTrace("A deleted page is gone, and can be stored again")
     keep, gone = f"{prefix}keep", f"{prefix}gone"
     _store(trace, store, [keep, gone])
     trace.expect(1, trace.call("delete() of one of two keys", lambda: store.delete([gone])), "keys removed")
@@ -75,49 +75,49 @@ def check_a_deleted_page_is_gone_and_can_come_back(store: PageStore, prefix: str
     _expect_pages(trace, store, [gone])
 
 
-def check_any_key_is_a_plain_name(store: PageStore, prefix: str) -> None:
+def check_any_text_is_a_valid_key(store: PageStore, prefix: str) -> None:
     """Keys with slashes, dots, blanks, capitals and 300 characters are different names and nothing more."""
-    trace = Trace("Any text is a key, and different texts are different keys")
+    trace = CheckTrace("Any text is a key, and different texts are different keys")
     names = ["a/b", "a-b", "../../up", "/root", "a b", "a.b", "A.b", "naïve 页", "x" * 300, "*", "%2F"]
     keys = [f"{prefix}{name}" for name in names]
     _store(trace, store, keys)
     _expect_pages(trace, store, keys)
 
 
-def check_a_page_does_not_follow_its_memory(store: PageStore, prefix: str) -> None:
+def check_stored_page_is_a_copy(store: PageStore, prefix: str) -> None:
     """The caller's buffer is used again as soon as ``batch_set`` returns."""
-    trace = Trace("A stored page does not change with the memory that it came from")
+    trace = CheckTrace("A stored page does not change with the memory that it came from")
     key = f"{prefix}memory"
     memory = bytearray(page_of(key))
     held = trace.call("batch_set() of a memoryview", lambda: list(store.batch_set([key], [memoryview(memory)])))
     trace.expect([True], held)
-    trace.did("overwrote that memory with zeros")
+    trace.note("overwrote that memory with zeros")
     memory[:] = bytes(PAGE_BYTES)
     _expect_pages(trace, store, [key])
 
 
-def check_nothing_asked_is_nothing_done(store: PageStore, prefix: str) -> None:
+def check_empty_batches_are_accepted(store: PageStore, prefix: str) -> None:
     """Empty batches are answered, not refused."""
     del prefix
-    trace = Trace("Empty batches are no error")
+    trace = CheckTrace("Empty batches are no error")
     trace.expect(0, trace.call("batch_exists([])", lambda: store.batch_exists([])))
     trace.expect([], _read(trace, store, []))
     trace.expect([], trace.call("batch_set([], [])", lambda: list(store.batch_set([], []))))
     trace.expect(0, trace.call("delete([])", lambda: store.delete([])))
 
 
-def _store(trace: Trace, store: PageStore, keys: list[str]) -> None:
+def _store(trace: CheckTrace, store: PageStore, keys: list[str]) -> None:
     step = f"batch_set() of {len(keys)} keys: {', '.join(keys):.80}"
     held = trace.call(step, lambda: list(store.batch_set(keys, [page_of(key) for key in keys])))
     trace.expect([True] * len(keys), held, "each key held")
 
 
-def _read(trace: Trace, store: PageStore, keys: list[str]) -> list[bytes | None]:
+def _read(trace: CheckTrace, store: PageStore, keys: list[str]) -> list[bytes | None]:
     pages = trace.call(f"batch_get() of {len(keys)} keys", lambda: store.batch_get(keys))
     return [None if page is None else bytes(page) for page in pages]
 
 
-def _expect_pages(trace: Trace, store: PageStore, keys: list[str], *, absent: str | None = None) -> None:
+def _expect_pages(trace: CheckTrace, store: PageStore, keys: list[str], *, absent: str | None = None) -> None:
     found = _read(trace, store, keys)
     trace.expect(len(keys), len(found), "pages of the answer")
     for key, page in zip(keys, found, strict=True):
@@ -129,18 +129,18 @@ PAGE_STORE_CHECKS: tuple[Callable[[PageStore, str], None], ...] = (
     check_absent_keys_are_misses,
     check_pages_come_back_byte_for_byte_in_the_order_asked,
     check_exists_counts_the_longest_prefix,
-    check_a_hole_costs_only_itself,
+    check_missing_key_affects_only_itself,
     check_a_page_may_be_set_again,
     check_a_deleted_page_is_gone_and_can_come_back,
-    check_any_key_is_a_plain_name,
-    check_a_page_does_not_follow_its_memory,
-    check_nothing_asked_is_nothing_done,
+    check_any_text_is_a_valid_key,
+    check_stored_page_is_a_copy,
+    check_empty_batches_are_accepted,
 )
 
 
-def check_pages_go_from_memory_and_into_it(store: InPlacePageStore, prefix: str) -> None:
+def check_in_place_put_and_get(store: ZeroCopyPageStore, prefix: str) -> None:
     """Pages of one memory to the store, and to other places of it; what was set by a copy is read in place too."""
-    trace = Trace("Pages are put from memory and got into it")
+    trace = CheckTrace("Pages are put from memory and got into it")
     keys = [f"{prefix}{at}" for at in range(8)]
     memory, pages = _registered(trace, store, 2 * len(keys))
     for page, key in zip(pages, keys, strict=False):
@@ -160,9 +160,9 @@ def check_pages_go_from_memory_and_into_it(store: InPlacePageStore, prefix: str)
     del memory
 
 
-def check_what_is_not_held_fills_nothing_else(store: InPlacePageStore, prefix: str) -> None:
+def check_miss_leaves_other_buffers_unchanged(store: ZeroCopyPageStore, prefix: str) -> None:
     """An absent key, and a page of another length, are a no; pages around them are read, memory around them stays."""
-    trace = Trace("A miss in place costs only itself")
+    trace = CheckTrace("A miss in place costs only itself")
     first, hole, short, long, last = (f"{prefix}{name}" for name in ("first", "hole", "short", "long", "last"))
     _store(trace, store, [first, last])
     others = {short: page_of(short)[:-1], long: page_of(long) + b"x"}
@@ -185,14 +185,14 @@ def check_what_is_not_held_fills_nothing_else(store: InPlacePageStore, prefix: s
     del memory
 
 
-def _registered(trace: Trace, store: InPlacePageStore, num_pages: int) -> tuple[bytearray, list[memoryview]]:
+def _registered(trace: CheckTrace, store: ZeroCopyPageStore, num_pages: int) -> tuple[bytearray, list[memoryview]]:
     memory = bytearray(num_pages * PAGE_BYTES)
     view = memoryview(memory)
     trace.call(f"register() of {len(memory)} bytes", lambda: store.register(view))
     return memory, [view[at * PAGE_BYTES : (at + 1) * PAGE_BYTES] for at in range(num_pages)]
 
 
-IN_PLACE_STORE_CHECKS: tuple[Callable[[InPlacePageStore, str], None], ...] = (
-    check_pages_go_from_memory_and_into_it,
-    check_what_is_not_held_fills_nothing_else,
+IN_PLACE_STORE_CHECKS: tuple[Callable[[ZeroCopyPageStore, str], None], ...] = (
+    check_in_place_put_and_get,
+    check_miss_leaves_other_buffers_unchanged,
 )

@@ -8,16 +8,16 @@ A check is a plain function. It takes a part of yours, or a function that opens 
 | ``PREFIX_CACHE_CHECKS`` | ``open_cache(num_pages)`` | a ``PrefixCache`` of pages of ``PAGE_SIZE`` tokens |
 | ``RECORDER_CHECKS`` | ``open_recorder()`` | a ``BlockRecorder`` of blocks of ``BLOCK_SIZE`` tokens |
 | ``PAGE_STORE_CHECKS`` | ``store, prefix`` | a ``PageStore``, open; no key of it begins with ``prefix`` |
-| ``IN_PLACE_STORE_CHECKS`` | the same | an ``InPlacePageStore`` |
-| ``PUBLISHER_CHECKS`` | ``open_publisher()`` | a ``ListeningPublisher`` |
-| ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``FollowingSubscriber`` of what is at ``place`` |
+| ``IN_PLACE_STORE_CHECKS`` | the same | an ``ZeroCopyPageStore`` |
+| ``PUBLISHER_CHECKS`` | ``open_publisher()`` | a ``BoundPublisher`` |
+| ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``StreamSubscriber`` of what is at ``place`` |
 | ``SCHEDULER_CHECKS`` | ``open_scheduler(events, outputs), workload`` | a ``ServingScheduler`` over two sinks |
-| ``POOL_CHECKS`` | the same | a ``PooledScheduler``: one that can read its pool |
-| ``REST_CHECKS`` | the same | a ``RestingScheduler``: one that also takes orders to pause, flush and the like |
-| ``AUDIT_CHECKS`` | the same | an ``AuditedScheduler``: one whose pools can be counted |
-| ``STATE_HOLDER_CHECKS`` | ``holder, change`` | a ``StateHolder``, and values that can be set in it |
+| ``POOL_STREAM_CHECKS`` | the same | a ``PooledScheduler``: one that can read its pool |
+| ``QUIESCE_CHECKS`` | the same | a ``QuiescableScheduler``: one that also takes orders to pause, flush and the like |
+| ``POOL_INVARIANT_CHECKS`` | the same | an ``AuditedScheduler``: one whose pools can be counted |
+| ``STATE_HOLDER_CHECKS`` | ``holder, change`` | a ``StateProvider``, and values that can be set in it |
 | ``PROFILER_CHECKS`` | ``open_profiler()`` | a ``Profiler`` |
-| ``INTAKE_CHECKS`` | ``open_intakes(source)`` | one ``ReceivingRank`` per rank, the leading one first |
+| ``RECEIVER_CHECKS`` | ``open_receivers(source)`` | one ``ReceivingRank`` per rank, the leading one first |
 
 ``FollowerMachine`` drives a ``FollowerCore``. Where your part has other names, wrap it. These ports have more members
 than a component's: a check looks at the whole part, a component never does.
@@ -33,10 +33,10 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from scheduler_components import EventBatch, KVCacheEvent, LoadSnapshot
-from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.intake import ForwardMode
-from scheduler_components.ports import AuditedPool, KvPoolOracle
-from scheduler_components.quiesce import Order, OrderAnswer
+from scheduler_components.ports import AuditedPool, HeldBlocksSource
+from scheduler_components.quiesce import ControlReply, ControlRequest
 
 __all__ = [
     # prefix caches
@@ -52,15 +52,15 @@ __all__ = [
     "page_of",
     # publishers and subscribers
     "FollowerCore",
-    "FollowingSubscriber",
+    "StreamSubscriber",
     "Frames",
-    "ListeningPublisher",
-    "StreamPlace",
+    "BoundPublisher",
+    "StreamEndpoints",
     # schedulers
     "MIN_POOL_TOKENS",
     "AuditedScheduler",
     "PooledScheduler",
-    "RestingScheduler",
+    "QuiescableScheduler",
     "ServingScheduler",
     "Workload",
     "kv_value",
@@ -72,7 +72,7 @@ __all__ = [
     "MetricReader",
     # how a check fails
     "ConformanceError",
-    "Trace",
+    "CheckTrace",
 ]
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class BlockRecorder(Protocol):
         *,
         medium: str | None = None,
         group_idx: int | None = None,
-        namespace: PrefixNamespace = PLAIN_NAMESPACE,
+        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
         extra_keys: Sequence[Sequence[str | int] | None] | None = None,
     ) -> None:
         """One more copy of each block, parents first; their parent may be unknown."""
@@ -208,7 +208,7 @@ Frames = tuple[bytes, ...]
 """One message of a socket."""
 
 
-class ListeningPublisher(Protocol):
+class BoundPublisher(Protocol):
     """A publisher of KV events on ZeroMQ, open: rank 0 of its engine, without a topic."""
 
     @property
@@ -230,7 +230,7 @@ class ListeningPublisher(Protocol):
     def shutdown(self) -> None: ...
 
 
-class StreamPlace(msgspec.Struct, frozen=True):
+class StreamEndpoints(msgspec.Struct, frozen=True):
     """Where the stream to follow is: PUB address, replay ROUTER address, topic."""
 
     endpoint: str
@@ -238,7 +238,7 @@ class StreamPlace(msgspec.Struct, frozen=True):
     topic: str
 
 
-class FollowingSubscriber(Protocol):
+class StreamSubscriber(Protocol):
     """A subscriber that follows one stream, open."""
 
     def poll(self, timeout_s: float) -> object:
@@ -259,19 +259,19 @@ class FollowingSubscriber(Protocol):
 class FollowerCore(Protocol):
     """The core of a subscriber without sockets: messages and time in, requests and beliefs out."""
 
-    def live(self, sequence: int, payload: bytes) -> None:
+    def on_live_batch(self, sequence: int, payload: bytes) -> None:
         """A live batch came."""
         ...
 
-    def request(self) -> bytes | None:
+    def pop_replay_request(self) -> bytes | None:
         """The replay request that it wants sent now, each given once; a new one makes an older one void."""
         ...
 
-    def answered(self, sequence: bytes, payload: bytes) -> None:
+    def on_replay_message(self, sequence: bytes, payload: bytes) -> None:
         """A message of the answer to its newest request came, the end marker included."""
         ...
 
-    def advance(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         """Time passes: what is due is done."""
         ...
 
@@ -350,14 +350,14 @@ class ServingScheduler(Protocol):
         ...
 
 
-class PooledScheduler(ServingScheduler, KvPoolOracle, Protocol):
+class PooledScheduler(ServingScheduler, HeldBlocksSource, Protocol):
     """A scheduler that can read its KV pool: ``held_blocks`` says what it holds, by medium and group."""
 
 
-class RestingScheduler(PooledScheduler, Protocol):
+class QuiescableScheduler(PooledScheduler, Protocol):
     """A scheduler that takes the orders of ``quiesce``."""
 
-    def order(self, order: Order) -> OrderAnswer:
+    def order(self, order: ControlRequest) -> ControlReply:
         """Carry an order out, stepping for as long as it takes, and return how it ended."""
 
 
@@ -374,7 +374,7 @@ class AuditedScheduler(ServingScheduler, Protocol):
 
 
 class ReceivingRank(Protocol):
-    """One rank's intake of messages like those of the fakes' ``TextReader``; what ``Intake`` promises."""
+    """One rank's intake of messages like those of the fakes' ``TextInputReader``; what ``RequestReceiver`` promises."""
 
     def receive(self, step: int, state_digest: int, mode: ForwardMode) -> Sequence[str]:
         """The messages before a step: the same on every rank. Every rank calls it before each of its steps."""
@@ -421,7 +421,7 @@ class ConformanceError(AssertionError):
         super().__init__(f"{title}{told}\n  expected: {expected}\n  found:    {found}")
 
 
-class Trace:
+class CheckTrace:
     """What a check does to a part, told as it goes.
 
     Args:
@@ -434,7 +434,7 @@ class Trace:
         self.title = title
         self._steps: list[str] = []
 
-    def did(self, step: str) -> None:
+    def note(self, step: str) -> None:
         """Tell one step."""
         self._steps.append(step)
 
@@ -444,7 +444,7 @@ class Trace:
         Raises:
             ConformanceError: the part raised; the check asks for nothing that may.
         """
-        self.did(step)
+        self.note(step)
         try:
             return action()
         except ConformanceError:
@@ -476,7 +476,7 @@ class Trace:
         Raises:
             ConformanceError: it did not raise ``kind``.
         """
-        self.did(step)
+        self.note(step)
         try:
             answer = action()
         except kind:

@@ -12,7 +12,7 @@ from random import Random
 from scheduler_components import CacheIntegrityError, OutOfPagesError
 from scheduler_components.cache import PrefixNamespace
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import PAGE_SIZE, CachedPrefix, PrefixCache, Trace
+from scheduler_components.testing.parts import PAGE_SIZE, CachedPrefix, CheckTrace, PrefixCache
 
 __all__ = ["PREFIX_CACHE_CHECKS", "OpenCache"]
 
@@ -59,7 +59,7 @@ def check_locked_prefixes_stay(open_cache: OpenCache) -> None:
     trace.call("check_integrity()", cache.check_integrity)
 
 
-def check_leaves_go_before_their_parents(open_cache: OpenCache) -> None:
+def check_leaves_are_evicted_first(open_cache: OpenCache) -> None:
     """What is left after an eviction can still be reached from the root."""
     trace, cache = _begin("Eviction takes a prefix's deepest page first", open_cache, 4)
     _serve(trace, cache, [1, 2, 3, 4, 5, 6])
@@ -68,7 +68,7 @@ def check_leaves_go_before_their_parents(open_cache: OpenCache) -> None:
     _read(trace, cache, EventLedger(block_size=PAGE_SIZE))
 
 
-def check_too_much_is_refused_whole(open_cache: OpenCache) -> None:
+def check_failed_allocation_changes_nothing(open_cache: OpenCache) -> None:
     """A request that cannot be served changes nothing."""
     trace, cache = _begin("An allocation that cannot be met evicts nothing", open_cache, 4)
     kept = _serve(trace, cache, [1, 2])
@@ -94,7 +94,7 @@ def check_tenants_share_nothing(open_cache: OpenCache) -> None:
     _read(trace, cache, EventLedger(block_size=PAGE_SIZE))
 
 
-def check_clear_forgets_and_says_so(open_cache: OpenCache) -> None:
+def check_clear_publishes_all_blocks_cleared(open_cache: OpenCache) -> None:
     """After a clear nothing is cached, and the events say that."""
     trace, cache = _begin("clear() forgets every prefix, unless one is locked", open_cache, 4)
     stored = _serve(trace, cache, [1, 2, 3, 4])
@@ -108,7 +108,7 @@ def check_clear_forgets_and_says_so(open_cache: OpenCache) -> None:
     _read(trace, cache, ledger)
 
 
-def check_events_are_the_contents(open_cache: OpenCache) -> None:
+def check_events_match_the_contents(open_cache: OpenCache) -> None:
     """A hundred random requests in a small pool: the events break no rule and add up to the cache."""
     trace, cache = _begin("Whoever applies the events has the cache's blocks", open_cache, 12)
     ledger, random = EventLedger(block_size=PAGE_SIZE), Random(12)  # noqa: S311 - repeatable, not secret
@@ -127,19 +127,19 @@ def check_equal_calls_give_equal_events(open_cache: OpenCache) -> None:
     for _ in range(60):
         tokens = _prompt(random)
         pages = tuple(_serve(trace, cache, tokens).pages)
-        trace.expect(pages, tuple(_serve(Trace(trace.title), other, tokens).pages), "the other cache's pages")
+        trace.expect(pages, tuple(_serve(CheckTrace(trace.title), other, tokens).pages), "the other cache's pages")
         trace.expect(tuple(cache.take_events()), tuple(other.take_events()), "the other cache's events")
 
 
-def _begin(title: str, open_cache: OpenCache, num_pages: int) -> tuple[Trace, PrefixCache]:
-    trace = Trace(title)
+def _begin(title: str, open_cache: OpenCache, num_pages: int) -> tuple[CheckTrace, PrefixCache]:
+    trace = CheckTrace(title)
     cache = trace.call(f"opened a cache of {num_pages} pages of {PAGE_SIZE} tokens", lambda: open_cache(num_pages))
     trace.expect(PAGE_SIZE, cache.page_size, "page_size")
     return trace, cache
 
 
 def _serve(
-    trace: Trace, cache: PrefixCache, tokens: Sequence[int], namespace: PrefixNamespace | None = None
+    trace: CheckTrace, cache: PrefixCache, tokens: Sequence[int], namespace: PrefixNamespace | None = None
 ) -> CachedPrefix:
     """What a request does from its match to its end, on a cache with room."""
 
@@ -154,7 +154,7 @@ def _serve(
     return trace.call(f"served a request for {list(tokens)}{f' of {namespace}' if namespace else ''}", run)
 
 
-def _read(trace: Trace, cache: PrefixCache, ledger: EventLedger) -> None:
+def _read(trace: CheckTrace, cache: PrefixCache, ledger: EventLedger) -> None:
     """Apply the events so far; they must break no rule and add up to the contents."""
     events = trace.call("took its events", cache.take_events)
     trace.expect([], ledger.apply_all(events), "broken rules of the wire")
@@ -171,11 +171,11 @@ PREFIX_CACHE_CHECKS: tuple[Callable[[OpenCache], None], ...] = (
     check_whole_pages_come_back,
     check_equal_prompts_share_pages,
     check_locked_prefixes_stay,
-    check_leaves_go_before_their_parents,
-    check_too_much_is_refused_whole,
+    check_leaves_are_evicted_first,
+    check_failed_allocation_changes_nothing,
     check_tenants_share_nothing,
-    check_clear_forgets_and_says_so,
-    check_events_are_the_contents,
+    check_clear_publishes_all_blocks_cleared,
+    check_events_match_the_contents,
     check_equal_calls_give_equal_events,
 )
 """All of them; each opens its own caches."""

@@ -1,7 +1,7 @@
 """What every recorder of a block table must do, as plain functions: run each of ``RECORDER_CHECKS`` on your own.
 
 A check takes a function that opens an empty recorder of blocks of ``BLOCK_SIZE`` tokens, and raises
-``ConformanceError`` with the trace of what it did. ``CountedBlocks`` is the naive table that long histories are
+``ConformanceError`` with the trace of what it did. ``CopyCountingTable`` is the naive table that long histories are
 compared with. ``RecorderMachine`` finds what these do not.
 """
 
@@ -15,35 +15,35 @@ from random import Random
 from scheduler_components import AllBlocksCleared, BlockStored
 from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import BLOCK_SIZE, BlockRecorder, Trace
+from scheduler_components.testing.parts import BLOCK_SIZE, BlockRecorder, CheckTrace
 
-__all__ = ["RECORDER_CHECKS", "CountedBlocks", "OpenRecorder", "Place", "chain_of"]
+__all__ = ["RECORDER_CHECKS", "CopyCountingTable", "OpenRecorder", "MediumGroup", "chain_of"]
 
 OpenRecorder = Callable[[], BlockRecorder]
 """Opens an empty recorder."""
 
-Place = tuple[str | None, int | None]
+MediumGroup = tuple[str | None, int | None]
 """A medium and a group."""
 
 
 @dataclass
-class CountedBlocks:
+class CopyCountingTable:
     """A block table that is too simple to be wrong: a count of copies per place and hash, and each hash's parent."""
 
-    copies: Counter[tuple[Place, int]] = field(default_factory=Counter)
+    copies: Counter[tuple[MediumGroup, int]] = field(default_factory=Counter)
     parents: dict[int, int | None] = field(default_factory=dict)
 
-    def store(self, hashes: Iterable[int], parent: int | None, place: Place) -> None:
+    def store(self, hashes: Iterable[int], parent: int | None, place: MediumGroup) -> None:
         for block_hash in hashes:
             self.parents[block_hash] = parent
             self.copies[place, block_hash] += 1
             parent = block_hash
 
-    def remove(self, hashes: Iterable[int], place: Place) -> None:
+    def remove(self, hashes: Iterable[int], place: MediumGroup) -> None:
         for block_hash in hashes:
             self.copies[place, block_hash] = max(0, self.copies[place, block_hash] - 1)
 
-    def told(self, place: Place) -> set[int]:
+    def reachable_hashes(self, place: MediumGroup) -> set[int]:
         """What a reader must know: the blocks in a place whose whole chain stands, on any medium of the group."""
         held = {(at[1], block_hash) for (at, block_hash), count in self.copies.items() if count}
         here = {block_hash for (at, block_hash), count in self.copies.items() if count and at == place}
@@ -66,7 +66,7 @@ _PROMPT = (1, 2, 3, 4, 5, 6)
 _A, _B, _C = chain_of(_PROMPT)
 
 
-def check_a_chain_is_told_parents_first(open_recorder: OpenRecorder) -> None:
+def check_parents_are_published_first(open_recorder: OpenRecorder) -> None:
     """Blocks come with their parents and tokens, and go with nothing left."""
     trace, recorder, ledger = _begin("A prompt's blocks are told as they were stored", open_recorder)
     trace.call("stored a chain of three", lambda: recorder.store((_A, _B, _C), _PROMPT))
@@ -79,7 +79,7 @@ def check_a_chain_is_told_parents_first(open_recorder: OpenRecorder) -> None:
     trace.expect((), tuple(recorder.take_events()), "events taken twice")
 
 
-def check_a_removal_is_told_when_the_last_copy_goes(open_recorder: OpenRecorder) -> None:
+def check_removal_is_published_with_the_last_copy(open_recorder: OpenRecorder) -> None:
     """Two requests that computed one prompt leave two copies of each block."""
     trace, recorder, ledger = _begin("A block stands until its last copy goes", open_recorder)
     for _ in range(2):
@@ -91,7 +91,7 @@ def check_a_removal_is_told_when_the_last_copy_goes(open_recorder: OpenRecorder)
     _read(trace, recorder, ledger, set())
 
 
-def check_children_go_before_their_parents(open_recorder: OpenRecorder) -> None:
+def check_children_are_removed_before_parents(open_recorder: OpenRecorder) -> None:
     """In whatever order the engine takes blocks out of its table, also over several calls."""
     trace, recorder, ledger = _begin("No block is removed before those below it", open_recorder)
     trace.call("stored a chain of three", lambda: recorder.store((_A, _B, _C), _PROMPT))
@@ -125,10 +125,10 @@ def check_hashes_are_signed(open_recorder: OpenRecorder) -> None:
     _read(trace, recorder, ledger, set())
 
 
-def check_groups_and_media_are_kept_apart(open_recorder: OpenRecorder) -> None:
+def check_groups_and_media_are_separate(open_recorder: OpenRecorder) -> None:
     """One hash in two groups, or on two media, is two blocks."""
     trace, recorder, ledger = _begin("A block of another group or medium is another block", open_recorder)
-    places: tuple[Place, ...] = ((None, 0), (None, 1), ("CPU", 0))
+    places: tuple[MediumGroup, ...] = ((None, 0), (None, 1), ("CPU", 0))
     for medium, group in places:
         trace.call(
             f"stored a block on {medium}, group {group}",
@@ -145,7 +145,7 @@ def check_groups_and_media_are_kept_apart(open_recorder: OpenRecorder) -> None:
             trace.expect({_A}, ledger.hashes(*other), f"what stands on {other}")
 
 
-def check_a_chain_goes_over_media(open_recorder: OpenRecorder) -> None:
+def check_chain_may_span_media(open_recorder: OpenRecorder) -> None:
     """A block on the host below one on the device can be used; where the parent moves, it stays."""
     trace, recorder, ledger = _begin("A chain may go over several media", open_recorder)
     trace.call("stored a chain of two on the device", lambda: recorder.store((_A, _B), _PROMPT[:4]))
@@ -158,7 +158,7 @@ def check_a_chain_goes_over_media(open_recorder: OpenRecorder) -> None:
     _read(trace, recorder, ledger, {_A, _C}, ("CPU", None))
 
 
-def check_a_clear_forgets_everything(open_recorder: OpenRecorder) -> None:
+def check_clear_removes_everything(open_recorder: OpenRecorder) -> None:
     """After a clear nothing stands, orphans included, and the events say so."""
     trace, recorder, ledger = _begin("clear() forgets every block and says so", open_recorder)
     for _ in range(2):
@@ -177,7 +177,7 @@ def check_a_clear_forgets_everything(open_recorder: OpenRecorder) -> None:
     _read(trace, recorder, ledger, set())
 
 
-def check_identity_is_passed_on(open_recorder: OpenRecorder) -> None:
+def check_identity_is_published(open_recorder: OpenRecorder) -> None:
     """Adapter, salt and each block's extra keys reach the reader, also of blocks that were told late."""
     trace, recorder, _ = _begin("What identifies a block is told with it", open_recorder)
     space = PrefixNamespace(lora_id=3, lora_name="poems", cache_salt="tenant")
@@ -196,7 +196,7 @@ def check_identity_is_passed_on(open_recorder: OpenRecorder) -> None:
     trace.expect({_A: (3, "poems", "tenant", None), _B: (3, "poems", "tenant", ("image", 7))}, told)
 
 
-def check_what_is_not_there_is_not_removed(open_recorder: OpenRecorder) -> None:
+def check_unknown_block_is_not_removed(open_recorder: OpenRecorder) -> None:
     """Removals of unknown blocks change nothing and are not told."""
     trace, recorder, ledger = _begin("A removal of what is not there is not told", open_recorder)
     trace.call("stored a block", lambda: recorder.store((_A,), (1, 2)))
@@ -206,11 +206,11 @@ def check_what_is_not_there_is_not_removed(open_recorder: OpenRecorder) -> None:
     _read(trace, recorder, ledger, {_A})
 
 
-def check_any_history_adds_up_to_the_table(open_recorder: OpenRecorder) -> None:
+def check_random_history_matches_the_table(open_recorder: OpenRecorder) -> None:
     """Five hundred random calls: the events break no rule and add up to the blocks that can be reached."""
     trace, recorder, ledger = _begin("Whoever applies the events has the table's blocks", open_recorder)
-    table, random = CountedBlocks(), Random(12)  # noqa: S311 - repeatable, not secret
-    places: tuple[Place, ...] = ((None, None), ("CPU", None), (None, 1))
+    table, random = CopyCountingTable(), Random(12)  # noqa: S311 - repeatable, not secret
+    places: tuple[MediumGroup, ...] = ((None, None), ("CPU", None), (None, 1))
     for number in range(500):
         place = random.choice(places)
         hashes = chain_of(prompt := random.choices((0, 1), k=2 * BLOCK_SIZE * random.randint(1, 2)))
@@ -225,17 +225,17 @@ def check_any_history_adds_up_to_the_table(open_recorder: OpenRecorder) -> None:
             recorder.remove(gone, medium=place[0], group_idx=place[1])
         if number % 3 == 2:  # several calls stand in one drain
             for each in places:
-                _read(trace, recorder, ledger, table.told(each), each)
+                _read(trace, recorder, ledger, table.reachable_hashes(each), each)
 
 
-def _begin(title: str, open_recorder: OpenRecorder) -> tuple[Trace, BlockRecorder, EventLedger]:
-    trace = Trace(title)
+def _begin(title: str, open_recorder: OpenRecorder) -> tuple[CheckTrace, BlockRecorder, EventLedger]:
+    trace = CheckTrace(title)
     recorder = trace.call(f"opened a recorder of blocks of {BLOCK_SIZE} tokens", open_recorder)
     return trace, recorder, EventLedger(block_size=BLOCK_SIZE)
 
 
 def _read(
-    trace: Trace, recorder: BlockRecorder, ledger: EventLedger, told: set[int], place: Place = (None, None)
+    trace: CheckTrace, recorder: BlockRecorder, ledger: EventLedger, told: set[int], place: MediumGroup = (None, None)
 ) -> None:
     """Apply the events so far; they must break no rule and leave what is told."""
     events = trace.call("took its events", recorder.take_events)
@@ -244,16 +244,16 @@ def _read(
 
 
 RECORDER_CHECKS: tuple[Callable[[OpenRecorder], None], ...] = (
-    check_a_chain_is_told_parents_first,
-    check_a_removal_is_told_when_the_last_copy_goes,
-    check_children_go_before_their_parents,
+    check_parents_are_published_first,
+    check_removal_is_published_with_the_last_copy,
+    check_children_are_removed_before_parents,
     check_orphans_wait_for_their_parent,
     check_hashes_are_signed,
-    check_groups_and_media_are_kept_apart,
-    check_a_chain_goes_over_media,
-    check_a_clear_forgets_everything,
-    check_identity_is_passed_on,
-    check_what_is_not_there_is_not_removed,
-    check_any_history_adds_up_to_the_table,
+    check_groups_and_media_are_separate,
+    check_chain_may_span_media,
+    check_clear_removes_everything,
+    check_identity_is_published,
+    check_unknown_block_is_not_removed,
+    check_random_history_matches_the_table,
 )
 """All of them; each opens its own recorder."""

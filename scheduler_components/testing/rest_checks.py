@@ -1,8 +1,8 @@
-"""What a scheduler that can be brought to rest must do: run each of ``REST_CHECKS`` on a scheduler of your own.
+"""What a scheduler that can be brought to rest must do: run each of ``QUIESCE_CHECKS`` on a scheduler of your own.
 
 A check takes a function that opens a scheduler over the sinks that it is given, as ``SCHEDULER_CHECKS`` do, with one
-method more: ``order`` carries an order out (``parts.RestingScheduler``). Its ``WeightStore`` takes any parts, and its
-model answers ``parts.next_token`` with all weights.
+method more: ``order`` carries an order out (``interfaces.QuiescableScheduler``). Its ``WeightStore`` takes any parts, and its
+model answers ``interfaces.next_token`` with all weights.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from scheduler_components.quiesce import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
+    ControlReply,
+    ControlRequest,
     EndWeightUpdate,
     FlushCache,
     LoadWeights,
     MemoryTag,
-    Order,
-    OrderAnswer,
     PauseGeneration,
     PauseMode,
     ReleaseMemory,
     ResumeMemory,
     RollBackWeights,
-    what_is_ordered,
+    control_request_name,
 )
 from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import RestingScheduler, Workload
-from scheduler_components.testing.pool_judge import PoolJudge
+from scheduler_components.testing.parts import QuiescableScheduler, Workload
+from scheduler_components.testing.pool_judge import PoolVerifier
 from scheduler_components.testing.scheduler_checks import WORKLOAD, _Session
-from scheduler_components.values import PoolReading
+from scheduler_components.values import KvPoolSnapshot
 
-__all__ = ["REST_CHECKS", "OpenRestingScheduler"]
+__all__ = ["QUIESCE_CHECKS", "OpenQuiescableScheduler"]
 
-OpenRestingScheduler = Callable[[KvEventSink, OutputSink], RestingScheduler]
+OpenQuiescableScheduler = Callable[[KvEventSink, OutputSink], QuiescableScheduler]
 
 _STEPS_BEFORE = 6  # some run, some wait
 _STEPS_AT_REST = 5
@@ -48,21 +48,21 @@ class _Rest:
     """A session, its scheduler as one that takes orders, and what a reader of its events knows."""
 
     session: _Session
-    scheduler: RestingScheduler  # noqa: SCH001 the part under check, driven from outside
+    scheduler: QuiescableScheduler  # noqa: SCH001 the part under check, driven from outside
     reader: EventLedger
-    judge: PoolJudge
+    judge: PoolVerifier
     num_read: int = 0
 
     @classmethod
-    def open(cls, title: str, open_scheduler: OpenRestingScheduler) -> _Rest:  # noqa: SCH001 the part under check
-        opened: list[RestingScheduler] = []
+    def open(cls, title: str, open_scheduler: OpenQuiescableScheduler) -> _Rest:  # noqa: SCH001 the part under check
+        opened: list[QuiescableScheduler] = []
 
-        def open_and_keep(events: KvEventSink, outputs: OutputSink) -> RestingScheduler:
+        def open_and_keep(events: KvEventSink, outputs: OutputSink) -> QuiescableScheduler:
             opened.append(open_scheduler(events, outputs))
             return opened[0]
 
         session = _Session.open(title, open_and_keep, is_strict=True)
-        return cls(session=session, scheduler=opened[0], reader=EventLedger(), judge=PoolJudge())
+        return cls(session=session, scheduler=opened[0], reader=EventLedger(), judge=PoolVerifier())
 
     def begin(self, workload: Workload) -> None:
         """Submit everything and take a few steps."""
@@ -72,10 +72,10 @@ class _Rest:
             if self.scheduler.has_work:
                 self.session.step()
 
-    def order(self, order: Order) -> OrderAnswer:
+    def order(self, order: ControlRequest) -> ControlReply:
         """Have an order carried out. It must be, and what it changes is told before ``order`` returns."""
         trace = self.session.trace
-        answer = trace.call(f"ordered to {what_is_ordered(order)}: {order}", lambda: self.scheduler.order(order))
+        answer = trace.call(f"ordered to {control_request_name(order)}: {order}", lambda: self.scheduler.order(order))
         trace.expect("", answer.problem, "why it was not carried out")
         self.session.take_news()
         self.read()
@@ -88,7 +88,7 @@ class _Rest:
             trace.expect([], self.reader.apply_all(batch.events), "broken rules of the wire")
             self.judge.apply(number, batch.events)
         self.num_read = len(batches)
-        reading = PoolReading(self.scheduler.held_blocks(), sequence=self.num_read - 1)
+        reading = KvPoolSnapshot(self.scheduler.held_blocks(), sequence=self.num_read - 1)
         blocks = sorted(set(self.scheduler.block_hashes()))
         trace.expect(blocks, sorted(self.reader.hashes()), "the cache's blocks, in a reader's view")
         trace.expect([], [str(each) for each in self.judge.compare(reading)], "differences between pool and stream")
@@ -117,7 +117,7 @@ class _Rest:
 
 
 def check_a_paused_scheduler_computes_nothing(
-    open_scheduler: OpenRestingScheduler, workload: Workload = WORKLOAD
+    open_scheduler: OpenQuiescableScheduler, workload: Workload = WORKLOAD
 ) -> None:
     """Nothing is computed from the pause on, whatever came of those that ran, and all else goes on after it."""
     for mode in PauseMode:
@@ -140,8 +140,8 @@ def check_a_paused_scheduler_computes_nothing(
         rest.finish()
 
 
-def check_a_clear_goes_out_of_an_idle_scheduler(
-    open_scheduler: OpenRestingScheduler, workload: Workload = WORKLOAD
+def check_flush_of_an_idle_scheduler_is_published(
+    open_scheduler: OpenQuiescableScheduler, workload: Workload = WORKLOAD
 ) -> None:
     """A flush empties the pool and says so at once: no request comes, and no step is needed."""
     rest = _Rest.open("A flush of an idle scheduler is told at once", open_scheduler)
@@ -156,7 +156,7 @@ def check_a_clear_goes_out_of_an_idle_scheduler(
 
 
 def check_new_weights_share_no_block_with_old_ones(
-    open_scheduler: OpenRestingScheduler, workload: Workload = WORKLOAD
+    open_scheduler: OpenQuiescableScheduler, workload: Workload = WORKLOAD
 ) -> None:
     """After an update the cache is empty, and the same prompts have other hashes; after a roll-back nothing changed."""
     rest = _Rest.open("What old weights computed is never found again", open_scheduler)
@@ -180,7 +180,7 @@ def check_new_weights_share_no_block_with_old_ones(
     trace.require(bool(rest.reader.hashes()), "blocks that the new weights computed", "none")
 
 
-def check_released_memory_holds_nothing(open_scheduler: OpenRestingScheduler, workload: Workload = WORKLOAD) -> None:
+def check_released_memory_holds_nothing(open_scheduler: OpenQuiescableScheduler, workload: Workload = WORKLOAD) -> None:
     """A release empties the cache, nothing runs until all is resumed, and then everybody is served."""
     rest = _Rest.open("Nothing is computed or kept in released memory", open_scheduler)
     trace, tags = rest.session.trace, tuple(MemoryTag)
@@ -196,9 +196,9 @@ def check_released_memory_holds_nothing(open_scheduler: OpenRestingScheduler, wo
     rest.finish()
 
 
-REST_CHECKS: tuple[Callable[[OpenRestingScheduler, Workload], None], ...] = (
+QUIESCE_CHECKS: tuple[Callable[[OpenQuiescableScheduler, Workload], None], ...] = (
     check_a_paused_scheduler_computes_nothing,
-    check_a_clear_goes_out_of_an_idle_scheduler,
+    check_flush_of_an_idle_scheduler_is_published,
     check_new_weights_share_no_block_with_old_ones,
     check_released_memory_holds_nothing,
 )

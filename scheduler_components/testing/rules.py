@@ -1,7 +1,7 @@
 """The rules of KV events, numbered: the one table from which reports, JUnit files and the specification are made.
 
 A rule says what holds, whom it harms when it is broken, what repairs it, and what judges it. Most are judged on a live
-stream (``stream_judge``); others by checks of a publisher, a subscriber or a recorder, or by golden bytes. What
+stream (``stream_verifier``); others by checks of a publisher, a subscriber or a recorder, or by golden bytes. What
 released consumers were measured to need is in it, and nothing for beauty's sake: Dynamo's indexer (ai-dynamo-runtime
 1.6.1), the smg gateway 1.13.0, SGLang's 0.5.23 and vLLM's 0.33.0 readers.
 
@@ -15,10 +15,10 @@ from enum import StrEnum
 import attrs
 import msgspec
 
-__all__ = ["RULES", "SPECIFICATION", "Chapter", "Rule", "Violation", "Weight"]
+__all__ = ["RULES", "SPECIFICATION", "Chapter", "Rule", "Violation", "RuleSeverity"]
 
 
-class Weight(StrEnum):
+class RuleSeverity(StrEnum):
     """How bad a broken rule is: an ERROR loses blocks or whole streams at some consumer, a WARNING costs hits."""
 
     ERROR = "error"
@@ -41,8 +41,8 @@ class Chapter(StrEnum):
     POOL = "pool"
 
 
-LIVE = "conformance"
-"""Judged on any live stream: ``scheduler-components conformance``, ``judge_stream``."""
+LIVE_STREAM_VERIFIER = "conformance"
+"""Judged on any live stream: ``scheduler-components conformance``, ``verify_stream``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -61,11 +61,11 @@ class Rule:
 
     id: str
     name: str
-    weight: Weight
+    weight: RuleSeverity
     holds: str
     harms: str
     hint: str
-    judge: str = LIVE
+    verified_by: str = LIVE_STREAM_VERIFIER
 
     @property
     def chapter(self) -> Chapter:
@@ -80,9 +80,18 @@ class Violation(msgspec.Struct, frozen=True):
     seen: str
 
 
-def _rule(id: str, name: str, holds: str, harms: str, hint: str, *, judge: str = LIVE, is_error: bool = True) -> Rule:
-    weight = Weight.ERROR if is_error else Weight.WARNING
-    return Rule(id=id, name=name, weight=weight, holds=holds, harms=harms, hint=hint, judge=judge)
+def _rule(
+    id: str,
+    name: str,
+    holds: str,
+    harms: str,
+    hint: str,
+    *,
+    verified_by: str = LIVE_STREAM_VERIFIER,
+    is_error: bool = True,
+) -> Rule:
+    weight = RuleSeverity.ERROR if is_error else RuleSeverity.WARNING
+    return Rule(id=id, name=name, weight=weight, holds=holds, harms=harms, hint=hint, verified_by=verified_by)
 
 
 _TABLE = (
@@ -329,7 +338,7 @@ _BEYOND = (
         "an event that cannot be encoded takes no number and no other event with it",
         "readers see a gap that nothing can fill",
         "encode before you take the number",
-        judge="PUBLISHER_CHECKS: check_poison_burns_no_number",
+        verified_by="PUBLISHER_CHECKS: check_unencodable_event_takes_no_sequence",
     ),
     _rule(
         "KVE-205",
@@ -337,7 +346,7 @@ _BEYOND = (
         "what was published before a shutdown is sent, or counted as dropped",
         "the last removals before a restart are lost, and the view stays wrong",
         "drain until a deadline before the sockets close",
-        judge="PUBLISHER_CHECKS: check_shutdown_sends_the_tail_and_lets_go",
+        verified_by="PUBLISHER_CHECKS: check_shutdown_flushes_and_releases",
     ),
     _rule(
         "KVE-206",
@@ -345,7 +354,7 @@ _BEYOND = (
         "a publisher that restarts numbers above every earlier life, and clears first",
         "Dynamo ignores a stream that begins at 0 again until it passes the old number",
         "start at the wall clock in milliseconds or above; keep a floor where clocks may be set back",
-        judge="tests/kv_events/test_file_sequence_floor.py: "
+        verified_by="tests/kv_events/test_file_sequence_floor.py: "
         "test_every_life_starts_above_all_numbers_of_all_earlier_ones",
         is_error=False,
     ),
@@ -355,7 +364,7 @@ _BEYOND = (
         "an optional field that is None is left out of maps and trimmed from the tail of arrays",
         "typed readers of other versions lose the batch over a field that they do not expect",
         "vLLM's own reader is the exception: medium and lora_name are written as nil there (dialect vllm)",
-        judge="tests/kv_events/test_codec.py: test_writes_the_golden_bytes",
+        verified_by="tests/kv_events/test_codec.py: test_writes_the_golden_bytes",
     ),
     _rule(
         "KVE-408",
@@ -363,7 +372,7 @@ _BEYOND = (
         "a reader keeps the fields that it knows and passes over the rest",
         "each new field of an engine would cost every reader the batch, as it did five times",
         "decode each event by itself, and skip what you do not know",
-        judge="tests/kv_events/test_codec.py: test_dialects_may_mix_and_unknown_fields_are_skipped",
+        verified_by="tests/kv_events/test_codec.py: test_dialects_may_mix_and_unknown_fields_are_skipped",
     ),
     _rule(
         "KVE-409",
@@ -371,7 +380,7 @@ _BEYOND = (
         "a removal is told when the last copy of a block goes",
         "the pool still has the block and no reader knows: measured with vLLM 0.32",
         "count copies per hash, or ask the pool's table before you tell",
-        judge="RECORDER_CHECKS: check_a_removal_is_told_when_the_last_copy_goes",
+        verified_by="RECORDER_CHECKS: check_removal_is_published_with_the_last_copy",
     ),
     _rule(
         "KVE-503",
@@ -379,7 +388,7 @@ _BEYOND = (
         "the plain hash is SGLang's chain, so that routers that hash prompts agree with it",
         "routers that hash for themselves find nothing",
         "SHA-256 over the digest before and the tokens as u32 little-endian; 8 bytes, big-endian, signed",
-        judge="tests/cache/test_block_hash.py: test_golden_page_hashes",
+        verified_by="tests/cache/test_block_hash.py: test_golden_page_hashes",
         is_error=False,
     ),
     _rule(
@@ -388,7 +397,7 @@ _BEYOND = (
         "adapter, salt and every other identity change the hash",
         "tenants share a hash, and a router sends one where the other's pages are",
         "seed the chain with what identifies the prefix",
-        judge="tests/cache/test_block_hash.py: test_seeds_are_equal_only_for_equal_identities",
+        verified_by="tests/cache/test_block_hash.py: test_seeds_are_equal_only_for_equal_identities",
     ),
     _rule(
         "KVE-505",
@@ -396,7 +405,7 @@ _BEYOND = (
         "a reader takes signed and unsigned integers, and bytes by their last eight, as one signed hash",
         "a store and its removal do not meet where an engine changes its form",
         "fold to signed 64 bits where you read",
-        judge="RECORDER_CHECKS: check_hashes_are_signed",
+        verified_by="RECORDER_CHECKS: check_hashes_are_signed",
     ),
     _rule(
         "KVE-506",
@@ -404,7 +413,7 @@ _BEYOND = (
         "SGLang's published hash is the plain one, hashed with the seed of its extra key and salt",
         "an adapter that folds it otherwise asks for blocks that nobody has",
         "take the golden bytes",
-        judge="tests/test_spec.py: test_namespaced_hashes_are_what_the_specification_says",
+        verified_by="tests/test_spec.py: test_namespaced_hashes_are_what_the_specification_says",
         is_error=False,
     ),
     _rule(
@@ -413,7 +422,7 @@ _BEYOND = (
         "a hash on two media, or in two KV-cache groups, is two blocks",
         "the removal from the device removes the host's copy, too",
         "key blocks by hash, medium and group",
-        judge="RECORDER_CHECKS: check_groups_and_media_are_kept_apart",
+        verified_by="RECORDER_CHECKS: check_groups_and_media_are_separate",
     ),
     _rule(
         "KVE-603",
@@ -421,7 +430,7 @@ _BEYOND = (
         "a block may stand on another medium than its parent",
         "readers that chain within a medium drop what was offloaded below the device",
         "look for a parent on every medium",
-        judge="RECORDER_CHECKS: check_a_chain_goes_over_media",
+        verified_by="RECORDER_CHECKS: check_chain_may_span_media",
     ),
     _rule(
         "KVE-604",
@@ -429,7 +438,7 @@ _BEYOND = (
         "a block whose locality is REMOTE is not this worker's",
         "a router sends the prompt to a worker that has only heard of the pages",
         "pass over events with that locality where you count what a worker holds",
-        judge="tests/testing/test_pool_judge.py: test_a_remote_block_is_not_of_this_pool",
+        verified_by="tests/testing/test_pool_judge.py: test_a_remote_block_is_not_of_this_pool",
     ),
     _rule(
         "KVE-709",
@@ -437,7 +446,7 @@ _BEYOND = (
         "who asks from 0 gets the whole state, byte for byte as it was sent",
         "a router that restarts is wrong until every block has turned over",
         "keep base and window: what leaves the window is folded and not forgotten",
-        judge="PUBLISHER_CHECKS: check_replay_brings_late_readers_to_the_same_state",
+        verified_by="PUBLISHER_CHECKS: check_replay_from_0_returns_the_whole_stream",
     ),
     # of readers
     _rule(
@@ -446,7 +455,7 @@ _BEYOND = (
         "a reader compares the topic for equality",
         "a subscription is a prefix: kv@pod1 receives kv@pod10's blocks behind a proxy",
         "drop, and count, what is of another topic",
-        judge="tests/observability/kv_stream/test_behind_a_proxy.py: test_each_view_holds_its_own_pod_and_says_so",
+        verified_by="tests/observability/kv_stream/test_behind_a_proxy.py: test_each_view_holds_its_own_pod_and_says_so",
     ),
     _rule(
         "KVE-207",
@@ -454,7 +463,7 @@ _BEYOND = (
         "a batch at or below the last applied number changes nothing",
         "removed blocks come back to life",
         "compare the number before you apply",
-        judge="SUBSCRIBER_CHECKS: check_old_batches_resurrect_nothing",
+        verified_by="SUBSCRIBER_CHECKS: check_duplicate_batch_is_ignored",
     ),
     _rule(
         "KVE-208",
@@ -462,7 +471,7 @@ _BEYOND = (
         "a reader that sees a gap asks for what is missing",
         "the view lacks blocks for ever",
         "ask from the number after the last applied",
-        judge="SUBSCRIBER_CHECKS: check_gaps_are_filled",
+        verified_by="SUBSCRIBER_CHECKS: check_gaps_are_filled",
     ),
     _rule(
         "KVE-209",
@@ -470,7 +479,7 @@ _BEYOND = (
         "a reader finds a lost last batch although nothing follows it",
         "after a lost clear all blocks stand in the view until the next batch: minutes",
         "ask where the stream stands after a silence",
-        judge="SUBSCRIBER_CHECKS: check_a_lost_end_is_found",
+        verified_by="SUBSCRIBER_CHECKS: check_lost_last_batch_is_detected",
     ),
     _rule(
         "KVE-210",
@@ -478,7 +487,7 @@ _BEYOND = (
         "a reader notices that the publisher began a new life",
         "every block of the old life stays in the view",
         "compare epochs; without them, fingerprints of the last batch",
-        judge="SUBSCRIBER_CHECKS: check_restarts_are_seen",
+        verified_by="SUBSCRIBER_CHECKS: check_publisher_restart_is_detected",
     ),
     _rule(
         "KVE-211",
@@ -486,7 +495,7 @@ _BEYOND = (
         "a reader with a gap that nothing filled does not say that it is live",
         "operators trust a view that is wrong",
         "say partial until a digest or a whole replay has proved the view",
-        judge="SUBSCRIBER_CHECKS: check_it_never_claims_what_it_cannot_know",
+        verified_by="SUBSCRIBER_CHECKS: check_not_live_while_a_gap_is_open",
     ),
     _rule(
         "KVE-305",
@@ -494,7 +503,7 @@ _BEYOND = (
         "a bad event costs a reader that event, a bad batch that batch, and nothing else",
         "one engine's bug stops the routing of a fleet",
         "decode each event by itself; bound sizes, depth and counts",
-        judge="SUBSCRIBER_CHECKS: check_garbage_costs_itself",
+        verified_by="SUBSCRIBER_CHECKS: check_malformed_messages_are_ignored",
     ),
     # the extension
     _rule(
@@ -503,7 +512,7 @@ _BEYOND = (
         "a publisher without the extension answers its 37 bytes with a bare end marker",
         "readers cannot tell who has the extension",
         "answer any request that you do not understand with the end marker",
-        judge="tests/kv_events/test_replay.py: test_requests_are_the_golden_bytes",
+        verified_by="tests/kv_events/test_replay.py: test_requests_are_the_golden_bytes",
         is_error=False,
     ),
     _rule(
@@ -512,7 +521,7 @@ _BEYOND = (
         "the digest is chained over each number and payload, from the epoch on",
         "a loss, a restart or a splice of two histories stays unseen",
         "BLAKE2b of 8 bytes over the digest before, the number, and the payload's CRC-32",
-        judge="tests/kv_events/test_stream.py: test_digests_are_the_golden_bytes",
+        verified_by="tests/kv_events/test_stream.py: test_digests_are_the_golden_bytes",
     ),
     _rule(
         "KVE-803",
@@ -520,7 +529,7 @@ _BEYOND = (
         "batches are sent from a number only when epoch and digest agree there; otherwise a snapshot is",
         "a reader of an earlier life goes on from a state that never was",
         "compare both before you answer",
-        judge="tests/kv_events/test_replay.py: test_otherwise_sync_is_base_then_window",
+        verified_by="tests/kv_events/test_replay.py: test_otherwise_sync_is_base_then_window",
     ),
     _rule(
         "KVE-804",
@@ -528,7 +537,7 @@ _BEYOND = (
         "a reader puts a snapshot in place as a whole, once its digest agrees",
         "queries during a recovery see half a cache",
         "build it aside, then swap",
-        judge="tests/observability/kv_stream/test_queries_during_a_snapshot.py: "
+        verified_by="tests/observability/kv_stream/test_queries_during_a_snapshot.py: "
         "test_another_thread_is_answered_between_two_messages",
     ),
     # discovery and load
@@ -538,7 +547,7 @@ _BEYOND = (
         "stream r is at base port + r, for events, replay and load alike",
         "a router dials another rank's stream, or nobody's",
         "make the descriptor and the binding from one plan",
-        judge="tests/sockets/test_advertised_endpoints.py: test_every_advertised_endpoint_listens_and_serves_its_rank",
+        verified_by="tests/sockets/test_advertised_endpoints.py: test_every_advertised_endpoint_listens_and_serves_its_rank",
     ),
     _rule(
         "KVE-904",
@@ -546,7 +555,7 @@ _BEYOND = (
         "for a wildcard host a reader dials the host at which it reached the worker",
         "a router dials itself",
         "substitute the worker's own host",
-        judge="tests/observability/kv_stream/test_discovery.py: test_a_wildcard_becomes_the_host_of_the_url",
+        verified_by="tests/observability/kv_stream/test_discovery.py: test_a_wildcard_becomes_the_host_of_the_url",
     ),
     _rule(
         "KVE-1001",
@@ -554,7 +563,7 @@ _BEYOND = (
         'a load sample is ("load", sequence, LoadStat), whose first fields never change their place',
         "sgl-router reads by position: one field more in the middle, and every count is another",
         "append only",
-        judge="tests/load/test_load_stat.py: test_the_array_is_sglangs_with_this_kits_facts_after_it",
+        verified_by="tests/load/test_load_stat.py: test_the_array_is_sglangs_with_this_kits_facts_after_it",
     ),
     _rule(
         "KVE-1002",
@@ -562,7 +571,7 @@ _BEYOND = (
         "a reader takes the newest sample of each rank, and knows its age",
         "reports that were 140 s old sent all prompts to one rank",
         "send sequence and time with each sample; compare them",
-        judge="tests/load/test_load_view.py: test_the_newest_of_each_rank_is_kept",
+        verified_by="tests/load/test_load_view.py: test_the_newest_of_each_rank_is_kept",
     ),
     _rule(
         "KVE-1103",
@@ -570,7 +579,7 @@ _BEYOND = (
         "where /kv_pool is served, it names the last batch that tells of what it shows, or null",
         "a comparison at another moment accuses a sound engine",
         "read the pool between two steps, after what was recorded went out",
-        judge="tests/reference/engine/test_kv_pool.py: test_the_streams_of_a_serving_engine_tell_what_its_pools_hold",
+        verified_by="tests/reference/engine/test_kv_pool.py: test_the_streams_of_a_serving_engine_tell_what_its_pools_hold",
     ),
 )
 

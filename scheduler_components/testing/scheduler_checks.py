@@ -2,14 +2,14 @@
 
 A check takes a function that opens a scheduler over the sinks that it is given, serves it a workload of prompts that
 share prefixes and together overfill the pool, and compares what it tells with what was asked for. Give it a pool of
-``parts.MIN_POOL_TOKENS``, chunks of some 16 tokens where it prefills in chunks, and a model that takes no time and
-answers ``parts.next_token``: ``PagedModel``, or any other that does.
+``interfaces.MIN_POOL_TOKENS``, chunks of some 16 tokens where it prefills in chunks, and a model that takes no time and
+answers ``interfaces.next_token``: ``PagedModel``, or any other that does.
 
 A request is told of by its id. The end is told once, after all tokens, and nothing after it. No check asks a scheduler
 to retract: one that reserves the pages of a whole request passes too.
 
-``POOL_CHECKS`` take a scheduler that can also read its pool (``KvPoolOracle``): they name the batch that forgot.
-``AUDIT_CHECKS`` take one whose pools can be counted (``AuditedPool``): they name the pages and who holds them.
+``POOL_STREAM_CHECKS`` take a scheduler that can also read its pool (``HeldBlocksSource``): they name the batch that forgot.
+``POOL_INVARIANT_CHECKS`` take one whose pools can be counted (``AuditedPool``): they name the pages and who holds them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_components import FinishReason, KvEventSink, LoadSnapshot, OutputDelta, OutputSink
-from scheduler_components.integrity import problems_of_pool
-from scheduler_components.ports import NO_OWNER_TRAILS, AuditedPool
+from scheduler_components.integrity import find_pool_violations
+from scheduler_components.ports import AuditedPool, NullOwnerTrails
 from scheduler_components.testing.fakes import ListEventSink, ListOutputSink
 from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.parts import (
     AuditedScheduler,
+    CheckTrace,
     PooledScheduler,
     ServingScheduler,
-    Trace,
     Workload,
     next_token,
 )
-from scheduler_components.testing.pool_judge import PoolJudge
-from scheduler_components.values import PoolReading
+from scheduler_components.testing.pool_judge import PoolVerifier
+from scheduler_components.values import KvPoolSnapshot
 
 __all__ = [
-    "AUDIT_CHECKS",
-    "POOL_CHECKS",
+    "POOL_INVARIANT_CHECKS",
+    "POOL_STREAM_CHECKS",
     "SCHEDULER_CHECKS",
     "WORKLOAD",
     "OpenAuditedScheduler",
@@ -100,7 +100,7 @@ def check_aborted_requests_end(open_scheduler: OpenScheduler, workload: Workload
         session.expect_nothing_held()
 
 
-def check_nobody_starves(open_scheduler: OpenScheduler, workload: Workload = WORKLOAD) -> None:
+def check_no_request_starves(open_scheduler: OpenScheduler, workload: Workload = WORKLOAD) -> None:
     """A request ends in a bounded number of steps, however many short ones with a cached prefix keep coming."""
     session = _Session.open("Nobody starves while others keep coming", open_scheduler)
     for _ in session.serve(((_SYSTEM, 1),)):
@@ -120,7 +120,7 @@ def check_nobody_starves(open_scheduler: OpenScheduler, workload: Workload = WOR
     session.trace.expect([], rids, f"requests that still wait after {most_steps} steps of newcomers")
 
 
-def check_events_are_the_cache(open_scheduler: OpenScheduler, workload: Workload = WORKLOAD) -> None:
+def check_events_match_the_cache(open_scheduler: OpenScheduler, workload: Workload = WORKLOAD) -> None:
     """After every step, whoever applied the events holds exactly the cache's blocks, and no rule was broken."""
     session = _Session.open("The events of every step leave a reader with the cache's blocks", open_scheduler)
     trace, batches = session.trace, session.events.batches
@@ -136,7 +136,7 @@ def check_events_are_the_cache(open_scheduler: OpenScheduler, workload: Workload
     trace.expect([], empty, "batches without events")
 
 
-def check_the_stream_is_the_pool(open_scheduler: OpenPooledScheduler, workload: Workload = WORKLOAD) -> None:
+def check_stream_matches_the_pool(open_scheduler: OpenPooledScheduler, workload: Workload = WORKLOAD) -> None:
     """After every step the pool holds on each tier exactly what the events say; if not, the batch is named."""
     opened: list[PooledScheduler] = []
 
@@ -146,26 +146,26 @@ def check_the_stream_is_the_pool(open_scheduler: OpenPooledScheduler, workload: 
 
     session = _Session.open("The events of every step tell what the pool holds, on each tier", open_and_keep)
     trace, batches = session.trace, session.events.batches
-    judge, num_applied = PoolJudge(), 0
+    judge, num_applied = PoolVerifier(), 0
     for _ in session.serve(workload):
         for number, batch in enumerate(batches[num_applied:], start=num_applied):
             judge.apply(number, batch.events)
         num_applied = len(batches)
-        reading = PoolReading(opened[0].held_blocks(), sequence=num_applied - 1)
+        reading = KvPoolSnapshot(opened[0].held_blocks(), sequence=num_applied - 1)
         trace.require(bool(reading.blocks), "at least one place named by held_blocks()", "none")
         trace.expect([], [str(each) for each in judge.compare(reading)], "differences between pool and stream")
 
 
-def check_pools_add_up(open_scheduler: OpenAuditedScheduler, workload: Workload = WORKLOAD) -> None:
+def check_pool_accounting(open_scheduler: OpenAuditedScheduler, workload: Workload = WORKLOAD) -> None:
     """After every step, also with aborts, each page of each pool is in one place, and locks are those of holders."""
     for delay in (None, *_ABORT_DELAYS):
         session, pools = _audited("After every step each page of each pool is in one place", open_scheduler)
         for _ in session.serve(workload, abort_delay=delay):
-            problems = [str(each) for pool in pools for each in problems_of_pool(pool, NO_OWNER_TRAILS)]
+            problems = [str(each) for pool in pools for each in find_pool_violations(pool, NullOwnerTrails())]
             session.trace.expect([], problems, "broken rules of the pools")
 
 
-def check_pools_are_given_back(open_scheduler: OpenAuditedScheduler, workload: Workload = WORKLOAD) -> None:
+def check_pools_are_released(open_scheduler: OpenAuditedScheduler, workload: Workload = WORKLOAD) -> None:
     """When all work has ended, also by aborts, every page is free or cached and nothing is locked."""
     for delay in (None, *_ABORT_DELAYS):
         session, pools = _audited("When all work has ended, nobody holds a page", open_scheduler)
@@ -190,7 +190,7 @@ def _audited(title: str, open_scheduler: OpenAuditedScheduler) -> tuple[_Session
     return session, pools
 
 
-def check_load_is_sound(open_scheduler: OpenScheduler, workload: Workload = WORKLOAD) -> None:
+def check_load_is_consistent(open_scheduler: OpenScheduler, workload: Workload = WORKLOAD) -> None:
     """Load counts are numbered and within bounds; every request in flight, and all of its tokens, show in them."""
     session = _Session.open("Load reports are sound after every step", open_scheduler)
     trace, scheduler = session.trace, session.scheduler
@@ -295,7 +295,7 @@ class _Session:
         requests: by id, in order of arrival.
     """
 
-    trace: Trace
+    trace: CheckTrace
     scheduler: ServingScheduler  # noqa: SCH001 the part under check, driven from outside
     events: ListEventSink
     outputs: _Receiver
@@ -311,7 +311,7 @@ class _Session:
         *,
         is_strict: bool = False,
     ) -> _Session:
-        trace, events, outputs = Trace(title), ListEventSink(), _Receiver()
+        trace, events, outputs = CheckTrace(title), ListEventSink(), _Receiver()
         scheduler = trace.call("opened a scheduler", lambda: open_scheduler(events, outputs))
         return cls(trace=trace, scheduler=scheduler, events=events, outputs=outputs, is_strict=is_strict)
 
@@ -373,7 +373,7 @@ class _Session:
     def _judge(self, request: _Asked | None, delta: OutputDelta) -> None:
         """Compare one request's news with what must come next."""
         trace, tokens, rid = self.trace, delta.output.token_ids, delta.rid
-        trace.did(f"{rid} is told {len(tokens)} tokens from {delta.start} on, end: {delta.finish_reason}")
+        trace.note(f"{rid} is told {len(tokens)} tokens from {delta.start} on, end: {delta.finish_reason}")
         if request is None:
             raise trace.failure("news of a request that was submitted", rid)
         trace.expect(None, request.finish_reason, f"nothing after the end of {rid}, which had")
@@ -427,18 +427,18 @@ SCHEDULER_CHECKS: tuple[Callable[[OpenScheduler, Workload], None], ...] = (
     check_every_request_is_answered,
     check_all_work_ends,
     check_aborted_requests_end,
-    check_nobody_starves,
-    check_events_are_the_cache,
-    check_load_is_sound,
+    check_no_request_starves,
+    check_events_match_the_cache,
+    check_load_is_consistent,
     check_equal_work_gives_equal_events,
 )
 """All of them; ``strategies.workloads`` makes workloads to run them on, besides the fixed one."""
 
-POOL_CHECKS: tuple[Callable[[OpenPooledScheduler, Workload], None], ...] = (check_the_stream_is_the_pool,)
-"""For a scheduler that is a ``KvPoolOracle`` too, whatever tiers it has."""
+POOL_STREAM_CHECKS: tuple[Callable[[OpenPooledScheduler, Workload], None], ...] = (check_stream_matches_the_pool,)
+"""For a scheduler that is a ``HeldBlocksSource`` too, whatever tiers it has."""
 
-AUDIT_CHECKS: tuple[Callable[[OpenAuditedScheduler, Workload], None], ...] = (
-    check_pools_add_up,
-    check_pools_are_given_back,
+POOL_INVARIANT_CHECKS: tuple[Callable[[OpenAuditedScheduler, Workload], None], ...] = (
+    check_pool_accounting,
+    check_pools_are_released,
 )
 """For a scheduler whose pools are ``AuditedPool``; the rules are those of ``integrity.census``."""

@@ -1,7 +1,7 @@
 """Hypothesis strategies: engines and their ranks, endpoints, configurations, events and histories, workloads, faults.
 
 Each makes what its name says and nothing less: ``endpoints`` covers every kind of host and port, ``cache_histories`` is
-what a real cache would publish, ``hostile_histories`` what no cache would.
+what a real cache would publish, ``invalid_histories`` what no cache would.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from scheduler_components.testing.parts import Workload
 __all__ = [
     # engines
     "EngineRank",
-    "engine_of",
+    "engine_ranks",
     "engines",
     "parallel_states",
     # endpoints
-    "BAD_ENDPOINTS",
-    "any_endpoint_texts",
-    "crowded_endpoints",
+    "INVALID_ENDPOINTS",
+    "endpoint_like_texts",
+    "colliding_endpoints",
     "endpoints",
     "local_endpoints",
     "tcp_endpoints",
     # configurations
-    "bad_config_texts",
+    "invalid_config_texts",
     "config_texts",
     # events
     "HASHES",
     "cache_histories",
     "events",
-    "hostile_histories",
+    "invalid_histories",
     "removed_events",
     "stored_events",
     # requests and networks
@@ -52,7 +52,7 @@ EngineRank = tuple[int, ParallelState]
 _SIZES = st.integers(1, 4)
 
 
-def engine_of(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, dp_attention: bool = False) -> list[EngineRank]:
+def engine_ranks(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, dp_attention: bool = False) -> list[EngineRank]:
     """Every rank of one engine.
 
     What a KV cache is, is said here and not read from ``ParallelState``: ranks that differ in attention-DP, or in
@@ -82,7 +82,7 @@ def engine_of(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, dp_attentio
 
 def engines() -> st.SearchStrategy[list[EngineRank]]:
     """Engines of 1 to 4 along each axis."""
-    return st.builds(engine_of, pp=_SIZES, dp=_SIZES, cp=_SIZES, tp=_SIZES, dp_attention=st.booleans())
+    return st.builds(engine_ranks, pp=_SIZES, dp=_SIZES, cp=_SIZES, tp=_SIZES, dp_attention=st.booleans())
 
 
 def parallel_states() -> st.SearchStrategy[ParallelState]:
@@ -101,7 +101,7 @@ _HOSTS = st.one_of(
 _PATHS = st.from_regex(r"[a-z@/][a-z0-9/._ -]{0,40}[a-z0-9]", fullmatch=True)
 _SHARED_PATHS = ["/tmp/kv", "/tmp/kv_dp1", "/tmp/kv_dp2", "/tmp/kv_dp1_dp1", "/tmp/replay"]  # noqa: S108 - never opened
 
-BAD_ENDPOINTS: dict[str, str] = {
+INVALID_ENDPOINTS: dict[str, str] = {
     "": "no transport",
     "5557": "no transport",
     "*:5557": "no transport",
@@ -167,7 +167,7 @@ def endpoints() -> st.SearchStrategy[Endpoint]:
     return st.one_of(tcp_endpoints(), local_endpoints())
 
 
-def crowded_endpoints() -> st.SearchStrategy[Endpoint]:
+def colliding_endpoints() -> st.SearchStrategy[Endpoint]:
     """Endpoints that meet when they are offset by ranks, or pass the last port: plans just valid or just not."""
     ports = st.one_of(st.integers(5557, 5570), st.integers(MAX_PORT - 6, MAX_PORT), st.just(0))
     hosts = st.sampled_from(["*", "127.0.0.1", "::1"])
@@ -176,10 +176,10 @@ def crowded_endpoints() -> st.SearchStrategy[Endpoint]:
     return st.one_of(tcp, local)
 
 
-def any_endpoint_texts() -> st.SearchStrategy[str]:
+def endpoint_like_texts() -> st.SearchStrategy[str]:
     """Any text, often one that looks like an endpoint."""
     alike = st.from_regex(r"(tcp|ipc|inproc)://[\[\]:*%@. \x00a-f0-9]{0,12}", fullmatch=True)
-    return st.one_of(st.text(), alike, st.sampled_from(sorted(BAD_ENDPOINTS)))
+    return st.one_of(st.text(), alike, st.sampled_from(sorted(INVALID_ENDPOINTS)))
 
 
 # Texts of ``--kv-events-config``: valid ones, and ones with one mistake.
@@ -232,7 +232,7 @@ def config_texts(draw: st.DrawFn) -> str:
     return json.dumps(settings)
 
 
-def bad_config_texts() -> st.SearchStrategy[tuple[str, str]]:
+def invalid_config_texts() -> st.SearchStrategy[tuple[str, str]]:
     """(The setting that is wrong, a configuration that is valid but for it)."""
     pairs = [(name, value) for name, values in _MISTAKES.items() for value in values]
     return st.sampled_from(pairs).map(
@@ -328,7 +328,7 @@ def _hostile_stored(draw: st.DrawFn) -> BlockStored:
     return BlockStored(block_hashes, parent, tokens, 2, None, medium=draw(st.sampled_from(_MEDIA)))
 
 
-def hostile_histories() -> st.SearchStrategy[list[KVEventBatch]]:
+def invalid_histories() -> st.SearchStrategy[list[KVEventBatch]]:
     """Histories that can be encoded and that no cache would publish: orphans, cycles, removals of unknown blocks.
 
     Nine hashes on three media, so that they meet; batches may be empty.
@@ -357,7 +357,7 @@ def workloads(
     """Requests as ``SCHEDULER_CHECKS`` take them: (prompt, most tokens to generate) pairs.
 
     A prompt begins with a part of an earlier one as often as not, and few words make the rest meet too. Half of the
-    answers are short; two long ones overfill ``parts.MIN_POOL_TOKENS``.
+    answers are short; two long ones overfill ``interfaces.MIN_POOL_TOKENS``.
     """
     num_new_tokens = st.integers(1, min(8, max_new_tokens)) | st.integers(
         max(1, max_new_tokens * 3 // 4), max_new_tokens

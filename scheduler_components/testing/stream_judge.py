@@ -14,36 +14,36 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, De
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.testing.ledger import EventLedger
 from scheduler_components.testing.parts import Frames
-from scheduler_components.testing.pool_judge import PoolJudge
+from scheduler_components.testing.pool_judge import PoolVerifier
 from scheduler_components.testing.rules import Violation
-from scheduler_components.values import PoolReading
+from scheduler_components.values import KvPoolSnapshot
 
 __all__ = [
-    "Expectations",
-    "JudgedStream",
-    "ReplayAnswer",
+    "AdvertisedStream",
+    "StreamVerdict",
+    "ReplayResponse",
     "StreamFacts",
-    "StreamRecord",
-    "judge_stream",
+    "RecordedStream",
+    "verify_stream",
 ]
 
 # What was heard of one stream: the raw frames.
 
 
-class ReplayAnswer(msgspec.Struct, frozen=True):
+class ReplayResponse(msgspec.Struct, frozen=True):
     """One answer of a replay channel.
 
     Attributes:
         start: the number that was asked from; None for a malformed request.
         messages: what came, without the leading empty delimiter and without the end marker.
         ended: whether the end marker came in time.
-        is_overlong: the reader stopped reading: more came than it keeps, or for longer than it waits.
+        is_truncated: the reader stopped reading: more came than it keeps, or for longer than it waits.
     """
 
     start: int | None
     messages: tuple[Frames, ...] = ()
     ended: bool = False
-    is_overlong: bool = False
+    is_truncated: bool = False
 
     @property
     def is_silence(self) -> bool:
@@ -51,7 +51,7 @@ class ReplayAnswer(msgspec.Struct, frozen=True):
         return not self.messages and not self.ended
 
 
-class StreamRecord(msgspec.Struct, frozen=True):
+class RecordedStream(msgspec.Struct, frozen=True):
     """Everything heard of one stream.
 
     Attributes:
@@ -67,15 +67,15 @@ class StreamRecord(msgspec.Struct, frozen=True):
     """
 
     live: tuple[Frames, ...] = ()
-    history: ReplayAnswer | None = None
-    again: ReplayAnswer | None = None
-    past_end: ReplayAnswer | None = None
-    malformed: ReplayAnswer | None = None
+    history: ReplayResponse | None = None
+    again: ReplayResponse | None = None
+    past_end: ReplayResponse | None = None
+    malformed: ReplayResponse | None = None
     extended: bool | None = None
-    pool: tuple[PoolReading, ...] = ()
+    pool: tuple[KvPoolSnapshot, ...] = ()
 
 
-class Expectations(msgspec.Struct, frozen=True):
+class AdvertisedStream(msgspec.Struct, frozen=True):
     """What was advertised of the stream, None where nothing was."""
 
     rank: int = 0
@@ -91,7 +91,7 @@ _anything = msgspec.msgpack.Decoder().decode
 _READ_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class StrictBatch(msgspec.Struct, frozen=True):
+class StrictlyDecodedBatch(msgspec.Struct, frozen=True):
     """A payload as far as it could be read.
 
     Attributes:
@@ -107,18 +107,18 @@ class StrictBatch(msgspec.Struct, frozen=True):
     is_base: bool = False
 
 
-def read_strictly(payload: bytes, rank: int) -> StrictBatch:
+def decode_strictly(payload: bytes, rank: int) -> StrictlyDecodedBatch:
     """Read one payload of the stream of ``rank``; never raises."""
     try:
         parts = _elements(payload)
         if len(parts) != 3:
             seen = Violation("batch", f"an array of {len(parts)} elements: Dynamo loses the whole batch")
-            return StrictBatch((), (seen,))
+            return StrictlyDecodedBatch((), (seen,))
         ts, owner, raw_events = _anything(parts[0]), _anything(parts[2]), _elements(parts[1])
         decoded = BatchDecoder().decode(payload)
     except (*_READ_ERRORS, DecodeError) as error:
         rule = "batch-time" if "time" in str(error) else "batch"
-        return StrictBatch((), (Violation(rule, str(error)),))
+        return StrictlyDecodedBatch((), (Violation(rule, str(error)),))
     violations = [Violation("event", error.reason) for error in decoded.errors]
     if type(ts) not in (int, float) or not math.isfinite(ts):
         violations.append(Violation("batch-time", f"the time is {ts!r}"))
@@ -127,7 +127,7 @@ def read_strictly(payload: bytes, rank: int) -> StrictBatch:
     events = [_event(raw) for raw in raw_events]
     violations += [violation for event in events for violation in _hash_types(event)]
     dialects = frozenset("map" if isinstance(event, dict) else "array" for event in events)
-    return StrictBatch(decoded.events, tuple(violations), dialects, is_base=ts == 0.0)
+    return StrictlyDecodedBatch(decoded.events, tuple(violations), dialects, is_base=ts == 0.0)
 
 
 def _event(raw: msgspec.Raw) -> object:
@@ -189,7 +189,7 @@ class StreamFacts(msgspec.Struct):
     pool_blocks: int = 0
 
 
-class JudgedStream(msgspec.Struct, frozen=True):
+class StreamVerdict(msgspec.Struct, frozen=True):
     """What the judge says: facts, broken rules in the order seen, and the names of the rules that could be judged."""
 
     facts: StreamFacts
@@ -197,13 +197,13 @@ class JudgedStream(msgspec.Struct, frozen=True):
     judged: frozenset[str]
 
 
-def judge_stream(record: StreamRecord, expected: Expectations) -> JudgedStream:
+def verify_stream(record: RecordedStream, expected: AdvertisedStream) -> StreamVerdict:
     """Judge what was heard of one stream."""
     return _Judge(record, expected).judge()
 
 
 class _Judge:
-    def __init__(self, record: StreamRecord, expected: Expectations) -> None:
+    def __init__(self, record: RecordedStream, expected: AdvertisedStream) -> None:
         self.record = record
         self.expected = expected
         self.facts = StreamFacts(speaks_extension=record.extended)
@@ -212,9 +212,9 @@ class _Judge:
         self.replayed: dict[int, bytes] = {}
         self.later: dict[int, bytes] = {}
 
-    def judge(self) -> JudgedStream:
+    def judge(self) -> StreamVerdict:
         violations = [*self._live_frames(), *self._replays(), *self._history(), *self._pool()]
-        return JudgedStream(self.facts, tuple(violations), frozenset(self.judged | {each.rule for each in violations}))
+        return StreamVerdict(self.facts, tuple(violations), frozenset(self.judged | {each.rule for each in violations}))
 
     def _live_frames(self) -> Iterator[Violation]:
         last: int | None = None
@@ -251,18 +251,18 @@ class _Judge:
         yield from self._bare("replay-malformed", "of a wrong length", record.malformed)
         for sequence, payload in [*self.replayed.items(), *self.later.items()]:
             sent = self.live.get(sequence)
-            if sent is None or read_strictly(payload, self.expected.rank).is_base:
+            if sent is None or decode_strictly(payload, self.expected.rank).is_base:
                 continue
             self.judged.add("replay-same")
             if sent != payload:
                 yield Violation("replay-same", f"batch {sequence}: {len(sent)} bytes live, others by replay")
 
-    def _answer(self, asked: str, answer: ReplayAnswer, payloads: dict[int, bytes]) -> Iterator[Violation]:
+    def _answer(self, asked: str, answer: ReplayResponse, payloads: dict[int, bytes]) -> Iterator[Violation]:
         self.judged |= {"replay-answers", "replay-end"}
         if answer.is_silence:
             yield Violation("replay-answers", f"nothing came for a request {asked}")
             return
-        if not answer.ended and not answer.is_overlong:
+        if not answer.ended and not answer.is_truncated:
             yield Violation("replay-end", f"{len(answer.messages)} messages and no end marker for a request {asked}")
         last: int | None = None
         for frames in answer.messages:
@@ -278,7 +278,7 @@ class _Judge:
             last = sequence
             payloads[sequence] = frames[-1]
 
-    def _bare(self, rule: str, asked: str, answer: ReplayAnswer | None) -> Iterator[Violation]:
+    def _bare(self, rule: str, asked: str, answer: ReplayResponse | None) -> Iterator[Violation]:
         if answer is None:
             return
         self.judged.add(rule)
@@ -310,7 +310,7 @@ class _Judge:
                     ledger.is_complete, has_gap = False, True
                     yield Violation("no-gap", f"{sequence - last - 1} numbers after {last} came in no way")
             last = sequence
-            for violation in self._batch(read_strictly(payload, self.expected.rank), ledger):
+            for violation in self._batch(decode_strictly(payload, self.expected.rank), ledger):
                 yield Violation(violation.rule, f"batch {sequence}: {violation.seen}")
         facts.blocks = len(ledger.blocks())
         facts.chained_blocks, facts.off_chain_blocks = ledger.num_chained, ledger.num_off_chain
@@ -329,7 +329,7 @@ class _Judge:
         elif not is_complete:
             yield Violation("late-joiner", f"all that can be had begins at number {self.facts.first_sequence}")
 
-    def _batch(self, batch: StrictBatch, ledger: EventLedger) -> Iterator[Violation]:
+    def _batch(self, batch: StrictlyDecodedBatch, ledger: EventLedger) -> Iterator[Violation]:
         self.judged.update(_BATCH_RULES)
         self.facts.dialects = tuple(sorted({*self.facts.dialects, *batch.dialects}))
         self.facts.events += len(batch.events)
@@ -347,16 +347,16 @@ class _Judge:
         """Compare each reading with what the batches up to its number add up to, as far as they were heard."""
         payloads = self._payloads()
         last_heard = max(payloads, default=-1)
-        judge = PoolJudge(is_complete=min(payloads, default=0) == 0)
+        judge = PoolVerifier(is_complete=min(payloads, default=0) == 0)
         numbers, applied = iter(sorted(payloads)), -1
         upcoming = next(numbers, None)
         for reading in self.record.pool:
             if reading.sequence is None or not applied <= reading.sequence <= last_heard:
                 continue  # of another life of the publisher, or of batches that nobody here has heard
             while upcoming is not None and upcoming <= reading.sequence:
-                batch = read_strictly(payloads[upcoming], self.expected.rank)
+                batch = decode_strictly(payloads[upcoming], self.expected.rank)
                 if applied not in (-1, upcoming - 1):
-                    judge.lost()
+                    judge.mark_lost()
                 judge.apply(upcoming, batch.events, is_base=batch.is_base)
                 applied, upcoming = upcoming, next(numbers, None)
             self.judged.update(_POOL_RULES)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from scheduler_components.kv_events import END_SEQ
-from scheduler_components.testing.fakes import ChainHistory
-from scheduler_components.testing.parts import FollowingSubscriber, StreamPlace, Trace
+from scheduler_components.testing.fakes import ChainEventGenerator
+from scheduler_components.testing.parts import CheckTrace, StreamEndpoints, StreamSubscriber
 from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher
 
 __all__ = ["DEADLINE_S", "SUBSCRIBER_CHECKS", "OpenSubscriber"]
@@ -23,21 +23,21 @@ DEADLINE_S = 20.0
 _POLL_S = 0.005
 
 
-OpenSubscriber = Callable[[StreamPlace], FollowingSubscriber]
+OpenSubscriber = Callable[[StreamEndpoints], StreamSubscriber]
 
 
 @dataclass
 class _Bench:
-    trace: Trace
+    trace: CheckTrace
     publisher: ScriptedPublisher
-    subscriber: FollowingSubscriber
+    subscriber: StreamSubscriber
     deadline_s: float
-    history: ChainHistory = field(default_factory=ChainHistory)
+    history: ChainEventGenerator = field(default_factory=ChainEventGenerator)
 
     def tell(self, count: int) -> None:
         """Publish so many batches of one event."""
         for _ in range(count):
-            self.publisher.tell(self.history.next(self.publisher.next_sequence))
+            self.publisher.publish_events(self.history.next(self.publisher.next_sequence))
 
     def work(self) -> None:
         """Let both sides work once."""
@@ -57,12 +57,12 @@ class _Bench:
         return True
 
     def knows_all(self) -> bool:
-        return self.subscriber.is_live() and set(self.subscriber.blocks()) == set(self.history.standing)
+        return self.subscriber.is_live() and set(self.subscriber.blocks()) == set(self.history.live_hashes)
 
     def expect_all(self) -> None:
         """The view becomes the publisher's state, and the subscriber says so."""
         reached = self.until(self.knows_all)
-        stands, believed = set(self.history.standing), set(self.subscriber.blocks())
+        stands, believed = set(self.history.live_hashes), set(self.subscriber.blocks())
         self.trace.require(
             reached,
             f"live, with all {len(stands)} blocks, within {self.deadline_s} s",
@@ -73,7 +73,7 @@ class _Bench:
     def follow_live(self) -> None:
         """Wait for the live connection: from here on nothing is lost unless the check loses it."""
         joined = self.until(lambda: self.publisher.num_subscribers > 0)
-        self.trace.did("waited for its subscription, then published 3 batches")
+        self.trace.note("waited for its subscription, then published 3 batches")
         self.trace.require(joined, f"a subscription to {self.publisher.topic!r} within {self.deadline_s} s", "none")
         self.tell(3)
         self.expect_all()
@@ -86,9 +86,9 @@ def check_late_joiners_get_everything(open_subscriber: OpenSubscriber, deadline_
             f"A subscriber that joins late gets the whole state, and follows it ({dialect} dialect, {framing} framing)"
         )
         with _bench(title, open_subscriber, deadline_s, dialect, framing, told=50) as bench:
-            bench.trace.did("published 50 batches before it joined")
+            bench.trace.note("published 50 batches before it joined")
             bench.expect_all()
-            bench.trace.did("published 50 more")
+            bench.trace.note("published 50 more")
             bench.tell(50)
             bench.expect_all()
 
@@ -97,7 +97,7 @@ def check_gaps_are_filled(open_subscriber: OpenSubscriber, deadline_s: float = D
     """Lost live batches come by replay."""
     with _bench("A gap in the live numbers is filled by replay", open_subscriber, deadline_s) as bench:
         bench.follow_live()
-        bench.trace.did("lost 5 live batches, then published 5 more")
+        bench.trace.note("lost 5 live batches, then published 5 more")
         bench.publisher.loses_live = True
         bench.tell(5)
         bench.publisher.loses_live = False
@@ -105,74 +105,76 @@ def check_gaps_are_filled(open_subscriber: OpenSubscriber, deadline_s: float = D
         bench.expect_all()
 
 
-def check_a_lost_end_is_found(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+def check_lost_last_batch_is_detected(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """When the last batch is lost and silence follows, nothing but a probe can tell."""
     with _bench("A lost last batch is found, although nothing follows it", open_subscriber, deadline_s) as bench:
         bench.follow_live()
-        bench.trace.did("lost one live batch that clears everything, then fell silent")
+        bench.trace.note("lost one live batch that clears everything, then fell silent")
         bench.publisher.loses_live = True
-        bench.publisher.tell(bench.history.clear())
+        bench.publisher.publish_events(bench.history.clear())
         bench.expect_all()
 
 
-def check_old_batches_resurrect_nothing(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+def check_duplicate_batch_is_ignored(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """A live batch that comes again changes nothing."""
     with _bench("A batch that arrives twice is applied once", open_subscriber, deadline_s) as bench:
         bench.follow_live()
-        stored = bench.publisher.tell(bench.history.store(701, 702))
-        bench.publisher.tell(bench.history.remove())
+        stored = bench.publisher.publish_events(bench.history.store(701, 702))
+        bench.publisher.publish_events(bench.history.remove())
         bench.expect_all()
-        bench.trace.did(f"sent batch {stored}, whose block was removed since, once more")
+        bench.trace.note(f"sent batch {stored}, whose block was removed since, once more")
         publisher = bench.publisher
         publisher.send_raw(publisher.topic, stored.to_bytes(8, "big"), publisher.sent[stored])
         bench.tell(2)
         bench.expect_all()
 
 
-def check_garbage_costs_itself(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+def check_malformed_messages_are_ignored(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """Messages that are not of this wire change nothing and raise nothing."""
     with _bench("Messages that are not of this wire change nothing", open_subscriber, deadline_s) as bench:
         bench.follow_live()
         topic = bench.publisher.topic
-        bench.trace.did("sent one frame, two frames, a short number, the number -1, and a payload that is not msgpack")
+        bench.trace.note("sent one frame, two frames, a short number, the number -1, and a payload that is not msgpack")
         for frames in ((b"",), (topic, bytes(8)), (topic, b"123", b""), (topic, END_SEQ, b"")):
             bench.publisher.send_raw(*frames)
         bench.tell(3)
         bench.expect_all()
 
 
-def check_restarts_are_seen(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+def check_publisher_restart_is_detected(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """A publisher that begins again at 0 with an empty cache is followed anew."""
     with _bench("A publisher that restarts is followed anew", open_subscriber, deadline_s) as bench:
         bench.follow_live()
-        bench.trace.did("restarted the publisher at number 0 with an empty cache, and published 3 batches")
+        bench.trace.note("restarted the publisher at number 0 with an empty cache, and published 3 batches")
         bench.publisher.restart()
         bench.history.clear()
         for token in (901, 902, 903):
-            bench.publisher.tell(bench.history.store(token, token))
+            bench.publisher.publish_events(bench.history.store(token, token))
         bench.expect_all()
 
 
-def check_it_never_claims_what_it_cannot_know(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
+def check_not_live_while_a_gap_is_open(open_subscriber: OpenSubscriber, deadline_s: float = DEADLINE_S) -> None:
     """With a gap that no replay fills, a subscriber is anything but live."""
     with _bench("A subscriber with a gap that was not filled is not live", open_subscriber, deadline_s) as bench:
         bench.follow_live()
-        bench.trace.did("lost a live batch while the replay channel is silent, then published one more")
+        bench.trace.note("lost a live batch while the replay channel is silent, then published one more")
         publisher = bench.publisher
         publisher.answers = False
         publisher.loses_live = True
-        publisher.tell(bench.history.store(801, 801))
-        lost = bench.history.standing[-1]
+        publisher.publish_events(bench.history.store(801, 801))
+        lost = bench.history.live_hashes[-1]
         publisher.loses_live = False
-        seen = publisher.tell(bench.history.store(802, 802))
+        seen = publisher.publish_events(bench.history.store(802, 802))
         # It has seen the gap when it applied what came after, or became anything but live.
-        bench.until(lambda: bench.history.standing[-1] in bench.subscriber.blocks() or not bench.subscriber.is_live())
+        bench.until(
+            lambda: bench.history.live_hashes[-1] in bench.subscriber.blocks() or not bench.subscriber.is_live()
+        )
         bench.trace.require(
             not (bench.subscriber.is_live() and lost not in bench.subscriber.blocks()),
             f"not live while a batch before {seen} is missing",
             "live",
         )
-        bench.trace.did("let the replay channel answer again")
+        bench.trace.note("let the replay channel answer again")
         publisher.answers = True
         bench.expect_all()
 
@@ -186,12 +188,12 @@ def _bench(
     framing: str = "seed",
     told: int = 0,
 ) -> Iterator[_Bench]:
-    trace = Trace(title)
+    trace = CheckTrace(title)
     with ScriptedPublisher.open(topic="kv", dialect=dialect, framing=framing) as publisher:
-        history = ChainHistory()
+        history = ChainEventGenerator()
         for number in range(told):
-            publisher.tell(history.next(number))
-        place = StreamPlace(publisher.endpoint, publisher.replay_endpoint or "", "kv")
+            publisher.publish_events(history.next(number))
+        place = StreamEndpoints(publisher.endpoint, publisher.replay_endpoint or "", "kv")
         subscriber = trace.call("opened a subscriber", lambda: open_subscriber(place))
         try:
             yield _Bench(trace, publisher, subscriber, deadline_s, history)
@@ -202,10 +204,10 @@ def _bench(
 SUBSCRIBER_CHECKS: tuple[Callable[[OpenSubscriber, float], None], ...] = (
     check_late_joiners_get_everything,
     check_gaps_are_filled,
-    check_a_lost_end_is_found,
-    check_old_batches_resurrect_nothing,
-    check_garbage_costs_itself,
-    check_restarts_are_seen,
-    check_it_never_claims_what_it_cannot_know,
+    check_lost_last_batch_is_detected,
+    check_duplicate_batch_is_ignored,
+    check_malformed_messages_are_ignored,
+    check_publisher_restart_is_detected,
+    check_not_live_while_a_gap_is_open,
 )
 """All of them."""

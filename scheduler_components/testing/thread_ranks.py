@@ -9,7 +9,7 @@ from threading import Condition
 from typing import TypeVar
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import SyncCall, SyncDomain, SyncTimeoutError, elementwise_min, world_rank_sets
+from scheduler_components.hicache import ParallelGroups, SyncCall, SyncTimeoutError, elementwise_min, world_rank_groups
 
 __all__ = ["ThreadSyncHub", "run_ranks"]
 
@@ -30,12 +30,12 @@ class ThreadSyncHub:
     """Where the threads of one domain meet. Results do not depend on the order in which the threads come.
 
     Args:
-        hops: rank -> its groups in order, as ``RankSets.hops`` gives them.
+        reduce_groups: rank -> its groups in order, as ``RankGroups.reduce_groups`` gives them.
         timeout_s: longest wait for the other members of a group.
     """
 
-    def __init__(self, hops: Mapping[int, Sequence[tuple[int, ...]]], *, timeout_s: float) -> None:
-        self._hops = {rank: tuple(groups) for rank, groups in hops.items()}
+    def __init__(self, reduce_groups: Mapping[int, Sequence[tuple[int, ...]]], *, timeout_s: float) -> None:
+        self._hops = {rank: tuple(groups) for rank, groups in reduce_groups.items()}
         self._timeout_s = timeout_s
         self._changed = Condition()
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
@@ -43,10 +43,10 @@ class ThreadSyncHub:
         self._standing: dict[int, SyncCall] = {}
         self._missing: tuple[int, ...] | None = None
 
-    def domain(self, rank: int) -> SyncDomain:
+    def domain(self, rank: int) -> ParallelGroups:
         """Return the domain of one rank, for one thread."""
         groups = tuple(ThreadSyncGroup(hub=self, rank=rank, ranks=ranks) for ranks in self._hops[rank])
-        return SyncDomain(rank=rank, groups=groups)
+        return ParallelGroups(rank=rank, groups=groups)
 
     def exchange(self, rank: int, ranks: tuple[int, ...], values: Sequence[int], call: SyncCall) -> list[list[int]]:
         """Bring one rank's values to the next meeting of ``ranks``; return all members' values in rank order.
@@ -102,14 +102,14 @@ class ThreadSyncGroup:
         """Nothing to let go of."""
 
 
-def run_ranks(parallel: ParallelState, work: Callable[[SyncDomain], T], *, timeout_s: float = 20.0) -> list[T]:
+def run_ranks(parallel: ParallelState, work: Callable[[ParallelGroups], T], *, timeout_s: float = 20.0) -> list[T]:
     """Run ``work`` on one thread per rank of the world that ``parallel`` is one rank of; results by rank.
 
     Raises:
         Exception: what the lowest failing rank raised, after all threads have ended.
     """
-    hops = {sets.rank: sets.hops for sets in world_rank_sets(parallel)}
-    hub = ThreadSyncHub(hops, timeout_s=timeout_s)
-    with ThreadPoolExecutor(len(hops)) as threads:
-        running = [threads.submit(work, hub.domain(rank)) for rank in sorted(hops)]
+    reduce_groups = {sets.rank: sets.reduce_groups for sets in world_rank_groups(parallel)}
+    hub = ThreadSyncHub(reduce_groups, timeout_s=timeout_s)
+    with ThreadPoolExecutor(len(reduce_groups)) as threads:
+        running = [threads.submit(work, hub.domain(rank)) for rank in sorted(reduce_groups)]
     return [each.result() for each in running]

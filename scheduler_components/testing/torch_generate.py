@@ -17,7 +17,7 @@ import torch
 
 from scheduler_components.testing.parts import ConformanceError
 
-__all__ = ["GenerateJudge", "GeneratedText", "NearTie"]
+__all__ = ["GreedyTextVerifier", "GeneratedText", "NearTie"]
 
 _NOISE_TOKENS = 24  # of the text by which the noise is measured
 _NOISE_FACTOR = 8.0  # other batches and pages add up in other orders than the two that were measured
@@ -70,7 +70,7 @@ class NearTie(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class GenerateJudge:
+class GreedyTextVerifier:
     """Compares greedy text with that of transformers' ``generate``; remembers what it has generated.
 
     Made by ``over``. Not thread-safe.
@@ -85,7 +85,7 @@ class GenerateJudge:
     _texts: dict[tuple[int, ...], GeneratedText] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def over(cls, model: GenerativeModel) -> GenerateJudge:
+    def over(cls, model: GenerativeModel) -> GreedyTextVerifier:
         """Measure the noise of a model: the same logits, from one pass over a text and from one pass per token."""
         model.eval()
         judge = cls(model=model, noise=0.0)

@@ -11,11 +11,18 @@ import attrs
 import msgspec
 import zmq
 
-from scheduler_components.events import Place
-from scheduler_components.kv_events import END_SEQ, MAX_PAYLOAD_BYTES, Endpoint, Request, StreamAddress, Verb
+from scheduler_components.events import MediumGroup
+from scheduler_components.kv_events import (
+    END_SEQ,
+    MAX_PAYLOAD_BYTES,
+    Endpoint,
+    ReplayRequest,
+    ReplayVerb,
+    StreamAddress,
+)
 from scheduler_components.testing.parts import Frames
-from scheduler_components.testing.stream_judge import ReplayAnswer, StreamRecord
-from scheduler_components.values import PoolReading
+from scheduler_components.testing.stream_verifier import RecordedStream, ReplayResponse
+from scheduler_components.values import KvPoolSnapshot
 
 __all__ = [
     "ProbeOptions",
@@ -81,7 +88,7 @@ class StreamProbe:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.live: list[Frames] = []
-        self.pool: list[PoolReading] = []
+        self.pool: list[KvPoolSnapshot] = []
         self._live_bytes = 0
         self._context = context
         self._replay = replay
@@ -103,7 +110,7 @@ class StreamProbe:
         socket.connect(str(endpoint))  # noqa: SCH008 a probe listens once made
         return socket
 
-    def hear(self, wait_ms: int = 0) -> None:
+    def receive(self, wait_ms: int = 0) -> None:
         """Take in what has come, after waiting up to ``wait_ms`` for it."""
         self._while_waiting()
         if not self._sub.poll(wait_ms):
@@ -114,30 +121,30 @@ class StreamProbe:
             if len(self.live) < _MAX_MESSAGES and self._live_bytes < _MAX_BYTES:
                 self.live.append(frames)
 
-    def hear_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+    def receive_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Hear until ``condition`` holds; False when it did not within ``timeout_s``."""
         deadline_s = self._clock() + timeout_s
         while not condition():
             if self._clock() >= deadline_s:
                 return False
-            self.hear(_POLL_MS)
+            self.receive(_POLL_MS)
         return True
 
-    def ask(self, start: int, answer_s: float) -> ReplayAnswer:
+    def request_replay(self, start: int, answer_s: float) -> ReplayResponse:
         """Ask for everything from ``start``; ends with the end marker, or after ``answer_s`` of silence."""
         return self._ask(start.to_bytes(8, "big"), answer_s, start)[0]
 
-    def ask_malformed(self, answer_s: float) -> ReplayAnswer:
+    def send_malformed_request(self, answer_s: float) -> ReplayResponse:
         """Send a request of a wrong length."""
         return self._ask(_MALFORMED, answer_s)[0]
 
-    def ask_extension(self, answer_s: float) -> bool | None:
+    def probe_extension(self, answer_s: float) -> bool | None:
         """Whether the publisher knows this kit's extended requests: others answer a bare end marker; None without."""
-        request = Request(0, Verb.STATUS, os.urandom(8), bytes(16))
+        request = ReplayRequest(0, ReplayVerb.STATUS, os.urandom(8), bytes(16))
         answer, meta = self._ask(request.encode(), answer_s)
         return bool(meta) if answer.ended else None
 
-    def _ask(self, request: bytes, answer_s: float, start: int | None = None) -> tuple[ReplayAnswer, bytes]:
+    def _ask(self, request: bytes, answer_s: float, start: int | None = None) -> tuple[ReplayResponse, bytes]:
         """One question on a socket of its own, so that late answers to it reach nobody else.
 
         Returns the answer, and the payload of its end marker: empty, or a META.
@@ -151,38 +158,38 @@ class StreamProbe:
             asked_s = last_s = self._clock()
             while self._clock() - last_s < answer_s:
                 if not dealer.poll(_POLL_MS):
-                    self.hear()
+                    self.receive()
                     continue
                 last_s = self._clock()
                 is_long = len(messages) >= _MAX_MESSAGES or num_bytes >= _MAX_BYTES
                 if is_long or last_s - asked_s > _LONGEST_ANSWER_S:
-                    return ReplayAnswer(start, tuple(messages), is_overlong=True), b""
+                    return ReplayResponse(start, tuple(messages), is_truncated=True), b""
                 frames = tuple(dealer.recv_multipart())
                 if frames[0] == b"":
                     frames = frames[1:]
                 if len(frames) >= 2 and frames[-2] == END_SEQ:
-                    return ReplayAnswer(start, tuple(messages), ended=True), frames[-1]
+                    return ReplayResponse(start, tuple(messages), ended=True), frames[-1]
                 messages.append(frames)
                 num_bytes += sum(map(len, frames))
         finally:
             dealer.close(linger=0)
-        return ReplayAnswer(start, tuple(messages)), b""
+        return ReplayResponse(start, tuple(messages)), b""
 
-    def record(self, history: ReplayAnswer | None, answer_s: float) -> StreamRecord:
+    def record(self, history: ReplayResponse | None, answer_s: float) -> RecordedStream:
         """Ask what is asked after listening, and hand over everything."""
         self._catch_up(history, answer_s)
         if self._replay is None or history is None or history.is_silence:
-            return StreamRecord(live=tuple(self.live), history=history, pool=tuple(self.pool))
+            return RecordedStream(live=tuple(self.live), history=history, pool=tuple(self.pool))
         told, heard = _numbers(history.messages), _numbers(self.live)
         # From where the history ended: the live connection may have come about later.
-        again = self.ask(min(max(told, default=-1) + 1, min(heard, default=_FAR)), answer_s)
-        past_end = self.ask(max(told + heard, default=0) + _FAR, answer_s)
-        malformed = self.ask_malformed(answer_s)
-        extended = self.ask_extension(answer_s)
-        self.hear()
-        return StreamRecord(tuple(self.live), history, again, past_end, malformed, extended, tuple(self.pool))
+        again = self.request_replay(min(max(told, default=-1) + 1, min(heard, default=_FAR)), answer_s)
+        past_end = self.request_replay(max(told + heard, default=0) + _FAR, answer_s)
+        malformed = self.send_malformed_request(answer_s)
+        extended = self.probe_extension(answer_s)
+        self.receive()
+        return RecordedStream(tuple(self.live), history, again, past_end, malformed, extended, tuple(self.pool))
 
-    def read_pool(self, read_pool: Callable[[], PoolReading], history: ReplayAnswer | None) -> None:
+    def read_pool(self, read_pool: Callable[[], KvPoolSnapshot], history: ReplayResponse | None) -> None:
         """Read the pool, and keep the reading with its place in the stream.
 
         An oracle that does not know the place is asked again: when two answers are equal and nothing came around them,
@@ -203,14 +210,14 @@ class StreamProbe:
         self.pool.append(reading)
 
     def _hear_for(self, seconds: float) -> None:
-        self.hear_until(lambda: False, seconds)
+        self.receive_until(lambda: False, seconds)
 
-    def _catch_up(self, history: ReplayAnswer | None, answer_s: float) -> None:
+    def _catch_up(self, history: ReplayResponse | None, answer_s: float) -> None:
         """Hear what the last reading of the pool speaks of."""
         goal = self.pool[-1].sequence if self.pool else None
         if goal is None or goal <= max(_numbers(history.messages if history is not None else ()), default=-1):
             return
-        self.hear_until(lambda: max(_numbers(self.live[-1:]), default=-1) >= goal, answer_s)
+        self.receive_until(lambda: max(_numbers(self.live[-1:]), default=-1) >= goal, answer_s)
 
 
 def _numbers(messages: Sequence[Frames]) -> list[int]:
@@ -222,14 +229,14 @@ def _numbers(messages: Sequence[Frames]) -> list[int]:
 def _read_pools(
     addresses: Sequence[StreamAddress],
     probes: Sequence[StreamProbe],
-    histories: Sequence[ReplayAnswer | None],
-    read_pool: Callable[[int], PoolReading],
+    histories: Sequence[ReplayResponse | None],
+    read_pool: Callable[[int], KvPoolSnapshot],
 ) -> None:
     for address, probe, history in zip(addresses, probes, histories, strict=True):
         probe.read_pool(partial(read_pool, address.rank), history)
 
 
-def _as_sets(reading: PoolReading) -> dict[Place, frozenset[int]]:
+def _as_sets(reading: KvPoolSnapshot) -> dict[MediumGroup, frozenset[int]]:
     return {place: frozenset(hashes) for place, hashes in reading.blocks.items()}
 
 
@@ -237,9 +244,9 @@ def probe_streams(
     addresses: Sequence[StreamAddress],
     options: ProbeOptions,
     *,
-    read_pool: Callable[[int], PoolReading] | None = None,
+    read_pool: Callable[[int], KvPoolSnapshot] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> list[StreamRecord]:
+) -> list[RecordedStream]:
     """Listen to several streams side by side; one record per stream, in their order.
 
     Args:
@@ -256,14 +263,14 @@ def probe_streams(
             for address in addresses:
                 probes.append(StreamProbe(context, address.events, address.replay, clock=clock))
             histories = [
-                None if address.replay is None else probe.ask(0, options.answer_s)
+                None if address.replay is None else probe.request_replay(0, options.answer_s)
                 for address, probe in zip(addresses, probes, strict=True)
             ]
             deadline_s = clock() + options.listen_s
             pool_due_s = clock()
             while clock() < deadline_s and any(len(probe.live) < options.enough_batches for probe in probes):
                 for probe in probes:
-                    probe.hear(_POLL_MS)
+                    probe.receive(_POLL_MS)
                 if read_pool is not None and clock() >= pool_due_s:
                     _read_pools(addresses, probes, histories, read_pool)
                     pool_due_s = clock() + options.pool_every_s

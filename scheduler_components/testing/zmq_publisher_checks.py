@@ -16,14 +16,14 @@ import zmq
 
 from scheduler_components import BlockRemoved, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, Endpoint
-from scheduler_components.testing.fakes import ChainHistory
-from scheduler_components.testing.parts import BLOCK_SIZE, Frames, ListeningPublisher, Trace
-from scheduler_components.testing.stream_judge import Expectations, ReplayAnswer, StreamRecord, judge_stream
+from scheduler_components.testing.fakes import ChainEventGenerator
+from scheduler_components.testing.parts import BLOCK_SIZE, BoundPublisher, CheckTrace, Frames
+from scheduler_components.testing.stream_verifier import AdvertisedStream, RecordedStream, ReplayResponse, verify_stream
 from scheduler_components.testing.zmq_probe import StreamProbe
 
 __all__ = ["PUBLISHER_CHECKS", "OpenPublisher"]
 
-OpenPublisher = Callable[[], ListeningPublisher]
+OpenPublisher = Callable[[], BoundPublisher]
 
 DEADLINE_S = 10.0
 """A publisher that has not sent what it was given by then has lost it."""
@@ -35,11 +35,11 @@ _NUM_BATCHES = 60
 class _Bench:
     """A publisher with a listener, and what was published so far."""
 
-    trace: Trace
-    publisher: ListeningPublisher
+    trace: CheckTrace
+    publisher: BoundPublisher
     probe: StreamProbe
     while_waiting: list[Callable[[], object]]
-    history: ChainHistory = field(default_factory=ChainHistory)
+    history: ChainEventGenerator = field(default_factory=ChainEventGenerator)
     published: list[KVCacheEvent] = field(default_factory=list)
 
     def publish(self, count: int) -> None:
@@ -57,88 +57,90 @@ class _Bench:
                 self.publish(1)
             return bool(self.probe.live)
 
-        was_heard = self.probe.hear_until(heard, DEADLINE_S)
-        self.trace.did("published batches until a subscriber heard one")
+        was_heard = self.probe.receive_until(heard, DEADLINE_S)
+        self.trace.note("published batches until a subscriber heard one")
         self.trace.require(was_heard, f"a live batch within {DEADLINE_S} s", "silence")
 
     def expect_live(self, count: int) -> None:
         """The last ``count`` published events arrive live, in order."""
         wanted = self.published[-count:]
-        self.probe.hear_until(lambda: _events(self.probe.live)[-count:] == wanted, DEADLINE_S)
+        self.probe.receive_until(lambda: _events(self.probe.live)[-count:] == wanted, DEADLINE_S)
         self.trace.expect(wanted, _events(self.probe.live)[-count:], f"the last {count} events, live")
 
-    def judge(self, record: StreamRecord, concerns: Callable[[str], bool]) -> None:
+    def judge(self, record: RecordedStream, concerns: Callable[[str], bool]) -> None:
         """Judge what was heard by the rules that a check is about."""
-        judged = judge_stream(record, Expectations(0, b"", BLOCK_SIZE))
+        judged = verify_stream(record, AdvertisedStream(0, b"", BLOCK_SIZE))
         broken = [f"{each.rule}: {each.seen}" for each in judged.violations if concerns(each.rule)]
         self.trace.expect([], broken, "broken rules of the wire")
 
 
-def check_live_batches_keep_the_wire(open_publisher: OpenPublisher) -> None:
+def check_live_batches_match_the_wire_format(open_publisher: OpenPublisher) -> None:
     """Three frames, growing numbers, ``[time, events, rank]``: every event arrives once, in order."""
     with _bench("Live batches arrive whole, in order, in the frames of the wire", open_publisher) as bench:
         bench.publish_until_heard()
         bench.trace.call(f"published {_NUM_BATCHES} batches", lambda: bench.publish(_NUM_BATCHES))
         bench.expect_live(_NUM_BATCHES)
         # Nothing was asked of the replay channel here: what late joiners get is the next check's subject.
-        bench.judge(StreamRecord(live=tuple(bench.probe.live)), lambda rule: rule != "late-joiner")
+        bench.judge(RecordedStream(live=tuple(bench.probe.live)), lambda rule: rule != "late-joiner")
 
 
-def check_replay_brings_late_readers_to_the_same_state(open_publisher: OpenPublisher) -> None:
+def check_replay_from_0_returns_the_whole_stream(open_publisher: OpenPublisher) -> None:
     """Who asks from 0 gets the whole stream, byte for byte as it went out live."""
     with _bench("A replay from 0 is the stream", open_publisher) as bench:
         bench.publish_until_heard()
         bench.trace.call(f"published {_NUM_BATCHES} batches", lambda: bench.publish(_NUM_BATCHES))
         bench.expect_live(_NUM_BATCHES)
-        bench.trace.did("asked for a replay from 0")
-        answer = bench.probe.ask(0, DEADLINE_S)
+        bench.trace.note("asked for a replay from 0")
+        answer = bench.probe.request_replay(0, DEADLINE_S)
         bench.trace.require(answer.ended, "an answer with its end marker", f"{len(answer.messages)} messages without")
         bench.trace.expect(bench.published, _events(answer.messages), "every event, in order")
         live_first = int.from_bytes(bench.probe.live[0][1], "big")
-        bench.trace.did(f"asked for a replay from {live_first}")
-        again = bench.probe.ask(live_first, DEADLINE_S)
-        record = StreamRecord(live=tuple(bench.probe.live), history=answer, again=again)
+        bench.trace.note(f"asked for a replay from {live_first}")
+        again = bench.probe.request_replay(live_first, DEADLINE_S)
+        record = RecordedStream(live=tuple(bench.probe.live), history=answer, again=again)
         bench.judge(record, lambda rule: rule.startswith("replay") or rule == "no-gap")
 
 
-def check_every_request_gets_an_end(open_publisher: OpenPublisher) -> None:
+def check_every_replay_ends_with_the_end_marker(open_publisher: OpenPublisher) -> None:
     """Also when there is nothing to send, and when the request is malformed."""
     with _bench("Every replay answer ends with the end marker", open_publisher) as bench:
         for what, ask in (
-            ("from 0 before anything was published", lambda: bench.probe.ask(0, DEADLINE_S)),
-            ("from far beyond the end", lambda: bench.probe.ask(1 << 60, DEADLINE_S)),
-            ("of seven bytes", lambda: bench.probe.ask_malformed(DEADLINE_S)),
-            ("that is this kit's extension", lambda: bench.probe.ask_extension(DEADLINE_S)),
+            ("from 0 before anything was published", lambda: bench.probe.request_replay(0, DEADLINE_S)),
+            ("from far beyond the end", lambda: bench.probe.request_replay(1 << 60, DEADLINE_S)),
+            ("of seven bytes", lambda: bench.probe.send_malformed_request(DEADLINE_S)),
+            ("that is this kit's extension", lambda: bench.probe.probe_extension(DEADLINE_S)),
         ):
-            bench.trace.did(f"sent a replay request {what}")
+            bench.trace.note(f"sent a replay request {what}")
             answer = ask()
-            if isinstance(answer, ReplayAnswer):
+            if isinstance(answer, ReplayResponse):
                 bench.trace.expect(((), True), (answer.messages, answer.ended), "a bare end marker")
             else:  # what the extension answers is its own business, as long as it ends
                 bench.trace.require(answer is not None, "an answer that ends", "none")
         bench.publish(1)
-        bench.trace.did("published a batch and asked from 0")
-        bench.trace.expect(bench.published, _events(bench.probe.ask(0, DEADLINE_S).messages), "the batch, after all")
+        bench.trace.note("published a batch and asked from 0")
+        bench.trace.expect(
+            bench.published, _events(bench.probe.request_replay(0, DEADLINE_S).messages), "the batch, after all"
+        )
 
 
-def check_poison_burns_no_number(open_publisher: OpenPublisher) -> None:
+def check_unencodable_event_takes_no_sequence(open_publisher: OpenPublisher) -> None:
     """An event that cannot be encoded is refused; the ones around it go out under neighbouring numbers."""
     with _bench("An event that cannot be encoded costs only itself", open_publisher) as bench:
         bench.publish(1)
         poison = KVEventBatch(1.0, (BlockRemoved((1 << 70,)),))
-        bench.trace.did("published an event with a hash of 71 bits")
+        bench.trace.note("published an event with a hash of 71 bits")
         try:
             bench.publisher.publish(poison)
         except Exception as error:  # noqa: BLE001 - whatever it refuses with, it refuses
-            bench.trace.did(f"it was refused with {type(error).__name__}")
+            bench.trace.note(f"it was refused with {type(error).__name__}")
         bench.trace.call("published one more batch", lambda: bench.publish(1))
-        answer = bench.probe.ask(0, DEADLINE_S)
+        answer = bench.probe.request_replay(0, DEADLINE_S)
         bench.trace.expect(bench.published, _events(answer.messages), "both good events by replay")
         numbers = [int.from_bytes(frames[-2], "big") for frames in answer.messages]
         bench.trace.expect(list(range(numbers[0], numbers[0] + 2)), numbers, "neighbouring numbers")
 
 
-def check_shutdown_sends_the_tail_and_lets_go(open_publisher: OpenPublisher) -> None:
+def check_shutdown_flushes_and_releases(open_publisher: OpenPublisher) -> None:
     """What was published before ``shutdown`` arrives; no thread is left; a second call does nothing."""
     threads = set(threading.enumerate())
     with _bench("shutdown() sends what is pending and leaves nothing behind", open_publisher) as bench:
@@ -155,7 +157,7 @@ def check_shutdown_sends_the_tail_and_lets_go(open_publisher: OpenPublisher) -> 
 
 @contextmanager
 def _bench(title: str, open_publisher: OpenPublisher) -> Iterator[_Bench]:
-    trace = Trace(title)
+    trace = CheckTrace(title)
     publisher = trace.call("opened a publisher", open_publisher)
     while_waiting: list[Callable[[], object]] = [publisher.idle]
     try:
@@ -181,10 +183,10 @@ def _events(messages: tuple[Frames, ...] | list[Frames]) -> list[KVCacheEvent]:
 
 
 PUBLISHER_CHECKS: tuple[Callable[[OpenPublisher], None], ...] = (
-    check_live_batches_keep_the_wire,
-    check_replay_brings_late_readers_to_the_same_state,
-    check_every_request_gets_an_end,
-    check_poison_burns_no_number,
-    check_shutdown_sends_the_tail_and_lets_go,
+    check_live_batches_match_the_wire_format,
+    check_replay_from_0_returns_the_whole_stream,
+    check_every_replay_ends_with_the_end_marker,
+    check_unencodable_event_takes_no_sequence,
+    check_shutdown_flushes_and_releases,
 )
 """All of them."""

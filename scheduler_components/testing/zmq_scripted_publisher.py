@@ -19,7 +19,7 @@ P = TypeVar("P", bound="ScriptedPublisher")
 class ScriptedPublisher:
     """PUB and ROUTER as SGLang and vLLM have them, without a thread: replays are served by ``idle``.
 
-    A ``ListeningPublisher``; ``open`` opens one. For faults of your own, subclass it and override ``live_messages`` or
+    A ``BoundPublisher``; ``open`` opens one. For faults of your own, subclass it and override ``live_messages`` or
     ``answer``.
 
     Attributes:
@@ -77,7 +77,7 @@ class ScriptedPublisher:
             for frames in self.live_messages(sequence, payload):
                 self._pub.send_multipart(frames)
 
-    def tell(self, *events: KVCacheEvent) -> int:
+    def publish_events(self, *events: KVCacheEvent) -> int:
         """Publish events as one batch; returns its number."""
         sequence = self.next_sequence
         self.publish(KVEventBatch(float(sequence + 1), events))

@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.batching import ChunkSizer, FirstTokenForecast, PrefillLatencyFit, PrefillModel
+from scheduler_components.batching import DynamicChunkSizer, FirstTokenPredictor, PrefillLatencyFit, PrefillLatencyModel
 from scheduler_components.internal_state import InternalState
 from scheduler_components.testing import FakeClock
 
-models = st.builds(PrefillModel, st.floats(0, 50_000), st.floats(0.1, 200), st.floats(0, 500))
+models = st.builds(PrefillLatencyModel, st.floats(0, 50_000), st.floats(0.1, 200), st.floats(0, 500))
 lengths = st.integers(0, 200_000)
 chunks = [(0, 2048), (2048, 2048), (8192, 1024), (0, 100), (16_384, 2048), (500, 700), (0, 1), (40_000, 512), (0, 4096)]
 
 
-def observed(model: PrefillModel, times: int = 1) -> PrefillLatencyFit:
+def observed(model: PrefillLatencyModel, times: int = 1) -> PrefillLatencyFit:
     fit = PrefillLatencyFit()
     for history, tokens in chunks * times:
         pairs = (history + tokens) ** 2 - history**2
@@ -25,8 +25,8 @@ def observed(model: PrefillModel, times: int = 1) -> PrefillLatencyFit:
 
 
 @settings(deadline=None)
-@given(st.builds(PrefillModel, st.floats(100, 50_000), st.floats(1, 200), st.floats(1, 500)))
-def test_times_that_follow_the_model_are_found_again(model: PrefillModel) -> None:
+@given(st.builds(PrefillLatencyModel, st.floats(100, 50_000), st.floats(1, 200), st.floats(1, 500)))
+def test_times_that_follow_the_model_are_found_again(model: PrefillLatencyModel) -> None:
     found = observed(model, 3).model()
     assert found is not None
     assert found.base_us == pytest.approx(model.base_us, rel=0.01, abs=20)
@@ -49,7 +49,7 @@ def test_nothing_is_said_before_eight_steps_and_old_steps_are_forgotten() -> Non
     for number in range(7):
         fit.observe(100 + number, 0, 0.01)
     assert fit.model() is None
-    slow, fast = PrefillModel(1000, 50, 10), PrefillModel(500, 10, 2)
+    slow, fast = PrefillLatencyModel(1000, 50, 10), PrefillLatencyModel(500, 10, 2)
     for model in (slow, fast):
         for history, tokens in chunks * 30:
             pairs = (history + tokens) ** 2 - history**2
@@ -63,26 +63,28 @@ def test_nothing_is_said_before_eight_steps_and_old_steps_are_forgotten() -> Non
     models, st.integers(0, 200_000), st.integers(0, 200_000), st.integers(1, 8192), st.integers(1, 64), st.floats(0, 1)
 )
 def test_chunks_shrink_along_a_prompt_and_stay_within_bounds(
-    model: PrefillModel, one: int, other: int, static: int, page_size: int, smooth: float
+    model: PrefillLatencyModel, one: int, other: int, static: int, page_size: int, smooth: float
 ) -> None:
-    sizer = ChunkSizer(page_size=page_size, smooth=smooth, model=model)
+    sizer = DynamicChunkSizer(page_size=page_size, smooth=smooth, model=model)
     early, late = sizer.chunk_tokens(min(one, other), static), sizer.chunk_tokens(max(one, other), static)
     assert 1 <= late <= early <= static
     assert late == static or late % page_size == 0
     assert late >= min(static, max(page_size, static // 4 - page_size + 1))
-    assert ChunkSizer(page_size=page_size).chunk_tokens(one, static) == static
+    assert DynamicChunkSizer(page_size=page_size).chunk_tokens(one, static) == static
 
 
 @settings(deadline=None)
 @given(models, st.integers(0, 100_000), st.integers(64, 8192))
-def test_a_chunk_of_equal_time_takes_as_long_as_the_first(model: PrefillModel, history: int, static: int) -> None:
+def test_a_chunk_of_equal_time_takes_as_long_as_the_first(
+    model: PrefillLatencyModel, history: int, static: int
+) -> None:
     budget_us = model.chunk_us(0, static)
     assert model.chunk_us(history, model.tokens_in(history, budget_us)) == pytest.approx(budget_us, rel=1e-6)
 
 
 def test_the_model_is_set_whole_and_the_fit_is_shown_beside_it() -> None:
-    sizer = ChunkSizer(page_size=16, fit=observed(PrefillModel(1000, 40, 20)))
-    state = InternalState(holders=(sizer,))
+    sizer = DynamicChunkSizer(page_size=16, fit=observed(PrefillLatencyModel(1000, 40, 20)))
+    state = InternalState(providers=(sizer,))
     shown = state.get()
     assert shown["chunk_token_us"] is None
     assert shown["fitted_token_us"] == pytest.approx(40, rel=0.01)
@@ -98,21 +100,21 @@ def test_the_model_is_set_whole_and_the_fit_is_shown_beside_it() -> None:
 
 def test_a_forecast_knows_how_far_off_it_was() -> None:
     clock = FakeClock()
-    forecast = FirstTokenForecast(fit=PrefillLatencyFit(), clock=clock)
+    forecast = FirstTokenPredictor(fit=PrefillLatencyFit(), clock=clock)
     assert forecast.predict_s(100, tokens_ahead=0, step_tokens=2048) is None
-    forecast.expect("unknown", None)
-    forecast.came("unknown")
-    assert (forecast.num_judged, forecast.error_s(0.5)) == (0, 0.0)
-    forecast = FirstTokenForecast(fit=observed(PrefillModel(10_000, 50, 0)), clock=clock)
+    forecast.start("unknown", None)
+    forecast.on_first_token("unknown")
+    assert (forecast.num_observed, forecast.error_s(0.5)) == (0, 0.0)
+    forecast = FirstTokenPredictor(fit=observed(PrefillLatencyModel(10_000, 50, 0)), clock=clock)
     predicted = forecast.predict_s(1000, tokens_ahead=3000, step_tokens=2000)
     assert predicted == pytest.approx(2 * 0.010 + 4000 * 50e-6, rel=0.01)
     for number in range(10):
-        forecast.expect(f"r{number}", predicted)
+        forecast.start(f"r{number}", predicted)
         clock.now_s += predicted + 0.01 * number
-        forecast.came(f"r{number}")
-    forecast.expect("gone", predicted)
-    forecast.forget("gone")
-    forecast.came("gone")
-    assert forecast.num_judged == 10
+        forecast.on_first_token(f"r{number}")
+    forecast.start("gone", predicted)
+    forecast.discard("gone")
+    forecast.on_first_token("gone")
+    assert forecast.num_observed == 10
     assert forecast.error_s(0.5) == pytest.approx(0.04, abs=1e-5)
     assert forecast.error_s(0.9) == pytest.approx(0.08, abs=1e-5)

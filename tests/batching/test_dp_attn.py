@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
-from scheduler_components.batching import BatchShape, DpBatchSync, DpStep, PrefillDelayer, PrefillWish, dp_rank_sets
+from scheduler_components.batching import BatchShape, DpBatchSync, DpStep, PrefillDelayer, PrefillIntent, dp_rank_groups
 from scheduler_components.errors import SettingsDivergenceError, SyncDivergenceError
 from scheduler_components.testing import ThreadSyncHub
 
 tokens = st.integers(0, 2**40)
 shapes = st.builds(BatchShape, tokens, tokens, tokens, st.booleans())
-wishes = st.builds(
-    PrefillWish, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0.0, 0.25, 0.5, 1.0])
+intents = st.builds(
+    PrefillIntent, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0.0, 0.25, 0.5, 1.0])
 )
-Brought = tuple[BatchShape, PrefillWish]
+Brought = tuple[BatchShape, PrefillIntent]
 
 
 def world(dp: int, cp: int, tp: int) -> list[ParallelState]:
@@ -33,7 +33,7 @@ def run(
     """Let every rank bring what its replica brings, step by step; returns what each rank heard."""
 
     def rank(parallel: ParallelState, sync: DpBatchSync) -> list[DpStep]:
-        return [sync.agree(*step[parallel.attn_dp_rank]) for step in steps]
+        return [sync.exchange(*step[parallel.attn_dp_rank]) for step in steps]
 
     with ThreadPoolExecutor(len(parallels)) as threads:
         running = [threads.submit(rank, *each) for each in zip(parallels, syncs, strict=True)]
@@ -41,7 +41,7 @@ def run(
 
 
 def make_syncs(parallels: Sequence[ParallelState], **rule: float) -> list[DpBatchSync]:
-    hub = ThreadSyncHub({each.tp_rank: dp_rank_sets(each).hops for each in parallels}, timeout_s=20)
+    hub = ThreadSyncHub({each.tp_rank: dp_rank_groups(each).reduce_groups for each in parallels}, timeout_s=20)
     return [
         DpBatchSync(
             domain=hub.domain(each.tp_rank),
@@ -57,7 +57,7 @@ def make_syncs(parallels: Sequence[ParallelState], **rule: float) -> list[DpBatc
 def histories(draw: st.DrawFn) -> tuple[list[ParallelState], list[list[Brought]], dict[str, float]]:
     dp = draw(st.integers(1, 4))
     parallels = world(dp, draw(st.integers(1, 2)), draw(st.integers(1, 2)))
-    steps = draw(st.lists(st.lists(st.tuples(shapes, wishes), min_size=dp, max_size=dp), min_size=1, max_size=8))
+    steps = draw(st.lists(st.lists(st.tuples(shapes, intents), min_size=dp, max_size=dp), min_size=1, max_size=8))
     return (
         parallels,
         steps,
@@ -76,7 +76,7 @@ def test_every_rank_of_every_topology_hears_what_all_brought_in_one_collective_p
     assert all(each == heard[0] for each in heard), "ranks part"
     for step, brought in zip(heard[0], steps, strict=True):
         assert list(step.shapes) == [shape for shape, _ in brought]
-        assert step.any_work == any(wish.has_work for _, wish in brought)
+        assert step.any_work == any(intent.has_work for _, intent in brought)
         assert step.global_num_tokens == [shape.num_tokens for shape, _ in brought]
         assert step.can_run_graph == all(shape.can_run_graph for shape, _ in brought)
     num_hops = 1 if parallels[0].attn_dp_size > 1 else 0
@@ -91,8 +91,8 @@ def test_every_rank_of_every_topology_hears_what_all_brought_in_one_collective_p
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.lists(wishes, min_size=3, max_size=3), max_size=40), st.integers(1, 6))
-def test_nobody_waits_longer_than_the_limit_and_the_rule_is_pure(rounds: list[list[PrefillWish]], limit: int) -> None:
+@given(st.lists(st.lists(intents, min_size=3, max_size=3), max_size=40), st.integers(1, 6))
+def test_nobody_waits_longer_than_the_limit_and_the_rule_is_pure(rounds: list[list[PrefillIntent]], limit: int) -> None:
     one, other = PrefillDelayer(max_delay_steps=limit), PrefillDelayer(max_delay_steps=limit)
     in_a_row = 0
     for said in rounds:
@@ -101,10 +101,10 @@ def test_nobody_waits_longer_than_the_limit_and_the_rule_is_pure(rounds: list[li
         in_a_row = in_a_row + 1 if vote == "delayed" else 0
         assert in_a_row <= limit
         if vote in ("delayed", "waited_enough", "all", "low_usage"):
-            assert any(wish.is_prefillable for wish in said)
+            assert any(intent.is_prefillable for intent in said)
 
 
-RUNS, WAITS = PrefillWish(has_work=True, is_running=True), PrefillWish(True, True, False, True, 0.5)
+RUNS, WAITS = PrefillIntent(has_work=True, is_running=True), PrefillIntent(True, True, False, True, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ RUNS, WAITS = PrefillWish(has_work=True, is_running=True), PrefillWish(True, Tru
         ([RUNS, WAITS], 0.0, "delayed"),
         ([WAITS, WAITS], 0.0, "all"),
         ([RUNS, WAITS], 0.6, "low_usage"),
-        ([PrefillWish(is_running=True, is_prefilling=True), WAITS], 0.0, "under_way"),
-        ([PrefillWish(), PrefillWish(is_prefillable=True)], 0.0, "undisturbed"),
-        ([PrefillWish(), PrefillWish()], 0.0, "undisturbed"),
+        ([PrefillIntent(is_running=True, is_prefilling=True), WAITS], 0.0, "under_way"),
+        ([PrefillIntent(), PrefillIntent(is_prefillable=True)], 0.0, "undisturbed"),
+        ([PrefillIntent(), PrefillIntent()], 0.0, "undisturbed"),
     ],
 )
-def test_the_vote(said: list[PrefillWish], low_usage: float, vote: str) -> None:
+def test_the_vote(said: list[PrefillIntent], low_usage: float, vote: str) -> None:
     delayer = PrefillDelayer(max_delay_steps=2, low_usage=low_usage)
     any_low = any(delayer.is_low(each) for each in said)
     assert delayer.vote(said, any_low=any_low) == vote
@@ -133,14 +133,14 @@ def test_replicas_with_different_rules_or_at_different_steps_find_out() -> None:
     syncs = make_syncs(parallels, max_delay_steps=3)
     syncs[1].delayer = PrefillDelayer(max_delay_steps=4)
     with pytest.raises(SettingsDivergenceError, match="max_delay_steps"):
-        run(parallels, syncs, [[(BatchShape(), PrefillWish())] * 2])
+        run(parallels, syncs, [[(BatchShape(), PrefillIntent())] * 2])
     syncs = make_syncs(parallels)
-    run(parallels, syncs, [[(BatchShape(), PrefillWish())] * 2])
+    run(parallels, syncs, [[(BatchShape(), PrefillIntent())] * 2])
     syncs[0].domain.groups, groups = (), syncs[0].domain.groups
-    run(parallels[:1], syncs[:1], [[(BatchShape(), PrefillWish())] * 2])  # a step without the others
+    run(parallels[:1], syncs[:1], [[(BatchShape(), PrefillIntent())] * 2])  # a step without the others
     syncs[0].domain.groups = groups
     with pytest.raises(SyncDivergenceError, match="step 3"):
-        run(parallels, syncs, [[(BatchShape(), PrefillWish())] * 2])
+        run(parallels, syncs, [[(BatchShape(), PrefillIntent())] * 2])
 
 
 def test_a_replica_that_is_not_told_what_others_brought_parts() -> None:
@@ -149,19 +149,19 @@ def test_a_replica_that_is_not_told_what_others_brought_parts() -> None:
     alone = DpBatchSync(replica=0, num_replicas=2)  # the exchange taken away
     mine, theirs = (BatchShape(8, 0, 8), RUNS), (BatchShape(0, 4, 100), RUNS)
     heard = run(parallels, syncs, [[mine, theirs]])
-    assert alone.agree(*mine).shapes != heard[0][0].shapes
+    assert alone.exchange(*mine).shapes != heard[0][0].shapes
 
 
 def test_ranks_meet_their_counterparts_in_the_other_replicas() -> None:
     parallels = world(3, 2, 2)
     for parallel in parallels:
-        met = dp_rank_sets(parallel).hops[0]
+        met = dp_rank_groups(parallel).reduce_groups[0]
         assert len(met) == 3 and parallel.tp_rank in met
         for rank in met:
             other = parallels[rank]
             assert (other.attn_cp_rank, other.attn_tp_rank) == (parallel.attn_cp_rank, parallel.attn_tp_rank)
     second_stage = ParallelState(pp_rank=1, pp_size=2, tp_rank=1, tp_size=2, attn_dp_size=2, attn_dp_rank=1, dp_size=2)
-    assert dp_rank_sets(second_stage).hops == ((2, 3),)
+    assert dp_rank_groups(second_stage).reduce_groups == ((2, 3),)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_the_share_falls_to_its_minimum_and_a_retraction_sets_it_within_bounds(
             tracker.decay_step()
             assert tracker.current <= max(before, tracker.minimum)
         else:
-            tracker.retracted(still_running)
+            tracker.on_retract(still_running)
         assert tracker.minimum <= tracker.current <= 1.0
     tracker.reset()
     assert tracker.current == tracker.initial
@@ -64,7 +64,7 @@ def test_an_estimate_is_what_the_running_have_used_and_some_steps_more(running: 
     tracker = NewTokenRatioTracker()
     for _ in range(300):
         tracker.decay_step()
-    tracker.retracted(iter(running))
+    tracker.on_retract(iter(running))
     assert tracker.current == pytest.approx(share)
 
 

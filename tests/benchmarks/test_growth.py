@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry
 from benchmarks.bench_cache import GrowthProbe
 from benchmarks.bench_load import WaitingRequest, inquirer_over
 from benchmarks.bench_step import running_scheduler
-from benchmarks.measure import measure_in_turns
+from benchmarks.measure import measure_interleaved
 from observability import PrometheusSink, render_metrics
 from observability.kv_stream import BlockView
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch, LoadSnapshot, ParallelState, SchedulerStats
 from scheduler_components.cache import RadixCache
 from scheduler_components.kv_events import BatchEncoder, EventStream
-from scheduler_components.kv_events.base import FoldedPayloads
+from scheduler_components.kv_events.base import StreamSnapshot
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.reference.engine import Scheduler
 
@@ -32,7 +32,9 @@ TURNS = 7
 
 def growth(small: Callable[[], object], large: Callable[[], object], number: int) -> float:
     """How many times as long ``large`` takes as ``small``, each at its best."""
-    found = measure_in_turns({"small": small, "large": large}, turns=TURNS, number=number, clock_ns=time.thread_time_ns)
+    found = measure_interleaved(
+        {"small": small, "large": large}, turns=TURNS, number=number, clock_ns=time.thread_time_ns
+    )
     return min(found["large"]) / min(found["small"])
 
 
@@ -66,7 +68,7 @@ def test_a_request_costs_the_latencies_no_more_in_a_large_step() -> None:
 
         def booking(scheduler: Scheduler) -> Callable[[], None]:
             requests = list(scheduler.queues.running)
-            return lambda: scheduler.book.generated(requests, [1] * len(requests))
+            return lambda: scheduler.book.on_tokens(requests, [1] * len(requests))
 
         assert growth(booking(few), booking(many), 300) < 64 * GROSS
 
@@ -106,7 +108,7 @@ def test_a_prefix_query_costs_the_same_in_a_hundred_times_larger_view() -> None:
         others = tuple(range(1_000, 1_000 + num_others))
         for hashes in (prompt, others):
             view.apply(0, (BlockStored(hashes, None, hashes, 1, None),))
-        return lambda: view.deepest_prefix(prompt)
+        return lambda: view.match_lengths(prompt)
 
     assert growth(query(1_000), query(100_000), 300) < GROSS
 
@@ -118,7 +120,7 @@ def test_who_holds_the_longest_prefix_costs_the_same_over_a_thousand_ranks() -> 
         view = BlockView()
         for rank in range(num_ranks):
             view.apply(rank, (BlockStored(prompt, None, prompt, 1, None),))
-        return lambda: view.deepest_holders(prompt)
+        return lambda: view.best_ranks(prompt)
 
     assert growth(query(1), query(1_000), 300) < GROSS
 
@@ -158,7 +160,7 @@ def test_a_batch_costs_the_stream_the_same_however_many_went_before() -> None:
 
         def append_one(payload: bytes) -> None:
             stream.append(payload)
-            stream.fold_some()
+            stream.fold_oldest()
 
         for payload in payloads:
             append_one(payload)
@@ -167,19 +169,19 @@ def test_a_batch_costs_the_stream_the_same_however_many_went_before() -> None:
     assert growth(appending(500), appending(30_000), 500) < GROSS
 
 
-def base_of(num_blocks: int, *, stays: int = 1) -> FoldedPayloads:
+def base_of(num_blocks: int, *, stays: int = 1) -> StreamSnapshot:
     """A base of so many blocks, of which all but every ``stays``-th are removed again."""
-    encoder, base = BatchEncoder(), FoldedPayloads()
+    encoder, base = BatchEncoder(), StreamSnapshot()
     for first in range(0, num_blocks, 50):
         hashes = range(first, first + 50)
         base.fold(
-            *encoder.encode_told(
+            *encoder.encode_with_changes(
                 KVEventBatch(1.0, tuple(BlockStored((each,), None, (7,), 1, None) for each in hashes)), 0
             )
         )
     for first in range(0, num_blocks, 50):
         gone = tuple(each for each in range(first, first + 50) if each % stays)
-        base.fold(*encoder.encode_told(KVEventBatch(1.0, (BlockRemoved(gone),)), 0))
+        base.fold(*encoder.encode_with_changes(KVEventBatch(1.0, (BlockRemoved(gone),)), 0))
     return base
 
 
@@ -187,7 +189,7 @@ def test_folding_costs_the_same_in_a_hundred_times_larger_base() -> None:
     def folding(num_blocks: int) -> Callable[[], None]:
         base, hashes = base_of(num_blocks), tuple(range(-64, 0))
         stored = tuple(BlockStored((each,), None, (7,), 1, None) for each in hashes)
-        told = BatchEncoder().encode_told(KVEventBatch(1.0, (*stored, BlockRemoved(hashes))), 0)
+        told = BatchEncoder().encode_with_changes(KVEventBatch(1.0, (*stored, BlockRemoved(hashes))), 0)
         return lambda: base.fold(*told)
 
     assert growth(folding(1_000), folding(100_000), 200) < GROSS

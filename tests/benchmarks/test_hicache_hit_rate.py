@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from benchmarks.hicache_hit_rate import Found, Sizes, as_table, find_in_device, find_in_tiers, unbounded_tokens
-from scheduler_components.reference.device import BLOCK_TOKENS, TraceRequest
+from scheduler_components.reference.device import TRACE_BLOCK_TOKENS, TraceRequest
 
-DEVICE_TOKENS = 8 * BLOCK_TOKENS
+DEVICE_TOKENS = 8 * TRACE_BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +20,18 @@ def requests() -> list[TraceRequest]:
         chat = random.randrange(12)
         turns[chat] = turns[chat] % 6 + 1
         hash_ids = (0, *(100 * (chat + 1) + block for block in range(turns[chat])))
-        length = len(hash_ids) * BLOCK_TOKENS
+        length = len(hash_ids) * TRACE_BLOCK_TOKENS
         made.append(TraceRequest(index=index, arrival_s=0.0, input_length=length, output_length=1, hash_ids=hash_ids))
     return made
 
 
 def test_a_host_finds_more_than_the_device_alone_and_never_more_than_there_is(requests: list[TraceRequest]) -> None:
-    sizes = Sizes(BLOCK_TOKENS, DEVICE_TOKENS)
+    sizes = Sizes(TRACE_BLOCK_TOKENS, DEVICE_TOKENS)
     alone = find_in_device(requests, sizes)
-    some = find_in_tiers(requests, Sizes(BLOCK_TOKENS, DEVICE_TOKENS, 4 * DEVICE_TOKENS))
+    some = find_in_tiers(requests, Sizes(TRACE_BLOCK_TOKENS, DEVICE_TOKENS, 4 * DEVICE_TOKENS))
     everything = unbounded_tokens(requests)
-    ample = find_in_tiers(requests, Sizes(BLOCK_TOKENS, DEVICE_TOKENS, everything))
-    unbounded = find_in_device(requests, Sizes(BLOCK_TOKENS, everything))
+    ample = find_in_tiers(requests, Sizes(TRACE_BLOCK_TOKENS, DEVICE_TOKENS, everything))
+    unbounded = find_in_device(requests, Sizes(TRACE_BLOCK_TOKENS, everything))
     assert 0 < alone.hit_rate < some.hit_rate < ample.hit_rate == unbounded.hit_rate < 1
     assert {found.prompt_tokens for found in (alone, some, ample, unbounded)} == {
         sum(request.input_length for request in requests)
@@ -40,9 +40,9 @@ def test_a_host_finds_more_than_the_device_alone_and_never_more_than_there_is(re
 
 def test_pages_smaller_than_the_blocks_of_the_trace_find_what_these_find(requests: list[TraceRequest]) -> None:
     """But for the last token of a prompt, which is computed always, and costs its page."""
-    coarse = find_in_device(requests, Sizes(BLOCK_TOKENS, unbounded_tokens(requests)))
+    coarse = find_in_device(requests, Sizes(TRACE_BLOCK_TOKENS, unbounded_tokens(requests)))
     fine = find_in_device(requests, Sizes(16, unbounded_tokens(requests)))
-    assert 0 <= fine.device_tokens - coarse.device_tokens < len(requests) * BLOCK_TOKENS
+    assert 0 <= fine.device_tokens - coarse.device_tokens < len(requests) * TRACE_BLOCK_TOKENS
 
 
 def test_the_table_has_a_line_a_cache() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.cache import (
-    PLAIN_NAMESPACE,
+    DEFAULT_NAMESPACE,
     PrefixNamespace,
     hash_pages,
     pack_tokens,
@@ -102,7 +102,7 @@ IDENTITIES = st.fixed_dictionaries(
 
 
 def test_the_plain_namespace_has_no_seed() -> None:
-    assert PLAIN_NAMESPACE.seed() == b""
+    assert DEFAULT_NAMESPACE.seed() == b""
     assert PrefixNamespace(session_id="s1").seed() == b""
 
 

@@ -39,7 +39,7 @@ class BlockTableMachine(RecorderMachine):
         super().read(events)
         self.view.apply(0, events)
         for medium, tier in ((None, Tier.DEVICE), ("CPU", Tier.HOST)):
-            told = set().union(*(self.table.told(place) for place in self.places if place[0] == medium))
+            told = set().union(*(self.table.reachable_hashes(place) for place in self.places if place[0] == medium))
             assert self.view.blocks(0, tier) == told
         counters = self.view.counters(0)
         assert (counters.duplicate_stores, counters.unknown_removals) == (0, 0)
@@ -47,11 +47,11 @@ class BlockTableMachine(RecorderMachine):
     @invariant()
     def it_knows_what_it_told(self) -> None:
         held = {(place[1], each) for (place, each), count in self.table.copies.items() if count}
-        told = {(place[1], each) for place in self.places for each in self.table.told(place)}
+        told = {(place[1], each) for place in self.places for each in self.table.reachable_hashes(place)}
         assert self.own.num_blocks == len(held)
-        assert self.own.num_hidden_blocks == len(held - told)
+        assert self.own.num_unreachable_blocks == len(held - told)
         for place in self.places:
-            assert set(self.own.block_hashes(*place)) == self.table.told(place)
+            assert set(self.own.block_hashes(*place)) == self.table.reachable_hashes(place)
 
 
 class CrampedTableMachine(BlockTableMachine):
@@ -98,11 +98,11 @@ def test_a_very_long_run_takes_several_events() -> None:
 def test_orphans_are_counted_and_told_with_their_parent() -> None:
     recorder = BlockTableRecorder(1)
     recorder.store((2,), (12,), 1)
-    assert (recorder.num_orphans, recorder.num_hidden_blocks, recorder.take_events()) == (1, 1, ())
+    assert (recorder.num_orphans, recorder.num_unreachable_blocks, recorder.take_events()) == (1, 1, ())
     assert repr(recorder) == "<BlockTableRecorder 1 blocks, 1 hidden>"
     recorder.store((1,), (11,))
     assert recorder.take_events() == (BlockStored((1, 2), None, (11, 12), 1, None),)
-    assert (recorder.num_orphans, recorder.num_hidden_blocks) == (1, 0)
+    assert (recorder.num_orphans, recorder.num_unreachable_blocks) == (1, 0)
 
 
 def test_a_copy_with_another_content_is_counted_and_changes_nothing() -> None:
@@ -122,7 +122,7 @@ def test_blocks_that_are_their_own_ancestors_are_never_told() -> None:
     recorder.store((1,), (11,), 2)
     recorder.store((2,), (12,), 1)
     recorder.store((3,), (13,), 3)
-    assert (recorder.take_events(), recorder.num_hidden_blocks) == ((), 3)
+    assert (recorder.take_events(), recorder.num_unreachable_blocks) == ((), 3)
     recorder.remove((1, 2, 3))
     assert (recorder.take_events(), recorder.num_blocks) == ((), 0)
 

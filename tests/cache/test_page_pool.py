@@ -61,15 +61,15 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.call("free", pages, self.held, self.free)
 
     @rule(pages=PAGES)
-    def to_cache(self, pages: list[int]) -> None:
-        self.call("to_cache", pages, self.held, self.cached)
+    def move_to_cache(self, pages: list[int]) -> None:
+        self.call("move_to_cache", pages, self.held, self.cached)
 
     @rule(pages=PAGES)
-    def from_cache(self, pages: list[int]) -> None:
-        self.call("from_cache", pages, self.cached, self.free)
+    def free_cached(self, pages: list[int]) -> None:
+        self.call("free_cached", pages, self.cached, self.free)
 
     @rule(
-        method=st.sampled_from(["free", "to_cache", "to_cache", "from_cache"]),
+        method=st.sampled_from(["free", "move_to_cache", "move_to_cache", "free_cached"]),
         start=st.integers(0, 500),
         count=st.integers(1, 600),
         at=st.integers(0, 600),
@@ -77,8 +77,8 @@ class PagePoolMachine(RuleBasedStateMachine):
         form=st.sampled_from(sorted(FORMS)),
     )
     def move_a_long_run(self, method: str, start: int, count: int, at: int, fault: str, form: str) -> None:
-        source = self.cached if method == "from_cache" else self.held
-        target = self.cached if method == "to_cache" else self.free
+        source = self.cached if method == "free_cached" else self.held
+        target = self.cached if method == "move_to_cache" else self.free
         run = sorted(source)[start : start + count]
         if run:
             self.call(method, FAULTS[fault](run, at % len(run)), source, target, FORMS[form])
@@ -123,18 +123,18 @@ def test_pages_come_in_a_fixed_order() -> None:
     assert list(pool.allocate(4)) == [0, 1, 2, 3]
     pool.free([1, 3])
     assert list(pool.allocate(3)) == [1, 3, 4]
-    pool.to_cache([3, 0, 4])
-    pool.from_cache([3, 0, 4])
+    pool.move_to_cache([3, 0, 4])
+    pool.free_cached([3, 0, 4])
     assert list(pool.allocate(4)) == [3, 0, 4, 5]
 
 
 def test_what_begins_and_ends_like_a_run_need_not_be_one() -> None:
     pool = PagePool(16)
     pool.allocate(16)
-    pool.to_cache([0, 9, 2, 3])
+    pool.move_to_cache([0, 9, 2, 3])
     pool.check([0, 2, 3, 9])
     with pytest.raises(CacheIntegrityError, match="page 9 is cached"):
-        pool.to_cache([1, 9, 10, 4])
+        pool.move_to_cache([1, 9, 10, 4])
     pool.check([0, 2, 3, 9])
 
 
@@ -153,21 +153,21 @@ def test_many_pages_in_any_order_are_moved_all_or_none(order: list[int], num_mov
     pool = PagePool(400)
     pool.allocate(400)
     pages = order[:num_moved]
-    pool.to_cache(pages)
+    pool.move_to_cache(pages)
     pool.check(pages)
     at = wrong % num_moved
     for bad in ([*pages[:at], pages[at - 1], *pages[at + 1 :]], [*pages[:at], 400, *pages[at + 1 :]]):
         with pytest.raises(CacheIntegrityError):
-            pool.from_cache(bad)
+            pool.free_cached(bad)
         pool.check(pages)
-    pool.from_cache(pages)
+    pool.free_cached(pages)
     assert list(pool.allocate(num_moved)) == pages
 
 
 def test_pages_that_are_named_twice_are_counted() -> None:
     pool = PagePool(4)
     first, second, _ = pool.allocate(3)
-    for call in (pool.free, pool.to_cache, pool.expect_held):
+    for call in (pool.free, pool.move_to_cache, pool.check_held):
         with pytest.raises(CacheIntegrityError, match="2 of 4 pages are named twice"):
             call([first, second, first, second])
     assert (pool.num_free, pool.num_held, pool.num_cached) == (1, 3, 0)
@@ -175,7 +175,7 @@ def test_pages_that_are_named_twice_are_counted() -> None:
 
 def test_a_check_names_the_numbers() -> None:
     pool = PagePool(4)
-    pool.to_cache(pool.allocate(2))
+    pool.move_to_cache(pool.allocate(2))
     with pytest.raises(CacheIntegrityError, match=r"2 free \+ 0 held \+ 2 cached = 4 pages.* the tree has 1$"):
         pool.check([0])
     with pytest.raises(CacheIntegrityError, match="page 3 is free, not cached"):
@@ -193,7 +193,7 @@ def test_bytes_are_numbers_of_pages_like_any_sequence() -> None:
 def test_what_is_no_page_is_named(page: int) -> None:
     pool = PagePool(4)
     held = pool.allocate(2)
-    for call in (pool.free, pool.to_cache, pool.from_cache, pool.expect_held, pool.as_array):
+    for call in (pool.free, pool.move_to_cache, pool.free_cached, pool.check_held, pool.as_array):
         if page != 4 or call != pool.as_array:
             with pytest.raises(CacheIntegrityError, match=rf"page {page} is not one of 0 to 3|page 0 is held"):
                 call([*held, page])

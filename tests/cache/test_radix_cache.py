@@ -289,7 +289,7 @@ def test_the_repr_is_a_summary_of_the_pool() -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[RadixCache, RadixNode], object], str]] = {
-    "a node that the order has lost": (lambda cache, node: cache.order.discard(node), "in the eviction order"),
+    "a node that the order has lost": (lambda cache, node: cache.lru.discard(node), "in the eviction order"),
     "a lost page": (lambda _, node: node.pages.pop(), "1 page indices, 2 pages"),
     "a changed token": (lambda _, node: node.tokens.__setitem__(8, 9), "digests do not follow"),
     "a changed first token": (lambda _, node: node.tokens.__setitem__(0, 9), "key is not its first page"),

@@ -7,18 +7,18 @@ from array import array
 import pytest
 
 from scheduler_components import CacheIntegrityError
-from scheduler_components.cache import PLAIN_NAMESPACE, EvictionOrder, RadixNode, RadixTree, pack_tokens
+from scheduler_components.cache import DEFAULT_NAMESPACE, LruList, RadixNode, RadixTree, pack_tokens
 
 
 def parent_and_child() -> tuple[RadixNode, RadixNode]:
     tree = RadixTree(1, hashed=False)
-    parent = tree.append(tree.root, pack_tokens([1, 2]), array("I", [0, 1]), PLAIN_NAMESPACE)
-    return parent, tree.append(parent, pack_tokens([3]), array("I", [2]), PLAIN_NAMESPACE)
+    parent = tree.append(tree.root, pack_tokens([1, 2]), array("I", [0, 1]), DEFAULT_NAMESPACE)
+    return parent, tree.append(parent, pack_tokens([3]), array("I", [2]), DEFAULT_NAMESPACE)
 
 
 def test_a_path_is_evicted_from_its_end() -> None:
     parent, child = parent_and_child()
-    order = EvictionOrder()
+    order = LruList()
     order.touch([parent])
     order.touch([child])
     order.touch([child, parent])
@@ -30,7 +30,7 @@ def test_a_path_is_evicted_from_its_end() -> None:
 
 def test_a_parent_before_its_child_is_told() -> None:
     parent, child = parent_and_child()
-    order = EvictionOrder()
+    order = LruList()
     order.touch([parent])
     order.touch([child])
     with pytest.raises(CacheIntegrityError, match="stands before a child"):
@@ -39,7 +39,7 @@ def test_a_parent_before_its_child_is_told() -> None:
 
 def test_a_missing_node_is_told() -> None:
     parent, child = parent_and_child()
-    order = EvictionOrder()
+    order = LruList()
     order.touch([child])
     with pytest.raises(CacheIntegrityError, match="2 unlocked nodes, 1 in the eviction order"):
         order.check([parent, child])
@@ -47,7 +47,7 @@ def test_a_missing_node_is_told() -> None:
 
 def test_a_wrong_count_of_pages_is_told() -> None:
     parent, child = parent_and_child()
-    order = EvictionOrder()
+    order = LruList()
     order.touch([child])
     order.touch([parent])
     parent.num_pages += 1
@@ -57,7 +57,7 @@ def test_a_wrong_count_of_pages_is_told() -> None:
 
 def test_locks_are_counted_along_the_path() -> None:
     parent, child = parent_and_child()
-    order = EvictionOrder()
+    order = LruList()
     order.touch([child])
     order.touch([parent])
     order.lock([child, parent])
@@ -72,7 +72,7 @@ def test_locks_are_counted_along_the_path() -> None:
 
 def test_a_parent_with_fewer_locks_than_its_children_is_told() -> None:
     parent, child = parent_and_child()
-    order = EvictionOrder()
+    order = LruList()
     order.touch([child, parent])
     order.lock([child])
     with pytest.raises(CacheIntegrityError, match="stands before a child"):
@@ -84,8 +84,8 @@ def test_a_parent_with_fewer_locks_than_its_children_is_told() -> None:
 
 def test_a_split_keeps_locks_or_place_and_the_count_of_pages() -> None:
     tree = RadixTree(1, hashed=False)
-    run = tree.append(tree.root, pack_tokens([1, 2, 3]), array("I", [0, 1, 2]), PLAIN_NAMESPACE)
-    order = EvictionOrder()
+    run = tree.append(tree.root, pack_tokens([1, 2, 3]), array("I", [0, 1, 2]), DEFAULT_NAMESPACE)
+    order = LruList()
     order.touch([run])
     upper = tree.split(run, 1)
     order.split(upper, run)

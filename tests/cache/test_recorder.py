@@ -9,8 +9,8 @@ import pytest
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.cache import (
+    DEFAULT_NAMESPACE,
     MAX_EVENT_TOKENS,
-    PLAIN_NAMESPACE,
     EventRecorder,
     PrefixNamespace,
     RadixCache,
@@ -19,14 +19,14 @@ from scheduler_components.cache import (
     hash_pages,
     pack_tokens,
 )
-from scheduler_components.events import CheckedEvents
+from scheduler_components.events import ValidatedEvents
 from scheduler_components.testing import EventLedger
 
 
 def tree_with(tokens: list[int], page_size: int = 1) -> tuple[RadixTree, RadixNode]:
     tree = RadixTree(page_size, hashed=True)
     pages = array("I", range(len(tokens) // page_size))
-    return tree, tree.append(tree.root, pack_tokens(tokens), pages, PLAIN_NAMESPACE)
+    return tree, tree.append(tree.root, pack_tokens(tokens), pages, DEFAULT_NAMESPACE)
 
 
 def replay(events: tuple[KVCacheEvent, ...]) -> set[int]:
@@ -39,11 +39,11 @@ def test_removals_in_a_row_are_one_event_and_order_is_kept() -> None:
     tree, node = tree_with([1, 2])
     recorder = EventRecorder(tree, max_pending_blocks=100)
     first, second = hash_pages([1, 2], 1)
-    recorder.removed(node)
-    recorder.removed(node)
-    recorder.stored(node)
-    recorder.removed(node)
-    removed, stored, again = recorder.take()
+    recorder.record_removed(node)
+    recorder.record_removed(node)
+    recorder.record_stored(node)
+    recorder.record_removed(node)
+    removed, stored, again = recorder.take_events()
     assert removed == BlockRemoved(block_hashes=(second, first, second, first))
     assert isinstance(stored, BlockStored)
     assert again == BlockRemoved(block_hashes=(second, first))
@@ -53,11 +53,11 @@ def test_removals_from_two_media_are_two_events() -> None:
     tree, node = tree_with([1])
     recorder = EventRecorder(tree, max_pending_blocks=100)
     hashes = hash_pages([1], 1)
-    recorder.removed(node)
-    recorder.removed(node, "CPU")
-    recorder.stored(node, "CPU")
-    recorder.removed(node)
-    events = recorder.take()
+    recorder.record_removed(node)
+    recorder.record_removed(node, "CPU")
+    recorder.record_stored(node, "CPU")
+    recorder.record_removed(node)
+    events = recorder.take_events()
     assert events[:2] == (BlockRemoved(block_hashes=hashes), BlockRemoved(block_hashes=hashes, medium="CPU"))
     assert isinstance(events[2], BlockStored)
     assert events[2].medium == "CPU"
@@ -67,11 +67,11 @@ def test_removals_from_two_media_are_two_events() -> None:
 def test_a_clear_makes_what_was_before_it_moot() -> None:
     tree, node = tree_with([1])
     recorder = EventRecorder(tree, max_pending_blocks=100)
-    recorder.removed(node)
-    recorder.cleared()
-    recorder.cleared()
-    assert recorder.take() == (AllBlocksCleared(),)
-    assert recorder.take() == ()
+    recorder.record_removed(node)
+    recorder.record_cleared()
+    recorder.record_cleared()
+    assert recorder.take_events() == (AllBlocksCleared(),)
+    assert recorder.take_events() == ()
 
 
 @pytest.mark.parametrize("page_size", [1, 7])
@@ -80,8 +80,8 @@ def test_a_very_long_run_takes_several_events(page_size: int) -> None:
     tokens = [token % 1000 for token in range(num_pages * page_size)]
     tree, node = tree_with(tokens, page_size)
     recorder = EventRecorder(tree, max_pending_blocks=10**9)
-    recorder.stored(node)
-    stored = recorder.take()
+    recorder.record_stored(node)
+    stored = recorder.take_events()
     assert len(stored) == 3
     told: list[int] = []
     parent: int | None = None
@@ -92,16 +92,16 @@ def test_a_very_long_run_takes_several_events(page_size: int) -> None:
         parent = event.block_hashes[-1]
         told.extend(event.token_ids)
     assert told == tokens
-    recorder.removed(node)
-    assert replay((*stored, *recorder.take())) == set()
+    recorder.record_removed(node)
+    assert replay((*stored, *recorder.take_events())) == set()
 
 
 def test_a_page_longer_than_the_limit_still_goes_out_whole() -> None:
     page_size = MAX_EVENT_TOKENS + 1
     tree, node = tree_with([5] * page_size, page_size)
     recorder = EventRecorder(tree, max_pending_blocks=1)
-    recorder.stored(node)
-    (event,) = recorder.take()
+    recorder.record_stored(node)
+    (event,) = recorder.take_events()
     assert isinstance(event, BlockStored)
     assert len(event.token_ids) == page_size
 
@@ -130,17 +130,17 @@ def test_nothing_more_is_kept_of_events_that_have_collapsed() -> None:
     tree, node = tree_with([5, 6, 7], 1)
     recorder = EventRecorder(tree, max_pending_blocks=2)
     for collapses in (1, 2):
-        recorder.stored(node)
+        recorder.record_stored(node)
         tracemalloc.start()
         try:
             for _ in range(5_000):
-                recorder.removed(node)
-                recorder.stored(node)
+                recorder.record_removed(node)
+                recorder.record_stored(node)
             grown_bytes, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         assert grown_bytes < 100_000  # 5,000 events would be ten times as many
-        assert replay(recorder.take()) == set(tree.block_hashes())
+        assert replay(recorder.take_events()) == set(tree.block_hashes())
         assert recorder.num_collapses == collapses
 
 
@@ -156,7 +156,7 @@ def test_one_turnover_of_the_whole_pool_in_one_step_is_told_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("namespace", "kind"),
     [
-        (PrefixNamespace(lora_id=1, lora_name="a", cache_salt="b", extra_key="c", session_id="d"), CheckedEvents),
+        (PrefixNamespace(lora_id=1, lora_name="a", cache_salt="b", extra_key="c", session_id="d"), ValidatedEvents),
         (PrefixNamespace(session_id=b"d"), tuple),  # type: ignore[arg-type]
         (PrefixNamespace(cache_salt=5), tuple),  # type: ignore[arg-type]
         (PrefixNamespace(lora_id=True), tuple),
@@ -167,7 +167,7 @@ def test_events_of_a_namespace_are_checked_when_they_are_recorded(namespace: Pre
     tree = RadixTree(1, hashed=True)
     node = tree.append(tree.root, pack_tokens([1, 2]), array("I", range(2)), namespace)
     recorder = EventRecorder(tree, max_pending_blocks=100)
-    recorder.stored(node)
-    assert type(recorder.take()) is kind
-    recorder.cleared()
-    assert type(recorder.take()) is CheckedEvents
+    recorder.record_stored(node)
+    assert type(recorder.take_events()) is kind
+    recorder.record_cleared()
+    assert type(recorder.take_events()) is ValidatedEvents

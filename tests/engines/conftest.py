@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from observability import discover
-from observability.kv_stream import NoStreamsError, NullListener, StreamState, open_subscriber
+from observability.kv_stream import NoStreamsError, NullStreamListener, StreamState, open_subscriber
 from scheduler_components.kv_events import StreamAddress
 
 sys.path.append(str(Path(__file__).parent))  # for what the tests of one engine share
@@ -100,7 +100,7 @@ def engine(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 # Readers of a relay.
 
 
-class RelayReader(NullListener):
+class RelayReader(NullStreamListener):
     """Follows one stream of a relay, and keeps every state that it was in."""
 
     def __init__(self, url: str) -> None:
@@ -117,7 +117,7 @@ class RelayReader(NullListener):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
 
-    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
         self.states.append(new)
 
     @property

@@ -12,7 +12,7 @@ from scheduler_components.engines.settings import (
     ENGINE_SETTINGS,
     KV_EVENTS_VARIABLE,
     PUBLISHER_SETTINGS,
-    may_ask_for_keys,
+    may_require_keys,
     read_plugin_settings,
 )
 from scheduler_components.kv_events import KVEventsConfig
@@ -77,4 +77,4 @@ def test_what_is_wrong_is_said_in_one_sentence(given: Any, field: str, words: st
     [('{"auth": "required"', True), ('{"client_keys_dir": 1}', True), ('{"seq_base": "clok"}', False), ("{", False)],
 )
 def test_keys_are_asked_for_also_where_the_rest_cannot_be_read(text: str, asked: bool) -> None:
-    assert may_ask_for_keys({KV_EVENTS_VARIABLE: text}) is asked
+    assert may_require_keys({KV_EVENTS_VARIABLE: text}) is asked

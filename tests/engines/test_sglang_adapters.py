@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.engines.sglang import SglangPlugin, load_plugin
 from scheduler_components.engines.sglang_components import SglangComponents, read_parallel_state
-from scheduler_components.engines.sglang_load import CountedWaitingQueue, SglangQueues, WaitingQueueAttribute
+from scheduler_components.engines.sglang_load import CountedWaitingQueue, SglangQueueSource, WaitingQueueDescriptor
 from scheduler_components.engines.sglang_publisher import SglangEventPublisher
 
 
@@ -35,7 +35,7 @@ class Rate:
 class Scheduler:
     def __init__(self, miss: Rate) -> None:
         self.miss = miss
-        type(self).waiting_queue = WaitingQueueAttribute(CountedWaitingQueue([], miss), miss)
+        type(self).waiting_queue = WaitingQueueDescriptor(CountedWaitingQueue([], miss), miss)
 
 
 def as_sglang_counts(waiting: list, rate: float | None) -> tuple[int, int, int]:
@@ -175,7 +175,7 @@ def test_queues_are_read_late() -> None:
         max_running_requests=4,
         policy=policy,
     )
-    queues = SglangQueues(owner=owner, reporter=SimpleNamespace(recent_cache_hit_rate=0.25))
+    queues = SglangQueueSource(owner=owner, reporter=SimpleNamespace(recent_cache_hit_rate=0.25))
     assert (len(queues.running), queues.num_chunked_tokens_left, queues.miss_rate) == (1, 0, None)
     owner.running_batch = SimpleNamespace(reqs=[1, 2])
     owner.chunked_req = SimpleNamespace(seqlen=100, prefix_len=36)

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", "5.23", reason=REASON)
 batching = pytest.importorskip("transformers.generation.continuous_batching.scheduler", reason=REASON)
 blocks = pytest.importorskip("transformers.generation.continuous_batching.cache_allocators.cache_allocator")
 
-from observability.kv_stream import BlockView, bare_address, open_subscriber  # noqa: E402
+from observability.kv_stream import BlockView, open_subscriber, static_address  # noqa: E402
 from scheduler_components import KvEventSink, ParallelState, SchedulerStats  # noqa: E402
 from scheduler_components.cache import signed_block_hash  # noqa: E402
 from scheduler_components.kv_events import KVEventsConfig, open_event_publisher  # noqa: E402
@@ -179,7 +179,7 @@ def test_a_pool_under_pressure_evicts_and_resets_requests(model: Any, attach: At
     told = run(model, prompts, scheduler_type="attached", num_blocks=14)
     assert checkpoints.found() == []
     assert len(checkpoints.blocks_seen) > 2 * 14  # the pool was filled several times over
-    assert checkpoints.scheduler.allocator.ledger.recorder.num_hidden_blocks == 0
+    assert checkpoints.scheduler.allocator.ledger.recorder.num_unreachable_blocks == 0
     assert told == run(model, prompts, scheduler_type="fifo", num_blocks=14)
 
 
@@ -235,7 +235,7 @@ def test_a_late_reader_has_the_whole_table_though_the_window_has_passed(
             run(model, prompts_of(seed), scheduler_type="attached")
             assert sink.stats().batches_sent > 10 * seed
             table = {signed_block_hash(each) for each in checkpoints.scheduler.allocator.ledger.hash_to_block}
-            with open_subscriber([bare_address(events, replay=replay)]) as reader:
+            with open_subscriber([static_address(events, replay=replay)]) as reader:
                 assert reader.wait_until(0, sink.stats().batches_sent - 1, timeout_s=30)
                 assert (reader.stats()[0].state.value, reader.blocks(0)) == ("live", table)
     finally:

@@ -13,17 +13,17 @@ transformers = pytest.importorskip(
 
 import torch  # noqa: E402
 
-from scheduler_components.hicache import InProcessSync  # noqa: E402
+from scheduler_components.hicache import InProcessGroups  # noqa: E402
 from scheduler_components.quiesce import (  # noqa: E402
     BeginWeightUpdate,
     CheckWeights,
+    ControlReply,
+    ControlRequest,
     EndWeightUpdate,
     LoadWeights,
-    Order,
-    OrderAnswer,
-    Quiesce,
+    QuiesceController,
     RollBackWeights,
-    TorchWeights,
+    TorchWeightStore,
 )
 
 pytestmark = pytest.mark.filterwarnings("default")  # the engine's own
@@ -46,7 +46,7 @@ class Idle:
     def clear(self, weight_version: str) -> None:
         self.cleared_for = weight_version
 
-    def forget_storage(self) -> None:
+    def clear_storage_index(self) -> None:
         """There is none."""
 
 
@@ -55,16 +55,16 @@ class Rank:
 
     def __init__(self, model: Any) -> None:
         self.idle, self.num_steps = Idle(), 0
-        self.quiesce = Quiesce(work=self.idle, cache=self.idle, weights=TorchWeights(model=model))
-        self.sync = InProcessSync({0: []})
+        self.quiesce = QuiesceController(work=self.idle, cache=self.idle, weights=TorchWeightStore(model=model))
+        self.sync = InProcessGroups({0: []})
 
-    def order(self, order: Order) -> OrderAnswer:
-        self.quiesce.take(1, order, now_s=0.0)
+    def order(self, order: ControlRequest) -> ControlReply:
+        self.quiesce.enqueue(1, order, now_s=0.0)
         answer = None
         while answer is None:
             self.num_steps += 1
             proposal = self.quiesce.propose(self.num_steps, rank=0, now_s=0.0)
-            answer = self.quiesce.settle(self.num_steps, self.sync.agree({0: proposal})[0])
+            answer = self.quiesce.settle(self.num_steps, self.sync.reduce({0: proposal})[0])
         return answer
 
 

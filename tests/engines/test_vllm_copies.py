@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from scheduler_components import ConfigError
-from scheduler_components.engines.vllm_copies import ToldBlocks, tell_removals_of_last_copies
+from scheduler_components.engines.vllm_copies import PublishedBlocks, patch_removed_events_to_last_copy
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
@@ -84,7 +84,7 @@ class CountingReader:
 class AllTold:
     """Tells everything, as vLLM does."""
 
-    def first_told(self, batch: Any) -> Any:
+    def drop_published(self, batch: Any) -> Any:
         return batch
 
 
@@ -96,7 +96,7 @@ class Pool:
             num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE, enable_kv_cache_events=True
         )
         self.batch_of = import_module("vllm.distributed.kv_events").KVEventBatch
-        self.told: Any = ToldBlocks() if told is None else told
+        self.told: Any = PublishedBlocks() if told is None else told
         self.running: list[list[Any]] = []
         self.readers = (SetReader(), CountingReader())
         self.events: list[Any] = []
@@ -132,7 +132,7 @@ class Pool:
 
     def publish(self) -> None:
         """A step ends."""
-        batch = self.told.first_told(self.batch_of(ts=0.0, events=self.vllm.take_events()))
+        batch = self.told.drop_published(self.batch_of(ts=0.0, events=self.vllm.take_events()))
         for event in batch.events if batch is not None else ():
             if type(event).__name__ == "BlockStored":
                 assert len(event.token_ids) == SIZE * len(event.block_hashes)
@@ -149,7 +149,7 @@ class Pool:
 
 
 def test_whatever_the_pool_does_both_kinds_of_readers_hold_what_it_holds(vllm_events: Any) -> None:
-    tell_removals_of_last_copies()
+    patch_removed_events_to_last_copy()
     words = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
     class PoolMachine(RuleBasedStateMachine):
@@ -213,7 +213,7 @@ def test_reports_of_blocks_that_are_there_fool_who_counts_events(vllm_events: An
 
 
 def test_of_a_prompt_that_is_there_in_part_the_new_parts_are_told(vllm_events: Any) -> None:
-    tell_removals_of_last_copies()
+    patch_removed_events_to_last_copy()
     pool = Pool()
     pool.compute([1, 2], reads_cache=False)
     pool.check()
@@ -240,8 +240,8 @@ def stored(events: Any, hashes: Any, **changes: Any) -> Any:
     return events.BlockStored(block_hashes=hashes, **(standard | changes))
 
 
-def told_of(events: Any, told: ToldBlocks, *each: Any) -> list[Any]:
-    batch = told.first_told(events.KVEventBatch(ts=1.0, events=list(each), data_parallel_rank=3))
+def summarize_event(events: Any, told: PublishedBlocks, *each: Any) -> list[Any]:
+    batch = told.drop_published(events.KVEventBatch(ts=1.0, events=list(each), data_parallel_rank=3))
     if batch is None:
         return []
     assert (batch.ts, batch.data_parallel_rank) == (1.0, 3)
@@ -249,11 +249,11 @@ def told_of(events: Any, told: ToldBlocks, *each: Any) -> list[Any]:
 
 
 def test_a_hole_in_the_middle_gives_two_events_with_their_own_lists(vllm_events: Any) -> None:
-    told = ToldBlocks()
-    told_of(vllm_events, told, stored(vllm_events, [2]))
+    told = PublishedBlocks()
+    summarize_event(vllm_events, told, stored(vllm_events, [2]))
     keys = [("a",), None, ("c",), ("d",)]
     whole = stored(vllm_events, [1, 2, 3, 4], token_ids=list(range(16)), extra_keys=keys, session_id="s")
-    left, right = told_of(vllm_events, told, whole)
+    left, right = summarize_event(vllm_events, told, whole)
     assert (left.block_hashes, left.parent_block_hash, left.token_ids) == ([1], None, [0, 1, 2, 3])
     assert (right.block_hashes, right.parent_block_hash, right.token_ids) == ([3, 4], 2, list(range(8, 16)))
     assert (left.extra_keys, right.extra_keys) == (keys[:1], keys[2:])
@@ -261,40 +261,40 @@ def test_a_hole_in_the_middle_gives_two_events_with_their_own_lists(vllm_events:
 
 
 def test_groups_are_apart_and_other_media_pass(vllm_events: Any) -> None:
-    told = ToldBlocks()
+    told = PublishedBlocks()
     first = stored(vllm_events, [1])
-    assert told_of(vllm_events, told, first) == [first]
+    assert summarize_event(vllm_events, told, first) == [first]
     others = [stored(vllm_events, [1], group_idx=1), *[stored(vllm_events, [1], medium="CPU")] * 2]
-    assert told_of(vllm_events, told, *others) == others
-    assert told_of(vllm_events, told, first) == []
+    assert summarize_event(vllm_events, told, *others) == others
+    assert summarize_event(vllm_events, told, first) == []
     removed = vllm_events.BlockRemoved(block_hashes=[1], medium="GPU", group_idx=1)
-    assert told_of(vllm_events, told, removed, first, others[0]) == [removed, others[0]]
+    assert summarize_event(vllm_events, told, removed, first, others[0]) == [removed, others[0]]
     cleared = vllm_events.AllBlocksCleared()
-    assert told_of(vllm_events, told, cleared, first) == [cleared, first]
+    assert summarize_event(vllm_events, told, cleared, first) == [cleared, first]
 
 
 def test_an_event_whose_tokens_cannot_be_divided_is_told_whole(vllm_events: Any) -> None:
     """vLLM leaves blocks out of groups with a window, and not their tokens."""
-    told = ToldBlocks()
+    told = PublishedBlocks()
     masked = stored(vllm_events, [1, 2], token_ids=[0] * SIZE * 5)
-    assert told_of(vllm_events, told, stored(vllm_events, [1])) != []
-    assert told_of(vllm_events, told, masked) == [masked]
-    assert told_of(vllm_events, told, masked) == []
+    assert summarize_event(vllm_events, told, stored(vllm_events, [1])) != []
+    assert summarize_event(vllm_events, told, masked) == [masked]
+    assert summarize_event(vllm_events, told, masked) == []
 
 
 def test_what_is_no_event_passes_for_the_encoder_to_refuse(vllm_events: Any) -> None:
-    told = ToldBlocks()
+    told = PublishedBlocks()
     odd = [None, "text", stored(vllm_events, None, token_ids=[]), stored(vllm_events, [[1]]), vllm_events.KVEventBatch]
     first = stored(vllm_events, [1])
-    assert told_of(vllm_events, told, *odd, first, first) == [*odd, first]
+    assert summarize_event(vllm_events, told, *odd, first, first) == [*odd, first]
 
 
 def test_a_vllm_without_the_place_is_named(vllm_events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell_removals_of_last_copies()
+    patch_removed_events_to_last_copy()
     pool = import_module("vllm.v1.core.block_pool").BlockPool
     hooked = pool._emit_block_removed_events
-    tell_removals_of_last_copies()
+    patch_removed_events_to_last_copy()
     assert pool._emit_block_removed_events is hooked
     monkeypatch.delattr(pool, "_emit_block_removed_events")
     with pytest.raises(ConfigError, match="finds no place for itself in this vLLM"):
-        tell_removals_of_last_copies()
+        patch_removed_events_to_last_copy()

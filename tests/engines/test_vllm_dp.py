@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="`make engines` makes an environment with vllm")
 
-from vllm_in_process import BLOCK_TOKENS, ENVIRONMENT, POOL_BLOCKS, WINDOW
+from vllm_in_process import ENVIRONMENT, POOL_BLOCKS, TRACE_BLOCK_TOKENS, WINDOW
 
 from observability.kv_stream import StreamState, Subscriber, open_subscriber
 from scheduler_components.kv_events import Endpoint, StreamAddress
@@ -46,7 +46,15 @@ class VllmServer:
         }
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
-            *("--load-format", "dummy", "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_TOKENS)),
+            *(
+                "--load-format",
+                "dummy",
+                "--dtype",
+                "float32",
+                "--enforce-eager",
+                "--block-size",
+                str(TRACE_BLOCK_TOKENS),
+            ),
             *("--max-model-len", "1024", "--num-gpu-blocks-override", str(POOL_BLOCKS), "--data-parallel-size", "2"),
             *("--host", "127.0.0.1", "--port", str(ports), "--kv-events-config", json.dumps(events)),
         ]

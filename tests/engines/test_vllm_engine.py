@@ -15,13 +15,13 @@ import zmq
 
 pytest.importorskip("vllm", reason="`make engines` makes an environment with vllm")
 
-from vllm_in_process import BLOCK_TOKENS, Engine, prompts
+from vllm_in_process import TRACE_BLOCK_TOKENS, Engine, prompts
 
-from observability.kv_stream import NullListener, StreamState, Subscriber, open_subscriber
-from scheduler_components import BlockRemoved, BlockStored, ForkedPublisherError, PoolReading
+from observability.kv_stream import NullStreamListener, StreamState, Subscriber, open_subscriber
+from scheduler_components import BlockRemoved, BlockStored, ForkedPublisherError, KvPoolSnapshot
 from scheduler_components.engines.vllm import VllmEventPublisher
-from scheduler_components.kv_events import BatchEncoder, Endpoint, Place, StreamAddress
-from scheduler_components.testing import PoolDifference, PoolJudge
+from scheduler_components.kv_events import BatchEncoder, Endpoint, MediumGroup, StreamAddress
+from scheduler_components.testing import PoolDifference, PoolVerifier
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
@@ -75,16 +75,16 @@ def test_tokens_are_those_of_an_engine_with_its_own_publisher(engine: Engine) ->
     assert engine.generate(asked) == ours
 
 
-class JudgedReader(NullListener):
-    """A subscriber whose batches a judge holds against the pool; a ``KvPoolOracle`` too."""
+class JudgedReader(NullStreamListener):
+    """A subscriber whose batches a judge holds against the pool; a ``HeldBlocksSource`` too."""
 
     def __init__(self, engine: Engine, publisher: Any) -> None:
         self.engine = engine
-        self.judge = PoolJudge()
+        self.judge = PoolVerifier()
         self.counts: Counter[int] = Counter()
         self.subscriber = follow(publisher, listener=self)
 
-    def batch_applied(self, rank: int, seq: int, batch: Any, *, replayed: bool) -> None:
+    def on_batch_applied(self, rank: int, seq: int, batch: Any, *, replayed: bool) -> None:
         self.judge.apply(seq, batch.events)
         for event in batch.events:
             if isinstance(event, BlockStored):
@@ -94,7 +94,7 @@ class JudgedReader(NullListener):
             else:
                 self.counts.clear()
 
-    def held_blocks(self) -> dict[Place, set[int]]:
+    def held_blocks(self) -> dict[MediumGroup, set[int]]:
         return {("GPU", 0): self.engine.pool()}
 
     def compare(self) -> list[PoolDifference]:
@@ -105,7 +105,7 @@ class JudgedReader(NullListener):
             self.subscriber.poll(0.01)
         last = stream.stats().last_sequence
         assert self.subscriber.wait_until(0, last, timeout_s=20)
-        return self.judge.compare(PoolReading(self.held_blocks(), sequence=self.subscriber.positions()[0].last_seq))
+        return self.judge.compare(KvPoolSnapshot(self.held_blocks(), sequence=self.subscriber.positions()[0].last_seq))
 
     @property
     def counted(self) -> set[int]:
@@ -122,14 +122,14 @@ def test_a_block_of_several_copies_stands_until_the_last_is_gone(
     publisher = engine.open({"once_per_block": once_per_block})
     engine.publish_by(publisher)
     chance = random.Random(3)
-    few = [[chance.randrange(1_000) for _ in range(BLOCK_TOKENS * chance.randrange(1, 6))] for _ in range(8)]
+    few = [[chance.randrange(1_000) for _ in range(TRACE_BLOCK_TOKENS * chance.randrange(1, 6))] for _ in range(8)]
     reader = JudgedReader(engine, publisher)
     differences, miscounted = [], 0
     with reader.subscriber:
         assert reader.compare() == []
         for _ in range(30):
             same = [chance.choice(few)] * chance.randrange(1, 4)
-            other = [chance.randrange(1_000) for _ in range(BLOCK_TOKENS * chance.randrange(1, 12))]
+            other = [chance.randrange(1_000) for _ in range(TRACE_BLOCK_TOKENS * chance.randrange(1, 12))]
             engine.generate([*same, chance.choice(few), other], max_tokens=3, report=report)
             differences += reader.compare()
             miscounted += reader.counted != engine.pool()
@@ -196,14 +196,14 @@ def test_a_burst_beyond_the_limit_loses_nothing(engine: Engine, monkeypatch: pyt
     while len(batches) < 40:
         engine.generate([next(asked)])
     engine.scheduler.kv_event_publisher = publisher
-    encode, encodes, go_on = BatchEncoder.encode_told, threading.Event(), threading.Event()
+    encode, encodes, go_on = BatchEncoder.encode_with_changes, threading.Event(), threading.Event()
 
     def stuck(*args: Any) -> Any:
         encodes.set()
         assert go_on.wait(30.0)
         return encode(*args)
 
-    monkeypatch.setattr(BatchEncoder, "encode_told", stuck)
+    monkeypatch.setattr(BatchEncoder, "encode_with_changes", stuck)
     with follow(publisher) as reader:
         first = threading.Thread(target=publisher.publish, args=(batches[0],))
         first.start()

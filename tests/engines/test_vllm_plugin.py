@@ -22,7 +22,7 @@ import zmq
 
 from scheduler_components import StartError
 from scheduler_components.engines.settings import KV_EVENTS_VARIABLE
-from scheduler_components.engines.vllm import PLUGIN_NAME, VllmEventPublisher, VllmPublisherOpener, register
+from scheduler_components.engines.vllm import PLUGIN_NAME, VllmEventPublisher, VllmPublisherFactory, register
 from scheduler_components.kv_events import write_key_pair
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
@@ -48,7 +48,7 @@ def factory(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     pool = import_module("vllm.v1.core.block_pool").BlockPool
     monkeypatch.setattr(pool, "_emit_block_removed_events", pool._emit_block_removed_events)
     table = dict(vllm.EventPublisherFactory._registry)
-    if isinstance(table["zmq"], VllmPublisherOpener):
+    if isinstance(table["zmq"], VllmPublisherFactory):
         table["zmq"] = table["zmq"].own
     monkeypatch.setattr(vllm.EventPublisherFactory, "_registry", table)
     return vllm.EventPublisherFactory

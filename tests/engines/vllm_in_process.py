@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_PLUGINS": "scheduler_components",
 }
-BLOCK_TOKENS, POOL_BLOCKS, WINDOW = 32, 64, 20
+TRACE_BLOCK_TOKENS, POOL_BLOCKS, WINDOW = 32, 64, 20
 
 
 @dataclass
@@ -107,7 +107,7 @@ def start_engine(model: Path, folder: Path) -> Engine:
             skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
-            block_size=BLOCK_TOKENS,
+            block_size=TRACE_BLOCK_TOKENS,
             max_model_len=1024,
             num_gpu_blocks_override=POOL_BLOCKS,
             kv_events_config=started.settings(),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
-from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
+from observability.kv_stream import FollowPolicy, StreamState, Subscriber, open_subscriber, static_address
 
 DEADLINE_S = 40.0
 
@@ -236,7 +236,7 @@ def watch(stack: ExitStack) -> Callable[[str, str], Watched]:
 
     def start(events: str, replay: str) -> Watched:
         policy = FollowPolicy(probe_interval_s=0.1, answer_timeout_s=1.0)
-        address = bare_address(events, replay=replay)
+        address = static_address(events, replay=replay)
         return Watched(stack.enter_context(open_subscriber([address], policy=policy)))
 
     return start

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from observability.kv_stream import FollowPolicy, bare_address, open_subscriber
+from observability.kv_stream import FollowPolicy, open_subscriber, static_address
 
 
 def say(line: str) -> None:
@@ -17,7 +17,7 @@ def say(line: str) -> None:
 def main() -> None:
     events, replay = sys.argv[1:3]
     os.set_blocking(sys.stdin.fileno(), False)
-    with open_subscriber([bare_address(events, replay=replay)], policy=FollowPolicy(probe_interval_s=0.1)) as sub:
+    with open_subscriber([static_address(events, replay=replay)], policy=FollowPolicy(probe_interval_s=0.1)) as sub:
         while True:
             sub.poll(0.01)
             asked = sys.stdin.buffer.raw.read(1)  # type: ignore[attr-defined]

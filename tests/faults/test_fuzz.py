@@ -12,10 +12,18 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from observability.kv_stream import BatchApplier, BatchEffect, BlockView, NullListener
+from observability.kv_stream import BatchApplier, BatchEffect, BlockView, NullStreamListener
 from scheduler_components import BlockRemoved, BlockStored, DecodeError
 from scheduler_components.events import FULL_ATTENTION_KINDS
-from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, BatchDecoder, DecodedBatch, Kind, Meta, Request, Verb
+from scheduler_components.kv_events import (
+    MAX_PAYLOAD_BYTES,
+    BatchDecoder,
+    DecodedBatch,
+    ReplayMeta,
+    ReplayMetaKind,
+    ReplayRequest,
+    ReplayVerb,
+)
 from scheduler_components.testing.golden import batch_vectors, peer_vectors
 
 VECTORS = [vector.payload for vector in (*batch_vectors(), *peer_vectors())]
@@ -71,10 +79,10 @@ def test_mutated_payloads_reach_the_view_or_are_refused(soaking: bool) -> None:
     inputs, draw = SOAK_INPUTS if soaking else INPUTS, random.Random(20_260)
     decoder, outcomes, read = BatchDecoder(), dict.fromkeys(BatchEffect, 0), 0
 
-    class Sizes(NullListener):
+    class Sizes(NullStreamListener):
         """Sees every batch that was read."""
 
-        def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+        def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
             nonlocal read
             read += 1
             check_size(batch, payload)
@@ -138,16 +146,16 @@ def test_the_largest_payloads_of_bad_kinds_are_refused(make: Callable[[int], byt
 
 def test_mutated_words_of_the_replay_conversation_are_read_or_refused() -> None:
     draw = random.Random(7)
-    meta = Meta(bytes(8), bytes(16), 3, 9, Kind.BEGIN, True, 5, bytes(8)).encode()
-    request = Request(5, Verb.SYNC, bytes(8), bytes(16)).encode()
+    meta = ReplayMeta(bytes(8), bytes(16), 3, 9, ReplayMetaKind.BEGIN, True, 5, bytes(8)).encode()
+    request = ReplayRequest(5, ReplayVerb.SYNC, bytes(8), bytes(16)).encode()
     read = refused = 0
     for number in range(100_000):
         try:
             if number % 2:
-                parsed = Meta.decode(mutate(meta, draw))
+                parsed = ReplayMeta.decode(mutate(meta, draw))
                 assert 0 <= parsed.first <= parsed.start <= parsed.next
             else:
-                assert Request.parse(mutate(request, draw)[:37]).start >= 0
+                assert ReplayRequest.parse(mutate(request, draw)[:37]).start >= 0
         except DecodeError:
             refused += 1
         else:

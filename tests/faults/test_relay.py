@@ -50,7 +50,7 @@ def test_a_late_reader_of_a_relay_has_the_whole_state(
     assert relay.stop() == (143, "scheduler-components: terminated; all processes are stopped\n")
 
 
-class Site:
+class BlockLocation:
     """An engine, its relay and the relay's reader, at addresses that outlive each of them; ``pool`` is the truth."""
 
     def __init__(self, stack: ExitStack, directory: Path, starts: dict[str, Start], seed: int) -> None:
@@ -138,9 +138,9 @@ def test_whoever_is_restarted_the_reader_ends_with_the_engines_pool(
 ) -> None:
     starts = {"publisher": start_publisher, "relay": start_relay, "subscriber": start_subscriber}
     seed = random.randrange(2**32)
-    site = Site(stack, tmp_path, starts, seed)
-    site.work()
-    assert site.reads_the_pool()
+    location = BlockLocation(stack, tmp_path, starts, seed)
+    location.work()
+    assert location.reads_the_pool()
     for number in range(SOAK_ROUNDS if soaking else ROUNDS):
-        site.play()
-        assert site.reads_the_pool(), f"seed {seed}, round {number}: {site.told}"
+        location.play()
+        assert location.reads_the_pool(), f"seed {seed}, round {number}: {location.told}"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from observability.kv_stream import bare_address, open_subscriber
+from observability.kv_stream import open_subscriber, static_address
 
 Start = Callable[..., Any]
 SECONDS = 12
@@ -43,7 +43,7 @@ def churn(events: str, replay: str) -> None:
         sockets[2].recv_multipart()  # and leaves in the middle of its answer
         while sockets[3].recv_multipart()[-2] != b"\xff" * 8:
             pass
-        kit = stack.enter_context(open_subscriber([bare_address(events, replay=replay)]))
+        kit = stack.enter_context(open_subscriber([static_address(events, replay=replay)]))
         assert kit.wait_until(0, 0, 20.0)
 
 

@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.hicache import (
     AgreedValues,
-    InProcessSync,
+    InProcessGroups,
+    ParallelGroups,
     Proposal,
-    RankSets,
+    RankGroups,
     SettingsDivergenceError,
     Slots,
     SyncCall,
     SyncClosedError,
     SyncDivergenceError,
-    SyncDomain,
     SyncTimeoutError,
-    domain_of,
+    agreeing_ranks,
     elementwise_min,
-    groups_in_order,
-    world_rank_sets,
+    ordered_groups,
+    world_rank_groups,
 )
 from scheduler_components.hicache.agreement import BLOCK_INTS
 from scheduler_components.testing import ThreadSyncHub
-from scheduler_components.values import RECORD_INTS
+from scheduler_components.values import SYNC_CALL_INTS
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 KINDS = ("min", "max", "all", "any", "equal")
@@ -52,9 +52,9 @@ def test_agreed_values_are_the_reduction_of_all_ranks_values(
     ]
     proposals = [filled(kinds, [column[rank] for column in columns]) for rank in range(num_ranks)]
     reduced = elementwise_min([proposal.pack(0) for proposal in proposals])
-    assert Proposal.header_agrees(reduced)
+    assert Proposal.headers_match(reduced)
     for proposal in proposals:
-        agreed = proposal.open(reduced)
+        agreed = proposal.unpack(reduced)
         for at, (kind, column) in enumerate(zip(kinds, columns, strict=True)):
             odd = [value % 2 == 1 for value in column]
             expected = {
@@ -81,15 +81,15 @@ def test_agreed_values_are_the_reduction_of_all_ranks_values(
 )
 def test_another_question_shows_in_the_header(other: Proposal, call_number: int) -> None:
     reduced = elementwise_min([filled(["min"], [1]).pack(0), other.pack(call_number)])
-    assert not Proposal.header_agrees(reduced)
+    assert not Proposal.headers_match(reduced)
 
 
 def test_proposals_of_any_size_share_a_first_block_of_fixed_length() -> None:
     small, large = filled([], []), filled(["min"] * 1000, [5] * 1000)
     assert len(small.pack(0)) == BLOCK_INTS
     assert len(large.pack(0)) > BLOCK_INTS
-    assert not Proposal.header_agrees(elementwise_min([small.pack(0), large.pack(0)[:BLOCK_INTS]]))
-    assert large.open(large.pack(0)).numbers["slot 999"] == 5
+    assert not Proposal.headers_match(elementwise_min([small.pack(0), large.pack(0)[:BLOCK_INTS]]))
+    assert large.unpack(large.pack(0)).numbers["slot 999"] == 5
 
 
 def test_a_callers_mistakes_are_refused() -> None:
@@ -117,7 +117,7 @@ def test_slots_filled_together_are_those_filled_one_by_one(kinds: list[str], dat
         together.fill(Slots(*pairs[part]), values[part])  # type: ignore[arg-type]  # kinds are drawn
     assert together.pack(7) == one_by_one.pack(7)
     assert len(together) == len(one_by_one) == len(kinds)
-    assert together.open(together.pack(7)) == one_by_one.open(one_by_one.pack(7))
+    assert together.unpack(together.pack(7)) == one_by_one.unpack(one_by_one.pack(7))
 
 
 def test_slots_that_do_not_fit_are_refused() -> None:
@@ -143,12 +143,12 @@ def test_slots_that_do_not_fit_are_refused() -> None:
 )
 def test_a_call_survives_its_record(rank: int, number: int, step: int, operation: str) -> None:
     call = SyncCall(rank, number, step, operation)
-    assert len(call.to_ints()) == RECORD_INTS
+    assert len(call.to_ints()) == SYNC_CALL_INTS
     assert SyncCall.from_ints(call.to_ints()) == call
 
 
 @settings(deadline=None)
-@given(st.lists(INT64, min_size=RECORD_INTS, max_size=RECORD_INTS))
+@given(st.lists(INT64, min_size=SYNC_CALL_INTS, max_size=SYNC_CALL_INTS))
 def test_any_record_can_be_printed(record: list[int]) -> None:
     assert "call" in str(SyncCall.from_ints(record))
 
@@ -157,13 +157,15 @@ Hops = dict[int, tuple[tuple[int, ...], ...]]
 
 
 def grid(cp: int, tp: int) -> Hops:
-    world = world_rank_sets(ParallelState.from_tp_rank(0, tp_size=cp * tp, attn_cp_size=cp))
-    return {sets.rank: sets.hops for sets in world}
+    world = world_rank_groups(ParallelState.from_tp_rank(0, tp_size=cp * tp, attn_cp_size=cp))
+    return {sets.rank: sets.reduce_groups for sets in world}
 
 
-def on_threads(hops: Hops, work: Callable[[SyncDomain], object], *, timeout_s: float = 20.0) -> list[object]:
+def on_threads(
+    reduce_groups: Hops, work: Callable[[ParallelGroups], object], *, timeout_s: float = 20.0
+) -> list[object]:
     """Run ``work`` on one thread a rank; a raised error is that rank's result."""
-    hub = ThreadSyncHub(hops, timeout_s=timeout_s)
+    hub = ThreadSyncHub(reduce_groups, timeout_s=timeout_s)
 
     def run(rank: int) -> object:
         try:
@@ -171,21 +173,21 @@ def on_threads(hops: Hops, work: Callable[[SyncDomain], object], *, timeout_s: f
         except (SettingsDivergenceError, SyncDivergenceError, SyncTimeoutError) as error:
             return error
 
-    with ThreadPoolExecutor(len(hops)) as threads:
-        return list(threads.map(run, sorted(hops)))
+    with ThreadPoolExecutor(len(reduce_groups)) as threads:
+        return list(threads.map(run, sorted(reduce_groups)))
 
 
-def ask(domain: SyncDomain) -> AgreedValues:
+def ask(domain: ParallelGroups) -> AgreedValues:
     mine = domain.rank
     domain.barrier("start", step=0)
-    assert domain.min("landed", mine + 5, step=1) == 5
+    assert domain.all_reduce_min("landed", mine + 5, step=1) == 5
     proposal = Proposal("step", step=2)
     proposal.max("wanted", mine)
     proposal.all("allocated", mine != 1)
     proposal.any("aborted", mine == 1)
     proposal.equal("tree digest", 7)
     proposal.equal("host digest", mine)
-    return domain.agree(proposal)
+    return domain.reduce(proposal)
 
 
 def expected(wanted: int, *flags: bool) -> AgreedValues:
@@ -194,7 +196,7 @@ def expected(wanted: int, *flags: bool) -> AgreedValues:
 
 
 def test_one_rank_agrees_with_itself_without_a_collective() -> None:
-    domain = SyncDomain()
+    domain = ParallelGroups()
     assert ask(domain) == expected(0, True, False, True, True)
     assert (domain.num_calls, domain.num_collectives) == (3, 0)
 
@@ -208,7 +210,7 @@ def test_threads_of_a_grid_all_get_the_answers_of_the_whole_grid(cp: int, tp: in
 @settings(deadline=None, max_examples=60)
 @given(cp=st.integers(1, 4), tp=st.integers(1, 4), data=st.data())
 def test_simulated_ranks_get_the_answers_of_the_whole_grid(cp: int, tp: int, data: st.DataObject) -> None:
-    sync = InProcessSync(grid(cp, tp))
+    sync = InProcessGroups(grid(cp, tp))
     for step in range(3):
         values = data.draw(st.lists(st.integers(-9, 9), min_size=cp * tp, max_size=cp * tp))
         proposals = {}
@@ -216,7 +218,7 @@ def test_simulated_ranks_get_the_answers_of_the_whole_grid(cp: int, tp: int, dat
             proposals[rank] = Proposal("step", step=step)
             proposals[rank].min("acks", value)
             proposals[rank].equal("digest", value)
-        for agreed in sync.agree(proposals).values():
+        for agreed in sync.reduce(proposals).values():
             assert agreed.numbers == {"acks": min(values)}
             assert agreed.flags == {"digest": len(set(values)) == 1}
     assert sync.num_collectives == 3 * ((cp > 1) + (tp > 1))
@@ -227,17 +229,17 @@ def test_agreement_over_tp_only_leaves_cp_ranks_apart() -> None:
     proposals = {rank: Proposal("step", step=0) for rank in range(4)}
     for rank, proposal in proposals.items():
         proposal.min("landed", rank)
-    agreed = InProcessSync(tp_only).agree(proposals)
+    agreed = InProcessGroups(tp_only).reduce(proposals)
     assert [agreed[rank].numbers["landed"] for rank in range(4)] == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("num_slots", [1, 250, 251, 5000])
 def test_collectives_do_not_grow_with_the_slots_beyond_one_more_a_hop(num_slots: int) -> None:
-    def work(domain: SyncDomain) -> object:
+    def work(domain: ParallelGroups) -> object:
         proposal = Proposal("step", step=0)
         for slot in range(num_slots):
             proposal.min(f"operation {slot}", domain.rank + slot)
-        agreed = domain.agree(proposal)
+        agreed = domain.reduce(proposal)
         assert list(agreed.numbers.values()) == list(range(num_slots))
         return domain.num_collectives
 
@@ -246,11 +248,11 @@ def test_collectives_do_not_grow_with_the_slots_beyond_one_more_a_hop(num_slots:
 
 @pytest.mark.parametrize("odd_rank", range(4))
 def test_a_rank_that_leaves_out_a_call_is_named_on_all_ranks(odd_rank: int) -> None:
-    def work(domain: SyncDomain) -> object:
+    def work(domain: ParallelGroups) -> object:
         domain.barrier("start", step=4)
         if domain.rank != odd_rank:  # the mistake: a rank-local condition in front of a collective
-            domain.min("prefetch", 1, step=5)
-        return domain.min("write acks", 1, step=5)
+            domain.all_reduce_min("prefetch", 1, step=5)
+        return domain.all_reduce_min("write acks", 1, step=5)
 
     for error in on_threads(grid(2, 2), work):
         assert isinstance(error, SyncDivergenceError)
@@ -261,20 +263,20 @@ def test_a_rank_that_leaves_out_a_call_is_named_on_all_ranks(odd_rank: int) -> N
 
 
 def test_proposals_of_different_length_part_before_their_rests_meet() -> None:
-    def work(domain: SyncDomain) -> object:
+    def work(domain: ParallelGroups) -> object:
         proposal = Proposal("step", step=0)
         for slot in range(1000 if domain.rank == 2 else 3):
             proposal.min(f"operation {slot}", 1)
-        return domain.agree(proposal)
+        return domain.reduce(proposal)
 
     assert all(isinstance(error, SyncDivergenceError) for error in on_threads(grid(2, 2), work))
 
 
 @pytest.mark.parametrize("dead_rank", range(4))
 def test_a_dead_rank_is_named_on_all_survivors(dead_rank: int) -> None:
-    def work(domain: SyncDomain) -> object:
+    def work(domain: ParallelGroups) -> object:
         domain.barrier("start", step=0)
-        return None if domain.rank == dead_rank else domain.min("landed", 1, step=9)
+        return None if domain.rank == dead_rank else domain.all_reduce_min("landed", 1, step=9)
 
     for rank, error in enumerate(on_threads(grid(2, 2), work, timeout_s=0.2)):
         if rank != dead_rank:
@@ -283,19 +285,19 @@ def test_a_dead_rank_is_named_on_all_survivors(dead_rank: int) -> None:
 
 
 def test_a_broken_domain_stays_broken() -> None:
-    def work(domain: SyncDomain) -> object:
+    def work(domain: ParallelGroups) -> object:
         if domain.rank == 1:
             return None
         for _ in range(2):
             with pytest.raises(SyncTimeoutError, match=r"'landed' at step 3: not agreed within 0\.1 s; missing.* 1"):
-                domain.min("landed", 1, step=3)
+                domain.all_reduce_min("landed", 1, step=3)
         return domain.num_calls, domain.num_collectives
 
     assert on_threads(grid(2, 1), work, timeout_s=0.1) == [(1, 0), None]
 
 
 def test_a_closed_domain_refuses() -> None:
-    domain = SyncDomain()
+    domain = ParallelGroups()
     domain.close()
     domain.close()
     with pytest.raises(SyncClosedError, match=r"^the sync domain is closed$"):
@@ -304,19 +306,19 @@ def test_a_closed_domain_refuses() -> None:
 
 def test_a_simulated_rank_without_a_proposal_is_missing() -> None:
     with pytest.raises(SyncTimeoutError, match=r"'step' at step 8: .* missing ranks: 1, 3") as raised:
-        InProcessSync(grid(2, 2)).agree({rank: Proposal("step", step=8) for rank in (0, 2)})
+        InProcessGroups(grid(2, 2)).reduce({rank: Proposal("step", step=8) for rank in (0, 2)})
     assert raised.value.missing_ranks == (1, 3)
 
 
 def test_simulated_ranks_with_different_questions_part() -> None:
     proposals = {rank: Proposal("prefetch" if rank else "write back", step=8) for rank in range(4)}
     with pytest.raises(SyncDivergenceError, match="ranks part at agreement 0: rank 0: 'write back' at step 8"):
-        InProcessSync(grid(2, 2)).agree(proposals)
+        InProcessGroups(grid(2, 2)).reduce(proposals)
 
 
 def test_hops_that_members_do_not_share_are_refused() -> None:
     with pytest.raises(ConfigError, match="is hop 0 of rank 0 but not of rank 1"):
-        InProcessSync({0: ((0, 1),), 1: ()})
+        InProcessGroups({0: ((0, 1),), 1: ()})
 
 
 SIZES = st.integers(1, 3)
@@ -329,84 +331,84 @@ def parallel_of(pp: int, dp: int, cp: int, tp: int) -> ParallelState:
 @settings(deadline=None, max_examples=60)
 @given(pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES)
 def test_a_domain_is_one_replicas_grid(pp: int, dp: int, cp: int, tp: int) -> None:
-    world = world_rank_sets(parallel_of(pp, dp, cp, tp))
+    world = world_rank_groups(parallel_of(pp, dp, cp, tp))
     assert [sets.rank for sets in world] == list(range(pp * dp * cp * tp))
-    domains = {domain_of(sets.rank, world) for sets in world}
+    domains = {agreeing_ranks(sets.rank, world) for sets in world}
     assert len(domains) == dp
     assert all(len(domain) == pp * cp * tp for domain in domains)
     for sets in world:
-        assert all(len(hop) > 1 for hop in sets.hops)
-        assert len(set(sets.hops)) == len(sets.hops) == (cp > 1) + (tp > 1) + (pp > 1)
-        for at, hop in enumerate(sets.hops):
-            assert all(world[peer].hops[at] == hop for peer in hop)
+        assert all(len(hop) > 1 for hop in sets.reduce_groups)
+        assert len(set(sets.reduce_groups)) == len(sets.reduce_groups) == (cp > 1) + (tp > 1) + (pp > 1)
+        for at, hop in enumerate(sets.reduce_groups):
+            assert all(world[peer].reduce_groups[at] == hop for peer in hop)
 
 
 @settings(deadline=None, max_examples=60)
 @given(pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES)
 def test_the_order_of_groups_names_each_once_and_keeps_each_ranks_order(pp: int, dp: int, cp: int, tp: int) -> None:
-    world = world_rank_sets(parallel_of(pp, dp, cp, tp))
-    order = groups_in_order(world)
+    world = world_rank_groups(parallel_of(pp, dp, cp, tp))
+    order = ordered_groups(world)
     assert len(set(order)) == len(order)
     for sets in world:
-        assert sorted(sets.hops, key=order.index) == list(sets.hops)
+        assert sorted(sets.reduce_groups, key=order.index) == list(sets.reduce_groups)
 
 
 def test_ranks_in_different_numbers_of_groups_have_one_domain_and_one_order() -> None:
     world = (
-        RankSets(rank=0, attn_cp=(0, 1, 2)),
-        RankSets(rank=1, attn_cp=(0, 1, 2), attn_tp=(1, 3)),
-        RankSets(rank=2, attn_cp=(0, 1, 2)),
-        RankSets(rank=3, attn_tp=(1, 3), attn_cp=(3, 4)),
-        RankSets(rank=4, attn_cp=(3, 4)),
+        RankGroups(rank=0, attn_cp=(0, 1, 2)),
+        RankGroups(rank=1, attn_cp=(0, 1, 2), attn_tp=(1, 3)),
+        RankGroups(rank=2, attn_cp=(0, 1, 2)),
+        RankGroups(rank=3, attn_tp=(1, 3), attn_cp=(3, 4)),
+        RankGroups(rank=4, attn_cp=(3, 4)),
     )
-    assert all(domain_of(rank, world) == (0, 1, 2, 3, 4) for rank in range(5))
-    assert groups_in_order(world) == ((0, 1, 2), (3, 4), (1, 3))
-    assert groups_in_order(()) == ()
-    sync = InProcessSync({sets.rank: sets.hops for sets in world})
+    assert all(agreeing_ranks(rank, world) == (0, 1, 2, 3, 4) for rank in range(5))
+    assert ordered_groups(world) == ((0, 1, 2), (3, 4), (1, 3))
+    assert ordered_groups(()) == ()
+    sync = InProcessGroups({sets.rank: sets.reduce_groups for sets in world})
     proposals = {rank: Proposal("step", step=0) for rank in range(5)}
     for rank, proposal in proposals.items():
         proposal.min("value", rank)
-    agreed = sync.agree(proposals)
+    agreed = sync.reduce(proposals)
     # Rank 4 does not hear of what rank 3 learns after their hop: each group reduces what its ranks have by then.
     assert {rank: values.numbers["value"] for rank, values in agreed.items()} == {0: 0, 1: 0, 2: 0, 3: 0, 4: 3}
 
 
 def test_tp2_cp2_reduces_over_cp_and_then_tp() -> None:
-    world = world_rank_sets(parallel_of(1, 1, 2, 2))
-    assert world[1].hops == ((1, 3), (0, 1))
+    world = world_rank_groups(parallel_of(1, 1, 2, 2))
+    assert world[1].reduce_groups == ((1, 3), (0, 1))
 
 
 def test_pipeline_stages_come_last() -> None:
-    world = world_rank_sets(parallel_of(2, 1, 2, 2))
-    assert world[1].hops == ((1, 3), (0, 1), (1, 5))
-    assert world[5].hops == ((5, 7), (4, 5), (1, 5))
-    assert RankSets(rank=1, tp=(0, 1), pp=(1, 3)).hops == ((0, 1), (1, 3))
+    world = world_rank_groups(parallel_of(2, 1, 2, 2))
+    assert world[1].reduce_groups == ((1, 3), (0, 1), (1, 5))
+    assert world[5].reduce_groups == ((5, 7), (4, 5), (1, 5))
+    assert RankGroups(rank=1, tp=(0, 1), pp=(1, 3)).reduce_groups == ((0, 1), (1, 3))
 
 
 def test_tp_is_taken_only_where_an_engine_has_neither_attention_group() -> None:
-    assert RankSets(rank=1, tp=(0, 1)).hops == ((0, 1),)
-    assert RankSets(rank=1, attn_tp=(1,), tp=(0, 1)).hops == ()
-    assert RankSets(rank=1, attn_cp=(1,), attn_tp=(1,), tp=(0, 1)).hops == ()
-    assert RankSets(rank=1).hops == ()
+    assert RankGroups(rank=1, tp=(0, 1)).reduce_groups == ((0, 1),)
+    assert RankGroups(rank=1, attn_tp=(1,), tp=(0, 1)).reduce_groups == ()
+    assert RankGroups(rank=1, attn_cp=(1,), attn_tp=(1,), tp=(0, 1)).reduce_groups == ()
+    assert RankGroups(rank=1).reduce_groups == ()
 
 
 def test_equal_rank_sets_are_taken_once() -> None:
-    assert RankSets(rank=0, attn_cp=(0, 1), attn_tp=(1, 0)).hops == ((0, 1),)
+    assert RankGroups(rank=0, attn_cp=(0, 1), attn_tp=(1, 0)).reduce_groups == ((0, 1),)
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (0, 0), ()])
 def test_a_set_without_its_rank_is_refused(ranks: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="attn_cp"):
-        RankSets(rank=0, attn_cp=ranks)
+        RankGroups(rank=0, attn_cp=ranks)
 
 
 def test_ranks_with_different_settings_are_told_field_and_ranks_at_the_start() -> None:
     """Rank 2 alone: found over CP, then TP. And the domain is broken from then on."""
 
-    def start(domain: SyncDomain) -> None:
+    def start(domain: ParallelGroups) -> None:
         settings = {"page_size": 16, "prefetch": "timeout" if domain.rank == 2 else "best_effort", "write": "w" * 70}
         with pytest.raises(SettingsDivergenceError) as raised:
-            domain.expect_equal("hicache settings", settings, step=0)
+            domain.check_equal("hicache settings", settings, step=0)
         with pytest.raises(SettingsDivergenceError):
             domain.barrier("step", step=1)
         raise raised.value
@@ -423,8 +425,8 @@ def test_ranks_with_different_settings_are_told_field_and_ranks_at_the_start() -
 
 
 def test_long_settings_are_told_by_their_beginnings() -> None:
-    def start(domain: SyncDomain) -> None:
-        domain.expect_equal("settings", {"model": "xy" + "\xe9" * 60 + str(domain.rank)}, step=0)
+    def start(domain: ParallelGroups) -> None:
+        domain.check_equal("settings", {"model": "xy" + "\xe9" * 60 + str(domain.rank)}, step=0)
 
     for error in on_threads(grid(2, 1), start):
         assert isinstance(error, SettingsDivergenceError)
@@ -435,8 +437,8 @@ def test_long_settings_are_told_by_their_beginnings() -> None:
 
 
 def test_ranks_with_the_same_settings_go_on() -> None:
-    def start(domain: SyncDomain) -> int:
-        domain.expect_equal("hicache settings", {"page_size": 16, "prefetch": "timeout"}, step=0)
+    def start(domain: ParallelGroups) -> int:
+        domain.check_equal("hicache settings", {"page_size": 16, "prefetch": "timeout"}, step=0)
         return domain.num_collectives
 
     assert on_threads(grid(2, 2), start) == [2] * 4

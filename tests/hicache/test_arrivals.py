@@ -9,14 +9,21 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
 from scheduler_components import CacheIntegrityError
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, HostPool, PageShape, SyncDomain, TierStepper
+from scheduler_components.hicache import (
+    HiCachePolicy,
+    HiCacheStepper,
+    HiRadixCache,
+    HostPool,
+    PageShape,
+    ParallelGroups,
+)
 from scheduler_components.page_operations import (
     CopyToDevice,
     CopyToHost,
-    ForgetLoad,
+    DiscardLoadBack,
     Instruction,
     IoEvent,
-    LoadDone,
+    LoadBackDone,
     WriteDone,
 )
 
@@ -29,7 +36,7 @@ class HeldMover:
     def __init__(self) -> None:
         self.loads: list[CopyToDevice] = []
         self.forgotten: list[int] = []
-        self.load_room_pages = 64
+        self.load_back_budget_pages = 64
         self._events: list[IoEvent] = []
 
     has_storage = False
@@ -40,15 +47,15 @@ class HeldMover:
                 self._events.append(WriteDone(instruction.op, True))
             elif isinstance(instruction, CopyToDevice):
                 self.loads.append(instruction)
-            elif isinstance(instruction, ForgetLoad):
+            elif isinstance(instruction, DiscardLoadBack):
                 self.forgotten.append(instruction.op)
 
     def poll(self) -> list[IoEvent]:
         events, self._events = self._events, []
         return events
 
-    def end(self, *, is_good: bool = True) -> None:
-        self._events.append(LoadDone(self.loads[-1].op, is_good))
+    def end(self, *, is_ok: bool = True) -> None:
+        self._events.append(LoadBackDone(self.loads[-1].op, is_ok))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -67,7 +74,7 @@ class Rank:
             num_host_pages=32,
             policy=HiCachePolicy(load="by_layer"),
         )
-        self.stepper = TierStepper(cache=self.cache, domain=SyncDomain(), mover=self.mover)
+        self.stepper = HiCacheStepper(cache=self.cache, domain=ParallelGroups(), mover=self.mover)
         self.cache.insert(prompt(6), self.cache.allocate(6))
         for _ in range(3):
             self.step()
@@ -78,7 +85,7 @@ class Rank:
         self.cache.check_integrity()
 
     def is_ready(self, rid: str, num_pages: int) -> bool:
-        is_ready = self.cache.preparations.is_ready(rid, prompt(num_pages))
+        is_ready = self.cache.prefetch_queue.is_done(rid, prompt(num_pages))
         self.stepper.submit()
         self.cache.check_integrity()
         return is_ready
@@ -118,21 +125,21 @@ def test_another_request_may_split_what_arrives(rank: Rank) -> None:
     assert len(rank.mover.loads) == 1
 
 
-@pytest.mark.parametrize("is_good", [True, False])
-def test_nothing_is_loaded_behind_what_might_not_come(rank: Rank, is_good: bool) -> None:
+@pytest.mark.parametrize("is_ok", [True, False])
+def test_nothing_is_loaded_behind_what_might_not_come(rank: Rank, is_ok: bool) -> None:
     assert rank.is_ready("short", 3)
     assert not rank.is_ready("long", 6)
     assert len(rank.mover.loads) == 1
-    rank.mover.end(is_good=is_good)
+    rank.mover.end(is_ok=is_ok)
     rank.step()
-    assert rank.num_matched() == (3 if is_good else 0)
-    assert rank.mover.forgotten == ([] if is_good else [rank.mover.loads[0].op])
+    assert rank.num_matched() == (3 if is_ok else 0)
+    assert rank.mover.forgotten == ([] if is_ok else [rank.mover.loads[0].op])
     assert rank.is_ready("long", 6)
-    assert len(rank.mover.loads[-1].device_pages) == (3 if is_good else 6)
+    assert len(rank.mover.loads[-1].device_pages) == (3 if is_ok else 6)
 
 
 def test_a_request_whose_pages_find_no_room_at_once_waits_for_the_rest(rank: Rank) -> None:
-    rank.mover.load_room_pages = 4
+    rank.mover.load_back_budget_pages = 4
     rank.step()
     assert not rank.is_ready("r", 6)
     assert rank.num_matched() == 4
@@ -144,7 +151,7 @@ def test_a_request_whose_pages_find_no_room_at_once_waits_for_the_rest(rank: Ran
 
 
 def test_a_request_further_back_waits_for_whole_pages(rank: Rank) -> None:
-    assert not rank.cache.preparations.is_ready("r", prompt(6), is_next=False)
+    assert not rank.cache.prefetch_queue.is_done("r", prompt(6), is_next=False)
     rank.stepper.submit()
     assert not rank.mover.loads[0].by_layer
     assert rank.num_matched() == 0
@@ -154,6 +161,6 @@ def test_pages_that_a_request_reads_and_that_do_not_come_are_the_devices_fault(r
     """Its forward has failed, and the scheduler has let go of the pages; where it has not, that is said."""
     assert rank.is_ready("r", 6)
     rank.cache.lock(rank.cache.match_prefix(prompt(6)).node)
-    rank.mover.end(is_good=False)
+    rank.mover.end(is_ok=False)
     with pytest.raises(CacheIntegrityError, match="is in use, but its pages do not hold what they should"):
         rank.stepper.step()

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scheduler_components import AllBlocksCleared, BlockStored, CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, SettingsDivergenceError, Tier, TierStepper
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadDone, WriteDone
+from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, SettingsDivergenceError, Tier
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadBackDone, WriteDone
 from scheduler_components.reference.device import FaultRates, SimulatedHostPages
 from scheduler_components.reference.device.hicache_sim import SimulatedMover
 from scheduler_components.testing import ThreadSyncHub
@@ -31,14 +31,14 @@ class Cache:
     def step(self, *, copies: bool = True) -> None:
         """End all copies that were begun, well, and agree."""
         cache = self.cache
-        for instruction in cache.take_instructions():
+        for instruction in cache.pop_instructions():
             if isinstance(instruction, CopyToHost):
                 cache.handle(WriteDone(instruction.op, copies))
             elif isinstance(instruction, CopyToDevice):
-                cache.handle(LoadDone(instruction.op, copies))
+                cache.handle(LoadBackDone(instruction.op, copies))
         self._step += 1
-        proposal = cache.proposal(self._step, has_storage=False, load_room_pages=100, now_s=0.0)
-        cache.settle(self._step, proposal.open(proposal.pack(0)))
+        proposal = cache.proposal(self._step, has_storage=False, load_back_budget_pages=100, now_s=0.0)
+        cache.apply(self._step, proposal.unpack(proposal.pack(0)))
         cache.check_integrity()
 
     def compute(self, chat: int, num_pages: int) -> None:
@@ -62,12 +62,12 @@ def test_an_evicted_prefix_is_loaded_back_before_its_request_runs() -> None:
     cache = it.cache
     assert cache.match_prefix(prompt(0, 4)).num_tokens == 2 * PAGE_SIZE
     it.step()
-    assert not cache.preparations.is_ready("r", prompt(0, 4))
+    assert not cache.prefetch_queue.is_done("r", prompt(0, 4))
     it.step()
-    assert cache.preparations.is_ready("r", prompt(0, 4))
+    assert cache.prefetch_queue.is_done("r", prompt(0, 4))
     match = cache.match_prefix(prompt(0, 4))
     assert match.num_tokens == 4 * PAGE_SIZE
-    cache.preparations.book_admission("r", prompt_tokens=9, cached_tokens=match.num_tokens)
+    cache.prefetch_queue.record_admission("r", prompt_tokens=9, cached_tokens=match.num_tokens)
     stats = cache.stats()
     assert (stats.prompt_tokens, stats.device_hit_tokens, stats.host_hit_tokens) == (9, 4, 4)
 
@@ -77,9 +77,9 @@ def test_a_load_that_fails_is_given_up_and_its_pages_are_given_back() -> None:
     it.compute(0, 4)
     it.step()
     it.cache.evict(4)
-    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     it.step(copies=False)
-    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     assert it.pages_on() == (0, 4)
     assert it.cache.free_tokens == it.cache.capacity_tokens
 
@@ -89,7 +89,7 @@ def test_pages_that_a_request_computes_while_they_are_loaded_are_kept_once() -> 
     it.compute(0, 2)
     it.step()
     it.cache.evict(2)
-    assert not it.cache.preparations.is_ready("r", prompt(0, 2))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 2))
     it.compute(0, 1)
     it.step()
     assert it.pages_on() == (2, 2)
@@ -231,7 +231,7 @@ def test_the_first_step_compares_the_settings_of_all_ranks(field: str) -> None:
         sizes = {"page_size": 2, "capacity_tokens": 8, "num_host_pages": 8} | (FIELDS[field] if rank else {})
         mover = SimulatedMover(rng=random.Random(0), rates=FaultRates(), stored={}, writes=True)
         key_space = f"model-{rank}" if field == "key namespace" else "model"
-        stepper = TierStepper(
+        stepper = HiCacheStepper(
             cache=HiRadixCache(host=host, **sizes),
             domain=hub.domain(rank),
             mover=mover,

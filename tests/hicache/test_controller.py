@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import CacheIntegrityError, ConfigError
-from scheduler_components.hicache import AgreedValues, HiCachePolicy, InProcessSync, Proposal
-from scheduler_components.hicache.controller import NUM_LANES, AckQueue, HiCacheController, PrefetchLanes
+from scheduler_components.hicache import AgreedValues, HiCachePolicy, InProcessGroups, Proposal
+from scheduler_components.hicache.controller import MAX_ACTIVE_PREFETCHES, AckQueue, ActivePrefetches, HiCacheController
 from scheduler_components.page_operations import (
+    CancelPrefetch,
     Decision,
     Instruction,
     IoEvent,
-    PagesLanded,
+    PagesRead,
     PrefetchDrained,
     PrefetchHit,
-    PrefetchSettled,
+    PrefetchOutcome,
+    QueryDone,
     QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StopReading,
-    StorageAnswered,
+    ReadDone,
+    ReadFromStorage,
 )
 from scheduler_components.reference.device import SimulatedHostPages
 
@@ -52,27 +52,27 @@ def test_ranks_acknowledge_alike(schedule: tuple[int, list[list[tuple[int, bool]
     popped: list[int] = []
     for step in steps + [num_operations] * (num_operations + 1):
         for rank, queue in enumerate(queues):
-            for number, is_good in left[rank][: step + rank]:
-                queue.acknowledge(number, is_good)
+            for number, is_ok in left[rank][: step + rank]:
+                queue.acknowledge(number, is_ok)
                 ended[rank][number] = True
             del left[rank][: step + rank]
-        done, good = min(queue.done() for queue in queues), min(queue.good() for queue in queues)
+        done, good = min(queue.num_done() for queue in queues), min(queue.num_ok() for queue in queues)
         settled = [queue.pop(done, good) for queue in queues]
         assert all(one == settled[0] for one in settled)
-        for number, operation, is_good in settled[0]:
+        for number, operation, is_ok in settled[0]:
             assert operation == f"operation {number}"
             assert all(rank[number] for rank in ended)
-            assert is_good == good_everywhere[number]
+            assert is_ok == good_everywhere[number]
             popped.append(number)
     assert popped == list(range(num_operations))
     assert not any(len(queue) for queue in queues)
 
 
-@pytest.mark.parametrize(("num_tokens", "bound_s"), [(0, 1.5), (1024, 1.75), (4096, 2.5)])
-def test_a_timeout_grows_with_the_tokens_that_are_read(num_tokens: int, bound_s: float) -> None:
+@pytest.mark.parametrize(("num_tokens", "max_wait_s"), [(0, 1.5), (1024, 1.75), (4096, 2.5)])
+def test_a_timeout_grows_with_the_tokens_that_are_read(num_tokens: int, max_wait_s: float) -> None:
     policy = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=1.5, prefetch_timeout_s_per_ki_token=0.25)
-    assert policy.prefetch_bound_s(num_tokens) == bound_s
-    assert HiCachePolicy(prefetch="best_effort").prefetch_bound_s(num_tokens) == math.inf
+    assert policy.prefetch_max_wait_s(num_tokens) == max_wait_s
+    assert HiCachePolicy(prefetch="best_effort").prefetch_max_wait_s(num_tokens) == math.inf
 
 
 def test_an_operation_ends_once() -> None:
@@ -93,8 +93,8 @@ def test_all_that_are_reading_are_stopped_when_all_are_given_up() -> None:
     ranks = TwoRanks(HiCachePolicy())
     for number in (1, 2, 3):
         ranks.begin(number)
-    ranks.handle(StorageAnswered(1, 4))
-    decisions, instructions = ranks.lanes[0].give_up_all()
+    ranks.handle(QueryDone(1, 4))
+    decisions, instructions = ranks.lanes[0].terminate_all()
     assert len(decisions) == 3
     assert sorted(stop.op for stop in instructions) == [1, 2, 3]
 
@@ -105,16 +105,16 @@ class TwoRanks:
     def __init__(self, policy: HiCachePolicy, host_pages: tuple[int, int] = (10, 10)) -> None:
         hosts = [SimulatedHostPages(count, rng=random.Random(0), failure=0.0) for count in host_pages]
         self.pools = [host.pool for host in hosts]
-        self.lanes = [PrefetchLanes(policy=policy, host=host) for host in hosts]
+        self.lanes = [ActivePrefetches(policy=policy, host=host) for host in hosts]
         self.controllers = [
             HiCacheController(host=host, prefetches=lanes) for host, lanes in zip(hosts, self.lanes, strict=True)
         ]
         self.now_s = [0.0, 0.0]
-        self._sync = InProcessSync({0: [(0, 1)], 1: [(0, 1)]})
+        self._sync = InProcessGroups({0: [(0, 1)], 1: [(0, 1)]})
         self._step = 0
 
     def begin(self, number: int = 1) -> list[list[Instruction]]:
-        return [lanes.begin(number, DIGESTS) for lanes in self.lanes]
+        return [lanes.start(number, DIGESTS) for lanes in self.lanes]
 
     def handle(self, event: IoEvent) -> None:
         for controller in self.controllers:
@@ -127,33 +127,33 @@ class TwoRanks:
         for rank, lanes in enumerate(self.lanes):
             proposals[rank] = Proposal("step", step=self._step)
             lanes.fill(proposals[rank], self.now_s[rank])
-        agreed_values = self._sync.agree(proposals)
+        agreed_values = self._sync.reduce(proposals)
         settled = []
         for rank, lanes in enumerate(self.lanes):
-            own = proposals[rank].open(proposals[rank].pack(0))
+            own = proposals[rank].unpack(proposals[rank].pack(0))
             flags = {
                 name: own.flags[name] if name.endswith(without) else flag
                 for name, flag in agreed_values[rank].flags.items()
             }
-            settled.append(lanes.settle(AgreedValues(agreed_values[rank].numbers, flags)))
+            settled.append(lanes.apply(AgreedValues(agreed_values[rank].numbers, flags)))
         return settled
 
     def reading(self) -> None:
         """Bring a prefetch of four pages to where both ranks read."""
         self.begin()
-        self.handle(StorageAnswered(1, 4))
+        self.handle(QueryDone(1, 4))
         assert self.agree() == [([PrefetchHit(1, 4)], [])] * 2
         self.reserve()
         for decisions, instructions in self.agree():
             assert not decisions
-            assert [type(instruction) for instruction in instructions] == [ReadStorage]
+            assert [type(instruction) for instruction in instructions] == [ReadFromStorage]
 
-    def reserve(self, num_pages: int = 4, *, bound_s: float = 4.0) -> None:
+    def reserve(self, num_pages: int = 4, *, max_wait_s: float = 4.0) -> None:
         for lanes in self.lanes:
-            lanes.reserve(1, num_pages, bound_s=bound_s)
+            lanes.reserve(1, num_pages, max_wait_s=max_wait_s)
 
-    def give_up(self, number: int = 1) -> list[tuple[PrefetchSettled, list[Instruction]]]:
-        return [lanes.give_up(number) for lanes in self.lanes]
+    def terminate(self, number: int = 1) -> list[tuple[PrefetchOutcome, list[Instruction]]]:
+        return [lanes.terminate(number) for lanes in self.lanes]
 
 
 PATIENT = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=2.0)
@@ -165,13 +165,13 @@ def test_one_ranks_clock_stops_all_ranks(without: str, num_settled: list[int]) -
     ranks = TwoRanks(PATIENT)
     ranks.reading()
     for lanes in ranks.lanes:
-        lanes.block(1)
+        lanes.mark_blocking(1)
     ranks.now_s = [4.0, 4.0]
     assert ranks.agree(without) == [([], [])] * 2
     ranks.now_s = [4.1, 3.9]
     settled = ranks.agree(without)
     assert [len(decisions) for decisions, _ in settled] == num_settled
-    assert [StopReading(1) in instructions for _, instructions in settled] == [bool(count) for count in num_settled]
+    assert [CancelPrefetch(1) in instructions for _, instructions in settled] == [bool(count) for count in num_settled]
 
 
 def test_the_time_runs_from_the_first_moment_that_a_request_is_blocked() -> None:
@@ -182,23 +182,23 @@ def test_the_time_runs_from_the_first_moment_that_a_request_is_blocked() -> None
         assert ranks.agree() == [([], [])] * 2
     for now_s in (10.0, 12.0):
         for lanes in ranks.lanes:
-            lanes.block(1)
+            lanes.mark_blocking(1)
         ranks.now_s = [now_s, now_s]
         assert ranks.agree() == [([], [])] * 2
     ranks.now_s = [12.1, 12.1]
-    assert ranks.agree() == [([PrefetchSettled(1, ())], [StopReading(1)])] * 2
+    assert ranks.agree() == [([PrefetchOutcome(1, ())], [CancelPrefetch(1)])] * 2
 
 
 def test_in_line_too() -> None:
     ranks = TwoRanks(PATIENT)
-    for number in range(1, NUM_LANES + 4):
+    for number in range(1, MAX_ACTIVE_PREFETCHES + 4):
         ranks.begin(number)
     ranks.agree()
     for lanes in ranks.lanes:
-        lanes.block(NUM_LANES + 3)
-        lanes.block(NUM_LANES + 1)
+        lanes.mark_blocking(MAX_ACTIVE_PREFETCHES + 3)
+        lanes.mark_blocking(MAX_ACTIVE_PREFETCHES + 1)
     ranks.now_s = [2.0, 2.1]
-    settled = [PrefetchSettled(NUM_LANES + 3, ()), PrefetchSettled(NUM_LANES + 1, ())]
+    settled = [PrefetchOutcome(MAX_ACTIVE_PREFETCHES + 3, ()), PrefetchOutcome(MAX_ACTIVE_PREFETCHES + 1, ())]
     assert ranks.agree() == [(settled, [])] * 2
 
 
@@ -206,13 +206,13 @@ def test_what_landed_on_every_rank_is_kept_and_the_rest_given_back() -> None:
     ranks = TwoRanks(HiCachePolicy())
     ranks.reading()
     for controller, landed in zip(ranks.controllers, (4, 2), strict=True):
-        controller.handle(PagesLanded(1, landed))
-    ranks.controllers[0].handle(ReadEnded(1))
+        controller.handle(PagesRead(1, landed))
+    ranks.controllers[0].handle(ReadDone(1))
     assert ranks.agree() == [([], [])] * 2
-    ranks.controllers[1].handle(ReadEnded(1))
+    ranks.controllers[1].handle(ReadDone(1))
     for decisions, _ in ranks.agree():
         [settled] = decisions
-        assert isinstance(settled, PrefetchSettled)
+        assert isinstance(settled, PrefetchOutcome)
         assert len(settled.host_pages) == 2
     assert [(pool.num_cached, pool.num_held) for pool in ranks.pools] == [(2, 0)] * 2
 
@@ -220,21 +220,21 @@ def test_what_landed_on_every_rank_is_kept_and_the_rest_given_back() -> None:
 def test_a_miss_on_one_rank_is_a_miss() -> None:
     ranks = TwoRanks(HiCachePolicy())
     ranks.begin()
-    ranks.controllers[0].handle(StorageAnswered(1, 6))
+    ranks.controllers[0].handle(QueryDone(1, 6))
     assert ranks.agree() == [([], [])] * 2
-    ranks.controllers[1].handle(StorageAnswered(1, 0))
-    assert ranks.agree() == [([PrefetchSettled(1, ())], [])] * 2
+    ranks.controllers[1].handle(QueryDone(1, 0))
+    assert ranks.agree() == [([PrefetchOutcome(1, ())], [])] * 2
     assert [len(lanes) for lanes in ranks.lanes] == [0, 0]
 
 
 def test_a_rank_without_host_pages_votes_no_for_all() -> None:
     ranks = TwoRanks(HiCachePolicy(), host_pages=(10, 3))
     ranks.begin()
-    ranks.handle(StorageAnswered(1, 4))
+    ranks.handle(QueryDone(1, 4))
     ranks.agree()
     ranks.reserve()
     assert [pool.num_held for pool in ranks.pools] == [4, 0]
-    assert ranks.agree() == [([PrefetchSettled(1, ())], [])] * 2
+    assert ranks.agree() == [([PrefetchOutcome(1, ())], [])] * 2
     assert [pool.num_free for pool in ranks.pools] == [10, 3]
 
 
@@ -243,80 +243,80 @@ def test_a_prefetch_that_is_given_up_leaves_at_once_and_gives_all_back(when: str
     """What a rank may still write to goes back when no rank does."""
     ranks = TwoRanks(HiCachePolicy())
     if when == "in line":
-        for number in range(2, NUM_LANES + 2):
+        for number in range(2, MAX_ACTIVE_PREFETCHES + 2):
             ranks.begin(number)
     if when == "reading":
         ranks.reading()
     else:
         ranks.begin()
     if when == "voting":
-        ranks.handle(StorageAnswered(1, 4))
+        ranks.handle(QueryDone(1, 4))
         ranks.agree()
         ranks.reserve()
     drains, draining_pages = when in ("querying", "reading"), 4 * (when == "reading")
-    stops = [StopReading(1)] if drains else []
-    assert ranks.give_up() == [(PrefetchSettled(1, (), draining_pages), stops)] * 2
+    stops = [CancelPrefetch(1)] if drains else []
+    assert ranks.terminate() == [(PrefetchOutcome(1, (), draining_pages), stops)] * 2
     assert [pool.num_held for pool in ranks.pools] == [draining_pages] * 2
     if drains:
         assert [len(lanes) for lanes in ranks.lanes] == [1, 1]
-        end = ReadEnded(1) if when == "reading" else StorageAnswered(1, 4)
+        end = ReadDone(1) if when == "reading" else QueryDone(1, 4)
         ranks.controllers[0].handle(end)
         assert ranks.agree() == [([], [])] * 2
         ranks.controllers[1].handle(end)
         assert ranks.agree() == [([PrefetchDrained(1, draining_pages)], [])] * 2
-    assert [len(lanes) for lanes in ranks.lanes] == [NUM_LANES * (when == "in line")] * 2
+    assert [len(lanes) for lanes in ranks.lanes] == [MAX_ACTIVE_PREFETCHES * (when == "in line")] * 2
     assert [pool.num_free for pool in ranks.pools] == [10, 10]
 
 
 def test_what_landed_everywhere_by_the_last_agreement_is_kept_at_once() -> None:
     ranks = TwoRanks(HiCachePolicy())
     ranks.reading()
-    ranks.controllers[0].handle(PagesLanded(1, 4))
-    ranks.controllers[1].handle(PagesLanded(1, 2))
+    ranks.controllers[0].handle(PagesRead(1, 4))
+    ranks.controllers[1].handle(PagesRead(1, 2))
     ranks.agree()
-    ranks.controllers[1].handle(PagesLanded(1, 3))  # no other rank knows yet
-    ranks.controllers[1].handle(ReadEnded(1))
-    assert [(len(settled.host_pages), settled.num_draining_pages) for settled, _ in ranks.give_up()] == [(2, 2)] * 2
-    ranks.controllers[0].handle(ReadEnded(1))
+    ranks.controllers[1].handle(PagesRead(1, 3))  # no other rank knows yet
+    ranks.controllers[1].handle(ReadDone(1))
+    assert [(len(settled.host_pages), settled.num_draining_pages) for settled, _ in ranks.terminate()] == [(2, 2)] * 2
+    ranks.controllers[0].handle(ReadDone(1))
     assert [decisions for decisions, _ in ranks.agree()] == [[PrefetchDrained(1, 2)]] * 2
     assert [(pool.num_cached, pool.num_held) for pool in ranks.pools] == [(2, 0)] * 2
 
 
 def test_who_is_given_up_leaves_the_lane_to_the_living() -> None:
     ranks = TwoRanks(HiCachePolicy())
-    for number in range(1, NUM_LANES + 2):
+    for number in range(1, MAX_ACTIVE_PREFETCHES + 2):
         ranks.begin(number)
-    for _, instructions in ranks.give_up(3):
-        assert instructions == [StopReading(3), QueryStorage(NUM_LANES + 1, DIGESTS)]
+    for _, instructions in ranks.terminate(3):
+        assert instructions == [CancelPrefetch(3), QueryStorage(MAX_ACTIVE_PREFETCHES + 1, DIGESTS)]
 
 
 def test_who_blocks_a_request_is_first_in_line() -> None:
     ranks = TwoRanks(HiCachePolicy(prefetch="wait_complete"))
-    for number in range(1, NUM_LANES + 4):
+    for number in range(1, MAX_ACTIVE_PREFETCHES + 4):
         ranks.begin(number)
     for lanes in ranks.lanes:
-        lanes.block(NUM_LANES + 3)
-    ranks.handle(StorageAnswered(1, 0))
+        lanes.mark_blocking(MAX_ACTIVE_PREFETCHES + 3)
+    ranks.handle(QueryDone(1, 0))
     for _, instructions in ranks.agree():
-        assert instructions == [QueryStorage(NUM_LANES + 3, DIGESTS)]
+        assert instructions == [QueryStorage(MAX_ACTIVE_PREFETCHES + 3, DIGESTS)]
 
 
 def test_prefetches_beyond_the_lanes_wait_their_turn() -> None:
     ranks = TwoRanks(HiCachePolicy())
-    started = [ranks.begin(number) for number in range(1, NUM_LANES + 2)]
+    started = [ranks.begin(number) for number in range(1, MAX_ACTIVE_PREFETCHES + 2)]
     assert all(
         instructions == [QueryStorage(number + 1, DIGESTS)] for number, [instructions, _] in enumerate(started[:-1])
     )
     assert started[-1] == [[], []]
-    ranks.handle(StorageAnswered(3, 0))
+    ranks.handle(QueryDone(3, 0))
     for _, instructions in ranks.agree():
-        assert instructions == [QueryStorage(NUM_LANES + 1, DIGESTS)]
+        assert instructions == [QueryStorage(MAX_ACTIVE_PREFETCHES + 1, DIGESTS)]
 
 
 def test_news_of_a_prefetch_that_is_over_is_told() -> None:
     ranks = TwoRanks(HiCachePolicy())
     with pytest.raises(CacheIntegrityError, match="not under way"):
-        ranks.controllers[0].handle(ReadEnded(7))
+        ranks.controllers[0].handle(ReadDone(7))
 
 
 @pytest.mark.parametrize(

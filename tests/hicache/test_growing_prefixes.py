@@ -23,12 +23,12 @@ from scheduler_components.page_operations import (
     CopyToHost,
     Instruction,
     IoEvent,
-    LoadDone,
-    PagesLanded,
+    LoadBackDone,
+    PagesRead,
+    QueryDone,
     QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StorageAnswered,
+    ReadDone,
+    ReadFromStorage,
     WriteDone,
     WriteToStorage,
 )
@@ -99,28 +99,28 @@ class Tiers:
         self._num_steps = 0
 
     def step(self, num_ends: int, *, are_good: bool = True) -> None:
-        self._pending += self.cache.take_instructions()
+        self._pending += self.cache.pop_instructions()
         ended, self._pending = self._pending[:num_ends], self._pending[num_ends:]
         for instruction in ended:
             for event in answers(instruction, are_good):
                 self.cache.handle(event)
         self._num_steps += 1
-        proposal = self.cache.proposal(self._num_steps, has_storage=True, load_room_pages=8, now_s=0.0)
-        self.cache.settle(self._num_steps, proposal.open(proposal.pack(0)))
+        proposal = self.cache.proposal(self._num_steps, has_storage=True, load_back_budget_pages=8, now_s=0.0)
+        self.cache.apply(self._num_steps, proposal.unpack(proposal.pack(0)))
 
 
-def answers(instruction: Instruction, is_good: bool) -> Sequence[IoEvent]:
+def answers(instruction: Instruction, is_ok: bool) -> Sequence[IoEvent]:
     match instruction:
         case CopyToHost(op):
-            return [WriteDone(op, is_good)]
+            return [WriteDone(op, is_ok)]
         case CopyToDevice(op):
-            return [LoadDone(op, is_good)]
+            return [LoadBackDone(op, is_ok)]
         case WriteToStorage(op):
-            return [BackupDone(op, is_good)]
+            return [BackupDone(op, is_ok)]
         case QueryStorage(op, digests):
-            return [StorageAnswered(op, len(digests) // 32 if is_good else 0)]
-        case ReadStorage(op, _, host_pages):
-            return [PagesLanded(op, len(host_pages) if is_good else 0), ReadEnded(op)]
+            return [QueryDone(op, len(digests) // 32 if is_ok else 0)]
+        case ReadFromStorage(op, _, host_pages):
+            return [PagesRead(op, len(host_pages) if is_ok else 0), ReadDone(op)]
     return []
 
 
@@ -156,12 +156,12 @@ def test_joins_leave_every_holder_its_prefix(has_tiers: bool, calls: list[tuple[
         elif has_tiers and name == "step":
             tiers.step(number, are_good=rid < 3)
         elif has_tiers and rid not in growing.running:
-            tiers.cache.preparations.expect(str(rid), tokens_of(rid, number))
-            tiers.cache.preparations.is_ready(str(rid), tokens_of(rid, number))
+            tiers.cache.prefetch_queue.start(str(rid), tokens_of(rid, number))
+            tiers.cache.prefetch_queue.is_done(str(rid), tokens_of(rid, number))
         growing.check()
     for rid in range(4):
         growing.end(rid)
-        tiers.cache.preparations.forget(str(rid))
+        tiers.cache.prefetch_queue.cancel(str(rid))
     for _ in range(20 if has_tiers else 0):
         tiers.step(1000)
     growing.check()
@@ -218,7 +218,7 @@ def test_a_page_that_is_backed_up_alone_is_not_joined_with_one_whose_backup_fail
     growing.grow(0)
     tiers.step(1000)
     growing.grow(0)
-    backup, copy = tiers.cache.take_instructions()
+    backup, copy = tiers.cache.pop_instructions()
     tiers.cache.handle(WriteDone(copy.op, True))
     tiers.step(0)
     tiers.cache.handle(BackupDone(backup.op, False))
@@ -234,12 +234,12 @@ def test_the_end_that_a_prefetch_hangs_on_is_not_joined() -> None:
     growing.grow(0)
     for _ in range(3):
         tiers.step(1000)
-    tiers.cache.preparations.expect("r", tokens_of(1, 8))
-    [query] = tiers.cache.take_instructions()
+    tiers.cache.prefetch_queue.start("r", tokens_of(1, 8))
+    [query] = tiers.cache.pop_instructions()
     growing.grow(0)
     for _ in range(3):
         tiers.step(1000)
     tiers.cache.evict(0)
-    tiers.cache.handle(StorageAnswered(query.op, 0))
+    tiers.cache.handle(QueryDone(query.op, 0))
     tiers.step(1000)
     growing.check()

@@ -45,7 +45,7 @@ class HostPoolMachine(RuleBasedStateMachine):
         pages = self.pool.reserve(num_pages)
         if from_device:
             sources = data.draw(st.lists(st.integers(0, NUM_PAGES - 1), min_size=num_pages, max_size=num_pages))
-            self.pool.load_from(self.device, sources, pages)
+            self.pool.copy_from_device(self.device, sources, pages)
             self.in_flight.append({page: self.device.read(at) for page, at in zip(pages, sources, strict=True)})
             return
         written = {}
@@ -75,11 +75,11 @@ class HostPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.committed)
     @rule(data=st.data())
-    def load_back(self, data: st.DataObject) -> None:
+    def copy_to_device(self, data: st.DataObject) -> None:
         pages = data.draw(st.lists(st.sampled_from(sorted(self.committed)), unique=True))
         targets = data.draw(st.permutations(range(NUM_PAGES)))[: len(pages)]
         untouched = {page: self.device.read(page) for page in range(NUM_PAGES) if page not in targets}
-        self.pool.load_back(pages, self.device, targets)
+        self.pool.copy_to_device(pages, self.device, targets)
         assert [self.device.read(target) for target in targets] == [self.committed[page] for page in pages]
         assert {page: self.device.read(page) for page in untouched} == untouched
 
@@ -91,13 +91,13 @@ class HostPoolMachine(RuleBasedStateMachine):
                 lambda: self.pool.commit([page]),
                 lambda: self.pool.abort([page]),
                 lambda: self.pool.write(page, content_of(0)),
-                lambda: self.pool.load_from(self.device, [0], [page]),
+                lambda: self.pool.copy_from_device(self.device, [0], [page]),
             ]
         if page not in self.committed:
             moves += [
                 lambda: self.pool.release([page]),
                 lambda: self.pool.read(page),
-                lambda: self.pool.load_back([page], self.device, [0]),
+                lambda: self.pool.copy_to_device([page], self.device, [0]),
             ]
         for move in moves:
             with pytest.raises(CacheIntegrityError):
@@ -132,7 +132,7 @@ def test_a_page_survives_device_host_storage_host_device(layers: int, width: int
     keys = ["a", "b", "c"]
 
     host = writer.reserve(3)
-    writer.load_from(first, [2, 0, 1], host)
+    writer.copy_from_device(first, [2, 0, 1], host)
     writer.commit(host)
     assert store.batch_set(keys, [writer.read(page) for page in host]) == [True] * 3
 
@@ -142,7 +142,7 @@ def test_a_page_survives_device_host_storage_host_device(layers: int, width: int
         assert content is not None
         reader.write(page, content)
     reader.commit(host)
-    reader.load_back(host, second, [3, 1, 2])
+    reader.copy_to_device(host, second, [3, 1, 2])
     assert [second.read(page) for page in (1, 2, 3)] == [contents[0], contents[1], contents[2]]
 
 
@@ -172,14 +172,14 @@ def test_wrong_lengths_are_refused() -> None:
     pool, device = HostPool(SHAPE, 2), SimulatedDeviceMemory(SHAPE, 2)
     pages = pool.reserve(2)
     with pytest.raises(CacheIntegrityError, match="1 device pages for 2 host pages"):
-        pool.load_from(device, [0], pages)
+        pool.copy_from_device(device, [0], pages)
     with pytest.raises(CacheIntegrityError, match="3 bytes for a page of 15"):
         pool.write(pages[0], b"abc")
     pool.commit(pages)
     with pytest.raises(CacheIntegrityError, match="3 device pages for 2 host pages"):
-        pool.load_back(pages, device, [0, 1, 0])
+        pool.copy_to_device(pages, device, [0, 1, 0])
     with pytest.raises(CacheIntegrityError, match="a device page is named twice"):
-        pool.load_back(pages, device, [0, 0])
+        pool.copy_to_device(pages, device, [0, 0])
 
 
 @pytest.mark.parametrize("page", [-1, 2])
@@ -187,10 +187,10 @@ def test_device_pages_that_do_not_exist_are_refused(page: int) -> None:
     pool, device = HostPool(SHAPE, 2), SimulatedDeviceMemory(SHAPE, 2)
     pages = pool.reserve(1)
     with pytest.raises(CacheIntegrityError, match=f"device page {page} is not one of 0 to 1"):
-        pool.load_from(device, [page], pages)
+        pool.copy_from_device(device, [page], pages)
     pool.commit(pages)
     with pytest.raises(CacheIntegrityError, match=f"device page {page} is not one of 0 to 1"):
-        pool.load_back(pages, device, [page])
+        pool.copy_to_device(pages, device, [page])
 
 
 @pytest.mark.parametrize(("layers", "width"), [(0, 1), (1, 0)])

@@ -19,10 +19,10 @@ import pytest
 from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import (
     CheckedPageStore,
-    InPlacePageStore,
     MooncakeAddress,
     MooncakePageStore,
     PageStore,
+    ZeroCopyPageStore,
     open_deadline_page_store,
     open_mooncake_page_store,
 )
@@ -130,7 +130,7 @@ def test_verified(bare: PageStore, check: Callable[[PageStore, str], None]) -> N
 
 
 @pytest.mark.parametrize("check", IN_PLACE_STORE_CHECKS)
-def test_in_place(address: MooncakeAddress, check: Callable[[InPlacePageStore, str], None]) -> None:
+def test_in_place(address: MooncakeAddress, check: Callable[[ZeroCopyPageStore, str], None]) -> None:
     store = open_mooncake_page_store(address)
     check(store, f"in place {check.__name__} ")
     store.close()

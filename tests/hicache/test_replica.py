@@ -31,12 +31,12 @@ from scheduler_components.hicache import (
     TierDivergenceError,
 )
 from scheduler_components.reference.device import (
-    Commands,
     FaultRates,
     SimulatedReplica,
     SimulatedWorkload,
     SimulationConfig,
-    agreement_of,
+    StepCommands,
+    make_in_process_groups,
 )
 
 POLICIES = st.builds(
@@ -110,12 +110,12 @@ class TierView:
     num_steps=150,
 )
 def test_ranks_never_part_and_nothing_leaks(config: SimulationConfig, seed: int, num_steps: int) -> None:
-    agreement = agreement_of(config)
+    agreement = make_in_process_groups(config)
     replica, view = SimulatedReplica(config, seed=seed, agreement=agreement), TierView()
     num_hops = sum(size > 1 for size in (config.attn_cp_size, config.attn_tp_size, config.pp_size))
     for commands in SimulatedWorkload(seed=seed, page_size=config.page_size).steps(num_steps):
         replica.step(commands)
-        assert not replica.has_parted
+        assert not replica.has_diverged
         for cache in replica.caches:
             cache.check_integrity()
         view.apply(replica.caches[0])
@@ -137,13 +137,14 @@ class LocalSlots:
     """An agreement with a hole: in slots that match a pattern, each rank gets back its own value."""
 
     def __init__(self, config: SimulationConfig, pattern: str) -> None:
-        self._agreement = agreement_of(config)
+        self._agreement = make_in_process_groups(config)
         self._pattern = pattern
 
-    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
-        agreed = self._agreement.agree(proposals)
+    def reduce(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
+        agreed = self._agreement.reduce(proposals)
         return {
-            rank: self._with_own(agreed[rank], proposal.open(proposal.pack(0))) for rank, proposal in proposals.items()
+            rank: self._with_own(agreed[rank], proposal.unpack(proposal.pack(0)))
+            for rank, proposal in proposals.items()
         }
 
     def _with_own(self, agreed: AgreedValues, own: AgreedValues) -> AgreedValues:
@@ -177,17 +178,17 @@ HARSH = FaultRates(max_latency_steps=10, failure=0.1, no_host_page=0.1, no_load_
 def num_parted(config: SimulationConfig, pattern: str, seeds: range) -> int:
     """Runs that ended because ranks parted, or because one of them could not go on."""
     return sum(
-        has_parted(SimulatedReplica(config, seed=seed, agreement=LocalSlots(config, pattern)), seed) for seed in seeds
+        has_diverged(SimulatedReplica(config, seed=seed, agreement=LocalSlots(config, pattern)), seed) for seed in seeds
     )
 
 
-def has_parted(replica: SimulatedReplica, seed: int) -> bool:
+def has_diverged(replica: SimulatedReplica, seed: int) -> bool:
     for commands in SimulatedWorkload(seed=seed, page_size=replica.config.page_size).steps(400):
         try:
             replica.step(commands)
         except (TierDivergenceError, CacheIntegrityError, AssertionError, IndexError, KeyError, ValueError):
             return True
-        if replica.has_parted:
+        if replica.has_diverged:
             return True
     return False
 
@@ -206,22 +207,22 @@ def parted_replica(agreement: str) -> SimulatedReplica:
     for commands in SimulatedWorkload(seed=1, page_size=config.page_size).steps(60):
         replica.step(commands)
     assert replica.caches[1].evict(1) == 1
-    assert replica.has_parted
+    assert replica.has_diverged
     return replica
 
 
 def test_a_rank_that_parted_is_found_by_the_digest_at_its_next_step() -> None:
     replica = parted_replica(NOTHING)
     with pytest.raises(TierDivergenceError) as raised:
-        replica.step(Commands())
+        replica.step(StepCommands())
     assert raised.value.step == 61
     assert f"digest is {replica.caches[0].state_digest:016x}" in str(raised.value)
 
 
 def test_without_the_agreement_on_state_a_rank_that_parted_is_not_found() -> None:
     replica = parted_replica("state")
-    replica.step(Commands())
-    assert replica.has_parted
+    replica.step(StepCommands())
+    assert replica.has_diverged
 
 
 def test_over_tp_alone_ranks_part_and_over_cp_and_tp_they_never_do() -> None:
@@ -236,11 +237,11 @@ class Stage0Relays:
 
     def __init__(self, config: SimulationConfig) -> None:
         self._num_ranks = config.tp_size
-        self._agreement = agreement_of(attrs.evolve(config, pp_size=1))
+        self._agreement = make_in_process_groups(attrs.evolve(config, pp_size=1))
 
-    def agree(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
+    def reduce(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
         first = {rank: proposals[rank] for rank in range(self._num_ranks)}
-        agreed = self._agreement.agree(first)
+        agreed = self._agreement.reduce(first)
         return {rank: agreed[rank % self._num_ranks] for rank in proposals}
 
 
@@ -249,27 +250,28 @@ def test_pipeline_stages_part_unless_each_has_a_say() -> None:
     seeds, config = range(3), SimulationConfig(attn_cp_size=1, attn_tp_size=2, pp_size=2)
     assert num_parted(attrs.evolve(config, scope="cp x tp"), NOTHING, seeds) == 3
     relayed = [SimulatedReplica(config, seed=seed, agreement=Stage0Relays(config)) for seed in seeds]
-    assert sum(has_parted(replica, seed) for seed, replica in enumerate(relayed)) == 3
+    assert sum(has_diverged(replica, seed) for seed, replica in enumerate(relayed)) == 3
     assert num_parted(config, NOTHING, seeds) == 0
 
 
 def test_a_rank_that_brings_nothing_is_named() -> None:
     config = SimulationConfig()
-    agreement = agreement_of(config)
+    agreement = make_in_process_groups(config)
     caches = SimulatedReplica(config, seed=0).caches
     proposals = {
-        rank: cache.proposal(1, has_storage=True, load_room_pages=1, now_s=0.0) for rank, cache in enumerate(caches)
+        rank: cache.proposal(1, has_storage=True, load_back_budget_pages=1, now_s=0.0)
+        for rank, cache in enumerate(caches)
     }
     del proposals[2]
     with pytest.raises(SyncTimeoutError, match=r"'hicache step' at step 1.*missing ranks: 2"):
-        agreement.agree(proposals)
+        agreement.reduce(proposals)
 
 
 def test_the_proposal_has_the_same_slots_however_much_is_under_way() -> None:
     """And they fit the first block: one reduction a hop, queue of any length."""
     config = SimulationConfig(device_pages=2000, host_pages=4000)
     [cache, *_] = SimulatedReplica(config, seed=0).caches
-    make: Callable[[], Proposal] = lambda: cache.proposal(1, has_storage=True, load_room_pages=1, now_s=0.0)  # noqa: E731
+    make: Callable[[], Proposal] = lambda: cache.proposal(1, has_storage=True, load_back_budget_pages=1, now_s=0.0)  # noqa: E731
     idle = len(make())
     for chat in range(500):
         cache.insert([chat, chat], cache.allocate(1))

@@ -19,7 +19,7 @@ from scheduler_components.hicache import (
     StorageError,
     StorageStallError,
 )
-from scheduler_components.hicache.storage import AXES, FRAME_BYTES, seal_page, unseal_page
+from scheduler_components.hicache.storage import AXES, FRAME_BYTES, frame_page, unframe_page
 
 PAGE = sha256(b"page").digest()
 HELD = st.sampled_from(["replicated", "sharded"])
@@ -70,7 +70,7 @@ def test_a_key_is_a_slice_and_has_one_writer_a_replica(
         key = space.key(PAGE)
         slices[key].add(slice_of(parallel, placement))
         keys[slice_of(parallel, placement)].add(key)
-        writers[parallel.attn_dp_rank, key] += space.writes
+        writers[parallel.attn_dp_rank, key] += space.is_writer
         read.add((parallel.attn_dp_rank, key))
     assert all(len(held) == 1 for held in slices.values())
     assert all(len(named) == 1 for named in keys.values())
@@ -113,7 +113,7 @@ def test_pages_of_an_older_version_are_found() -> None:
     keys = key_space(ParallelState(), model="org/some model/v1 \xe9", dtype="bf16", page_size=64, layout="page_first")
     assert keys.key(bytes(range(16))) == "v1--8c822498f11215eea93c5345f6e05ae5/000102030405060708090a0b0c0d0e0f"
     assert keys.namespace != key_space(ParallelState(), model="org/some model/v1 \xe9", page_size=32).namespace
-    sealed = seal_page("key \xe9", b"page")
+    sealed = frame_page("key \xe9", b"page")
     assert sealed.hex() == "4b56503100000000000000042fa09f2aa14b1b5e310e2b88779a8ec870616765"
     long = key_space(ParallelState(), model="m" * 60).namespace
     assert long.partition("-")[0] == "m" * 40
@@ -122,7 +122,7 @@ def test_pages_of_an_older_version_are_found() -> None:
 def test_keys_read_well() -> None:
     parallel = engine(1, 1, 2, 2)[3]
     assert key_space(parallel).suffix == ".attn_tp1of2"
-    assert key_space(parallel, Placement.latent()).suffix == ""
+    assert key_space(parallel, Placement.mla()).suffix == ""
     assert key_space(parallel, Placement(attn_cp="sharded")).suffix == ".attn_tp1of2.attn_cp1of2"
     assert key_space(parallel).key(PAGE).startswith("model-")
 
@@ -146,7 +146,7 @@ def test_a_placement_that_cannot_be_is_refused() -> None:
     assert str(caught.value) == 'attn_cp=\'somewhere\': is not a placement; give "replicated" or "sharded"'
     parallel = ParallelState.from_tp_rank(0, tp_size=4, dcp_size=2)
     with pytest.raises(ConfigError) as caught:
-        key_space(parallel, Placement.latent())
+        key_space(parallel, Placement.mla())
     assert str(caught.value) == (
         "placement.attn_tp='replicated': cannot be with dcp_size=2: decode context parallelism slices pages over it; "
         'give "sharded"'
@@ -177,7 +177,7 @@ class SayingStore:
     batch_exists = batch_get = batch_set = delete = close = _say
 
 
-SEALED = st.sampled_from([seal_page(key, page) for key, page in PAGES.items()])
+SEALED = st.sampled_from([frame_page(key, page) for key, page in PAGES.items()])
 PARTS = (
     st.none()
     | st.booleans()
@@ -186,7 +186,7 @@ PARTS = (
     | st.binary(max_size=FRAME_BYTES + PAGE_BYTES - 1)  # a whole frame would be a forgery, which no checksum finds
     | SEALED
     | st.builds(lambda sealed, at: sealed[:at], SEALED, st.integers(0, 30))
-    | st.builds(seal_page, st.sampled_from(KEYS), st.binary(max_size=12).filter(lambda page: len(page) != PAGE_BYTES))
+    | st.builds(frame_page, st.sampled_from(KEYS), st.binary(max_size=12).filter(lambda page: len(page) != PAGE_BYTES))
 )
 ERRORS = st.sampled_from(
     [StorageError("net", "op", "gone"), StorageStallError("net", "op", "slow"), OSError(5, "io"), KeyError("x")]
@@ -195,9 +195,9 @@ ERRORS = st.sampled_from(
 
 @settings(deadline=None, max_examples=300)
 @given(answer=PARTS | st.lists(PARTS, max_size=3) | st.tuples(PARTS, PARTS) | ERRORS)
-@example(answer=[seal_page("b", PAGES["b"]), seal_page("a", PAGES["a"])])  # swapped
-@example(answer=[seal_page("a", PAGES["a"])])  # half
-@example(answer=[seal_page("a", b"short"), None])
+@example(answer=[frame_page("b", PAGES["b"]), frame_page("a", PAGES["a"])])  # swapped
+@example(answer=[frame_page("a", PAGES["a"])])  # half
+@example(answer=[frame_page("a", b"short"), None])
 @example(answer=3)
 def test_any_answer_is_the_right_page_or_a_counted_miss(answer: object) -> None:
     store = CheckedPageStore(store=SayingStore(answer), page_bytes=PAGE_BYTES)
@@ -252,16 +252,16 @@ def test_each_operation_says_its_name_when_it_goes_wrong() -> None:
 @settings(deadline=None, max_examples=200)
 @given(key=st.text(max_size=5), page=st.binary(max_size=40), data=st.data())
 def test_a_frame_opens_only_as_it_was_sealed(key: str, page: bytes, data: st.DataObject) -> None:
-    sealed = seal_page(key, page)
+    sealed = frame_page(key, page)
     assert len(sealed) == FRAME_BYTES + len(page)
-    assert unseal_page(key, sealed) == page
-    assert unseal_page(key + "x", sealed) is None
+    assert unframe_page(key, sealed) == page
+    assert unframe_page(key + "x", sealed) is None
     cut = data.draw(st.integers(0, len(sealed) - 1))
-    assert unseal_page(key, sealed[:cut]) is None
+    assert unframe_page(key, sealed[:cut]) is None
     bit = data.draw(st.integers(0, 8 * len(sealed) - 1))
     changed = bytearray(sealed)
     changed[bit // 8] ^= 1 << bit % 8
-    assert unseal_page(key, changed) is None
+    assert unframe_page(key, changed) is None
 
 
 @pytest.mark.parametrize(("keys", "pages"), [(["a"], []), (["a"], [b"short"])])

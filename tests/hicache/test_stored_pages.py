@@ -14,9 +14,8 @@ pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-componen
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.hicache import (
-    IN_PLACE_LAYOUT,
+    ZERO_COPY_LAYOUT,
     HostPool,
-    InPlacePageStore,
     KeySpace,
     MemoryPageStore,
     PageBytes,
@@ -24,15 +23,16 @@ from scheduler_components.hicache import (
     Placement,
     SimulatedDeviceMemory,
     ThreadPageMover,
+    ZeroCopyPageStore,
     open_file_page_store,
 )
-from scheduler_components.hicache.stored_pages import InPlacePages
+from scheduler_components.hicache.stored_pages import ZeroCopyBackend
 from scheduler_components.page_operations import (
     BackupDone,
     IoEvent,
-    PagesLanded,
-    ReadEnded,
-    ReadStorage,
+    PagesRead,
+    ReadDone,
+    ReadFromStorage,
     WriteToStorage,
 )
 from scheduler_components.testing import IN_PLACE_STORE_CHECKS
@@ -44,8 +44,8 @@ Eventually = Callable[[Callable[[], object]], None]
 
 
 @pytest.fixture(params=["memory", "file"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[InPlacePageStore]:
-    opened: InPlacePageStore = (
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ZeroCopyPageStore]:
+    opened: ZeroCopyPageStore = (
         MemoryPageStore(1 << 20)
         if request.param == "memory"
         else open_file_page_store(tmp_path / "pages", capacity_bytes=1 << 20)
@@ -55,7 +55,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[InPlacePag
 
 
 @pytest.mark.parametrize("check", IN_PLACE_STORE_CHECKS)
-def test_stores_work_in_place(store: InPlacePageStore, check: Callable[[InPlacePageStore, str], None]) -> None:
+def test_stores_work_in_place(store: ZeroCopyPageStore, check: Callable[[ZeroCopyPageStore, str], None]) -> None:
     check(store, "key ")
 
 
@@ -63,14 +63,14 @@ class Rank:
     """A mover of one rank over a store, and what it told."""
 
     def __init__(
-        self, store: InPlacePageStore, eventually: Eventually, *, has_checksums: bool, deadline_s: float = 30
+        self, store: ZeroCopyPageStore, eventually: Eventually, *, has_checksums: bool, deadline_s: float = 30
     ) -> None:
         keys = KeySpace(
-            model="m", dtype="u8", page_size=1, layout=IN_PLACE_LAYOUT, placement=Placement(), parallel=ParallelState()
+            model="m", dtype="u8", page_size=1, layout=ZERO_COPY_LAYOUT, placement=Placement(), parallel=ParallelState()
         )
         self.host = HostPool(SHAPE, NUM_PAGES, verify=True)
         self.mover = ThreadPageMover(host=self.host, device=SimulatedDeviceMemory(SHAPE, 1), keys=keys)
-        self.mover.attach_in_place(store, deadline_s=deadline_s, has_checksums=has_checksums)
+        self.mover.attach_zero_copy(store, deadline_s=deadline_s, has_checksums=has_checksums)
         self.events: list[IoEvent] = []
         self._eventually = eventually
 
@@ -87,18 +87,18 @@ class Rank:
         self._until(BackupDone)
         self.host.release(pages)
         [done] = [event for event in self.events if isinstance(event, BackupDone)]
-        return done.is_good
+        return done.is_ok
 
     def read(self) -> int:
         """Return how many pages landed, after a look at them."""
         pages = self.host.reserve(NUM_PAGES)
-        self.mover.submit([ReadStorage(2, DIGESTS, tuple(pages))])
-        self._until(ReadEnded)
-        num_landed = max(event.num_pages for event in self.events if isinstance(event, PagesLanded))
+        self.mover.submit([ReadFromStorage(2, DIGESTS, tuple(pages))])
+        self._until(ReadDone)
+        num_read = max(event.num_pages for event in self.events if isinstance(event, PagesRead))
         self.host.commit(pages)
-        assert [bytes(self.host.read(page)) for page in pages[:num_landed]] == list(map(content_of, range(num_landed)))
+        assert [bytes(self.host.read(page)) for page in pages[:num_read]] == list(map(content_of, range(num_read)))
         self.host.release(pages)
-        return num_landed
+        return num_read
 
     def _until(self, kind: type[IoEvent]) -> None:
         self.events.clear()
@@ -115,7 +115,7 @@ def make_rank(eventually: Eventually) -> Iterator[MakeRank]:
     """``make_rank(store, has_checksums=..., deadline_s=30)``; all are closed after the test."""
     made: list[Rank] = []
 
-    def make(store: InPlacePageStore, **options: Any) -> Rank:
+    def make(store: ZeroCopyPageStore, **options: Any) -> Rank:
         made.append(Rank(store, eventually, **options))
         return made[-1]
 
@@ -130,7 +130,9 @@ def content_of(at: int) -> bytes:
 
 
 @pytest.mark.parametrize("has_checksums", [False, True])
-def test_pages_are_written_and_read_in_place(store: InPlacePageStore, make_rank: MakeRank, has_checksums: bool) -> None:
+def test_pages_are_written_and_read_in_place(
+    store: ZeroCopyPageStore, make_rank: MakeRank, has_checksums: bool
+) -> None:
     rank = make_rank(store, has_checksums=has_checksums)
     assert rank.write()
     assert store.batch_get([rank.key(7)]) == [content_of(7)]  # nothing stands before a page
@@ -199,12 +201,12 @@ def test_a_page_that_storage_still_writes_to_is_not_given_back(make_rank: MakeRa
 
     rank = make_rank(SlowStore(1 << 20), has_checksums=False, deadline_s=0.001)
     pages = rank.host.reserve(NUM_PAGES)
-    rank.mover.submit([ReadStorage(2, DIGESTS, tuple(pages))])
+    rank.mover.submit([ReadFromStorage(2, DIGESTS, tuple(pages))])
     assert is_reading.wait(30)
     rank.mover.wait(0.05)
     assert rank.mover.poll() == []
     may_end.set()
-    eventually(lambda: rank.events.extend(rank.mover.poll()) or ReadEnded(2) in rank.events)
+    eventually(lambda: rank.events.extend(rank.mover.poll()) or ReadDone(2) in rank.events)
 
 
 class BadStore(MemoryPageStore):
@@ -233,13 +235,13 @@ def test_a_bad_store_is_a_miss(make_rank: MakeRank, answer: Callable[[], Sequenc
     assert rank.read() == 0
 
 
-def three_pages(store: MemoryPageStore, *, has_checksums: bool) -> tuple[InPlacePages, list[int]]:
+def three_pages(store: MemoryPageStore, *, has_checksums: bool) -> tuple[ZeroCopyBackend, list[int]]:
     host = HostPool(SHAPE, 3, verify=True)
     pages = host.reserve(3)
     for at, page in enumerate(pages):
         host.write(page, content_of(at))
     host.commit(pages)
-    return InPlacePages(host=host, store=store, has_checksums=has_checksums), list(pages)
+    return ZeroCopyBackend(host=host, store=store, has_checksums=has_checksums), list(pages)
 
 
 KEYS = ("a", "b", "c")
@@ -301,9 +303,9 @@ def test_a_store_that_raises_is_named_by_what_it_was_asked(monkeypatch: pytest.M
 
 def test_a_layout_that_is_not_one_run_per_page_is_refused() -> None:
     keys = KeySpace(
-        model="m", dtype="u8", page_size=1, layout=IN_PLACE_LAYOUT, placement=Placement(), parallel=ParallelState()
+        model="m", dtype="u8", page_size=1, layout=ZERO_COPY_LAYOUT, placement=Placement(), parallel=ParallelState()
     )
     host = HostPool(SHAPE, 2, layout="layer_first")
     mover = ThreadPageMover(host=host, device=SimulatedDeviceMemory(SHAPE, 1), keys=keys)
     with pytest.raises(ConfigError, match="host_layout='layer_first': cannot be read and written in place"):
-        mover.attach_in_place(MemoryPageStore(1), deadline_s=1, has_checksums=False)
+        mover.attach_zero_copy(MemoryPageStore(1), deadline_s=1, has_checksums=False)

@@ -11,19 +11,19 @@ pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-componen
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import (
-    COPIED,
-    CopyEnd,
-    HostPlane,
+    CopyEvent,
+    HostLayerView,
     HostPool,
     KeySpace,
-    LayerArrivals,
-    PageLoadError,
+    LoadBackError,
+    NullCopyEvent,
     PageShape,
     Placement,
     SimulatedDeviceMemory,
+    ThreadLayerDoneCounter,
     ThreadPageMover,
 )
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, IoEvent, LoadDone, WriteDone
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, IoEvent, LoadBackDone, WriteDone
 
 
 class StreamedEnd:
@@ -36,97 +36,97 @@ class StreamedEnd:
     def is_done(self) -> bool:
         return self.has_ended
 
-    def hold_forward(self) -> None:
+    def wait_on_stream(self) -> None:
         self.num_held += 1
 
 
 def test_nothing_on_its_way_is_no_wait() -> None:
-    LayerArrivals(timeout_s=0).wait(5)
+    ThreadLayerDoneCounter(timeout_s=0).wait_until(5)
 
 
 def test_a_failed_load_that_is_forgotten_fails_no_forward_any_more() -> None:
-    arrivals = LayerArrivals(timeout_s=0)
-    arrivals.begin(1)
-    arrivals.fail(1)
-    arrivals.end(1)
-    with pytest.raises(PageLoadError, match="failed"):
-        arrivals.wait(0)
-    arrivals.forget(1)
-    arrivals.wait(0)
-    arrivals.begin(1)  # the number is free again
-    arrivals.landed(1, COPIED)
-    arrivals.wait(0)
+    layer_counter = ThreadLayerDoneCounter(timeout_s=0)
+    layer_counter.start_load_back(1)
+    layer_counter.fail_load_back(1)
+    layer_counter.finish_load_back(1)
+    with pytest.raises(LoadBackError, match="failed"):
+        layer_counter.wait_until(0)
+    layer_counter.discard_load_back(1)
+    layer_counter.wait_until(0)
+    layer_counter.start_load_back(1)  # the number is free again
+    layer_counter.complete_layer(1, NullCopyEvent())
+    layer_counter.wait_until(0)
 
 
 def test_each_layer_is_waited_for_of_every_load() -> None:
-    arrivals = LayerArrivals()
+    layer_counter = ThreadLayerDoneCounter()
     order = []
 
     def forward() -> None:
         for layer in range(2):
-            arrivals.wait(layer)
+            layer_counter.wait_until(layer)
             order.append(f"computed {layer}")
 
-    arrivals.begin(1)
-    arrivals.begin(2)
+    layer_counter.start_load_back(1)
+    layer_counter.start_load_back(2)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(forward)
         for op in (1, 2):
             assert not order
-            arrivals.landed(op, COPIED)
+            layer_counter.complete_layer(op, NullCopyEvent())
         while not order:
             assert not done.done()
         assert order == ["computed 0"]
         order.append("copied 1")
-        arrivals.landed(2, COPIED)
-        arrivals.landed(1, COPIED)
+        layer_counter.complete_layer(2, NullCopyEvent())
+        layer_counter.complete_layer(1, NullCopyEvent())
         done.result(30)
     assert order == ["computed 0", "copied 1", "computed 1"]
 
 
 def test_a_stream_is_held_and_not_the_thread() -> None:
-    arrivals, end = LayerArrivals(), StreamedEnd()
-    arrivals.begin(1)
-    arrivals.landed(1, end)
-    arrivals.wait(0)
+    layer_counter, end = ThreadLayerDoneCounter(), StreamedEnd()
+    layer_counter.start_load_back(1)
+    layer_counter.complete_layer(1, end)
+    layer_counter.wait_until(0)
     assert end.num_held == 1
 
 
 def test_what_is_all_there_is_waited_for_no_more() -> None:
-    arrivals, end = LayerArrivals(timeout_s=0), StreamedEnd()
-    arrivals.begin(1)
-    arrivals.landed(1, end)
-    arrivals.end(1)
-    arrivals.wait(7)
+    layer_counter, end = ThreadLayerDoneCounter(timeout_s=0), StreamedEnd()
+    layer_counter.start_load_back(1)
+    layer_counter.complete_layer(1, end)
+    layer_counter.finish_load_back(1)
+    layer_counter.wait_until(7)
     assert end.num_held == 0
 
 
 def test_a_failed_load_fails_forwards_until_it_is_forgotten() -> None:
-    arrivals = LayerArrivals(timeout_s=0)
-    arrivals.begin(1)
-    arrivals.landed(1, COPIED)
-    arrivals.fail(1)
-    arrivals.end(1)
+    layer_counter = ThreadLayerDoneCounter(timeout_s=0)
+    layer_counter.start_load_back(1)
+    layer_counter.complete_layer(1, NullCopyEvent())
+    layer_counter.fail_load_back(1)
+    layer_counter.finish_load_back(1)
     for _ in range(2):
-        with pytest.raises(PageLoadError, match="load 1: failed, and requests read its pages already"):
-            arrivals.wait(0)
-    arrivals.forget(1)
-    arrivals.wait(0)
+        with pytest.raises(LoadBackError, match="load 1: failed, and requests read its pages already"):
+            layer_counter.wait_until(0)
+    layer_counter.discard_load_back(1)
+    layer_counter.wait_until(0)
 
 
 def test_a_load_that_no_forward_waits_for_fails_none() -> None:
-    arrivals = LayerArrivals(timeout_s=0)
-    arrivals.fail(3)
-    arrivals.end(3)
-    arrivals.wait(0)
+    layer_counter = ThreadLayerDoneCounter(timeout_s=0)
+    layer_counter.fail_load_back(3)
+    layer_counter.finish_load_back(3)
+    layer_counter.wait_until(0)
 
 
 def test_waiting_is_bounded_and_names_load_and_layer() -> None:
-    arrivals = LayerArrivals(timeout_s=0.01)
-    arrivals.begin(4)
-    arrivals.landed(4, COPIED)
-    with pytest.raises(PageLoadError, match=r"load 4: layer 1 has not come within 0\.01 s"):
-        arrivals.wait(1)
+    layer_counter = ThreadLayerDoneCounter(timeout_s=0.01)
+    layer_counter.start_load_back(4)
+    layer_counter.complete_layer(4, NullCopyEvent())
+    with pytest.raises(LoadBackError, match=r"load 4: layer 1 has not come within 0\.01 s"):
+        layer_counter.wait_until(1)
 
 
 class StreamedMemory(SimulatedDeviceMemory):
@@ -137,15 +137,19 @@ class StreamedMemory(SimulatedDeviceMemory):
         self.ends: list[StreamedEnd] = []
         self.order: list[str] = []
 
-    def fence(self) -> None:
+    def wait_for_compute_stream(self) -> None:
         self.order.append("fence")
 
-    def copy_to_host(self, layer: int, pages: Sequence[int], plane: HostPlane, host_pages: Sequence[int]) -> CopyEnd:
-        super().copy_to_host(layer, pages, plane, host_pages)
+    def copy_to_host(
+        self, layer: int, pages: Sequence[int], layer_view: HostLayerView, host_pages: Sequence[int]
+    ) -> CopyEvent:
+        super().copy_to_host(layer, pages, layer_view, host_pages)
         return self._end("to host")
 
-    def copy_to_device(self, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]) -> CopyEnd:
-        super().copy_to_device(layer, plane, host_pages, pages)
+    def copy_to_device(
+        self, layer: int, layer_view: HostLayerView, host_pages: Sequence[int], pages: Sequence[int]
+    ) -> CopyEvent:
+        super().copy_to_device(layer, layer_view, host_pages, pages)
         return self._end("to device")
 
     def _end(self, copied: str) -> StreamedEnd:
@@ -179,17 +183,17 @@ def test_a_copy_on_a_stream_is_told_when_the_stream_is_there(
     mover.host.commit(pages)
 
     mover.submit([CopyToDevice(2, pages, (2, 3), by_layer=True)])
-    mover.arrivals.wait(0)  # at once: the stream is held, not this thread
-    mover.arrivals.wait(1)
+    mover.layer_counter.wait_until(0)  # at once: the stream is held, not this thread
+    mover.layer_counter.wait_until(1)
     assert [end.num_held for end in device.ends[2:]] == [1, 1]
     mover.wait(0.01)
     assert list(mover.poll()) == []
-    assert mover.load_room_pages == mover.max_load_pages - 2
+    assert mover.load_back_budget_pages == mover.max_load_back_pages - 2
     device.ends[2].has_ended = device.ends[3].has_ended = True
     events.clear()
     eventually(lambda: events.extend(mover.poll()) or events)
-    assert events == [LoadDone(2, True)]
-    assert mover.load_room_pages == mover.max_load_pages
+    assert events == [LoadBackDone(2, True)]
+    assert mover.load_back_budget_pages == mover.max_load_back_pages
     assert device.order == ["fence", "to host", "to host", "fence", "to device", "to device"]
     mover.close()
 

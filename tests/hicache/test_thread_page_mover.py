@@ -22,6 +22,7 @@ from scheduler_components import CacheIntegrityError, ParallelState
 from scheduler_components.hicache import (
     CheckedPageStore,
     HiCachePolicy,
+    HiCacheStepper,
     HiRadixCache,
     HostPool,
     KeySpace,
@@ -29,13 +30,12 @@ from scheduler_components.hicache import (
     PageBytes,
     PageShape,
     PageStore,
+    ParallelGroups,
     Placement,
     SimulatedDeviceMemory,
     StorageError,
-    SyncDomain,
     ThreadPageMover,
     Tier,
-    TierStepper,
     open_file_page_store,
 )
 from scheduler_components.page_operations import (
@@ -44,11 +44,11 @@ from scheduler_components.page_operations import (
     CopyToHost,
     Instruction,
     IoEvent,
-    LoadDone,
+    LoadBackDone,
+    QueryDone,
     QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StorageAnswered,
+    ReadDone,
+    ReadFromStorage,
     WriteDone,
     WriteToStorage,
 )
@@ -73,7 +73,7 @@ class Rank:
             policy=policy,
             page_hook=self.kv,
         )
-        self.stepper = TierStepper(cache=self.cache, domain=SyncDomain(), mover=mover)
+        self.stepper = HiCacheStepper(cache=self.cache, domain=ParallelGroups(), mover=mover)
 
     def step(self) -> bool:
         """True when nothing is under way any more."""
@@ -87,7 +87,7 @@ class Rank:
 
     def prepared(self, rid: str, chat: int, num_pages: int) -> bool:
         self.step()
-        return self.cache.preparations.is_ready(rid, prompt(chat, num_pages))
+        return self.cache.prefetch_queue.is_done(rid, prompt(chat, num_pages))
 
     def cached_pages(self, chat: int, num_pages: int) -> int:
         return len(self.cache.match_prefix(prompt(chat, num_pages)).pages)
@@ -108,7 +108,7 @@ def opened(num_host_pages: int = 64, prefetch: str = "wait_complete") -> Iterato
         parallel=ParallelState.from_tp_rank(0, tp_size=1),
     )
     host = HostPool(SHAPE, num_host_pages, verify=True)
-    mover = ThreadPageMover(host=host, device=SimulatedDeviceMemory(SHAPE, 8), keys=keys, max_load_pages=3)
+    mover = ThreadPageMover(host=host, device=SimulatedDeviceMemory(SHAPE, 8), keys=keys, max_load_back_pages=3)
     rank = Rank(mover, num_host_pages, HiCachePolicy(prefetch=prefetch, prefetch_threshold_pages=1))
     try:
         yield rank
@@ -153,12 +153,12 @@ def test_pages_outlive_the_cache_in_storage(tmp_path: Path, eventually: Eventual
     with opened() as rank:
         rank.mover.attach(make(), deadline_s=10)
         rank.step()
-        rank.cache.preparations.expect("r", prompt(0, 8))
+        rank.cache.prefetch_queue.start("r", prompt(0, 8))
         eventually(lambda: rank.prepared("r", 0, 8))
         assert rank.cached_pages(0, 8) == 7
         stats = rank.cache.stats()
         assert (stats.pages_prefetched, stats.pages_loaded) == (7, 7)
-        rank.cache.preparations.book_admission("r", prompt_tokens=33, cached_tokens=7 * PAGE_SIZE)
+        rank.cache.prefetch_queue.record_admission("r", prompt_tokens=33, cached_tokens=7 * PAGE_SIZE)
         assert rank.cache.stats().storage_hit_tokens == 7 * PAGE_SIZE
 
 
@@ -189,7 +189,7 @@ def test_a_bad_store_is_a_miss(eventually: Eventually, answer: Callable[[], Page
     with opened() as rank:
         rank.mover.attach(BadStore(answer), deadline_s=10)
         rank.step()
-        rank.cache.preparations.expect("r", prompt(0, 6))
+        rank.cache.prefetch_queue.start("r", prompt(0, 6))
         eventually(lambda: rank.prepared("r", 0, 6))
         assert rank.cached_pages(0, 6) == 0
         assert rank.cache.stats().prefetches_revoked == 1
@@ -208,7 +208,7 @@ def test_a_store_that_stalls_delays_nothing_beyond_its_deadline(eventually: Even
     with opened() as rank:
         rank.mover.attach(Stalled(lambda: None), deadline_s=0.05)
         rank.step()
-        rank.cache.preparations.expect("r", prompt(0, 6))
+        rank.cache.prefetch_queue.start("r", prompt(0, 6))
         rank.compute(1, 2)
         eventually(lambda: rank.prepared("r", 0, 6))
         reads, _ = rank.mover.storage_stats()
@@ -227,22 +227,22 @@ def test_a_store_is_attached_and_detached_at_run_time(eventually: Eventually) ->
             rank.compute(0, 6)
             eventually(rank.step)
             assert rank.cache.num_pages_on(Tier.STORAGE) == 6
-            rank.cache.preparations.expect("r", prompt(1, 6))
+            rank.cache.prefetch_queue.start("r", prompt(1, 6))
             rank.mover.detach()
             eventually(rank.step)
             assert rank.cache.num_pages_on(Tier.STORAGE) == 0
             assert rank.cache.num_pages_on(Tier.HOST) == 6
-            rank.cache.preparations.forget("r")
+            rank.cache.prefetch_queue.cancel("r")
 
 
 @pytest.mark.parametrize(
     "instruction, answer",
     [
         (CopyToHost(1, (0,), (5,)), WriteDone(1, False)),
-        (CopyToDevice(1, (5,), (0,)), LoadDone(1, False)),
+        (CopyToDevice(1, (5,), (0,)), LoadBackDone(1, False)),
         (WriteToStorage(1, bytes([1]) * 32, (5,)), BackupDone(1, False)),
-        (QueryStorage(1, b"short"), StorageAnswered(1, 0)),
-        (ReadStorage(1, bytes(32), (5,)), ReadEnded(1)),
+        (QueryStorage(1, b"short"), QueryDone(1, 0)),
+        (ReadFromStorage(1, bytes(32), (5,)), ReadDone(1)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -267,7 +267,7 @@ def test_a_copy_that_raises_is_given_up_and_the_rank_lives_on(
 ) -> None:
     with opened() as rank:
         with monkeypatch.context() as broken:
-            broken.setattr(HostPool, "load_from", _raise_memory_error)
+            broken.setattr(HostPool, "copy_from_device", _raise_memory_error)
             rank.compute(0, 4)
             eventually(rank.step)
         assert rank.cache.stats().pages_not_written == 4
@@ -276,7 +276,7 @@ def test_a_copy_that_raises_is_given_up_and_the_rank_lives_on(
         assert rank.cache.num_pages_on(Tier.HOST) == 4
         rank.cache.evict(4)
         with monkeypatch.context() as broken:
-            broken.setattr(HostPool, "load_layers", _raise_memory_error)
+            broken.setattr(HostPool, "copy_to_device_by_layer", _raise_memory_error)
             eventually(lambda: rank.prepared("r", 0, 4))
         assert rank.cached_pages(0, 4) == 0
         eventually(lambda: rank.prepared("s", 0, 4))
@@ -313,12 +313,12 @@ def test_aborted_prefetches_do_not_stand_before_living_ones(eventually: Eventual
         rank.mover.attach(store, deadline_s=30)
         rank.step()
         for chat in range(12):
-            rank.cache.preparations.expect(f"aborted {chat}", prompt(chat, 6))
+            rank.cache.prefetch_queue.start(f"aborted {chat}", prompt(chat, 6))
         rank.step()
         assert store.is_asked.wait(30)
         for chat in range(12):
-            rank.cache.preparations.forget(f"aborted {chat}")
-        rank.cache.preparations.expect("living", prompt(99, 6))
+            rank.cache.prefetch_queue.cancel(f"aborted {chat}")
+        rank.cache.prefetch_queue.start("living", prompt(99, 6))
         rank.step()
         store.let_go.set()
         eventually(lambda: rank.prepared("living", 99, 6))
@@ -332,10 +332,10 @@ def test_best_effort_never_waits_for_storage() -> None:
         rank.mover.attach(store, deadline_s=30)
         rank.step()
         for chat in range(12):
-            rank.cache.preparations.expect(f"r{chat}", prompt(chat, 6))
+            rank.cache.prefetch_queue.start(f"r{chat}", prompt(chat, 6))
         rank.step()
         assert store.is_asked.wait(30)
-        assert all(rank.cache.preparations.is_ready(f"r{chat}", prompt(chat, 6)) for chat in reversed(range(12)))
+        assert all(rank.cache.prefetch_queue.is_done(f"r{chat}", prompt(chat, 6)) for chat in reversed(range(12)))
         store.let_go.set()
 
 

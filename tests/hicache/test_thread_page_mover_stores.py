@@ -23,11 +23,11 @@ from scheduler_components.hicache import (
 )
 from scheduler_components.page_operations import (
     BackupDone,
+    CancelPrefetch,
     IoEvent,
-    PagesLanded,
-    ReadEnded,
-    ReadStorage,
-    StopReading,
+    PagesRead,
+    ReadDone,
+    ReadFromStorage,
     WriteToStorage,
 )
 
@@ -66,7 +66,7 @@ class SelectiveStore(MemoryPageStore):
 
 
 @pytest.mark.parametrize(
-    "store, is_good",
+    "store, is_ok",
     [
         (SelectiveStore(set()), True),
         (SelectiveStore({0}), False),
@@ -76,7 +76,7 @@ class SelectiveStore(MemoryPageStore):
     ],
 )
 def test_a_backup_is_good_only_where_every_page_was_taken(
-    mover: ThreadPageMover, eventually: Eventually, store: MemoryPageStore, is_good: bool
+    mover: ThreadPageMover, eventually: Eventually, store: MemoryPageStore, is_ok: bool
 ) -> None:
     pages = mover.host.reserve(NUM_PAGES)
     for page in pages:
@@ -86,7 +86,7 @@ def test_a_backup_is_good_only_where_every_page_was_taken(
     mover.submit([WriteToStorage(1, DIGESTS, tuple(pages))])
     events: list[IoEvent] = []
     eventually(lambda: events.extend(mover.poll()) or events)
-    assert events == [BackupDone(1, is_good)]
+    assert events == [BackupDone(1, is_ok)]
 
 
 def test_pages_that_are_held_are_not_written_again_and_without_a_store_none_is(
@@ -126,12 +126,12 @@ def test_reading_stops_after_the_slice_in_which_it_was_told_to(mover: ThreadPage
     eventually(lambda: events.extend(mover.poll()) or events)
     mover.host.release(pages)
     pages = mover.host.reserve(NUM_PAGES)
-    mover.submit([ReadStorage(2, DIGESTS, tuple(pages))])
+    mover.submit([ReadFromStorage(2, DIGESTS, tuple(pages))])
     assert is_reading.wait(60)
-    mover.submit([StopReading(2)])
+    mover.submit([CancelPrefetch(2)])
     may_answer.set()
     del events[:]
-    eventually(lambda: events.extend(mover.poll()) or ReadEnded(2) in events)
+    eventually(lambda: events.extend(mover.poll()) or ReadDone(2) in events)
     [landed, _] = events
-    assert isinstance(landed, PagesLanded)
+    assert isinstance(landed, PagesRead)
     assert 0 < landed.num_pages < NUM_PAGES

@@ -18,7 +18,7 @@ from scheduler_components.hicache import (
     StorageStallError,
     open_deadline_page_store,
 )
-from scheduler_components.hicache.storage import unseal_page
+from scheduler_components.hicache.storage import unframe_page
 
 PAGE_BYTES = 8
 PAGES = {key: key.encode() * PAGE_BYTES for key in "ab"}
@@ -64,7 +64,7 @@ def test_a_stalled_write_is_a_miss_at_once_and_lands_late_with_what_was_meant() 
         deadline.close()
     gated.gate.set()
     deadline.join()
-    assert unseal_page("a", gated.pages.batch_get(["a"])[0] or b"") == PAGES["a"]
+    assert unframe_page("a", gated.pages.batch_get(["a"])[0] or b"") == PAGES["a"]
 
 
 def test_a_store_is_closed_once_and_says_so_at_once_to_who_asks_later() -> None:

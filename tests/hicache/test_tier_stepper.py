@@ -10,24 +10,24 @@ import pytest
 from scheduler_components.hicache import (
     AgreedValues,
     HiCachePolicy,
+    HiCacheStepper,
     HiRadixCache,
+    ParallelGroups,
     Proposal,
-    SyncDomain,
     Tier,
     TierDivergenceError,
-    TierStepper,
 )
 from scheduler_components.page_operations import (
     BackupDone,
+    CancelPrefetch,
     CopyToDevice,
     CopyToHost,
     Instruction,
     IoEvent,
-    LoadDone,
+    LoadBackDone,
+    QueryDone,
     QueryStorage,
-    StopReading,
-    StorageAnswered,
-    StorageUnused,
+    ReleaseStorage,
     WriteDone,
     WriteToStorage,
 )
@@ -36,7 +36,7 @@ from scheduler_components.reference.device import SimulatedHostPages
 PROMPT = list(range(4))
 
 
-class HeardDomain(SyncDomain):
+class HeardDomain(ParallelGroups):
     """One rank's domain, which notes what it is asked. What it answers is true unless ``is_alike`` says otherwise."""
 
     def __init__(self) -> None:
@@ -44,9 +44,9 @@ class HeardDomain(SyncDomain):
         self.asked: list[tuple[str, int]] = []
         self.is_alike = True
 
-    def agree(self, proposal: Proposal) -> AgreedValues:
+    def reduce(self, proposal: Proposal) -> AgreedValues:
         self.asked.append((proposal.operation, proposal.step))
-        agreed = super().agree(proposal)
+        agreed = super().reduce(proposal)
         return agreed if self.is_alike else AgreedValues(agreed.numbers, agreed.flags | {"state": False})
 
 
@@ -55,7 +55,7 @@ class ToldMover:
 
     def __init__(self) -> None:
         self.has_storage = True
-        self.load_room_pages = 8
+        self.load_back_budget_pages = 8
         self.events: list[IoEvent] = []
         self.submitted: list[Instruction] = []
 
@@ -79,7 +79,7 @@ class Rank:
         host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
         self.cache = HiRadixCache(page_size=2, capacity_tokens=8, host=host, num_host_pages=8, policy=policy)
         self.mover, self.domain, self.now_s = ToldMover(), HeardDomain(), 0.0
-        self.stepper = TierStepper(
+        self.stepper = HiCacheStepper(
             cache=self.cache, domain=self.domain, mover=self.mover, settings={"model": "m"}, clock=lambda: self.now_s
         )
 
@@ -103,16 +103,16 @@ def test_a_page_goes_down_and_up_again_a_step_at_a_time() -> None:
     assert it.step(BackupDone(write.op, True)) == []
     assert [it.cache.num_pages_on(tier) for tier in Tier] == [2, 2, 2]
     it.cache.evict(2)
-    it.mover.load_room_pages = 0
+    it.mover.load_back_budget_pages = 0
     it.step()
-    assert it.cache.preparations.is_ready("r", PROMPT), "no room, and no load that will give some back"
-    it.mover.load_room_pages = 8
+    assert it.cache.prefetch_queue.is_done("r", PROMPT), "no room, and no load that will give some back"
+    it.mover.load_back_budget_pages = 8
     it.step()
-    assert not it.cache.preparations.is_ready("s", PROMPT)
+    assert not it.cache.prefetch_queue.is_done("s", PROMPT)
     [load] = it.step()
     assert isinstance(load, CopyToDevice)
-    assert it.step(LoadDone(load.op, True)) == []
-    assert it.cache.preparations.is_ready("s", PROMPT)
+    assert it.step(LoadBackDone(load.op, True)) == []
+    assert it.cache.prefetch_queue.is_done("s", PROMPT)
     assert [it.cache.num_pages_on(tier) for tier in Tier] == [2, 2, 2]
     assert it.stepper.num_steps == 7
     assert [step for _, step in it.domain.asked] == list(range(8))
@@ -124,13 +124,13 @@ def test_storage_is_let_go_when_nothing_uses_it_any_more() -> None:
     it = Rank(HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1))
     it.compute()
     [copy] = it.step()
-    it.cache.preparations.expect("r", [9, 9])
+    it.cache.prefetch_queue.start("r", [9, 9])
     query, write = it.step(WriteDone(copy.op, True))
     assert (type(query), type(write)) == (QueryStorage, WriteToStorage)
     it.mover.has_storage = False
-    assert it.step() == [StopReading(query.op)]
+    assert it.step() == [CancelPrefetch(query.op)]
     assert it.step(BackupDone(write.op, True)) == [], "a question is under way"
-    assert it.step(StorageAnswered(query.op, 0)) == [StorageUnused()]
+    assert it.step(QueryDone(query.op, 0)) == [ReleaseStorage()]
     it.mover.has_storage = True
     assert it.step() == []
 
@@ -138,15 +138,15 @@ def test_storage_is_let_go_when_nothing_uses_it_any_more() -> None:
 def test_the_time_of_a_prefetch_is_this_ranks_clock() -> None:
     it = Rank(HiCachePolicy(prefetch="timeout", prefetch_timeout_s=1.0, prefetch_threshold_pages=1))
     it.step()
-    it.cache.preparations.expect("r", PROMPT)
+    it.cache.prefetch_queue.start("r", PROMPT)
     it.step()
-    assert not it.cache.preparations.is_ready("r", PROMPT)
+    assert not it.cache.prefetch_queue.is_done("r", PROMPT)
     it.now_s = 0.9
     it.step()
-    assert not it.cache.preparations.is_ready("r", PROMPT)
+    assert not it.cache.prefetch_queue.is_done("r", PROMPT)
     it.now_s = 1.1
     it.step()
-    assert it.cache.preparations.is_ready("r", PROMPT)
+    assert it.cache.prefetch_queue.is_done("r", PROMPT)
 
 
 def test_ranks_that_hold_different_pages_part_in_the_step_that_finds_it() -> None:

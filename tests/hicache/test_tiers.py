@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_components import CacheIntegrityError
-from scheduler_components.cache import PLAIN_NAMESPACE, RadixNode, pack_tokens
+from scheduler_components.cache import DEFAULT_NAMESPACE, RadixNode, pack_tokens
 from scheduler_components.events import Tier
-from scheduler_components.hicache import NO_PAGE_HOOK
+from scheduler_components.hicache import NullPageHook
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.reference.device import SimulatedHostPages
 
@@ -20,12 +20,12 @@ from scheduler_components.reference.device import SimulatedHostPages
 def tiers() -> TierTree:
     """Eight device pages of one token, eight host pages."""
     host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
-    return TierTree(page_size=1, capacity_tokens=8, host=host, num_host_pages=8, record=True, page_hook=NO_PAGE_HOOK)
+    return TierTree(page_size=1, capacity_tokens=8, host=host, num_host_pages=8, record=True, page_hook=NullPageHook())
 
 
 def compute(tiers: TierTree, tokens: list[int]) -> RadixNode:
-    path = tiers.path_to(pack_tokens(tokens), b"")
-    cached = tiers.device.match_of(path[: tiers.num_on_device(path)]).pages
+    path = tiers.match_path(pack_tokens(tokens), b"")
+    cached = tiers.device.match_from_path(path[: tiers.num_on_device(path)]).pages
     return tiers.device.insert(tokens, [*cached, *tiers.device.allocate(len(tokens) - len(cached))]).node
 
 
@@ -90,12 +90,12 @@ def test_a_full_host_evicts_its_oldest_leaf_and_no_more_than_is_needed(tiers: Ti
     old, young = compute(tiers, [1, 2, 3, 4]), compute(tiers, [5, 6, 7, 8])
     for node in (old, young):
         copy_to_host(tiers, node)
-    assert not tiers.make_host_room(1), "all that the host has is on the device too"
+    assert not tiers.evict_host(1), "all that the host has is on the device too"
     tiers.device.evict(8)
-    assert tiers.make_host_room(1)
+    assert tiers.evict_host(1)
     tiers.check()
     assert (tiers.host.num_pages_free, old.parent) == (1, None)
-    assert [node.num_pages for node in tiers.path_to(pack_tokens([1, 2, 3, 4]), b"")] == [3]
+    assert [node.num_pages for node in tiers.match_path(pack_tokens([1, 2, 3, 4]), b"")] == [3]
     assert tiers.membership.tiers_of(young) == (Tier.HOST,)
 
 
@@ -103,8 +103,8 @@ def test_all_that_can_be_evicted_makes_room(tiers: TierTree) -> None:
     for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
         copy_to_host(tiers, compute(tiers, tokens))
     tiers.device.evict(8)
-    assert not tiers.make_host_room(9)
-    assert tiers.make_host_room(8)
+    assert not tiers.evict_host(9)
+    assert tiers.evict_host(8)
     tiers.check()
 
 
@@ -122,18 +122,18 @@ def test_what_is_computed_again_is_on_both_tiers_and_is_not_evicted_from_the_hos
 def test_host_pages_that_an_operation_holds_are_not_evicted(tiers: TierTree) -> None:
     node = compute(tiers, [1, 2])
     copy_to_host(tiers, node)
-    tiers.host.lock(tiers.tree.path_of(node))
+    tiers.host.lock(tiers.tree.path_to_root(node))
     tiers.device.evict(2)
-    assert not tiers.make_host_room(7)
-    tiers.host.unlock(tiers.tree.path_of(node))
+    assert not tiers.evict_host(7)
+    tiers.host.unlock(tiers.tree.path_to_root(node))
     tiers.check()
-    assert tiers.make_host_room(7)
+    assert tiers.evict_host(7)
 
 
 def orphan_on_host(tiers: TierTree) -> None:
     parent = compute(tiers, [1, 2])
-    tiers.append_on_host(parent, pack_tokens([3]), array("I", reserved(tiers)), PLAIN_NAMESPACE)
-    tiers.touch(tiers.tree.path_of(parent)[::-1])
+    tiers.insert_on_host(parent, pack_tokens([3]), array("I", reserved(tiers)), DEFAULT_NAMESPACE)
+    tiers.touch(tiers.tree.path_to_root(parent)[::-1])
 
 
 def reserved(tiers: TierTree) -> list[int]:
@@ -170,7 +170,7 @@ def leave_no_tier(tiers: TierTree) -> None:
     copy_to_host(tiers, node)
     tiers.device.evict(4)
     tiers.host.order.discard(node)
-    tiers.host.pages.release(tiers.membership.take_from_host(node))
+    tiers.host.pages.release(tiers.membership.remove_from_host(node))
 
 
 DAMAGES: dict[str, tuple[Callable[[TierTree], object], str]] = {

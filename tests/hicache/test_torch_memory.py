@@ -47,13 +47,13 @@ def are_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 def to_host(host: HostPool, device: DeviceMemory, pages: list[int]) -> list[int]:
     host_pages = host.reserve(len(pages))
-    assert host.load_from(device, pages, host_pages).is_done()
+    assert host.copy_from_device(device, pages, host_pages).is_done()
     host.commit(host_pages)
     return host_pages
 
 
 def to_device(host: HostPool, host_pages: list[int], device: DeviceMemory, pages: list[int]) -> None:
-    assert host.load_back(host_pages, device, pages).is_done()
+    assert host.copy_to_device(host_pages, device, pages).is_done()
 
 
 @settings(deadline=None, max_examples=40)
@@ -130,10 +130,10 @@ def test_layers_arrive_one_after_the_other() -> None:
     source, target = filled(), filled(seed=8)
     host = HostPool(source.shape, 2)
     pages = to_host(host, source, [3])
-    ends = host.load_layers(pages, target, [6])
+    ends = host.copy_to_device_by_layer(pages, target, [6])
     for layer in range(3):
         assert not torch.equal(target.keys[layer][6], source.keys[layer][3])
-        next(ends).hold_forward()
+        next(ends).wait_on_stream()
         assert torch.equal(target.keys[layer][6], source.keys[layer][3])
         assert torch.equal(target.values[layer][6], source.values[layer][3])
     assert list(ends) == []

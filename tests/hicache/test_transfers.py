@@ -9,27 +9,27 @@ from typing import TypeVar
 import pytest
 
 from scheduler_components import CacheIntegrityError
-from scheduler_components.cache import DIGEST_BYTES, PLAIN_NAMESPACE, pack_tokens, page_digests
+from scheduler_components.cache import DEFAULT_NAMESPACE, DIGEST_BYTES, pack_tokens, page_digests
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Tier
-from scheduler_components.hicache.controller import HiCacheController, PrefetchLanes
+from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
 from scheduler_components.page_operations import (
     BackupDone,
+    CancelPrefetch,
     CopyToDevice,
     CopyToHost,
     Instruction,
-    LoadDone,
-    PagesLanded,
+    LoadBackDone,
+    PagesRead,
+    QueryDone,
     QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StopReading,
-    StorageAnswered,
+    ReadDone,
+    ReadFromStorage,
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import NO_PAGE_HOOK
+from scheduler_components.ports import NullPageHook
 from scheduler_components.reference.device import SimulatedHostPages
 
 PAGE_SIZE = 2
@@ -50,7 +50,7 @@ class Rank:
             num_host_pages=num_host_pages,
             policy=policy,
         )
-        self.has_storage, self.load_room_pages = True, 100
+        self.has_storage, self.load_back_budget_pages = True, 100
         self._instructions: list[Instruction] = []
         self._step = 0
         self.step()
@@ -60,34 +60,37 @@ class Rank:
         self._step += 1
         cache = self.cache
         proposal = cache.proposal(
-            self._step, has_storage=self.has_storage, load_room_pages=self.load_room_pages, now_s=float(self._step)
+            self._step,
+            has_storage=self.has_storage,
+            load_back_budget_pages=self.load_back_budget_pages,
+            now_s=float(self._step),
         )
-        cache.settle(self._step, proposal.open(proposal.pack(0)))
+        cache.apply(self._step, proposal.unpack(proposal.pack(0)))
         cache.check_integrity()
 
     def take(self, kind: type[AnInstruction]) -> list[AnInstruction]:
         """The instructions of one kind that have not been taken yet."""
-        self._instructions += self.cache.take_instructions()
+        self._instructions += self.cache.pop_instructions()
         taken = [instruction for instruction in self._instructions if isinstance(instruction, kind)]
         self._instructions = [instruction for instruction in self._instructions if not isinstance(instruction, kind)]
         return taken
 
-    def end_writes(self, *, is_good: bool = True) -> None:
+    def end_writes(self, *, is_ok: bool = True) -> None:
         for copy in self.take(CopyToHost):
-            self.cache.handle(WriteDone(copy.op, is_good))
+            self.cache.handle(WriteDone(copy.op, is_ok))
 
-    def end_loads(self, *, is_good: bool = True) -> int:
+    def end_loads(self, *, is_ok: bool = True) -> int:
         """Return how many pages were to be loaded."""
         loads = self.take(CopyToDevice)
         for copy in loads:
-            self.cache.handle(LoadDone(copy.op, is_good))
+            self.cache.handle(LoadBackDone(copy.op, is_ok))
         return sum(len(copy.device_pages) for copy in loads)
 
-    def end_backups(self, *, is_good: bool = True) -> int:
+    def end_backups(self, *, is_ok: bool = True) -> int:
         """Return how many pages were to be stored."""
         writes = self.take(WriteToStorage)
         for write in writes:
-            self.cache.handle(BackupDone(write.op, is_good))
+            self.cache.handle(BackupDone(write.op, is_ok))
         return sum(len(write.host_pages) for write in writes)
 
     def compute(self, chat: int, num_pages: int) -> None:
@@ -105,19 +108,19 @@ class Rank:
         self.step()
         assert self.cache.evict(num_pages) == num_pages
 
-    def read(self, rid: str, chat: int, num_pages: int, *, num_hit: int) -> ReadStorage:
+    def read(self, rid: str, chat: int, num_pages: int, *, num_hit: int) -> ReadFromStorage:
         """Bring a prefetch to where it reads."""
-        self.cache.preparations.expect(rid, prompt(chat, num_pages))
+        self.cache.prefetch_queue.start(rid, prompt(chat, num_pages))
         [query] = self.take(QueryStorage)
-        self.cache.handle(StorageAnswered(query.op, num_hit))
+        self.cache.handle(QueryDone(query.op, num_hit))
         self.step()
         self.step()
-        [read] = self.take(ReadStorage)
+        [read] = self.take(ReadFromStorage)
         return read
 
-    def end_read(self, read: ReadStorage, num_landed: int) -> None:
-        self.cache.handle(PagesLanded(read.op, num_landed))
-        self.cache.handle(ReadEnded(read.op))
+    def end_read(self, read: ReadFromStorage, num_read: int) -> None:
+        self.cache.handle(PagesRead(read.op, num_read))
+        self.cache.handle(ReadDone(read.op))
 
     def pages_on(self) -> tuple[int, int, int]:
         device, host, storage = (self.cache.num_pages_on(tier) for tier in Tier)
@@ -144,12 +147,12 @@ def test_a_backup_that_ends_in_the_step_in_which_storage_goes_does_not_count() -
 def test_what_has_landed_when_storage_goes_is_kept_and_not_believed_to_be_stored() -> None:
     it = Rank()
     read = it.read("r", 0, 4, num_hit=4)
-    it.cache.handle(PagesLanded(read.op, 4))
+    it.cache.handle(PagesRead(read.op, 4))
     it.step()
     it.has_storage = False
     it.step()
     assert it.pages_on() == (0, 4, 0)
-    it.cache.handle(ReadEnded(read.op))
+    it.cache.handle(ReadDone(read.op))
     it.step()
     assert it.cache.num_operations == 0
 
@@ -173,11 +176,11 @@ def test_what_storage_forgot_is_written_again() -> None:
     it.end_writes()
     it.step()
     with pytest.raises(CacheIntegrityError, match="step on, then forget"):
-        it.cache.forget_storage()
+        it.cache.clear_storage_index()
     assert it.end_backups() == 4
     it.step()
     assert it.pages_on() == (4, 4, 4)
-    it.cache.forget_storage()
+    it.cache.clear_storage_index()
     it.cache.check_integrity()
     assert it.pages_on() == (4, 4, 0)
     it.compute(0, 4)
@@ -194,17 +197,17 @@ class Waiter:
 
     def __init__(self, policy: HiCachePolicy) -> None:
         self.rank = Rank(policy)
-        self.rank.cache.preparations.expect("r", prompt(0, 4))
+        self.rank.cache.prefetch_queue.start("r", prompt(0, 4))
 
     def answer(self, num_hit: int) -> None:
         [query] = self.rank.take(QueryStorage)
-        self.rank.cache.handle(StorageAnswered(query.op, num_hit))
+        self.rank.cache.handle(QueryDone(query.op, num_hit))
         self.rank.step()
 
     def steps_until_asked(self, at_most: int, *, is_next: bool = False) -> int | None:
         """Steps that it waits until storage is asked again; None when it is not."""
         for num_steps in range(1, at_most + 1):
-            self.rank.cache.preparations.is_ready("r", prompt(0, 4), is_next=is_next)
+            self.rank.cache.prefetch_queue.is_done("r", prompt(0, 4), is_next=is_next)
             self.rank.step()
             if self.rank.cache.num_operations:
                 return num_steps
@@ -233,7 +236,7 @@ def test_what_a_retry_finds_is_used() -> None:
     it.steps_until_asked(3)
     it.answer(4)
     it.rank.step()
-    [read] = it.rank.take(ReadStorage)
+    [read] = it.rank.take(ReadFromStorage)
     it.rank.end_read(read, 4)
     it.rank.step()
     assert it.rank.pages_on() == (0, 4, 4)
@@ -246,15 +249,15 @@ def test_a_retry_is_waited_for_as_the_policy_says() -> None:
     it = Waiter(HiCachePolicy(prefetch="wait_complete", prefetch_retry_steps=1))
     it.answer(0)
     assert it.steps_until_asked(1) == 1
-    assert not it.rank.cache.preparations.is_ready("r", prompt(0, 4))
+    assert not it.rank.cache.prefetch_queue.is_done("r", prompt(0, 4))
     it.answer(0)
-    assert it.rank.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.rank.cache.prefetch_queue.is_done("r", prompt(0, 4))
 
 
 def test_a_request_that_was_not_expected_asks_storage_never() -> None:
     it = Rank(RETRYING)
     for _ in range(9):
-        assert it.cache.preparations.is_ready("unknown", prompt(0, 4), is_next=False)
+        assert it.cache.prefetch_queue.is_done("unknown", prompt(0, 4), is_next=False)
         it.step()
     assert it.cache.stats().prefetches == 0
 
@@ -264,7 +267,7 @@ def test_a_request_that_is_next_asks_no_more() -> None:
     it.answer(0)
     assert it.steps_until_asked(2) is None
     assert it.steps_until_asked(9, is_next=True) is None
-    assert it.rank.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.rank.cache.prefetch_queue.is_done("r", prompt(0, 4))
 
 
 @pytest.mark.parametrize("policy", [{"prefetch_retry_steps": 0}, {"prefetch_max_retries": 0}])
@@ -280,7 +283,7 @@ def test_after_a_miss_nothing_is_asked_for_what_has_come_nearer_meanwhile() -> N
     it.rank.cache_on_host(0, 4)
     it.rank.end_backups()
     it.rank.step()
-    it.rank.cache.preparations.is_ready("r", prompt(0, 4), is_next=False)
+    it.rank.cache.prefetch_queue.is_done("r", prompt(0, 4), is_next=False)
     it.rank.end_loads()
     it.rank.step()
     assert it.steps_until_asked(9) is None
@@ -292,13 +295,13 @@ def test_a_prefix_is_written_to_the_host_before_what_follows_is_read() -> None:
     it = Rank(HiCachePolicy(write="write_back", prefetch="wait_complete", prefetch_threshold_pages=1))
     it.compute(0, 2)
     assert it.take(CopyToHost) == []
-    it.cache.preparations.expect("r", prompt(0, 6))
+    it.cache.prefetch_queue.start("r", prompt(0, 6))
     it.end_writes()
     [query] = it.take(QueryStorage)
-    it.cache.handle(StorageAnswered(query.op, 4))
+    it.cache.handle(QueryDone(query.op, 4))
     it.step()
     it.step()
-    [read] = it.take(ReadStorage)
+    [read] = it.take(ReadFromStorage)
     it.end_read(read, 4)
     it.step()
     assert it.pages_on() == (2, 6, 0)
@@ -309,9 +312,9 @@ def test_what_follows_a_prefix_is_asked_for_by_the_whole_chain_of_digests() -> N
     it = Rank()
     it.cache_on_host(0, 3)
     for chat, num_pages, num_cached in ((0, 6, 3), (1, 4, 0)):
-        it.cache.preparations.expect(f"r{chat}", prompt(chat, num_pages))
+        it.cache.prefetch_queue.start(f"r{chat}", prompt(chat, num_pages))
         [query] = it.take(QueryStorage)
-        whole = page_digests(pack_tokens(prompt(chat, num_pages)), PAGE_SIZE, PLAIN_NAMESPACE.seed())
+        whole = page_digests(pack_tokens(prompt(chat, num_pages)), PAGE_SIZE, DEFAULT_NAMESPACE.seed())
         assert query.digests == whole[num_cached * DIGEST_BYTES :]
 
 
@@ -338,16 +341,16 @@ def test_pages_below_a_prefix_that_went_away_are_given_back() -> None:
     """The prefix was on the device alone: nothing keeps it there while a request waits."""
     it = Rank()
     it.compute(0, 4)
-    it.end_writes(is_good=False)
+    it.end_writes(is_ok=False)
     it.step()
-    it.cache.preparations.expect("r", prompt(0, 7))
-    it.end_writes(is_good=False)
+    it.cache.prefetch_queue.start("r", prompt(0, 7))
+    it.end_writes(is_ok=False)
     it.step()
     [query] = it.take(QueryStorage)
-    it.cache.handle(StorageAnswered(query.op, 3))
+    it.cache.handle(QueryDone(query.op, 3))
     it.step()
     it.step()
-    [read] = it.take(ReadStorage)
+    [read] = it.take(ReadFromStorage)
     assert it.cache.evict(4) == 4
     it.end_read(read, 3)
     it.step()
@@ -376,12 +379,12 @@ def test_a_hit_as_long_as_the_threshold_is_read_and_where_the_host_lacks_the_roo
     policy = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=3)
     assert len(Rank(policy).read("r", 0, 4, num_hit=3).host_pages) == 3
     it = Rank(policy, num_host_pages=5)
-    it.cache.preparations.expect("r", prompt(0, 4))
+    it.cache.prefetch_queue.start("r", prompt(0, 4))
     [query] = it.take(QueryStorage)
-    it.cache.handle(StorageAnswered(query.op, 3))
+    it.cache.handle(QueryDone(query.op, 3))
     it.step()
     it.step()
-    assert it.take(ReadStorage) == []
+    assert it.take(ReadFromStorage) == []
     assert it.cache.num_operations == 0
     assert it.host.pool.num_free == 5
 
@@ -389,9 +392,9 @@ def test_a_hit_as_long_as_the_threshold_is_read_and_where_the_host_lacks_the_roo
 def test_a_request_that_is_forgotten_reads_no_further() -> None:
     it = Rank()
     read = it.read("r", 0, 4, num_hit=4)
-    it.cache.preparations.forget("r")
+    it.cache.prefetch_queue.cancel("r")
     it.step()
-    assert it.take(StopReading) == [StopReading(read.op)]
+    assert it.take(CancelPrefetch) == [CancelPrefetch(read.op)]
 
 
 def test_nothing_is_cleared_while_a_prefetch_is_under_way() -> None:
@@ -409,13 +412,13 @@ def test_nothing_is_cleared_while_a_prefetch_is_under_way() -> None:
 def test_host_pages_of_a_prefetch_that_was_given_up_are_free_once_nobody_writes_to_them() -> None:
     it = Rank(num_host_pages=8)
     read = it.read("r", 0, 4, num_hit=4)
-    it.cache.handle(PagesLanded(read.op, 1))
+    it.cache.handle(PagesRead(read.op, 1))
     it.step()
-    it.cache.preparations.forget("r")
+    it.cache.prefetch_queue.cancel("r")
     it.step()
     assert (it.pages_on()[1], it.host.pool.num_free) == (1, 4), "three may still be written to"
-    assert [stop.op for stop in it.take(StopReading)] == [read.op]
-    it.cache.handle(ReadEnded(read.op))
+    assert [stop.op for stop in it.take(CancelPrefetch)] == [read.op]
+    it.cache.handle(ReadDone(read.op))
     it.step()
     assert it.host.pool.num_free == 7
     it.compute(1, 8)
@@ -470,10 +473,10 @@ def test_loads_of_one_step_share_the_agreed_room() -> None:
     it = Rank()
     for chat in range(2):
         it.cache_on_host(chat, 3)
-    it.load_room_pages = 4
+    it.load_back_budget_pages = 4
     it.step()
     for chat in range(2):
-        assert not it.cache.preparations.is_ready(f"r{chat}", prompt(chat, 3))
+        assert not it.cache.prefetch_queue.is_done(f"r{chat}", prompt(chat, 3))
     assert [len(copy.device_pages) for copy in it.take(CopyToDevice)] == [3, 1]
 
 
@@ -481,16 +484,16 @@ def test_a_request_waits_for_room_only_where_a_load_under_way_gives_it_back() ->
     it = Rank()
     for chat in range(3):
         it.cache_on_host(chat, 3)
-    it.load_room_pages = 0
+    it.load_back_budget_pages = 0
     it.step()
-    assert it.cache.preparations.is_ready("nobody loads", prompt(0, 3))
-    it.load_room_pages = 3
+    assert it.cache.prefetch_queue.is_done("nobody loads", prompt(0, 3))
+    it.load_back_budget_pages = 3
     it.step()
-    assert not it.cache.preparations.is_ready("loads", prompt(1, 3))
-    assert not it.cache.preparations.is_ready("waits", prompt(2, 3))
+    assert not it.cache.prefetch_queue.is_done("loads", prompt(1, 3))
+    assert not it.cache.prefetch_queue.is_done("waits", prompt(2, 3))
     it.end_loads()
     it.step()
-    assert not it.cache.preparations.is_ready("waits", prompt(2, 3))
+    assert not it.cache.prefetch_queue.is_done("waits", prompt(2, 3))
     assert [len(copy.device_pages) for copy in it.take(CopyToDevice)] == [3]
 
 
@@ -498,53 +501,53 @@ def test_a_request_loads_no_more_pages_than_its_prompt_has() -> None:
     """Else two requests that evict each other's pages would load for ever."""
     it = Rank()
     it.cache_on_host(0, 4)
-    it.load_room_pages = 3
+    it.load_back_budget_pages = 3
     it.step()
-    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     assert it.end_loads() == 3
     it.step()
     assert it.cache.evict(3) == 3
-    it.load_room_pages = 100
+    it.load_back_budget_pages = 100
     it.step()
-    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     assert it.end_loads() == 1
     it.step()
     assert it.cache.evict(1) == 1
-    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
 
 
 def test_a_request_waits_until_its_load_has_settled() -> None:
     it = Rank()
     it.cache_on_host(0, 4)
     for _ in range(3):
-        assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+        assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
         it.step()
     assert it.end_loads() == 4
     it.step()
-    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
 
 
 def test_a_request_whose_load_failed_computes() -> None:
     it = Rank()
     it.cache_on_host(0, 4)
-    it.load_room_pages = 2
+    it.load_back_budget_pages = 2
     it.step()
-    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
-    assert it.end_loads(is_good=False) == 2
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
+    assert it.end_loads(is_ok=False) == 2
     it.step()
-    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     assert it.take(CopyToDevice) == []
 
 
 def test_what_a_load_hangs_below_stays_on_the_device_until_it_has_come() -> None:
     it = Rank(num_device_pages=4)
     it.cache_on_host(0, 4)
-    it.load_room_pages = 2
+    it.load_back_budget_pages = 2
     it.step()
-    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     it.end_loads()
     it.step()
-    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     assert it.cache.evict(2) == 0
     it.end_loads()
     it.step()
@@ -558,15 +561,15 @@ def test_a_load_that_finds_no_device_page_holds_nothing() -> None:
     it.end_backups()
     it.step()
     held = it.cache.allocate(2)
-    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     assert it.take(CopyToDevice) == []
     it.cache.free(held)
     for chat in (1, 2):  # of eight host pages each takes four: those that were to be loaded may go
         it.cache_on_host(chat, 4)
         it.end_backups()
         it.step()
-    assert not it.cache.preparations.is_ready("other", prompt(2, 4))
-    assert it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert not it.cache.prefetch_queue.is_done("other", prompt(2, 4))
+    assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
 
 
 # --- which writes go together ---
@@ -576,7 +579,7 @@ def cache_two_nodes_unwritten(it: Rank, chat: int) -> None:
     """A prompt and its continuation on the device, each a node of its own, after writes that failed."""
     for num_pages in (2, 4):
         it.compute(chat, num_pages)
-        it.end_writes(is_good=False)
+        it.end_writes(is_ok=False)
         it.step()
         it.step()  # one write that failed settles per step
 
@@ -658,9 +661,9 @@ def test_the_ledger_of_host_pages_is_checked() -> None:
         host=host,
         num_host_pages=4,
         record=False,
-        page_hook=NO_PAGE_HOOK,
+        page_hook=NullPageHook(),
     )
-    controller = HiCacheController(host=host, prefetches=PrefetchLanes(policy=policy, host=host))
+    controller = HiCacheController(host=host, prefetches=ActivePrefetches(policy=policy, host=host))
     transfers = TierTransfers.over(tiers, controller, policy)
     transfers.check()
     tiers.host.num_pages_used += 1
@@ -670,11 +673,11 @@ def test_the_ledger_of_host_pages_is_checked() -> None:
 
 def test_what_was_moved_adds_up() -> None:
     it = Rank(num_device_pages=32, num_host_pages=32)
-    for chat, is_good in enumerate((True, False, True, False, True)):
+    for chat, is_ok in enumerate((True, False, True, False, True)):
         it.compute(chat, 1 + chat)
-        it.end_writes(is_good=is_good)
+        it.end_writes(is_ok=is_ok)
         it.step()
-        it.end_backups(is_good=chat == 2)
+        it.end_backups(is_ok=chat == 2)
         it.step()
     stats = it.cache.stats()
     assert (stats.pages_written, stats.pages_not_written) == (1 + 3 + 5, 2 + 4)
@@ -689,8 +692,8 @@ def test_what_was_moved_adds_up() -> None:
         it.cache_on_host(chat, 2)
         it.end_backups()
         it.step()
-        assert not it.cache.preparations.is_ready(f"r{chat}", prompt(chat, 2))
-        assert it.end_loads(is_good=chat % 2 == 0) == 2
+        assert not it.cache.prefetch_queue.is_done(f"r{chat}", prompt(chat, 2))
+        assert it.end_loads(is_ok=chat % 2 == 0) == 2
         it.step()
         it.cache.evict(8)
     stats = it.cache.stats()
@@ -699,9 +702,9 @@ def test_what_was_moved_adds_up() -> None:
 
 def test_what_was_prefetched_adds_up() -> None:
     it = Rank(num_host_pages=32)
-    for chat, num_landed in enumerate((3, 2, 0)):
+    for chat, num_read in enumerate((3, 2, 0)):
         read = it.read(f"r{chat}", chat, 4, num_hit=3)
-        it.end_read(read, num_landed)
+        it.end_read(read, num_read)
         it.step()
     stats = it.cache.stats()
     assert (stats.pages_prefetched, stats.pages_revoked) == (3 + 2, 1 + 3)
@@ -716,12 +719,12 @@ def test_an_admission_counts_each_token_where_it_was_found() -> None:
     it.end_read(read, 2)
     it.step()
     it.end_backups()
-    assert not it.cache.preparations.is_ready("r", prompt(0, 7))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 7))
     assert it.end_loads() == 2
     it.step()
     for rid in ("r", "never expected"):
-        assert it.cache.preparations.is_ready(rid, prompt(0, 7))
-        it.cache.preparations.book_admission(rid, prompt_tokens=14, cached_tokens=10)
+        assert it.cache.prefetch_queue.is_done(rid, prompt(0, 7))
+        it.cache.prefetch_queue.record_admission(rid, prompt_tokens=14, cached_tokens=10)
     stats = it.cache.stats()
     assert (stats.prompt_tokens, stats.storage_hit_tokens, stats.host_hit_tokens) == (28, 4, 0)
     assert stats.device_hit_tokens == 6 + 10
@@ -730,15 +733,15 @@ def test_an_admission_counts_each_token_where_it_was_found() -> None:
 def test_what_a_prefetch_did_not_bring_is_no_hit_of_storage() -> None:
     it = Rank()
     it.cache_on_host(0, 2)
-    it.cache.preparations.expect("r", prompt(0, 4))
+    it.cache.prefetch_queue.start("r", prompt(0, 4))
     [query] = it.take(QueryStorage)
-    it.cache.handle(StorageAnswered(query.op, 0))
+    it.cache.handle(QueryDone(query.op, 0))
     it.step()
-    assert not it.cache.preparations.is_ready("r", prompt(0, 4))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     it.end_loads()
     it.step()
-    it.cache.preparations.book_admission("r", prompt_tokens=8, cached_tokens=4)
-    it.cache.preparations.book_admission("nobody asked for it", prompt_tokens=8, cached_tokens=4)
+    it.cache.prefetch_queue.record_admission("r", prompt_tokens=8, cached_tokens=4)
+    it.cache.prefetch_queue.record_admission("nobody asked for it", prompt_tokens=8, cached_tokens=4)
     stats = it.cache.stats()
     assert (stats.device_hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens) == (4, 4, 0)
 
@@ -746,12 +749,12 @@ def test_what_a_prefetch_did_not_bring_is_no_hit_of_storage() -> None:
 def test_an_admitted_request_is_forgotten() -> None:
     it = Rank()
     it.cache_on_host(0, 2)
-    assert not it.cache.preparations.is_ready("r", prompt(0, 2))
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 2))
     it.end_loads()
     it.step()
-    it.cache.preparations.book_admission("r", prompt_tokens=4, cached_tokens=4)
+    it.cache.prefetch_queue.record_admission("r", prompt_tokens=4, cached_tokens=4)
     assert it.cache.evict(2) == 2
-    assert not it.cache.preparations.is_ready("r", prompt(0, 2)), "retracted: its pages may be loaded once more"
+    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 2)), "retracted: its pages may be loaded once more"
 
 
 # --- what is worth a copy ---
@@ -764,8 +767,8 @@ def test_a_prefix_is_copied_once_enough_requests_have_found_it(num_hits: int) ->
     for hit in range(num_hits):
         assert it.take(CopyToHost) == []
         for _ in range(5):  # asked at every step, counted once
-            assert it.cache.preparations.is_ready(f"r{hit}", prompt(0, 2))
-        it.cache.preparations.book_admission(f"r{hit}", prompt_tokens=5, cached_tokens=4)
+            assert it.cache.prefetch_queue.is_done(f"r{hit}", prompt(0, 2))
+        it.cache.prefetch_queue.record_admission(f"r{hit}", prompt_tokens=5, cached_tokens=4)
     [copy] = it.take(CopyToHost)
     assert len(copy.device_pages) == 2, "the part that was found, and not what follows"
     it.cache.handle(WriteDone(copy.op, True))
@@ -779,15 +782,15 @@ def test_both_parts_of_a_run_that_was_split_have_been_found_as_often() -> None:
     it = Rank(HiCachePolicy(write="write_through_selective", write_threshold_hits=2))
     it.compute(0, 4)
     for rid, num_pages, copied in (("a", 4, []), ("b", 2, [2]), ("c", 4, [2])):
-        it.cache.preparations.is_ready(rid, prompt(0, num_pages))
+        it.cache.prefetch_queue.is_done(rid, prompt(0, num_pages))
         assert [len(copy.device_pages) for copy in it.take(CopyToHost)] == copied
 
 
 def test_what_was_found_often_enough_is_tried_again_when_its_copy_failed() -> None:
     it = Rank(HiCachePolicy(write="write_through_selective"))
     it.compute(0, 2)
-    it.cache.preparations.is_ready("r", prompt(0, 2))
-    it.end_writes(is_good=False)
+    it.cache.prefetch_queue.is_done("r", prompt(0, 2))
+    it.end_writes(is_ok=False)
     it.step()
     it.compute(0, 3)
     [copy] = it.take(CopyToHost)
@@ -813,7 +816,7 @@ def on_host_and_device(chat_on_host: int) -> Callable[[Rank], None]:
         it.step()
         it.cache_on_host(chat_on_host, 2)
         it.compute(1 - chat_on_host, 2)
-        it.end_writes(is_good=False)
+        it.end_writes(is_ok=False)
         it.step()
         assert it.pages_on() == (2, 2, 0)
 
@@ -838,7 +841,7 @@ def stored(chat_in_storage: int) -> Callable[[Rank], None]:
 
 
 DIFFERENCES: dict[str, tuple[Callable[[Rank], object], Callable[[Rank], object]]] = {
-    "operations under way": (lambda it: None, lambda it: it.cache.preparations.expect("r", prompt(9, 6))),
+    "operations under way": (lambda it: None, lambda it: it.cache.prefetch_queue.start("r", prompt(9, 6))),
     "host pages in flight": (read_four, read_five),
     "free device pages": (lambda it: None, lambda it: it.cache.allocate(1)),
     "pages of the device and of the host": (on_host_and_device(0), on_host_and_device(1)),

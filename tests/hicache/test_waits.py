@@ -21,18 +21,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.cache import DIGEST_BYTES
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, InProcessSync
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache, InProcessGroups
 from scheduler_components.page_operations import (
+    CancelPrefetch,
     CopyToDevice,
     Instruction,
     IoEvent,
-    LoadDone,
-    PagesLanded,
+    LoadBackDone,
+    PagesRead,
+    QueryDone,
     QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StopReading,
-    StorageAnswered,
+    ReadDone,
+    ReadFromStorage,
 )
 from scheduler_components.reference.device import SimulatedHostPages
 
@@ -49,19 +49,19 @@ class Reader:
     page_steps: int
     events: list[IoEvent] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
-    jobs: deque[QueryStorage | ReadStorage] = field(default_factory=deque)
+    jobs: deque[QueryStorage | ReadFromStorage] = field(default_factory=deque)
     spent_steps: int = 0
     num_worked_on: int = 0
 
     def submit(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case QueryStorage() | ReadStorage():
+                case QueryStorage() | ReadFromStorage():
                     self.jobs.append(instruction)
-                case StopReading():
+                case CancelPrefetch():
                     self.stopped.add(instruction.op)
                 case CopyToDevice():
-                    self.events.append(LoadDone(instruction.op, True))
+                    self.events.append(LoadBackDone(instruction.op, True))
 
     def poll(self) -> list[IoEvent]:
         """Let a step pass: what is stopped and not begun costs none."""
@@ -79,20 +79,20 @@ class Reader:
         if isinstance(job, QueryStorage):
             has_ended = self.spent_steps >= self.query_steps
         else:
-            num_landed, rest = divmod(self.spent_steps, self.page_steps)
+            num_read, rest = divmod(self.spent_steps, self.page_steps)
             if not rest:
-                self.events.append(PagesLanded(job.op, num_landed))
-            has_ended = num_landed == len(job.host_pages) or (not rest and job.op in self.stopped)
+                self.events.append(PagesRead(job.op, num_read))
+            has_ended = num_read == len(job.host_pages) or (not rest and job.op in self.stopped)
         if has_ended:
             self.spent_steps = 0
             self._end(self.jobs.popleft())
 
-    def _end(self, job: QueryStorage | ReadStorage) -> None:
-        if isinstance(job, ReadStorage):
-            self.events.append(ReadEnded(job.op))
+    def _end(self, job: QueryStorage | ReadFromStorage) -> None:
+        if isinstance(job, ReadFromStorage):
+            self.events.append(ReadDone(job.op))
         else:
             num_pages = 0 if job.op in self.stopped else len(job.digests) // DIGEST_BYTES
-            self.events.append(StorageAnswered(job.op, num_pages))
+            self.events.append(QueryDone(job.op, num_pages))
 
 
 class Ranks:
@@ -105,32 +105,32 @@ class Ranks:
             )
             for host in self.hosts
         ]
-        self._sync = InProcessSync({0: [(0, 1)], 1: [(0, 1)]})
+        self._sync = InProcessGroups({0: [(0, 1)], 1: [(0, 1)]})
         self.num_steps = 0
 
     def step(self) -> None:
         self.num_steps += 1
         proposals = {}
         for rank, (cache, reader) in enumerate(zip(self.caches, self.readers, strict=True)):
-            reader.submit(cache.take_instructions())
+            reader.submit(cache.pop_instructions())
             for event in reader.poll():
                 cache.handle(event)
             now_s = self.num_steps * self.clock_rates[rank]
-            proposals[rank] = cache.proposal(self.num_steps, has_storage=True, load_room_pages=100, now_s=now_s)
-        for rank, agreed in self._sync.agree(proposals).items():
-            self.caches[rank].settle(self.num_steps, agreed)
+            proposals[rank] = cache.proposal(self.num_steps, has_storage=True, load_back_budget_pages=100, now_s=now_s)
+        for rank, agreed in self._sync.reduce(proposals).items():
+            self.caches[rank].apply(self.num_steps, agreed)
             self.caches[rank].check_integrity()
 
     def expect(self, rid: int) -> None:
         for cache in self.caches:
-            cache.preparations.expect(str(rid), prompt(rid))
+            cache.prefetch_queue.start(str(rid), prompt(rid))
 
     def forget(self, rid: int) -> None:
         for cache in self.caches:
-            cache.preparations.forget(str(rid))
+            cache.prefetch_queue.cancel(str(rid))
 
     def is_ready(self, rid: int) -> bool:
-        [answer] = {cache.preparations.is_ready(str(rid), prompt(rid)) for cache in self.caches}
+        [answer] = {cache.prefetch_queue.is_done(str(rid), prompt(rid)) for cache in self.caches}
         return answer
 
     def steps_until_ready(self, rid: int, at_most: int) -> int:
@@ -197,8 +197,8 @@ def test_no_request_waits_longer_than_its_policy_says(
     living = len(are_aborted)
     ranks.expect(living)
     load_steps = 2
-    bound_s = BASE_S + PER_KI_TOKEN_S * NUM_PAGES * PAGE_SIZE / 1024
-    bound_steps = {"best_effort": 0, "timeout": math.floor(bound_s / max(clock_rates)) + 2}.get(prefetch, 300)
+    max_wait_s = BASE_S + PER_KI_TOKEN_S * NUM_PAGES * PAGE_SIZE / 1024
+    bound_steps = {"best_effort": 0, "timeout": math.floor(max_wait_s / max(clock_rates)) + 2}.get(prefetch, 300)
     waited = ranks.steps_until_ready(living, bound_steps + load_steps)
     if prefetch != "wait_complete":
         assert waited <= bound_steps + load_steps

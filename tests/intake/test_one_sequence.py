@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components.errors import LockstepError
-from scheduler_components.intake import ForwardMode, InputBounds, InputScreen, Intake, RecvSkipper, RelayedInput
-from scheduler_components.testing import ListInput, TextReader
+from scheduler_components.intake import (
+    ForwardMode,
+    InputBlocker,
+    InputLimits,
+    RecvSkipper,
+    RelayedInput,
+    RequestReceiver,
+)
+from scheduler_components.testing import ListInputSource, TextInputReader
 
 
 class Tape:
@@ -19,7 +26,7 @@ class Tape:
     def __init__(self) -> None:
         self.relayed: list[RelayedInput] = []
 
-    def bring(self, own: RelayedInput) -> RelayedInput:
+    def broadcast(self, own: RelayedInput) -> RelayedInput:
         self.relayed.append(own)
         return own
 
@@ -31,7 +38,7 @@ class Playback:
     def __init__(self, tape: Tape) -> None:
         self.to_come = iter(tape.relayed)
 
-    def bring(self, own: RelayedInput) -> RelayedInput:
+    def broadcast(self, own: RelayedInput) -> RelayedInput:
         return next(self.to_come)
 
     def close(self) -> None:
@@ -44,7 +51,7 @@ class OwnEars:
     def __init__(self, tape: Tape) -> None:
         self.to_come = iter(tape.relayed)
 
-    def bring(self, own: RelayedInput) -> RelayedInput:
+    def broadcast(self, own: RelayedInput) -> RelayedInput:
         told = next(self.to_come)
         return RelayedInput(told.step, told.state_digest, told.input_digest, own.frames)
 
@@ -56,14 +63,14 @@ class Rank:
     """A scheduler whose whole state is what it has admitted, and in which step."""
 
     def __init__(self, relay: Tape | Playback | OwnEars, interval: int, most: int) -> None:
-        self.source = ListInput()
-        self.intake = Intake(
+        self.source = ListInputSource()
+        self.intake = RequestReceiver(
             rank="a rank",
-            reader=TextReader(),
+            reader=TextInputReader(),
             source=self.source,
             relay=relay,
-            screen=InputScreen(bounds=InputBounds(max_recv_per_poll=most)),
-            skipper=RecvSkipper(recv_interval=interval),
+            blocker=InputBlocker(bounds=InputLimits(max_recv_per_poll=most)),
+            recv_skipper=RecvSkipper(recv_interval=interval),
         )
         self.admitted: list[tuple[int, str]] = []
         self.digest = 0
@@ -136,10 +143,10 @@ def test_a_rank_that_skips_other_steps_is_found() -> None:
 def test_an_idle_leading_rank_wakes_nobody_for_what_it_refuses() -> None:
     rank = Rank(Tape(), 1, 256)
     rank.source.frames += [b"noise", b"drain:", b"request:a"]
-    assert not rank.intake.collect()
+    assert not rank.intake.poll()
     assert (rank.intake.stats.messages_unreadable, rank.intake.stats.requests_refused) == (1, 1)
     rank.source.frames += [b"unblock:", b"request:b"]
-    assert rank.intake.collect()
+    assert rank.intake.poll()
     assert rank.intake.receive(1, 0, ForwardMode.IDLE) == ["request:b"]
 
 
@@ -147,7 +154,7 @@ def test_what_waits_is_bounded_by_the_source_and_not_by_memory() -> None:
     rank = Rank(Tape(), 1, 2)
     rank.source.frames += [b"request:%d" % number for number in range(7)]
     for _ in range(3):
-        assert rank.intake.collect()
+        assert rank.intake.poll()
     assert len(rank.source.frames) == 5
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.intake import InputBounds, InputScreen, InputState, RefusalReason
-from scheduler_components.testing import FakeClock, ListRefusals, TextReader
+from scheduler_components.intake import BlockerState, InputBlocker, InputLimits, RejectionReason
+from scheduler_components.testing import FakeClock, ListRefusalSink, TextInputReader
 
 
 class Ids:
@@ -27,18 +27,20 @@ class Bench:
     """A screen, and a scheduler that takes in at once what goes on."""
 
     def __init__(self, **bounds: float | None) -> None:
-        self.clock, self.refusals, self.ids = FakeClock(), ListRefusals(), Ids()
-        self.screen = InputScreen(bounds=InputBounds(**bounds), ids=self.ids, refusals=self.refusals, clock=self.clock)
+        self.clock, self.refusals, self.ids = FakeClock(), ListRefusalSink(), Ids()
+        self.blocker = InputBlocker(
+            bounds=InputLimits(**bounds), ids=self.ids, refusals=self.refusals, clock=self.clock
+        )
 
-    def pass_on(self, *texts: str, brought: bool = True) -> list[str]:
+    def handle(self, *texts: str, is_broadcast: bool = True) -> list[str]:
         frames = [
             letter.frame.decode()
             for text in texts
-            for letter in self.screen.pass_on(text.encode(), TextReader().read(text.encode()))
+            for letter in self.blocker.handle(text.encode(), TextInputReader().read(text.encode()))
         ]
-        if brought:
+        if is_broadcast:
             self.ids.taken |= {text.split(":")[1] for text in frames if text.startswith("request")}
-            self.screen.brought()
+            self.blocker.on_broadcast()
         return frames
 
     def reasons(self) -> list[tuple[str, str]]:
@@ -48,125 +50,129 @@ class Bench:
 def test_messages_go_on_in_the_order_in_which_they_came() -> None:
     texts = ["request:a", "command:flush", "request:b", "abort:a"]
     bench = Bench()
-    assert bench.pass_on(*texts) == texts
-    assert bench.screen.stats.requests_admitted == 2
+    assert bench.handle(*texts) == texts
+    assert bench.blocker.stats.requests_admitted == 2
     assert not bench.refusals.refused
 
 
 def test_blocked_input_holds_requests_and_nothing_else() -> None:
     bench = Bench()
-    assert bench.pass_on("block:", "block:", "request:a", "command:update", "request:b") == ["command:update"]
-    assert bench.screen.state is InputState.BLOCKED
-    assert bench.screen.stats.requests_held == 2
-    assert bench.pass_on("abort:a") == []
-    assert bench.pass_on("unblock:", "request:c", "unblock:") == ["request:b", "request:c"]
-    assert bench.reasons() == [("a", RefusalReason.ABORTED)]
-    assert bench.screen.stats.requests_held == 0
+    assert bench.handle("block:", "block:", "request:a", "command:update", "request:b") == ["command:update"]
+    assert bench.blocker.state is BlockerState.BLOCKED
+    assert bench.blocker.stats.requests_held == 2
+    assert bench.handle("abort:a") == []
+    assert bench.handle("unblock:", "request:c", "unblock:") == ["request:b", "request:c"]
+    assert bench.reasons() == [("a", RejectionReason.ABORTED)]
+    assert bench.blocker.stats.requests_held == 0
 
 
 def test_a_full_house_of_held_requests_is_answered() -> None:
     bench = Bench(max_held_requests=1)
-    assert bench.pass_on("block:", "request:a", "request:b") == []
-    assert bench.reasons() == [("b", RefusalReason.HELD_FULL)]
+    assert bench.handle("block:", "request:a", "request:b") == []
+    assert bench.reasons() == [("b", RejectionReason.HELD_FULL)]
 
 
 def test_draining_answers_new_requests_and_lets_in_who_came_before_it() -> None:
     bench = Bench()
-    assert bench.pass_on("block:", "request:a", "drain:") == ["request:a"]
-    assert bench.screen.state is InputState.DRAINING
-    assert bench.pass_on("request:b", "abort:a", "command:dump") == ["abort:a", "command:dump"]
-    assert bench.reasons() == [("b", RefusalReason.DRAINING)]
-    assert bench.pass_on("unblock:", "request:b") == ["request:b"]
+    assert bench.handle("block:", "request:a", "drain:") == ["request:a"]
+    assert bench.blocker.state is BlockerState.DRAINING
+    assert bench.handle("request:b", "abort:a", "command:dump") == ["abort:a", "command:dump"]
+    assert bench.reasons() == [("b", RejectionReason.DRAINING)]
+    assert bench.handle("unblock:", "request:b") == ["request:b"]
 
 
 def test_a_request_that_is_too_large_is_answered_with_its_size() -> None:
     bench = Bench(max_request_bytes=20)
-    assert bench.pass_on("request:a:123456789!", "request:b:1234567890!") == ["request:a:123456789!"]
+    assert bench.handle("request:a:123456789!", "request:b:1234567890!") == ["request:a:123456789!"]
     assert bench.refusals.refused[0].text == "rid='b': has 21 bytes, the limit is 20; shorten the prompt"
 
 
 def test_above_the_rate_requests_are_told_when_to_come_again() -> None:
     bench = Bench(max_requests_per_s=2.0, burst_requests=2)
-    assert bench.pass_on("request:a", "request:b", "request:c", "abort:a") == ["request:a", "request:b", "abort:a"]
+    assert bench.handle("request:a", "request:b", "request:c", "abort:a") == ["request:a", "request:b", "abort:a"]
     (refusal,) = bench.refusals.refused
-    assert (refusal.reason, refusal.retry_after_s) == (RefusalReason.TOO_MANY, 0.5)
+    assert (refusal.reason, refusal.retry_after_s) == (RejectionReason.TOO_MANY, 0.5)
     assert "more than 2 requests per second come; try again in 0.500 s" in refusal.text
     bench.clock.now_s += 0.5
-    assert bench.pass_on("request:c", "request:d") == ["request:c"]
+    assert bench.handle("request:c", "request:d") == ["request:c"]
     bench.clock.now_s -= 100  # a clock that goes back neither gives nor takes
-    assert bench.pass_on("request:d") == []
+    assert bench.handle("request:d") == []
     assert bench.refusals.refused[-1].retry_after_s == 0.5
     bench.clock.now_s += 1000  # and a long rest gives no more than the burst
-    assert len(bench.pass_on("request:e", "request:f", "request:g")) == 2
+    assert len(bench.handle("request:e", "request:f", "request:g")) == 2
 
 
 def test_a_refused_request_costs_no_rate() -> None:
     bench = Bench(max_requests_per_s=1.0, burst_requests=1, max_request_bytes=12)
-    assert bench.pass_on("request:b:0123456789", "request:a") == ["request:a"]
+    assert bench.handle("request:b:0123456789", "request:a") == ["request:a"]
 
 
 def test_a_copy_in_flight_is_dropped_and_another_request_of_its_id_is_answered() -> None:
     bench = Bench()
-    assert bench.pass_on("request:a:x", "request:a:x", "request:a:y", brought=False) == ["request:a:x"]
+    assert bench.handle("request:a:x", "request:a:x", "request:a:y", is_broadcast=False) == ["request:a:x"]
     bench.ids.taken.add("a")
-    bench.screen.brought()
-    assert bench.pass_on("request:a:x", "request:a:y") == []
-    assert bench.reasons() == [("a", RefusalReason.IN_USE)] * 2
-    assert bench.screen.stats.requests_repeated == 2
-    bench.pass_on("block:", "request:h:x", "request:h:x", "request:h:y")
-    assert bench.screen.stats.requests_repeated == 3
-    assert bench.reasons()[2:] == [("h", RefusalReason.IN_USE)]
+    bench.blocker.on_broadcast()
+    assert bench.handle("request:a:x", "request:a:y") == []
+    assert bench.reasons() == [("a", RejectionReason.IN_USE)] * 2
+    assert bench.blocker.stats.requests_repeated == 2
+    bench.handle("block:", "request:h:x", "request:h:x", "request:h:y")
+    assert bench.blocker.stats.requests_repeated == 3
+    assert bench.reasons()[2:] == [("h", RejectionReason.IN_USE)]
 
 
 def test_a_copy_of_what_has_ended_is_answered_and_its_id_may_be_used_again() -> None:
     bench = Bench()
-    bench.pass_on("request:a:x")
+    bench.handle("request:a:x")
     bench.ids.taken.clear()
-    assert bench.pass_on("request:a:x") == []
-    assert bench.reasons() == [("a", RefusalReason.SERVED)]
-    assert bench.pass_on("request:a:y") == ["request:a:y"]
+    assert bench.handle("request:a:x") == []
+    assert bench.reasons() == [("a", RejectionReason.SERVED)]
+    assert bench.handle("request:a:y") == ["request:a:y"]
 
 
 def test_an_abort_before_its_request_ends_it_once() -> None:
     bench = Bench(abort_memory_s=10.0)
-    assert bench.pass_on("abort:a", "request:a:x") == []
-    assert bench.reasons() == [("a", RefusalReason.ABORTED)]
-    assert bench.pass_on("request:a:x") == ["request:a:x"]  # it was not served: this is another one
-    assert bench.pass_on("abort:b") == []
+    assert bench.handle("abort:a", "request:a:x") == []
+    assert bench.reasons() == [("a", RejectionReason.ABORTED)]
+    assert bench.handle("request:a:x") == ["request:a:x"]  # it was not served: this is another one
+    assert bench.handle("abort:b") == []
     bench.clock.now_s += 10.5
-    assert bench.pass_on("request:b") == ["request:b"]
+    assert bench.handle("request:b") == ["request:b"]
 
 
 def test_what_is_known_of_requests_is_bounded() -> None:
     bench = Bench(max_known_requests=1)
-    bench.pass_on("request:a", "request:b")
+    bench.handle("request:a", "request:b")
     bench.ids.taken.clear()
-    assert bench.pass_on("request:b", "request:a") == ["request:a"]
-    assert bench.pass_on("abort:x", "abort:y", "request:x", "request:y") == ["request:x"]
-    assert bench.reasons() == [("b", RefusalReason.SERVED), ("y", RefusalReason.ABORTED)]
-    assert bench.pass_on("request:m", "request:n", "abort:m", brought=False) == ["request:m", "request:n", "abort:m"]
+    assert bench.handle("request:b", "request:a") == ["request:a"]
+    assert bench.handle("abort:x", "abort:y", "request:x", "request:y") == ["request:x"]
+    assert bench.reasons() == [("b", RejectionReason.SERVED), ("y", RejectionReason.ABORTED)]
+    assert bench.handle("request:m", "request:n", "abort:m", is_broadcast=False) == [
+        "request:m",
+        "request:n",
+        "abort:m",
+    ]
 
 
 def test_an_abort_of_a_request_that_has_run_for_long_goes_on() -> None:
     """So long that the screen has forgotten it: the scheduler has not."""
     bench = Bench(max_known_requests=1)
-    bench.pass_on("request:a", "request:b")
-    assert bench.pass_on("abort:a") == ["abort:a"]
+    bench.handle("request:a", "request:b")
+    assert bench.handle("abort:a") == ["abort:a"]
 
 
 def test_an_abort_that_comes_late_touches_no_later_request_of_its_id() -> None:
     bench = Bench()
-    bench.pass_on("request:a:x")
+    bench.handle("request:a:x")
     bench.ids.taken.clear()  # it ended, and its client had left just before
-    assert bench.pass_on("abort:a", "request:a:y") == ["abort:a", "request:a:y"]
+    assert bench.handle("abort:a", "request:a:y") == ["abort:a", "request:a:y"]
 
 
 def test_a_sink_that_fails_costs_its_answer_and_is_counted() -> None:
     bench = Bench(max_request_bytes=10)
     bench.refusals.error = OSError("no way back")
-    assert bench.pass_on("request:a:too long", "request:b") == ["request:b"]
-    assert bench.screen.failures.total == 1
-    assert bench.screen.stats.requests_refused == 1
+    assert bench.handle("request:a:too long", "request:b") == ["request:b"]
+    assert bench.blocker.failures.total == 1
+    assert bench.blocker.stats.requests_refused == 1
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,7 @@ def test_a_sink_that_fails_costs_its_answer_and_is_counted() -> None:
 )
 def test_a_bound_that_cannot_work_is_refused(bounds: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bounds))):
-        InputBounds(**bounds)
+        InputLimits(**bounds)
 
 
 TEXTS = st.lists(
@@ -197,11 +203,11 @@ TEXTS = st.lists(
 )
 
 
-@given(texts=TEXTS, brought=st.booleans())
-def test_every_request_goes_on_waits_is_answered_or_is_a_copy(texts: list[str], brought: bool) -> None:
+@given(texts=TEXTS, is_broadcast=st.booleans())
+def test_every_request_goes_on_waits_is_answered_or_is_a_copy(texts: list[str], is_broadcast: bool) -> None:
     bench = Bench()
-    went_on = bench.pass_on(*texts, brought=brought)
-    stats = bench.screen.stats
+    went_on = bench.handle(*texts, is_broadcast=is_broadcast)
+    stats = bench.blocker.stats
     requests = [text for text in texts if text.startswith("request")]
     assert [text for text in went_on if text.startswith("command")] == [t for t in texts if t.startswith("command")]
     assert stats.requests_admitted == len([text for text in went_on if text.startswith("request")])

@@ -8,9 +8,9 @@ import pytest
 
 from scheduler_components import ParallelState
 from scheduler_components.errors import SyncClosedError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache import SyncDomain
-from scheduler_components.intake import ForwardMode, Intake, RelayedInput, SyncRelay
-from scheduler_components.testing import ListInput, TextReader, run_ranks
+from scheduler_components.hicache import ParallelGroups
+from scheduler_components.intake import ForwardMode, RelayedInput, RequestReceiver, SyncGroupRelay
+from scheduler_components.testing import ListInputSource, TextInputReader, run_ranks
 
 TOPOLOGIES = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (3, 1, 1)]
 BATCHES = [
@@ -27,16 +27,16 @@ def world_of(pp: int, cp: int, tp: int) -> ParallelState:
     return ParallelState.from_tp_rank(0, tp_size=cp * tp, attn_cp_size=cp, pp_size=pp)
 
 
-def relay_of(domain: SyncDomain, *, leader: int = 0) -> SyncRelay:
-    return SyncRelay(rank=domain.rank, leads=domain.rank == leader, groups=domain.groups)
+def relay_of(domain: ParallelGroups, *, leader: int = 0) -> SyncGroupRelay:
+    return SyncGroupRelay(rank=domain.rank, leads=domain.rank == leader, groups=domain.groups)
 
 
 @pytest.mark.parametrize("sizes", TOPOLOGIES, ids="pp{0[0]} cp{0[1]} tp{0[2]}".format)
 def test_all_ranks_of_a_replica_get_what_its_leading_rank_brings(sizes: tuple[int, int, int]) -> None:
-    def work(domain: SyncDomain) -> list[tuple[bytes, ...]]:
+    def work(domain: ParallelGroups) -> list[tuple[bytes, ...]]:
         relay = relay_of(domain)
         return [
-            relay.bring(RelayedInput(step, 2**32 - 1, 0, tuple(frames) if relay.leads else ())).frames
+            relay.broadcast(RelayedInput(step, 2**32 - 1, 0, tuple(frames) if relay.leads else ())).frames
             for step, frames in enumerate(BATCHES)
         ]
 
@@ -44,19 +44,19 @@ def test_all_ranks_of_a_replica_get_what_its_leading_rank_brings(sizes: tuple[in
 
 
 def test_every_size_around_the_first_block_comes_whole() -> None:
-    def work(domain: SyncDomain) -> list[int]:
+    def work(domain: ParallelGroups) -> list[int]:
         relay = relay_of(domain)
         frames = [(b"x" * size,) if relay.leads else () for size in range(1930, 1990)]
-        return [len(relay.bring(RelayedInput(step, 0, 0, given)).frames[0]) for step, given in enumerate(frames)]
+        return [len(relay.broadcast(RelayedInput(step, 0, 0, given)).frames[0]) for step, given in enumerate(frames)]
 
     assert run_ranks(world_of(1, 1, 2), work) == [list(range(1930, 1990))] * 2
 
 
 def test_an_intake_over_groups_admits_one_sequence_on_all_stages() -> None:
-    def work(domain: SyncDomain) -> list[object]:
-        source = ListInput()
+    def work(domain: ParallelGroups) -> list[object]:
+        source = ListInputSource()
         leads = domain.rank == 0
-        intake = Intake(rank=str(domain.rank), reader=TextReader(), source=source, relay=relay_of(domain))
+        intake = RequestReceiver(rank=str(domain.rank), reader=TextInputReader(), source=source, relay=relay_of(domain))
         admitted: list[object] = []
         for step in range(30):
             if leads and step % 3 != 1:
@@ -71,13 +71,13 @@ def test_an_intake_over_groups_admits_one_sequence_on_all_stages() -> None:
 
 @pytest.mark.parametrize("field", ["step", "state_digest", "input_digest"])
 def test_a_rank_that_stands_elsewhere_is_found_by_all_of_them(field: str) -> None:
-    def work(domain: SyncDomain) -> str:
+    def work(domain: ParallelGroups) -> str:
         relay = relay_of(domain)
         place = {"step": 7, "state_digest": 1, "input_digest": 2} | ({field: 9} if domain.rank == 2 else {})
         with pytest.raises(SyncDivergenceError) as raised:
-            relay.bring(RelayedInput(**place))
+            relay.broadcast(RelayedInput(**place))
         with pytest.raises(SyncDivergenceError):
-            relay.bring(RelayedInput(8, 0, 0))  # ranks that parted once are not in step
+            relay.broadcast(RelayedInput(8, 0, 0))  # ranks that parted once are not in step
         return str(raised.value)
 
     messages = run_ranks(world_of(2, 1, 2), work)
@@ -87,22 +87,22 @@ def test_a_rank_that_stands_elsewhere_is_found_by_all_of_them(field: str) -> Non
 
 @pytest.mark.parametrize("leaders", [(), (0, 1)], ids=["nobody leads", "two lead"])
 def test_ranks_that_do_not_know_who_leads_find_out(leaders: tuple[int, ...]) -> None:
-    def work(domain: SyncDomain) -> None:
-        relay = SyncRelay(rank=domain.rank, leads=domain.rank in leaders, groups=domain.groups)
+    def work(domain: ParallelGroups) -> None:
+        relay = SyncGroupRelay(rank=domain.rank, leads=domain.rank in leaders, groups=domain.groups)
         with pytest.raises(SyncDivergenceError, match="rank 0: 'input 0"):
-            relay.bring(RelayedInput(1, 0, 0, (b"request:a",) if relay.leads else ()))
+            relay.broadcast(RelayedInput(1, 0, 0, (b"request:a",) if relay.leads else ()))
 
     run_ranks(world_of(1, 1, 2), work)
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_groups_say() -> None:
-    def work(domain: SyncDomain) -> None:
+    def work(domain: ParallelGroups) -> None:
         if domain.rank:
             return
         relay = relay_of(domain)
         for _ in range(2):
             with pytest.raises(SyncTimeoutError, match="missing ranks: 1"):
-                relay.bring(RelayedInput(1, 0, 0))
+                relay.broadcast(RelayedInput(1, 0, 0))
 
     run_ranks(world_of(1, 1, 2), work, timeout_s=0.05)
 
@@ -123,10 +123,10 @@ def test_a_relay_is_closed_with_its_groups() -> None:
         def close(self) -> None:
             self.is_open = False
 
-    relay = SyncRelay(rank=0, leads=True, groups=(Group(),))
+    relay = SyncGroupRelay(rank=0, leads=True, groups=(Group(),))
     own = RelayedInput(1, 0, 0, (b"command:",))
-    assert relay.bring(own) is own
+    assert relay.broadcast(own) is own
     relay.close()
     relay.close()
     with pytest.raises(SyncClosedError):
-        relay.bring(own)
+        relay.broadcast(own)

@@ -11,7 +11,7 @@ import zmq
 from scheduler_components import DecodeError
 from scheduler_components.intake import (
     RelayedInput,
-    StopRequested,
+    StopRequestedError,
     ZmqFollowerRelay,
     ZmqInputSource,
     ZmqLeaderRelay,
@@ -57,19 +57,19 @@ def test_a_source_takes_what_has_come_and_no_more_than_it_may(pairs: Pairs) -> N
         push.send(b"%d" % number)
     assert pull.poll(10_000)
     source = ZmqInputSource(socket=pull)
-    assert list(source.take(3)) == [b"0", b"1", b"2"]
-    assert list(source.take(3)) == [b"3", b"4"]
-    assert list(source.take(3)) == []
+    assert list(source.poll(3)) == [b"0", b"1", b"2"]
+    assert list(source.poll(3)) == [b"3", b"4"]
+    assert list(source.poll(3)) == []
 
 
 def test_what_the_leading_rank_brings_comes_to_each_other_rank(pairs: Pairs) -> None:
     wires = [pairs.open() for _ in range(3)]
     leader = ZmqLeaderRelay(followers=[push for push, _ in wires], wait_for=wait)
     inputs = [RelayedInput(number, 2**32 - 1, number, (b"", bytes(range(256)) * 1000)) for number in range(3)]
-    assert [leader.bring(each) for each in inputs] == inputs
+    assert [leader.broadcast(each) for each in inputs] == inputs
     for _, pull in wires:
         follower = ZmqFollowerRelay(steps=pull, wait_for=wait)
-        assert [follower.bring(RelayedInput(0, 0, 0)) for _ in inputs] == inputs
+        assert [follower.broadcast(RelayedInput(0, 0, 0)) for _ in inputs] == inputs
         follower.close()
     leader.close()
 
@@ -77,12 +77,12 @@ def test_what_the_leading_rank_brings_comes_to_each_other_rank(pairs: Pairs) -> 
 def test_both_ends_hear_the_order_to_stop(pairs: Pairs) -> None:
     push, pull = pairs.open(high_water_mark=1)
     leader = ZmqLeaderRelay(followers=[push], wait_for=stopped)
-    with pytest.raises(StopRequested):
+    with pytest.raises(StopRequestedError):
         for number in range(100):  # nobody reads
-            leader.bring(RelayedInput(number, 0, 0))
+            leader.broadcast(RelayedInput(number, 0, 0))
     _, silent = pairs.open()
-    with pytest.raises(StopRequested):
-        ZmqFollowerRelay(steps=silent, wait_for=stopped).bring(RelayedInput(0, 0, 0))
+    with pytest.raises(StopRequestedError):
+        ZmqFollowerRelay(steps=silent, wait_for=stopped).broadcast(RelayedInput(0, 0, 0))
     assert pull.poll(10_000)
 
 
@@ -91,4 +91,4 @@ def test_what_no_leading_rank_says_is_refused(pairs: Pairs, noise: bytes) -> Non
     push, pull = pairs.open()
     push.send(noise)
     with pytest.raises(DecodeError, match="not what a leading rank relays"):
-        ZmqFollowerRelay(steps=pull, wait_for=wait).bring(RelayedInput(0, 0, 0))
+        ZmqFollowerRelay(steps=pull, wait_for=wait).broadcast(RelayedInput(0, 0, 0))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from scheduler_components import ParallelState
 from scheduler_components.cache import PagePool, PrefixNamespace
 from scheduler_components.integrity import (
+    AllocationLog,
     CheckPolicy,
-    OwnerLedger,
     PoolInvariantChecker,
     PoolReport,
     RadixCachePool,
@@ -33,7 +33,7 @@ from scheduler_components.reference.engine import (
 from scheduler_components.values import HeldCount, PageHolding
 
 WINDOW_PAGES = 2
-STRICT = CheckPolicy(action="log", counts_every_steps=1, census_every_steps=1, census_in_steps=True)
+STRICT = CheckPolicy(action="log", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 SMALL = SchedulerConfig(
     page_size=2,
     kv_tokens=64,
@@ -121,11 +121,11 @@ class HybridPages:
         self.slide(request, len(request.pages) - before)
         return True
 
-    def share(self, request: Request) -> None:
-        self.base.share(request)
+    def cache_unfinished(self, request: Request) -> None:
+        self.base.cache_unfinished(request)
 
-    def release(self, request: Request) -> None:
-        self.base.release(request)
+    def free(self, request: Request) -> None:
+        self.base.free(request)
         self.give_window(request)
         self.give_state(request)
 
@@ -134,32 +134,32 @@ class HybridPages:
     def take_state(self, request: Request, component: str) -> None:
         if request.rid not in self.state_of:
             self.state_of[request.rid] = Held(self.states.take(1))
-            self.owners.note("took", "mamba", request.rid, component, self.state_of[request.rid].pages)
+            self.owners.record("allocated", "mamba", request.rid, component, self.state_of[request.rid].pages)
 
     def give_state(self, request: Request) -> None:
         held = self.state_of.pop(request.rid, None)
         if held is not None:
             self.states += held.pages
-            self.owners.note("gave", "mamba", request.rid, "HybridPages.give_state", held.pages)
+            self.owners.record("freed", "mamba", request.rid, "HybridPages.give_state", held.pages)
 
     def slide(self, request: Request, num_pages: int) -> None:
         """Take a window page per new page; give back what slid out of the window."""
         taken = self.window.take(num_pages)
         held = self.window_of.setdefault(request.rid, Held())
         held.pages = held.pages + taken
-        self.owners.note("took", "swa", request.rid, "HybridPages.slide", taken)
+        self.owners.record("allocated", "swa", request.rid, "HybridPages.slide", taken)
         out, held.pages = held.pages[:-WINDOW_PAGES], held.pages[-WINDOW_PAGES:]
         self.give_out(request, out)
 
     def give_out(self, request: Request, pages: list[int]) -> None:
         self.window += pages
-        self.owners.note("gave", "swa", request.rid, "HybridPages.slide", pages)
+        self.owners.record("freed", "swa", request.rid, "HybridPages.slide", pages)
 
     def give_window(self, request: Request) -> None:
         held = self.window_of.pop(request.rid, None)
         if held is not None:
             self.window += held.pages
-            self.owners.note("gave", "swa", request.rid, "HybridPages.give_window", held.pages)
+            self.owners.record("freed", "swa", request.rid, "HybridPages.give_window", held.pages)
 
 
 def hybrid_scheduler(
@@ -183,9 +183,9 @@ def hybrid_scheduler(
     return scheduler, pages
 
 
-def ledger_of(scheduler: Scheduler) -> OwnerLedger:
+def ledger_of(scheduler: Scheduler) -> AllocationLog:
     ledger = scheduler.guard.owners
-    assert isinstance(ledger, OwnerLedger)
+    assert isinstance(ledger, AllocationLog)
     return ledger
 
 

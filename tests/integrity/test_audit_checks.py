@@ -14,13 +14,13 @@ from scheduler_components import KvEventSink, LoadSnapshot, OutputSink
 from scheduler_components.integrity import CheckPolicy
 from scheduler_components.ports import AuditedPool
 from scheduler_components.reference.engine import IntegrityConfig, Request, SamplingLimits
-from scheduler_components.testing import AUDIT_CHECKS, ConformanceError, parts
+from scheduler_components.testing import POOL_INVARIANT_CHECKS, ConformanceError, interfaces
 from scheduler_components.testing.scheduler_checks import WORKLOAD, OpenAuditedScheduler
 from scheduler_components.testing.strategies import workloads
 
-SEEN_BY_THE_CHECKS = IntegrityConfig(checks=CheckPolicy(action="count", counts_every_steps=10**6))
+SEEN_BY_THE_CHECKS = IntegrityConfig(checks=CheckPolicy(action="count", count_every_steps=10**6))
 CONFIG = attrs.evolve(
-    SMALL, page_size=4, kv_tokens=parts.MIN_POOL_TOKENS, max_running_requests=3, integrity=SEEN_BY_THE_CHECKS
+    SMALL, page_size=4, kv_tokens=interfaces.MIN_POOL_TOKENS, max_running_requests=3, integrity=SEEN_BY_THE_CHECKS
 )
 
 
@@ -54,22 +54,22 @@ class AuditedReference:
         return self.scheduler.cache.block_hashes()
 
 
-@pytest.mark.parametrize("check", AUDIT_CHECKS)
-def test_the_reference_scheduler_passes(check: Callable[[OpenAuditedScheduler, parts.Workload], None]) -> None:
+@pytest.mark.parametrize("check", POOL_INVARIANT_CHECKS)
+def test_the_reference_scheduler_passes(check: Callable[[OpenAuditedScheduler, interfaces.Workload], None]) -> None:
     check(AuditedReference, WORKLOAD)
 
 
 @settings(deadline=None, max_examples=5)
 @given(workload=workloads())
-def test_the_reference_scheduler_passes_on_any_workload(workload: parts.Workload) -> None:
-    for check in AUDIT_CHECKS:
+def test_the_reference_scheduler_passes_on_any_workload(workload: interfaces.Workload) -> None:
+    for check in POOL_INVARIANT_CHECKS:
         check(AuditedReference, workload)
 
 
-@pytest.mark.parametrize("check", AUDIT_CHECKS)
+@pytest.mark.parametrize("check", POOL_INVARIANT_CHECKS)
 @pytest.mark.parametrize("broken", [LosesWindowPages, KeepsStateOfAborted])
 def test_a_scheduler_that_loses_pages_fails(
-    check: Callable[[OpenAuditedScheduler, parts.Workload], None], broken: type[HybridPages]
+    check: Callable[[OpenAuditedScheduler, interfaces.Workload], None], broken: type[HybridPages]
 ) -> None:
     with pytest.raises(ConformanceError, match=r"lost|free or evictable"):
         check(lambda events, outputs: AuditedReference(events, outputs, broken), WORKLOAD)
@@ -82,4 +82,4 @@ def test_a_scheduler_that_names_no_pool_fails() -> None:
             return ()
 
     with pytest.raises(ConformanceError, match="at least one pool"):
-        AUDIT_CHECKS[0](Poolless, WORKLOAD)
+        POOL_INVARIANT_CHECKS[0](Poolless, WORKLOAD)

@@ -11,25 +11,25 @@ from hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, kv_pool_of, re
 
 from scheduler_components import ConfigError
 from scheduler_components.cache import RadixCache
-from scheduler_components.events import place_of
+from scheduler_components.events import medium_group
 from scheduler_components.integrity import (
+    AllocationLog,
     CheckPolicy,
-    EventsView,
     HeldCount,
-    OwnerLedger,
     PageHolding,
     PoolCount,
     PoolInvariantChecker,
     PoolInvariantError,
-    PoolProblem,
+    PoolViolation,
+    PublishedBlocks,
     RadixCachePool,
     StepProgress,
-    problems_of_pool,
+    find_pool_violations,
 )
-from scheduler_components.ports import NO_OWNER_TRAILS
+from scheduler_components.ports import NullOwnerTrails
 from scheduler_components.reference.engine import IntegrityConfig, Scheduler
 
-STRICT = CheckPolicy(counts_every_steps=1, census_every_steps=1, census_in_steps=True)
+STRICT = CheckPolicy(count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 POOL_SIZE = 16
 
 
@@ -55,17 +55,17 @@ class Bench:
 
     def __init__(self) -> None:
         self.progress = StepProgress(step=5, phase="batch")
-        self.ledger = OwnerLedger(progress=self.progress)
+        self.ledger = AllocationLog(progress=self.progress)
         self.cache = RadixCache(page_size=2, capacity_tokens=2 * POOL_SIZE, record=True)
         self.holders = Holders()
         self.pool = RadixCachePool(cache=self.cache, requests=self.holders)
         prefix = self.cache.allocate(3)
-        self.ledger.note("took", "full", "r1", "grow", prefix)
+        self.ledger.record("allocated", "full", "r1", "grow", prefix)
         match = self.cache.insert(range(6), prefix)
         self.cache.lock(match.node)
-        self.ledger.note("locked", "full", "r1", "share", prefix)
+        self.ledger.record("locked", "full", "r1", "share", prefix)
         own, session, copied = self.cache.allocate(2), self.cache.allocate(1), self.cache.allocate(1)
-        self.ledger.note("took", "full", "r1", "grow", own)
+        self.ledger.record("allocated", "full", "r1", "grow", own)
         self.holders.held = [
             PageHolding("r1", "request", own, match.pages, match.node),
             PageHolding("s1", "session", session),
@@ -73,14 +73,14 @@ class Bench:
         ]
         self.node, self.shared, self.own = match.node, list(match.pages), own
 
-    def problems(self) -> dict[str, PoolProblem]:
-        found = problems_of_pool(self.pool, self.ledger)
+    def problems(self) -> dict[str, PoolViolation]:
+        found = find_pool_violations(self.pool, self.ledger)
         return {problem.rule: problem for problem in found if problem.rule != "count"}
 
 
 def test_a_sound_pool_has_no_problem() -> None:
     bench = Bench()
-    assert problems_of_pool(bench.pool, NO_OWNER_TRAILS) == []
+    assert find_pool_violations(bench.pool, NullOwnerTrails()) == []
     assert bench.pool.count() == PoolCount("full", 16, 9, 0, 3, 1, 2, 1)
     assert bench.pool.count().num_missing == 0
     assert bench.pool.count().num_used == 7
@@ -92,7 +92,7 @@ def let_go_of_own(bench: Bench) -> None:
 
 def free_what_is_held(bench: Bench) -> None:
     bench.progress.step = 6
-    bench.ledger.note("gave", "full", "r1", "release", bench.own)
+    bench.ledger.record("freed", "full", "r1", "release", bench.own)
     bench.cache.free(bench.own)
 
 
@@ -102,7 +102,7 @@ def put_in_the_free_list_again(bench: Bench) -> None:
 
 def hold_a_page_of_another(bench: Bench) -> None:
     bench.holders.held.append(PageHolding("r2", "request", bench.own[:1]))
-    bench.ledger.note("took", "full", "r2", "steal", bench.own[:1])
+    bench.ledger.record("allocated", "full", "r2", "steal", bench.own[:1])
 
 
 def hold_a_page_twice(bench: Bench) -> None:
@@ -119,9 +119,9 @@ def use_what_is_not_cached(bench: Bench) -> None:
 
 def lock_once_more(bench: Bench) -> None:
     bench.cache.lock(bench.node)
-    bench.ledger.note("locked", "full", "r7", "attach", bench.shared)
+    bench.ledger.record("locked", "full", "r7", "attach", bench.shared)
     for action in ("locked", "unlocked"):  # one that gave its lock back, later, is not to blame
-        bench.ledger.note(action, "full", "r8", "attach", bench.shared)
+        bench.ledger.record(action, "full", "r8", "attach", bench.shared)
 
 
 def forget_the_lock(bench: Bench) -> None:
@@ -136,11 +136,11 @@ def lock_what_is_gone(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("break_it", "rule", "text", "culprit"),
     [
-        (let_go_of_own, "lost", "2 pages are neither free nor owned", "took by r1 in step 5 (grow, batch)"),
-        (free_what_is_held, "owned-and-free", "2 pages are free and owned", "gave by r1 in step 6 (release, batch)"),
+        (let_go_of_own, "lost", "2 pages are neither free nor owned", "allocated by r1 in step 5 (grow, batch)"),
+        (free_what_is_held, "owned-and-free", "2 pages are free and owned", "freed by r1 in step 6 (release, batch)"),
         (put_in_the_free_list_again, "free-twice", "1 pages stand in the free list more than once", None),
-        (hold_a_page_of_another, "owned-twice", "held by r1, r2", "took by r2 in step 5 (steal, batch)"),
-        (hold_a_page_twice, "owned-twice", "1 pages stand twice with r1", "took by r1 in step 5 (grow, batch)"),
+        (hold_a_page_of_another, "owned-twice", "held by r1, r2", "allocated by r2 in step 5 (steal, batch)"),
+        (hold_a_page_twice, "owned-twice", "1 pages stand twice with r1", "allocated by r1 in step 5 (grow, batch)"),
         (hold_what_is_no_page, "no-such-page", "1 pages are none of this pool: 99", None),
         (use_what_is_not_cached, "not-cached", "1 pages that r1 uses are not in the cache", None),
         (lock_once_more, "locks", "a node has 2 locks and 1 holders", "locked by r7 in step 5 (attach, batch)"),
@@ -180,7 +180,7 @@ def test_a_count_that_is_not_what_the_lists_say_is_found(term: str) -> None:
         def tree_nodes(self) -> Iterable[object]:
             return self.pool.tree_nodes()
 
-    found = [str(each) for each in problems_of_pool(Miscounted(Bench().pool), NO_OWNER_TRAILS)]
+    found = [str(each) for each in find_pool_violations(Miscounted(Bench().pool), NullOwnerTrails())]
     assert f"[full] count: {term} is +1 pages off what the lists say" in found
     assert any("-1 pages are missing" in each for each in found)
 
@@ -190,21 +190,21 @@ TERMS = ("available", "evictable", "protected", "session_held", "uncached", "in_
 
 def test_the_events_view_is_compared_with_the_cache() -> None:
     cache = RadixCache(page_size=2, capacity_tokens=32, record=True)
-    view = EventsView(source=cache)
-    checker = PoolInvariantChecker(pools=(), policy=STRICT, told=view, held=cache)
+    view = PublishedBlocks(source=cache)
+    checker = PoolInvariantChecker(pools=(), policy=STRICT, published=view, cached=cache)
     cache.insert(range(6), cache.allocate(3))
-    [problem] = checker.census().problems
-    assert (problem.rule, problem.pool, len(problem.pages)) == ("told-missing", "GPU", 3)
+    [problem] = checker.check_fully().problems
+    assert (problem.rule, problem.pool, len(problem.pages)) == ("event-missing", "GPU", 3)
     assert len(view.take_events()) == 1
-    assert checker.census().problems == ()
+    assert checker.check_fully().problems == ()
     cache.evict(1)
-    [problem] = checker.census().problems
-    assert problem.rule == "told-extra"
+    [problem] = checker.check_fully().problems
+    assert problem.rule == "event-extra"
     view.take_events()
-    assert set(view.held_blocks()[place_of(None)]) == set(cache.block_hashes())
+    assert set(view.held_blocks()[medium_group(None)]) == set(cache.block_hashes())
     cache.clear()
     view.take_events()
-    assert checker.census().problems == ()
+    assert checker.check_fully().problems == ()
 
 
 def leaking(action: str) -> Scheduler:
@@ -254,7 +254,7 @@ def test_a_pool_that_raises_costs_a_count_and_no_step() -> None:
 
 def test_a_leak_is_searched_for_once_and_again_when_it_grows() -> None:
     bench = Bench()
-    policy = CheckPolicy(action="count", counts_every_steps=1, census_every_steps=1000)
+    policy = CheckPolicy(action="count", count_every_steps=1, full_check_every_steps=1000)
     checker = PoolInvariantChecker(pools=(bench.pool,), policy=policy)
     checker.after_step(is_idle=False)
     assert checker.stats().censuses == 0, "nothing is suspicious, and the scheduler is busy"
@@ -269,7 +269,7 @@ def test_a_leak_is_searched_for_once_and_again_when_it_grows() -> None:
 
 
 def test_counts_come_every_few_steps_and_when_idle() -> None:
-    checker = PoolInvariantChecker(pools=(Bench().pool,), policy=CheckPolicy(counts_every_steps=4))
+    checker = PoolInvariantChecker(pools=(Bench().pool,), policy=CheckPolicy(count_every_steps=4))
     for _ in range(9):
         checker.after_step(is_idle=False)
     assert checker.stats().checks == 3
@@ -278,17 +278,17 @@ def test_counts_come_every_few_steps_and_when_idle() -> None:
 
 
 def test_the_ledger_forgets_the_oldest_and_watches_a_part() -> None:
-    ledger = OwnerLedger(progress=StepProgress(), max_entries=3, max_pages=10)
+    ledger = AllocationLog(progress=StepProgress(), max_entries=3, max_pages=10)
     for number in range(5):
-        ledger.note("took", "full", f"r{number}", "grow", [number])
-    assert [record.holder for record in ledger.trail("full", range(9))] == ["r2", "r3", "r4"]
-    ledger.note("took", "full", "long", "grow", range(100, 109))
-    assert [record.holder for record in ledger.trail("full", range(200))] == ["r4", "long"]
-    assert ledger.trail("swa", range(200)) == []
-    ledger.note("gave", "full", "long", "release", ())
+        ledger.record("allocated", "full", f"r{number}", "grow", [number])
+    assert [record.holder for record in ledger.history("full", range(9))] == ["r2", "r3", "r4"]
+    ledger.record("allocated", "full", "long", "grow", range(100, 109))
+    assert [record.holder for record in ledger.history("full", range(200))] == ["r4", "long"]
+    assert ledger.history("swa", range(200)) == []
+    ledger.record("freed", "full", "long", "release", ())
     assert len(ledger) == 2, "no pages, no entry"
-    sampled = OwnerLedger(progress=StepProgress(), one_in=4)
-    watched = sum(sampled.watches(f"request {number}") for number in range(4000))
+    sampled = AllocationLog(progress=StepProgress(), one_in=4)
+    watched = sum(sampled.is_sampled(f"request {number}") for number in range(4000))
     assert 500 < watched < 1500
     with pytest.raises(ConfigError, match="one_in"):
-        OwnerLedger(progress=StepProgress(), one_in=0)
+        AllocationLog(progress=StepProgress(), one_in=0)

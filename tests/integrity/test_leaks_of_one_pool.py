@@ -30,7 +30,7 @@ from scheduler_components.reference.engine import (
     RequestState,
     Scheduler,
 )
-from scheduler_components.values import OwnerRecord, PageHolding
+from scheduler_components.values import AllocationRecord, PageHolding
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,17 +40,17 @@ class KeepsLockOfAborted(RequestPages):
     def look_up(self, request: Request) -> int:
         match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
         self.cache.lock(match.node)
-        self.owners.note("locked", POOL, request.rid, "KeepsLockOfAborted.look_up", match.page_array)
-        request.node, request.is_watched = match.node, True
+        self.owners.record("locked", POOL, request.rid, "KeepsLockOfAborted.look_up", match.page_array)
+        request.node, request.is_sampled = match.node, True
         return match.num_tokens
 
     def attach(self, request: Request) -> None:
         if request.node is not None:
-            self.owners.note("unlocked", POOL, request.rid, "KeepsLockOfAborted.attach", _pages_of(request.node))
+            self.owners.record("unlocked", POOL, request.rid, "KeepsLockOfAborted.attach", _pages_of(request.node))
             self.cache.unlock(request.node)
         RequestPages.attach(self, request)
 
-    def release(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         if request.pages:
             RequestPages.release(self, request)
         else:
@@ -68,7 +68,7 @@ def _pages_of(node: RadixNode) -> list[int]:
 class LosesPageOfRetracted(RequestPages):
     """#11970: the step under way has taken a page for a request that is retracted meanwhile; nobody frees that page."""
 
-    def release(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         num_full = request.num_computed_tokens // self.cache.page_size
         if request.state is RequestState.RUNNING and len(request.pages) > num_full:
             request.pages.pop()
@@ -79,19 +79,19 @@ class LosesPageOfRetracted(RequestPages):
 class FreesTwice(RequestPages):
     """#6888: more is free and evictable than there is: the last page of a prompt is freed though the cache has it."""
 
-    def release(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         shared = request.pages[: request.num_shared_pages]
         RequestPages.release(self, request)
         if shared and request.state is RequestState.FINISHED:
             self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # the pool's own ``free`` refuses it
-            self.owners.note("gave", POOL, request.rid, "FreesTwice.release", shared[-1:])
+            self.owners.record("freed", POOL, request.rid, "FreesTwice.release", shared[-1:])
 
 
 @dataclass(slots=True, kw_only=True)
 class KeepsLockOfRefused(RequestPages):
     """#16067: a request holds its prefix, is then not admitted, and forgets it."""
 
-    def release(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         if request.state is RequestState.WAITING and request.node is not None:
             request.node, request.pages = None, []
             request.num_shared_pages = request.num_computed_tokens = 0
@@ -143,8 +143,8 @@ def test_the_load_does_all_that_the_leaks_need_and_raises_no_alarm() -> None:
 
 LEAKS = [
     (KeepsLockOfAborted, "locks", "locked", "KeepsLockOfAborted.look_up", "submit"),
-    (LosesPageOfRetracted, "lost", "took", "RequestPages.grow", "batch"),
-    (FreesTwice, "owned-and-free", "gave", "FreesTwice.release", "results"),
+    (LosesPageOfRetracted, "lost", "allocated", "RequestPages.grow", "batch"),
+    (FreesTwice, "owned-and-free", "freed", "FreesTwice.release", "results"),
     (KeepsLockOfRefused, "locks", "locked", "RequestPages.attach", "batch"),
 ]
 
@@ -157,10 +157,10 @@ def test_a_leak_is_found_in_its_step_and_its_culprit_named(
     report = serve(scheduler)
     assert report is not None, "not found"
     if rule != "locks":  # a lost lock moves no page, so counts add up
-        assert report.sound_until == report.step - 1, "found in the step that lost it"
+        assert report.last_sound_step == report.step - 1, "found in the step that lost it"
     problem = next(each for each in report.problems if each.rule == rule)
     culprit = problem.culprit
-    assert isinstance(culprit, OwnerRecord)
+    assert isinstance(culprit, AllocationRecord)
     assert (problem.pool, culprit.action, culprit.component, culprit.phase) == (POOL, action, component, phase)
     assert culprit.holder in str(problem)
     assert set(problem.pages) & set(culprit.pages)

@@ -15,21 +15,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, SyncDomain, TierStepper
-from scheduler_components.integrity import CheckPolicy, problems_of_pool
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone, WriteDone
-from scheduler_components.ports import NO_OWNER_TRAILS
+from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, ParallelGroups
+from scheduler_components.integrity import CheckPolicy, find_pool_violations
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone, WriteDone
+from scheduler_components.ports import NullOwnerTrails
 from scheduler_components.reference.device import SimulatedHostPages
 from scheduler_components.reference.engine import IntegrityConfig, Request, SamplingLimits
 
-RAISE = CheckPolicy(action="raise", counts_every_steps=1, census_every_steps=1, census_in_steps=True)
+RAISE = CheckPolicy(action="raise", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 
 
 class LateMover:
     """A ``PageMover`` whose copies take some steps, and fail now and then."""
 
     has_storage = False
-    load_room_pages = 6
+    load_back_budget_pages = 6
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -38,11 +38,11 @@ class LateMover:
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         for each in instructions:
-            is_good, at = self.rng.random() < 0.9, self.num_polls + self.rng.randrange(4)
+            is_ok, at = self.rng.random() < 0.9, self.num_polls + self.rng.randrange(4)
             if isinstance(each, CopyToHost):
-                self.due.append((at, WriteDone(each.op, is_good)))
+                self.due.append((at, WriteDone(each.op, is_ok)))
             elif isinstance(each, CopyToDevice):
-                self.due.append((at, LoadDone(each.op, is_good)))
+                self.due.append((at, LoadBackDone(each.op, is_ok)))
 
     def poll(self) -> list[IoEvent]:
         self.num_polls += 1
@@ -69,7 +69,9 @@ class LateTiers:
             policy=HiCachePolicy(write=write, load_threshold_pages=1),
             record=True,
         )
-        self.stepper = TierStepper(cache=self.cache, domain=SyncDomain(), mover=LateMover(rng), clock=lambda: 0.0)
+        self.stepper = HiCacheStepper(
+            cache=self.cache, domain=ParallelGroups(), mover=LateMover(rng), clock=lambda: 0.0
+        )
 
     @property
     def contents(self) -> HiRadixCache:
@@ -145,7 +147,7 @@ class SoundSchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_in_one_place_between_steps_too(self) -> None:
         for pool in checker_of(self.scheduler).pools:
-            assert problems_of_pool(pool, NO_OWNER_TRAILS) == []
+            assert find_pool_violations(pool, NullOwnerTrails()) == []
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -95,8 +95,8 @@ def test_between_steps_a_scheduler_is_idle_to_its_watchdog() -> None:
     scheduler, _ = hybrid_scheduler()
     progress = scheduler.guard.progress
     for act in (lambda: scheduler.submit(request(1, 9, 3)), scheduler.step, lambda: scheduler.abort("r1")):
-        num_moves = progress.num_moves
+        num_phase_changes = progress.num_phase_changes
         act()
         assert progress.phase == IDLE
-        assert progress.num_moves > num_moves
+        assert progress.num_phase_changes > num_phase_changes
     assert progress.step == scheduler.num_steps == 1

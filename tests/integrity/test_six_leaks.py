@@ -11,7 +11,7 @@ import pytest
 from hybrid_scheduler import HybridPages, SideHolders, checker_of, hybrid_scheduler, serve
 
 from scheduler_components.reference.engine import Request, RequestState
-from scheduler_components.values import OwnerRecord, PageHolding
+from scheduler_components.values import AllocationRecord, PageHolding
 
 
 class LosesWindowPages(HybridPages):
@@ -36,24 +36,24 @@ class KeepsStateOfAborted(HybridPages):
 class LosesPageOfRetracted(HybridPages):
     """#11970: the step under way has taken a page for a request that is retracted meanwhile; nobody frees that page."""
 
-    def release(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         if self.progress.phase == "batch" and request.state is RequestState.RUNNING:
             own = len(request.pages) - request.num_shared_pages
             num_full = request.num_computed_tokens // self.cache.page_size - request.num_shared_pages
             if own > num_full:
                 request.pages.pop()
-        super().release(request)
+        super().free(request)
 
 
 class FreesTwice(HybridPages):
     """#6888: more is free and evictable than there is: the last page of a prompt is freed though the cache has it."""
 
-    def release(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         shared = request.pages[: request.num_shared_pages]
-        super().release(request)
+        super().free(request)
         if shared and request.state is RequestState.FINISHED:
             self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # a pool without states lets it
-            self.owners.note("gave", "full", request.rid, "FreesTwice.release", shared[-1:])
+            self.owners.record("freed", "full", request.rid, "FreesTwice.release", shared[-1:])
 
 
 class KeepsStateOfRefused(HybridPages):
@@ -104,12 +104,12 @@ def test_a_leak_is_found_and_named(broken: type[HybridPages], rule: str, pool: s
     scheduler, _ = hybrid_scheduler(broken)
     report = serve(scheduler)
     assert report is not None, "not found"
-    assert report.sound_until == report.step - 1, "found in the step that lost it"
+    assert report.last_sound_step == report.step - 1, "found in the step that lost it"
     [problem] = [each for each in report.problems if each.rule == rule]
     culprit = problem.culprit
-    assert isinstance(culprit, OwnerRecord)
+    assert isinstance(culprit, AllocationRecord)
     assert (problem.pool, culprit.component, culprit.phase) == (pool, component, phase)
-    assert culprit.action == ("gave" if broken is FreesTwice else "took")
+    assert culprit.action == ("freed" if broken is FreesTwice else "allocated")
     assert culprit.step <= report.step
     assert culprit.holder in str(problem)
     assert set(problem.pages) & set(culprit.pages)

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.integrity import IDLE, StallJudge, StepProgress, open_thread_watchdog
+from scheduler_components.integrity import IDLE, StallDetector, StepProgress, open_thread_watchdog
 from scheduler_components.values import StallReport
 
 AFTER_S = 3.0
@@ -23,10 +23,10 @@ class ListStallSink:
     def __init__(self) -> None:
         self.reports: list[StallReport] = []
 
-    def stalled(self, report: StallReport) -> None:
+    def on_stall(self, report: StallReport) -> None:
         self.reports.append(report)
 
-    def moved(self, report: StallReport) -> None:
+    def on_resume(self, report: StallReport) -> None:
         self.reports.append(report)
 
 
@@ -34,7 +34,7 @@ class ListStallSink:
 @example(["move", "look", 4.0, "look", "look", 4.0, "look", "move", "look", 4.0, "look", "idle", "look"])
 def test_a_stall_is_told_when_a_phase_takes_too_long_and_once(history: list[str | float]) -> None:
     progress = StepProgress()
-    judge = StallJudge(progress=progress, rank="tp0", after_s=AFTER_S)
+    judge = StallDetector(progress=progress, rank="tp0", after_s=AFTER_S)
     now_s = seen_at_s = 0.0
     seen_moves, told = -1, False
     for event in history:
@@ -45,14 +45,14 @@ def test_a_stall_is_told_when_a_phase_takes_too_long_and_once(history: list[str 
         elif event == "idle":
             progress.enter(IDLE)
         else:
-            report = judge.look(now_s)
-            if progress.num_moves != seen_moves or progress.phase == IDLE:
+            report = judge.poll(now_s)
+            if progress.num_phase_changes != seen_moves or progress.phase == IDLE:
                 assert (report is not None) == told
-                assert report is None or report.is_over
-                seen_moves, seen_at_s, told = progress.num_moves, now_s, False
+                assert report is None or report.is_resolved
+                seen_moves, seen_at_s, told = progress.num_phase_changes, now_s, False
             elif now_s - seen_at_s >= AFTER_S and not told:
                 assert report is not None
-                assert (report.phase, report.request, report.is_over) == ("device", "r1", False)
+                assert (report.phase, report.request, report.is_resolved) == ("device", "r1", False)
                 told = True
             else:
                 assert report is None
@@ -99,7 +99,7 @@ def test_a_sink_that_raises_does_not_end_the_watch(
     eventually: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(ListStallSink):
-        def stalled(self, report: StallReport) -> None:
+        def on_stall(self, report: StallReport) -> None:
             raise OSError("no way out")
 
     progress, sink = StepProgress(), Broken()
@@ -109,7 +109,7 @@ def test_a_sink_that_raises_does_not_end_the_watch(
         eventually(lambda: watchdog.failures.total)
         progress.enter("results")
         eventually(lambda: sink.reports)
-        assert sink.reports[0].is_over
+        assert sink.reports[0].is_resolved
     finally:
         watchdog.close()
 
@@ -120,7 +120,7 @@ def test_a_call_that_holds_the_interpreter_is_dumped_all_the_same() -> None:
 import ctypes, sys
 from scheduler_components.integrity import StepProgress, open_thread_watchdog
 progress = StepProgress()
-watchdog = open_thread_watchdog(progress, rank="tp0", after_s=0.2, stacks_to=sys.stderr)
+watchdog = open_thread_watchdog(progress, rank="tp0", after_s=0.2, stack_dump_file=sys.stderr)
 progress.begin_step(1, "device")
 def in_native_code():
     ctypes.PyDLL(None).usleep(900_000)
@@ -133,4 +133,4 @@ watchdog.close()
 
 def test_what_is_no_time_span_is_refused() -> None:
     with pytest.raises(ConfigError, match="after_s"):
-        open_thread_watchdog(StepProgress(), rank="tp0", after_s=0, stacks_to=io.StringIO())
+        open_thread_watchdog(StepProgress(), rank="tp0", after_s=0, stack_dump_file=io.StringIO())

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.kv_events.lowering import Changes
+from scheduler_components.kv_events.lowering import BlockChanges
 
 
 @pytest.fixture(scope="session")
-def joined() -> Callable[[Changes], list[tuple[object, object, bytes]]]:
-    """Changes with neighbours of one kind and site as one: a writer and a reader may cut them differently."""
+def joined() -> Callable[[BlockChanges], list[tuple[object, object, bytes]]]:
+    """BlockChanges with neighbours of one kind and location as one: a writer and a reader may cut them differently."""
 
-    def join(changes: Changes) -> list[tuple[object, object, bytes]]:
+    def join(changes: BlockChanges) -> list[tuple[object, object, bytes]]:
         found: list[tuple[object, object, bytes]] = []
         for change in changes:
-            place = (change.kind, change.site)
+            place = (change.kind, change.location)
             before = found.pop()[2] if found and found[-1][:2] == place else b""
             found.append((*place, before + change.hashes))
         return found

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from scheduler_components.kv_events.backlog import (
-    LOOK_S,
     MAX_WAIT_S,
     MAX_WAITING,
     MAX_WAITING_COST,
+    POLL_INTERVAL_S,
     Backlog,
-    Bursts,
-    cost_of,
+    InlineBacklog,
+    batch_cost,
 )
 
 GAPS_S = st.floats(0.0, 3 * MAX_WAIT_S) | st.sampled_from([0.0, 1e-6, MAX_WAIT_S, 60.0])
@@ -49,7 +49,7 @@ def test_what_waits_is_bounded_in_number_cost_and_age(
         may_wait = backlog.may_wait(cost, now_s, len(waiting))
         assert may_wait == all(bounds) or is_at_the_edge
         if may_wait:
-            assert backlog.oldest_s(len(waiting)) == waiting[0][0]
+            assert backlog.oldest_at_s(len(waiting)) == waiting[0][0]
         elif not are_taken:
             waiting.clear()
         last_s = now_s
@@ -67,7 +67,7 @@ def test_what_was_not_noted_is_too_old_to_wait(num_noted: int, num_unknown: int)
 
 @given(st.lists(st.floats(0.0, 0.001), max_size=50))
 def test_inline_only_a_burst_waits_for_its_group(gaps_s: list[float]) -> None:
-    bursts, now_s, num_close, num_waiting = Bursts(), 0.0, 0, 0
+    bursts, now_s, num_close, num_waiting = InlineBacklog(), 0.0, 0, 0
     for gap_s in gaps_s:
         last_s, now_s = now_s, now_s + gap_s
         num_close = num_close + 1 if num_close and now_s - last_s <= 0.0001 else 1
@@ -102,12 +102,12 @@ def stored(num_tokens: int) -> BlockStored:
     ids=["tokens", "events", "kinds", "none", "an engine's own", "raw"],
 )
 def test_a_batch_costs_by_its_events_and_their_tokens(dearer: Any, cheaper: Any) -> None:
-    assert cost_of(EventBatch(1.0, dearer)) > cost_of(EventBatch(1.0, cheaper)) > 0
+    assert batch_cost(EventBatch(1.0, dearer)) > batch_cost(EventBatch(1.0, cheaper)) > 0
 
 
 @pytest.mark.parametrize("junk", [None, object(), EventBatch(1.0, None), EventBatch(1.0, 5)])  # type: ignore[arg-type]
 def test_what_is_no_batch_is_sent_at_once_to_be_refused(junk: Any) -> None:
-    assert cost_of(junk) >= MAX_WAITING_COST
+    assert batch_cost(junk) >= MAX_WAITING_COST
 
 
 @given(st.floats(0.0001, 0.01), st.floats(0.0, 0.02), st.sampled_from([17.0, 90.0, 1_000.0]))
@@ -117,9 +117,9 @@ def test_the_thread_looks_again_before_a_batch_is_too_old_and_lets_the_scheduler
     backlog = Backlog()
     for number in range(3):
         backlog.may_wait(cost, number * gap_s, 1)
-    wait_s = backlog.next_look_in_s(2 * gap_s + since_s)
-    assert 0.0001 <= wait_s <= LOOK_S < MAX_WAIT_S
+    wait_s = backlog.next_poll_in_s(2 * gap_s + since_s)
+    assert 0.0001 <= wait_s <= POLL_INTERVAL_S < MAX_WAIT_S
     if cost < MAX_WAITING_COST / MAX_WAITING:
-        assert wait_s == LOOK_S  # several small ones go out together
+        assert wait_s == POLL_INTERVAL_S  # several small ones go out together
     elif since_s < gap_s - 0.0001:
         assert wait_s <= gap_s - since_s + 1e-9  # it is there when the next large one comes

@@ -9,15 +9,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components import AllBlocksCleared, BlockStored, KVEventBatch
-from scheduler_components.events import HERE, Site, site_of
+from scheduler_components.events import LOCAL_GPU, BlockLocation, block_location
 from scheduler_components.kv_events import BatchEncoder
-from scheduler_components.kv_events.base import BlockState, FoldedPayloads, Run, Source
+from scheduler_components.kv_events.base import BlockRun, CachedBlocks, PayloadRef, StreamSnapshot
 
-SITES = (HERE, site_of("CPU_PINNED", None, None, None))
+SITES = (LOCAL_GPU, block_location("CPU_PINNED", None, None, None))
 
 
 class NoRuns:
-    def runs(self, content: Any) -> list[Run[Any]]:
+    def runs(self, content: Any) -> list[BlockRun[Any]]:
         raise AssertionError("counting reads nothing")
 
 
@@ -33,35 +33,45 @@ STEPS = st.lists(
 )
 
 
-@example([("store", HERE, [1, 2]), ("complete", 5), ("store", HERE, [3]), ("complete", 7), ("remove", HERE, [1, 2])])
-@example([("store", HERE, [1, 2, 3, 4]), ("complete", 5), ("remove", HERE, [1, 2]), ("remove", HERE, [3])])
 @example(
     [
-        ("store", HERE, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("store", LOCAL_GPU, [1, 2]),
+        ("complete", 5),
+        ("store", LOCAL_GPU, [3]),
+        ("complete", 7),
+        ("remove", LOCAL_GPU, [1, 2]),
+    ]
+)
+@example(
+    [("store", LOCAL_GPU, [1, 2, 3, 4]), ("complete", 5), ("remove", LOCAL_GPU, [1, 2]), ("remove", LOCAL_GPU, [3])]
+)
+@example(
+    [
+        ("store", LOCAL_GPU, [0, 1, 2, 3, 4, 5, 6, 7]),
         ("complete", 9),
-        ("remove", HERE, [0, 1, 2, 3]),
+        ("remove", LOCAL_GPU, [0, 1, 2, 3]),
         ("rewrite", 0, 5),
-        ("remove", HERE, [4, 5]),
+        ("remove", LOCAL_GPU, [4, 5]),
     ]
 )
 @given(STEPS)
 def test_sources_are_counted_as_long_as_one_of_their_blocks_stands(steps: list[tuple[Any, ...]]) -> None:
     """Half gone ones are told once, from the moment on at which no more than half of their blocks stand."""
-    state: BlockState[Any] = BlockState(NoRuns())
-    owner: dict[tuple[Site, int], Source] = {}
-    completed: dict[int, tuple[Source, int, int]] = {}  # by serial: the source, its bytes, its blocks
+    state: CachedBlocks[Any] = CachedBlocks(NoRuns())
+    owner: dict[tuple[BlockLocation, int], PayloadRef] = {}
+    completed: dict[int, tuple[PayloadRef, int, int]] = {}  # by serial: the source, its bytes, its blocks
     told: Counter[int] = Counter()
     source = state.new_source()
     for name, *values in steps:
         if name == "store":
-            site, hashes = values
-            state.store(site, hashes, source)
-            owner |= {(site, each): source for each in hashes}
+            location, hashes = values
+            state.store(location, hashes, source)
+            owner |= {(location, each): source for each in hashes}
         elif name == "remove":
-            site, hashes = values
-            state.remove(site, hashes)
+            location, hashes = values
+            state.remove(location, hashes)
             for each in hashes:
-                owner.pop((site, each), None)
+                owner.pop((location, each), None)
         elif name == "complete":
             if any(each is source for each in owner.values()):
                 completed[source.serial] = source, values[0], source.num_stored
@@ -99,7 +109,7 @@ def test_sources_are_counted_as_long_as_one_of_their_blocks_stands(steps: list[t
 
 
 def test_what_was_cleared_before_its_source_was_full_is_not_kept() -> None:
-    base, encoder = FoldedPayloads(), BatchEncoder()
+    base, encoder = StreamSnapshot(), BatchEncoder()
     base.fold(encoder.encode(KVEventBatch(1.0, (BlockStored((5,), None, (1,), 1, None),)), 0))
     base.fold(encoder.encode(KVEventBatch(1.0, (AllBlocksCleared(),)), 0))
     assert list(base.segments()) == []

@@ -20,7 +20,7 @@ from scheduler_components import (
     KVEventBatch,
 )
 from scheduler_components.kv_events import DIALECTS, MAX_PAYLOAD_BYTES, BatchDecoder, BatchEncoder
-from scheduler_components.kv_events.codec import UnreadTokensStored, halves
+from scheduler_components.kv_events.codec import BlockStoredRawTokens, split_events
 from scheduler_components.testing.golden import BatchVector, PeerVector, batch_vectors, peer_vectors
 from scheduler_components.testing.strategies import events as any_events
 from scheduler_components.testing.strategies import removed_events, stored_events
@@ -70,7 +70,7 @@ def block_by_block(events: tuple[KVCacheEvent, ...]) -> list[object]:
 @example((BlockRemoved((1, 2)),))
 @example((BlockRemoved((1,)), BlockRemoved((2,))))
 def test_what_is_too_large_is_cut_in_two_that_say_the_same(events: tuple[KVCacheEvent, ...]) -> None:
-    parts = halves(events) if events else None
+    parts = split_events(events) if events else None
     if parts is None:
         assert len(events) < 2
         assert len(block_by_block(events)) < 2
@@ -82,7 +82,7 @@ def test_what_is_too_large_is_cut_in_two_that_say_the_same(events: tuple[KVCache
 
 def test_a_cut_event_keeps_each_blocks_own_keys() -> None:
     event = BlockStored((1, 2), None, (5, 6), 1, None, extra_keys=(("salt",), ("image", 3)))
-    parts = halves((event,))
+    parts = split_events((event,))
     assert parts is not None
     assert [part.extra_keys for half in parts for part in half if isinstance(part, BlockStored)] == [
         (("salt",),),
@@ -115,14 +115,14 @@ class Unknown(KVCacheEvent, frozen=True):
 def test_an_event_that_cannot_be_encoded_is_refused_alone(dialect: str) -> None:
     good = BlockRemoved((1,))
     too_wide = BlockRemoved((2**64,))
-    payload, sound, refused = BatchEncoder(dialect).encode_sound(KVEventBatch(1.0, (good, Unknown(1), too_wide)), 2)
+    payload, sound, refused = BatchEncoder(dialect).encode_valid(KVEventBatch(1.0, (good, Unknown(1), too_wide)), 2)
     assert payload is not None
     assert BatchDecoder().decode(payload).events == sound == (good,)
     assert [event.name for event in refused] == ["Unknown", "BlockRemoved"]
 
 
 def test_a_batch_of_nothing_but_poison_gives_no_payload() -> None:
-    payload, sound, refused = BatchEncoder().encode_sound(KVEventBatch(1.0, (Unknown(1),)), 0)
+    payload, sound, refused = BatchEncoder().encode_valid(KVEventBatch(1.0, (Unknown(1),)), 0)
     assert (payload, sound, len(refused)) == (None, (), 1)
 
 
@@ -267,7 +267,7 @@ def test_a_payload_of_the_largest_size_is_read_and_no_larger_one() -> None:
 @pytest.mark.parametrize("ts", ["soon", None, 2**63, -(2**63), 10**400, float("inf"), float("nan")], ids=str)
 def test_what_is_left_of_a_batch_with_an_odd_time_has_a_time_that_readers_take(ts: Any) -> None:
     event = BlockStored((5,), None, (1,), 1, None)
-    payload, _, _ = BatchEncoder().encode_sound(KVEventBatch(ts, (event,)), 0)
+    payload, _, _ = BatchEncoder().encode_valid(KVEventBatch(ts, (event,)), 0)
     assert payload is not None
     assert BatchDecoder().decode(payload).ts == 0.0
 
@@ -365,7 +365,7 @@ def without_tokens(events: tuple[KVCacheEvent, ...]) -> list[object]:
 
 
 def assert_reads_the_same_without_tokens(payload: bytes) -> None:
-    reader = BatchDecoder(reads_tokens=False)
+    reader = BatchDecoder(decode_tokens=False)
     whole = BatchDecoder().decode(payload)
     for _ in range(2):  # the first batch tells the dialect
         bare = reader.decode(payload)
@@ -379,10 +379,10 @@ def assert_reads_the_same_without_tokens(payload: bytes) -> None:
 def test_without_tokens_all_else_is_read(dialect: str, events: tuple[KVCacheEvent, ...]) -> None:
     payload = BatchEncoder(dialect).encode(KVEventBatch(2.25, events), 1)
     assert_reads_the_same_without_tokens(payload)
-    reader = BatchDecoder(reads_tokens=False)
+    reader = BatchDecoder(decode_tokens=False)
     reader.decode(payload)
     for event in reader.decode(payload).events:
-        assert not isinstance(event, BlockStored) or isinstance(event, UnreadTokensStored)
+        assert not isinstance(event, BlockStored) or isinstance(event, BlockStoredRawTokens)
 
 
 @pytest.mark.parametrize("vector", [*batch_vectors(), *peer_vectors()], ids=str)
@@ -407,9 +407,9 @@ def test_tokens_that_are_not_read_are_counted(count: int, *, as_map: bool) -> No
 @pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])
 @pytest.mark.parametrize("count", [1, 15, 16, 255, 256, 0x0203, 65_535, 65_536, 0x0102_03])
 def test_an_honest_batch_is_read_at_once_whatever_its_tokens_are_counted_by(count: int, *, as_map: bool) -> None:
-    reader = BatchDecoder(reads_tokens=False)
-    assert reader.decode_whole(stored_with([7] * count, as_map=as_map, count=count)) is not None
-    assert reader.decode_whole(stored_with([7] * count, as_map=as_map, count=count - 1)) is None
+    reader = BatchDecoder(decode_tokens=False)
+    assert reader.decode_typed(stored_with([7] * count, as_map=as_map, count=count)) is not None
+    assert reader.decode_typed(stored_with([7] * count, as_map=as_map, count=count - 1)) is None
 
 
 @pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])
@@ -418,13 +418,13 @@ def test_tokens_that_are_not_read_may_be_anything(tokens: list[object], *, as_ma
     """Who does not need them takes the blocks; who reads them drops the event."""
     payload = stored_with(tokens, as_map=as_map)
     assert len(BatchDecoder().decode(payload).errors) == 1
-    (event,) = BatchDecoder(reads_tokens=False).decode(payload).events
-    assert isinstance(event, UnreadTokensStored)
+    (event,) = BatchDecoder(decode_tokens=False).decode(payload).events
+    assert isinstance(event, BlockStoredRawTokens)
     assert event.block_hashes == (0,)
     assert msgspec.msgpack.decode(event.token_ids) == tokens
 
 
 def test_an_event_of_unread_tokens_is_refused_by_name_when_it_is_written() -> None:
-    (event,) = BatchDecoder(reads_tokens=False).decode(stored_with([7], as_map=False)).events
+    (event,) = BatchDecoder(decode_tokens=False).decode(stored_with([7], as_map=False)).events
     with pytest.raises(ValueError, match="token_ids"):
         BatchEncoder().encode(KVEventBatch(1.0, (event,)), 0)

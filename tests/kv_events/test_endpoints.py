@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.kv_events import MAX_PORT, Endpoint, PortPlan
-from scheduler_components.testing.strategies import BAD_ENDPOINTS, any_endpoint_texts, crowded_endpoints, endpoints
+from scheduler_components.testing.strategies import (
+    INVALID_ENDPOINTS,
+    colliding_endpoints,
+    endpoint_like_texts,
+    endpoints,
+)
 
 
 @given(endpoints())
@@ -17,7 +22,7 @@ def test_the_text_of_an_endpoint_is_the_endpoint(endpoint: Endpoint) -> None:
 
 
 @settings(deadline=None)
-@given(any_endpoint_texts())
+@given(endpoint_like_texts())
 @example("tcp://[::1%] ]:5")
 @example("tcp://[::%lo]:5")
 @example("tcp://[*]:5557")
@@ -82,7 +87,7 @@ def test_ipc_and_inproc_bind_and_stay_on_this_machine(text: str) -> None:
     assert not endpoint.is_wildcard
 
 
-@pytest.mark.parametrize(("text", "problem"), BAD_ENDPOINTS.items())
+@pytest.mark.parametrize(("text", "problem"), INVALID_ENDPOINTS.items())
 def test_bad_endpoints_are_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Endpoint.parse(text, field="load_endpoint")
@@ -211,7 +216,7 @@ def test_hosts_and_ports_are_checked_when_they_are_replaced() -> None:
     ],
 )
 def test_who_binds(text: str, bind: bool | None, binds: bool) -> None:
-    assert Endpoint.parse(text).decide_bind(bind) is binds
+    assert Endpoint.parse(text).resolve_bind(bind) is binds
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,7 @@ def test_who_binds(text: str, bind: bool | None, binds: bool) -> None:
 )
 def test_nobody_can_be_dialled_at_a_wildcard_or_at_port_0(text: str, bind: bool | None, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        Endpoint.parse(text).decide_bind(bind)
+        Endpoint.parse(text).resolve_bind(bind)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +259,7 @@ def fits(bases: list[Endpoint], stream_count: int) -> bool:
 
 
 @settings(deadline=None)
-@given(crowded_endpoints(), st.none() | crowded_endpoints(), st.none() | crowded_endpoints(), st.integers(1, 6))
+@given(colliding_endpoints(), st.none() | colliding_endpoints(), st.none() | colliding_endpoints(), st.integers(1, 6))
 @example(Endpoint.parse("ipc:///tmp/kv"), Endpoint.parse("ipc:///tmp/kv_dp1"), None, 2)
 def test_a_plan_stands_exactly_when_all_its_endpoints_differ(
     events: Endpoint, replay: Endpoint | None, load: Endpoint | None, stream_count: int

@@ -42,7 +42,7 @@ def test_every_life_starts_above_all_numbers_of_all_earlier_ones(lives: list[tup
             for count in sent:
                 number += count
                 highest = number - 1
-                floor.keep_above(number)
+                floor.reserve_above(number)
             if is_closed:
                 floor.close(number)
             else:
@@ -53,7 +53,7 @@ def test_every_life_starts_above_all_numbers_of_all_earlier_ones(lives: list[tup
 
 def test_without_a_file_the_clock_is_all_there_is() -> None:
     floor = open_sequence_floor(None, wanted=7)
-    floor.keep_above(1 << 61)
+    floor.reserve_above(1 << 61)
     floor.close(9)
     assert (floor.first, open_sequence_floor(None, wanted=3).first) == (7, 3)
 
@@ -73,9 +73,9 @@ def test_it_is_written_sparsely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     floor = open_sequence_floor(tmp_path / "floor", wanted=0)
     for number in range(10_000):
-        floor.keep_above(number)
+        floor.reserve_above(number)
     assert len(written) == 1
-    floor.keep_above(1 << 32)
+    floor.reserve_above(1 << 32)
     assert len(written) == 2
 
 
@@ -110,6 +110,6 @@ def test_a_disk_that_fails_later_costs_no_step(tmp_path: Path, caplog: pytest.Lo
         path.unlink()
     directory.rmdir()
     for number in range(1 << 32, (1 << 32) + 1_000):
-        floor.keep_above(number)
+        floor.reserve_above(number)
     floor.close(1)
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]

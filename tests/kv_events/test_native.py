@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, Tier
 from scheduler_components import AllBlocksCleared, BlockStored, KVEventBatch
-from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream, collapse
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream, merge_batches
 from scheduler_components.kv_events.base import PayloadReader
-from scheduler_components.kv_events.codec import halves, why_too_large
-from scheduler_components.kv_events.lowering import Changes
-from scheduler_components.kv_events.native import cut_event
+from scheduler_components.kv_events.codec import oversize_reason, split_events
+from scheduler_components.kv_events.lowering import BlockChanges
+from scheduler_components.kv_events.native import slice_raw_event
 
 # The declarations of two engines, as they are in vLLM 0.33 and SGLang 0.5.23. vLLM's are those of its double.
 
@@ -212,7 +212,7 @@ def test_a_bad_event_is_refused_by_name_and_its_neighbours_go_out(bad: Any, name
     for events in ([good[0], bad, good[1]], [bad]):
         with pytest.raises((TypeError, ValueError, OverflowError), match=named):
             encoder.encode(VllmBatch(1.0, events), 0)
-    payload, _, refused = encoder.encode_sound(VllmBatch(1.0, [good[0], bad, good[1]], 5), 0)
+    payload, _, refused = encoder.encode_valid(VllmBatch(1.0, [good[0], bad, good[1]], 5), 0)
     assert payload == engines_bytes(VllmBatch(1.0, good, 5), 0)
     assert [named in each.reason for each in refused] == [True]
 
@@ -301,7 +301,7 @@ NATIVE_HISTORIES = st.lists(st.lists(NATIVE_EVENTS, max_size=4), max_size=8)
 
 
 def view_of(payloads: list[bytes]) -> dict[str, object]:
-    """What a router ends with: tier by tier, group by group, and site by site."""
+    """What a router ends with: tier by tier, group by group, and location by location."""
     view, decoder = BlockView(), BatchDecoder()
     for payload in payloads:
         decoded = decoder.decode(payload)
@@ -317,8 +317,8 @@ def replayed(sent: list[bytes]) -> list[bytes]:
     stream = EventStream(epoch=bytes(16), max_steps=1, max_bytes=10**9)
     for payload in sent:
         stream.append(payload)
-        stream.fold_some()
-    chunks = [each for each in stream.plan_base() if each is not None]
+        stream.fold_oldest()
+    chunks = [each for each in stream.plan_snapshot() if each is not None]
     parts = stream.encode_chunk(chunks[0][0], BatchEncoder("native"), 0, clear=True)
     window = [stream.payload(sequence) for sequence in range(stream.first, stream.next_sequence)]
     return [each for each in parts if each is not None] + window
@@ -337,11 +337,11 @@ PAIR = VllmStored([5, WIDE], None, [7, 7], 1, None, "GPU", None)
 @example(history=[[VllmRemoved([5], "GPU"), VllmRemoved([6], "GPU", 1), VllmRemoved([7], "GPU", 1, "REMOTE")]])
 @given(history=NATIVE_HISTORIES)
 def test_what_is_told_of_an_engines_events_is_what_their_payload_says(
-    joined: Callable[[Changes], object], history: list[list[Any]]
+    joined: Callable[[BlockChanges], object], history: list[list[Any]]
 ) -> None:
     encoder = BatchEncoder("native")
     for events in history:
-        payload, changes = encoder.encode_told(VllmBatch(1.0, events), 0)
+        payload, changes = encoder.encode_with_changes(VllmBatch(1.0, events), 0)
         assert payload == encoder.encode(VllmBatch(1.0, events), 0)
         if changes is not None:
             assert joined(changes) == joined(PayloadReader().changes(payload))
@@ -350,7 +350,7 @@ def test_what_is_told_of_an_engines_events_is_what_their_payload_says(
 def test_of_plain_events_of_an_engine_no_payload_is_read() -> None:
     stored = VllmStored([5, -6], None, [7, 7], 1, None, "GPU", None, group_idx=1)
     for events in ([stored], [stored, stored, VllmRemoved([5], "GPU", 1), VllmCleared()], [VllmCleared()]):
-        assert BatchEncoder("native").encode_told(VllmBatch(1.0, events), 0)[1] is not None
+        assert BatchEncoder("native").encode_with_changes(VllmBatch(1.0, events), 0)[1] is not None
 
 
 @settings(deadline=None, max_examples=400)
@@ -367,7 +367,7 @@ def test_a_late_reader_sees_what_a_live_one_saw(history: list[list[Any]]) -> Non
 @example(history=[[PAIR], [VllmRemoved([WIDE], "GPU")]])
 @given(history=NATIVE_HISTORIES)
 def test_a_collapsed_queue_says_what_the_queue_would_have(history: list[list[Any]]) -> None:
-    merged = collapse([VllmBatch(1.0, events, 3) for events in history])  # type: ignore[misc]
+    merged = merge_batches([VllmBatch(1.0, events, 3) for events in history])  # type: ignore[misc]
     payloads = [] if merged is None else [BatchEncoder("native").encode(merged, 0)]
     assert merged is None or merged.attn_dp_rank == 3
     assert view_of(payloads) == view_of(sent_of(history))
@@ -381,7 +381,7 @@ def test_an_engines_parent_that_was_stored_again_stands_before_its_child(sent: A
 
     parent, child = told(stored(block_hashes=[sent])), told(stored(block_hashes=[2], parent_block_hash=sent))
     history = [[parent, child], [told(VllmRemoved([sent], "GPU")), parent]]
-    one = collapse([VllmBatch(1.0, events) for events in history])  # type: ignore[misc]
+    one = merge_batches([VllmBatch(1.0, events) for events in history])  # type: ignore[misc]
     assert one is not None
     found = BatchDecoder().decode(BatchEncoder("native").encode(one, 0))
     assert [event.block_hashes for event in found.events if isinstance(event, BlockStored)] == [(read,), (2,)]
@@ -391,7 +391,7 @@ def test_an_engines_parent_that_was_stored_again_stands_before_its_child(sent: A
 
 
 def test_nothing_is_left_of_a_queue_that_ends_with_a_clear() -> None:
-    merged = collapse([VllmBatch(1.0, events) for events in ([PAIR], [VllmRemoved([5], "GPU")], [VllmCleared()])])  # type: ignore[misc]
+    merged = merge_batches([VllmBatch(1.0, events) for events in ([PAIR], [VllmRemoved([5], "GPU")], [VllmCleared()])])  # type: ignore[misc]
     assert merged is not None
     assert merged.events == (AllBlocksCleared(),)
 
@@ -452,23 +452,23 @@ def test_a_part_of_an_array_stays_an_array() -> None:
 )
 def test_a_part_has_the_fields_of_its_event_and_no_other(event: Any, part: Any, *, as_raw: bool) -> None:
     given = msgspec.Raw(msgspec.msgpack.encode(event)) if as_raw else event
-    assert msgspec.msgpack.decode(cut_event(given, 1, 2)) == part
+    assert msgspec.msgpack.decode(slice_raw_event(given, 1, 2)) == part
 
 
 def test_an_event_that_is_too_large_is_cut_with_all_its_fields() -> None:
     encoder = BatchEncoder("native")
     for event in (LATER, LaterRemoved([5, WIDE, OTHER], "GPU", 0, None, None, "kept")):
-        parts = halves((event,))  # type: ignore[arg-type]
+        parts = split_events((event,))  # type: ignore[arg-type]
         assert parts is not None
         read = [msgspec.msgpack.decode(encoder.encode_event(part[0])) for part in parts]
         whole = msgspec.msgpack.decode(encoder.encode_event(event))  # type: ignore[arg-type]
         assert [*read[0]["block_hashes"], *read[1]["block_hashes"]] == whole["block_hashes"]
         assert [each["whole"] for each in read] == [whole["whole"]] * 2
-        assert why_too_large((event,), encoder) is None  # type: ignore[arg-type]
+        assert oversize_reason((event,), encoder) is None  # type: ignore[arg-type]
     huge = stored(token_ids=[2**31] * 10**6, block_size=10**6)
-    assert why_too_large((huge, stored()), encoder) is None  # type: ignore[arg-type]  # each half is asked again
+    assert oversize_reason((huge, stored()), encoder) is None  # type: ignore[arg-type]  # each half is asked again
     salted = BlockStored((1, 2), None, (7, 8), 1, None, cache_salt="x" * 300_000)
-    assert "2 blocks share" in str(why_too_large((salted,), encoder))
-    assert halves((VllmRemoved([5], None),)) is None  # type: ignore[arg-type]
-    assert halves((VllmCleared(),)) is None  # type: ignore[arg-type]
-    assert "one block" in str(why_too_large((huge,), encoder))  # type: ignore[arg-type]
+    assert "2 blocks share" in str(oversize_reason((salted,), encoder))
+    assert split_events((VllmRemoved([5], None),)) is None  # type: ignore[arg-type]
+    assert split_events((VllmCleared(),)) is None  # type: ignore[arg-type]
+    assert "one block" in str(oversize_reason((huge,), encoder))  # type: ignore[arg-type]

@@ -134,10 +134,10 @@ def test_a_rank_whose_existence_makes_ranges_overlap_is_refused() -> None:
         EventPublisherFactory.create('{"publisher": "zmq", "replay_endpoint": "tcp://*:5558"}', attn_dp_rank=1)
 
 
-def offer(site: Path, package: str, name: str, target: str, source: str = "") -> None:
-    """Install a package that names a publisher, as pip would leave it on ``site``."""
-    (site / f"{package}.py").write_text(source)
-    info = site / f"{package}-1.0.dist-info"
+def offer(location: Path, package: str, name: str, target: str, source: str = "") -> None:
+    """Install a package that names a publisher, as pip would leave it on ``location``."""
+    (location / f"{package}.py").write_text(source)
+    info = location / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[scheduler_components.event_publishers]\n{name} = {target}\n")

@@ -15,13 +15,13 @@ from scheduler_components.kv_events import (
     BatchDecoder,
     BatchEncoder,
     EventStream,
-    Kind,
-    Meta,
-    ReplayCursors,
-    Request,
-    Verb,
-    chain_after,
-    chain_at_start,
+    ReplayMeta,
+    ReplayMetaKind,
+    ReplayRequest,
+    ReplaySessions,
+    ReplayVerb,
+    digest_after,
+    initial_digest,
 )
 from scheduler_components.testing.golden import replay_frame_vectors
 
@@ -31,14 +31,14 @@ TOKEN, EPOCH = bytes(range(8)), bytes(range(16))
 @pytest.mark.parametrize(
     ("name", "request_"),
     [
-        ("plain request from 258", Request(258)),
-        ("extended request: sync from 258", Request(258, Verb.SYNC, TOKEN, EPOCH)),
+        ("plain request from 258", ReplayRequest(258)),
+        ("extended request: sync from 258", ReplayRequest(258, ReplayVerb.SYNC, TOKEN, EPOCH)),
     ],
 )
-def test_requests_are_the_golden_bytes(name: str, request_: Request) -> None:
+def test_requests_are_the_golden_bytes(name: str, request_: ReplayRequest) -> None:
     _, frame = replay_frame_vectors()[name].message
     assert request_.encode() == frame
-    assert Request.parse(frame) == request_
+    assert ReplayRequest.parse(frame) == request_
     assert len(frame) == (8 if request_.verb is None else 37)
 
 
@@ -49,15 +49,15 @@ def test_requests_are_the_golden_bytes(name: str, request_: Request) -> None:
 )  # fmt: skip
 def test_other_requests_are_refused(frame: bytes) -> None:
     with pytest.raises(DecodeError):
-        Request.parse(frame)
+        ReplayRequest.parse(frame)
 
 
-def meta(**changes: object) -> Meta:
+def meta(**changes: object) -> ReplayMeta:
     fields: dict[str, object] = {
-        "token": TOKEN, "epoch": EPOCH, "first": 1, "next": 9, "kind": Kind.BEGIN, "snap": True, "start": 4,
+        "token": TOKEN, "epoch": EPOCH, "first": 1, "next": 9, "kind": ReplayMetaKind.BEGIN, "snap": True, "start": 4,
         "chain": bytes(8),
     }  # fmt: skip
-    return Meta(**(fields | changes))  # type: ignore[arg-type]
+    return ReplayMeta(**(fields | changes))  # type: ignore[arg-type]
 
 
 def test_meta_is_a_map_of_the_named_fields() -> None:
@@ -65,19 +65,19 @@ def test_meta_is_a_map_of_the_named_fields() -> None:
         "token": TOKEN, "epoch": EPOCH, "first": 1, "next": 9, "kind": "begin", "snap": True, "start": 4,
         "chain": bytes(8),
     }  # fmt: skip
-    assert Meta.decode(meta().encode()) == meta()
+    assert ReplayMeta.decode(meta().encode()) == meta()
 
 
 def test_what_a_relay_says_of_its_upstream_is_the_golden_bytes() -> None:
     *_, golden = replay_frame_vectors()["META of a relay whose upstream is partial"].message
     stream = EventStream(epoch=EPOCH, max_steps=8, max_bytes=1_000, first_sequence=3)
     cursors = cursors_of(stream)
-    status = Request(0, Verb.STATUS, TOKEN, EPOCH)
+    status = ReplayRequest(0, ReplayVerb.STATUS, TOKEN, EPOCH)
     cursors.upstream = "partial"
-    cursors.ask([b"c", b"", status.encode()])
+    cursors.receive([b"c", b"", status.encode()])
     assert cursors.message(b"c") == (b"c", b"", END_SEQ, golden)
-    assert Meta.decode(golden).upstream == "partial"
-    assert Meta.decode(meta().encode()).upstream is None
+    assert ReplayMeta.decode(golden).upstream == "partial"
+    assert ReplayMeta.decode(meta().encode()).upstream is None
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_what_a_relay_says_of_its_upstream_is_the_golden_bytes() -> None:
 )  # fmt: skip
 def test_a_meta_that_contradicts_itself_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(DecodeError):
-        Meta.decode(meta(**changes).encode())
+        ReplayMeta.decode(meta(**changes).encode())
 
 
 @settings(deadline=None)
 @given(payload=st.binary(max_size=60))
 def test_no_bytes_raise_anything_but_a_decode_error(payload: bytes) -> None:
-    for read in (Meta.decode, Request.parse):
+    for read in (ReplayMeta.decode, ReplayRequest.parse):
         try:
             read(payload)
         except DecodeError:
@@ -113,7 +113,7 @@ def stored(block_hash: int) -> KVEventBatch:
 def add(stream: EventStream, count: int) -> None:
     for _ in range(count):
         stream.append(ENCODER.encode(stored(stream.next_sequence + 1), 0))
-        stream.fold_some()
+        stream.fold_oldest()
 
 
 def stream_of(count: int, *, max_steps: int = 100, first_sequence: int = 0) -> EventStream:
@@ -122,22 +122,22 @@ def stream_of(count: int, *, max_steps: int = 100, first_sequence: int = 0) -> E
     return stream
 
 
-def cursors_of(stream: EventStream, **options: object) -> ReplayCursors:
-    return ReplayCursors(stream, encoder=ENCODER, rank=0, **options)  # type: ignore[arg-type]
+def cursors_of(stream: EventStream, **options: object) -> ReplaySessions:
+    return ReplaySessions(stream, encoder=ENCODER, rank=0, **options)  # type: ignore[arg-type]
 
 
-def ask(cursors: ReplayCursors, request: Request | int, client: bytes = b"c") -> None:
-    cursors.ask([client, b"", (request if isinstance(request, Request) else Request(request)).encode()])
+def ask(cursors: ReplaySessions, request: ReplayRequest | int, client: bytes = b"c") -> None:
+    cursors.receive([client, b"", (request if isinstance(request, ReplayRequest) else ReplayRequest(request)).encode()])
 
 
-def answer(cursors: ReplayCursors, client: bytes = b"c") -> list[tuple[bytes, ...]]:
+def answer(cursors: ReplaySessions, client: bytes = b"c") -> list[tuple[bytes, ...]]:
     """Read a whole answer; every one ends, so this does."""
     messages = []
     while client in cursors.clients:
         message = cursors.message(client)
         if message is not None:
             messages.append(message)
-        cursors.sent(client)
+        cursors.on_sent(client)
     return messages
 
 
@@ -209,7 +209,7 @@ def test_a_high_first_number_is_no_lost_history() -> None:
 )  # fmt: skip
 def test_a_malformed_request_gets_a_bare_end_marker(frames: list[bytes]) -> None:
     cursors = cursors_of(stream_of(3))
-    cursors.ask(frames)
+    cursors.receive(frames)
     assert answer(cursors) == [(b"c", b"", END_SEQ, b"")]
     assert cursors.num_refused == 1
 
@@ -218,11 +218,11 @@ def test_who_waits_and_then_asks_badly_or_leaves_waits_no_more() -> None:
     cursors = cursors_of(stream_of(3), max_clients=1)
     for client in (b"c", b"d", b"e"):
         ask(cursors, 0, client)
-    cursors.ask([b"d", b"", b"bad"])
+    cursors.receive([b"d", b"", b"bad"])
     cursors.drop(b"e")
     assert (cursors.num_waiting, cursors.num_refused) == (0, 1)
     assert answer(cursors, b"d") == [(b"d", b"", END_SEQ, b"")]
-    cursors.ask([b"d", b"", b"bad"])
+    cursors.receive([b"d", b"", b"bad"])
     answer(cursors, b"d")
     answer(cursors)
     assert (len(cursors), cursors.num_refused) == (0, 2)
@@ -230,9 +230,9 @@ def test_who_waits_and_then_asks_badly_or_leaves_waits_no_more() -> None:
 
 def test_what_is_sent_again_is_counted_and_what_is_folded_has_the_rank() -> None:
     stream = stream_of(8, max_steps=3)
-    cursors = ReplayCursors(stream, encoder=ENCODER, rank=5)
+    cursors = ReplaySessions(stream, encoder=ENCODER, rank=5)
     for turn in (1, 2):
-        ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH))
+        ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH))
         chunk, *_ = (message for message in answer(cursors) if message[-2] != END_SEQ)
         assert BatchDecoder().decode(chunk[-1]).attn_dp_rank == 5
         assert (cursors.num_served, cursors.num_batches) == (turn, 4 * turn)
@@ -300,13 +300,13 @@ class Crowd(RuleBasedStateMachine):
                 message = self.cursors.message(client)
                 assert message is not None
                 if len(self.queues[client]) >= CROWD_QUEUE:
-                    self.cursors.full(client, self.now_s)
+                    self.cursors.on_full(client, self.now_s)
                     break
                 if not sends:
                     return
                 sends -= 1
                 self.queues[client].append(int.from_bytes(message[-2], "big", signed=True))
-                if self.cursors.sent(client):
+                if self.cursors.on_sent(client):
                     break
             self.cursors.rotate(client)
 
@@ -366,7 +366,7 @@ def test_an_answer_covers_what_had_been_sent_when_it_was_asked_for() -> None:
 def test_asking_again_starts_over() -> None:
     cursors = cursors_of(stream_of(3))
     ask(cursors, 0)
-    cursors.sent(b"c")
+    cursors.on_sent(b"c")
     ask(cursors, 2)
     assert numbers(answer(cursors)) == [2, -1]
 
@@ -377,7 +377,7 @@ def test_a_plain_client_overtaken_by_the_window_gets_the_base_instead() -> None:
     ask(cursors, 0)
     first = cursors.message(b"c")
     assert first is not None
-    cursors.sent(b"c")
+    cursors.on_sent(b"c")
     add(stream, 10)
     messages = [first, *answer(cursors)]
     assert messages[-1][-2] == END_SEQ
@@ -391,7 +391,7 @@ def stream_of_runs(count: int, *, max_steps: int) -> EventStream:
     for number in range(count):
         hashes = tuple(range(number * 50, number * 50 + 50))
         stream.append(ENCODER.encode(KVEventBatch(1.0, (BlockStored(hashes, None, (2**31,) * 50_000, 1000, None),)), 0))
-        stream.fold_some()
+        stream.fold_oldest()
     return stream
 
 
@@ -422,15 +422,15 @@ def test_a_step_of_an_answer_builds_a_bounded_part_of_a_large_message() -> None:
     stream = stream_of_runs(11, max_steps=1)
     stream.append(ENCODER.encode(KVEventBatch(1.0, (BlockRemoved(tuple(range(7, 500, 50))),)), 0))
     stream.append(ENCODER.encode(KVEventBatch(1.0, ()), 0))
-    stream.fold_some()
-    (chunks,) = [each for each in stream.plan_base(max_chunks=10) if each is not None]
+    stream.fold_oldest()
+    (chunks,) = [each for each in stream.plan_snapshot(max_chunks=10) if each is not None]
     steps = [list(stream.encode_chunk(chunk, ENCODER, 0, clear=False)) for chunk in chunks]
     assert max(len(chunk) for chunk in chunks) >= 6
     assert all(len(each) >= len(chunk) / 2 for each, chunk in zip(steps, chunks, strict=True))
 
 
-@pytest.mark.parametrize("request_", [Request(0), Request(0, Verb.SNAPSHOT, TOKEN)])
-def test_the_first_chunk_of_a_base_clears_and_no_other_does(request_: Request) -> None:
+@pytest.mark.parametrize("request_", [ReplayRequest(0), ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN)])
+def test_the_first_chunk_of_a_base_clears_and_no_other_does(request_: ReplayRequest) -> None:
     cursors = cursors_of(stream_of_runs(60, max_steps=2))
     ask(cursors, request_)
     batches = [BatchDecoder().decode(message[-1]) for message in answer(cursors) if message[-2] != END_SEQ]
@@ -444,20 +444,20 @@ def test_every_answer_that_is_cut_is_counted() -> None:
     for client in (b"a", b"b", b"c", b"d"):
         ask(cursors, 0, client)
     for client, gives_way in ((b"a", b"c"), (b"b", b"d")):
-        cursors.full(client, 0.0)
+        cursors.on_full(client, 0.0)
         assert client in cursors.clients
-        cursors.full(client, 60.0)
+        cursors.on_full(client, 60.0)
         assert client not in cursors.clients
         assert gives_way in cursors.clients
     assert cursors.num_truncated == 2
-    cursors.cut_short()
+    cursors.end_all()
     assert cursors.num_truncated == 4
 
 
 def test_cutting_short_ends_every_answer() -> None:
     cursors = cursors_of(stream_of(3))
     ask(cursors, 0)
-    cursors.cut_short()
+    cursors.end_all()
     assert answer(cursors) == [(b"c", b"", END_SEQ, b"")]
     assert cursors.num_truncated == 1
 
@@ -473,55 +473,57 @@ def test_clients_are_served_one_after_the_other_and_a_lost_one_is_forgotten() ->
     assert cursors.clients == (b"a",)
 
 
-def meta_of(message: tuple[bytes, ...]) -> Meta:
+def meta_of(message: tuple[bytes, ...]) -> ReplayMeta:
     assert message[-2] == END_SEQ
-    return Meta.decode(message[-1])
+    return ReplayMeta.decode(message[-1])
 
 
 def chain_through(stream: EventStream, stop: int) -> bytes:
-    chain = chain_at_start(EPOCH)
+    chain = initial_digest(EPOCH)
     for sequence in range(stop):
-        chain = chain_after(chain, sequence, stream.payload(sequence))
+        chain = digest_after(chain, sequence, stream.payload(sequence))
     return chain
 
 
 def test_status_says_where_the_stream_stands() -> None:
     stream = stream_of(5)
     cursors = cursors_of(stream)
-    ask(cursors, Request(3, Verb.STATUS, TOKEN, EPOCH))
+    ask(cursors, ReplayRequest(3, ReplayVerb.STATUS, TOKEN, EPOCH))
     (message,) = answer(cursors)
-    assert meta_of(message) == Meta(TOKEN, EPOCH, 0, 5, Kind.STATUS, False, 3, chain_through(stream, 3))
+    assert meta_of(message) == ReplayMeta(TOKEN, EPOCH, 0, 5, ReplayMetaKind.STATUS, False, 3, chain_through(stream, 3))
 
 
 @pytest.mark.parametrize("start", [0, 3, 5])
 def test_sync_in_the_window_is_incremental(start: int) -> None:
     stream = stream_of(5)
     cursors = cursors_of(stream)
-    ask(cursors, Request(start, Verb.SYNC, TOKEN, EPOCH))
+    ask(cursors, ReplayRequest(start, ReplayVerb.SYNC, TOKEN, EPOCH))
     begin, *batches, end = answer(cursors)
-    assert meta_of(begin) == Meta(TOKEN, EPOCH, 0, 5, Kind.BEGIN, False, start, chain_through(stream, start))
+    assert meta_of(begin) == ReplayMeta(
+        TOKEN, EPOCH, 0, 5, ReplayMetaKind.BEGIN, False, start, chain_through(stream, start)
+    )
     assert numbers(batches) == list(range(start, 5))
-    assert meta_of(end) == Meta(TOKEN, EPOCH, 0, 5, Kind.END, False, 5, stream.chain)
+    assert meta_of(end) == ReplayMeta(TOKEN, EPOCH, 0, 5, ReplayMetaKind.END, False, 5, stream.digest)
 
 
 @pytest.mark.parametrize(
     ("request_", "folded"),
     [
-        (Request(0, Verb.SYNC, TOKEN, EPOCH), 5),  # older than the window
-        (Request(99, Verb.SYNC, TOKEN, EPOCH), 5),  # from the future
-        (Request(6, Verb.SYNC, TOKEN, bytes(16)), 5),  # of another life
-        (Request(6, Verb.SNAPSHOT, TOKEN, EPOCH), 5),  # wanted
-        (Request(1, Verb.SYNC, TOKEN, bytes(16)), 0),  # nothing folded yet: an empty base, then the window
+        (ReplayRequest(0, ReplayVerb.SYNC, TOKEN, EPOCH), 5),  # older than the window
+        (ReplayRequest(99, ReplayVerb.SYNC, TOKEN, EPOCH), 5),  # from the future
+        (ReplayRequest(6, ReplayVerb.SYNC, TOKEN, bytes(16)), 5),  # of another life
+        (ReplayRequest(6, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), 5),  # wanted
+        (ReplayRequest(1, ReplayVerb.SYNC, TOKEN, bytes(16)), 0),  # nothing folded yet: an empty base, then the window
     ],
 )
-def test_otherwise_sync_is_base_then_window(request_: Request, folded: int) -> None:
+def test_otherwise_sync_is_base_then_window(request_: ReplayRequest, folded: int) -> None:
     stream = stream_of(8, max_steps=8 - folded)
     cursors = cursors_of(stream)
     ask(cursors, request_)
     messages = answer(cursors)
     metas = [meta_of(message) for message in messages if message[-2] == END_SEQ]
     assert [(meta.kind, meta.snap, meta.start) for meta in metas] == [
-        (Kind.BEGIN, True, folded), (Kind.BEGIN, False, folded), (Kind.END, False, 8)
+        (ReplayMetaKind.BEGIN, True, folded), (ReplayMetaKind.BEGIN, False, folded), (ReplayMetaKind.END, False, 8)
     ]  # fmt: skip
     assert numbers(messages) == [-1, 0, -1, *range(folded, 8), -1]
     assert hashes(messages) == list(range(1, 9))
@@ -531,7 +533,7 @@ def test_a_snapshot_holds_the_base_still_until_it_is_sent_or_its_client_leaves()
     stream = stream_of(8, max_steps=3)
     cursors = cursors_of(stream)
     for client in (b"c", b"leaves"):
-        ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH), client)
+        ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), client)
     add(stream, 3)
     assert (stream.first, stream.pins) == (5, 2)
     assert hashes(answer(cursors)) == list(range(1, 9))
@@ -540,15 +542,15 @@ def test_a_snapshot_holds_the_base_still_until_it_is_sent_or_its_client_leaves()
     assert stream.pins == 0
 
 
-@pytest.mark.parametrize("verb", [Verb.SYNC, Verb.SNAPSHOT])
-def test_a_client_that_is_too_slow_is_cut_and_must_ask_again(verb: Verb) -> None:
+@pytest.mark.parametrize("verb", [ReplayVerb.SYNC, ReplayVerb.SNAPSHOT])
+def test_a_client_that_is_too_slow_is_cut_and_must_ask_again(verb: ReplayVerb) -> None:
     stream = stream_of(8, max_steps=3)
     cursors = cursors_of(stream)
-    ask(cursors, Request(5, verb, TOKEN, EPOCH))
+    ask(cursors, ReplayRequest(5, verb, TOKEN, EPOCH))
     add(stream, 20)
-    if verb is Verb.SNAPSHOT:
-        assert stream.is_held_up
-        cursors.cut_pinned()
+    if verb is ReplayVerb.SNAPSHOT:
+        assert stream.has_stuck_pins
+        cursors.cancel_pinned()
     end = answer(cursors)[-1]
     assert end[-2:] == (END_SEQ, b"")
     assert (stream.pins, cursors.num_truncated) == (0, 1)
@@ -557,13 +559,13 @@ def test_a_client_that_is_too_slow_is_cut_and_must_ask_again(verb: Verb) -> None
 def test_who_holds_the_base_up_is_cut_and_nobody_else() -> None:
     stream = stream_of(30, max_steps=5)
     cursors = cursors_of(stream)
-    ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN, EPOCH), b"slow")
+    ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), b"slow")
     ask(cursors, 0, b"slow and plain")
     ask(cursors, stream.first, b"prompt")
     while stream.pins != 2:
-        cursors.sent(b"slow and plain")
+        cursors.on_sent(b"slow and plain")
     add(stream, 10)
-    cursors.cut_pinned()
+    cursors.cancel_pinned()
     # To a plain client an end marker would say that this was all.
     assert [numbers(answer(cursors, client)) for client in (b"slow", b"slow and plain")] == [[-1], []]
     assert numbers(answer(cursors, b"prompt")) == [*range(25, 30), -1]
@@ -573,22 +575,22 @@ def test_who_holds_the_base_up_is_cut_and_nobody_else() -> None:
 def test_a_window_that_overtakes_its_last_batch_does_not_break_an_extended_answer() -> None:
     stream = stream_of(4, max_steps=3)
     cursors = cursors_of(stream)
-    ask(cursors, Request(2, Verb.SYNC, TOKEN, EPOCH))
-    end_chain = stream.chain
+    ask(cursors, ReplayRequest(2, ReplayVerb.SYNC, TOKEN, EPOCH))
+    end_digest = stream.digest
     for _ in range(2):
-        cursors.sent(b"c")
+        cursors.on_sent(b"c")
     add(stream, 10)  # the last batch waits for a slow client meanwhile
     assert numbers(answer(cursors)) == [3, -1]
-    ask(cursors, Request(2, Verb.SYNC, TOKEN, EPOCH))
-    metas = [Meta.decode(message[-1]) for message in answer(cursors) if message[-2] == END_SEQ]
-    assert [meta.kind for meta in metas] == [Kind.BEGIN, Kind.BEGIN, Kind.END]
-    assert metas[-1].chain != end_chain
+    ask(cursors, ReplayRequest(2, ReplayVerb.SYNC, TOKEN, EPOCH))
+    metas = [ReplayMeta.decode(message[-1]) for message in answer(cursors) if message[-2] == END_SEQ]
+    assert [meta.kind for meta in metas] == [ReplayMetaKind.BEGIN, ReplayMetaKind.BEGIN, ReplayMetaKind.END]
+    assert metas[-1].chain != end_digest
 
 
 def test_a_snapshot_says_how_many_chunks_its_base_has() -> None:
     cursors = cursors_of(stream_of(4, max_steps=2))
-    ask(cursors, Request(0, Verb.SNAPSHOT, TOKEN))
-    metas = [Meta.decode(message[-1]) for message in answer(cursors) if message[-2] == END_SEQ]
+    ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN))
+    metas = [ReplayMeta.decode(message[-1]) for message in answer(cursors) if message[-2] == END_SEQ]
     assert [meta.chunks for meta in metas] == [None, 1, None]
 
 
@@ -605,7 +607,7 @@ class Turns:
     def __init__(self) -> None:
         self.stream = EventStream(epoch=EPOCH, max_steps=MAX_STEPS, max_bytes=10**9)
         self.encoder = BatchEncoder()
-        self.cursors = ReplayCursors(self.stream, encoder=self.encoder, rank=0)
+        self.cursors = ReplaySessions(self.stream, encoder=self.encoder, rank=0)
         self.answer: list[tuple[bytes, ...]] = []
 
     def take(self, *, batches: int, sends: int) -> None:
@@ -613,18 +615,18 @@ class Turns:
             block = self.stream.next_sequence + 1
             event = BlockStored((block,), None, (block,), 1, None)
             self.stream.append(self.encoder.encode(KVEventBatch(1.0, (event,)), 0))
-        self.stream.fold_some()
-        if self.stream.is_held_up:
-            self.cursors.cut_pinned()
+        self.stream.fold_oldest()
+        if self.stream.has_stuck_pins:
+            self.cursors.cancel_pinned()
         for _ in range(sends):
             if CLIENT in self.cursors.clients:
                 message = self.cursors.message(CLIENT)
                 self.answer += [] if message is None else [message]
-                self.cursors.sent(CLIENT)
+                self.cursors.on_sent(CLIENT)
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: ReplayRequest) -> None:
         self.answer = []
-        self.cursors.ask([CLIENT, b"", request.encode()])
+        self.cursors.receive([CLIENT, b"", request.encode()])
 
     @property
     def is_answered(self) -> bool:
@@ -642,8 +644,10 @@ class Turns:
 
 
 @pytest.mark.parametrize("batches", [1, 8], ids=["a batch a turn", "bursts"])
-@pytest.mark.parametrize("request_", [Request(0), Request(0, Verb.SNAPSHOT, TOKEN, EPOCH)], ids=["plain", "snapshot"])
-def test_a_client_that_was_cut_and_asks_again_at_once_gets_all(batches: int, request_: Request) -> None:
+@pytest.mark.parametrize(
+    "request_", [ReplayRequest(0), ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH)], ids=["plain", "snapshot"]
+)
+def test_a_client_that_was_cut_and_asks_again_at_once_gets_all(batches: int, request_: ReplayRequest) -> None:
     turns = Turns()
     for _ in range(60):
         turns.take(batches=8, sends=0)

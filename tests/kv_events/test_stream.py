@@ -11,34 +11,34 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.events import CheckedEvents
+from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import (
     DIALECTS,
     BatchDecoder,
     BatchEncoder,
     EventStream,
-    Place,
-    chain_after,
-    chain_at_start,
-    collapse,
+    MediumGroup,
+    digest_after,
+    initial_digest,
+    merge_batches,
 )
-from scheduler_components.kv_events.base import FoldedPayloads, PayloadReader, segment_bytes
-from scheduler_components.kv_events.codec import read_event
-from scheduler_components.kv_events.lowering import Changes
+from scheduler_components.kv_events.base import PayloadReader, StreamSnapshot, encode_segment
+from scheduler_components.kv_events.codec import decode_event
+from scheduler_components.kv_events.lowering import BlockChanges
 from scheduler_components.kv_events.stream import _FOLDS_PER_DRAIN as FOLDS_PER_DRAIN
 from scheduler_components.kv_events.stream import _MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
 from scheduler_components.testing import EventLedger
 from scheduler_components.testing.golden import DigestVector, digest_vectors
 from scheduler_components.testing.strategies import events as any_events
-from scheduler_components.testing.strategies import hostile_histories
+from scheduler_components.testing.strategies import invalid_histories
 
 HISTORIES = st.lists(st.binary(max_size=6), min_size=1, max_size=6)
 
 
 def digest_of(payloads: list[bytes], *, epoch: bytes = bytes(16), first_sequence: int = 0) -> bytes:
-    chain = chain_at_start(epoch)
+    chain = initial_digest(epoch)
     for sequence, payload in enumerate(payloads, start=first_sequence):
-        chain = chain_after(chain, sequence, payload)
+        chain = digest_after(chain, sequence, payload)
     return chain
 
 
@@ -48,7 +48,7 @@ def test_digests_are_the_golden_bytes(vector: DigestVector) -> None:
     stream = EventStream(epoch=bytes.fromhex(vector.epoch), max_steps=10, max_bytes=10**6, first_sequence=first)
     sequences = [stream.append(bytes.fromhex(payload)) for payload in vector.payloads]
     assert sequences == list(range(first, first + len(vector.payloads)))
-    chains = [stream.chain_before(sequence).hex() for sequence in range(first, stream.next_sequence + 1)]
+    chains = [stream.digest_before(sequence).hex() for sequence in range(first, stream.next_sequence + 1)]
     assert chains == list(vector.chains)
 
 
@@ -71,7 +71,7 @@ def test_what_has_left_the_window_or_not_come_yet_is_an_error(sequence: int) -> 
     stream = EventStream(epoch=bytes(16), max_steps=4, max_bytes=10**6)
     for _ in range(8):
         stream.append(b"\x93\xcb" + bytes(8) + b"\x90\x00")
-        stream.fold_some()
+        stream.fold_oldest()
     assert (stream.first, stream.next_sequence) == (4, 8)
     with pytest.raises(LookupError, match=f"batch {sequence} is not in the window of 4 to 7"):
         stream.payload(sequence)
@@ -89,7 +89,7 @@ def ledger_after(*histories: list[KVEventBatch]) -> EventLedger:
     return ledger
 
 
-def applied(events: tuple[KVCacheEvent, ...], *before: list[KVEventBatch]) -> dict[tuple[Place, int], object]:
+def applied(events: tuple[KVCacheEvent, ...], *before: list[KVEventBatch]) -> dict[tuple[MediumGroup, int], object]:
     return ledger_after(*before, [KVEventBatch(0.0, events)]).blocks()
 
 
@@ -111,25 +111,25 @@ SHARED_BYTES = st.sampled_from([1, 100, 300, 10_000])
 """The sources of a base are of one batch, of some, or of all."""
 
 
-def new_base(shared_bytes: int) -> FoldedPayloads:
+def new_base(shared_bytes: int) -> StreamSnapshot:
     """A base whose sources are written anew as soon as half is gone."""
-    return FoldedPayloads(shared_bytes=shared_bytes, max_gone_blocks=0)
+    return StreamSnapshot(shared_bytes=shared_bytes, max_gone_blocks=0)
 
 
 @settings(deadline=None, max_examples=600)
 @example(history=PARENT_STORED_AGAIN, dialect="array", tells=True, shared_bytes=10_000)
 @example(history=CYCLE, dialect="array", tells=True, shared_bytes=1)
-@given(history=hostile_histories(), dialect=st.sampled_from(DIALECTS), tells=st.booleans(), shared_bytes=SHARED_BYTES)
+@given(history=invalid_histories(), dialect=st.sampled_from(DIALECTS), tells=st.booleans(), shared_bytes=SHARED_BYTES)
 def test_a_folded_history_stands_for_the_history(
     history: list[KVEventBatch], dialect: str, shared_bytes: int, *, tells: bool
 ) -> None:
     encoder, decoder = BatchEncoder(dialect), BatchDecoder()
     state = new_base(shared_bytes)
     for batch in history:
-        payload, changes = encoder.encode_told(batch, 0)
+        payload, changes = encoder.encode_with_changes(batch, 0)
         state.fold(payload, changes if tells else None)
     expected = ledger_after(history).blocks()
-    events: list[KVCacheEvent] = [read_event(segment_bytes(segment)) for segment in state.segments()]
+    events: list[KVCacheEvent] = [decode_event(encode_segment(segment)) for segment in state.segments()]
     decoded = decoder.decode(encoder.encode(KVEventBatch(0.0, tuple(events)), 0))
     assert decoded.errors == ()
     assert applied(decoded.events) == expected
@@ -138,9 +138,9 @@ def test_a_folded_history_stands_for_the_history(
 
 @settings(deadline=None, max_examples=300)
 @example(before=[], history=PARENT_STORED_AGAIN)
-@given(before=hostile_histories(), history=hostile_histories())
+@given(before=invalid_histories(), history=invalid_histories())
 def test_a_collapsed_queue_ends_where_the_queue_ends(before: list[KVEventBatch], history: list[KVEventBatch]) -> None:
-    one = collapse(history)
+    one = merge_batches(history)
     assert (one is None) == (not history)
     if one is not None:
         assert applied(one.events, before) == ledger_after(before, history).blocks()
@@ -153,7 +153,7 @@ def test_a_collapsed_queue_ends_where_the_queue_ends(before: list[KVEventBatch],
 @example(history=PARENT_COMES_LAST, shared_bytes=1)
 @example(history=FOREBEARS_COME_LAST, shared_bytes=1)
 @example(history=FOREBEARS_COME_LAST, shared_bytes=100)
-@given(history=hostile_histories(), shared_bytes=SHARED_BYTES)
+@given(history=invalid_histories(), shared_bytes=SHARED_BYTES)
 def test_parents_come_before_children(history: list[KVEventBatch], shared_bytes: int) -> None:
     state = new_base(shared_bytes)
     for batch in history:
@@ -162,7 +162,7 @@ def test_parents_come_before_children(history: list[KVEventBatch], shared_bytes:
     parents = {key: block.parent for key, block in standing.items()}
     seen: set[tuple[object, int]] = set()
     for segment in state.segments():
-        place = segment.run.site[:2]
+        place = segment.run.location[:2]
         first = segment.run.block_hashes[segment.first]
         above = segment.parent
         if above is not None and (place, above) in standing and not _in_cycle(parents, place, first):
@@ -173,7 +173,7 @@ def test_parents_come_before_children(history: list[KVEventBatch], shared_bytes:
     assert seen == standing.keys()
 
 
-def _in_cycle(parents: dict[tuple[Place, int], int | None], place: Place, block_hash: int) -> bool:
+def _in_cycle(parents: dict[tuple[MediumGroup, int], int | None], place: MediumGroup, block_hash: int) -> bool:
     """Only a hostile history has one: no order puts its parents first."""
     visited: set[int] = set()
     above: int | None = block_hash
@@ -202,18 +202,18 @@ def test_the_window_is_bounded_and_its_bytes_are_counted(
             hashes = tuple(range(sum(counts), sum(counts) + count))
             counts.append(count)
             stored = KVEventBatch(1.0, (BlockStored(hashes, None, (1,) * count, 1, None),))
-            stream.append(*encoder.encode_told(stored, 0))
+            stream.append(*encoder.encode_with_changes(stored, 0))
         first = stream.first
-        stream.fold_some()
+        stream.fold_oldest()
         assert stream.first - first <= (0 if stream.pins else 1 + FOLDS_PER_DRAIN)
         kept = [len(stream.payload(sequence)) for sequence in range(stream.first, stream.next_sequence)]
-        assert stream.kept_bytes == sum(kept)
+        assert stream.buffered_bytes == sum(kept)
         fits = len(kept) <= max_steps and (sum(kept) <= max_bytes or len(kept) == 1)
-        assert stream.is_behind == (bool(kept) and not fits)
+        assert stream.is_over_limit == (bool(kept) and not fits)
     stream.pins = 0
-    while stream.is_behind:
-        stream.fold_some()
-    assert stream.num_base_blocks == sum(counts[: stream.first + 1])
+    while stream.is_over_limit:
+        stream.fold_oldest()
+    assert stream.num_snapshot_blocks == sum(counts[: stream.first + 1])
 
 
 def test_a_base_is_given_in_as_few_messages_as_it_needs_and_not_in_fewer() -> None:
@@ -222,15 +222,15 @@ def test_a_base_is_given_in_as_few_messages_as_it_needs_and_not_in_fewer() -> No
     for number in range(1, 200):
         tokens = tuple(range(2**31, 2**31 + 9_000))
         stored = KVEventBatch(1.0, (BlockStored((number,), None, tokens, 9_000, None),))
-        stream.append(*encoder.encode_told(stored, 0))
-        stream.fold_some()
+        stream.append(*encoder.encode_with_changes(stored, 0))
+        stream.fold_oldest()
 
     def num_chunks(most: int | None) -> int:
-        *_, chunks = stream.plan_base(max_chunks=most)
+        *_, chunks = stream.plan_snapshot(max_chunks=most)
         assert chunks is not None
         return len(chunks)
 
-    num_bytes = stream.num_base_bytes
+    num_bytes = stream.num_snapshot_bytes
     least = min(most for most in range(1, 50) if num_chunks(most))
     assert num_chunks(None) > least > 1
     assert [num_chunks(least - 1), num_chunks(least), num_chunks(num_chunks(None))] == [0, least, num_chunks(None)]
@@ -240,11 +240,11 @@ def test_a_base_is_given_in_as_few_messages_as_it_needs_and_not_in_fewer() -> No
 @settings(deadline=None, max_examples=300)
 @given(events=any_events(), dialect=st.sampled_from(DIALECTS), are_checked=st.booleans())
 def test_what_the_encoder_tells_of_a_batch_is_what_its_payload_says(
-    joined: Callable[[Changes], object], events: tuple[KVCacheEvent, ...], dialect: str, *, are_checked: bool
+    joined: Callable[[BlockChanges], object], events: tuple[KVCacheEvent, ...], dialect: str, *, are_checked: bool
 ) -> None:
-    batch = KVEventBatch(1.0, CheckedEvents(events) if are_checked else events)
+    batch = KVEventBatch(1.0, ValidatedEvents(events) if are_checked else events)
     encoder = BatchEncoder(dialect)
-    payload, changes = encoder.encode_told(batch, 0)
+    payload, changes = encoder.encode_with_changes(batch, 0)
     assert payload == encoder.encode(batch, 0)
     assert changes is not None or dialect == "native"
     if changes is not None:
@@ -254,10 +254,10 @@ def test_what_the_encoder_tells_of_a_batch_is_what_its_payload_says(
 @pytest.mark.parametrize("events_per_batch", [1, 16])
 def test_what_is_kept_in_vain_is_no_more_than_what_stands(events_per_batch: int) -> None:
     """One block of sixteen of each batch stays: whole batches would keep sixteen times its bytes."""
-    encoder, base = BatchEncoder(), FoldedPayloads(shared_bytes=4_096)
+    encoder, base = BatchEncoder(), StreamSnapshot(shared_bytes=4_096)
 
     def fold(*events: KVCacheEvent) -> None:
-        base.fold(*encoder.encode_told(KVEventBatch(0.0, events), 0))
+        base.fold(*encoder.encode_with_changes(KVEventBatch(0.0, events), 0))
 
     for hashes in (range(32_000), range(32_000, 64_000)):  # twice: what was counted wrong shows in the next life
         for first in hashes[::events_per_batch]:
@@ -290,12 +290,12 @@ def test_a_cache_that_forgets_in_order_has_no_payload_read(
     runs = PayloadReader.runs
     monkeypatch.setattr(PayloadReader, "runs", lambda self, content: read.append(content) or runs(self, content))
     monkeypatch.setattr(PayloadReader, "changes", lambda self, payload: read.append(payload))
-    encoder, base = BatchEncoder(), FoldedPayloads()
+    encoder, base = BatchEncoder(), StreamSnapshot()
     for first in range(0, 100 * events_per_batch, events_per_batch):
         hashes = range(first, first + events_per_batch)
         gone = BlockRemoved(tuple(each - 30 * events_per_batch for each in hashes))
         batch = KVEventBatch(0.0, (*(run(each) for each in hashes), gone))
-        base.fold(*encoder.encode_told(batch, 0))
+        base.fold(*encoder.encode_with_changes(batch, 0))
     assert len(base) == 30 * events_per_batch
     assert not read
 
@@ -308,10 +308,10 @@ def test_the_garbage_collector_walks_neither_window_nor_base(max_steps: int) -> 
     num_walked = len(gc.get_objects())
     for number in range(5_000):
         batch = KVEventBatch(0.0, (run(2 * number), run(2 * number + 1, parent=2 * number)))
-        stream.append(*encoder.encode_told(batch, 0))
-        stream.fold_some()
+        stream.append(*encoder.encode_with_changes(batch, 0))
+        stream.fold_oldest()
     gc.collect()
-    assert stream.num_base_blocks > 9_000 or len(stream) == 5_000
+    assert stream.num_snapshot_blocks > 9_000 or len(stream) == 5_000
     assert len(gc.get_objects()) - num_walked < 100
 
 
@@ -319,14 +319,14 @@ def test_collapse_keeps_what_it_does_not_know_for_the_encoder_to_refuse() -> Non
     class Unknown(KVCacheEvent, frozen=True):
         pass
 
-    one = collapse([KVEventBatch(1.0, (Unknown(), BlockRemoved((1,))))])
+    one = merge_batches([KVEventBatch(1.0, (Unknown(), BlockRemoved((1,))))])
     assert one is not None
     assert [type(event).__name__ for event in one.events] == ["Unknown", "BlockRemoved"]
 
 
 @settings(deadline=None)
 @given(
-    history=hostile_histories(),
+    history=invalid_histories(),
     max_steps=st.integers(1, 4),
     max_bytes=st.integers(1, 300),
     max_chunks=st.none() | st.integers(1, 2),
@@ -337,9 +337,9 @@ def test_base_plus_window_is_the_whole_state(
     encoder, decoder = BatchEncoder(), BatchDecoder()
     stream = EventStream(epoch=bytes(16), max_steps=max_steps, max_bytes=max_bytes)
     for batch in history:
-        stream.append(*encoder.encode_told(batch, 0))
-        stream.fold_some()
-    (chunks,) = [each for each in stream.plan_base(max_chunks=max_chunks) if each is not None]
+        stream.append(*encoder.encode_with_changes(batch, 0))
+        stream.fold_oldest()
+    (chunks,) = [each for each in stream.plan_snapshot(max_chunks=max_chunks) if each is not None]
     reader = ledger_after([KVEventBatch(0.0, (run(99),))])  # stale: the base begins with a clear
     for number, chunk in enumerate(chunks):
         (payload,) = [each for each in stream.encode_chunk(chunk, encoder, 0, clear=number == 0) if each is not None]
@@ -348,7 +348,7 @@ def test_base_plus_window_is_the_whole_state(
         reader.apply_all(decoder.decode(stream.payload(sequence)).events)
     assert reader.blocks() == ledger_after(history).blocks()
     assert len(stream) <= max_steps
-    assert stream.kept_bytes <= max_bytes or len(stream) == 1
+    assert stream.buffered_bytes <= max_bytes or len(stream) == 1
 
 
 @pytest.mark.parametrize(
@@ -363,14 +363,14 @@ def test_base_plus_window_is_the_whole_state(
     ids=str,
 )
 def test_a_collapsed_removal_is_told_of_the_place_where_it_was(removed: BlockRemoved) -> None:
-    one = collapse([KVEventBatch(1.0, (removed,)), KVEventBatch(2.0, ())])
+    one = merge_batches([KVEventBatch(1.0, (removed,)), KVEventBatch(2.0, ())])
     assert one is not None
     assert one.events == (removed,)
 
 
 def test_a_parent_that_was_stored_again_stands_before_its_child() -> None:
     parent, child = BlockStored((1,), None, (7,), 1, None), BlockStored((2,), 1, (8,), 1, None)
-    one = collapse([KVEventBatch(1.0, (parent, child)), KVEventBatch(2.0, (BlockRemoved((1,)), parent))])
+    one = merge_batches([KVEventBatch(1.0, (parent, child)), KVEventBatch(2.0, (BlockRemoved((1,)), parent))])
     assert one is not None
     stored = [event for event in one.events if isinstance(event, BlockStored)]
     assert stored == [parent, child]

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
-from scheduler_components.events import CheckedEvents
+from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import (
     DIALECTS,
     BatchDecoder,
     BatchEncoder,
     EventStream,
     Tier,
-    collapse,
+    merge_batches,
 )
 from scheduler_components.testing import EventLedger
 
@@ -82,7 +82,7 @@ def written(encoder: BatchEncoder, events: tuple[KVCacheEvent, ...]) -> bytes | 
     try:
         return encoder.encode(KVEventBatch(1.0, events), 0)
     except (TypeError, ValueError, OverflowError):
-        return encoder.encode_sound(KVEventBatch(1.0, events), 0)[0]
+        return encoder.encode_valid(KVEventBatch(1.0, events), 0)[0]
 
 
 def view_of(payloads: Payloads) -> dict[str, object]:
@@ -102,8 +102,8 @@ def replayed(payloads: Payloads, encoder: BatchEncoder, *, kept: int) -> Payload
     stream = EventStream(epoch=bytes(16), max_steps=kept, max_bytes=10**9)
     for payload in payloads:
         stream.append(payload)
-        stream.fold_some()
-    (chunks,) = [each for each in stream.plan_base() if each is not None]
+        stream.fold_oldest()
+    (chunks,) = [each for each in stream.plan_snapshot() if each is not None]
     answer: Payloads = []
     for number, chunk in enumerate(chunks):
         answer += [each for each in stream.encode_chunk(chunk, encoder, 0, clear=number == 0) if each is not None]
@@ -134,7 +134,7 @@ def test_a_collapsed_queue_says_what_the_queue_would_have(
 ) -> None:
     encoder = BatchEncoder(dialect)
     sent = [payload for events in history if (payload := written(encoder, events)) is not None]
-    merged = collapse([KVEventBatch(1.0, events) for events in history])
+    merged = merge_batches([KVEventBatch(1.0, events) for events in history])
     payload = written(encoder, merged.events) if merged is not None else None
     assert view_of([payload] if payload else []) == view_of(sent)
 
@@ -182,7 +182,7 @@ def test_a_harmful_event_is_refused_by_name_and_its_neighbours_go_out(harmful: K
     batch = KVEventBatch(1.0, (neighbours[0], harmful, neighbours[1]))
     with pytest.raises((TypeError, ValueError, OverflowError)):
         encoder.encode(batch, 0)
-    payload, sound, refused = encoder.encode_sound(batch, 0)
+    payload, sound, refused = encoder.encode_valid(batch, 0)
     assert payload is not None
     assert BatchDecoder().decode(payload).events == sound == neighbours
     assert [event.name for event in refused] == [type(harmful).__name__]
@@ -194,14 +194,14 @@ def test_one_event_or_many_checked_or_trusted_the_bytes_are_the_same(
     events: tuple[KVCacheEvent, ...], dialect: str
 ) -> None:
     encoder = BatchEncoder(dialect)
-    _, sound, _ = encoder.encode_sound(KVEventBatch(1.0, events), 0)
+    _, sound, _ = encoder.encode_valid(KVEventBatch(1.0, events), 0)
     together = encoder.encode(KVEventBatch(1.0, tuple(sound)), 0)
-    assert together == encoder.encode(KVEventBatch(1.0, CheckedEvents(sound)), 0)
+    assert together == encoder.encode(KVEventBatch(1.0, ValidatedEvents(sound)), 0)
     rows = [msgspec.Raw(encoder.encode_event(event)) for event in sound]
     assert together == msgspec.msgpack.encode((1.0, rows, 0))
     for event in sound:
         alone = encoder.encode(KVEventBatch(1.0, (event,)), 0)
-        assert alone == encoder.encode(KVEventBatch(1.0, CheckedEvents((event,))), 0)
+        assert alone == encoder.encode(KVEventBatch(1.0, ValidatedEvents((event,))), 0)
 
 
 @pytest.mark.parametrize("rank", [-1, 2**63, True, 1.5, "0", msgspec.Raw(b"\xc1")])
@@ -240,7 +240,7 @@ def stream_after(batches: list[KVEventBatch], *, kept: int) -> EventStream:
     stream = EventStream(epoch=bytes(16), max_steps=kept, max_bytes=10**9)
     for batch in batches:
         stream.append(encoder.encode(batch, 0))
-        stream.fold_some()
+        stream.fold_oldest()
     return stream
 
 
@@ -254,7 +254,7 @@ def test_chunks_are_bounded_and_whole_or_there_is_none(
     removed = {number * blocks for number in range(num_batches)} if hole else set()
     batches.append(KVEventBatch(1.0, (BlockRemoved(tuple(removed)),)))
     stream = stream_after([*batches, KVEventBatch(1.0, ())], kept=1)
-    (chunks,) = [each for each in stream.plan_base(max_chunks=max_chunks) if each is not None]
+    (chunks,) = [each for each in stream.plan_snapshot(max_chunks=max_chunks) if each is not None]
     assert len(chunks) <= max_chunks
     stored: list[int] = []
     for number, chunk in enumerate(chunks):
@@ -264,7 +264,7 @@ def test_chunks_are_bounded_and_whole_or_there_is_none(
     if chunks:
         assert sorted(stored) == [each for each in range(num_batches * blocks) if each not in removed]
     else:
-        assert stream.num_base_bytes > max_chunks * 1024 * 1024
+        assert stream.num_snapshot_bytes > max_chunks * 1024 * 1024
 
 
 def test_the_bytes_of_the_base_are_those_of_payloads_of_which_a_block_stands() -> None:
@@ -281,7 +281,7 @@ def test_the_bytes_of_the_base_are_those_of_payloads_of_which_a_block_stands() -
     sizes = []
     for payload in payloads:
         stream.append(payload)
-        stream.fold_some()
-        sizes.append(stream.num_base_bytes)
+        stream.fold_oldest()
+        sizes.append(stream.num_snapshot_bytes)
     pair, one, nine = (len(payloads[index]) for index in (0, 1, 4))
     assert sizes == [0, pair, pair + one, pair + one, one, nine, 0]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, StartError
 from scheduler_components.kv_events import (
-    ClientKeys,
+    CurveClientKeys,
+    CurveServerKeys,
     EventPublisherFactory,
     KVEventsConfig,
-    StreamAccess,
     read_key_pair,
     read_public_key,
     write_key_pair,
@@ -71,8 +71,8 @@ def paths(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_both_halves_are_read(paths: dict[str, Path]) -> None:
-    access = StreamAccess.read(str(paths["secret"]), str(paths["clients"]))
-    client = ClientKeys.read(str(paths["client_secret"]), str(paths["public"]))
+    access = CurveServerKeys.read(str(paths["secret"]), str(paths["clients"]))
+    client = CurveClientKeys.read(str(paths["client_secret"]), str(paths["public"]))
     assert client.publisher == access.keys.public
     assert access.allowed == {client.keys.public}
 
@@ -165,7 +165,7 @@ def test_any_file_is_a_key_or_a_config_error(tmp_path: Path, content: bytes) -> 
 @pytest.mark.parametrize("path", ["", "\0", "\ud800", "/nowhere/at/all"])
 def test_a_path_that_is_none_is_a_config_error(path: str) -> None:
     with pytest.raises(ConfigError):
-        StreamAccess.read(path, path)
+        CurveServerKeys.read(path, path)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, DecodeMoments, LoadInquirer, LoadParts, ParallelState, WorkTotals
+from scheduler_components import ConfigError, DecodeMoments, LoadInquirer, LoadSections, ParallelState, WorkCounters
 from scheduler_components.load import DispatchLedger
 from scheduler_components.load_inquirer import MAX_DISPATCHERS
 from scheduler_components.testing import FakePool, FakeQueues
@@ -22,21 +22,21 @@ steps = st.lists(st.tuples(st.sampled_from([SEND, SEND, TAKE_IN, REPORT, DELIVER
 def test_no_request_is_forgotten_or_counted_twice(actions: list[tuple[int, int]]) -> None:
     ledgers = [DispatchLedger(dispatcher="a"), DispatchLedger(dispatcher="b")]
     wires: list[list[tuple[int, int]]] = [[], []]
-    work, held, reports = WorkTotals(), [0, 0], []
+    work, held, reports = WorkCounters(), [0, 0], []
     seen_tokens = [0, 0]  # of each dispatcher, in the newest report delivered
     for action, who in actions:
         if action == SEND:
-            wires[who].append((ledgers[who].dispatched(100), 100))
+            wires[who].append((ledgers[who].issue_ticket(100), 100))
         elif action == TAKE_IN and wires[who]:
             ticket, tokens = wires[who].pop(0)
-            work.took_in("ab"[who], ticket)
+            work.on_request_received("ab"[who], ticket)
             held[who] += tokens
         elif action == REPORT:
             reports.append((work.dispatched_watermarks, tuple(held)))
         elif action == DELIVER and reports:
             watermarks, counted = reports.pop(0)
             for ledger in ledgers:
-                ledger.reported(watermarks)
+                ledger.on_load_report(watermarks)
             seen_tokens = list(counted)
         elif action == LOSE and reports:
             reports.pop(0)
@@ -48,29 +48,29 @@ def test_no_request_is_forgotten_or_counted_twice(actions: list[tuple[int, int]]
 def test_a_report_that_comes_again_or_late_changes_nothing() -> None:
     ledger = DispatchLedger(dispatcher="a")
     for _ in range(3):
-        ledger.dispatched(10)
-    ledger.reported([("a", 2)])
-    ledger.reported([("a", 1), ("b", 99)])
+        ledger.issue_ticket(10)
+    ledger.on_load_report([("a", 2)])
+    ledger.on_load_report([("a", 1), ("b", 99)])
     assert (ledger.unreported_requests, ledger.unreported_tokens) == (1, 10)
 
 
 def test_a_request_that_could_not_be_sent_is_withdrawn_once() -> None:
     ledger = DispatchLedger(dispatcher="a")
-    ticket = ledger.dispatched(10)
-    ledger.withdraw(ticket)
-    ledger.withdraw(ticket)
+    ticket = ledger.issue_ticket(10)
+    ledger.cancel(ticket)
+    ledger.cancel(ticket)
     assert ledger.unreported_tokens == 0
 
 
 def test_what_a_restarted_replica_has_lost_leaves_with_the_next_request_counted() -> None:
     ledger = DispatchLedger(dispatcher="a")
     for _ in range(5):
-        ledger.dispatched(10)
-    reborn = WorkTotals()
-    ledger.reported(reborn.dispatched_watermarks)
+        ledger.issue_ticket(10)
+    reborn = WorkCounters()
+    ledger.on_load_report(reborn.dispatched_watermarks)
     assert ledger.unreported_tokens == 50
-    reborn.took_in("a", ledger.dispatched(7))
-    ledger.reported(reborn.dispatched_watermarks)
+    reborn.on_request_received("a", ledger.issue_ticket(7))
+    ledger.on_load_report(reborn.dispatched_watermarks)
     assert ledger.unreported_tokens == 0
 
 
@@ -78,25 +78,25 @@ def test_what_a_restarted_replica_has_lost_leaves_with_the_next_request_counted(
 def test_a_name_that_no_report_can_carry_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="dispatcher"):
         DispatchLedger(dispatcher=name)
-    work = WorkTotals()
-    work.took_in(name, 1)
-    assert (work.dispatched_watermarks, work.refused_tickets) == ((), 1)
+    work = WorkCounters()
+    work.on_request_received(name, 1)
+    assert (work.dispatched_watermarks, work.invalid_tickets) == ((), 1)
 
 
 @pytest.mark.parametrize("ticket", [-1, 2**63])
 def test_a_ticket_that_no_report_can_carry_costs_itself(ticket: int) -> None:
-    work = WorkTotals()
-    work.took_in("a", ticket)
-    work.took_in("a", 3)
-    assert (work.dispatched_watermarks, work.refused_tickets) == ((("a", 3),), 1)
+    work = WorkCounters()
+    work.on_request_received("a", ticket)
+    work.on_request_received("a", 3)
+    assert (work.dispatched_watermarks, work.invalid_tickets) == ((("a", 3),), 1)
 
 
 def test_watermarks_are_bounded_and_the_longest_silent_dispatcher_leaves() -> None:
-    work = WorkTotals()
+    work = WorkCounters()
     for index in range(MAX_DISPATCHERS):
-        work.took_in(f"d{index}", 1)
-    work.took_in("d0", 2)
-    work.took_in("new", 1)
+        work.on_request_received(f"d{index}", 1)
+    work.on_request_received("d0", 2)
+    work.on_request_received("new", 1)
     names = dict(work.dispatched_watermarks)
     assert len(names) == MAX_DISPATCHERS
     assert names["d0"] == 2
@@ -107,10 +107,10 @@ def test_watermarks_are_bounded_and_the_longest_silent_dispatcher_leaves() -> No
 @given(st.lists(st.tuples(st.integers(-5, 5), st.floats(-1, 1))))
 @example([(-1, -1.0)])
 def test_prefill_totals_only_grow(steps: list[tuple[int, float]]) -> None:
-    work = WorkTotals()
+    work = WorkCounters()
     for tokens, busy_s in steps:
         before = (work.total_prefill_uncached_tokens, work.total_prefill_busy_us)
-        work.prefilled(tokens, busy_s)
+        work.record_prefill(tokens, busy_s)
         assert before <= (work.total_prefill_uncached_tokens, work.total_prefill_busy_us)
         assert work.total_prefill_busy_us >= before[1]
 
@@ -119,10 +119,10 @@ def test_prefill_totals_only_grow(steps: list[tuple[int, float]]) -> None:
 @given(st.lists(st.tuples(st.integers(-2, 64), st.floats(-1, 1), st.integers(0, 64)), max_size=30))
 @example([(0, 1.0, 0), (3, 0.0, 3), (3, -0.5, 3)])
 def test_decode_moments_are_the_sums_over_steps_that_computed(steps: list[tuple[int, float, int]]) -> None:
-    work, counted = WorkTotals(), []
+    work, counted = WorkCounters(), []
     for requests, busy_s, tokens in steps:
         before = work.decode_moments
-        work.decoded(requests, busy_s, tokens)
+        work.record_decode(requests, busy_s, tokens)
         us = round(busy_s * 1e6)
         if requests > 0 and us > 0:
             counted.append((1, requests, us, requests * requests, requests * us, tokens))
@@ -132,9 +132,9 @@ def test_decode_moments_are_the_sums_over_steps_that_computed(steps: list[tuple[
 
 
 def test_decode_moments_give_the_line_of_step_times() -> None:
-    work = WorkTotals()
+    work = WorkCounters()
     for requests in (4, 9, 16, 33):
-        work.decoded(requests, (5_000 + 20 * requests) * 1e-6, requests)
+        work.record_decode(requests, (5_000 + 20 * requests) * 1e-6, requests)
     moments = work.decode_moments
     assert moments is not None
     covariance = moments.steps * moments.requests_time_us - moments.requests * moments.time_us
@@ -147,9 +147,9 @@ def test_decode_moments_give_the_line_of_step_times() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([f"d{index}" for index in range(MAX_DISPATCHERS + 9)]), st.integers(0, 9))))
 def test_watermarks_are_the_highest_tickets_of_the_last_dispatchers_sorted(tickets: list[tuple[str, int]]) -> None:
-    work, model = WorkTotals(), dict[str, int]()
+    work, model = WorkCounters(), dict[str, int]()
     for name, ticket in tickets:
-        work.took_in(name, ticket)
+        work.on_request_received(name, ticket)
         model[name] = max(ticket, model.pop(name, ticket))  # to the end: the one heard last
         if len(model) > MAX_DISPATCHERS:
             del model[next(iter(model))]
@@ -157,25 +157,25 @@ def test_watermarks_are_the_highest_tickets_of_the_last_dispatchers_sorted(ticke
 
 
 def test_a_load_says_the_totals() -> None:
-    work = WorkTotals()
-    work.took_in("a", 7)
-    work.prefilled(100, 0.002)
+    work = WorkCounters()
+    work.on_request_received("a", 7)
+    work.record_prefill(100, 0.002)
     load = LoadInquirer(parallel=ParallelState(), queues=FakeQueues(), pool=FakePool(), work=work).get_loads()
     assert (load.total_prefill_uncached_tokens, load.total_prefill_busy_us) == (100, 2000)
     assert load.dispatched_watermarks == (("a", 7),)
 
 
 def test_a_request_that_comes_in_between_is_counted_twice_and_never_forgotten() -> None:
-    work = WorkTotals()
+    work = WorkCounters()
 
     class ComesInBetween:
-        def load_parts(self) -> LoadParts:
-            work.took_in("a", 8)
-            return LoadParts()
+        def load_sections(self) -> LoadSections:
+            work.on_request_received("a", 8)
+            return LoadSections()
 
-    work.took_in("a", 7)
+    work.on_request_received("a", 7)
     inquirer = LoadInquirer(
-        parallel=ParallelState(), queues=FakeQueues(), pool=FakePool(), parts=ComesInBetween(), work=work
+        parallel=ParallelState(), queues=FakeQueues(), pool=FakePool(), sections=ComesInBetween(), work=work
     )
     assert inquirer.get_loads().dispatched_watermarks == (("a", 7),)
     assert inquirer.get_loads().dispatched_watermarks == (("a", 8),)

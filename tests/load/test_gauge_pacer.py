@@ -17,8 +17,8 @@ offers = st.lists(st.tuples(st.floats(0, 0.4), st.integers(0, 2)), max_size=60)
 def send_log(pacer: GaugePacer, times_and_values: list[tuple[float, int]]) -> list[tuple[float, int]]:
     sent = []
     for now, value in times_and_values:
-        if pacer.is_due(now) and pacer.is_news(value, now):
-            pacer.went_out(value, now)
+        if pacer.is_due(now) and pacer.should_send(value, now):
+            pacer.on_sent(value, now)
             sent.append((now, value))
     return sent
 
@@ -40,7 +40,7 @@ def test_throttle_dedupe_and_heartbeat(steps: list[tuple[float, int]]) -> None:
         last = max(entry for entry in sent if entry[0] <= now)
         assert now - last[0] < 1.0 + 0.5 + 0.4
         assert value == last[1] or now - last[0] < 1.0 + 0.5
-    assert pacer.sent + pacer.throttled + pacer.repeated == len(timed)
+    assert pacer.sent + pacer.throttled + pacer.unchanged == len(timed)
 
 
 @settings(deadline=None)
@@ -56,8 +56,8 @@ def test_a_clock_that_jumps_neither_silences_nor_floods(times: list[float]) -> N
 
 def test_what_was_not_sent_is_offered_again() -> None:
     pacer = GaugePacer(min_interval_s=0.5, heartbeat_s=1.0)
-    assert pacer.is_news("a", 0.0)
-    assert pacer.is_news("a", 0.0)
+    assert pacer.should_send("a", 0.0)
+    assert pacer.should_send("a", 0.0)
 
 
 @pytest.mark.parametrize(

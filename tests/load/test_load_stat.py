@@ -16,7 +16,7 @@ from scheduler_components.load import (
     LoadStat,
     decode_load_stat,
     encode_load_stat,
-    load_stat_from,
+    to_load_stat,
 )
 from scheduler_components.load_inquirer import MAX_DISPATCHERS
 
@@ -42,7 +42,7 @@ def test_the_array_is_sglangs_with_this_kits_facts_after_it() -> None:
         total_prefill_busy_us=1000,
         dispatched_watermarks=(("a", 4),),
     )
-    payload = encode_load_stat(load_stat_from(load, sequence=6, life=5))
+    payload = encode_load_stat(to_load_stat(load, sequence=6, epoch=5))
     array = msgspec.msgpack.decode(payload)
     assert array == ["LoadStat", 2, 3, 400, 1600, 1, 5, 700, 8, 9, 1000, 6, 1234.5, 5, [["a", 4]]]
     assert payload[1 : len(GOLDEN)] == GOLDEN[1:]
@@ -65,7 +65,7 @@ def test_a_sample_survives_the_wire(stat: LoadStat) -> None:
 @given(st.builds(LoadSnapshot, **{name: st.integers(-(2**63), 2**63 - 1) for name in ("num_used_tokens", "dp_rank")}))
 @example(LoadSnapshot(num_running_reqs=-1, num_waiting_uncached_tokens=-5))
 def test_no_count_below_zero_is_sent(load: LoadSnapshot) -> None:
-    stat = load_stat_from(load, sequence=0, life=0)
+    stat = to_load_stat(load, sequence=0, epoch=0)
     assert min(stat.num_running_reqs, stat.num_tokens, stat.num_waiting_uncached_tokens) >= 0
 
 
@@ -91,5 +91,5 @@ def test_the_topic_is_the_one_that_is_advertised() -> None:
 
 def test_the_largest_sample_is_read() -> None:
     watermarks = tuple((f"{index:064}", 2**63 - 1) for index in range(MAX_DISPATCHERS))
-    stat = load_stat_from(LoadSnapshot(dispatched_watermarks=watermarks), sequence=2**63, life=2**63 - 1)
+    stat = to_load_stat(LoadSnapshot(dispatched_watermarks=watermarks), sequence=2**63, epoch=2**63 - 1)
     assert decode_load_stat(encode_load_stat(stat)) == stat

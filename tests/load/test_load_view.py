@@ -1,4 +1,4 @@
-"""Whatever order samples come in, each rank's newest is kept; an old life never comes back."""
+"""Whatever order samples come in, each rank's newest is kept; an old epoch never comes back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from scheduler_components.load import LoadStat, LoadView
 
 
-def sample(sequence: int, *, rank: int | None = 0, life: int = 1) -> LoadStat:
-    return LoadStat(0, 0, 0, 0, rank, sequence=sequence, life=life)
+def sample(sequence: int, *, rank: int | None = 0, epoch: int = 1) -> LoadStat:
+    return LoadStat(0, 0, 0, 0, rank, sequence=sequence, epoch=epoch)
 
 
 @settings(deadline=None)
@@ -20,7 +20,7 @@ def test_the_newest_of_each_rank_is_kept(arrivals: list[tuple[int, int]]) -> Non
     outdated = 0
     for rank, sequence in arrivals:
         is_new = sequence > newest.get(rank, -1)
-        assert view.take(sample(sequence, rank=rank), 0.0) == is_new
+        assert view.update(sample(sequence, rank=rank), 0.0) == is_new
         if is_new:
             newest[rank] = sequence
         outdated += not is_new
@@ -30,33 +30,33 @@ def test_the_newest_of_each_rank_is_kept(arrivals: list[tuple[int, int]]) -> Non
 
 def test_a_gap_is_seen() -> None:
     view = LoadView()
-    view.take(sample(4), 0.0)
+    view.update(sample(4), 0.0)
     assert view.samples[0].missed == 0
-    view.take(sample(7), 0.0)
+    view.update(sample(7), 0.0)
     assert view.samples[0].missed == 2
 
 
 def test_a_restart_begins_anew_and_late_samples_of_the_old_life_are_dropped() -> None:
     view = LoadView()
-    view.take(sample(900, life=1), 0.0)
-    assert view.take(sample(2, life=2), 0.0)
+    view.update(sample(900, epoch=1), 0.0)
+    assert view.update(sample(2, epoch=2), 0.0)
     assert view.samples[0].missed == 2
-    assert not view.take(sample(901, life=1), 0.0)
-    assert view.take(sample(3, life=2), 0.0)
+    assert not view.update(sample(901, epoch=1), 0.0)
+    assert view.update(sample(3, epoch=2), 0.0)
     assert view.outdated == 1
 
 
 def test_ranks_are_bounded_and_a_null_rank_is_rank_zero() -> None:
     view = LoadView(max_ranks=2)
-    assert view.take(sample(0, rank=None), 0.0)
-    assert not view.take(sample(0, rank=2), 0.0)
+    assert view.update(sample(0, rank=None), 0.0)
+    assert not view.update(sample(0, rank=2), 0.0)
     assert (list(view.samples), view.refused) == ([0], 1)
 
 
 def test_silent_ranks_are_visible() -> None:
     view = LoadView()
-    view.take(sample(0, rank=0), 10.0)
-    view.take(sample(0, rank=1), 14.0)
+    view.update(sample(0, rank=0), 10.0)
+    view.update(sample(0, rank=1), 14.0)
     assert view.stale_ranks(range(3), now=15.0, max_age_s=2.0) == [0, 2]
     assert view.samples[0].age_s(15.0) == 5.0
     assert view.samples[0].age_s(5.0) == 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components import NO_LOAD_SINK, LoadPublisher, LoadSnapshot, ParallelState, StartError
+from scheduler_components import LoadPublisher, LoadSnapshot, NullLoadSink, ParallelState, StartError
 from scheduler_components.load import open_shm_load_board, open_shm_load_sink
 from scheduler_components.load_inquirer import MAX_DISPATCHERS
 
@@ -33,7 +33,7 @@ def test_a_rank_that_owns_no_stream_takes_no_page(tmp_path: Path) -> None:
     for parallel, sink in zip(ranks, sinks, strict=True):
         sink.send(LoadSnapshot(dp_rank=parallel.kv_stream_index))
         sink.close()
-    assert sinks[1] is NO_LOAD_SINK
+    assert sinks[1] is NullLoadSink()
     board = open_shm_load_board(tmp_path, 2)
     assert board.read() == {0: LoadSnapshot(dp_rank=0), 1: LoadSnapshot(dp_rank=1)}
     board.close()

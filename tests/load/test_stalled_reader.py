@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components import LoadSnapshot
-from scheduler_components.load import ZmqLoadReader, encode_load_stat, load_stat_from
+from scheduler_components.load import ZmqLoadReader, encode_load_stat, to_load_stat
 
 STALL_S = 0.5
 STEP_S = 0.01
@@ -63,7 +63,7 @@ class World:
 
     def send(self) -> None:
         self.now_s += STEP_S
-        load = load_stat_from(LoadSnapshot(), sequence=len(self.sent_s), life=1)
+        load = to_load_stat(LoadSnapshot(), sequence=len(self.sent_s), epoch=1)
         self.sent_s.append(self.now_s)
         if self.line is not None and len(self.line.waiting) < KEPT:
             self.line.waiting.append(encode_load_stat(load))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components.load import TokenCountedQueue, count_request
+from scheduler_components.load import TokenCountedQueue, count_request_tokens
 from scheduler_components.testing import FakeRequest as Req
 
 tokens = st.integers(min_value=0, max_value=2**20)
@@ -22,7 +22,7 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(first=st.lists(requests, max_size=4))
     def start(self, first: list[Req]) -> None:
         self.queue = TokenCountedQueue(first)
-        self.model = [(request, count_request(request)) for request in first]
+        self.model = [(request, count_request_tokens(request)) for request in first]
 
     def pick(self, data: st.DataObject) -> int:
         return data.draw(st.integers(0, len(self.model) - 1))
@@ -30,12 +30,12 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(request=requests)
     def append(self, request: Req) -> None:
         self.queue.append(request)
-        self.model.append((request, count_request(request)))
+        self.model.append((request, count_request_tokens(request)))
 
     @rule(request=requests)
     def appendleft(self, request: Req) -> None:
         self.queue.appendleft(request)
-        self.model.insert(0, (request, count_request(request)))
+        self.model.insert(0, (request, count_request_tokens(request)))
 
     @precondition(lambda self: self.model)
     @rule()
@@ -65,7 +65,7 @@ class QueueMachine(RuleBasedStateMachine):
         place = self.pick(data)
         request, _ = self.model[place]
         self.queue.recount(request)
-        self.model[place] = (request, count_request(request))
+        self.model[place] = (request, count_request_tokens(request))
 
     @rule(reverse=st.booleans())
     def sort(self, reverse: bool) -> None:
@@ -155,7 +155,7 @@ def test_repr_is_a_summary() -> None:
 @given(st.integers(), st.integers())
 @settings(deadline=None)
 def test_counts_stay_in_range_whatever_a_request_says(input_tokens: int, cached_tokens: int) -> None:
-    pending_tokens, uncached_tokens = count_request(Req(input_tokens, cached_tokens))
+    pending_tokens, uncached_tokens = count_request_tokens(Req(input_tokens, cached_tokens))
     assert 0 <= uncached_tokens <= pending_tokens == max(0, input_tokens)
     if 0 <= cached_tokens <= input_tokens:
         assert uncached_tokens == input_tokens - cached_tokens

@@ -31,8 +31,8 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import IntakeStats
-from scheduler_components.metrics import Histogram, LatencyHistograms, RequestLatencies
+from scheduler_components.intake import ReceiverStats
+from scheduler_components.metrics import Histogram, LatencyHistograms, RequestLatencyRecorder
 from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID, ReportEncoder, decode_report
 
 LABELS = ParallelState().metric_labels
@@ -50,15 +50,15 @@ def whole_report() -> SchedulerStats:
         SpeculativeLoad(2.5, 0.25), MemoryLoad(1.5, 2.5, 3.5, 4), 13, 14,
         DecodeMoments(1, 2, 3, 4, 5, 6),
     )  # fmt: skip
-    latencies = RequestLatencies()
-    for at, name in enumerate(latencies.totals().__struct_fields__):
+    latencies = RequestLatencyRecorder()
+    for at, name in enumerate(latencies.snapshot().__struct_fields__):
         getattr(latencies.histograms, name).observe(0.01 * at, at + 1)
     totals = SchedulerTotals(
         *range(1, 8),
         0.125,
-        latencies.totals(),
+        latencies.snapshot(),
         TierStats(*range(1, 16)),
-        IntakeStats(*range(1, 8)),
+        ReceiverStats(*range(1, 8)),
         integrity=IntegrityStats(*range(1, 8)),
         pools=PoolStats(*range(1, 15)),
     )
@@ -81,19 +81,19 @@ def test_watermarks_do_not_cross() -> None:
 
 
 def test_histograms_that_change_in_turn_come_back_as_they_are() -> None:
-    latencies, encoder = RequestLatencies(), ReportEncoder(LABELS)
-    histograms = [getattr(latencies.histograms, name) for name in latencies.totals().__struct_fields__]
+    latencies, encoder = RequestLatencyRecorder(), ReportEncoder(LABELS)
+    histograms = [getattr(latencies.histograms, name) for name in latencies.snapshot().__struct_fields__]
     for number in range(30):
         histograms[number * 5 % 6].observe(number * 0.1)
-        stats = report(latencies=latencies.totals())
+        stats = report(latencies=latencies.snapshot())
         assert decode_report(encoder.encode(stats)) == stats
     assert decode_report(encoder.encode(report())) == report()
     assert decode_report(encoder.encode(stats)) == stats
 
 
 def test_bounds_are_the_engines_own() -> None:
-    latencies = RequestLatencies(histograms=LatencyHistograms(queue=Histogram([0.5])))
-    assert decode_report(encoded(report(latencies=latencies.totals()))).totals.latencies == latencies.totals()
+    latencies = RequestLatencyRecorder(histograms=LatencyHistograms(queue=Histogram([0.5])))
+    assert decode_report(encoded(report(latencies=latencies.snapshot()))).totals.latencies == latencies.snapshot()
 
 
 def test_scalars_of_numpy_are_numbers() -> None:
@@ -150,7 +150,7 @@ def test_a_damaged_report_is_refused_or_still_a_whole_one(place: int, damage: by
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:
     uneven = msgspec.structs.replace(
-        RequestLatencies().totals(), queue=HistogramSnapshot(bounds=(1.0, 2.0), counts=(1, 2), total=3.0)
+        RequestLatencyRecorder().snapshot(), queue=HistogramSnapshot(bounds=(1.0, 2.0), counts=(1, 2), total=3.0)
     )
     with pytest.raises(DecodeError, match="2 counts for 2 bounds"):
         decode_report(encoded(report(latencies=uneven)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.metrics import Histogram, RequestLatencies, RequestPhase, RequestTimeStats
+from scheduler_components.metrics import Histogram, RequestLatencyRecorder, RequestPhase, RequestTimeStats
 
 clock_readings = st.floats(-1e9, 1e9)
 TOKENS = 4
@@ -14,22 +14,22 @@ actions = st.lists(st.tuples(st.sampled_from([*RequestPhase, TOKENS, TOKENS]), c
 
 @settings(deadline=None, max_examples=300)
 @given(clock_readings, actions)
-@example(5.0, [(RequestPhase.PREFILL, 3.0), (RequestPhase.QUEUE, 1.0), (RequestPhase.ENDED, 4.0)])
+@example(5.0, [(RequestPhase.PREFILL, 3.0), (RequestPhase.QUEUE, 1.0), (RequestPhase.FINISHED, 4.0)])
 @example(0.0, [(TOKENS, 1.0), (RequestPhase.QUEUE, 2.0), (RequestPhase.PREFILL, -9.0), (TOKENS, -8.0)])
 def test_no_time_is_negative_or_shrinks_and_phases_add_up(start: float, steps: list[tuple[int, float]]) -> None:
     times = RequestTimeStats(start)
     forward_s, last = 0.0, start
     for action, now in steps:
         before = list(times.times_s)
-        was_ended = times.phase is RequestPhase.ENDED
+        was_ended = times.phase is RequestPhase.FINISHED
         if action == TOKENS:
-            interval_s = times.took_token(now)
+            interval_s = times.on_token(now)
             assert interval_s is None or interval_s >= 0.0
         else:
             times.move_to(RequestPhase(action), now)
         assert all(0.0 <= old <= new for old, new in zip(before, times.times_s, strict=True))
         assert times.e2e_s == times.queue_s + times.prefill_s + times.decode_s
-        assert was_ended <= (times.phase is RequestPhase.ENDED and before == times.times_s)
+        assert was_ended <= (times.phase is RequestPhase.FINISHED and before == times.times_s)
         if not was_ended:
             forward_s += max(0.0, now - last)
             last = now
@@ -41,12 +41,12 @@ def test_no_time_is_negative_or_shrinks_and_phases_add_up(start: float, steps: l
 def test_each_phase_goes_on_where_a_retraction_stopped_it() -> None:
     times = RequestTimeStats(0.0)
     times.move_to(RequestPhase.PREFILL, 2.0)
-    assert times.took_token(3.0) is None
-    assert times.took_token(3.5) == 0.5
+    assert times.on_token(3.0) is None
+    assert times.on_token(3.5) == 0.5
     times.move_to(RequestPhase.QUEUE, 4.0)
     times.move_to(RequestPhase.PREFILL, 14.0)
-    assert times.took_token(15.0) == 11.5
-    times.move_to(RequestPhase.ENDED, 16.0)
+    assert times.on_token(15.0) == 11.5
+    times.move_to(RequestPhase.FINISHED, 16.0)
     assert (times.queue_s, times.prefill_s, times.decode_s, times.e2e_s) == (12.0, 2.0, 2.0, 16.0)
     assert (times.first_queue_s, times.first_token_s, times.num_retractions) == (2.0, 3.0, 1)
 
@@ -67,25 +67,25 @@ def test_histograms_count_each_request_once_and_each_token_after_the_first_step(
     steps: list[tuple[str, float, int]],
 ) -> None:
     clock = Clock()
-    latencies = RequestLatencies(clock=clock)
-    times = latencies.queued()
+    latencies = RequestLatencyRecorder(clock=clock)
+    times = latencies.on_queued()
     token_steps: list[int] = []
     is_admitted = is_ended = False
     for action, step_s, num_tokens in steps:
         clock.now += step_s
         if action == "a":
-            latencies.admitted(times)
+            latencies.on_admitted(times)
         elif action == "r":
-            latencies.retracted(times)
+            latencies.on_retracted(times)
         elif action == "t":
-            latencies.took_tokens(times, num_tokens)
+            latencies.on_tokens(times, num_tokens)
             if num_tokens > 0 and not is_ended:
                 token_steps.append(num_tokens)
         else:
-            latencies.ended(times)
+            latencies.on_finished(times)
         is_admitted |= not is_ended and (action == "a" or (action == "t" and num_tokens > 0))
         is_ended |= action == "e"
-    totals = latencies.totals()
+    totals = latencies.snapshot()
     assert totals.queue.count == is_admitted
     assert totals.time_to_first_token.count == bool(token_steps)
     assert totals.inter_token.count == sum(token_steps[1:])
@@ -113,16 +113,16 @@ steps_of_many = st.lists(
 @example([("t", 0.5, [0, 1], 1), ("e", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
 def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str, float, list[int], int]]) -> None:
     clock = Clock()
-    together, one_by_one = RequestLatencies(clock=clock), RequestLatencies(clock=clock)
-    ours = [together.queued() for _ in range(5)]
-    theirs = [one_by_one.queued() for _ in range(5)]
+    together, one_by_one = RequestLatencyRecorder(clock=clock), RequestLatencyRecorder(clock=clock)
+    ours = [together.on_queued() for _ in range(5)]
+    theirs = [one_by_one.on_queued() for _ in range(5)]
     for action, step_s, chosen, num_tokens in steps:
         clock.now += step_s
         if action == "t":
             counts = [num_tokens if place % 2 else 1 for place in range(len(chosen))]
-            together.took_tokens_together([ours[each] for each in chosen], counts)
+            together.on_batch_tokens([ours[each] for each in chosen], counts)
             for each, count in zip(chosen, counts, strict=True):
-                one_by_one.took_tokens(theirs[each], count)
+                one_by_one.on_tokens(theirs[each], count)
             continue
         if action == ".":  # somebody looked, and nothing happened
             for times in (ours, theirs):
@@ -130,18 +130,18 @@ def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str
                     times[each].advance(clock.now)
             continue
         for latencies, times in ((together, ours), (one_by_one, theirs)):
-            tell = {"a": latencies.admitted, "r": latencies.retracted, "e": latencies.ended}[action]
+            tell = {"a": latencies.on_admitted, "r": latencies.on_retracted, "e": latencies.on_finished}[action]
             for each in chosen:
                 tell(times[each])
     # Steps are quarter seconds and counts powers of two, so that no sum depends on the order of its parts.
-    assert together.totals() == one_by_one.totals()
+    assert together.snapshot() == one_by_one.snapshot()
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.times_s, mine.phase, mine.first_token_s) == (other.times_s, other.phase, other.first_token_s)
 
 
 def test_requests_that_waited_alike_are_one_addition() -> None:
     clock = Clock()
-    latencies = RequestLatencies(clock=clock)
+    latencies = RequestLatencyRecorder(clock=clock)
     observed: list[tuple[float, int]] = []
 
     class Noted(Histogram):
@@ -149,18 +149,18 @@ def test_requests_that_waited_alike_are_one_addition() -> None:
             observed.append((value, times))
 
     latencies.histograms.inter_token = Noted([1.0])
-    batch = [latencies.queued() for _ in range(64)]
+    batch = [latencies.on_queued() for _ in range(64)]
     for clock.now in (1.0, 1.5, 2.5):
-        latencies.took_tokens_together(batch, [1] * 64)
+        latencies.on_batch_tokens(batch, [1] * 64)
     assert [(value, times) for value, times in observed if times] == [(0.5, 64), (1.0, 64)]
 
 
 def test_tokens_that_come_together_share_their_interval() -> None:
     clock = Clock()
-    latencies = RequestLatencies(clock=clock)
-    times = latencies.queued()
+    latencies = RequestLatencyRecorder(clock=clock)
+    times = latencies.on_queued()
     for clock.now, num_tokens in ((1.0, 1), (1.2, 4)):
-        latencies.took_tokens(times, num_tokens)
-    inter_token = latencies.totals().inter_token
+        latencies.on_tokens(times, num_tokens)
+    inter_token = latencies.snapshot().inter_token
     assert inter_token.counts[inter_token.bounds.index(0.06)] == 4
     assert abs(inter_token.total - 0.2) < 1e-9

@@ -7,13 +7,22 @@ import re
 import msgspec
 import pytest
 
-from observability import CATALOG, EVERY_METRIC, HISTOGRAMS, INFOS, OUTPUT_METRICS, STATES, Metric, render_markdown
+from observability import (
+    ALL_METRICS,
+    INFO_METRICS,
+    OUTPUT_METRICS,
+    SCHEDULER_HISTOGRAMS,
+    SCHEDULER_METRICS,
+    STATE_METRICS,
+    Metric,
+    render_markdown,
+)
 from scheduler_components import (
     BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
     IntegrityStats,
-    LatencyTotals,
+    LatencySnapshot,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
@@ -26,8 +35,8 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import IntakeStats
-from scheduler_components.metrics import RequestLatencies
+from scheduler_components.intake import ReceiverStats
+from scheduler_components.metrics import RequestLatencyRecorder
 
 # Facts that reach a dashboard in another way, each with its reason.
 NOT_EXPORTED = {
@@ -54,9 +63,9 @@ PARTS = {
     "load.memory.": MemoryLoad,
     "load.decode_moments.": DecodeMoments,
     "totals.": SchedulerTotals,
-    "totals.latencies.": LatencyTotals,
+    "totals.latencies.": LatencySnapshot,
     "totals.tiers.": TierStats,
-    "totals.intake.": IntakeStats,
+    "totals.intake.": ReceiverStats,
     "totals.quiesce.": QuiesceStats,
     "totals.batching.": BatchingStats,
     "totals.integrity.": IntegrityStats,
@@ -75,7 +84,7 @@ WHOLE = SchedulerStats(
     ),
     totals=SchedulerTotals(
         tiers=TierStats(),
-        intake=IntakeStats(),
+        intake=ReceiverStats(),
         quiesce=QuiesceStats(),
         integrity=IntegrityStats(),
         pools=PoolStats(*[0] * 14),
@@ -85,14 +94,14 @@ WHOLE = SchedulerStats(
 
 
 def test_every_fact_of_a_report_has_one_metric() -> None:
-    paths = [metric.path for metric in (*CATALOG, *HISTOGRAMS)]
+    paths = [metric.path for metric in (*SCHEDULER_METRICS, *SCHEDULER_HISTOGRAMS)]
     sections = {prefix.rstrip(".") for prefix in PARTS}
     fields = {prefix + field.name for prefix, part in PARTS.items() for field in msgspec.structs.fields(part)}
     assert sorted(paths) == sorted(fields - sections - NOT_EXPORTED.keys())
     assert NOT_EXPORTED.keys() <= fields
 
 
-@pytest.mark.parametrize("metric", EVERY_METRIC, ids=lambda metric: metric.name)
+@pytest.mark.parametrize("metric", ALL_METRICS, ids=lambda metric: metric.name)
 def test_names_and_words_follow_the_habits(metric: Metric) -> None:
     for name in (metric.name, *metric.vllm_names):
         assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
@@ -103,31 +112,31 @@ def test_names_and_words_follow_the_habits(metric: Metric) -> None:
 
 
 def test_names_are_unique() -> None:
-    names = [metric.name for metric in (*EVERY_METRIC, *INFOS, *STATES)]
-    vllm_names = [name for metric in EVERY_METRIC for name in metric.vllm_names]
+    names = [metric.name for metric in (*ALL_METRICS, *INFO_METRICS, *STATE_METRICS)]
+    vllm_names = [name for metric in ALL_METRICS for name in metric.vllm_names]
     assert len(set(names)) == len(names)
     assert len(set(vllm_names)) == len(vllm_names)
 
 
 def test_what_gateways_and_dashboards_read_is_there() -> None:
-    names = {metric.name for metric in CATALOG}
+    names = {metric.name for metric in SCHEDULER_METRICS}
     assert {"num_running_reqs", "num_queue_reqs", "token_usage", "gen_throughput", "cache_hit_rate"} <= names
     assert {"num_used_tokens", "max_total_num_tokens", "num_retracted_reqs", "prompt_tokens_total"} <= names
-    vllm_names = {name for metric in CATALOG for name in metric.vllm_names}
+    vllm_names = {name for metric in SCHEDULER_METRICS for name in metric.vllm_names}
     assert {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"} <= vllm_names
     assert {"prefix_cache_hits_total", "prefix_cache_queries_total", "num_preemptions_total"} <= vllm_names
 
 
-@pytest.mark.parametrize("metric", CATALOG, ids=lambda metric: metric.name)
+@pytest.mark.parametrize("metric", SCHEDULER_METRICS, ids=lambda metric: metric.name)
 def test_each_metric_reads_a_number_and_none_where_the_part_is_missing(metric: Metric) -> None:
     assert isinstance(metric.read(WHOLE), int | float)
     bare = metric.read(SchedulerStats(labels=(), load=LoadSnapshot()))
     assert (bare is None) == (metric.path.count(".") == 2)
 
 
-@pytest.mark.parametrize("metric", HISTOGRAMS, ids=lambda metric: metric.name)
+@pytest.mark.parametrize("metric", SCHEDULER_HISTOGRAMS, ids=lambda metric: metric.name)
 def test_each_histogram_is_read_and_none_where_the_engine_keeps_none(metric: Metric) -> None:
-    totals = SchedulerTotals(latencies=RequestLatencies().totals())
+    totals = SchedulerTotals(latencies=RequestLatencyRecorder().snapshot())
     histogram = metric.read_histogram(SchedulerStats(labels=(), load=LoadSnapshot(), totals=totals))
     assert histogram is not None
     assert histogram.count == 0
@@ -135,7 +144,7 @@ def test_each_histogram_is_read_and_none_where_the_engine_keeps_none(metric: Met
 
 
 def test_the_names_of_latencies_are_those_of_the_peers() -> None:
-    names = {metric.name: metric.vllm_names for metric in HISTOGRAMS}
+    names = {metric.name: metric.vllm_names for metric in SCHEDULER_HISTOGRAMS}
     assert names.keys() >= {"time_to_first_token_seconds", "inter_token_latency_seconds"}
     assert names.keys() >= {"e2e_request_latency_seconds", "queue_time_seconds"}
     assert names["queue_time_seconds"] == ("request_queue_time_seconds",)
@@ -144,10 +153,13 @@ def test_the_names_of_latencies_are_those_of_the_peers() -> None:
 def test_the_tables_for_the_documentation_have_one_row_per_metric() -> None:
     lines = render_markdown().splitlines()
     named = [match[1] for line in lines if (match := re.match(r"\| `sglang:(\w+)` \|", line))]
-    assert sorted(named) == sorted(metric.name for metric in (*EVERY_METRIC, *INFOS, *STATES))
+    assert sorted(named) == sorted(metric.name for metric in (*ALL_METRICS, *INFO_METRICS, *STATE_METRICS))
     assert "| `sglang:num_running_reqs` | gauge | requests | Running requests. | `vllm:num_requests_running` |" in lines
 
 
 def test_only_what_a_collector_itself_knows_has_no_path() -> None:
-    assert all(bool(metric.path) == (metric in (*CATALOG, *HISTOGRAMS, *OUTPUT_METRICS)) for metric in EVERY_METRIC)
-    assert all(metric.is_per_rank for metric in EVERY_METRIC if metric.path)
+    assert all(
+        bool(metric.path) == (metric in (*SCHEDULER_METRICS, *SCHEDULER_HISTOGRAMS, *OUTPUT_METRICS))
+        for metric in ALL_METRICS
+    )
+    assert all(metric.is_per_rank for metric in ALL_METRICS if metric.path)

@@ -13,12 +13,12 @@ from threading import Event, Thread
 
 import pytest
 
-from observability import ConformanceReport, RuleResult, examine_conformance
+from observability import ConformanceReport, RuleResult, check_conformance
 from scheduler_components import ConfigError, KVEventBatch, StartError
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
 from scheduler_components.reference.cli import main as cli
-from scheduler_components.testing import ChainHistory, ProbeOptions, ScriptedPublisher
-from scheduler_components.testing.parts import BLOCK_SIZE, Frames, ListeningPublisher
+from scheduler_components.testing import ChainEventGenerator, ProbeOptions, ScriptedPublisher
+from scheduler_components.testing.parts import BLOCK_SIZE, BoundPublisher, Frames
 
 Command = Callable[..., tuple[object, str, str]]
 
@@ -27,20 +27,20 @@ HASTY = ProbeOptions(listen_s=0.1, enough_batches=30, answer_s=0.3)
 
 
 @pytest.fixture
-def ticking() -> Iterator[Callable[[ListeningPublisher], None]]:
+def ticking() -> Iterator[Callable[[BoundPublisher], None]]:
     """Let a publisher publish a history on a thread of its own until the test ends, and then close it."""
     over = Event()
-    opened: list[ListeningPublisher] = []
+    opened: list[BoundPublisher] = []
     threads = ThreadPoolExecutor(4)
 
-    def tick(publisher: ListeningPublisher) -> None:
-        history, number = ChainHistory(), 0
+    def tick(publisher: BoundPublisher) -> None:
+        history, number = ChainEventGenerator(), 0
         while not over.wait(0.002):
             publisher.publish(KVEventBatch(float(number + 1), (history.next(number),)))
             publisher.idle()
             number += 1
 
-    def start(publisher: ListeningPublisher) -> None:
+    def start(publisher: BoundPublisher) -> None:
         opened.append(publisher)
         threads.submit(tick, publisher)
 
@@ -77,10 +77,10 @@ def broken(report: ConformanceReport) -> list[RuleResult]:
 
 
 @pytest.mark.parametrize("options", [{}, {"dialect": "vllm", "replay_framing": "topic", "topic": "kv"}])
-def test_the_kits_publisher_conforms(ticking: Callable[[ListeningPublisher], None], options: dict[str, object]) -> None:
+def test_the_kits_publisher_conforms(ticking: Callable[[BoundPublisher], None], options: dict[str, object]) -> None:
     publisher = open_zmq(**options)
     ticking(publisher)
-    report = examine_conformance(
+    report = check_conformance(
         publisher.endpoint,
         QUICK,
         replay_endpoint=publisher.replay_endpoint,
@@ -98,10 +98,10 @@ def test_the_kits_publisher_conforms(ticking: Callable[[ListeningPublisher], Non
     assert "extended replay yes" in text
 
 
-def test_a_publisher_with_a_short_window_still_conforms(ticking: Callable[[ListeningPublisher], None]) -> None:
+def test_a_publisher_with_a_short_window_still_conforms(ticking: Callable[[BoundPublisher], None]) -> None:
     publisher = open_zmq(buffer_steps=5)
     ticking(publisher)
-    report = examine_conformance(publisher.endpoint, QUICK, replay_endpoint=publisher.replay_endpoint)
+    report = check_conformance(publisher.endpoint, QUICK, replay_endpoint=publisher.replay_endpoint)
     assert broken(report) == []
 
 
@@ -115,11 +115,11 @@ class Faulty(ScriptedPublisher):
         return [frames for frames in super().answer(request)[:-1] if int.from_bytes(frames[0], "big") % 7 != 6]
 
 
-def test_faults_are_told_with_their_hint(ticking: Callable[[ListeningPublisher], None]) -> None:
+def test_faults_are_told_with_their_hint(ticking: Callable[[BoundPublisher], None]) -> None:
     publisher = Faulty.open()
     ticking(publisher)
     options = ProbeOptions(listen_s=20.0, enough_batches=30, answer_s=0.5)
-    report = examine_conformance(
+    report = check_conformance(
         publisher.endpoint, options, replay_endpoint=publisher.replay_endpoint, block_size=BLOCK_SIZE + 1
     )
     assert {"no-gap", "replay-end", "replay-order", "replay-past-end", "block-size"} <= {
@@ -138,11 +138,11 @@ def test_faults_are_told_with_their_hint(ticking: Callable[[ListeningPublisher],
 
 
 def test_a_stream_without_replay_conforms_and_its_late_joiners_are_warned_of(
-    ticking: Callable[[ListeningPublisher], None],
+    ticking: Callable[[BoundPublisher], None],
 ) -> None:
     publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", config=KVEventsConfig(bind=True))
     ticking(publisher)
-    report = examine_conformance(publisher.endpoint, QUICK)
+    report = check_conformance(publisher.endpoint, QUICK)
     assert ([each.rule for each in broken(report)], report.exit_code) == (["late-joiner"], 0)
     assert "WARNING KVE-708 late-joiner" in "\n".join(report.lines())
 
@@ -162,25 +162,25 @@ class JoinsLate(ScriptedPublisher):
 
 
 def test_batches_between_the_first_replay_and_the_first_live_one_are_no_gap(
-    ticking: Callable[[ListeningPublisher], None],
+    ticking: Callable[[BoundPublisher], None],
 ) -> None:
     publisher = JoinsLate.open()
     ticking(publisher)
-    report = examine_conformance(publisher.endpoint, QUICK, replay_endpoint=publisher.replay_endpoint)
+    report = check_conformance(publisher.endpoint, QUICK, replay_endpoint=publisher.replay_endpoint)
     assert broken(report) == []
     assert report.streams[0].facts.knows_history
 
 
 def test_a_silent_stream_does_not_conform() -> None:
     with ScriptedPublisher.open() as publisher:
-        report = examine_conformance(publisher.endpoint, HASTY, replay_endpoint=publisher.replay_endpoint)
+        report = check_conformance(publisher.endpoint, HASTY, replay_endpoint=publisher.replay_endpoint)
     assert [each.rule for each in broken(report)] == ["speaks", "replay-answers"]
 
 
 def test_a_closed_port_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         endpoint = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
-    report = examine_conformance(endpoint, HASTY)
+    report = check_conformance(endpoint, HASTY)
     assert [each.rule for each in report.engine if each.status == "broken"] == ["reachable"]
     assert "Connection refused" in "\n".join(report.lines())
     assert (report.reachable, report.exit_code) == (False, 3)
@@ -209,7 +209,7 @@ def serving(info: object) -> Iterator[str]:
 
 
 def test_every_advertised_stream_is_judged(
-    ticking: Callable[[ListeningPublisher], None], free_ports: Callable[[int], int]
+    ticking: Callable[[BoundPublisher], None], free_ports: Callable[[int], int]
 ) -> None:
     base = free_ports(4)
     config = KVEventsConfig(bind=True)
@@ -220,7 +220,7 @@ def test_every_advertised_stream_is_judged(
         "topic": "", "block_size": BLOCK_SIZE,
     }  # fmt: skip
     with serving({"kv_events": described}) as url:
-        report = examine_conformance(url, QUICK)
+        report = check_conformance(url, QUICK)
     assert [(stream.rank, Endpoint.parse(stream.endpoint).port) for stream in report.streams] == [
         (0, base),
         (1, base + 1),
@@ -232,7 +232,7 @@ def test_every_advertised_stream_is_judged(
 @pytest.mark.parametrize("info", [{}, {"kv_events": None, "kv_events_error": "unset"}, {"kv_events": {"topic": 5}}, []])
 def test_a_bad_descriptor_is_told(info: object) -> None:
     with serving(info) as url:
-        report = examine_conformance(url, HASTY)
+        report = check_conformance(url, HASTY)
     assert [each.rule for each in report.engine if each.status == "broken"] == ["descriptor"]
     assert (report.exit_code, report.streams) == (1, ())
 
@@ -240,16 +240,16 @@ def test_a_bad_descriptor_is_told(info: object) -> None:
 def test_a_persons_mistakes_are_config_errors() -> None:
     for target in ("localhost:5557", "tcp://*:5557", "udp://a:1"):
         with pytest.raises(ConfigError):
-            examine_conformance(target)
+            check_conformance(target)
     with pytest.raises(ConfigError, match="topic='kv': belongs to a bare endpoint"):
-        examine_conformance("http://127.0.0.1:1", topic="kv")
+        check_conformance("http://127.0.0.1:1", topic="kv")
     with pytest.raises(StartError):
-        examine_conformance("http://127.0.0.1:1")
+        check_conformance("http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command_prints_the_report_and_exits_by_it(
-    ticking: Callable[[ListeningPublisher], None], as_json: bool, command: Command
+    ticking: Callable[[BoundPublisher], None], as_json: bool, command: Command
 ) -> None:
     publisher = open_zmq()
     ticking(publisher)

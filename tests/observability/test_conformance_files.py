@@ -10,20 +10,20 @@ from xml.etree import ElementTree as Xml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduler_components.testing.stream_verifier import StreamFacts, StreamVerdict
 
 from observability import ConformanceReport, StreamReport, badge_json, junit_xml
-from observability.conformance import report_stream
+from observability.conformance import build_stream_report
 from scheduler_components.kv_events import Endpoint, StreamAddress
 from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing import RULES, ScriptedPublisher, Violation
-from scheduler_components.testing.stream_judge import JudgedStream, StreamFacts
 
 ENGINE_RULES = ("descriptor", "reachable")
 
 
 def stream_of(rank: int, judged: set[str], *violations: Violation) -> StreamReport:
     address = StreamAddress(rank=rank, events=Endpoint.parse(f"tcp://worker:{5557 + rank}"))
-    return report_stream(address, JudgedStream(StreamFacts(), violations, frozenset(judged)))
+    return build_stream_report(address, StreamVerdict(StreamFacts(), violations, frozenset(judged)))
 
 
 def report_of(*streams: StreamReport, reachable: bool = True) -> ConformanceReport:

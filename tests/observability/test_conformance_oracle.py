@@ -14,15 +14,15 @@ from threading import Event, Thread
 import msgspec
 import pytest
 
-from observability import PoolPage, PoolPlaceCount, examine_conformance
+from observability import KvPoolPage, KvPoolPlace, check_conformance
 from scheduler_components import (
     BlockRemoved,
     BlockStored,
     EventBatch,
     KVCacheEvent,
     KvPoolReader,
+    KvPoolSnapshot,
     ParallelState,
-    PoolReading,
     RadixCache,
     SchedulerKvEventsPublisher,
 )
@@ -54,9 +54,9 @@ class Engine:
         publisher = SchedulerKvEventsPublisher(
             parallel=parallel, source=self.cache, sink=_Changed(self.sink, change or _tell_all)
         )
-        self.reader = KvPoolReader(publisher=publisher, oracle=self.cache)
+        self.reader = KvPoolReader(publisher=publisher, blocks=self.cache)
         self.says_where = says_where
-        self.wanted: SimpleQueue[Future[PoolReading]] = SimpleQueue()
+        self.wanted: SimpleQueue[Future[KvPoolSnapshot]] = SimpleQueue()
         self.is_busy, self.is_over = Event(), Event()
         self.is_busy.set()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._pages())
@@ -97,13 +97,15 @@ class Engine:
 
         class Pages(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                future: Future[PoolReading] = Future()
+                future: Future[KvPoolSnapshot] = Future()
                 engine.wanted.put(future)
                 reading = future.result(timeout=10)
                 ((place, hashes),) = reading.blocks.items()
                 sequence = reading.sequence if engine.says_where else None
-                counts = (PoolPlaceCount(*place, len(hashes)),)
-                body = msgspec.json.encode(PoolPage(reading="r", sequence=sequence, places=counts, hashes=list(hashes)))
+                counts = (KvPoolPlace(*place, len(hashes)),)
+                body = msgspec.json.encode(
+                    KvPoolPage(reading="r", sequence=sequence, places=counts, hashes=list(hashes))
+                )
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -145,9 +147,9 @@ def open_engine() -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-def examine(engine: Engine, options: ProbeOptions = OPTIONS) -> tuple[int, str, dict[str, dict[str, object]]]:
+def check_worker(engine: Engine, options: ProbeOptions = OPTIONS) -> tuple[int, str, dict[str, dict[str, object]]]:
     """Exit code, the report as text, and its rules by name."""
-    report = examine_conformance(
+    report = check_conformance(
         engine.sink.endpoint, options, replay_endpoint=engine.sink.replay_endpoint, block_size=PAGE_SIZE,
         oracle=engine.url,
     )  # fmt: skip
@@ -159,7 +161,7 @@ def examine(engine: Engine, options: ProbeOptions = OPTIONS) -> tuple[int, str, 
 def test_an_engine_that_tells_all_is_equal_to_its_pool_at_every_reading(
     open_engine: Callable[..., Engine], options: dict[str, object]
 ) -> None:
-    code, text, rules = examine(open_engine(**options))
+    code, text, rules = check_worker(open_engine(**options))
     assert code == 0, text
     assert {rules[rule]["status"] for rule in ("pool-missing", "pool-extra")} == {"kept"}
     assert "compared with the pool" in text
@@ -187,7 +189,7 @@ def test_an_engine_that_forgets_is_named_with_its_batch(
     open_engine: Callable[..., Engine], kind: type[KVCacheEvent], rule: str
 ) -> None:
     forgets = Forgets(kind)
-    code, text, rules = examine(open_engine(forgets))
+    code, text, rules = check_worker(open_engine(forgets))
     assert code == 4, text
     assert rules[rule]["status"] == "broken"
     assert f"{rule}: " in text
@@ -204,9 +206,9 @@ def test_an_oracle_that_does_not_know_where_the_stream_stands_is_read_while_it_s
     while not engine.sink.stats().batches_sent > 60:
         pass
     busy = ProbeOptions(listen_s=0.5, answer_s=5.0, pool_every_s=0.1)
-    assert examine(engine, busy)[2]["pool-extra"]["status"] == "not judged"
+    assert check_worker(engine, busy)[2]["pool-extra"]["status"] == "not judged"
     engine.is_busy.clear()
-    code, text, rules = examine(engine, busy)
+    code, text, rules = check_worker(engine, busy)
     assert code == 4, text
     assert rules["pool-extra"]["status"] == "broken"
 

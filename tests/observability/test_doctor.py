@@ -14,7 +14,15 @@ import attrs
 import pytest
 import zmq
 
-from observability import CheckResult, DoctorOptions, Severity, diagnose_stream, examine, exit_code, report_json
+from observability import (
+    CheckResult,
+    DoctorOptions,
+    Severity,
+    check_worker,
+    diagnose_stream,
+    exit_code,
+    render_report_json,
+)
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import BlockStored, ConfigError, KVEventBatch, LoadSnapshot
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, StreamAddress, ZmqEventPublisher
@@ -77,58 +85,58 @@ def closed_port() -> Iterator[int]:
 
 
 def test_a_sound_worker_has_nothing_wrong(serve: Serve, stack: ExitStack) -> None:
-    report = examine(serve(described(open_publisher(stack))), QUICK)
+    report = check_worker(serve(described(open_publisher(stack))), QUICK)
     assert not troubles(report)
     assert exit_code(report) == 0
     assert any("live at batch 0, 1 blocks held" in result.what for result in report)
 
 
 def test_nobody_at_the_url(closed_port: int) -> None:
-    trouble = the_trouble(examine(f"http://127.0.0.1:{closed_port}", QUICK))
+    trouble = the_trouble(check_worker(f"http://127.0.0.1:{closed_port}", QUICK))
     assert trouble.severity is Severity.ERROR
     assert "server_info" in trouble.what
     assert (trouble.is_unreachable, exit_code([trouble])) == (True, 3)
 
 
 def test_who_answers_with_something_else_is_wrong_and_not_unreachable(serve: Serve) -> None:
-    report = examine(serve({}), QUICK)
+    report = check_worker(serve({}), QUICK)
     assert exit_code(report) == 1
-    told = json.loads(report_json("http://worker", report))
+    told = json.loads(render_report_json("http://worker", report))
     assert (told["works"], told["exit_code"], told["checks"][0]["severity"]) == (False, 1, "error")
 
 
 def test_another_server_at_the_url(serve: Serve) -> None:
-    assert "answers 404" in the_trouble(examine(serve({}), QUICK)).what
-    assert "not JSON" in the_trouble(examine(serve({"/server_info": (200, b"<html>")}), QUICK)).what
+    assert "answers 404" in the_trouble(check_worker(serve({}), QUICK)).what
+    assert "not JSON" in the_trouble(check_worker(serve({"/server_info": (200, b"<html>")}), QUICK)).what
 
 
 def test_no_streams_repeats_the_workers_reason(serve: Serve) -> None:
     body = json.dumps({"kv_events": None, "kv_events_error": "endpoint has no port"}).encode()
-    report = examine(serve(PAGES | {"/server_info": (200, body)}), QUICK)
+    report = check_worker(serve(PAGES | {"/server_info": (200, body)}), QUICK)
     assert "endpoint has no port" in the_trouble(report).what
     assert exit_code(report) == 1
 
 
 def test_a_malformed_descriptor_names_its_field(serve: Serve) -> None:
     body = json.dumps({"kv_events": {"endpoint_host": "*", "endpoint_port_base": 99_999}}).encode()
-    assert "endpoint_port_base" in the_trouble(examine(serve(PAGES | {"/server_info": (200, body)}), QUICK)).what
+    assert "endpoint_port_base" in the_trouble(check_worker(serve(PAGES | {"/server_info": (200, body)}), QUICK)).what
 
 
 def test_a_warning_of_the_worker_is_repeated(serve: Serve, stack: ExitStack) -> None:
     pages = described(open_publisher(stack))
     info = json.loads(pages["/server_info"][1]) | {"kv_events_warning": "the publisher connects"}
-    report = examine(serve(pages | {"/server_info": (200, json.dumps(info).encode())}), QUICK)
+    report = check_worker(serve(pages | {"/server_info": (200, json.dumps(info).encode())}), QUICK)
     (trouble,) = troubles(report)
     assert trouble == CheckResult(Severity.WARNING, "the worker warns: the publisher connects")
 
 
 def test_a_closed_port_is_named(serve: Serve, stack: ExitStack, closed_port: int) -> None:
     publisher = open_publisher(stack)
-    trouble = the_trouble(examine(serve(described(publisher, endpoint_port_base=closed_port)), QUICK))
+    trouble = the_trouble(check_worker(serve(described(publisher, endpoint_port_base=closed_port)), QUICK))
     assert trouble.what == f"rank 0: events port tcp://127.0.0.1:{closed_port}: Connection refused"
-    report = examine(serve(described(publisher, replay_endpoint_port_base=closed_port)), QUICK)
+    report = check_worker(serve(described(publisher, replay_endpoint_port_base=closed_port)), QUICK)
     assert any("replay port" in result.what and result.severity is Severity.ERROR for result in troubles(report))
-    trouble = the_trouble(examine(serve(described(publisher, load_endpoint_port_base=closed_port)), QUICK))
+    trouble = the_trouble(check_worker(serve(described(publisher, load_endpoint_port_base=closed_port)), QUICK))
     assert (trouble.severity, "load port" in trouble.what) == (Severity.WARNING, True)
 
 
@@ -153,14 +161,14 @@ class Gauge:
 
 def test_what_a_load_gauge_says_is_repeated(serve: Serve, stack: ExitStack) -> None:
     gauge = Gauge(stack, [LoadSnapshot(num_running_reqs=3, num_used_tokens=40, max_total_num_tokens=64)])
-    report = examine(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
+    report = check_worker(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
     assert not troubles(report)
     assert any("3 running, 0 waiting, 40 of 64 tokens" in result.what for result in report)
 
 
 def test_a_load_gauge_that_is_silent_is_a_warning(serve: Serve, stack: ExitStack) -> None:
     gauge = Gauge(stack, [])
-    report = examine(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
+    report = check_worker(serve(described(open_publisher(stack), load_endpoint_port_base=gauge.port)), QUICK)
     assert "sends nothing in 0.5 s" in the_trouble(report).what
     assert exit_code(report) == 0
 
@@ -177,7 +185,7 @@ def test_what_is_no_load_on_a_load_port_is_a_warning(serve: Serve, stack: ExitSt
 
     thread = threading.Thread(target=answer_the_subscriber)
     thread.start()
-    report = examine(serve(described(open_publisher(stack), load_endpoint_port_base=bound)), QUICK)
+    report = check_worker(serve(described(open_publisher(stack), load_endpoint_port_base=bound)), QUICK)
     thread.join()
     assert [result.what.split(":")[0] for result in troubles(report)] == [
         "rank 0",
@@ -187,7 +195,7 @@ def test_what_is_no_load_on_a_load_port_is_a_warning(serve: Serve, stack: ExitSt
 
 def test_every_rank_is_dialled(serve: Serve, stack: ExitStack, closed_port: int) -> None:
     pages = described(open_publisher(stack), endpoint_port_base=closed_port - 1, dp_size=2)
-    refused = [result.what for result in troubles(examine(serve(pages), QUICK))]
+    refused = [result.what for result in troubles(check_worker(serve(pages), QUICK))]
     assert any(what.startswith(f"rank 1: events port tcp://127.0.0.1:{closed_port}") for what in refused)
     assert any("/v1/loads has 1 ranks and 2 streams" in what for what in refused)
 
@@ -195,7 +203,7 @@ def test_every_rank_is_dialled(serve: Serve, stack: ExitStack, closed_port: int)
 def test_a_port_of_another_protocol(serve: Serve, stack: ExitStack) -> None:
     url = serve({})
     pages = described(open_publisher(stack), endpoint_port_base=port(url))
-    assert "no ZeroMQ publisher" in the_trouble(examine(serve(pages), QUICK)).what
+    assert "no ZeroMQ publisher" in the_trouble(check_worker(serve(pages), QUICK)).what
 
 
 def test_a_replay_channel_that_never_ends(serve: Serve, stack: ExitStack) -> None:
@@ -203,18 +211,18 @@ def test_a_replay_channel_that_never_ends(serve: Serve, stack: ExitStack) -> Non
     router = stack.enter_context(context.socket(zmq.ROUTER))
     router.bind("tcp://127.0.0.1:*")
     silent = port(router.getsockopt_string(zmq.LAST_ENDPOINT))
-    report = examine(serve(described(open_publisher(stack), replay_endpoint_port_base=silent)), QUICK)
+    report = check_worker(serve(described(open_publisher(stack), replay_endpoint_port_base=silent)), QUICK)
     assert any("no end marker" in result.what for result in troubles(report))
     assert exit_code(report) == 1
 
 
 def test_another_block_size_than_advertised(serve: Serve, stack: ExitStack) -> None:
-    trouble = the_trouble(examine(serve(described(open_publisher(stack), block_size=16)), QUICK))
+    trouble = the_trouble(check_worker(serve(described(open_publisher(stack), block_size=16)), QUICK))
     assert "blocks of 2 tokens, 16 are advertised" in trouble.what
 
 
 def test_another_rank_than_the_ports(serve: Serve, stack: ExitStack) -> None:
-    trouble = the_trouble(examine(serve(described(open_publisher(stack, rank=3))), QUICK))
+    trouble = the_trouble(check_worker(serve(described(open_publisher(stack, rank=3))), QUICK))
     assert "name another rank" in trouble.what
 
 
@@ -230,7 +238,7 @@ def test_another_topic_than_advertised(serve: Serve, stack: ExitStack, advertise
     thread = threading.Thread(target=publish_on)
     thread.start()
     try:
-        report = examine(serve(described(publisher, topic=advertised)), QUICK)
+        report = check_worker(serve(described(publisher, topic=advertised)), QUICK)
     finally:
         examined.set()
         thread.join()
@@ -239,14 +247,14 @@ def test_another_topic_than_advertised(serve: Serve, stack: ExitStack, advertise
 
 def test_no_replay_is_a_warning(serve: Serve, stack: ExitStack) -> None:
     publisher = open_publisher(stack, replay_endpoint=None)
-    report = examine(serve(described(publisher)), QUICK)
+    report = check_worker(serve(described(publisher)), QUICK)
     assert "a late joiner can never get the whole state" in the_trouble(report).what
     assert exit_code(report) == 0
 
 
 def test_pages_that_are_missing_are_warnings(serve: Serve, stack: ExitStack) -> None:
     pages = described(open_publisher(stack))
-    report = examine(serve({"/server_info": pages["/server_info"], "/metrics": (200, b"up 1\n")}), QUICK)
+    report = check_worker(serve({"/server_info": pages["/server_info"], "/metrics": (200, b"up 1\n")}), QUICK)
     assert [result.what.split(":")[0].split()[0] for result in troubles(report)] == [
         "/health",
         "/v1/loads",
@@ -274,7 +282,7 @@ def test_pages_that_are_missing_are_warnings(serve: Serve, stack: ExitStack) -> 
 )
 def test_what_a_prometheus_would_store_is_judged(serve: Serve, text: str, openmetrics: str, said: str) -> None:
     pages = {"/metrics": (200, text.encode()), "/metrics in OpenMetrics": (200, openmetrics.encode())}
-    findings = examine(serve(PAGES | pages | {"/server_info": (200, b"{}")}), QUICK)
+    findings = check_worker(serve(PAGES | pages | {"/server_info": (200, b"{}")}), QUICK)
     (finding,) = [finding for finding in findings if finding.what.startswith("/metrics")]
     assert said in finding.what
     assert finding.severity is (Severity.OK if "stores" in said else Severity.WARNING)
@@ -282,7 +290,7 @@ def test_what_a_prometheus_would_store_is_judged(serve: Serve, text: str, openme
 
 def test_a_text_that_is_no_url_is_the_persons_mistake() -> None:
     with pytest.raises(ConfigError):
-        examine("worker:30000")
+        check_worker("worker:30000")
 
 
 @pytest.mark.parametrize("state", [StreamState.SYNCING, StreamState.LIVE, StreamState.PARTIAL])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability import EVERY_METRIC, OutputCollector, PrometheusBoard, RankOutputs
+from observability import ALL_METRICS, MetricsBoardCollector, OutputCollector, RankOutputs
 from observability.grafana import DASHBOARD_FILE, render_dashboard
 from scheduler_components import (
     BatchingStats,
@@ -30,8 +30,8 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import IntakeStats
-from scheduler_components.metrics import RequestLatencies
+from scheduler_components.intake import ReceiverStats
+from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.testing import ListOutputSink
 
 # Metrics without a panel, each with its reason.
@@ -59,7 +59,7 @@ def expressions_of(dashboard: dict[str, Any]) -> list[str]:
 
 
 class Board:
-    """What a ``PrometheusBoard`` exposes is what a sink does, and what it counts itself."""
+    """What a ``MetricsBoardCollector`` exposes is what a sink does, and what it counts itself."""
 
     unread = 0
 
@@ -86,16 +86,16 @@ def exposed() -> set[tuple[str, frozenset[str]]]:
             memory=MemoryLoad(1.0, 2.0, 3.0, 4),
         ),
         totals=SchedulerTotals(
-            latencies=RequestLatencies().totals(),
+            latencies=RequestLatencyRecorder().snapshot(),
             tiers=TierStats(),
-            intake=IntakeStats(),
+            intake=ReceiverStats(),
             quiesce=QuiesceStats(),
             integrity=IntegrityStats(),
             pools=PoolStats(*[0] * 14),
             batching=BatchingStats(),
         ),
     )
-    PrometheusBoard(registry, board=Board(report))
+    MetricsBoardCollector(registry, board=Board(report))
     found = re.findall(r"^(sglang:\w+)(\{.*\})? ", generate_latest(registry).decode(), re.MULTILINE)
     return {(name, frozenset(re.findall(r'(\w+)="', labels))) for name, labels in found}
 
@@ -118,12 +118,12 @@ def test_every_query_asks_for_what_the_sink_exposes(exposed: set[tuple[str, froz
 def test_every_metric_of_the_catalogue_is_drawn() -> None:
     drawn = {name for expression in expressions_of(render_dashboard()) for name, _ in SERIES.findall(expression)}
     endings = {"gauge": "", "counter": "", "histogram": "_bucket"}
-    names = {f"sglang:{metric.name}{endings[metric.kind]}" for metric in EVERY_METRIC}
+    names = {f"sglang:{metric.name}{endings[metric.kind]}" for metric in ALL_METRICS}
     assert names - drawn == {f"sglang:{name}" for name in NOT_DRAWN}
 
 
 def test_counters_are_drawn_as_rates_and_nothing_else_is() -> None:
-    counters = {f"sglang:{metric.name}" for metric in EVERY_METRIC if metric.kind == "counter"}
+    counters = {f"sglang:{metric.name}" for metric in ALL_METRICS if metric.kind == "counter"}
     for expression in expressions_of(render_dashboard()):
         ((name, _),) = SERIES.findall(expression)
         assert ("rate(" in expression) == (name in counters or name.endswith("_bucket")), expression

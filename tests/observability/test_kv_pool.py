@@ -16,21 +16,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from observability import PoolUnreadableError, fetch_pool, kv_pool_route
-from observability.http_kv_pool import READ_EVERY_S
-from observability.kv_pool_page import PAGE_BLOCKS
-from scheduler_components import ComponentError, ConfigError, PoolReading
-from scheduler_components.events import place_of
+from observability import KvPoolUnreadableError, fetch_kv_pool, kv_pool_route
+from observability.http_kv_pool import MIN_READ_INTERVAL_S
+from observability.kv_pool_page import MAX_HASHES_PER_PAGE
+from scheduler_components import ComponentError, ConfigError, KvPoolSnapshot
+from scheduler_components.events import medium_group
 from scheduler_components.reference.engine import bind_http, open_http_server
 from scheduler_components.testing import FakeClock
 
-GPU, CPU = place_of(None), ("CPU", 1)
+GPU, CPU = medium_group(None), ("CPU", 1)
 
 
 class Pools:
     """A source of readings that counts how often it is asked."""
 
-    def __init__(self, *readings: PoolReading) -> None:
+    def __init__(self, *readings: KvPoolSnapshot) -> None:
         self.readings = readings
         self.num_reads = 0
         self.problem: ComponentError | None = None
@@ -39,7 +39,7 @@ class Pools:
     def num_ranks(self) -> int:
         return len(self.readings)
 
-    async def read_pool(self, rank: int) -> PoolReading:
+    async def read_pool(self, rank: int) -> KvPoolSnapshot:
         self.num_reads += 1
         await asyncio.sleep(0)  # others ask meanwhile
         if self.problem is not None:
@@ -62,20 +62,20 @@ def run(scenario: Callable[[str], Awaitable[Any]], *routes: Route) -> Any:
     return asyncio.run(asyncio.wait_for(whole(), timeout=60))
 
 
-def fetched(*routes: Route, rank: int = 0) -> PoolReading:
-    async def fetch(url: str) -> PoolReading:
-        return await asyncio.to_thread(fetch_pool, url, rank)
+def fetched(*routes: Route, rank: int = 0) -> KvPoolSnapshot:
+    async def fetch(url: str) -> KvPoolSnapshot:
+        return await asyncio.to_thread(fetch_kv_pool, url, rank)
 
     return run(fetch, *routes)
 
 
-def as_sets(reading: PoolReading) -> dict[object, set[int]]:
+def as_sets(reading: KvPoolSnapshot) -> dict[object, set[int]]:
     return {place: set(hashes) for place, hashes in reading.blocks.items()}
 
 
 def test_a_pool_of_many_pages_arrives_as_it_was_read() -> None:
-    large = PoolReading({GPU: range(-5, 2 * PAGE_BLOCKS), CPU: (), ("STORAGE", None): range(7)}, 41, 1)
-    pools = Pools(PoolReading({}, -1, 0), large)
+    large = KvPoolSnapshot({GPU: range(-5, 2 * MAX_HASHES_PER_PAGE), CPU: (), ("STORAGE", None): range(7)}, 41, 1)
+    pools = Pools(KvPoolSnapshot({}, -1, 0), large)
     got = fetched(kv_pool_route(pools), rank=1)
     assert as_sets(got) == as_sets(large)
     assert list(got.blocks) == list(large.blocks)
@@ -83,17 +83,17 @@ def test_a_pool_of_many_pages_arrives_as_it_was_read() -> None:
 
 
 def test_an_empty_pool_is_one_page_that_names_its_places() -> None:
-    got = fetched(kv_pool_route(Pools(PoolReading({GPU: (), CPU: ()}, None))))
+    got = fetched(kv_pool_route(Pools(KvPoolSnapshot({GPU: (), CPU: ()}, None))))
     assert (dict(got.blocks), got.sequence) == ({GPU: [], CPU: []}, None)
 
 
 def test_whoever_asks_within_a_second_gets_the_same_reading() -> None:
-    clock, pools = FakeClock(), Pools(PoolReading({GPU: range(3)}, 5))
+    clock, pools = FakeClock(), Pools(KvPoolSnapshot({GPU: range(3)}, 5))
 
     async def ask(url: str) -> list[str]:
         async with httpx.AsyncClient(base_url=url) as client:
             answers = await asyncio.gather(*(client.get("/kv_pool") for _ in range(5)))
-            clock.now_s += READ_EVERY_S
+            clock.now_s += MIN_READ_INTERVAL_S
             answers.append(await client.get("/kv_pool"))
         return [answer.json()["reading"] for answer in answers]
 
@@ -102,13 +102,13 @@ def test_whoever_asks_within_a_second_gets_the_same_reading() -> None:
 
 
 def test_only_the_last_readings_are_kept_and_others_are_said_to_be_gone() -> None:
-    clock, pools = FakeClock(), Pools(PoolReading({GPU: range(PAGE_BLOCKS + 1)}, 5))
+    clock, pools = FakeClock(), Pools(KvPoolSnapshot({GPU: range(MAX_HASHES_PER_PAGE + 1)}, 5))
 
     async def ask(url: str) -> list[int]:
         async with httpx.AsyncClient(base_url=url) as client:
             for _ in range(5):
                 await client.get("/kv_pool")
-                clock.now_s += READ_EVERY_S
+                clock.now_s += MIN_READ_INTERVAL_S
             further = [{"reading": f"0-{number}", "page": 1} for number in range(5)]
             return [(await client.get("/kv_pool", params=each)).status_code for each in further]
 
@@ -128,7 +128,7 @@ def test_a_clients_mistake_is_one_sentence_with_the_field(query: str, field: str
             await client.get("/kv_pool")
             return await client.get(f"/kv_pool?{query}")
 
-    answer = run(ask, kv_pool_route(Pools(PoolReading({GPU: (1,)}, 0), PoolReading({}, 0))))
+    answer = run(ask, kv_pool_route(Pools(KvPoolSnapshot({GPU: (1,)}, 0), KvPoolSnapshot({}, 0))))
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == field
@@ -137,21 +137,21 @@ def test_a_clients_mistake_is_one_sentence_with_the_field(query: str, field: str
 
 
 def test_a_scheduler_that_does_not_answer_is_said_and_asked_again() -> None:
-    pools = Pools(PoolReading({GPU: (1,)}, 0))
+    pools = Pools(KvPoolSnapshot({GPU: (1,)}, 0))
     pools.problem = ComponentError("rank 0 did not read its pool (30.0 s)")
-    with pytest.raises(PoolUnreadableError, match="answers 503"):
+    with pytest.raises(KvPoolUnreadableError, match="answers 503"):
         fetched(kv_pool_route(pools))
     pools.problem = None
     assert as_sets(fetched(kv_pool_route(pools))) == {GPU: {1}}
 
 
 def test_an_engine_without_the_route_and_one_that_is_not_there_are_told_with_a_hint() -> None:
-    with pytest.raises(PoolUnreadableError, match=r"/kv_pool.*answers 404; start the engine with --kv-pool"):
+    with pytest.raises(KvPoolUnreadableError, match=r"/kv_pool.*answers 404; start the engine with --kv-pool"):
         fetched()
-    with pytest.raises(PoolUnreadableError, match="check that the worker runs"):
-        fetch_pool("http://127.0.0.1:1/kv_pool", timeout_s=1.0)
+    with pytest.raises(KvPoolUnreadableError, match="check that the worker runs"):
+        fetch_kv_pool("http://127.0.0.1:1/kv_pool", timeout_s=1.0)
     with pytest.raises(ConfigError, match="give http://host:port"):
-        fetch_pool("tcp://127.0.0.1:1")
+        fetch_kv_pool("tcp://127.0.0.1:1")
 
 
 def page(**fields: object) -> dict[str, object]:
@@ -186,14 +186,14 @@ def test_hashes_of_other_engines_are_folded_to_signed_64_bits() -> None:
     "wrong",
     [
         [], {}, "pool", page(hashes=["1"]), page(hashes=[1, 2]), page(num_pages=0), page(num_pages=10**9),
-        page(places=[{"medium": "GPU", "num_blocks": -1}]), page(sequence=-2), page(hashes=[0] * (PAGE_BLOCKS + 1)),
+        page(places=[{"medium": "GPU", "num_blocks": -1}]), page(sequence=-2), page(hashes=[0] * (MAX_HASHES_PER_PAGE + 1)),
         page(num_pages=2), page(places=None),
         page(num_pages=2, places=[{"medium": "GPU", "num_blocks": 2}]),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_is_no_reading_is_told_in_one_sentence(wrong: object) -> None:
-    with pytest.raises(PoolUnreadableError) as told:
+    with pytest.raises(KvPoolUnreadableError) as told:
         fetched(answering(wrong))
     assert "/kv_pool" in str(told.value)
     assert "\n" not in str(told.value)
@@ -201,7 +201,7 @@ def test_what_is_no_reading_is_told_in_one_sentence(wrong: object) -> None:
 
 def test_a_reading_that_goes_away_between_two_pages_is_begun_again() -> None:
     gone = {"reading": "gone", "num_pages": 2, "places": [{"medium": "GPU", "num_blocks": 1}]}
-    pools, asked = Pools(PoolReading({GPU: (9,)}, 8)), []
+    pools, asked = Pools(KvPoolSnapshot({GPU: (9,)}, 8)), []
     whole = kv_pool_route(pools)
 
     async def answer(request: Request) -> Any:
@@ -217,7 +217,7 @@ def test_a_reading_that_goes_away_between_two_pages_is_begun_again() -> None:
 @given(text=st.dictionaries(st.sampled_from(["rank", "reading", "page"]), st.text(max_size=30)))
 def test_no_query_makes_it_fail(text: dict[str, str]) -> None:
     async def ask() -> int:
-        app = Starlette(routes=[kv_pool_route(Pools(PoolReading({GPU: (1,)}, 0)))])
+        app = Starlette(routes=[kv_pool_route(Pools(KvPoolSnapshot({GPU: (1,)}, 0)))])
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
             return (await client.get("/kv_pool", params=text)).status_code
 

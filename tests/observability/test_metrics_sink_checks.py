@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability import CATALOG, PrometheusSink
+from observability import SCHEDULER_METRICS, PrometheusSink
 from observability.testing import METRICS_SINK_CHECKS, OpenMetricsSink
 from scheduler_components import SchedulerStats
 from scheduler_components.testing import ConformanceError
@@ -38,7 +38,7 @@ class DictSink:
         self.values: dict[tuple[str, str], float] = {}
 
     def record(self, stats: SchedulerStats) -> None:
-        for metric in CATALOG:
+        for metric in SCHEDULER_METRICS:
             if metric.path and (value := metric.read(stats)) is not None:
                 self.put(metric.name, str(dict(stats.labels)), value)
 
@@ -89,11 +89,11 @@ def opening(kind: type[DictSink]) -> OpenMetricsSink:
 
 
 BROKEN = {
-    "check_every_value_comes_out": (LeavesOneOut, "token_usage of {"),
-    "check_the_newest_report_wins": (Sums, "num_running_reqs of {"),
-    "check_ranks_are_kept_apart": (OneRank, "num_running_reqs of {"),
-    "check_a_restarted_rank_is_no_error": (OnlyGrows, "ValueError: counters only grow"),
-    "check_no_report_raises": (Finite, "cannot convert float NaN to integer"),
+    "check_every_metric_is_exported": (LeavesOneOut, "token_usage of {"),
+    "check_newest_report_wins": (Sums, "num_running_reqs of {"),
+    "check_ranks_are_separate": (OneRank, "num_running_reqs of {"),
+    "check_restarted_rank_is_accepted": (OnlyGrows, "ValueError: counters only grow"),
+    "check_record_never_raises": (Finite, "cannot convert float NaN to integer"),
 }
 
 

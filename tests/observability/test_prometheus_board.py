@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability import PrometheusBoard, PrometheusSink
+from observability import MetricsBoardCollector, PrometheusSink
 from observability.testing import METRICS_SINK_CHECKS, OpenMetricsSink
 from scheduler_components import (
     BatchingStats,
@@ -22,7 +22,7 @@ from scheduler_components import (
     DecodeMoments,
     DisaggregationLoad,
     IntegrityStats,
-    LatencyTotals,
+    LatencySnapshot,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
@@ -37,8 +37,8 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import IntakeStats
-from scheduler_components.metrics import RequestLatencies, open_shm_metrics_board, open_shm_metrics_sink
+from scheduler_components.intake import ReceiverStats
+from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
 
 NUM_RANKS = 8
 LABELS = [ParallelState.from_tp_rank(r, tp_size=8, attn_dp_size=8).metric_labels for r in range(NUM_RANKS)]
@@ -61,7 +61,7 @@ PARTS = {
     "memory": MemoryLoad,
     "decode_moments": DecodeMoments,
     "tiers": TierStats,
-    "intake": IntakeStats,
+    "intake": ReceiverStats,
     "batching": BatchingStats,
     "quiesce": QuiesceStats,
     "integrity": IntegrityStats,
@@ -80,12 +80,12 @@ def structs(kind: type[S], **given: st.SearchStrategy[object]) -> st.SearchStrat
 
 
 @st.composite
-def latencies(draw: st.DrawFn) -> LatencyTotals:
-    kept = RequestLatencies()
-    observed = st.tuples(st.sampled_from(LatencyTotals.__struct_fields__), st.floats(0, 5000), st.integers(1, 2**40))
+def latencies(draw: st.DrawFn) -> LatencySnapshot:
+    kept = RequestLatencyRecorder()
+    observed = st.tuples(st.sampled_from(LatencySnapshot.__struct_fields__), st.floats(0, 5000), st.integers(1, 2**40))
     for name, value, times in draw(st.lists(observed, max_size=5)):
         getattr(kept.histograms, name).observe(value, times)
-    return kept.totals()
+    return kept.snapshot()
 
 
 reports = structs(
@@ -117,7 +117,7 @@ def across_processes(
 ) -> Iterator[RankSinks]:
     with TemporaryDirectory() as directory, ExitStack() as stack:
         board = open_shm_metrics_board(Path(directory), NUM_RANKS)
-        PrometheusBoard(registry, board=board, clock=clock, **settings)
+        MetricsBoardCollector(registry, board=board, clock=clock, **settings)
         yield RankSinks(Path(directory), stack)
 
 
@@ -149,20 +149,20 @@ def test_pages_that_could_not_be_read_are_counted_beside_the_ranks(
 ) -> None:
     registry = CollectorRegistry()
     board = open_shm_metrics_board(tmp_path, 2)
-    PrometheusBoard(registry, board=board, prefix=prefix, model_name=model_name)
+    MetricsBoardCollector(registry, board=board, prefix=prefix, model_name=model_name)
 
-    def unread() -> float | None:
+    def failed_reads() -> float | None:
         labels = {"model_name": model_name} if model_name else {}
         return registry.get_sample_value(f"{prefix}metrics_pages_unread_total", labels)
 
-    assert unread() == 0  # no rank has come
+    assert failed_reads() == 0  # no rank has come
     (tmp_path / "rank0.metrics").write_bytes(b"something else")
-    assert unread() == 1
-    assert unread() == 2
+    assert failed_reads() == 1
+    assert failed_reads() == 2
     sink = open_shm_metrics_sink(tmp_path, ParallelState(dp_rank=1, dp_size=2))
-    assert unread() == 4  # one page refused, one without a report yet
+    assert failed_reads() == 4  # one page refused, one without a report yet
     sink.record(SchedulerStats(ParallelState(dp_rank=1, dp_size=2).metric_labels, LoadSnapshot()))
-    assert unread() == 5
+    assert failed_reads() == 5
     sink.close()
 
 
@@ -182,7 +182,7 @@ def test_the_checks_of_every_sink_pass(check: Callable[[OpenMetricsSink], None])
 
 
 class Board:
-    unread = 0
+    failed_reads = 0
 
     def __init__(self, *reports: SchedulerStats) -> None:
         self.reports = reports
@@ -195,7 +195,7 @@ def test_a_rank_that_stopped_reporting_shows_as_a_growing_age() -> None:
     registry, now = CollectorRegistry(), [100.0]
     labels = ParallelState().metric_labels
     board = Board(SchedulerStats(labels, LoadSnapshot(timestamp=99.0, num_running_reqs=7)))
-    PrometheusBoard(registry, board=board, clock=lambda: now[0])
+    MetricsBoardCollector(registry, board=board, clock=lambda: now[0])
     scrape = Scrape(registry)
     assert scrape.value("load_age_seconds", dict(labels)) == 1.0
     now[0] = 500.0
@@ -206,17 +206,17 @@ def test_a_rank_that_stopped_reporting_shows_as_a_growing_age() -> None:
 def test_two_pages_of_one_rank_do_not_spoil_the_scrape() -> None:
     registry, labels = CollectorRegistry(), ParallelState().metric_labels
     twice = [SchedulerStats(labels, LoadSnapshot(num_running_reqs=number)) for number in (1, 2)]
-    PrometheusBoard(registry, board=Board(*twice))
+    MetricsBoardCollector(registry, board=Board(*twice))
     assert generate_latest(registry).decode().count("sglang:num_running_reqs{") == 1
 
 
 def test_names_are_registered_once_and_let_go_of() -> None:
     registry = CollectorRegistry()
-    collector = PrometheusBoard(registry, board=Board())
+    collector = MetricsBoardCollector(registry, board=Board())
     with pytest.raises(ConfigError, match="prefix"):
         PrometheusSink(registry)
     with pytest.raises(ConfigError, match="prefix"):
-        PrometheusBoard(CollectorRegistry(), board=Board(), prefix="9lives")
+        MetricsBoardCollector(CollectorRegistry(), board=Board(), prefix="9lives")
     collector.close()
     collector.close()
     assert generate_latest(registry) == b""

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from prometheus_client.samples import Exemplar
 
-from observability import PrometheusBoard, PrometheusSink, StreamCollector, render_metrics
+from observability import MetricsBoardCollector, PrometheusSink, StreamCollector, render_metrics
 from observability.kv_stream import StreamState, StreamStats
 from observability.prometheus_page import PageLabels
 from scheduler_components import (
@@ -32,8 +32,8 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import IntakeStats
-from scheduler_components.metrics import RequestLatencies
+from scheduler_components.intake import ReceiverStats
+from scheduler_components.metrics import RequestLatencyRecorder
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -85,9 +85,9 @@ def registry_with_all() -> CollectorRegistry:
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
     )
     totals = SchedulerTotals(
-        latencies=RequestLatencies().totals(),
+        latencies=RequestLatencyRecorder().snapshot(),
         tiers=TierStats(),
-        intake=IntakeStats(),
+        intake=ReceiverStats(),
         quiesce=QuiesceStats(),
         integrity=IntegrityStats(),
         pools=PoolStats(*[0] * 14),
@@ -185,7 +185,7 @@ def test_the_bytes_of_the_kits_own_metrics_are_those_of_the_client_library() -> 
 
 def test_a_rank_that_left_takes_its_labels_along() -> None:
     registry, board = CollectorRegistry(), Board()
-    PrometheusBoard(registry, board=board)
+    MetricsBoardCollector(registry, board=board)
     for dp_rank in (0, 1, 0):
         board.labels = ParallelState(dp_rank=dp_rank, dp_size=2).metric_labels
         page = render_metrics(registry)[0].decode()

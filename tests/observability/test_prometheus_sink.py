@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability import CATALOG, PrometheusSink
+from observability import SCHEDULER_METRICS, PrometheusSink
 from scheduler_components import (
     ConfigError,
     LoadSnapshot,
@@ -19,7 +19,7 @@ from scheduler_components import (
     SchedulerTotals,
     TierStats,
 )
-from scheduler_components.metrics import RequestLatencies
+from scheduler_components.metrics import RequestLatencyRecorder
 
 
 def make_stats(dp_rank: int = 0, **load: object) -> SchedulerStats:
@@ -43,7 +43,7 @@ def test_every_metric_of_the_catalogue_is_exposed_and_the_text_can_be_parsed() -
     registry = CollectorRegistry()
     PrometheusSink(registry).record(make_stats(queues=QueueLoad()))
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
-    for metric in CATALOG:
+    for metric in SCHEDULER_METRICS:
         if metric.path.count(".") == 1:  # the others belong to parts that not every engine has
             family = families["sglang:" + metric.name.removesuffix("_total")]
             assert family.type == metric.kind
@@ -79,15 +79,15 @@ def test_counters_are_counters() -> None:
 
 def test_histograms_read_as_prometheus_client_writes_its_own() -> None:
     values = [0.0, 0.001, 0.05, 0.1, 0.100001, 3.0, 1e6]
-    latencies = RequestLatencies()
+    latencies = RequestLatencyRecorder()
     own = CollectorRegistry()
-    bounds = latencies.totals().queue.bounds
+    bounds = latencies.snapshot().queue.bounds
     expected = prometheus_client.Histogram("sglang:queue_time_seconds", "doc", registry=own, buckets=bounds)
     for value in values:
         latencies.histograms.queue.observe(value)
         expected.observe(value)
     registry = CollectorRegistry()
-    totals = SchedulerTotals(latencies=latencies.totals())
+    totals = SchedulerTotals(latencies=latencies.snapshot())
     PrometheusSink(registry, vllm_names=True).record(
         SchedulerStats(labels=ParallelState().metric_labels, load=LoadSnapshot(), totals=totals)
     )

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability import STREAM_CATALOG, STREAM_STATE, StreamCollector, render_stream_markdown
+from observability import STREAM_METRICS, STREAM_STATE_METRIC, StreamCollector, render_stream_markdown
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import ConfigError
 
@@ -26,8 +26,8 @@ class FakeSource:
 
 def test_every_number_has_one_metric() -> None:
     fields = {field.name for field in msgspec.structs.fields(StreamStats)}
-    assert sorted(metric.path for metric in STREAM_CATALOG) == sorted(fields - NOT_NUMBERS)
-    assert all(metric.name.endswith("_total") == (metric.kind == "counter") for metric in STREAM_CATALOG)
+    assert sorted(metric.path for metric in STREAM_METRICS) == sorted(fields - NOT_NUMBERS)
+    assert all(metric.name.endswith("_total") == (metric.kind == "counter") for metric in STREAM_METRICS)
 
 
 def test_a_scrape_reads_the_newest() -> None:
@@ -44,7 +44,7 @@ def test_one_state_is_set() -> None:
     registry = CollectorRegistry()
     StreamCollector(registry, FakeSource())
     flags = {
-        state: registry.get_sample_value(STREAM_STATE.name, {"rank": "3", "state": state.value})
+        state: registry.get_sample_value(STREAM_STATE_METRIC.name, {"rank": "3", "state": state.value})
         for state in StreamState
     }
     assert flags == {state: float(state is StreamState.LIVE) for state in StreamState}
@@ -54,7 +54,7 @@ def test_the_text_can_be_parsed() -> None:
     registry = CollectorRegistry()
     StreamCollector(registry, FakeSource())
     families = {family.name for family in text_string_to_metric_families(generate_latest(registry).decode())}
-    assert families == {metric.name.removesuffix("_total") for metric in (STREAM_STATE, *STREAM_CATALOG)}
+    assert families == {metric.name.removesuffix("_total") for metric in (STREAM_STATE_METRIC, *STREAM_METRICS)}
 
 
 def test_a_registry_takes_one_and_gives_it_back() -> None:

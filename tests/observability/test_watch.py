@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability import LinePrinter, WatchOptions, watch_streams
+from observability import EventPrinter, WatchOptions, watch_streams
 from observability.kv_stream import StreamState
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, ZmqEventPublisher
@@ -36,8 +36,8 @@ def lines_of(out: io.StringIO) -> list[str]:
 
 def test_prints_one_line_per_event() -> None:
     out = io.StringIO()
-    printer = LinePrinter(out)
-    printer.batch_applied(1, 17, DecodedBatch(5.0, (STORED, REMOVED, AllBlocksCleared()), 1), replayed=False)
+    printer = EventPrinter(out)
+    printer.on_batch_applied(1, 17, DecodedBatch(5.0, (STORED, REMOVED, AllBlocksCleared()), 1), replayed=False)
     stored, removed, cleared = lines_of(out)
     assert " ".join(stored.split()) == "rank 1 #17 stored 2 blocks 4 tokens CPU ffffffff..00000000 after 00000000"
     assert " ".join(removed.split()) == "rank 1 #17 removed 1 blocks GPU 00000000"
@@ -47,15 +47,15 @@ def test_prints_one_line_per_event() -> None:
 
 def test_prints_what_is_wrong() -> None:
     out = io.StringIO()
-    printer = LinePrinter(out)
-    printer.gap_seen(0, 5, 8)
-    printer.view_cleared(0, "history is gone")
-    printer.state_changed(0, StreamState.LIVE, StreamState.PARTIAL)
-    printer.snapshot_begun(0)
-    printer.snapshot_ended(0, was_used=True)
-    printer.snapshot_ended(0, was_used=False)
-    printer.batch_unreadable(0, 9, DecodeError("truncated"))
-    printer.batch_applied(0, 10, DecodedBatch(5.0, (), 0, (DecodeError("no hashes"),)), replayed=False)
+    printer = EventPrinter(out)
+    printer.on_gap(0, 5, 8)
+    printer.on_view_cleared(0, "history is gone")
+    printer.on_state_changed(0, StreamState.LIVE, StreamState.PARTIAL)
+    printer.on_snapshot_begin(0)
+    printer.on_snapshot_end(0, was_used=True)
+    printer.on_snapshot_end(0, was_used=False)
+    printer.on_batch_unreadable(0, 9, DecodeError("truncated"))
+    printer.on_batch_applied(0, 10, DecodedBatch(5.0, (), 0, (DecodeError("no hashes"),)), replayed=False)
     assert [line.partition("-- ")[2] for line in lines_of(out)] == [
         "batches 5 to 7 did not come",
         "history is gone",
@@ -70,9 +70,9 @@ def test_prints_what_is_wrong() -> None:
 
 def test_json_lines_carry_the_facts_and_no_prompt() -> None:
     out = io.StringIO()
-    printer = LinePrinter(out, as_json=True)
-    printer.batch_applied(1, 17, DecodedBatch(5.0, (STORED,), 1), replayed=True)
-    printer.gap_seen(1, 18, 20)
+    printer = EventPrinter(out, as_json=True)
+    printer.on_batch_applied(1, 17, DecodedBatch(5.0, (STORED,), 1), replayed=True)
+    printer.on_gap(1, 18, 20)
     stored, gap = (json.loads(line) for line in lines_of(out))
     assert stored == {
         "kind": "stored",
@@ -95,9 +95,9 @@ def test_json_lines_carry_the_facts_and_no_prompt() -> None:
 @settings(deadline=None)
 def test_a_peer_cannot_steer_the_terminal(medium: str, reason: str) -> None:
     out = io.StringIO()
-    printer = LinePrinter(out)
-    printer.batch_applied(0, 1, DecodedBatch(0.0, (BlockRemoved((1,), medium),), 0), replayed=False)
-    printer.batch_unreadable(0, 2, DecodeError(reason))
+    printer = EventPrinter(out)
+    printer.on_batch_applied(0, 1, DecodedBatch(0.0, (BlockRemoved((1,), medium),), 0), replayed=False)
+    printer.on_batch_unreadable(0, 2, DecodeError(reason))
     text = out.getvalue()
     assert text.count("\n") == 2
     assert all(line.isprintable() for line in text.split("\n"))

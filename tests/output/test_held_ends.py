@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, OutputDelta, TokenOutput
-from scheduler_components.output_streamer import HeldEnds
+from scheduler_components.output_streamer import FinalDeltaBuffer
 
 
 def end(number: int, num_tokens: int, hidden_bytes: int = 0) -> OutputDelta:
@@ -20,9 +20,9 @@ def end(number: int, num_tokens: int, hidden_bytes: int = 0) -> OutputDelta:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 400))), st.integers(1, 6), st.integers(1, 1000))
 def test_bounds_hold_and_nothing_is_lost_uncounted(sizes: list[tuple[int, int]], max_ends: int, max_bytes: int) -> None:
-    held = HeldEnds(max_ends=max_ends, max_bytes=max_bytes)
+    held = FinalDeltaBuffer(max_ends=max_ends, max_bytes=max_bytes)
     for number, (num_tokens, hidden_bytes) in enumerate(sizes):
-        held.hold(end(number, num_tokens, hidden_bytes))
+        held.add(end(number, num_tokens, hidden_bytes))
         assert len(held) <= max_ends
         assert held.num_bytes <= max_bytes
     kept = held.deltas
@@ -38,9 +38,9 @@ def test_bounds_hold_and_nothing_is_lost_uncounted(sizes: list[tuple[int, int]],
 
 
 def test_what_was_taken_is_forgotten_and_not_counted_as_lost() -> None:
-    held = HeldEnds()
-    held.hold(end(0, 5))
-    held.taken()
+    held = FinalDeltaBuffer()
+    held.add(end(0, 5))
+    held.clear()
     held.drop_all()
     assert (held.deltas, held.num_bytes, held.tokens_dropped) == ((), 0, 0)
 
@@ -48,8 +48,8 @@ def test_what_was_taken_is_forgotten_and_not_counted_as_lost() -> None:
 def test_alternatives_to_a_token_count_and_go_with_it() -> None:
     top = (((1, -0.5), (2, -1.0)),)
     delta = OutputDelta("r", 0, 1, "stop", TokenOutput((1,), 7, logprobs=(-0.5,), top_logprobs=top))
-    held = HeldEnds(max_bytes=200)
-    held.hold(delta)
+    held = FinalDeltaBuffer(max_bytes=200)
+    held.add(delta)
     (kept,) = held.deltas
     assert (kept.output.top_logprobs, kept.output.logprobs, held.num_bytes) == (None, None, 0)
 
@@ -57,4 +57,4 @@ def test_alternatives_to_a_token_count_and_go_with_it() -> None:
 @pytest.mark.parametrize("name", ["max_ends", "max_bytes"])
 def test_a_bound_leaves_room(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        HeldEnds(**{name: 0})
+        FinalDeltaBuffer(**{name: 0})

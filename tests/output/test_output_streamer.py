@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import OutputBatch, OutputDelta, OutputStreamer, TokenOutput
-from scheduler_components.output_streamer import HeldEnds
+from scheduler_components.output_streamer import FinalDeltaBuffer
 
 
 @dataclass
@@ -175,7 +175,7 @@ def test_while_the_receiver_is_behind_no_output_in_flight_is_even_read() -> None
 
 def test_a_receiver_that_never_comes_back_costs_a_bounded_number_of_ends_all_counted() -> None:
     sink = Sink(mode="full")
-    streamer = OutputStreamer(sink=sink, held=HeldEnds(max_ends=10, max_bytes=10_000))
+    streamer = OutputStreamer(sink=sink, held=FinalDeltaBuffer(max_ends=10, max_bytes=10_000))
     for number in range(50):
         streamer.stream([Req(str(number), output=[1] * 20, finish_reason="stop")])
     stats = streamer.stats()

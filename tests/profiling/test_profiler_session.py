@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, StartError
-from scheduler_components.profiling import ProfilePlan, ProfilerSession, StackSampler, Stage
+from scheduler_components.profiling import ProfileRequest, ProfilerManager, ProfileStage, StackSampler
 
 
 class ListProfiler:
@@ -40,9 +40,9 @@ class ListProfiler:
 stages = st.lists(st.sampled_from(["prefill", "decode"]), max_size=40)
 
 
-def run(session: ProfilerSession, profiler: ListProfiler, steps: list[Stage]) -> None:
+def run(session: ProfilerManager, profiler: ListProfiler, steps: list[ProfileStage]) -> None:
     for number, stage in enumerate(steps):
-        session.step_begins(stage)
+        session.on_step_start(stage)
         if profiler.open is not None:
             profiler.open.append(number)
 
@@ -50,12 +50,12 @@ def run(session: ProfilerSession, profiler: ListProfiler, steps: list[Stage]) ->
 @settings(deadline=None, max_examples=200)
 @given(stages, st.integers(0, 5), st.none() | st.integers(1, 8), st.booleans())
 def test_the_plans_steps_are_recorded_and_no_others(
-    steps: list[Stage], start_step: int, num_steps: int | None, by_stage: bool
+    steps: list[ProfileStage], start_step: int, num_steps: int | None, by_stage: bool
 ) -> None:
     by_stage = by_stage and num_steps is not None
     profiler = ListProfiler()
-    session = ProfilerSession(profiler=profiler, rank="rank3")
-    session.start(ProfilePlan("p", start_step, num_steps, by_stage))
+    session = ProfilerManager(profiler=profiler, rank="rank3")
+    session.start(ProfileRequest("p", start_step, num_steps, by_stage))
     run(session, profiler, steps)
     told = session.stop()
     assert told == tuple(f"/{name}" for name in profiler.recorded)
@@ -76,12 +76,12 @@ def test_the_plans_steps_are_recorded_and_no_others(
 
 def test_one_session_at_a_time_and_another_after_it() -> None:
     profiler = ListProfiler()
-    session = ProfilerSession(profiler=profiler)
-    session.start(ProfilePlan("one", num_steps=1))
+    session = ProfilerManager(profiler=profiler)
+    session.start(ProfileRequest("one", num_steps=1))
     with pytest.raises(ConfigError, match="stop the session"):
-        session.start(ProfilePlan("two"))
+        session.start(ProfileRequest("two"))
     run(session, profiler, ["decode"] * 3)
-    session.start(ProfilePlan("two"))  # the first came to its end by itself
+    session.start(ProfileRequest("two"))  # the first came to its end by itself
     run(session, profiler, ["decode"])
     assert session.stop() == ("/two-0",)
     assert session.stop() == ("/two-0",)  # asked again: the same traces
@@ -91,32 +91,32 @@ def test_one_session_at_a_time_and_another_after_it() -> None:
 @pytest.mark.parametrize("fails_at", ["start", "stop"])
 def test_a_profiler_that_fails_ends_its_session_and_no_step(fails_at: str) -> None:
     profiler = ListProfiler()
-    session = ProfilerSession(profiler=profiler)
-    session.start(ProfilePlan("p", num_steps=1))
+    session = ProfilerManager(profiler=profiler)
+    session.start(ProfileRequest("p", num_steps=1))
     if fails_at == "stop":
-        session.step_begins("decode")
+        session.on_step_start("decode")
     profiler.error = RuntimeError("no room")
     for _ in range(3):
-        session.step_begins("decode")
+        session.on_step_start("decode")
     assert (session.num_traces, session.failures.total, session.is_recording) == (0, 1, False)
     profiler.error = None
-    session.start(ProfilePlan("again"))
+    session.start(ProfileRequest("again"))
 
 
 @pytest.mark.parametrize(
     ("field", "plan"),
     [
-        ("profile_id", ProfilePlan("../etc/passwd")),
-        ("profile_id", ProfilePlan("")),
-        ("profile_id", ProfilePlan("a\n")),
-        ("start_step", ProfilePlan(start_step=-1)),
-        ("num_steps", ProfilePlan(num_steps=0)),
-        ("num_steps", ProfilePlan(profile_by_stage=True)),
+        ("profile_id", ProfileRequest("../etc/passwd")),
+        ("profile_id", ProfileRequest("")),
+        ("profile_id", ProfileRequest("a\n")),
+        ("start_step", ProfileRequest(start_step=-1)),
+        ("num_steps", ProfileRequest(num_steps=0)),
+        ("num_steps", ProfileRequest(profile_by_stage=True)),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_by_name(field: str, plan: ProfilePlan) -> None:
+def test_what_cannot_be_recorded_is_refused_by_name(field: str, plan: ProfileRequest) -> None:
     with pytest.raises(ConfigError) as refusal:
-        ProfilerSession().start(plan)
+        ProfilerManager().start(plan)
     assert refusal.value.field == field
 
 
@@ -135,7 +135,7 @@ def test_the_sampler_sees_where_a_thread_stands(tmp_path: Path, eventually: Call
         sampler.start()
         with pytest.raises(ConfigError, match="stop it first"):
             sampler.start()
-        eventually(lambda: sampler.num_looks >= 3)
+        eventually(lambda: sampler.num_samples >= 3)
         path = sampler.stop("p-rank0")
     finally:
         release.set()

@@ -8,8 +8,8 @@ from typing import cast
 
 import msgspec
 
-from scheduler_components.hicache import AgreedValues, InProcessSync, Proposal
-from scheduler_components.quiesce import Order, OrderAnswer, Quiesce
+from scheduler_components.hicache import AgreedValues, InProcessGroups, Proposal
+from scheduler_components.quiesce import ControlReply, ControlRequest, QuiesceController
 
 RANKS = (0, 1, 2, 3)
 HOPS = {0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 3)], 2: [(2, 3), (0, 2)], 3: [(2, 3), (1, 3)]}
@@ -28,7 +28,7 @@ class OwnFacts(msgspec.Struct, frozen=True):
 class Given(msgspec.Struct, frozen=True):
     """An order, with what each rank makes of it, and requests that come before it and after its first question."""
 
-    order: Order
+    order: ControlRequest
     facts: tuple[OwnFacts, ...] = (OwnFacts(),) * 4
     new_requests: int = 0
     late_requests: int = 0
@@ -65,7 +65,7 @@ class Engine:
         assert not self.running and not self.num_operations, "emptied under somebody's hands"
         self.did.append(f"cleared for {weight_version}")
 
-    def forget_storage(self) -> None:
+    def clear_storage_index(self) -> None:
         assert not self.num_operations
         self.did.append("forgot storage")
 
@@ -96,12 +96,12 @@ class Engine:
         if self.facts.fails:
             raise MemoryError("no room")
 
-    def step(self, quiesce: Quiesce) -> None:
+    def step(self, quiesce: QuiesceController) -> None:
         state = quiesce.state
-        assert not (state.admits and not state.computes)
-        if state.computes:
+        assert not (state.can_admit and not state.can_compute)
+        if state.can_compute:
             self.running = [left - 1 for left in self.running if left > 1]
-        if state.admits:
+        if state.can_admit:
             self.running += [3] * self.num_waiting
             self.num_waiting = 0
         self.age += 1
@@ -113,10 +113,10 @@ class Replica:
     def __init__(self, local_slot: str = "") -> None:
         self.engines = {rank: Engine() for rank in RANKS}
         self.ranks = {
-            rank: Quiesce(work=engine, cache=engine, weights=engine, memory=engine)
+            rank: QuiesceController(work=engine, cache=engine, weights=engine, memory=engine)
             for rank, engine in self.engines.items()
         }
-        self.sync = InProcessSync(HOPS)
+        self.sync = InProcessGroups(HOPS)
         self.local_slot = local_slot
         self.num_steps = 0
 
@@ -125,19 +125,19 @@ class Replica:
             engine = self.engines[rank]
             engine.facts, engine.age = given.facts[rank], 0
             engine.num_waiting += given.new_requests
-            quiesce.take(7, given.order, now_s=float(self.num_steps))
+            quiesce.enqueue(7, given.order, now_s=float(self.num_steps))
 
-    def step(self) -> list[OrderAnswer | None]:
+    def step(self) -> list[ControlReply | None]:
         self.num_steps += 1
-        answers: list[OrderAnswer | None] = [None] * len(RANKS)
-        if all(quiesce.has_orders for quiesce in self.ranks.values()):
+        answers: list[ControlReply | None] = [None] * len(RANKS)
+        if all(quiesce.has_pending for quiesce in self.ranks.values()):
             proposals = {
                 rank: quiesce.propose(
                     self.num_steps, rank=rank, now_s=self.num_steps + self.engines[rank].facts.clock_s
                 )
                 for rank, quiesce in self.ranks.items()
             }
-            agreed = self._with_own_values(proposals, self.sync.agree(proposals))
+            agreed = self._with_own_values(proposals, self.sync.reduce(proposals))
             answers = [quiesce.settle(self.num_steps, agreed[rank]) for rank, quiesce in self.ranks.items()]
         for rank, engine in self.engines.items():
             engine.step(self.ranks[rank])
@@ -148,7 +148,7 @@ class Replica:
     ) -> Mapping[int, AgreedValues]:
         if not self.local_slot:
             return agreed
-        own = {rank: proposal.open(proposal.pack(0)) for rank, proposal in proposals.items()}
+        own = {rank: proposal.unpack(proposal.pack(0)) for rank, proposal in proposals.items()}
         slot = self.local_slot
         return {
             rank: AgreedValues(
@@ -158,7 +158,7 @@ class Replica:
             for rank, each in agreed.items()
         }
 
-    def carry_out(self, given: Given) -> list[OrderAnswer]:
+    def carry_out(self, given: Given) -> list[ControlReply]:
         """Give an order and step until it is over on all ranks, in one step on all of them."""
         self.give(given)
         for num_steps in range(60):
@@ -167,10 +167,10 @@ class Replica:
             answers = self.step()
             assert not self.have_parted(answers), f"ranks parted: {answers}"
             if answers[0] is not None:
-                return cast("list[OrderAnswer]", answers)
+                return cast("list[ControlReply]", answers)
         raise AssertionError(f"{given.order} does not come to an end")
 
-    def have_parted(self, answers: list[OrderAnswer | None]) -> bool:
+    def have_parted(self, answers: list[ControlReply | None]) -> bool:
         told = {
             answer and (answer.problem.partition(":")[0], answer.num_requests, answer.checksum) for answer in answers
         }

@@ -15,13 +15,13 @@ from scheduler_components.errors import QuiesceDivergenceError, SyncDivergenceEr
 from scheduler_components.quiesce import (
     BeginWeightUpdate,
     CheckWeights,
+    ClearStorageIndex,
     ContinueGeneration,
+    ControlRequest,
     EndWeightUpdate,
     FlushCache,
-    ForgetStorage,
     LoadWeights,
     MemoryTag,
-    Order,
     PauseGeneration,
     PauseMode,
     ReleaseMemory,
@@ -36,7 +36,7 @@ orders = st.one_of(
     st.sampled_from([ContinueGeneration(), CheckWeights(), RollBackWeights(), LoadWeights("a", b"a")]),
     st.builds(EndWeightUpdate, st.sampled_from([GOOD, GOOD + 1]), deadlines),
     st.builds(FlushCache, deadlines),
-    st.builds(ForgetStorage, deadlines),
+    st.builds(ClearStorageIndex, deadlines),
     st.builds(BeginWeightUpdate, st.sampled_from(["v1", "v2"]), deadlines),
     st.builds(ReleaseMemory, tags, st.booleans(), deadlines),
     st.builds(ResumeMemory, tags),
@@ -74,14 +74,14 @@ def test_nothing_is_computed_or_emptied_out_of_turn(history: list[Given]) -> Non
         if isinstance(each.order, FlushCache) and not answer.problem:
             assert engine.did[-1] == f"cleared for {version}"
         if isinstance(each.order, PauseGeneration) and not answer.problem:
-            assert not quiesce.state.computes
+            assert not quiesce.state.can_compute
             assert each.order.mode is PauseMode.IN_PLACE or not engine.num_running
         if isinstance(each.order, ReleaseMemory) and not answer.problem:
-            assert not engine.num_running and not quiesce.state.computes
+            assert not engine.num_running and not quiesce.state.can_compute
         if quiesce.state.updating_to is not None or MemoryTag.KV_CACHE in quiesce.state.released:
             assert not engine.num_running
         before = list(engine.running)
-        if not quiesce.state.computes:
+        if not quiesce.state.can_compute:
             replica.step()
             assert engine.running == before
 
@@ -134,9 +134,9 @@ def test_without_the_agreement_on_state_it_is_not() -> None:
 
 def test_a_rank_that_has_another_order_is_found_by_the_question() -> None:
     replica = Replica()
-    orders: list[Order] = [FlushCache(), FlushCache(), ContinueGeneration(), FlushCache()]
+    orders: list[ControlRequest] = [FlushCache(), FlushCache(), ContinueGeneration(), FlushCache()]
     for quiesce, order in zip(replica.ranks.values(), orders, strict=True):
-        quiesce.take(1, order, now_s=0.0)
+        quiesce.enqueue(1, order, now_s=0.0)
     with pytest.raises(SyncDivergenceError, match="rank 2: 'quiesce: continue generation' at step 1"):
         replica.step()
 
@@ -147,4 +147,4 @@ def test_a_rank_that_is_gone_is_named_with_what_was_ordered() -> None:
     proposals = {rank: quiesce.propose(1, rank=rank, now_s=0.0) for rank, quiesce in replica.ranks.items()}
     del proposals[3]
     with pytest.raises(SyncTimeoutError, match=r"'quiesce: begin weight update' at step 1.*missing ranks: 3"):
-        replica.sync.agree(proposals)
+        replica.sync.reduce(proposals)

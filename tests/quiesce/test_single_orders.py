@@ -9,19 +9,19 @@ from scheduler_components.quiesce import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
+    ControlReply,
+    ControlRequest,
     EndWeightUpdate,
     FlushCache,
     LoadWeights,
     MemoryTag,
-    Order,
-    OrderAnswer,
     PauseGeneration,
     PauseMode,
-    Phase,
+    PauseState,
     ReleaseMemory,
     ResumeMemory,
     RollBackWeights,
-    what_is_ordered,
+    control_request_name,
 )
 
 BOTH = tuple(MemoryTag)
@@ -32,23 +32,25 @@ def where(rank: int, facts: OwnFacts) -> tuple[OwnFacts, ...]:
     return tuple(facts if each == rank else OwnFacts() for each in RANKS)
 
 
-def done(replica: Replica, *orders: Order) -> list[OrderAnswer]:
+def done(replica: Replica, *orders: ControlRequest) -> list[ControlReply]:
     answers = [replica.carry_out(Given(order))[0] for order in orders]
     assert [answer.problem for answer in answers] == [""] * len(orders)
     return answers
 
 
 @pytest.mark.parametrize("order", [LoadWeights("a", b"a"), CheckWeights(), EndWeightUpdate(GOOD)])
-def test_what_fails_on_one_rank_of_a_session_ends_it_on_all(order: Order) -> None:
+def test_what_fails_on_one_rank_of_a_session_ends_it_on_all(order: ControlRequest) -> None:
     replica = Replica()
     done(replica, BeginWeightUpdate("v1"))
     answers = replica.carry_out(Given(order, where(2, OwnFacts(fails=True))))
-    assert {answer.problem.partition(":")[0] for answer in answers} == {f"rank 2 could not {what_is_ordered(order)}"}
+    assert {answer.problem.partition(":")[0] for answer in answers} == {
+        f"rank 2 could not {control_request_name(order)}"
+    }
     assert [answer.problem.endswith(": no room") for answer in answers] == [False, False, True, False]
     for rank in RANKS:
         assert replica.engines[rank].did == ["old weights"]
         state = replica.ranks[rank].state
-        assert (state.updating_to, state.weight_version, state.admits) == (None, "default", True)
+        assert (state.updating_to, state.weight_version, state.can_admit) == (None, "default", True)
     assert replica.carry_out(Given(RollBackWeights()))[0].problem == "no weight update is open; begin one"
 
 
@@ -57,11 +59,11 @@ def test_room_that_one_rank_has_not_opens_no_session() -> None:
     answer = replica.carry_out(Given(BeginWeightUpdate("v1"), where(1, OwnFacts(fails=True))))[0]
     assert answer.problem == "rank 1 could not begin weight update"
     assert all(engine.did == ["old weights"] for engine in replica.engines.values())
-    assert replica.ranks[0].state.admits
+    assert replica.ranks[0].state.can_admit
 
 
 @pytest.mark.parametrize("order", [CheckWeights(), EndWeightUpdate(GOOD)])
-def test_ranks_that_read_other_bytes_keep_the_old_weights(order: Order) -> None:
+def test_ranks_that_read_other_bytes_keep_the_old_weights(order: ControlRequest) -> None:
     replica = Replica()
     done(replica, BeginWeightUpdate("v1"), LoadWeights("a", b"a"))
     answer = replica.carry_out(Given(order, where(3, OwnFacts(reads=GOOD + 1))))[0]
@@ -78,20 +80,20 @@ def test_memory_that_one_rank_cannot_take_is_given_back_by_all() -> None:
     for rank in RANKS:
         assert replica.engines[rank].did[-1] == "gave kv_cache and weights, keeping: True"
         assert replica.ranks[rank].state.released == set(BOTH)
-        assert not replica.ranks[rank].state.computes
+        assert not replica.ranks[rank].state.can_compute
     done(replica, ResumeMemory(BOTH))
-    assert replica.ranks[0].state.admits
+    assert replica.ranks[0].state.can_admit
 
 
 def test_weights_that_were_not_kept_must_come_again() -> None:
     replica = Replica()
     done(replica, ReleaseMemory(BOTH, keep_weights=False), ResumeMemory(BOTH))
     state = replica.ranks[0].state
-    assert (state.admits, state.stats().has_discarded_all, state.stats().is_awake) == (False, 1, 0)
+    assert (state.can_admit, state.stats().has_discarded_all, state.stats().is_awake) == (False, 1, 0)
     done(replica, BeginWeightUpdate("v1"), RollBackWeights())
-    assert not state.admits
+    assert not state.can_admit
     done(replica, BeginWeightUpdate("v1"), EndWeightUpdate(GOOD))
-    assert (state.admits, state.stats().has_discarded_all, state.stats().is_awake) == (True, 0, 1)
+    assert (state.can_admit, state.stats().has_discarded_all, state.stats().is_awake) == (True, 0, 1)
 
 
 def test_a_pause_that_is_given_up_leaves_all_as_it_was() -> None:
@@ -102,7 +104,7 @@ def test_a_pause_that_is_given_up_leaves_all_as_it_was() -> None:
     replica.step()
     answer = replica.carry_out(Given(PauseGeneration(PauseMode.FINISH), new_requests=1))[0]
     assert answer.problem.startswith("given up at its deadline: 2 requests run, 1 wait, 0 transfers")
-    assert replica.ranks[0].state.phase is Phase.RUNNING
+    assert replica.ranks[0].state.phase is PauseState.RUNNING
     replica.step()
     assert replica.engines[0].num_waiting == 0
 
@@ -151,7 +153,9 @@ def test_a_part_is_loaded_once_however_long_rest_takes() -> None:
         ([], ReleaseMemory(()), "no memory is named; give tags, of weights, kv_cache"),
     ],
 )
-def test_what_does_not_fit_the_state_is_refused_and_counted(orders: list[Order], refused: Order, problem: str) -> None:
+def test_what_does_not_fit_the_state_is_refused_and_counted(
+    orders: list[ControlRequest], refused: ControlRequest, problem: str
+) -> None:
     replica = Replica()
     done(replica, *orders)
     before = replica.ranks[0].state.digest()

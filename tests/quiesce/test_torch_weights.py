@@ -9,12 +9,12 @@ from scheduler_components import ConfigError
 from scheduler_components.quiesce import (
     BeginWeightUpdate,
     CheckWeights,
+    ControlReply,
+    ControlRequest,
     EndWeightUpdate,
     LoadWeights,
-    Order,
-    OrderAnswer,
     RollBackWeights,
-    TorchWeights,
+    TorchWeightStore,
 )
 
 torch = pytest.importorskip("torch")
@@ -41,16 +41,16 @@ class TorchReplica(Replica):
         super().__init__()
         self.models = {rank: model_of(1) for rank in self.ranks}
         for rank, quiesce in self.ranks.items():
-            quiesce.weights = TorchWeights(model=self.models[rank])
+            quiesce.weights = TorchWeightStore(model=self.models[rank])
 
-    def order(self, *orders: Order) -> OrderAnswer:
+    def order(self, *orders: ControlRequest) -> ControlReply:
         for order in orders:
             answer = self.carry_out_alike(order)
         return answer
 
-    def carry_out_alike(self, order: Order) -> OrderAnswer:
+    def carry_out_alike(self, order: ControlRequest) -> ControlReply:
         for quiesce in self.ranks.values():
-            quiesce.take(1, order, now_s=0.0)
+            quiesce.enqueue(1, order, now_s=0.0)
         answers = self.step()
         while answers[0] is None:
             answers = self.step()
@@ -85,7 +85,7 @@ def test_a_rank_that_reads_other_bytes_ends_the_update_on_all() -> None:
     replica.order(BeginWeightUpdate("v2"))
     first, *others = parts_of(model_of(2))
     for rank, quiesce in replica.ranks.items():
-        quiesce.take(1, LoadWeights(first.name, first.content if rank else bytes(len(first.content))), now_s=0.0)
+        quiesce.enqueue(1, LoadWeights(first.name, first.content if rank else bytes(len(first.content))), now_s=0.0)
     replica.step()
     replica.order(*others)
     checked = replica.order(CheckWeights())
@@ -112,7 +112,7 @@ def test_some_tensors_may_come_alone() -> None:
     ],
 )
 def test_a_part_that_does_not_fit_is_refused_by_name(name: str, content: bytes, problem: str) -> None:
-    weights = TorchWeights(model=model_of(1))
+    weights = TorchWeightStore(model=model_of(1))
     weights.begin("v2")
     with pytest.raises(ConfigError) as refused:
         weights.load(name, content)
@@ -127,7 +127,7 @@ def test_every_type_of_number_comes_as_its_own_bytes() -> None:
         model = torch.nn.Module()
         model.register_buffer("held", torch.zeros(2, 3).to(kind))
         wanted = torch.arange(6.0).reshape(2, 3).to(kind)
-        weights = TorchWeights(model=model)
+        weights = TorchWeightStore(model=model)
         weights.begin("v2")
         weights.load("held", wanted.view(torch.uint8).numpy().tobytes())
         weights.commit()

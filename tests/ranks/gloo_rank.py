@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import (
+    ParallelGroups,
     Proposal,
-    RankSets,
+    RankGroups,
     SyncDivergenceError,
-    SyncDomain,
     SyncTimeoutError,
-    open_torch_sync_domains,
-    world_rank_sets,
+    open_torch_groups,
+    world_rank_groups,
 )
 
 ODD_RANK = 2
-World = Sequence[RankSets]
+World = Sequence[RankGroups]
 
 
 @contextmanager
-def opened(world: World, names: list[str], timeout_s: float) -> Iterator[list[SyncDomain]]:
-    domains = list(open_torch_sync_domains(world, names, timeout_s=timeout_s).values())
+def opened(world: World, names: list[str], timeout_s: float) -> Iterator[list[ParallelGroups]]:
+    domains = list(open_torch_groups(world, names, timeout_s=timeout_s).values())
     try:
         yield domains
     finally:
@@ -43,7 +43,7 @@ def opened(world: World, names: list[str], timeout_s: float) -> Iterator[list[Sy
 def agree(world: World, timeout_s: float) -> object:
     """All questions in one packed step, many times, on two threads with domains of their own."""
 
-    def steps(domain: SyncDomain) -> list[object]:
+    def steps(domain: ParallelGroups) -> list[object]:
         for step in range(20):
             proposal = Proposal("step", step=step)
             proposal.min("landed", domain.rank + step)
@@ -52,7 +52,7 @@ def agree(world: World, timeout_s: float) -> object:
             proposal.any("aborted", domain.rank == 1)
             proposal.equal("tree", step)
             proposal.equal("host", domain.rank)
-            agreed = domain.agree(proposal)
+            agreed = domain.reduce(proposal)
         domain.barrier("end", step=20)
         return [*agreed.numbers.values(), *agreed.flags.values(), domain.num_collectives]
 
@@ -65,7 +65,7 @@ def long_proposal(world: World, timeout_s: float) -> object:
         proposal = Proposal("step", step=0)
         for slot in range(2000):
             proposal.min(f"operation {slot}", domain.rank + slot)
-        numbers = domain.agree(proposal).numbers
+        numbers = domain.reduce(proposal).numbers
         return [list(numbers.values()) == list(range(2000)), domain.num_collectives]
 
 
@@ -75,7 +75,7 @@ def diverge(world: World, timeout_s: float) -> object:
         for slot in range(3000 if domain.rank == ODD_RANK else 2):
             proposal.min(f"operation {slot}", 1)
         domain.barrier("start", step=4)
-        return domain.agree(proposal).numbers
+        return domain.reduce(proposal).numbers
 
 
 def lose_a_rank(world: World, timeout_s: float, how: signal.Signals) -> object:
@@ -83,13 +83,13 @@ def lose_a_rank(world: World, timeout_s: float, how: signal.Signals) -> object:
         domain.barrier("start", step=0)
         if domain.rank == ODD_RANK:
             os.kill(os.getpid(), how)  # SIGSTOP: the test kills this process when the others are done
-        return domain.min("landed", 1, step=7)
+        return domain.all_reduce_min("landed", 1, step=7)
 
 
 def part_for_good(world: World, timeout_s: float) -> object:
     """One rank waits in another domain: all are alive, and one is not where the others are."""
     with opened(world, ["scheduler", "prefetch"], timeout_s) as domains:
-        return domains[dist.get_rank() == ODD_RANK].min("landed", 1, step=3)
+        return domains[dist.get_rank() == ODD_RANK].all_reduce_min("landed", 1, step=3)
 
 
 SCENARIOS: dict[str, Callable[[World, float], object]] = {
@@ -121,7 +121,7 @@ def main() -> None:
         world_size=int(size),
         timeout=timedelta(seconds=60),
     )
-    world = world_rank_sets(
+    world = world_rank_groups(
         ParallelState.from_tp_rank(int(rank), tp_size=int(size), attn_dp_size=int(dp_size), attn_cp_size=int(cp_size))
     )
     # Every scenario opens domains of its own: also what comes after a divergence or a close finds working groups.

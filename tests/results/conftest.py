@@ -54,14 +54,14 @@ class Pages:
     releases: dict[str, int] = field(default_factory=dict)
     broken_rids: set[str] = field(default_factory=set)
 
-    def share(self, request: Req) -> None:
+    def cache_unfinished(self, request: Req) -> None:
         if request.rid in self.broken_rids:
             raise RuntimeError("the tree is broken there")
         self.shared[request.rid] = request.num_computed_tokens
 
-    def release(self, request: Req) -> None:
+    def free(self, request: Req) -> None:
         self.releases[request.rid] = self.releases.get(request.rid, 0) + 1
-        self.share(request)
+        self.cache_unfinished(request)
 
 
 @dataclass
@@ -80,13 +80,13 @@ class Observer:
     calls: list[str] = field(default_factory=list)
     broken: bool = False
 
-    def generated(self, requests: Sequence[Req], num_tokens: Sequence[int]) -> None:
+    def on_tokens(self, requests: Sequence[Req], num_tokens: Sequence[int]) -> None:
         if self.broken:
             raise RuntimeError("no counters today")
         self.calls.append(" ".join(f"{request.rid}+{num}" for request, num in zip(requests, num_tokens, strict=True)))
         self.num_tokens += sum(num_tokens)
 
-    def ended(self, request: Req, reason: FinishReason) -> None:
+    def on_finished(self, request: Req, reason: FinishReason) -> None:
         if self.broken:
             raise RuntimeError("no counters today")
         self.calls.append(f"{request.rid} {reason}")

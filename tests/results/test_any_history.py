@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from scheduler_components import OutputBatch, OutputStreamer, WorkResult
+from scheduler_components import OutputBatch, OutputStreamer, RequestResult
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 
@@ -73,7 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tokens = tuple(data.draw(st.lists(st.sampled_from([EOS, STOP, 60, 61, 62]), min_size=1, max_size=3)))
             is_bad = data.draw(st.integers(0, 9)) == 0
             results.append(
-                WorkResult(
+                RequestResult(
                     request, request.num_computed_tokens, end, tokens, num_missing > 1, "broken" if is_bad else ""
                 )
             )

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from scheduler_components import WorkResult
+from scheduler_components import RequestResult
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 
 
-def result(request: Any, end: int | None = None, *tokens: int, **facts: object) -> WorkResult[Any]:
+def result(request: Any, end: int | None = None, *tokens: int, **facts: object) -> RequestResult[Any]:
     end = len(request.token_ids) if end is None else end
-    return WorkResult(request, request.num_computed_tokens, end, tokens, **facts)  # type: ignore[arg-type]
+    return RequestResult(request, request.num_computed_tokens, end, tokens, **facts)  # type: ignore[arg-type]
 
 
 def test_a_chunked_prefill_shares_each_chunk_and_gives_its_token_with_the_last(bench: Any) -> None:
@@ -57,12 +57,12 @@ def test_an_abort_gives_the_pages_back_at_once_and_is_told_with_the_next_step(be
     assert processor.abort(aborted)
     assert not processor.abort(aborted)
     assert bench.pages.releases == {"a": 1}
-    assert processor.has_news
+    assert processor.has_pending_outputs
     late = result(aborted, None, 50)  # the device had it in hand
     assert processor.process([late, result(other, None, 51)]) == [aborted, other]
     assert (aborted.output, aborted.finish_reason) == ([], "abort")
     assert bench.told.steps == [["a", "b"]]
-    assert not processor.has_news
+    assert not processor.has_pending_outputs
 
 
 def test_a_failed_batch_fails_its_requests_and_nothing_else(bench: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_failed_batch_fails_its_requests_and_nothing_else(bench: Any) -> None:
 def test_one_bad_result_costs_its_request_and_the_others_go_on(bench: Any, bad: dict[str, object]) -> None:
     processor, sick, well = bench.processor(), bench.add("sick"), bench.add("well")
     facts: dict[str, object] = {"request": sick, "start": 0, "end": 10, "token_ids": (50,), "is_prefill": True, **bad}
-    assert processor.process([WorkResult(**facts), result(well, None, 51)]) == [sick, well]  # type: ignore[arg-type, type-var]
+    assert processor.process([RequestResult(**facts), result(well, None, 51)]) == [sick, well]  # type: ignore[arg-type, type-var]
     assert (sick.finish_reason, sick.output, bench.pages.shared["sick"]) == ("error", [], 0)
     assert (well.finish_reason, well.output) == (None, [51])
     assert (bench.pages.releases, processor.failures.total) == ({"sick": 1}, 1)

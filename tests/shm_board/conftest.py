@@ -15,7 +15,7 @@ import pytest
 from scheduler_components import LoadSnapshot, ParallelState, SchedulerStats, SchedulerTotals
 from scheduler_components.load import open_shm_load_sink
 from scheduler_components.load.shm_load_board import LOAD_CODEC
-from scheduler_components.metrics import RequestLatencies, open_shm_metrics_sink
+from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_sink
 from scheduler_components.metrics.shm_metrics_board import METRICS_CODEC, ReportEncoder
 from scheduler_components.shm_board import ReportCodec
 
@@ -30,9 +30,9 @@ def load_report(number: int) -> LoadSnapshot:
 
 
 def metrics_report(number: int) -> SchedulerStats:
-    latencies = RequestLatencies()
+    latencies = RequestLatencyRecorder()
     latencies.histograms.queue.observe(1.0, number)
-    totals = SchedulerTotals(number * 7, latencies=latencies.totals() if number % 3 else None)
+    totals = SchedulerTotals(number * 7, latencies=latencies.snapshot() if number % 3 else None)
     return SchedulerStats(LABELS, LoadSnapshot(number, float(number), 0, number * 1_000_003), totals)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 
-from scheduler_components.shm_board import BoardPage, ReportCodec, ShmBoard, open_shm_page
+from scheduler_components.shm_board import DoubleBufferedPage, ReportCodec, ShmBoard, open_shm_page_writer
 
 Codec = ReportCodec[Any]
 MakeReport = Callable[[int], Any]
@@ -45,8 +45,8 @@ def wipe_the_head(page: Path, _: Codec) -> None:
 
 def write_something_else(page: Path, codec: Codec) -> None:
     memory = bytearray(codec.page_bytes)
-    foreign = BoardPage(memoryview(memory), attrs.evolve(codec, encode=bytes))
-    foreign.claim()
+    foreign = DoubleBufferedPage(memoryview(memory), attrs.evolve(codec, encode=bytes))
+    foreign.format()
     foreign.write(b"\xc1", 9)
     page.write_bytes(memory)
 
@@ -75,7 +75,7 @@ DAMAGES: list[Damage] = [
     put_another_version,
 ]  # fmt: skip
 REPLACEMENTS: list[Damage] = [link_elsewhere, put_a_pipe, put_a_directory]
-keeps_files = pytest.mark.parametrize("keeps_files", [True, False], ids=["kept", "closed"])
+keeps_files_open = pytest.mark.parametrize("keeps_files_open", [True, False], ids=["kept", "closed"])
 
 
 def test_a_page_that_is_cut_short_under_a_reader_does_not_end_it(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ sink.send(LoadSnapshot(num_running_reqs=4))
 board = open_shm_load_board(directory, 1)
 before = board.read()
 os.truncate(directory / "rank0.load", 0)
-print(len(before), board.read() == before, board.unread)
+print(len(before), board.read() == before, board.failed_reads)
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], check=False, stdout=subprocess.PIPE, text=True, timeout=60
@@ -100,18 +100,18 @@ print(len(before), board.read() == before, board.unread)
     assert (done.returncode, done.stdout) == (0, "1 True 1\n")
 
 
-@keeps_files
+@keeps_files_open
 @pytest.mark.parametrize("damage", [*DAMAGES, *REPLACEMENTS])
 def test_a_damaged_page_costs_itself_and_the_last_good_report_stays(
     tmp_path: Path,
     codec: Codec,
     report: MakeReport,
     damage: Damage,
-    keeps_files: bool,
+    keeps_files_open: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pages = [open_shm_page(tmp_path, rank, codec) for rank in range(2)]
-    board = ShmBoard(directory=tmp_path, num_ranks=2, codec=codec, keeps_files=keeps_files)
+    pages = [open_shm_page_writer(tmp_path, rank, codec) for rank in range(2)]
+    board = ShmBoard(directory=tmp_path, num_ranks=2, codec=codec, keeps_files_open=keeps_files_open)
     for page in pages:
         page.write(report(1))
     assert board.read() == {0: report(1), 1: report(1)}
@@ -120,26 +120,26 @@ def test_a_damaged_page_costs_itself_and_the_last_good_report_stays(
     for number in (2, 3):
         pages[1].write(report(number))
         assert board.read() == {0: report(1), 1: report(number)}
-    assert board.unread == 2
+    assert board.failed_reads == 2
     assert len(caplog.records) == bool(board.failures.total)
     pages[1].close()
     board.close()
 
 
-@keeps_files
+@keeps_files_open
 @pytest.mark.parametrize("damage", [*DAMAGES, empty])
 def test_a_damaged_page_is_read_again_when_its_next_writer_has_it(
-    tmp_path: Path, codec: Codec, report: MakeReport, damage: Damage, keeps_files: bool
+    tmp_path: Path, codec: Codec, report: MakeReport, damage: Damage, keeps_files_open: bool
 ) -> None:
-    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files=keeps_files)
-    page = open_shm_page(tmp_path, 0, codec)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files_open=keeps_files_open)
+    page = open_shm_page_writer(tmp_path, 0, codec)
     for number in range(1, 6):
         page.write(report(number))
     assert board.read() == {0: report(5)}
     page.close()
     damage(codec.path(tmp_path, 0), codec)
     board.read()
-    page = open_shm_page(tmp_path, 0, codec)
+    page = open_shm_page_writer(tmp_path, 0, codec)
     page.write(report(70))
     assert board.read() == {0: report(70)}
     page.close()
@@ -149,46 +149,46 @@ def test_a_damaged_page_is_read_again_when_its_next_writer_has_it(
 def test_a_page_of_another_version_says_what_to_do(
     tmp_path: Path, codec: Codec, report: MakeReport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    page = open_shm_page(tmp_path, 0, codec)
+    page = open_shm_page_writer(tmp_path, 0, codec)
     page.write(report(1))
     page.close()
     put_another_version(codec.path(tmp_path, 0), codec)
     board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
     assert board.read() == {}
     assert "from one version of the kit" in caplog.text
-    page = open_shm_page(tmp_path, 0, codec)
+    page = open_shm_page_writer(tmp_path, 0, codec)
     assert page.sequence == 0
     page.close()
     board.close()
 
 
-@keeps_files
+@keeps_files_open
 def test_a_page_that_is_removed_and_made_anew_is_found_at_once(
-    tmp_path: Path, codec: Codec, report: MakeReport, keeps_files: bool
+    tmp_path: Path, codec: Codec, report: MakeReport, keeps_files_open: bool
 ) -> None:
-    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files=keeps_files)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files_open=keeps_files_open)
     for last in (5, 2):
-        page = open_shm_page(tmp_path, 0, codec)
+        page = open_shm_page_writer(tmp_path, 0, codec)
         for number in range(1, last + 1):
             page.write(report(number))
         page.close()
         assert board.read() == {0: report(last)}
         codec.path(tmp_path, 0).unlink()
     assert board.read() == {0: report(2)}
-    assert (board.unread, board.failures.total) == (0, 0)
+    assert (board.failed_reads, board.failures.total) == (0, 0)
     board.close()
 
 
-@keeps_files
+@keeps_files_open
 def test_the_newer_half_being_written_does_not_show_the_report_before_the_last(
-    tmp_path: Path, codec: Codec, report: MakeReport, keeps_files: bool
+    tmp_path: Path, codec: Codec, report: MakeReport, keeps_files_open: bool
 ) -> None:
     """A reader copies one half, then the other; a writer may come between, and be within the second.
 
     A counter that goes back by one step is, to Prometheus, a restarted rank.
     """
-    page = open_shm_page(tmp_path, 0, codec)
-    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files=keeps_files)
+    page = open_shm_page_writer(tmp_path, 0, codec)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files_open=keeps_files_open)
     for number in range(1, 7):
         page.write(report(number))
     assert board.read() == {0: report(6)}
@@ -196,7 +196,7 @@ def test_the_newer_half_being_written_does_not_show_the_report_before_the_last(
     damaged[16 + 30] ^= 0xFF
     codec.path(tmp_path, 0).write_bytes(damaged)
     assert board.read() == {0: report(6)}
-    assert board.unread == 1
+    assert board.failed_reads == 1
     page.close()
     board.close()
 
@@ -209,6 +209,6 @@ def test_a_file_that_never_was_a_page_is_no_rank(tmp_path: Path, codec: Codec) -
     codec.path(tmp_path, 4).write_bytes(bytes(codec.page_bytes))  # its writer is about to claim it
     board = ShmBoard(directory=tmp_path, num_ranks=5, codec=codec)
     assert board.read() == {}
-    assert (board.unread, board.failures.total) == (4, 3)
+    assert (board.failed_reads, board.failures.total) == (4, 3)
     board.close()
     board.close()

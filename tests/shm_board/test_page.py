@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import DecodeError
-from scheduler_components.shm_board import BoardPage, ReportCodec, read_newest
+from scheduler_components.shm_board import DoubleBufferedPage, ReportCodec, read_newest
 
 HEAD_BYTES = 16
 BUFFER_BYTES = 64
@@ -24,10 +24,10 @@ BYTES: ReportCodec[bytes] = ReportCodec(
 for_each_kind = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def new_page(codec: ReportCodec[Any] = BYTES) -> tuple[BoardPage[Any], bytearray]:
+def new_page(codec: ReportCodec[Any] = BYTES) -> tuple[DoubleBufferedPage[Any], bytearray]:
     memory = bytearray(codec.page_bytes)
-    page = BoardPage(memoryview(memory), codec)
-    assert page.claim() == 0
+    page = DoubleBufferedPage(memoryview(memory), codec)
+    assert page.format() == 0
     return page, memory
 
 
@@ -46,12 +46,12 @@ def test_a_page_that_nobody_has_claimed_is_empty_and_so_is_a_claimed_one() -> No
 @given(st.lists(st.binary(max_size=FITTING_BYTES), min_size=1, max_size=10), st.integers(0, 2**33))
 def test_the_last_report_is_read_and_its_neighbours_stay(bodies: list[bytes], before: int) -> None:
     memory = bytearray(BYTES.page_bytes) + b"\xee" * 8
-    page = BoardPage(memoryview(memory), BYTES)
-    page.claim()
+    page = DoubleBufferedPage(memoryview(memory), BYTES)
+    page.format()
     for sequence, body in enumerate(bodies, start=before + 1):
         page.write(body, sequence)
         assert read(memory) == (sequence, body)
-        assert page.claim() == sequence
+        assert page.format() == sequence
     assert memory[-8:] == b"\xee" * 8
 
 
@@ -133,7 +133,7 @@ def test_foreign_bytes_are_no_page_and_are_wiped_by_the_next_writer(codec: Repor
     memory[: len(content)] = content
     with pytest.raises(DecodeError, match=f"not a page of {codec.subject}|from one version"):
         read(memory, codec)
-    assert BoardPage(memoryview(memory), codec).claim() == 0
+    assert DoubleBufferedPage(memoryview(memory), codec).format() == 0
     assert read(memory, codec) is None
 
 
@@ -145,7 +145,7 @@ def test_a_page_of_another_version_is_refused_with_what_to_do_and_wiped_by_its_n
     page.write(report(7), 7)
     with pytest.raises(DecodeError, match=f"layout {codec.layout_id.hex()}.*0101010101010101; run .* from one version"):
         read(memory, newer)
-    assert BoardPage(memoryview(memory), newer).claim() == 0
+    assert DoubleBufferedPage(memoryview(memory), newer).format() == 0
     assert read(memory, newer) is None
 
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from scheduler_components import SchedulerStats, StartError
-from scheduler_components.shm_board import ReportCodec, ShmBoard, open_shm_page
+from scheduler_components.shm_board import ReportCodec, ShmBoard, open_shm_page_writer
 
 Codec = ReportCodec[Any]
 MakeReport = Callable[[int], Any]
@@ -84,8 +84,8 @@ def test_a_rank_that_has_not_come_is_stale_and_is_found_when_it_comes_and_stays_
     board = ShmBoard(directory=directory, num_ranks=3, codec=codec)
     assert board.read() == {}
     directory.mkdir()
-    page = open_shm_page(directory, 1, codec)
-    assert (board.read(), board.unread) == ({}, 1)
+    page = open_shm_page_writer(directory, 1, codec)
+    assert (board.read(), board.failed_reads) == ({}, 1)
     page.write(report(5))
     assert board.read() == {1: report(5)}
     assert board.stale_ranks(now=5.0, max_age_s=1.0) == [0, 2]
@@ -93,28 +93,28 @@ def test_a_rank_that_has_not_come_is_stale_and_is_found_when_it_comes_and_stays_
     assert board.read() == {1: report(5)}
     codec.path(directory, 1).unlink()
     assert board.read() == {1: report(5)}
-    assert (board.unread, board.failures.total) == (1, 0)
+    assert (board.failed_reads, board.failures.total) == (1, 0)
     board.close()
 
 
 def test_one_writer_per_rank_and_the_next_after_it_has_closed(tmp_path: Path, codec: Codec, report: MakeReport) -> None:
-    page = open_shm_page(tmp_path, 0, codec)
+    page = open_shm_page_writer(tmp_path, 0, codec)
     with pytest.raises(StartError, match="another process writes"):
-        open_shm_page(tmp_path, 0, codec)
+        open_shm_page_writer(tmp_path, 0, codec)
     page.write(report(1))
     page.close()
     page.close()
     with pytest.raises(ValueError, match="released"):
         page.write(report(2))
-    following = open_shm_page(tmp_path, 0, codec)
+    following = open_shm_page_writer(tmp_path, 0, codec)
     assert following.sequence == 1
     following.close()
 
 
 def test_a_page_that_is_read_seldom_keeps_no_file_open(tmp_path: Path, codec: Codec, report: MakeReport) -> None:
-    page = open_shm_page(tmp_path, 0, codec)
+    page = open_shm_page_writer(tmp_path, 0, codec)
     page.write(report(1))
-    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files=False)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files_open=False)
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert board.read() == {0: report(1)}
     assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -123,15 +123,15 @@ def test_a_page_that_is_read_seldom_keeps_no_file_open(tmp_path: Path, codec: Co
 
 def test_reads_at_the_same_time_do_not_mix_up_ranks(tmp_path: Path, codec: Codec, report: MakeReport) -> None:
     """Two Prometheus servers may ask at once, and the library answers each on a thread of its own."""
-    pages = [open_shm_page(tmp_path, rank, codec) for rank in range(8)]
-    board = ShmBoard(directory=tmp_path, num_ranks=8, codec=codec, keeps_files=False)
+    pages = [open_shm_page_writer(tmp_path, rank, codec) for rank in range(8)]
+    board = ShmBoard(directory=tmp_path, num_ranks=8, codec=codec, keeps_files_open=False)
     for rank, page in enumerate(pages):
         page.write(report(rank + 1))
     expected = {rank: report(rank + 1) for rank in range(8)}
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: board.read() == expected, range(1_000)))
     assert all(found)
-    assert (board.unread, board.failures.total) == (0, 0)
+    assert (board.failed_reads, board.failures.total) == (0, 0)
     for page in pages:
         page.close()
 
@@ -142,9 +142,9 @@ import os, sys
 from pathlib import Path
 from scheduler_components import ForkedPublisherError, LoadSnapshot
 from scheduler_components.load.shm_load_board import LOAD_CODEC
-from scheduler_components.shm_board import open_shm_page
+from scheduler_components.shm_board import open_shm_page_writer
 
-page = open_shm_page(Path(sys.argv[1]), 0, LOAD_CODEC)
+page = open_shm_page_writer(Path(sys.argv[1]), 0, LOAD_CODEC)
 child = os.fork()
 if child == 0:
     try:

@@ -11,11 +11,11 @@ import zmq
 
 from scheduler_components import AllBlocksCleared, KVEventBatch
 from scheduler_components.kv_events import (
-    ClientKeys,
+    CurveClientKeys,
+    CurveServerKeys,
     KVEventsConfig,
-    StreamAccess,
     ZmqEventPublisher,
-    apply_client_keys,
+    apply_curve_client_keys,
     read_key_pair,
     write_key_pair,
 )
@@ -44,8 +44,8 @@ class Stream:
             ),
         )
 
-    def keys(self, *, secret: Path | None = None, publisher: Path | None = None) -> ClientKeys:
-        return ClientKeys.read(str(secret or self.client_secret), str(publisher or self.publisher_key))
+    def keys(self, *, secret: Path | None = None, publisher: Path | None = None) -> CurveClientKeys:
+        return CurveClientKeys.read(str(secret or self.client_secret), str(publisher or self.publisher_key))
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -69,7 +69,7 @@ def test_an_allowed_key_reads_live_and_replay(stream: Stream, open_socket: OpenS
     assert publisher.stats().open_bind_without_auth == 0
     subscriber, client = open_socket(zmq.SUB), open_socket(zmq.DEALER)
     for socket in (subscriber, client):
-        apply_client_keys(socket, stream.keys())
+        apply_curve_client_keys(socket, stream.keys())
     subscriber.subscribe(b"")
     subscriber.connect(dialled(publisher.endpoint))
     while not subscriber.poll(5):
@@ -86,9 +86,9 @@ def test_nobody_else_hears_anything(stream: Stream, open_socket: OpenSocket, eve
     subscriber, client = open_socket(zmq.SUB), open_socket(zmq.DEALER)
     for socket in (subscriber, client):
         if who == "unknown key":
-            apply_client_keys(socket, stream.keys(secret=stream.other_secret))
+            apply_curve_client_keys(socket, stream.keys(secret=stream.other_secret))
         elif who == "wrong publisher":
-            apply_client_keys(socket, stream.keys(publisher=stream.other_key))
+            apply_curve_client_keys(socket, stream.keys(publisher=stream.other_key))
     subscriber.subscribe(b"")
     subscriber.connect(dialled(publisher.endpoint))
     client.connect(dialled(publisher.replay_endpoint))
@@ -103,7 +103,7 @@ def test_nobody_else_hears_anything(stream: Stream, open_socket: OpenSocket, eve
 def test_counted_once_a_connection(stream: Stream, open_socket: OpenSocket, eventually: Eventually) -> None:
     for expected in range(1, 4):
         subscriber = open_socket(zmq.SUB)
-        apply_client_keys(subscriber, stream.keys())
+        apply_curve_client_keys(subscriber, stream.keys())
         subscriber.connect(dialled(stream.publisher.endpoint))
         eventually(lambda expected=expected: stream.publisher.stats().subscribers_seen == expected)
 
@@ -111,21 +111,21 @@ def test_counted_once_a_connection(stream: Stream, open_socket: OpenSocket, even
 def test_a_secret_is_not_in_what_is_shown(tmp_path: Path) -> None:
     _, secret_file = write_key_pair(tmp_path, "a")
     pair = read_key_pair(secret_file, field="x")
-    assert pair.secret.decode() not in f"{pair!r} {ClientKeys(keys=pair, publisher=pair.public)!r}"
+    assert pair.secret.decode() not in f"{pair!r} {CurveClientKeys(keys=pair, publisher=pair.public)!r}"
 
 
 def test_without_anybody_to_answer_for_keys_nobody_gets_in(
     stream: Stream, tmp_path: Path, open_socket: OpenSocket, eventually: Eventually
 ) -> None:
-    access = StreamAccess.read(str(tmp_path / "own" / "publisher.key_secret"), str(tmp_path / "allowed"))
+    access = CurveServerKeys.read(str(tmp_path / "own" / "publisher.key_secret"), str(tmp_path / "allowed"))
     guarded, client = open_socket(zmq.PUB), open_socket(zmq.SUB)
-    access.guard(guarded)
+    access.apply_server_keys(guarded)
     peers = open_peer_counter(guarded)
     port = guarded.bind_to_random_port("tcp://127.0.0.1")
-    apply_client_keys(client, stream.keys())
+    apply_curve_client_keys(client, stream.keys())
     client.subscribe(b"")
     client.connect(f"tcp://127.0.0.1:{port}")
-    eventually(lambda: peers.count_some() or peers.num_refused)
+    eventually(lambda: peers.poll_events() or peers.num_refused)
     guarded.send(b"secret")
     assert not client.poll(50)
     assert peers.num_connected == 0

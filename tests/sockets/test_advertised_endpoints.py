@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from observability.kv_stream import StreamState, addresses_in, open_subscriber, worker_url
+from observability.kv_stream import StreamState, open_subscriber, parse_addresses, parse_worker_url
 from scheduler_components import (
     AllBlocksCleared,
     GaugePacer,
@@ -25,8 +25,8 @@ from scheduler_components import (
     open_load_publisher,
 )
 from scheduler_components.kv_events import (
-    BoundStream,
     EventPublisher,
+    ListeningStream,
     NullEventPublisher,
     ZmqEventPublisher,
     open_event_publisher,
@@ -208,7 +208,7 @@ def test_ports_that_the_system_gave_are_advertised_and_found(host: str) -> None:
     with ExitStack() as stack:
         publishers, gauges = open_engine(stack, config, ranks), open_load_gauges(stack, config, ranks)
         bound = [
-            BoundStream.parse(
+            ListeningStream.parse(
                 rank.kv_stream_index,
                 publisher.endpoint,
                 replay=publisher.replay_endpoint,
@@ -219,7 +219,7 @@ def test_ports_that_the_system_gave_are_advertised_and_found(host: str) -> None:
         ]
         info = kv_events_server_info(config, block_size=16, dp_size=2, publishers=bound)
         assert info.keys() == {"kv_events"}
-        addresses = addresses_in(json.loads(json.dumps(info)), worker_url("http://127.0.0.1:30000"))
+        addresses = parse_addresses(json.loads(json.dumps(info)), parse_worker_url("http://127.0.0.1:30000"))
         with open_subscriber(addresses) as reader:
             for owner in (publishers[0], publishers[2]):
                 owner.publish(CLEARED)

@@ -13,7 +13,7 @@ import zmq
 
 from scheduler_components import KVEventBatch
 from scheduler_components.kv_events import ZmqEventPublisher
-from scheduler_components.testing import ChainHistory
+from scheduler_components.testing import ChainEventGenerator
 
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
 Opened = Callable[..., ZmqEventPublisher]
@@ -117,7 +117,7 @@ class Pod:
 
     def __init__(self, publisher: ZmqEventPublisher) -> None:
         self.publisher = publisher
-        self.history = ChainHistory()
+        self.history = ChainEventGenerator()
         self._number = 0
 
     def publish(self, count: int) -> None:
@@ -127,7 +127,7 @@ class Pod:
 
     @property
     def held(self) -> set[int]:
-        return {each % 2**64 for each in self.history.standing}
+        return {each % 2**64 for each in self.history.live_hashes}
 
     def is_read_by(self, reader: LlmdReader) -> bool:
         """Publish and let it read until it has all; True when its index is the cache."""

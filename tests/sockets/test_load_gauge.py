@@ -96,7 +96,7 @@ def test_of_all_that_waits_the_newest_is_read(sink: ZmqLoadSink, reader: ZmqLoad
         return newest(reader) >= 19
 
     eventually(read)
-    assert reader.redials == 0
+    assert reader.reconnects == 0
 
 
 def test_after_a_stall_no_sample_from_the_stall_is_read(
@@ -119,7 +119,7 @@ def test_after_a_stall_no_sample_from_the_stall_is_read(
 
     eventually(first_after_stall)
     assert read[0] > last_of_stall
-    assert reader.redials == 1
+    assert reader.reconnects == 1
 
 
 STALLING_READER = """

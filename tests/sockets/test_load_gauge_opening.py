@@ -19,7 +19,7 @@ from scheduler_components import (
     StartError,
     open_load_publisher,
 )
-from scheduler_components.kv_events import ClientKeys, Endpoint, write_key_pair
+from scheduler_components.kv_events import CurveClientKeys, Endpoint, write_key_pair
 from scheduler_components.load import open_zmq_load_reader, open_zmq_load_sink
 
 Eventually = Callable[[Callable[[], object]], None]
@@ -82,7 +82,7 @@ def test_where_keys_are_required_only_allowed_readers_hear_the_load(
         pacer=GaugePacer(min_interval_s=0.0, heartbeat_s=0.001),
     )
     stranger = open_zmq_load_reader([endpoint])
-    known = open_zmq_load_reader([endpoint], keys=ClientKeys.read(str(reader_secret), str(server_key)))
+    known = open_zmq_load_reader([endpoint], keys=CurveClientKeys.read(str(reader_secret), str(server_key)))
 
     def heard() -> bool:
         publisher.publish_load()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from observability.kv_stream import bare_address, open_subscriber
+from observability.kv_stream import open_subscriber, static_address
 from scheduler_components import BlockRemoved, KVCacheEvent, ParallelState, RadixCache, SchedulerKvEventsPublisher
 from scheduler_components.kv_events import BatchDecoder, NullEventPublisher, ZmqEventPublisher
 
@@ -76,7 +76,7 @@ def test_a_flush_between_steps_reaches_readers_though_no_step_follows(waits_for_
     publisher = SchedulerKvEventsPublisher.open(CONFIG, parallel=ParallelState.trivial(), source=cache)
     try:
         assert isinstance(publisher.sink, ZmqEventPublisher)
-        address = bare_address(publisher.sink.endpoint, replay=publisher.sink.replay_endpoint)
+        address = static_address(publisher.sink.endpoint, replay=publisher.sink.replay_endpoint)
         with open_subscriber([address]) as reader:
             cache.insert([1, 2, 3, 4], cache.allocate(2))
             publisher.publish_kv_events()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from scheduler_components.kv_events import thread_backstop
-from scheduler_components.kv_events.thread_backstop import Backstop, Look
+from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
 
 Eventually = Callable[..., None]
 
@@ -21,11 +21,11 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.look: Callable[[], Look] = lambda: Look.QUIET
+        self.look: Callable[[], DrainResult] = lambda: DrainResult.QUIET
         self.sleeps = threading.Event()
         self.late_s: list[float] = []
 
-    def drain_for_scheduler(self, late_s: float) -> Look:
+    def drain_for_scheduler(self, late_s: float) -> DrainResult:
         self.notes.append("look")
         self.late_s.append(late_s)
         if "stop deferring" in self.notes[-2:]:
@@ -63,10 +63,10 @@ def test_it_looks_once_more_after_it_has_said_that_it_sleeps(backstop: Backstop,
 
 
 def test_what_came_just_before_it_slept_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
-    def look() -> Look:
+    def look() -> DrainResult:
         """A batch is found by the very last look, once."""
         is_last = scheduler.notes[-2:] == ["stop deferring", "look"]
-        return Look.BUSY if is_last and scheduler.notes.count("stop deferring") == 1 else Look.QUIET
+        return DrainResult.BUSY if is_last and scheduler.notes.count("stop deferring") == 1 else DrainResult.QUIET
 
     scheduler.look = look
     backstop.watch()
@@ -145,7 +145,7 @@ def test_it_dozes_first_and_then_sleeps_on_its_descriptors(
 
 
 def test_a_dead_one_says_so(scheduler: Scheduler, eventually: Eventually) -> None:
-    def look() -> Look:
+    def look() -> DrainResult:
         raise RuntimeError("a bug")
 
     scheduler.look = look
@@ -171,7 +171,7 @@ def test_a_descriptor_that_becomes_readable_wakes_it(scheduler: Scheduler, event
 
 
 def test_it_sleeps_at_once_when_nothing_is_handed_over_any_more(backstop: Backstop, scheduler: Scheduler) -> None:
-    scheduler.look = lambda: Look.HANDED_OVER if len(scheduler.notes) < 5 else Look.LULL
+    scheduler.look = lambda: DrainResult.HANDED_OVER if len(scheduler.notes) < 5 else DrainResult.LULL
     backstop.soon_s = 0.0001
     assert backstop.watch()
     assert scheduler.sleeps.wait(30.0)
@@ -179,7 +179,7 @@ def test_it_sleeps_at_once_when_nothing_is_handed_over_any_more(backstop: Backst
 
 
 def test_what_was_handed_over_just_before_it_slept_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
-    founds = [Look.LULL, Look.SHARING, Look.SHARING, Look.LULL, Look.LULL]
+    founds = [DrainResult.LULL, DrainResult.SHARING, DrainResult.SHARING, DrainResult.LULL, DrainResult.LULL]
     scheduler.look = lambda: founds.pop(0)
     assert backstop.watch()
     while founds:
@@ -187,9 +187,15 @@ def test_what_was_handed_over_just_before_it_slept_keeps_it_awake(backstop: Back
     assert scheduler.notes.count("look") == 5
 
 
-@pytest.mark.parametrize("found", [Look.SHARING, Look.HANDED_OVER, Look.DRAINING, Look.QUIET, Look.BUSY])
+@pytest.mark.parametrize(
+    "found", [DrainResult.SHARING, DrainResult.HANDED_OVER, DrainResult.DRAINING, DrainResult.QUIET, DrainResult.BUSY]
+)
 def test_it_says_how_late_each_look_comes(
-    backstop: Backstop, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, eventually: Eventually, found: Look
+    backstop: Backstop,
+    scheduler: Scheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+    found: DrainResult,
 ) -> None:
     now_s = 0.0
 
@@ -200,7 +206,7 @@ def test_it_says_how_late_each_look_comes(
         return now_s
 
     monkeypatch.setattr(thread_backstop, "time", SimpleNamespace(monotonic=monotonic, sleep=lambda _: None))
-    scheduler.look = lambda: found if len(scheduler.notes) < 4 else Look.LULL
+    scheduler.look = lambda: found if len(scheduler.notes) < 4 else DrainResult.LULL
     backstop.soon_s = 0.001
     assert backstop.watch()
     assert scheduler.sleeps.wait(30.0)

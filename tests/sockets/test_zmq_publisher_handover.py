@@ -16,7 +16,7 @@ import zmq
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, PublisherClosedError
 from scheduler_components.kv_events import ZmqEventPublisher, zmq_publisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
-from scheduler_components.kv_events.thread_backstop import Backstop, Look
+from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
 
 Open = Callable[..., ZmqEventPublisher]
 Eventually = Callable[[Callable[[], object]], None]
@@ -84,21 +84,21 @@ def test_a_thread_that_comes_late_leaves_the_sockets_to_publish(opened: Open, cl
     publisher.publish(batch(0))
     clock[0] += 0.0005
     publisher.publish(batch(1))
-    assert publisher.drain_for_scheduler(late_s=0.005) is Look.DRAINING
+    assert publisher.drain_for_scheduler(late_s=0.005) is DrainResult.DRAINING
     assert publisher.stats().batches_pending == 2
     clock[0] += 0.02  # a loop of long steps: nobody knows when it calls again
     publisher.publish(batch(2))
     clock[0] += 0.02
     publisher.publish(batch(3))
     assert publisher.stats().batches_pending == 0
-    assert publisher.drain_for_scheduler(late_s=0.0) is not Look.DRAINING  # it comes in time again
+    assert publisher.drain_for_scheduler(late_s=0.0) is not DrainResult.DRAINING  # it comes in time again
     clock[0] += 0.02
     publisher.publish(batch(4))
     assert publisher.stats().batches_pending == 1
     clock[0] += 0.02  # and stops calling. Who comes late does not know it yet: the scheduler may have been stopped too
-    assert publisher.drain_for_scheduler(late_s=0.005) is Look.DRAINING
+    assert publisher.drain_for_scheduler(late_s=0.005) is DrainResult.DRAINING
     clock[0] += 0.008
-    assert publisher.drain_for_scheduler(late_s=0.005) is not Look.DRAINING
+    assert publisher.drain_for_scheduler(late_s=0.005) is not DrainResult.DRAINING
     assert publisher.stats().batches_pending == 0
 
 
@@ -107,7 +107,7 @@ def test_a_thread_that_lost_the_gil_in_the_middle_is_not_counted_on(
     opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     publisher = opened()
-    drain = zmq_publisher.ZmqStreamEdge.drain
+    drain = zmq_publisher.ZmqStreamSockets.drain
 
     def starve(edge: Any, *args: Any) -> bool:
         clock[0] += 0.01
@@ -115,7 +115,7 @@ def test_a_thread_that_lost_the_gil_in_the_middle_is_not_counted_on(
 
     publisher.publish(batch(0))
     with monkeypatch.context() as patched:
-        patched.setattr(zmq_publisher.ZmqStreamEdge, "drain", starve)
+        patched.setattr(zmq_publisher.ZmqStreamSockets, "drain", starve)
         publisher.drain_for_scheduler(0.0)
     clock[0] += 0.02
     publisher.publish(batch(1))
@@ -127,7 +127,7 @@ def test_what_came_while_the_thread_had_the_sockets_is_looked_for_again(
     opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     publisher = opened()
-    count_peers = zmq_publisher.ZmqStreamEdge.drain
+    count_peers = zmq_publisher.ZmqStreamSockets.drain
     late = [batch(number) for number in range(20)]
 
     def drain_late(edge: Any, *args: Any) -> bool:
@@ -138,17 +138,17 @@ def test_what_came_while_the_thread_had_the_sockets_is_looked_for_again(
         return unfinished
 
     publisher.publish(batch(20))
-    monkeypatch.setattr(zmq_publisher.ZmqStreamEdge, "drain", drain_late)
-    assert publisher.drain_for_scheduler(0.0) is Look.SHARING  # so the thread comes back at once
+    monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "drain", drain_late)
+    assert publisher.drain_for_scheduler(0.0) is DrainResult.SHARING  # so the thread comes back at once
     assert publisher.stats().batches_pending == 20
-    encode, num_slices = zmq_publisher.BatchEncoder.encode_told, 1
+    encode, num_slices = zmq_publisher.BatchEncoder.encode_with_changes, 1
 
     def slow(encoder: Any, *args: Any) -> Any:
         clock[0] += 0.0001
         return encode(encoder, *args)
 
-    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_told", slow)
-    while publisher.drain_for_scheduler(0.0) in (Look.SHARING, Look.BUSY):
+    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
+    while publisher.drain_for_scheduler(0.0) in (DrainResult.SHARING, DrainResult.BUSY):
         num_slices += 1
     assert publisher.stats().batches_pending == 0
     assert num_slices == 10  # of two batches each: the sockets are let go, and the scheduler gets the GIL
@@ -168,7 +168,7 @@ def test_what_waits_goes_out_when_the_scheduler_stops_calling(
 def test_thread_and_scheduler_never_have_the_sockets_at_once(
     opened: Open, monkeypatch: pytest.MonkeyPatch, read_replay: ReadReplay
 ) -> None:
-    drain = zmq_publisher.ZmqStreamEdge.drain
+    drain = zmq_publisher.ZmqStreamSockets.drain
     inside: list[int] = []
     seen: set[tuple[int, int]] = set()
 
@@ -180,7 +180,7 @@ def test_thread_and_scheduler_never_have_the_sockets_at_once(
         finally:
             inside.pop()
 
-    monkeypatch.setattr(zmq_publisher.ZmqStreamEdge, "drain", noted)
+    monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "drain", noted)
     publisher = opened()
     pause = threading.Event()
     count = 0
@@ -254,7 +254,7 @@ def test_a_scheduler_that_calls_idle_again_keeps_the_sockets(opened: Open, clock
     publisher.idle()
     clock[0] += 0.001
     publisher.publish(batch(1))
-    assert publisher.drain_for_scheduler(0.0) is Look.DRAINING
+    assert publisher.drain_for_scheduler(0.0) is DrainResult.DRAINING
     assert publisher.stats().batches_pending == 1
     publisher.idle()
     assert publisher.stats().batches_pending == 0
@@ -264,7 +264,7 @@ def test_a_batch_that_the_thread_encodes_just_now_is_pending(
     opened: Open, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     """Whoever compares the pool with the stream's last number must know that it is about to change."""
-    encode, encodes, go_on = zmq_publisher.BatchEncoder.encode_told, threading.Event(), threading.Event()
+    encode, encodes, go_on = zmq_publisher.BatchEncoder.encode_with_changes, threading.Event(), threading.Event()
 
     def slow(encoder: Any, *args: Any) -> Any:
         encodes.set()
@@ -272,7 +272,7 @@ def test_a_batch_that_the_thread_encodes_just_now_is_pending(
         return encode(encoder, *args)
 
     publisher = opened()
-    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_told", slow)
+    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
     publisher.publish(batch(0))
     assert encodes.wait(30.0)
     stats = publisher.stats()

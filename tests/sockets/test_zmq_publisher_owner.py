@@ -15,7 +15,7 @@ import zmq
 
 from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, KVEventBatch, PublisherClosedError
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher, zmq_publisher
-from scheduler_components.kv_events.thread_backstop import Backstop, Look
+from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
 
 Open = Callable[..., ZmqEventPublisher]
 Eventually = Callable[[Callable[[], object]], None]
@@ -228,10 +228,10 @@ def test_a_publisher_whose_last_reference_is_the_backstops_own_ends_on_that_thre
     class Dropped:
         """Lets its last reference go while it is looked at."""
 
-        def drain_for_scheduler(self, late_s: float) -> Look:
+        def drain_for_scheduler(self, late_s: float) -> DrainResult:
             looking.set()
             dropped.wait(30.0)
-            return Look.DRAINING
+            return DrainResult.DRAINING
 
         def stop_deferring(self) -> None:
             """Nothing was deferred."""

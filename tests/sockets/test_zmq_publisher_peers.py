@@ -154,7 +154,7 @@ def test_a_slow_client_gets_all_of_it_where_no_descriptor_tells_that_it_takes_ag
 ) -> None:
     # The descriptor of a ZMQ socket tells of a change once, to whoever looks first, and that may be a look that was
     # just going to sleep (seen once in forty clients at load 8). Here it never tells.
-    monkeypatch.setattr(zmq_publisher.ZmqStreamEdge, "wakeup_fds", ())
+    monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "wakeup_fds", ())
     monkeypatch.setattr(replay, "_STUCK_AFTER_S", stuck_after_s)
     monkeypatch.setattr(thread_backstop, "_LOOK_AT_STUCK_MS", 20.0)
     monkeypatch.setattr(thread_backstop, "_NAPS_S", ())

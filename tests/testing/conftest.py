@@ -10,7 +10,7 @@ import pytest
 
 from scheduler_components import ParallelState
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
-from scheduler_components.testing import parts
+from scheduler_components.testing import interfaces
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -22,15 +22,15 @@ def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
     """A host tier of 200 pages behind the device of ``Reference``; closed after the test."""
     pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
     from scheduler_components.hicache import (
+        HiCacheStepper,
         HiRadixCache,
         HostPool,
         KeySpace,
         PageShape,
+        ParallelGroups,
         Placement,
         SimulatedDeviceMemory,
-        SyncDomain,
         ThreadPageMover,
-        TierStepper,
     )  # fmt: skip
     from scheduler_components.reference.engine import HostTiers
 
@@ -38,13 +38,13 @@ def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
 
     def open_one() -> HostTiers:
         parallel, shape = ParallelState.trivial(), PageShape(num_layers=1, layer_page_bytes=8)
-        host, device = HostPool(shape, 200), SimulatedDeviceMemory(shape, parts.MIN_POOL_TOKENS // PAGE_SIZE)
+        host, device = HostPool(shape, 200), SimulatedDeviceMemory(shape, interfaces.MIN_POOL_TOKENS // PAGE_SIZE)
         keys = KeySpace(model="m", dtype="d", page_size=PAGE_SIZE, layout="page_first", placement=Placement(),
                         parallel=parallel)  # fmt: skip
         mover = ThreadPageMover(host=host, device=device, keys=keys)
-        cache = HiRadixCache(page_size=PAGE_SIZE, capacity_tokens=parts.MIN_POOL_TOKENS, host=host,
+        cache = HiRadixCache(page_size=PAGE_SIZE, capacity_tokens=interfaces.MIN_POOL_TOKENS, host=host,
                              num_host_pages=200, record=True)  # fmt: skip
-        opened.append(HostTiers(stepper=TierStepper(cache=cache, domain=SyncDomain(), mover=mover), mover=mover))
+        opened.append(HostTiers(stepper=HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=mover), mover=mover))
         return opened[-1]
 
     yield open_one

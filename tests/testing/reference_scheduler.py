@@ -8,7 +8,7 @@ from scheduler_components import KvEventSink, LoadSnapshot, OutputSink, Parallel
 from scheduler_components.reference.device import DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
-from scheduler_components.testing import InstantDevice, PagedModel, parts
+from scheduler_components.testing import InstantDevice, PagedModel, interfaces
 
 PAGE_SIZE = 4
 
@@ -20,7 +20,7 @@ class ReferenceScheduler:
         self.model = PagedModel(PAGE_SIZE)
         config = SchedulerConfig(
             page_size=PAGE_SIZE,
-            kv_tokens=parts.MIN_POOL_TOKENS,
+            kv_tokens=interfaces.MIN_POOL_TOKENS,
             max_running_requests=3,
             chunk_tokens=16,
             max_prefill_tokens=32,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler_components import ParallelState
-from scheduler_components.batching import ChunkSizer
+from scheduler_components.batching import DynamicChunkSizer
 from scheduler_components.profiling import StackSampler
 from scheduler_components.reference.device import SimulatedDevice
 from scheduler_components.reference.engine import BatcherState, Scheduler, SchedulerConfig
@@ -26,7 +26,7 @@ def batcher_state() -> BatcherState:
 
 @pytest.mark.parametrize("check", STATE_HOLDER_CHECKS)
 @pytest.mark.parametrize(
-    ("make", "change"), [(ChunkSizer, MODEL), (batcher_state, {"chunk_tokens": 512, "new_token_ratio": 0.5})]
+    ("make", "change"), [(DynamicChunkSizer, MODEL), (batcher_state, {"chunk_tokens": 512, "new_token_ratio": 0.5})]
 )
 def test_the_kits_holders_pass(check: Callable[..., None], make: Callable[[], Any], change: dict[str, Any]) -> None:
     check(make(), change)

@@ -20,7 +20,7 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
     SchedulerStats,
 )
-from scheduler_components.hicache import SyncDomain
+from scheduler_components.hicache import ParallelGroups
 from scheduler_components.testing import (
     FakeClock,
     FakeLoad,
@@ -33,7 +33,7 @@ from scheduler_components.testing import (
     ListEventSink,
     ListSink,
     PagedModel,
-    ScriptedEvents,
+    ScriptedEventSource,
     run_ranks,
 )
 from scheduler_components.testing.parts import next_token
@@ -49,7 +49,7 @@ def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
     queues = FakeQueues(running=[1], waiting=[FakeRequest(10, 4)])
     load = LoadInquirer(parallel=TRIVIAL, queues=queues, pool=FakePool(), clock=clock)
     publisher = SchedulerKvEventsPublisher(
-        parallel=TRIVIAL, source=ScriptedEvents([AllBlocksCleared()]), sink=sink, load=load, metrics_sink=kv_metrics,
+        parallel=TRIVIAL, source=ScriptedEventSource([AllBlocksCleared()]), sink=sink, load=load, metrics_sink=kv_metrics,
         clock=clock,
     )  # fmt: skip
     for _ in range(2):
@@ -111,27 +111,27 @@ def test_a_paged_model_answers_from_its_pages(tokens: list[int], data: st.DataOb
 @given(plan=fault_plans())
 def test_a_faulty_network_loses_repeats_and_delays_what_its_plan_says_and_invents_nothing(plan: list[Fault]) -> None:
     network: FaultyNetwork[int] = FaultyNetwork(plan)
-    arrived = [each for number in range(len(plan) + 1) for each in network.carry(number)] + network.settle()
+    arrived = [each for number in range(len(plan) + 1) for each in network.send(number)] + network.flush()
     counts = Counter(arrived)
     for number, fault in enumerate([*plan, Fault.NONE]):
-        if fault in (Fault.LOSE, Fault.REPLACE_LAST):
+        if fault in (Fault.DROP, Fault.DROP_AND_DUPLICATE_LAST):
             assert counts[number] == 0
         else:
-            assert counts[number] >= (2 if fault is Fault.REPEAT else 1)
+            assert counts[number] >= (2 if fault is Fault.DUPLICATE else 1)
     assert counts.keys() <= set(range(len(plan) + 1))
-    assert network.num_lost == sum(fault in (Fault.LOSE, Fault.REPLACE_LAST) for fault in plan)
+    assert network.num_lost == sum(fault in (Fault.DROP, Fault.DROP_AND_DUPLICATE_LAST) for fault in plan)
 
 
 def test_a_network_without_a_plan_keeps_order() -> None:
     network: FaultyNetwork[int] = FaultyNetwork()
-    assert [network.carry(number) for number in range(3)] == [[0], [1], [2]]
+    assert [network.send(number) for number in range(3)] == [[0], [1], [2]]
 
 
 def test_ranks_on_threads_agree_and_the_lowest_error_is_told() -> None:
     parallel = ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2)
-    assert run_ranks(parallel, lambda domain: domain.min("landed", domain.rank + 5, step=0)) == [5] * 4
+    assert run_ranks(parallel, lambda domain: domain.all_reduce_min("landed", domain.rank + 5, step=0)) == [5] * 4
 
-    def fail(domain: SyncDomain) -> None:
+    def fail(domain: ParallelGroups) -> None:
         domain.barrier("start", step=0)
         raise ValueError(f"rank {domain.rank}")
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.cache import hash_pages
-from scheduler_components.testing import RULES, ChainHistory, EventLedger
-from scheduler_components.testing.strategies import cache_histories, events, hostile_histories
+from scheduler_components.testing import RULES, ChainEventGenerator, EventLedger
+from scheduler_components.testing.strategies import cache_histories, events, invalid_histories
 
 
 def stored(*hashes: int, parent: int | None = None, medium: str | None = None) -> BlockStored:
@@ -28,7 +28,7 @@ def test_what_a_real_cache_tells_is_clean_and_on_the_chain(history: list[KVEvent
 
 
 @settings(deadline=None)
-@given(history=hostile_histories(), more=events())
+@given(history=invalid_histories(), more=events())
 def test_no_history_raises_and_every_violation_has_a_rule(
     history: list[KVEventBatch], more: tuple[KVCacheEvent, ...]
 ) -> None:
@@ -38,10 +38,10 @@ def test_no_history_raises_and_every_violation_has_a_rule(
 
 
 def test_the_chain_history_is_clean() -> None:
-    history, ledger = ChainHistory(), EventLedger()
+    history, ledger = ChainEventGenerator(), EventLedger()
     for number in range(200):
         assert ledger.apply(history.next(number)) == []
-        assert ledger.hashes() == set(history.standing)
+        assert ledger.hashes() == set(history.live_hashes)
     assert ledger.num_off_chain == 0
 
 

@@ -13,11 +13,11 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from observability.kv_stream import (
-    AskReplay,
     BatchApplier,
     BlockView,
     FollowPolicy,
-    NullListener,
+    NullStreamListener,
+    SendReplayRequest,
     StreamCursor,
     StreamFollower,
     StreamState,
@@ -26,7 +26,7 @@ from observability.kv_stream import (
 from scheduler_components import BlockStored, KVCacheEvent
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import MemoryPageStore, PageBytes, PageStore, open_file_page_store
-from scheduler_components.kv_events import END_SEQ, BatchDecoder, plain_request
+from scheduler_components.kv_events import END_SEQ, BatchDecoder, encode_plain_request
 from scheduler_components.testing import EventLedger, FollowerMachine, PageStoreMachine, PrefixCacheMachine
 from scheduler_components.testing.parts import MAX_BYTES, FollowerCore, page_of
 
@@ -97,11 +97,11 @@ class KitFollower:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.view = BlockView()
-        self.question: AskReplay | None = None
-        self.open_ask: int | None = None
+        self.question: SendReplayRequest | None = None
+        self.open_request_id: int | None = None
         self.frames: deque[tuple[int, bytes]] = deque()
         applier = BatchApplier(
-            rank=0, view=self.view, decoder=BatchDecoder(), listener=NullListener(), wall_clock=lambda: 0.0
+            rank=0, view=self.view, decoder=BatchDecoder(), listener=NullStreamListener(), wall_clock=lambda: 0.0
         )
         self.follower = StreamFollower(
             cursor=StreamCursor(has_replay=True),
@@ -111,37 +111,37 @@ class KitFollower:
             jitter=lambda: 0.0,
         )
         self.follower.begin(0.0)
-        self.follower.connected(0.0)
+        self.follower.on_connected(0.0)
 
-    def ask(self, question: AskReplay) -> None:
-        self.question, self.open_ask = question, question.ask
+    def send(self, question: SendReplayRequest) -> None:
+        self.question, self.open_request_id = question, question.ask
 
-    def drop(self) -> None:
-        self.question = self.open_ask = None
+    def cancel(self) -> None:
+        self.question = self.open_request_id = None
 
-    def live(self, sequence: int, payload: bytes) -> None:
+    def on_live_batch(self, sequence: int, payload: bytes) -> None:
         self.frames.append((sequence, payload))
         self.take_frames()
 
     def take_frames(self) -> None:
         """Live frames stay in the socket while the cursor does not listen."""
-        while self.frames and self.follower.cursor.listening:
-            self.follower.live(*self.frames.popleft(), self.now_s)
+        while self.frames and self.follower.cursor.is_accepting_live:
+            self.follower.on_live_batch(*self.frames.popleft(), self.now_s)
 
-    def request(self) -> bytes | None:
+    def pop_replay_request(self) -> bytes | None:
         question, self.question = self.question, None
         return None if question is None else question.request.encode()
 
-    def answered(self, sequence: bytes, payload: bytes) -> None:
-        if self.open_ask is None:
+    def on_replay_message(self, sequence: bytes, payload: bytes) -> None:
+        if self.open_request_id is None:
             return
         if sequence == END_SEQ:
-            self.follower.answer_marked(self.open_ask, payload, self.now_s)
+            self.follower.on_replay_marker(self.open_request_id, payload, self.now_s)
         else:
-            self.follower.answered(self.open_ask, int.from_bytes(sequence, "big"), payload, self.now_s)
+            self.follower.on_replay_batch(self.open_request_id, int.from_bytes(sequence, "big"), payload, self.now_s)
         self.take_frames()
 
-    def advance(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         self.now_s += seconds
         self.follower.tick(self.now_s)
         self.take_frames()
@@ -169,7 +169,7 @@ class TruthTeller:
         self.ledger, self.last = EventLedger(), -1
         self.doubts, self.asks = True, True
 
-    def live(self, sequence: int, payload: bytes) -> None:
+    def on_live_batch(self, sequence: int, payload: bytes) -> None:
         if sequence > self.last + 1:
             self.doubts = self.asks = True
         self.apply(sequence, payload)
@@ -179,17 +179,17 @@ class TruthTeller:
             self.last = sequence
             self.ledger.apply_all(BatchDecoder().decode(payload).events)
 
-    def request(self) -> bytes | None:
+    def pop_replay_request(self) -> bytes | None:
         asks, self.asks = self.asks, False
-        return plain_request(self.last + 1) if asks else None
+        return encode_plain_request(self.last + 1) if asks else None
 
-    def answered(self, sequence: bytes, payload: bytes) -> None:
+    def on_replay_message(self, sequence: bytes, payload: bytes) -> None:
         if sequence == END_SEQ:
             self.doubts = False
         else:
             self.apply(int.from_bytes(sequence, "big"), payload)
 
-    def advance(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         self.asks = True
 
     def blocks(self) -> Set[int]:
@@ -223,7 +223,7 @@ class AppliesTwice(TruthTeller):
 
 
 class NeverAsksAgain(TruthTeller):
-    def advance(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         pass
 
 

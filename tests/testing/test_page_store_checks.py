@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from scheduler_components.hicache import MemoryPageStore, PageBytes, PageStore
-from scheduler_components.testing import ConformanceError, parts
+from scheduler_components.testing import ConformanceError, interfaces
 from scheduler_components.testing import page_store_checks as checks
 
 
 class Store(MemoryPageStore):
     def __init__(self) -> None:
-        super().__init__(parts.MAX_BYTES)
+        super().__init__(interfaces.MAX_BYTES)
 
 
 class FindsAll(Store):
@@ -90,12 +90,12 @@ CASES: list[tuple[Callable[[PageStore, str], None], Callable[[], PageStore], str
     (checks.check_absent_keys_are_misses, FindsAll, "batch_exists() of 3 absent keys"),
     (checks.check_pages_come_back_byte_for_byte_in_the_order_asked, Sorts, "its page under"),
     (checks.check_exists_counts_the_longest_prefix, CountsAll, "keys held without a hole: 2"),
-    (checks.check_a_hole_costs_only_itself, LeavesOutHoles, "pages of the answer: 3"),
+    (checks.check_missing_key_affects_only_itself, LeavesOutHoles, "pages of the answer: 3"),
     (checks.check_a_page_may_be_set_again, RefusesTwice, "each key held"),
     (checks.check_a_deleted_page_is_gone_and_can_come_back, NeverForgets, "delete() of it again"),
-    (checks.check_any_key_is_a_plain_name, FoldsCase, "its page under 'key A.b'"),
-    (checks.check_a_page_does_not_follow_its_memory, KeepsViews, "overwrote that memory"),
-    (checks.check_nothing_asked_is_nothing_done, RefusesNothing, "ValueError: no keys"),
+    (checks.check_any_text_is_a_valid_key, FoldsCase, "its page under 'key A.b'"),
+    (checks.check_stored_page_is_a_copy, KeepsViews, "overwrote that memory"),
+    (checks.check_empty_batches_are_accepted, RefusesNothing, "ValueError: no keys"),
 ]
 
 

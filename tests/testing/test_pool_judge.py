@@ -16,39 +16,39 @@ from scheduler_components import (
     BlockStored,
     ConfigError,
     EventBatch,
+    HeldBlocksSource,
     KVCacheEvent,
     KvEventSink,
-    KvPoolOracle,
+    KvPoolSnapshot,
     OutputSink,
-    PoolReading,
     RadixCache,
 )
-from scheduler_components.events import MEDIUM_OF, Place, Tier, place_of
-from scheduler_components.ports import NO_POOL_ORACLE
+from scheduler_components.events import TIER_MEDIUM, MediumGroup, Tier, medium_group
+from scheduler_components.ports import NullHeldBlocksSource
 from scheduler_components.reference.device import DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.testing import (
-    POOL_CHECKS,
+    POOL_STREAM_CHECKS,
     ConformanceError,
     ListEventSink,
     PoolDifference,
-    PoolJudge,
-    parts,
+    PoolVerifier,
+    interfaces,
 )
 
-GPU, CPU = place_of(None), place_of("CPU")
+GPU, CPU = medium_group(None), medium_group("CPU")
 
 
 def stored(*hashes: int, medium: str | None = None) -> BlockStored:
     return BlockStored(hashes, None, tuple(range(len(hashes))), 1, None, medium)
 
 
-def reading(sequence: int | None, *hashes: int, place: Place = GPU) -> PoolReading:
-    return PoolReading({place: hashes}, sequence)
+def reading(sequence: int | None, *hashes: int, place: MediumGroup = GPU) -> KvPoolSnapshot:
+    return KvPoolSnapshot({place: hashes}, sequence)
 
 
-def judge_of(*batches: Sequence[KVCacheEvent]) -> PoolJudge:
-    judge = PoolJudge()
+def judge_of(*batches: Sequence[KVCacheEvent]) -> PoolVerifier:
+    judge = PoolVerifier()
     for number, events in enumerate(batches):
         judge.apply(number, events)
     return judge
@@ -56,7 +56,7 @@ def judge_of(*batches: Sequence[KVCacheEvent]) -> PoolJudge:
 
 def test_a_stream_that_tells_everything_differs_in_nothing() -> None:
     judge = judge_of([stored(1, 2, 3), stored(1, medium="CPU")], [BlockRemoved((2,))])
-    assert judge.compare(PoolReading({GPU: {1, 3}, CPU: (1,)}, 1)) == []
+    assert judge.compare(KvPoolSnapshot({GPU: {1, 3}, CPU: (1,)}, 1)) == []
     assert judge.num_compared == 3
 
 
@@ -66,7 +66,7 @@ def test_a_forgotten_removal_is_bounded_by_the_readings_around_it() -> None:
     for number in (2, 3, 4):
         judge.apply(number, [stored(10 + number)])
     (found,) = judge.compare(reading(4, 1, 3, 12, 13, 14))
-    assert found == PoolDifference("pool-extra", 2, GPU, told_by=0, since=2, found_at=4)
+    assert found == PoolDifference("pool-extra", 2, GPU, reported_by=0, since=2, found_at=4)
     assert str(found) == (
         "block 2 on GPU: batch 0 stored it and the pool does not hold it; wrong since one of the batches 2 to 4"
     )
@@ -87,7 +87,7 @@ def test_the_removal_of_one_copy_told_as_the_removal_of_all_is_named() -> None:
     judge.apply(2, [BlockRemoved((1,))])
     judge.apply(3, [stored(4)])
     (found,) = judge.compare(reading(3, 1, 2, 4))
-    assert (found.rule, found.told_by, found.since) == ("pool-missing", 2, 2)
+    assert (found.rule, found.reported_by, found.since) == ("pool-missing", 2, 2)
     assert "the pool holds it and batch 2 removed it; wrong since one of the batches 2 to 3" in str(found)
 
 
@@ -96,14 +96,14 @@ def test_a_batch_that_never_came_is_said_so() -> None:
     assert judge.compare(reading(0, 1)) == []
     (found,) = judge.compare(reading(0, 1, 2))
     assert str(found).endswith("a batch is missing after 0")
-    (found,) = PoolJudge().compare(reading(-1, 1))
+    (found,) = PoolVerifier().compare(reading(-1, 1))
     assert str(found).endswith("no batch was ever sent")
 
 
 def test_a_clear_that_is_not_true_is_named() -> None:
     judge = judge_of([stored(1)], [AllBlocksCleared()])
     (found,) = judge.compare(reading(1, 1))
-    assert (found.told_by, found.since) == (1, 1)
+    assert (found.reported_by, found.since) == (1, 1)
 
 
 def test_a_difference_is_told_once_until_it_was_right_again() -> None:
@@ -122,8 +122,8 @@ def test_what_can_be_laid_to_the_fewest_batches_comes_first() -> None:
 def test_places_that_the_oracle_does_not_name_are_not_compared() -> None:
     judge = judge_of([stored(1), stored(1, 2, medium="CPU")])
     assert judge.compare(reading(0, 1)) == []
-    assert judge.compare(PoolReading(NO_POOL_ORACLE.held_blocks(), 0)) == []
-    (found,) = judge.compare(PoolReading({GPU: {1}, ("CPU", None): {1}, ("GPU", 1): {7}}, 0))[:1]
+    assert judge.compare(KvPoolSnapshot(NullHeldBlocksSource().held_blocks(), 0)) == []
+    (found,) = judge.compare(KvPoolSnapshot({GPU: {1}, ("CPU", None): {1}, ("GPU", 1): {7}}, 0))[:1]
     assert (found.place, found.block_hash) == (CPU, 2)
 
 
@@ -134,7 +134,7 @@ def test_a_remote_block_is_not_of_this_pool() -> None:
 
 
 def test_what_was_told_before_the_judge_listened_is_not_missed() -> None:
-    judge = PoolJudge(is_complete=False)
+    judge = PoolVerifier(is_complete=False)
     judge.apply(50, [stored(2)])
     assert judge.compare(reading(50, 1, 2)) == []
     judge.apply(51, [BlockRemoved((1,))])
@@ -146,7 +146,7 @@ def test_what_was_told_before_the_judge_listened_is_not_missed() -> None:
 
 def test_what_was_told_before_a_loss_is_not_compared() -> None:
     judge = judge_of([stored(1, 2)])
-    judge.lost()
+    judge.mark_lost()
     judge.apply(7, [stored(3)])
     assert judge.compare(reading(7, 2, 3, 4)) == []
 
@@ -168,7 +168,7 @@ def test_read_after_each_batch_a_difference_names_the_batch_that_forgot(
     steps: list[list[tuple[bool, int]]], lies: list[tuple[int, int]]
 ) -> None:
     """Without a lie there is none; a lie may be made good within its batch."""
-    judge, pool = PoolJudge(), set[int]()
+    judge, pool = PoolVerifier(), set[int]()
     for number, changes in enumerate(steps):
         events: list[KVCacheEvent] = []
         for at, (adds, block) in enumerate(changes):
@@ -197,9 +197,9 @@ class Reference(ReferenceScheduler):
         tiers: CacheTiers | None = None,
     ) -> None:
         super().__init__(_Changed(events, change), outputs, tiers)
-        self.pool: KvPoolOracle = self.scheduler.cache
+        self.pool: HeldBlocksSource = self.scheduler.cache
 
-    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+    def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
         return self.pool.held_blocks()
 
 
@@ -216,7 +216,7 @@ class _Changed(ListEventSink):
         self.to.publish(changed)
 
 
-@pytest.mark.parametrize("check", POOL_CHECKS)
+@pytest.mark.parametrize("check", POOL_STREAM_CHECKS)
 def test_the_reference_scheduler_passes(check: Callable[..., None]) -> None:
     check(Reference)
 
@@ -243,7 +243,7 @@ class ForgetsOne:
 def test_a_scheduler_that_forgets_is_named_with_its_batch(kind: type[KVCacheEvent], told: str) -> None:
     forgets = ForgetsOne(kind)
     with pytest.raises(ConformanceError) as failed:
-        POOL_CHECKS[0](lambda events, outputs: Reference(events, outputs, forgets))
+        POOL_STREAM_CHECKS[0](lambda events, outputs: Reference(events, outputs, forgets))
     assert forgets.forgot_in is not None
     assert told in str(failed.value)
     assert f"wrong since batch {forgets.forgot_in}'" in str(failed.value)
@@ -256,12 +256,12 @@ def test_all_tiers_are_compared_and_one_forgotten_change_of_tier_is_named(
 
     class Tiered(Reference):
         def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
-            return tuple(parts.next_token(work.request.token_ids[: work.end]) for work in batch.works)
+            return tuple(interfaces.next_token(work.request.token_ids[: work.end]) for work in batch.works)
 
-    POOL_CHECKS[0](lambda events, outputs: Tiered(events, outputs, tiers=open_host_tier()))
-    forgets = ForgetsOne(BlockStored, MEDIUM_OF[Tier.HOST])
+    POOL_STREAM_CHECKS[0](lambda events, outputs: Tiered(events, outputs, tiers=open_host_tier()))
+    forgets = ForgetsOne(BlockStored, TIER_MEDIUM[Tier.HOST])
     with pytest.raises(ConformanceError) as failed:
-        POOL_CHECKS[0](lambda events, outputs: Tiered(events, outputs, forgets, open_host_tier()))
+        POOL_STREAM_CHECKS[0](lambda events, outputs: Tiered(events, outputs, forgets, open_host_tier()))
     assert forgets.forgot_in is not None
     assert "on CPU: the pool holds it and no batch stored it" in str(failed.value)
     assert f"wrong since batch {forgets.forgot_in}'" in str(failed.value)
@@ -269,11 +269,11 @@ def test_all_tiers_are_compared_and_one_forgotten_change_of_tier_is_named(
 
 def test_an_oracle_that_names_no_place_proves_nothing() -> None:
     class Blind(Reference):
-        def held_blocks(self) -> Mapping[Place, Collection[int]]:
-            return NO_POOL_ORACLE.held_blocks()
+        def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
+            return NullHeldBlocksSource().held_blocks()
 
     with pytest.raises(ConformanceError, match="at least one place"):
-        POOL_CHECKS[0](Blind)
+        POOL_STREAM_CHECKS[0](Blind)
 
 
 @pytest.mark.parametrize("record", [True, False])

@@ -121,20 +121,20 @@ class TellsEveryRemoval(BlockTableRecorder):
 
 
 BROKEN: tuple[tuple[Callable[[checks.OpenRecorder], None], type[BlockTableRecorder], str], ...] = (
-    (checks.check_a_chain_is_told_parents_first, TellsOrphans, "the tokens|broken rules|the blocks in"),
-    (checks.check_a_removal_is_told_when_the_last_copy_goes, TellsTheFirstRemoval, "broken rules|the blocks in"),
-    (checks.check_children_go_before_their_parents, RemovesParentsFirst, "children-first"),
+    (checks.check_parents_are_published_first, TellsOrphans, "the tokens|broken rules|the blocks in"),
+    (checks.check_removal_is_published_with_the_last_copy, TellsTheFirstRemoval, "broken rules|the blocks in"),
+    (checks.check_children_are_removed_before_parents, RemovesParentsFirst, "children-first"),
     (checks.check_orphans_wait_for_their_parent, TellsOrphans, "the blocks in (None, None): []"),
     (checks.check_hashes_are_signed, TellsUnsignedHashes, "the blocks in (None, None): [-9, -5]"),
-    (checks.check_groups_and_media_are_kept_apart, MixesGroupsUp, "the blocks in (None, 0)"),
-    (checks.check_groups_and_media_are_kept_apart, MixesMediaUp, "what stands on|the blocks in"),
-    (checks.check_a_chain_goes_over_media, MixesMediaUp, "the blocks in"),
-    (checks.check_a_clear_forgets_everything, ClearsInSilence, "AllBlocksCleared among the events"),
-    (checks.check_a_clear_forgets_everything, ForgetsToClear, "the blocks in"),
-    (checks.check_identity_is_passed_on, ForgetsWho, "poems"),
-    (checks.check_what_is_not_there_is_not_removed, TellsEveryRemoval, "broken rules|the blocks in"),
-    (checks.check_any_history_adds_up_to_the_table, TellsChildrenFirst, "broken rules"),
-    (checks.check_any_history_adds_up_to_the_table, TellsTheFirstRemoval, "broken rules|the blocks in"),
+    (checks.check_groups_and_media_are_separate, MixesGroupsUp, "the blocks in (None, 0)"),
+    (checks.check_groups_and_media_are_separate, MixesMediaUp, "what stands on|the blocks in"),
+    (checks.check_chain_may_span_media, MixesMediaUp, "the blocks in"),
+    (checks.check_clear_removes_everything, ClearsInSilence, "AllBlocksCleared among the events"),
+    (checks.check_clear_removes_everything, ForgetsToClear, "the blocks in"),
+    (checks.check_identity_is_published, ForgetsWho, "poems"),
+    (checks.check_unknown_block_is_not_removed, TellsEveryRemoval, "broken rules|the blocks in"),
+    (checks.check_random_history_matches_the_table, TellsChildrenFirst, "broken rules"),
+    (checks.check_random_history_matches_the_table, TellsTheFirstRemoval, "broken rules|the blocks in"),
 )
 """Each check, a recorder that breaks its promise, and what the failure says."""
 

@@ -9,9 +9,9 @@ import pytest
 from reference_scheduler import ReferenceScheduler
 
 from scheduler_components import KvEventSink, OutputSink
-from scheduler_components.events import Place
-from scheduler_components.hicache import SyncDomain
-from scheduler_components.quiesce import Order, OrderAnswer, QuiesceState
+from scheduler_components.events import MediumGroup
+from scheduler_components.hicache import ParallelGroups
+from scheduler_components.quiesce import ControlReply, ControlRequest, QuiesceState
 from scheduler_components.reference.device import (
     DeviceRequest,
     ScheduledBatch,
@@ -21,7 +21,7 @@ from scheduler_components.reference.device import (
 from scheduler_components.reference.engine import Request, Scheduler, quiesce_of
 from scheduler_components.reference.engine.batcher import Batcher
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
-from scheduler_components.testing import REST_CHECKS, ConformanceError, parts
+from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces
 from scheduler_components.testing import rest_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD
 
@@ -34,32 +34,35 @@ class RestingReference(ReferenceScheduler):
         state = self.scheduler.batcher.terms.gate
         assert isinstance(state, QuiesceState)
         weights = SimulatedWeights(device=SimulatedDevice())
-        self.stepper = quiesce_of(self.scheduler, state, domain=SyncDomain(), weights=weights)
+        self.stepper = quiesce_of(self.scheduler, state, domain=ParallelGroups(), weights=weights)
 
-    def order(self, order: Order) -> OrderAnswer:
-        self.stepper.take(1, order)
+    def order(self, order: ControlRequest) -> ControlReply:
+        self.stepper.enqueue(1, order)
         while (answer := self.stepper.step()) is None:
             self.scheduler.step()
-        if self.scheduler.results.has_news:
+        if self.scheduler.results.has_pending_outputs:
             self.scheduler.step()
         return answer
 
-    def held_blocks(self) -> Mapping[Place, Collection[int]]:
+    def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
         return self.scheduler.cache.held_blocks()
 
 
-@pytest.mark.parametrize("check", REST_CHECKS)
-def test_the_reference_scheduler_passes(check: Callable[[checks.OpenRestingScheduler, parts.Workload], None]) -> None:
+@pytest.mark.parametrize("check", QUIESCE_CHECKS)
+def test_the_reference_scheduler_passes(
+    check: Callable[[checks.OpenQuiescableScheduler, interfaces.Workload], None],
+) -> None:
     check(RestingReference, WORKLOAD)
 
 
-@pytest.mark.parametrize("check", REST_CHECKS)
+@pytest.mark.parametrize("check", QUIESCE_CHECKS)
 def test_it_passes_with_a_host_tier(
-    check: Callable[[checks.OpenRestingScheduler, parts.Workload], None], open_host_tier: Callable[[], CacheTiers]
+    check: Callable[[checks.OpenQuiescableScheduler, interfaces.Workload], None],
+    open_host_tier: Callable[[], CacheTiers],
 ) -> None:
     class Tiered(RestingReference):  # the model that reads KV by page cannot stand behind a tier that moves pages
         def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
-            return tuple(parts.next_token(work.request.token_ids[: work.end]) for work in batch.works)
+            return tuple(interfaces.next_token(work.request.token_ids[: work.end]) for work in batch.works)
 
     check(lambda events, outputs: Tiered(events, outputs, open_host_tier()), WORKLOAD[:4])
 
@@ -135,8 +138,8 @@ def with_scheduler(broken: type) -> type[RestingReference]:
     [
         (checks.check_a_paused_scheduler_computes_nothing, with_batcher(_KeepsComputing), "while nothing may be"),
         (checks.check_a_paused_scheduler_computes_nothing, with_batcher(_LosesTheRetracted), "never told their end"),
-        (checks.check_a_clear_goes_out_of_an_idle_scheduler, with_scheduler(_TellsLater), "in a reader's view"),
-        (checks.check_a_clear_goes_out_of_an_idle_scheduler, with_scheduler(_ClearsNothing), "after the flush"),
+        (checks.check_flush_of_an_idle_scheduler_is_published, with_scheduler(_TellsLater), "in a reader's view"),
+        (checks.check_flush_of_an_idle_scheduler_is_published, with_scheduler(_ClearsNothing), "after the flush"),
         (checks.check_new_weights_share_no_block_with_old_ones, with_batcher(_KeepsItsNamespace), "of old weights"),
         (checks.check_released_memory_holds_nothing, with_batcher(_KeepsComputing), "while nothing may be"),
         (checks.check_released_memory_holds_nothing, with_scheduler(_ClearsNothing), "after the release"),

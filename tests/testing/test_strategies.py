@@ -9,9 +9,9 @@ from scheduler_components import ConfigError, ParallelState
 from scheduler_components.kv_events import Endpoint, KVEventsConfig
 from scheduler_components.testing.parts import Workload
 from scheduler_components.testing.strategies import (
-    bad_config_texts,
     config_texts,
     endpoints,
+    invalid_config_texts,
     local_endpoints,
     parallel_states,
     tcp_endpoints,
@@ -26,7 +26,7 @@ def test_sound_configs_are_taken(text: str, streams: int) -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(case=bad_config_texts())
+@given(case=invalid_config_texts())
 def test_a_config_with_one_mistake_is_refused_by_its_name(case: tuple[str, str]) -> None:
     field, text = case
     try:

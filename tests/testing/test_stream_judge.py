@@ -6,18 +6,18 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_components.testing.stream_verifier import AdvertisedStream, RecordedStream, ReplayResponse, verify_stream
 
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, PoolReading
-from scheduler_components.events import place_of
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, KvPoolSnapshot
+from scheduler_components.events import medium_group
 from scheduler_components.kv_events import DIALECTS, BatchEncoder
 from scheduler_components.testing import RULES
 from scheduler_components.testing.golden import PeerVector, peer_vectors
 from scheduler_components.testing.parts import Frames
-from scheduler_components.testing.strategies import cache_histories, hostile_histories
-from scheduler_components.testing.stream_judge import Expectations, ReplayAnswer, StreamRecord, judge_stream
+from scheduler_components.testing.strategies import cache_histories, invalid_histories
 
-GPU = place_of(None)
-EXPECTED = Expectations(rank=0, topic=b"kv", block_size=1)
+GPU = medium_group(None)
+EXPECTED = AdvertisedStream(rank=0, topic=b"kv", block_size=1)
 
 
 def stored(block_hash: int, parent: int | None = None, token: int = 7, **fields: object) -> BlockStored:
@@ -36,24 +36,24 @@ def live(*payloads: bytes, first: int = 0, topic: bytes = b"kv") -> tuple[Frames
     return tuple((topic, number.to_bytes(8, "big"), each) for number, each in enumerate(payloads, start=first))
 
 
-def replayed(*payloads: bytes, first: int = 0, start: int | None = 0, ended: bool = True) -> ReplayAnswer:
-    return ReplayAnswer(start, tuple(frames[1:] for frames in live(*payloads, first=first)), ended)
+def replayed(*payloads: bytes, first: int = 0, start: int | None = 0, ended: bool = True) -> ReplayResponse:
+    return ReplayResponse(start, tuple(frames[1:] for frames in live(*payloads, first=first)), ended)
 
 
-def broken(record: StreamRecord, expected: Expectations = EXPECTED) -> list[str]:
-    return [violation.rule for violation in judge_stream(record, expected).violations]
+def broken(record: RecordedStream, expected: AdvertisedStream = EXPECTED) -> list[str]:
+    return [violation.rule for violation in verify_stream(record, expected).violations]
 
 
 A, B, C = payload(stored(1)), payload(stored(2, 1)), payload(BlockRemoved((2,)))
-BARE = ReplayAnswer(None, (), True)
-SOUND = StreamRecord(
+BARE = ReplayResponse(None, (), True)
+SOUND = RecordedStream(
     live=live(B, C, first=1), history=replayed(A), again=replayed(B, C, first=1, start=1),
-    past_end=BARE, malformed=BARE, pool=(PoolReading({GPU: (1, 2)}, 1), PoolReading({GPU: (1,)}, 2)),
+    past_end=BARE, malformed=BARE, pool=(KvPoolSnapshot({GPU: (1, 2)}, 1), KvPoolSnapshot({GPU: (1,)}, 2)),
 )  # fmt: skip
 
 
 def test_a_sound_stream_breaks_no_rule_and_all_but_the_engines_rules_were_judged() -> None:
-    judged = judge_stream(SOUND, EXPECTED)
+    judged = verify_stream(SOUND, EXPECTED)
     assert judged.violations == ()
     assert judged.judged == RULES.keys() - {"descriptor", "reachable"}
     facts = judged.facts
@@ -70,42 +70,44 @@ def test_what_a_cache_tells_breaks_no_rule(history: list[KVEventBatch], dialect:
     if not payloads:
         return
     late = min(late, len(payloads) - 1)
-    record = StreamRecord(live=live(*payloads[late:], first=late), history=replayed(*payloads[: late + 1]))
-    judged = judge_stream(record, Expectations(0, b"kv"))
+    record = RecordedStream(live=live(*payloads[late:], first=late), history=replayed(*payloads[: late + 1]))
+    judged = verify_stream(record, AdvertisedStream(0, b"kv"))
     assert judged.violations == ()
     assert judged.facts.off_chain_blocks == 0
 
 
 @settings(deadline=None)
 @given(
-    history=hostile_histories(),
+    history=invalid_histories(),
     noise=st.lists(st.tuples(st.binary(max_size=9), st.binary(max_size=9), st.binary(max_size=40))),
     answers=st.lists(st.lists(st.binary(max_size=9), min_size=1, max_size=4).map(tuple), max_size=4),
 )
 def test_nothing_that_is_heard_raises(history: list[KVEventBatch], noise: list[Frames], answers: list[Frames]) -> None:
     payloads = [BatchEncoder().encode(batch, 0) for batch in history]
-    answer = ReplayAnswer(0, tuple(answers), False)
-    judged = judge_stream(StreamRecord(live=(*live(*payloads), *noise, (b"",)), history=answer), EXPECTED)
+    answer = ReplayResponse(0, tuple(answers), False)
+    judged = verify_stream(RecordedStream(live=(*live(*payloads), *noise, (b"",)), history=answer), EXPECTED)
     assert {violation.rule for violation in judged.violations} <= judged.judged <= RULES.keys()
 
 
 @pytest.mark.parametrize("vector", peer_vectors(), ids=str)
 def test_every_measured_peer_is_at_most_warned(vector: PeerVector) -> None:
     rank = vector.rank or 0
-    record = StreamRecord(live=live(vector.payload, first=5), history=ReplayAnswer(0))  # silent: its replay is not told
+    record = RecordedStream(
+        live=live(vector.payload, first=5), history=ReplayResponse(0)
+    )  # silent: its replay is not told
     expected = {"hash-type", "replay-answers"}
     if "tells no tokens" in vector.name:  # of no use to a router that hashes tokens by itself, and it is told so
         expected.add("event")
-    assert set(broken(record, Expectations(rank, b"kv"))) <= expected
+    assert set(broken(record, AdvertisedStream(rank, b"kv"))) <= expected
 
 
-def sound(**changes: object) -> StreamRecord:
+def sound(**changes: object) -> RecordedStream:
     """What is heard of a sound stream, save for this; nobody reads the pool, unless that is what changes."""
     return msgspec.structs.replace(SOUND, **{"pool": (), **changes})
 
 
-CASES: dict[str, StreamRecord] = {
-    "speaks": StreamRecord(history=BARE),
+CASES: dict[str, RecordedStream] = {
+    "speaks": RecordedStream(history=BARE),
     "live-frames": sound(live=((b"kv", bytes(8)),)),
     "topic": sound(live=live(B, C, first=1, topic=b"other")),
     "sequence-frame": sound(live=((b"kv", b"\xff" * 8, B),)),
@@ -124,21 +126,21 @@ CASES: dict[str, StreamRecord] = {
     "removed-stands": sound(live=live(payload(BlockRemoved((9,))), first=1), again=None),
     "children-first": sound(live=live(B, payload(BlockRemoved((1,))), first=1), again=None),
     "medium": sound(live=live(payload(stored(3, medium="TAPE")), first=1), again=None),
-    "replay-answers": StreamRecord(live=live(A), history=ReplayAnswer(0)),
-    "replay-frames": sound(history=ReplayAnswer(0, ((b"", b"", bytes(8), A),), True)),
+    "replay-answers": RecordedStream(live=live(A), history=ReplayResponse(0)),
+    "replay-frames": sound(history=ReplayResponse(0, ((b"", b"", bytes(8), A),), True)),
     "replay-end": sound(history=replayed(A, ended=False)),
-    "replay-order": sound(again=ReplayAnswer(1, replayed(B, C, first=1).messages[::-1], True)),
+    "replay-order": sound(again=ReplayResponse(1, replayed(B, C, first=1).messages[::-1], True)),
     "replay-same": sound(again=replayed(payload(stored(2, 1), ts=2.0), C, first=1, start=1)),
     "replay-past-end": sound(past_end=replayed(A)),
-    "replay-malformed": sound(malformed=ReplayAnswer(None)),
+    "replay-malformed": sound(malformed=ReplayResponse(None)),
     "late-joiner": sound(live=live(B, first=8), history=replayed(payload(stored(1)), first=7), again=None),
-    "pool-missing": sound(pool=(PoolReading({GPU: (1, 9)}, 2),)),
-    "pool-extra": sound(pool=(PoolReading({GPU: (1, 2)}, 1), PoolReading({GPU: ()}, 2))),
+    "pool-missing": sound(pool=(KvPoolSnapshot({GPU: (1, 9)}, 2),)),
+    "pool-extra": sound(pool=(KvPoolSnapshot({GPU: (1, 2)}, 1), KvPoolSnapshot({GPU: ()}, 2))),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "record"), CASES.items(), ids=str)
-def test_each_fault_breaks_the_rule_of_its_name(rule: str, record: StreamRecord) -> None:
+def test_each_fault_breaks_the_rule_of_its_name(rule: str, record: RecordedStream) -> None:
     assert set(broken(record)) == {rule}
 
 
@@ -148,12 +150,12 @@ def test_every_rule_has_a_fault() -> None:
 
 def test_what_refers_to_unseen_history_is_not_judged_until_a_clear() -> None:
     orphan, unknown = payload(stored(3, 99)), payload(BlockRemoved((9,)))
-    before = StreamRecord(live=live(orphan, unknown, first=7))
-    judged = judge_stream(before, EXPECTED)
+    before = RecordedStream(live=live(orphan, unknown, first=7))
+    judged = verify_stream(before, EXPECTED)
     assert {violation.rule for violation in judged.violations} == {"late-joiner"}
     assert not judged.facts.knows_history
     assert "parents-first" not in judged.judged
-    after = StreamRecord(live=live(payload(AllBlocksCleared()), orphan, unknown, first=7), history=BARE)
+    after = RecordedStream(live=live(payload(AllBlocksCleared()), orphan, unknown, first=7), history=BARE)
     assert broken(after) == ["parents-first", "removed-stands"]
 
 
@@ -165,39 +167,41 @@ def test_batches_of_a_folded_base_may_differ_from_the_live_ones() -> None:
 
 def test_a_live_batch_that_only_replay_had_is_a_fact_and_no_fault() -> None:
     record = sound(live=(*live(A), *live(C, first=2)), history=BARE, again=replayed(A, B, C))
-    judged = judge_stream(record, EXPECTED)
+    judged = verify_stream(record, EXPECTED)
     assert (judged.violations, judged.facts.lost_live) == ((), 1)
 
 
 def test_the_topic_framing_is_read() -> None:
-    answer = ReplayAnswer(0, live(A), True)
-    assert judge_stream(sound(history=answer), EXPECTED).facts.replay_frames == (2, 3)
+    answer = ReplayResponse(0, live(A), True)
+    assert verify_stream(sound(history=answer), EXPECTED).facts.replay_frames == (2, 3)
 
 
 def test_readings_that_belong_to_nothing_that_was_heard_are_not_judged() -> None:
     """A number that nobody heard, one that an oracle did not know, and one of an earlier life of the publisher."""
-    for reading in (PoolReading({GPU: (9,)}, 3), PoolReading({GPU: (9,)}, None)):
-        assert judge_stream(sound(pool=(reading,)), EXPECTED).facts.pool_readings == 0
-    back = (PoolReading({GPU: (1,)}, 2), PoolReading({GPU: (9,)}, 0))
-    assert judge_stream(sound(pool=back), EXPECTED).facts.pool_readings == 1
+    for reading in (KvPoolSnapshot({GPU: (9,)}, 3), KvPoolSnapshot({GPU: (9,)}, None)):
+        assert verify_stream(sound(pool=(reading,)), EXPECTED).facts.pool_readings == 0
+    back = (KvPoolSnapshot({GPU: (1,)}, 2), KvPoolSnapshot({GPU: (9,)}, 0))
+    assert verify_stream(sound(pool=back), EXPECTED).facts.pool_readings == 1
 
 
 def test_a_pool_behind_a_silent_stream_is_missing_from_it() -> None:
-    record = StreamRecord(history=BARE, pool=(PoolReading({GPU: (1,)}, -1),))
+    record = RecordedStream(history=BARE, pool=(KvPoolSnapshot({GPU: (1,)}, -1),))
     assert broken(record) == ["speaks", "pool-missing"]
 
 
 def test_what_a_base_says_and_what_a_gap_hides_is_compared_with_care() -> None:
     base = payload(AllBlocksCleared(), stored(1), ts=0.0)
-    after_base = StreamRecord(
-        live=live(B, first=6), history=replayed(base, first=5), pool=(PoolReading({GPU: (2,)}, 6),)
+    after_base = RecordedStream(
+        live=live(B, first=6), history=replayed(base, first=5), pool=(KvPoolSnapshot({GPU: (2,)}, 6),)
     )
-    (seen,) = [each.seen for each in judge_stream(after_base, EXPECTED).violations]
+    (seen,) = [each.seen for each in verify_stream(after_base, EXPECTED).violations]
     assert seen.endswith("the stream stored it and the pool does not hold it; wrong since one of the batches 0 to 6")
-    gap = sound(live=live(payload(), first=9), pool=(PoolReading({GPU: (1, 8)}, 9), PoolReading({GPU: ()}, 9)))
+    gap = sound(live=live(payload(), first=9), pool=(KvPoolSnapshot({GPU: (1, 8)}, 9), KvPoolSnapshot({GPU: ()}, 9)))
     assert set(broken(gap)) == {"no-gap"}
 
 
 def test_blocks_of_a_history_that_nobody_heard_are_not_missed() -> None:
-    record = StreamRecord(live=live(payload(stored(3)), first=7), history=BARE, pool=(PoolReading({GPU: (1, 3)}, 7),))
+    record = RecordedStream(
+        live=live(payload(stored(3)), first=7), history=BARE, pool=(KvPoolSnapshot({GPU: (1, 3)}, 7),)
+    )
     assert broken(record) == ["late-joiner"]

@@ -8,12 +8,12 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from observability.kv_stream import FollowPolicy, StreamState, bare_address, open_subscriber
+from observability.kv_stream import FollowPolicy, StreamState, open_subscriber, static_address
 from scheduler_components import DecodeError
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.testing import ConformanceError, EventLedger
 from scheduler_components.testing import subscriber_checks as checks
-from scheduler_components.testing.parts import StreamPlace
+from scheduler_components.testing.parts import StreamEndpoints
 
 QUICK = FollowPolicy(answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
 
@@ -21,8 +21,8 @@ QUICK = FollowPolicy(answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, pr
 class Follower:
     """The kit's subscriber of one stream."""
 
-    def __init__(self, place: StreamPlace) -> None:
-        address = bare_address(place.endpoint, replay=place.replay_endpoint, topic=place.topic)
+    def __init__(self, place: StreamEndpoints) -> None:
+        address = static_address(place.endpoint, replay=place.replay_endpoint, topic=place.topic)
         self.subscriber = open_subscriber([address], policy=QUICK)
         self.poll, self.close = self.subscriber.poll, self.subscriber.close
 
@@ -41,7 +41,7 @@ def test_the_kits_subscriber_passes(check: Callable[[checks.OpenSubscriber, floa
 class Naive:
     """What many routers do: take what comes, ask for nothing, believe it."""
 
-    def __init__(self, place: StreamPlace) -> None:
+    def __init__(self, place: StreamEndpoints) -> None:
         self.ledger, self.decoder = EventLedger(), BatchDecoder()
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.SUB)
@@ -86,11 +86,11 @@ class TakesAll(Naive):
     [
         (checks.check_late_joiners_get_everything, Naive, "blocks missing"),
         (checks.check_gaps_are_filled, Naive, "blocks missing"),
-        (checks.check_a_lost_end_is_found, Naive, "0 blocks missing and 3 stale"),
-        (checks.check_old_batches_resurrect_nothing, TakesAll, "1 stale"),
-        (checks.check_garbage_costs_itself, Naive, "ValueError: not enough values to unpack"),
-        (checks.check_restarts_are_seen, Naive, "3 blocks missing and 3 stale"),
-        (checks.check_it_never_claims_what_it_cannot_know, Naive, "not live while a batch"),
+        (checks.check_lost_last_batch_is_detected, Naive, "0 blocks missing and 3 stale"),
+        (checks.check_duplicate_batch_is_ignored, TakesAll, "1 stale"),
+        (checks.check_malformed_messages_are_ignored, Naive, "ValueError: not enough values to unpack"),
+        (checks.check_publisher_restart_is_detected, Naive, "3 blocks missing and 3 stale"),
+        (checks.check_not_live_while_a_gap_is_open, Naive, "not live while a batch"),
     ],
 )
 def test_a_broken_subscriber_fails_with_its_trace(
@@ -103,8 +103,8 @@ def test_a_broken_subscriber_fails_with_its_trace(
 
 def test_a_subscriber_that_never_subscribes_is_told() -> None:
     class Deaf(Naive):
-        def __init__(self, place: StreamPlace) -> None:
-            super().__init__(StreamPlace("inproc://nobody", "", place.topic))
+        def __init__(self, place: StreamEndpoints) -> None:
+            super().__init__(StreamEndpoints("inproc://nobody", "", place.topic))
 
     with pytest.raises(ConformanceError, match="a subscription to b'kv' within"):
         checks.check_gaps_are_filled(Deaf, 0.1)

@@ -95,14 +95,14 @@ class LosesTheTail(ScriptedPublisher):
 @pytest.mark.parametrize(
     ("check", "broken", "told"),
     [
-        (checks.check_live_batches_keep_the_wire, SendsTwoFrames, "live-frames: a message of 2 frames"),
-        (checks.check_live_batches_keep_the_wire, SwapsLive, "the last 60 events, live"),
-        (checks.check_replay_brings_late_readers_to_the_same_state, KeepsFewForReplay, "every event, in order"),
-        (checks.check_every_request_gets_an_end, NeverEnds, "((), False)"),
-        (checks.check_every_request_gets_an_end, SilentWhenEmpty, "before anything was published"),
-        (checks.check_every_request_gets_an_end, SilentToStrangers, "an answer that ends"),
-        (checks.check_poison_burns_no_number, BurnsNumbers, "neighbouring numbers: [0, 1]"),
-        (checks.check_shutdown_sends_the_tail_and_lets_go, LosesTheTail, "the last 8 events, live"),
+        (checks.check_live_batches_match_the_wire_format, SendsTwoFrames, "live-frames: a message of 2 frames"),
+        (checks.check_live_batches_match_the_wire_format, SwapsLive, "the last 60 events, live"),
+        (checks.check_replay_from_0_returns_the_whole_stream, KeepsFewForReplay, "every event, in order"),
+        (checks.check_every_replay_ends_with_the_end_marker, NeverEnds, "((), False)"),
+        (checks.check_every_replay_ends_with_the_end_marker, SilentWhenEmpty, "before anything was published"),
+        (checks.check_every_replay_ends_with_the_end_marker, SilentToStrangers, "an answer that ends"),
+        (checks.check_unencodable_event_takes_no_sequence, BurnsNumbers, "neighbouring numbers: [0, 1]"),
+        (checks.check_shutdown_flushes_and_releases, LosesTheTail, "the last 8 events, live"),
     ],
 )
 def test_a_broken_publisher_fails_with_its_trace(
@@ -128,6 +128,6 @@ def test_a_thread_left_behind_is_told() -> None:
                 waiting.start()
 
     with pytest.raises(ConformanceError, match="left-behind"):
-        checks.check_shutdown_sends_the_tail_and_lets_go(LeavesAThread.open)
+        checks.check_shutdown_flushes_and_releases(LeavesAThread.open)
     released.set()
     waiting.join()

@@ -25,18 +25,18 @@ from scheduler_components import (
     RadixCache,
     SchedulerStats,
     TokenOutput,
-    WorkTotals,
+    WorkCounters,
     ports,
 )
 from scheduler_components.hicache import KeySpace, MemoryPageStore, Placement
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.metrics import RateMeter
-from scheduler_components.ports import OutputStatsSource, RequestRegister, StreamedRequest
+from scheduler_components.ports import OutputStatsSource, RequestFinisher, StreamedRequest
 
 if TYPE_CHECKING:
     from observability import ReportBoard
     from scheduler_components import NullMetricsSink, SchedulerStats
-    from scheduler_components.intake import SyncRelay, ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
+    from scheduler_components.intake import SyncGroupRelay, ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
     from scheduler_components.kv_events import ZmqEventPublisher
     from scheduler_components.load import ZmqLoadSink
     from scheduler_components.metrics import ShmBoard, ShmMetricsSink, ZmqKvMetricsSink
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     def an_input_source(source: ZmqInputSource) -> ports.InputSource:
         return source
 
-    def an_input_relay(relay: ZmqLeaderRelay | ZmqFollowerRelay | SyncRelay) -> ports.InputRelay:
+    def an_input_relay(relay: ZmqLeaderRelay | ZmqFollowerRelay | SyncGroupRelay) -> ports.InputRelay:
         return relay
 
     def a_kv_metrics_sink(metrics: ZmqKvMetricsSink) -> ports.KvMetricsSink:
@@ -152,7 +152,7 @@ def test_a_users_classes_fit() -> None:
     sink: ports.KvEventSink = EventSink()
     request: StreamedRequest = Running()
     outbox: OutputSink = Outbox()
-    register: RequestRegister[Running] = Register()
+    register: RequestFinisher[Running] = Register()
     assert (sink.stats(), list(source.take_events()), request.finish_reason) == (PublisherStats(), [], None)
     snapshot = LoadInquirer(parallel=ParallelState.trivial(), queues=queues, pool=pool).get_loads()
     assert (snapshot.num_waiting_reqs, snapshot.num_waiting_uncached_tokens, snapshot.token_usage) == (1, 5, 0.5)
@@ -182,7 +182,7 @@ def test_the_kits_own_parts_fit() -> None:
     sink: ports.KvEventSink = NullEventPublisher()
     counters: ports.PublisherStatsSource = NullEventPublisher()
     rates: ports.RateSource = RateMeter()
-    work: ports.WorkSource = WorkTotals()
+    work: ports.WorkSource = WorkCounters()
     load: ports.LoadSource = LoadInquirer(parallel=ParallelState.trivial(), queues=Queues(), pool=pool, work=work)
     metrics: tuple[ports.MetricsSink, ...] = (PrometheusSink(CollectorRegistry()), LogSink())
     store: ports.PageStore = MemoryPageStore(1024)

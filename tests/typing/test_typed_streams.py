@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, assert_type
 
 import pytest
 
-from observability.kv_stream import BlockView, StreamStats, Tier, bare_address, open_subscriber
+from observability.kv_stream import BlockView, StreamStats, Tier, open_subscriber, static_address
 from scheduler_components import ConfigError, ParallelState, PublisherStats
 from scheduler_components.kv_events import (
     BatchDecoder,
@@ -73,14 +73,14 @@ def test_the_codec() -> None:
 def test_the_view() -> None:
     view = BlockView()
     view.apply(3, [BlockStored((1, 2), None, (5, 6, 7, 8), 2, None)])
-    assert_type(view.deepest_prefix([1, 2]), dict[int, int])
+    assert_type(view.match_lengths([1, 2]), dict[int, int])
     assert_type(view.ranks_holding(1, Tier.DEVICE), tuple[int, ...])
     assert_type(view.blocks(3), Set[int])
-    assert view.deepest_prefix([1, 2, 9]) == {3: 2}
+    assert view.match_lengths([1, 2, 9]) == {3: 2}
 
 
 def test_a_subscriber() -> None:
-    address = bare_address("tcp://127.0.0.1:9")
+    address = static_address("tcp://127.0.0.1:9")
     assert_type(address, StreamAddress)
     with open_subscriber([address]) as subscriber:
         assert_type(subscriber.stats(), dict[int, StreamStats])
@@ -91,5 +91,5 @@ if TYPE_CHECKING:
 
     def what_a_subscriber_answers(subscriber: Subscriber) -> None:
         assert_type(subscriber.blocks(0, Tier.HOST), Set[int])
-        assert_type(subscriber.deepest_prefix([1]), dict[int, int])
+        assert_type(subscriber.match_lengths([1]), dict[int, int])
         assert_type(subscriber.wait_until(0, 10, timeout_s=1.0), bool)

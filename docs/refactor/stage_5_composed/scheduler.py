@@ -67,7 +67,7 @@ class Scheduler:
             sink=metrics_sink,
             load=self.load,
             totals=self.totals,
-            counters_every_steps=1,  # what this scheduler's own metrics did
+            counters_interval_steps=1,  # what this scheduler's own metrics did
             publisher=self.kv_events,
         )
         self.results = Results(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from scheduler_components.reference.cli.chat_client import AnswerFacts, Conversation, RefusedAnswerError
+    from scheduler_components.reference.cli.chat_client import AnswerStats, ChatRequestError, ChatSession
     from scheduler_components.reference.cli.chat_command import (
         ChatOptions,
-        facts_line,
-        find_small_model,
-        hold_chat,
+        find_default_model,
+        format_answer_stats,
         read_lines,
+        run_chat,
     )
     from scheduler_components.reference.cli.commands import COMMANDS, make_app, run_command
-    from scheduler_components.reference.cli.driver import Lateness, Tally, TraceDriver, percentile
+    from scheduler_components.reference.cli.driver import ScheduleLag, TraceDriver, WorkloadCounters, percentile
     from scheduler_components.reference.cli.engine_commands import (
         DemoOptions,
         EngineOptions,
@@ -27,85 +27,85 @@ if TYPE_CHECKING:
     )
     from scheduler_components.reference.cli.hicache_sim_command import RunProgress, draw_divergence, report_of
     from scheduler_components.reference.cli.run_report import (
-        Evidence,
+        ObservedStream,
         PortProbe,
+        RunFacts,
         RunReport,
-        StreamEvidence,
-        TextEvidence,
-        judge,
+        TextComparison,
+        is_zmq_listening,
         probe_ports,
-        speaks_zmq,
+        verify,
     )
     from scheduler_components.reference.cli.screen import (
-        JsonScreen,
-        RateWindow,
-        Screen,
-        make_rows,
-        plain_line,
-        progress_text,
-        render_table,
+        ConsoleReporter,
+        CounterRates,
+        JsonReporter,
+        format_progress,
+        format_rank_line,
+        make_rank_rows,
+        render_rank_table,
     )
 
 __all__ = [
-    "AnswerFacts",
+    "AnswerStats",
     "ChatOptions",
-    "Conversation",
+    "ChatSession",
     "DemoOptions",
     "EngineOptions",
     "EngineSizes",
-    "Evidence",
+    "RunFacts",
     "HiCacheOptions",
-    "JsonScreen",
-    "Lateness",
+    "JsonReporter",
+    "ScheduleLag",
     "ModelOptions",
     "PortProbe",
-    "RateWindow",
-    "RefusedAnswerError",
+    "CounterRates",
+    "ChatRequestError",
     "RunProgress",
     "RunReport",
-    "Screen",
-    "StreamEvidence",
-    "TextEvidence",
-    "Tally",
+    "ConsoleReporter",
+    "ObservedStream",
+    "TextComparison",
+    "WorkloadCounters",
     "TraceDriver",
     "COMMANDS",
     "draw_divergence",
     "engine_config",
-    "facts_line",
-    "find_small_model",
-    "hold_chat",
-    "judge",
+    "format_answer_stats",
+    "find_default_model",
+    "run_chat",
+    "verify",
     "make_app",
-    "make_rows",
+    "make_rank_rows",
     "percentile",
-    "plain_line",
+    "format_rank_line",
     "probe_ports",
-    "progress_text",
+    "format_progress",
     "read_lines",
-    "render_table",
+    "render_rank_table",
     "report_of",
     "run_command",
-    "speaks_zmq",
+    "is_zmq_listening",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
-        "scheduler_components.reference.cli.chat_client": "AnswerFacts Conversation RefusedAnswerError",
+        "scheduler_components.reference.cli.chat_client": "AnswerStats ChatSession ChatRequestError",
         "scheduler_components.reference.cli.chat_command": (
-            "ChatOptions facts_line find_small_model hold_chat read_lines"
+            "ChatOptions format_answer_stats find_default_model run_chat read_lines"
         ),
         "scheduler_components.reference.cli.commands": "COMMANDS make_app run_command",
-        "scheduler_components.reference.cli.driver": "Lateness Tally TraceDriver percentile",
+        "scheduler_components.reference.cli.driver": "ScheduleLag WorkloadCounters TraceDriver percentile",
         "scheduler_components.reference.cli.engine_commands": (
             "DemoOptions EngineOptions EngineSizes HiCacheOptions ModelOptions engine_config"
         ),
         "scheduler_components.reference.cli.hicache_sim_command": "RunProgress draw_divergence report_of",
         "scheduler_components.reference.cli.run_report": (
-            "Evidence PortProbe RunReport StreamEvidence TextEvidence judge probe_ports speaks_zmq"
+            "RunFacts PortProbe RunReport ObservedStream TextComparison verify probe_ports is_zmq_listening"
         ),
         "scheduler_components.reference.cli.screen": (
-            "JsonScreen RateWindow Screen make_rows plain_line progress_text render_table"
+            "JsonReporter CounterRates ConsoleReporter make_rank_rows format_rank_line format_progress render_rank_table"
         ),
     },
 )

@@ -14,10 +14,10 @@ from scheduler_components import CachedTokens, ComponentError
 from scheduler_components.reference.engine import RANK_HEADER
 from scheduler_components.reference.text import ChatMessage
 
-__all__ = ["AnswerFacts", "Conversation", "RefusedAnswerError"]
+__all__ = ["AnswerStats", "ChatSession", "ChatRequestError"]
 
 
-class RefusedAnswerError(ComponentError):
+class ChatRequestError(ComponentError):
     """The engine gave no answer; the text says why."""
 
 
@@ -60,7 +60,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 @dataclass(slots=True, kw_only=True)
-class AnswerFacts:
+class AnswerStats:
     """What an answer cost.
 
     Attributes:
@@ -92,7 +92,7 @@ class AnswerFacts:
 
 
 @dataclass(slots=True, kw_only=True)
-class Conversation:
+class ChatSession:
     """Messages so far, and a way to the engine.
 
     Attributes:
@@ -110,11 +110,11 @@ class Conversation:
     clock: Callable[[], float] = time.monotonic
     _name: str = field(default_factory=lambda: f"chat-{uuid4().hex}")
 
-    async def ask(self, question: str, facts: AnswerFacts) -> AsyncIterator[str]:
+    async def ask(self, question: str, facts: AnswerStats) -> AsyncIterator[str]:
         """Yield the answer as it comes, and fill ``facts`` in by its end. What was given up is kept as far as it came.
 
         Raises:
-            RefusedAnswerError: the engine does not answer, or only in part.
+            ChatRequestError: the engine does not answer, or only in part.
         """
         asked = [*self.messages, ChatMessage("user", question)]
         pieces: list[str] = []
@@ -127,7 +127,7 @@ class Conversation:
             if pieces:
                 self.messages = [*asked, ChatMessage("assistant", "".join(pieces))]
 
-    async def _events(self, asked: list[ChatMessage], facts: AnswerFacts) -> AsyncIterator[_Event]:
+    async def _events(self, asked: list[ChatMessage], facts: AnswerStats) -> AsyncIterator[_Event]:
         body = msgspec.json.encode(
             {
                 "messages": asked,
@@ -143,15 +143,15 @@ class Conversation:
         try:
             async with self.client.stream("POST", "/v1/chat/completions", content=body) as response:
                 if response.status_code != httpx.codes.OK:
-                    raise RefusedAnswerError(_message_in(await response.aread()))
+                    raise ChatRequestError(_message_in(await response.aread()))
                 facts.rank = response.headers[RANK_HEADER]
                 async for event in _events_of(response):
                     self._note(event, facts, sent_s)
                     yield event
         except (httpx.HTTPError, msgspec.DecodeError) as error:
-            raise RefusedAnswerError(str(error) or type(error).__name__) from error
+            raise ChatRequestError(str(error) or type(error).__name__) from error
 
-    def _note(self, event: _Event, facts: AnswerFacts, sent_s: float) -> None:
+    def _note(self, event: _Event, facts: AnswerStats, sent_s: float) -> None:
         now_s = self.clock()
         if event.choices:
             if not facts.first_token_s:
@@ -172,9 +172,9 @@ async def _events_of(response: httpx.Response) -> AsyncIterator[_Event]:
         if data:
             event = _decode(data)
             if event.error is not None:
-                raise RefusedAnswerError(event.error.message)
+                raise ChatRequestError(event.error.message)
             yield event
-    raise RefusedAnswerError("the stream ended without [DONE]")
+    raise ChatRequestError("the stream ended without [DONE]")
 
 
 def _message_in(body: bytes) -> str:

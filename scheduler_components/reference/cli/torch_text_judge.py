@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler_components.reference.cli.driver import ServedChat
-from scheduler_components.reference.cli.run_report import TextEvidence
+from scheduler_components.reference.cli.driver import ChatTranscript
+from scheduler_components.reference.cli.run_report import TextComparison
 from scheduler_components.reference.device import ModelSpec, load_model
-from scheduler_components.testing import ConformanceError, GenerateJudge
+from scheduler_components.testing import ConformanceError, GreedyTextVerifier
 
-__all__ = ["judge_texts"]
+__all__ = ["verify_texts"]
 
 
-def judge_texts(spec: ModelSpec, chats: Sequence[ServedChat]) -> TextEvidence:
+def verify_texts(spec: ModelSpec, chats: Sequence[ChatTranscript]) -> TextComparison:
     """Compare every answer of every chat; loads the model a second time.
 
     Raises:
@@ -21,7 +21,7 @@ def judge_texts(spec: ModelSpec, chats: Sequence[ServedChat]) -> TextEvidence:
     """
     model: Any = load_model(spec)  # the types of transformers do not say that models generate
     model.set_attn_implementation("sdpa")
-    judge = GenerateJudge.over(model)
+    judge = GreedyTextVerifier.over(model)
     problems, gaps = [], [0.0]
     for chat in chats:
         try:
@@ -29,7 +29,7 @@ def judge_texts(spec: ModelSpec, chats: Sequence[ServedChat]) -> TextEvidence:
         except ConformanceError as error:
             problems.append(f"{error.found} instead of {error.expected}")
     answers = [answer for chat in chats for answer in chat.answers]
-    return TextEvidence(
+    return TextComparison(
         num_answers=len(answers),
         num_tokens=sum(map(len, answers)),
         num_near_ties=len(gaps) - 1,

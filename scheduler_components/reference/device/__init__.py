@@ -6,53 +6,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from scheduler_components.reference.device.device import (
-        SIMULATED_LAYERS,
+        NUM_SIMULATED_LAYERS,
         CostModel,
         Device,
         DeviceOutput,
         DeviceRequest,
-        FencedDevice,
+        LayerwiseDevice,
         ScheduledBatch,
-        ScheduledWork,
+        ScheduledChunk,
         SimulatedDevice,
         SimulatedModel,
     )
     from scheduler_components.reference.device.hicache_sim import (
         AgreementScope,
-        Commands,
         FaultRates,
         SimulatedHostPages,
         SimulatedReplica,
         SimulatedWorkload,
         SimulationConfig,
         SimulationRun,
-        agreement_of,
+        StepCommands,
+        make_in_process_groups,
         run_simulation,
     )
-    from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpace
+    from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpec
     from scheduler_components.reference.device.sampling import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
     from scheduler_components.reference.device.torch_device import TorchDevice
     from scheduler_components.reference.device.torch_model import inspect_model, load_model
     from scheduler_components.reference.device.torch_tensor_parallel import (
-        ALONE,
-        RankSums,
-        TensorGroup,
-        cut_model,
-        cut_units,
-        open_tensor_group,
+        NullTensorParallelGroup,
+        TensorParallelGroup,
+        TorchTensorParallelGroup,
+        max_tp_size,
+        open_tensor_parallel_group,
+        shard_model,
     )
     from scheduler_components.reference.device.torch_weight_source import ModelTensors, read_weights
     from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
     from scheduler_components.reference.device.workload import (
-        BLOCK_TOKENS,
-        QUANTUM_S,
+        ARRIVAL_QUANTUM_S,
+        TRACE_BLOCK_TOKENS,
         Chat,
-        TraceFacts,
         TraceRequest,
+        TraceSummary,
         Turn,
         WorkloadConfig,
         check_trace,
@@ -64,25 +64,25 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "ALONE",
+    "NullTensorParallelGroup",
     "MAX_TOP_LOGPROBS",
     "AgreementScope",
     "Chat",
-    "Commands",
+    "StepCommands",
     "CostModel",
     "Device",
     "DeviceOutput",
     "DeviceRequest",
-    "FencedDevice",
+    "LayerwiseDevice",
     "FaultRates",
     "KvShape",
     "ModelDtype",
     "ModelSpec",
     "ModelTensors",
-    "RankSums",
+    "TensorParallelGroup",
     "SamplingParams",
     "ScheduledBatch",
-    "ScheduledWork",
+    "ScheduledChunk",
     "SimulatedDevice",
     "SimulatedHostPages",
     "SimulatedMemory",
@@ -92,25 +92,25 @@ __all__ = [
     "SimulatedWorkload",
     "SimulationConfig",
     "SimulationRun",
-    "TensorGroup",
+    "TorchTensorParallelGroup",
     "TokenLogprobs",
-    "TokenSpace",
+    "TokenSpec",
     "TorchDevice",
-    "TraceFacts",
+    "TraceSummary",
     "TraceRequest",
     "Turn",
     "WorkloadConfig",
-    "BLOCK_TOKENS",
-    "QUANTUM_S",
-    "SIMULATED_LAYERS",
-    "agreement_of",
+    "TRACE_BLOCK_TOKENS",
+    "ARRIVAL_QUANTUM_S",
+    "NUM_SIMULATED_LAYERS",
+    "make_in_process_groups",
     "check_trace",
-    "cut_model",
-    "cut_units",
+    "shard_model",
+    "max_tp_size",
     "generate_chats",
     "inspect_model",
     "load_model",
-    "open_tensor_group",
+    "open_tensor_parallel_group",
     "open_trace",
     "parse_trace",
     "prompt_tokens",
@@ -119,26 +119,26 @@ __all__ = [
     "spread_arrivals",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "scheduler_components.reference.device.device": (
-            "SIMULATED_LAYERS CostModel Device DeviceOutput DeviceRequest FencedDevice ScheduledBatch ScheduledWork "
+            "NUM_SIMULATED_LAYERS CostModel Device DeviceOutput DeviceRequest LayerwiseDevice ScheduledBatch ScheduledChunk "
             "SimulatedDevice SimulatedModel"
         ),
         "scheduler_components.reference.device.hicache_sim": (
-            "AgreementScope Commands FaultRates SimulatedHostPages SimulatedReplica SimulatedWorkload SimulationConfig "
-            "SimulationRun agreement_of run_simulation"
+            "AgreementScope StepCommands FaultRates SimulatedHostPages SimulatedReplica SimulatedWorkload SimulationConfig "
+            "SimulationRun make_in_process_groups run_simulation"
         ),
         "scheduler_components.reference.device.workload": (
-            "BLOCK_TOKENS QUANTUM_S Chat TraceFacts TraceRequest Turn WorkloadConfig check_trace generate_chats "
+            "TRACE_BLOCK_TOKENS ARRIVAL_QUANTUM_S Chat TraceSummary TraceRequest Turn WorkloadConfig check_trace generate_chats "
             "open_trace parse_trace prompt_tokens spread_arrivals"
         ),
-        "scheduler_components.reference.device.model_spec": "KvShape ModelDtype ModelSpec TokenSpace",
+        "scheduler_components.reference.device.model_spec": "KvShape ModelDtype ModelSpec TokenSpec",
         "scheduler_components.reference.device.torch_device": "TorchDevice",
         "scheduler_components.reference.device.torch_model": "inspect_model load_model",
         "scheduler_components.reference.device.torch_tensor_parallel": (
-            "ALONE RankSums TensorGroup cut_model cut_units open_tensor_group"
+            "NullTensorParallelGroup() TensorParallelGroup TorchTensorParallelGroup shard_model max_tp_size open_tensor_parallel_group"
         ),
         "scheduler_components.reference.device.torch_weight_source": "ModelTensors read_weights",
         "scheduler_components.reference.device.sampling": "MAX_TOP_LOGPROBS SamplingParams TokenLogprobs",

@@ -16,25 +16,25 @@ import msgspec
 
 from scheduler_components import ConfigError
 from scheduler_components.batching import BatchShape
-from scheduler_components.hicache import NO_LAYER_FENCE, LayerFence
+from scheduler_components.hicache import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
-from scheduler_components.validators import check_number, is_number
+from scheduler_components.validators import check_number, number_validator
 
 __all__ = [
-    "SIMULATED_LAYERS",
+    "NUM_SIMULATED_LAYERS",
     "CostModel",
     "Device",
     "DeviceOutput",
     "DeviceRequest",
-    "FencedDevice",
+    "LayerwiseDevice",
     "ScheduledBatch",
-    "ScheduledWork",
+    "ScheduledChunk",
     "SimulatedDevice",
     "SimulatedModel",
 ]
 
 
-SIMULATED_LAYERS = 2
+NUM_SIMULATED_LAYERS = 2
 """Layers of a simulated device: more than one, so that their order can be seen."""
 
 
@@ -66,7 +66,7 @@ RequestT_co = TypeVar("RequestT_co", bound=DeviceRequest, covariant=True)
 """The scheduler's own class of requests, which comes back to it with each result."""
 
 
-class ScheduledWork(msgspec.Struct, Generic[RequestT_co], frozen=True):
+class ScheduledChunk(msgspec.Struct, Generic[RequestT_co], frozen=True):
     """Positions ``start`` to ``end`` of one request, to go through the device in this step.
 
     Attributes:
@@ -96,7 +96,7 @@ class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
         replicas: under DP attention, the shapes of all replicas' batches, this one's among them; none otherwise.
     """
 
-    works: tuple[ScheduledWork[RequestT_co], ...] = ()
+    works: tuple[ScheduledChunk[RequestT_co], ...] = ()
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_context_tokens: int = 0
@@ -144,10 +144,10 @@ class Device(Protocol):
         ...
 
 
-class FencedDevice(Device, Protocol):
+class LayerwiseDevice(Device, Protocol):
     """A device that waits for pages which are on their way, layer by layer."""
 
-    fence: LayerFence
+    layer_counter: LayerDoneCounter
     """Begun when a batch is launched, and waited at before each layer."""
 
 
@@ -170,12 +170,14 @@ class CostModel:
     goes on before all have come: a step takes as long as the longest of its batches, in every replica.
     """
 
-    base_ms: float = attrs.field(default=5.0, validator=is_number("is not a cost", or_zero=True))
-    prefill_us_per_token: float = attrs.field(default=40.0, validator=is_number("is not a cost", or_zero=True))
-    decode_us_per_request: float = attrs.field(default=20.0, validator=is_number("is not a cost", or_zero=True))
-    context_us_per_1k_tokens: float = attrs.field(default=40.0, validator=is_number("is not a cost", or_zero=True))
+    base_ms: float = attrs.field(default=5.0, validator=number_validator("is not a cost", or_zero=True))
+    prefill_us_per_token: float = attrs.field(default=40.0, validator=number_validator("is not a cost", or_zero=True))
+    decode_us_per_request: float = attrs.field(default=20.0, validator=number_validator("is not a cost", or_zero=True))
+    context_us_per_1k_tokens: float = attrs.field(
+        default=40.0, validator=number_validator("is not a cost", or_zero=True)
+    )
 
-    eager_ms: float = attrs.field(default=3.0, validator=is_number("is not a cost", or_zero=True))
+    eager_ms: float = attrs.field(default=3.0, validator=number_validator("is not a cost", or_zero=True))
 
     def batch_s(self, batch: ScheduledBatch[DeviceRequest]) -> float:
         """Seconds for ``batch`` at speed 1."""
@@ -232,7 +234,7 @@ class SimulatedDevice:
         cost: the time.
         speed: divides the time; 2.0 is a device twice as fast.
         clock, sleep: monotonic seconds and how to let them pass.
-        fence: where it waits for pages that are on their way, before each of its ``SIMULATED_LAYERS``.
+        layer_counter: where it waits for pages that are on their way, before each of its ``NUM_SIMULATED_LAYERS``.
 
     Raises:
         ConfigError: ``speed`` is not a finite number above 0.
@@ -243,7 +245,7 @@ class SimulatedDevice:
     speed: float = 1.0
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
-    fence: LayerFence = NO_LAYER_FENCE
+    layer_counter: LayerDoneCounter = field(default_factory=NullLayerDoneCounter)
     _batch: ScheduledBatch[DeviceRequest] = field(default_factory=ScheduledBatch, init=False)
     _deadline_s: float = field(default=0.0, init=False)
 
@@ -252,12 +254,12 @@ class SimulatedDevice:
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         self._batch = batch
-        self.fence.begin()
+        self.layer_counter.start_batch()
         self._deadline_s = self.clock() + self.cost.batch_s(batch) / self.speed
 
     def wait(self) -> DeviceOutput:
-        for layer in range(SIMULATED_LAYERS):
-            self.fence.wait(layer)
+        for layer in range(NUM_SIMULATED_LAYERS):
+            self.layer_counter.wait_until(layer)
         left_s = self._deadline_s - self.clock()
         if left_s > 0:
             self.sleep(left_s)

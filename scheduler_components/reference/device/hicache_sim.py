@@ -24,37 +24,37 @@ from scheduler_components.hicache import (
     AgreedValues,
     HiCachePolicy,
     HiRadixCache,
-    InProcessSync,
+    InProcessGroups,
     Proposal,
     Tier,
-    world_rank_sets,
+    world_rank_groups,
 )
 from scheduler_components.page_operations import (
     BackupDone,
+    CancelPrefetch,
     CopyToDevice,
     CopyToHost,
-    ForgetLoad,
+    DiscardLoadBack,
     Instruction,
     IoEvent,
-    LoadDone,
-    PagesLanded,
+    LoadBackDone,
+    PagesRead,
+    QueryDone,
     QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StopReading,
-    StorageAnswered,
-    StorageUnused,
+    ReadDone,
+    ReadFromStorage,
+    ReleaseStorage,
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.validators import is_integer
+from scheduler_components.validators import integer_validator
 
 __all__ = [
     "FaultRates",
     "SimulatedHostPages",
     "SimulatedMover",
     "SimulatedStorage",
-    "Commands",
+    "StepCommands",
     "SimulatedRequest",
     "SimulatedScheduler",
     "SimulatedWorkload",
@@ -66,7 +66,7 @@ __all__ = [
     "SimulationConfig",
     "SliceStorage",
     "StoredSlice",
-    "agreement_of",
+    "make_in_process_groups",
     "make_rank",
     "run_simulation",
 ]
@@ -107,13 +107,13 @@ class SimulatedHostPages:
         return self.pool.allocate(num_pages).tolist()
 
     def commit(self, pages: Sequence[int]) -> None:
-        self.pool.to_cache(pages)
+        self.pool.move_to_cache(pages)
 
     def abort(self, pages: Sequence[int]) -> None:
         self.pool.free(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        self.pool.from_cache(pages)
+        self.pool.free_cached(pages)
 
     def check_integrity(self, committed: Sequence[int]) -> None:
         self.pool.check(committed)
@@ -147,10 +147,10 @@ class SimulatedStorage:
 
 @dataclass(slots=True, kw_only=True)
 class _Reading:
-    """One ``ReadStorage`` under way."""
+    """One ``ReadFromStorage`` under way."""
 
-    instruction: ReadStorage
-    num_landed: int = 0
+    instruction: ReadFromStorage
+    num_read: int = 0
     is_stopped: bool = False
 
 
@@ -175,7 +175,7 @@ class SimulatedMover:
     _readings: dict[int, _Reading] = field(default_factory=dict, init=False)
     _step: int = field(default=0, init=False)
     _storage_back_at: int = field(default=0, init=False)
-    load_room_pages: int = field(default=2**31, init=False)
+    load_back_budget_pages: int = field(default=2**31, init=False)
 
     @property
     def has_storage(self) -> bool:
@@ -183,20 +183,20 @@ class SimulatedMover:
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
-            if isinstance(instruction, ReadStorage):
+            if isinstance(instruction, ReadFromStorage):
                 self._readings[instruction.op] = _Reading(instruction=instruction)
-            elif isinstance(instruction, StopReading):
+            elif isinstance(instruction, CancelPrefetch):
                 if instruction.op in self._readings:
                     self._readings[instruction.op].is_stopped = True
             elif isinstance(instruction, CopyToDevice) and instruction.by_layer:
                 self._copies.append((self._step, instruction))  # the forward of this step has waited for it
-            elif not isinstance(instruction, StorageUnused | ForgetLoad):
+            elif not isinstance(instruction, ReleaseStorage | DiscardLoadBack):
                 self._copies.append((self._step + self.rng.randint(1, self.rates.max_latency_steps), instruction))
 
     def poll(self) -> list[IoEvent]:
         self._step += 1
         rng, rates = self.rng, self.rates
-        self.load_room_pages = 0 if rng.random() < rates.no_load_room else rng.randint(1, 64)
+        self.load_back_budget_pages = 0 if rng.random() < rates.no_load_room else rng.randint(1, 64)
         if rng.random() < rates.storage_outage:
             self._storage_back_at = self._step + rng.randint(1, 4 * rates.max_latency_steps)
         due = [instruction for at, instruction in self._copies if at <= self._step]
@@ -209,40 +209,40 @@ class SimulatedMover:
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def computed(self, digests: bytes, pages: Sequence[int]) -> None:
+    def on_computed(self, digests: bytes, pages: Sequence[int]) -> None:
         self._device.update(zip(pages, _each(digests), strict=True))
 
-    def loaded(self, digests: bytes, pages: Sequence[int]) -> None:
+    def on_loaded_back(self, digests: bytes, pages: Sequence[int]) -> None:
         for digest, page in zip(_each(digests), pages, strict=True):
             if self._device.get(page) != digest:
                 raise CacheIntegrityError(f"device page {page} was loaded with another page's content")
 
     def _end(self, instruction: Instruction) -> IoEvent:
-        is_good = self.rng.random() >= self.rates.failure
+        is_ok = self.rng.random() >= self.rates.failure
         if isinstance(instruction, CopyToDevice) and instruction.by_layer:
-            is_good = True  # otherwise the forward would have failed on this rank alone, and ended the simulation
+            is_ok = True  # otherwise the forward would have failed on this rank alone, and ended the simulation
         if isinstance(instruction, CopyToHost):
             for device_page, host_page in zip(instruction.device_pages, instruction.host_pages, strict=True):
-                self._host[host_page] = self._device[device_page] if is_good else _TORN
-            return WriteDone(instruction.op, is_good)
+                self._host[host_page] = self._device[device_page] if is_ok else _TORN
+            return WriteDone(instruction.op, is_ok)
         if isinstance(instruction, CopyToDevice):
             for host_page, device_page in zip(instruction.host_pages, instruction.device_pages, strict=True):
-                self._device[device_page] = self._host[host_page] if is_good else _TORN
-            return LoadDone(instruction.op, is_good)
+                self._device[device_page] = self._host[host_page] if is_ok else _TORN
+            return LoadBackDone(instruction.op, is_ok)
         if isinstance(instruction, WriteToStorage):
-            return BackupDone(instruction.op, self._back_up(instruction, is_good))
+            return BackupDone(instruction.op, self._back_up(instruction, is_ok))
         assert isinstance(instruction, QueryStorage)
-        digests = _each(instruction.digests) if is_good and self.has_storage else []
+        digests = _each(instruction.digests) if is_ok and self.has_storage else []
         hit = next((at for at, digest in enumerate(digests) if digest not in self.stored), len(digests))
-        return StorageAnswered(instruction.op, hit)
+        return QueryDone(instruction.op, hit)
 
-    def _back_up(self, instruction: WriteToStorage, is_good: bool) -> bool:
+    def _back_up(self, instruction: WriteToStorage, is_ok: bool) -> bool:
         if not self.writes:
             return True  # the one that writes this slice answers for it
-        if is_good and self.has_storage:
+        if is_ok and self.has_storage:
             pages = (self._host[page] for page in instruction.host_pages)
             self.stored.update(zip(_each(instruction.digests), pages, strict=True))
-        return is_good and self.has_storage
+        return is_ok and self.has_storage
 
     def _read_on(self, reading: _Reading) -> list[IoEvent]:
         """Land a random number of further pages; end when all are there, one is missing, or a stop was asked for."""
@@ -250,18 +250,18 @@ class SimulatedMover:
         digests = _each(instruction.digests)
         fails = self.rng.random() < self.rates.failure
         for _ in range(0 if fails or reading.is_stopped else self.rng.randint(0, 4)):
-            content = self.stored.get(digests[reading.num_landed])
+            content = self.stored.get(digests[reading.num_read])
             if content is None:
                 fails = True
                 break
-            self._host[instruction.host_pages[reading.num_landed]] = content
-            reading.num_landed += 1
-            events.append(PagesLanded(instruction.op, reading.num_landed))
-            if reading.num_landed == len(digests):
+            self._host[instruction.host_pages[reading.num_read]] = content
+            reading.num_read += 1
+            events.append(PagesRead(instruction.op, reading.num_read))
+            if reading.num_read == len(digests):
                 break
-        if fails or reading.is_stopped or reading.num_landed == len(digests):
+        if fails or reading.is_stopped or reading.num_read == len(digests):
             del self._readings[instruction.op]
-            events.append(ReadEnded(instruction.op))
+            events.append(ReadDone(instruction.op))
         return events
 
 
@@ -279,7 +279,7 @@ class SimulatedRequest:
 
 
 @attrs.frozen
-class Commands:
+class StepCommands:
     """What all ranks get before a step."""
 
     arrivals: tuple[SimulatedRequest, ...] = ()
@@ -304,7 +304,7 @@ class SimulatedWorkload:
     arrival_rate: float = 0.5
     abort_rate: float = 0.05
 
-    def steps(self, num_steps: int) -> Iterator[Commands]:
+    def steps(self, num_steps: int) -> Iterator[StepCommands]:
         """The commands of each step."""
         rng = random.Random(self.seed)  # noqa: S311  a simulation
         num_pages = [2] * self.num_chats
@@ -321,7 +321,7 @@ class SimulatedWorkload:
             if open_rids and rng.random() < self.abort_rate:
                 aborts = (open_rids.pop(rng.randrange(len(open_rids))),)
             del open_rids[:-8]
-            yield Commands(tuple(arrivals), aborts)
+            yield StepCommands(tuple(arrivals), aborts)
 
     def _tokens(self, chat: int, length: int) -> tuple[int, ...]:
         shared = 2 * self.page_size
@@ -357,11 +357,11 @@ class SimulatedScheduler:
     def is_idle(self) -> bool:
         return not self._waiting and not self._running
 
-    def step(self, commands: Commands) -> None:
+    def step(self, commands: StepCommands) -> None:
         """Take in commands, move on what runs, let in what may."""
         for request in commands.arrivals:
             self._waiting.append(request)
-            self.cache.preparations.expect(request.rid, request.token_ids)
+            self.cache.prefetch_queue.start(request.rid, request.token_ids)
         for rid in commands.aborts:
             self._abort(rid)
         for running in list(self._running):
@@ -372,7 +372,7 @@ class SimulatedScheduler:
 
     def _admit(self) -> None:
         for place, request in enumerate(self._waiting[:3]):
-            ready = self.cache.preparations.is_ready(request.rid, request.token_ids, is_next=place == 0)
+            ready = self.cache.prefetch_queue.is_done(request.rid, request.token_ids, is_next=place == 0)
             if place == 0 and (not ready or len(self._running) >= self.max_running or not self._start(request)):
                 return
             if place == 0:
@@ -389,7 +389,7 @@ class SimulatedScheduler:
         except OutOfPagesError:
             cache.unlock(match.node)
             return False
-        cache.preparations.book_admission(
+        cache.prefetch_queue.record_admission(
             request.rid, prompt_tokens=len(request.token_ids), cached_tokens=match.num_tokens
         )
         self._running.append(
@@ -411,7 +411,7 @@ class SimulatedScheduler:
 
     def _abort(self, rid: str) -> None:
         self._waiting = [request for request in self._waiting if request.rid != rid]
-        self.cache.preparations.forget(rid)
+        self.cache.prefetch_queue.cancel(rid)
         for running in self._running:
             if running.request.rid == rid:
                 self._running.remove(running)
@@ -438,15 +438,15 @@ class SimulationConfig:
         ConfigError: a size below 1.
     """
 
-    attn_cp_size: int = attrs.field(default=2, validator=is_integer())
-    attn_tp_size: int = attrs.field(default=2, validator=is_integer())
-    pp_size: int = attrs.field(default=1, validator=is_integer())
+    attn_cp_size: int = attrs.field(default=2, validator=integer_validator())
+    attn_tp_size: int = attrs.field(default=2, validator=integer_validator())
+    pp_size: int = attrs.field(default=1, validator=integer_validator())
     scope: AgreementScope = "cp x tp x pp"
     policy: HiCachePolicy = attrs.field(factory=lambda: HiCachePolicy(prefetch_threshold_pages=2, clean_ahead_pages=16))
     rates: FaultRates = attrs.field(factory=FaultRates)
-    page_size: int = attrs.field(default=2, validator=is_integer())
-    device_pages: int = attrs.field(default=48, validator=is_integer())
-    host_pages: int = attrs.field(default=72, validator=is_integer())
+    page_size: int = attrs.field(default=2, validator=integer_validator())
+    device_pages: int = attrs.field(default=48, validator=integer_validator())
+    host_pages: int = attrs.field(default=72, validator=integer_validator())
 
     @property
     def tp_size(self) -> int:
@@ -460,22 +460,22 @@ class SimulationConfig:
 
 
 class Agreement(Protocol):
-    """Gives each rank the agreed values of a step. ``InProcessSync`` is one; a test may have one that lies."""
+    """Gives each rank the agreed values of a step. ``InProcessGroups`` is one; a test may have one that lies."""
 
-    def agree(self, proposals: Mapping[int, Proposal]) -> Mapping[int, AgreedValues]: ...
+    def reduce(self, proposals: Mapping[int, Proposal]) -> Mapping[int, AgreedValues]: ...
 
 
-def agreement_of(config: SimulationConfig) -> InProcessSync:
+def make_in_process_groups(config: SimulationConfig) -> InProcessGroups:
     """Return the agreement over the ranks that ``config.scope`` names."""
     parallel = ParallelState.from_tp_rank(
         0, tp_size=config.tp_size, attn_cp_size=config.attn_cp_size, pp_size=config.pp_size
     )
-    world = world_rank_sets(parallel)
+    world = world_rank_groups(parallel)
     if config.scope != "cp x tp x pp":
         world = tuple(attrs.evolve(sets, pp=None) for sets in world)
     if config.scope == "tp":
         world = tuple(attrs.evolve(sets, attn_cp=None) for sets in world)
-    return InProcessSync({sets.rank: sets.hops for sets in world})
+    return InProcessGroups({sets.rank: sets.reduce_groups for sets in world})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -500,7 +500,7 @@ class SimulatedReplica:
 
     def __init__(self, config: SimulationConfig, *, seed: int, agreement: Agreement | None = None) -> None:
         self.config = config
-        self._agreement: Agreement = agreement if agreement is not None else agreement_of(config)
+        self._agreement: Agreement = agreement if agreement is not None else make_in_process_groups(config)
         storage = SimulatedStorage()
         self.ranks = {rank: make_rank(config, rank, storage, seed) for rank in range(config.pp_size * config.tp_size)}
         self.num_steps = 0
@@ -516,26 +516,26 @@ class SimulatedReplica:
         return all(rank.scheduler.is_idle and not rank.cache.num_operations for rank in self.ranks.values())
 
     @property
-    def has_parted(self) -> bool:
+    def has_diverged(self) -> bool:
         """Ranks hold different pages now."""
         return len({cache.state_digest for cache in self.caches}) > 1
 
-    def step(self, commands: Commands) -> None:
+    def step(self, commands: StepCommands) -> None:
         """Let every rank take one step."""
         self.num_steps += 1
         proposals = {number: self._proposal(rank) for number, rank in self.ranks.items()}
-        agreed = self._agreement.agree(proposals)
+        agreed = self._agreement.reduce(proposals)
         for number, rank in self.ranks.items():
-            rank.cache.settle(self.num_steps, agreed[number])
-            rank.mover.submit(rank.cache.take_instructions())
+            rank.cache.apply(self.num_steps, agreed[number])
+            rank.mover.submit(rank.cache.pop_instructions())
             rank.scheduler.step(commands)
             # What expect() and insert() began goes out now, not a step later.
-            rank.mover.submit(rank.cache.take_instructions())
+            rank.mover.submit(rank.cache.pop_instructions())
 
     def drain(self) -> None:
         """Step without new requests until nothing is anywhere."""
         while not self.is_idle:
-            self.step(Commands())
+            self.step(StepCommands())
 
     def num_differing_pages(self) -> int:
         """Device pages that some rank holds and another one does not."""
@@ -548,7 +548,7 @@ class SimulatedReplica:
         return rank.cache.proposal(
             self.num_steps,
             has_storage=rank.mover.has_storage,
-            load_room_pages=rank.mover.load_room_pages,
+            load_back_budget_pages=rank.mover.load_back_budget_pages,
             now_s=self._now_s(rank),
         )
 
@@ -589,13 +589,13 @@ class SimulationRun:
 
     Attributes:
         seed: of workload and I/O.
-        parted_at: first step after which ranks held different pages; None: never.
+        diverged_at_step: first step after which ranks held different pages; None: never.
         differing_pages: at every ``sample_steps``-th step.
         num_served: requests that ran to their end on rank 0.
     """
 
     seed: int
-    parted_at: int | None = None
+    diverged_at_step: int | None = None
     differing_pages: list[int] = field(default_factory=list)
     num_served: int = 0
 
@@ -612,8 +612,8 @@ def _run(config: SimulationConfig, seed: int, num_steps: int, sample_steps: int)
     workload = SimulatedWorkload(seed=seed, page_size=config.page_size)
     for step, commands in enumerate(workload.steps(num_steps), start=1):
         replica.step(commands)
-        if run.parted_at is None and replica.has_parted:
-            run.parted_at = step
+        if run.diverged_at_step is None and replica.has_diverged:
+            run.diverged_at_step = step
         if step % sample_steps == 0:
             run.differing_pages.append(replica.num_differing_pages())
     run.num_served = replica.ranks[0].scheduler.num_served

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 -m scheduler_components.reference.device.hicache_torchrun --attn-cp-size 2
 
-Rank 0 makes the requests, and an ``Intake`` brings them to all ranks. Every rank serves them, with I/O of its own that
+Rank 0 makes the requests, and an ``RequestReceiver`` brings them to all ranks. Every rank serves them, with I/O of its own that
 is slow and fails at random, and prints what it holds after each tenth of the run, and at the end what it read. All
 ranks print the same; one that does not ends all of them with an error.
 
@@ -29,17 +29,24 @@ from scheduler_components import ParallelState
 from scheduler_components.hicache import (
     FilePageStore,
     HiCachePolicy,
-    TierStepper,
+    HiCacheStepper,
     open_file_page_store,
-    open_torch_sync_domains,
-    world_rank_sets,
+    open_torch_groups,
+    world_rank_groups,
 )
-from scheduler_components.intake import NO_INPUT, ForwardMode, Incoming, InputKind, Intake, SyncRelay
+from scheduler_components.intake import (
+    ForwardMode,
+    InputKind,
+    InputMessage,
+    NullInputSource,
+    RequestReceiver,
+    SyncGroupRelay,
+)
 from scheduler_components.reference.device.hicache_sim import (
-    Commands,
     FaultRates,
     SimulatedWorkload,
     SimulationConfig,
+    StepCommands,
     StoredSlice,
     make_rank,
 )
@@ -90,17 +97,17 @@ class _FileStorage:
 class _Workload:
     """An ``InputSource``: each time it is asked, the commands of one more step."""
 
-    steps: Iterator[Commands]
+    steps: Iterator[StepCommands]
 
-    def take(self, most: int) -> Sequence[bytes]:  # noqa: ARG002 - one is never too many
+    def poll(self, most: int) -> Sequence[bytes]:  # noqa: ARG002 - one is never too many
         return [msgspec.msgpack.encode(next(self.steps))]
 
 
 class _CommandsReader:
-    """An ``InputReader`` of the commands of a step."""
+    """An ``MessageDecoder`` of the commands of a step."""
 
-    def read(self, frame: bytes) -> Incoming[Commands]:
-        return Incoming(InputKind.COMMAND, msgspec.msgpack.decode(frame, type=Commands))
+    def read(self, frame: bytes) -> InputMessage[StepCommands]:
+        return InputMessage(InputKind.COMMAND, msgspec.msgpack.decode(frame, type=StepCommands))
 
 
 def main() -> None:
@@ -143,7 +150,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
         pp_rank=rank // (size // arguments.pp_size),
         pp_size=arguments.pp_size,
     )
-    domains = open_torch_sync_domains(world_rank_sets(parallel), ["scheduler", "input"], timeout_s=arguments.timeout)
+    domains = open_torch_groups(world_rank_groups(parallel), ["scheduler", "input"], timeout_s=arguments.timeout)
     domain = domains["scheduler"]
     config = SimulationConfig(
         attn_cp_size=parallel.attn_cp_size,
@@ -155,13 +162,13 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
     )
     store = open_file_page_store(folder, capacity_bytes=_STORE_BYTES)
     simulated = make_rank(config, rank, _FileStorage(store), arguments.seed)
-    stepper = TierStepper(cache=simulated.cache, domain=domain, mover=simulated.mover)
+    stepper = HiCacheStepper(cache=simulated.cache, domain=domain, mover=simulated.mover)
     source = _Workload(SimulatedWorkload(seed=arguments.seed, page_size=config.page_size).steps(arguments.steps))
-    intake = Intake(
+    intake = RequestReceiver(
         rank=str(parallel),
         reader=_CommandsReader(),
-        source=NO_INPUT if rank else source,
-        relay=SyncRelay(rank=rank, leads=not rank, groups=domains["input"].groups),
+        source=NullInputSource() if rank else source,
+        relay=SyncGroupRelay(rank=rank, leads=not rank, groups=domains["input"].groups),
     )
     try:
         for step in range(1, arguments.steps + 1):

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-__all__ = ["KvShape", "ModelDtype", "ModelSpec", "TokenSpace"]
+__all__ = ["KvShape", "ModelDtype", "ModelSpec", "TokenSpec"]
 
 ModelDtype: TypeAlias = Literal["float32", "bfloat16"]
 _ITEM_BYTES: dict[ModelDtype, int] = {"float32": 4, "bfloat16": 2}
@@ -27,13 +27,13 @@ class KvShape:
     head_dim: int
 
     @property
-    def num_numbers(self) -> int:
+    def num_elements(self) -> int:
         """Keys and values, of all layers."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim
 
 
 @attrs.frozen(kw_only=True)
-class TokenSpace:
+class TokenSpec:
     """Which tokens, and how many, the model takes.
 
     Attributes:
@@ -58,7 +58,7 @@ class ModelSpec:
         kv: keys and values of one position.
         tokens: what goes in and comes out.
         weight_bytes: of the loaded model, in ``dtype``.
-        cut_units: each divisor of it is a size of attention-TP: among so many ranks the layers can be cut.
+        max_tp_size: each divisor of it is a size of attention-TP: among so many ranks the layers can be cut.
         identity: a digest of configuration and weights: pages of one identity, layout and dtype mean the same.
     """
 
@@ -66,12 +66,12 @@ class ModelSpec:
     dtype: ModelDtype = "float32"
     device: str = "cpu"
     kv: KvShape
-    tokens: TokenSpace
+    tokens: TokenSpec
     weight_bytes: int
-    cut_units: int = 1
+    max_tp_size: int = 1
     identity: str
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one position, in all layers."""
-        return self.kv.num_numbers * _ITEM_BYTES[self.dtype]
+        return self.kv.num_elements * _ITEM_BYTES[self.dtype]

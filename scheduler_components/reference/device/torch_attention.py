@@ -14,7 +14,7 @@ The order makes a prefix hit what it is: pages before ``start`` are read and nev
 
 Invariant: the pool holds numbers, never NaN or infinity, also where nobody has written. Positions behind a request's
 end are masked, which weighs them with 0, and 0 times NaN is NaN. So the pool begins as zeros, and what a failed work
-wrote is wiped (``PagedBatch.wipe``).
+wrote is wiped (``PagedBatch.zero_rows``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scheduler_components import ConfigError
 
 __all__ = [
     "PAGED_ATTENTION",
-    "AttentionLayers",
+    "AttentionBackend",
     "DecodeGroup",
     "KvLayers",
     "PagedBatch",
@@ -52,7 +52,7 @@ _CHANGES_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "si
 """Arguments by which a model asks for another attention than this one computes."""
 
 
-class AttentionLayers(Protocol):
+class AttentionBackend(Protocol):
     """What computes attention, layer by layer, in one forward."""
 
     def attend(
@@ -79,7 +79,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature; made for no registered name
     *,
-    paged: AttentionLayers | None = None,
+    paged: AttentionBackend | None = None,
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
@@ -122,7 +122,7 @@ class KvLayers(Protocol):
 
 
 class RowSpan(Protocol):
-    """Positions ``start`` to ``end`` of one request, on its pages: ``ScheduledWork`` and its request as one."""
+    """Positions ``start`` to ``end`` of one request, on its pages: ``ScheduledChunk`` and its request as one."""
 
     @property
     def start(self) -> int: ...
@@ -168,7 +168,7 @@ class PrefillChunk:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PagedBatch:
-    """``AttentionLayers`` over a pool, for one forward. Made by ``pack_batch``.
+    """``AttentionBackend`` over a pool, for one forward. Made by ``pack_batch``.
 
     Attributes:
         pool: the layers.
@@ -196,7 +196,7 @@ class PagedBatch:
             out[rows] = _prefill(chunk, query[rows], key[rows], value[rows], (keys, values), scaling)
         return out
 
-    def wipe(self, first_row: int, end_row: int) -> None:
+    def zero_rows(self, first_row: int, end_row: int) -> None:
         """Overwrite what these rows wrote, in every layer, by zeros."""
         slots = self.slots[first_row:end_row]
         for layer in (*self.pool.keys, *self.pool.values):

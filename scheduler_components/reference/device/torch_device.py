@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from scheduler_components.hicache import NO_LAYER_FENCE, LayerFence
-from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch, ScheduledWork
+from scheduler_components.hicache import LayerDoneCounter, NullLayerDoneCounter
+from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch, ScheduledChunk
 from scheduler_components.reference.device.torch_attention import KvLayers, PagedBatch, pack_batch
-from scheduler_components.reference.device.torch_sampling import Draw, choose_tokens, token_logprobs
+from scheduler_components.reference.device.torch_sampling import SamplingDraw, choose_tokens, token_logprobs
 
 __all__ = ["TorchDevice"]
 
@@ -23,21 +23,21 @@ class _Span:
 
     __slots__ = ("end", "pages", "start")
 
-    def __init__(self, work: ScheduledWork[DeviceRequest]) -> None:
+    def __init__(self, work: ScheduledChunk[DeviceRequest]) -> None:
         self.start, self.end, self.pages = work.start, work.end, work.request.pages
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class _FencedAttention:
-    """``AttentionLayers`` that wait before each layer for pages that are still on their way."""
+class _LayerWaitingAttention:
+    """``AttentionBackend`` that wait before each layer for pages that are still on their way."""
 
     paged: PagedBatch
-    fence: LayerFence
+    layer_counter: LayerDoneCounter
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        self.fence.wait(layer)
+        self.layer_counter.wait_until(layer)
         return self.paged.attend(layer, query, key, value, scaling)
 
 
@@ -53,7 +53,7 @@ class _Forward:
         logits: of each work's last row; ``[works, vocabulary]``.
     """
 
-    works: Sequence[ScheduledWork[DeviceRequest]]
+    works: Sequence[ScheduledChunk[DeviceRequest]]
     places: Sequence[int]
     paged: PagedBatch
     first_rows: Sequence[int]
@@ -76,18 +76,18 @@ class TorchDevice:
     Attributes:
         model: loaded with ``torch_attention.PAGED_ATTENTION``, in evaluation mode.
         pool: as many layers as the model has, on its device, of its dtype, of zeros at first.
-        fence: where it waits for pages that come from the host, layer by layer.
+        layer_counter: where it waits for pages that come from the host, layer by layer.
     """
 
     model: PreTrainedModel = field(repr=False)
     pool: KvLayers = field(repr=False)
-    fence: LayerFence = NO_LAYER_FENCE
+    layer_counter: LayerDoneCounter = field(default_factory=NullLayerDoneCounter)
     _batch: ScheduledBatch[DeviceRequest] = field(default_factory=ScheduledBatch, init=False, repr=False)
     _forward: _Forward | None = field(default=None, init=False, repr=False)
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         self._batch, self._forward = batch, None
-        self.fence.begin()
+        self.layer_counter.start_batch()
         if batch.works and self.model.device.type != "cpu":
             self._forward = self._compute(batch)
 
@@ -125,17 +125,17 @@ class TorchDevice:
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
             logits_to_keep=last_rows,
-            paged=_FencedAttention(paged=paged, fence=self.fence),
+            paged=_LayerWaitingAttention(paged=paged, layer_counter=self.layer_counter),
         ).logits[0]
         return _Forward(works=laid_out, places=places, paged=paged, first_rows=first_rows, logits=logits)
 
 
 @torch.inference_mode()
 def _output(forward: _Forward) -> DeviceOutput:
-    draws = [Draw(work.request.sampling, work.request.rid, work.end) for work in forward.works]
+    draws = [SamplingDraw(work.request.sampling, work.request.rid, work.end) for work in forward.works]
     tokens, broken = choose_tokens(forward.logits, draws)
     for row in broken:
-        forward.paged.wipe(forward.first_rows[row], forward.first_rows[row + 1])
+        forward.paged.zero_rows(forward.first_rows[row], forward.first_rows[row + 1])
     token_ids = [0] * len(tokens)
     logprobs = {}
     for row, (place, work) in enumerate(zip(forward.places, forward.works, strict=True)):

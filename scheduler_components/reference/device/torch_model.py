@@ -23,9 +23,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpace
+from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpec
 from scheduler_components.reference.device.torch_attention import PAGED_ATTENTION, pack_batch, register_paged_attention
-from scheduler_components.reference.device.torch_tensor_parallel import UnmetRanks, cut_model, cut_units
+from scheduler_components.reference.device.torch_tensor_parallel import (
+    ShapeOnlyTensorParallelGroup,
+    max_tp_size,
+    shard_model,
+)
 
 __all__ = ["inspect_model", "load_model"]
 
@@ -72,9 +76,9 @@ def inspect_model(path: str | Path, *, dtype: ModelDtype = "float32", device: st
         dtype=dtype,
         device=device,
         kv=kv,
-        tokens=TokenSpace(vocab_size=text.vocab_size, context_tokens=context_tokens, eos_token_ids=eos_token_ids),
+        tokens=TokenSpec(vocab_size=text.vocab_size, context_tokens=context_tokens, eos_token_ids=eos_token_ids),
         weight_bytes=weight_bytes,
-        cut_units=units,
+        max_tp_size=units,
         identity=_identity(config, files),
     )
 
@@ -271,7 +275,7 @@ def _without_weights(place: Path, config: PretrainedConfig) -> PreTrainedModel:
 
 @dataclass(slots=True)
 class _ShapeProbe:
-    """``AttentionLayers`` that notes who asks, with which shape of a key."""
+    """``AttentionBackend`` that notes who asks, with which shape of a key."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -314,10 +318,10 @@ def _probe(place: Path, model: PreTrainedModel, config: PretrainedConfig) -> KvS
 
 def _cut_units(place: Path, model: PreTrainedModel, config: PretrainedConfig, kv: KvShape) -> int:
     """Cut the model without weights as far as its plan allows, and see whether attention gets a part of the heads."""
-    units = cut_units(model, kv)
+    units = max_tp_size(model, kv)
     if units == 1:
         return 1
-    cut_model(model, UnmetRanks(size=units))
+    shard_model(model, ShapeOnlyTensorParallelGroup(size=units))
     try:
         part = _probe(place, model, config)
     except ConfigError:  # its modules know the number of heads: it is served whole

@@ -18,10 +18,10 @@ from transformers import (
 
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
 
-__all__ = ["Draw", "choose_tokens", "token_logprobs", "uniform"]
+__all__ = ["SamplingDraw", "choose_tokens", "token_logprobs", "uniform_sample"]
 
 
-class Draw(msgspec.Struct, frozen=True, gc=False):
+class SamplingDraw(msgspec.Struct, frozen=True, gc=False):
     """One row's choice: how, and what its draw depends on.
 
     Attributes:
@@ -35,14 +35,14 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     position: int
 
 
-def uniform(draw: Draw) -> float:
+def uniform_sample(draw: SamplingDraw) -> float:
     """A number from 0 up to 1, the same for the same seed and position on every machine."""
     seed = draw.rid if draw.sampling.seed is None else draw.sampling.seed
     digest = blake2b(f"{seed}/{draw.position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
+def choose_tokens(logits: torch.Tensor, draws: Sequence[SamplingDraw]) -> tuple[list[int], list[int]]:
     """Choose one token per row.
 
     Args:
@@ -59,12 +59,12 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int
         if not draw.sampling.is_greedy and row not in broken:
             by_cut[msgspec.structs.replace(draw.sampling, seed=None, logprobs=None)].append(row)
     for cut, rows in by_cut.items():
-        tokens[rows] = _draw(logits[rows].float(), cut, [uniform(draws[row]) for row in rows])
+        tokens[rows] = _draw(logits[rows].float(), cut, [uniform_sample(draws[row]) for row in rows])
     return tokens.tolist(), broken
 
 
 def _draw(logits: torch.Tensor, cut: SamplingParams, uniforms: Sequence[float]) -> torch.Tensor:
-    """Draw one token per row: where the running sum of probabilities passes the row's number."""
+    """SamplingDraw one token per row: where the running sum of probabilities passes the row's number."""
     candidates = None
     if 0 < cut.top_k < logits.shape[-1]:  # the other cuts then sort few tokens instead of all
         logits, candidates = logits.topk(cut.top_k)

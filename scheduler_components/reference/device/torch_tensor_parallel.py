@@ -6,7 +6,7 @@ sums that lack the other ranks' share. So there are two sums per layer of the mo
 embedding, norms and the head over the vocabulary are whole on each rank, which therefore has the same logits.
 
 Every rank reads the whole model and keeps its part. A plan that asks for more than these two cuts is not followed:
-such a model is served whole (``cut_units`` is 1).
+such a model is served whole (``max_tp_size`` is 1).
 
 The sums of all ranks are bitwise the same, since gloo and NCCL add up each number once and give it to all. They differ
 from those of one rank in the order of additions: so tokens do where two are as good as equal.
@@ -28,10 +28,18 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from scheduler_components import ConfigError, StartError
-from scheduler_components.quiesce import TensorParts
+from scheduler_components.quiesce import TensorShards
 from scheduler_components.reference.device.model_spec import KvShape
 
-__all__ = ["ALONE", "RankSums", "TensorGroup", "UnmetRanks", "cut_model", "cut_units", "open_tensor_group"]
+__all__ = [
+    "NullTensorParallelGroup",
+    "TensorParallelGroup",
+    "TorchTensorParallelGroup",
+    "ShapeOnlyTensorParallelGroup",
+    "shard_model",
+    "max_tp_size",
+    "open_tensor_parallel_group",
+]
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _CUT_DIMENSION = {_COLUMNS: 0, _ROWS: 1}
@@ -44,7 +52,7 @@ _WHOLE_OUTSIDE_LAYERS = frozenset({"embedding_rowwise", "colwise_gather_output"}
 _TIMEOUT_S = 120.0  # for a rank that computes its part of a long chunk on a core that others use
 
 
-class RankSums(Protocol):
+class TensorParallelGroup(Protocol):
     """The ranks among which layers are cut, of one thread."""
 
     @property
@@ -55,7 +63,7 @@ class RankSums(Protocol):
     @property
     def size(self) -> int: ...
 
-    def add_up(self, partial: torch.Tensor) -> None:
+    def all_reduce(self, partial: torch.Tensor) -> None:
         """Replace ``partial`` by its sum over all ranks, which come with the same shapes in the same order.
 
         Raises:
@@ -78,30 +86,26 @@ class _ProcessGroup(Protocol):
     def allreduce(self, tensors: list[torch.Tensor]) -> _Wait: ...
 
 
-class _Alone:
+class NullTensorParallelGroup:
     """A rank that holds the whole model."""
 
     rank, size = 0, 1
 
-    def add_up(self, partial: torch.Tensor) -> None:
+    def all_reduce(self, partial: torch.Tensor) -> None:
         """The part is the whole."""
 
     def close(self) -> None:
         """There is nobody to let go of."""
 
 
-ALONE: RankSums = _Alone()
-"""Of a rank that holds the whole model."""
-
-
 @dataclass(slots=True, kw_only=True)
-class UnmetRanks:
+class ShapeOnlyTensorParallelGroup:
     """The first of ranks that do not exist: to see what becomes of a model that is cut, without computing."""
 
     size: int
     rank: int = 0
 
-    def add_up(self, partial: torch.Tensor) -> None:
+    def all_reduce(self, partial: torch.Tensor) -> None:
         """The sum has the same shape."""
 
     def close(self) -> None:
@@ -109,19 +113,19 @@ class UnmetRanks:
 
 
 @dataclass(slots=True, kw_only=True)
-class TensorGroup:
-    """``RankSums`` over gloo or NCCL, without the process's default group, which belongs to whoever made it.
+class TorchTensorParallelGroup:
+    """``TensorParallelGroup`` over gloo or NCCL, without the process's default group, which belongs to whoever made it.
 
     Attributes:
         rank, size: this rank among those of its group.
-        group: of these ranks alone, made by ``open_tensor_group``; None once it is closed.
+        group: of these ranks alone, made by ``open_tensor_parallel_group``; None once it is closed.
     """
 
     rank: int
     size: int
     group: _ProcessGroup | None
 
-    def add_up(self, partial: torch.Tensor) -> None:
+    def all_reduce(self, partial: torch.Tensor) -> None:
         if self.group is None:
             raise RuntimeError("the ranks of the model are let go of")
         self.group.allreduce([partial]).wait()
@@ -130,9 +134,9 @@ class TensorGroup:
         self.group = None
 
 
-def open_tensor_group(
+def open_tensor_parallel_group(
     meeting: Path, *, rank: int, size: int, on_cuda: bool = False, timeout_s: float = _TIMEOUT_S
-) -> TensorGroup:
+) -> TorchTensorParallelGroup:
     """Meet the other ranks, all of which are on this machine: gloo's connections are on loopback.
 
     Args:
@@ -152,7 +156,7 @@ def open_tensor_group(
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise StartError(f"rank {rank} of {size} of the model", first_line, "see why the others ended") from error
-    return TensorGroup(rank=rank, size=size, group=group)
+    return TorchTensorParallelGroup(rank=rank, size=size, group=group)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> _ProcessGroup:
@@ -171,7 +175,7 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> _ProcessGroup
     return group
 
 
-class RowCutLinear(torch.nn.Module):
+class RowParallelLinear(torch.nn.Module):
     """A linear layer that has some of its inputs, and adds its sums up with the ranks that have the others.
 
     Args:
@@ -180,18 +184,18 @@ class RowCutLinear(torch.nn.Module):
         ranks: that have the other inputs.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, ranks: RankSums) -> None:
+    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, ranks: TensorParallelGroup) -> None:
         super().__init__()
         self.weight, self.bias, self._ranks = weight, bias, ranks
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``[..., own inputs]`` in, ``[..., outputs]`` out."""
         sums = linear(inputs, self.weight)
-        self._ranks.add_up(sums)
+        self._ranks.all_reduce(sums)
         return sums if self.bias is None else sums + self.bias
 
 
-def cut_units(model: PreTrainedModel, kv: KvShape) -> int:
+def max_tp_size(model: PreTrainedModel, kv: KvShape) -> int:
     """Return the most ranks that the model can be cut among: each divisor of it can be had, 1 is no cut.
 
     Args:
@@ -212,18 +216,18 @@ def cut_units(model: PreTrainedModel, kv: KvShape) -> int:
     return units if len(cuts) == len(_CUT_DIMENSION) else 1
 
 
-def cut_model(model: PreTrainedModel, ranks: RankSums) -> TensorParts:
+def shard_model(model: PreTrainedModel, ranks: TensorParallelGroup) -> TensorShards:
     """Keep of each layer this rank's part; return which part that is, for updates of the weights.
 
     Args:
         model: whole; changed in place.
-        ranks: of which ``size`` divides ``cut_units``.
+        ranks: of which ``size`` divides ``max_tp_size``.
 
     Raises:
         ConfigError: it does not.
     """
     if ranks.size == 1:
-        return TensorParts()
+        return TensorShards()
     planned = [each for each in _planned(model) if each[2] in _CUT_DIMENSION]
     cuts: dict[str, int] = {}
     for name, module, style, _ in planned:
@@ -233,20 +237,20 @@ def cut_model(model: PreTrainedModel, ranks: RankSums) -> TensorParts:
         cuts[f"{name}.weight"] = dimension
         if module.bias is not None and style == _COLUMNS:
             cuts[f"{name}.bias"] = 0
-    parts = TensorParts(cuts=cuts, rank=ranks.rank, size=ranks.size)
+    parts = TensorShards(cuts=cuts, rank=ranks.rank, size=ranks.size)
     for name, module, style, _ in planned:
         model.set_submodule(name, _part(name, module, style, parts, ranks))
     return parts
 
 
 def _part(
-    name: str, whole: torch.nn.Module, style: str, parts: TensorParts, ranks: RankSums
-) -> torch.nn.Linear | RowCutLinear:
+    name: str, whole: torch.nn.Module, style: str, parts: TensorShards, ranks: TensorParallelGroup
+) -> torch.nn.Linear | RowParallelLinear:
     assert type(whole) is torch.nn.Linear
-    weight = _parameter(parts.part_of(f"{name}.weight", whole.weight))
-    bias = None if whole.bias is None else _parameter(parts.part_of(f"{name}.bias", whole.bias))
+    weight = _parameter(parts.shard_of(f"{name}.weight", whole.weight))
+    bias = None if whole.bias is None else _parameter(parts.shard_of(f"{name}.bias", whole.bias))
     if style == _ROWS:
-        return RowCutLinear(weight, bias, ranks)
+        return RowParallelLinear(weight, bias, ranks)
     made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = weight
     if bias is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import attrs
 
 from scheduler_components import ConfigError
-from scheduler_components.quiesce import LoadedParts
+from scheduler_components.quiesce import LoadedTensors
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 
 __all__ = ["SimulatedMemory", "SimulatedWeights"]
@@ -23,7 +23,7 @@ class SimulatedWeights:
     """
 
     device: SimulatedDevice
-    _parts: LoadedParts = field(default_factory=LoadedParts, init=False, repr=False)
+    _parts: LoadedTensors = field(default_factory=LoadedTensors, init=False, repr=False)
 
     def begin(self, weight_version: str) -> None:  # noqa: ARG002 - the port's
         self._parts.clear()

@@ -33,13 +33,13 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.validators import is_integer, is_number
+from scheduler_components.validators import integer_validator, number_validator
 
 __all__ = [
-    "BLOCK_TOKENS",
-    "QUANTUM_S",
+    "TRACE_BLOCK_TOKENS",
+    "ARRIVAL_QUANTUM_S",
     "Chat",
-    "TraceFacts",
+    "TraceSummary",
     "TraceRequest",
     "Turn",
     "WorkloadConfig",
@@ -55,10 +55,10 @@ _LENGTH_SIGMA = 0.6
 _MAX_TURNS = 8
 _LONGEST_FACTOR = 4  # the tail is cut, so that the longest chat of the defaults stays below 5,000 tokens
 
-BLOCK_TOKENS = 512
+TRACE_BLOCK_TOKENS = 512
 """Prompt tokens that one hash id stands for."""
 
-QUANTUM_S = 3.0
+ARRIVAL_QUANTUM_S = 3.0
 """Recorded arrivals are rounded to about this; requests of one timestamp arrived somewhere within it."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put before the first line
@@ -66,7 +66,9 @@ _MAX_LINE_BYTES = 1 << 20  # a prompt of ten million tokens; a file without line
 
 _TOKEN_BYTES = 4
 _KEPT_BLOCKS = 4096  # 8 MiB of tokens: the shared system prompts and the recent conversations
-_TOKEN_MASK = int.from_bytes(b"\xff\x7f\x00\x00" * BLOCK_TOKENS, "little")  # token ids below 32,768 fit any vocabulary
+_TOKEN_MASK = int.from_bytes(
+    b"\xff\x7f\x00\x00" * TRACE_BLOCK_TOKENS, "little"
+)  # token ids below 32,768 fit any vocabulary
 
 
 @attrs.frozen(kw_only=True)
@@ -77,18 +79,18 @@ class WorkloadConfig:
         ConfigError: for a value that is not above 0, or a mean of less than one turn.
     """
 
-    num_requests: int = attrs.field(default=300, validator=is_integer("is not a count"))
+    num_requests: int = attrs.field(default=300, validator=integer_validator("is not a count"))
     seed: int = 0
-    num_system_prompts: int = attrs.field(default=6, validator=is_integer("is not a count"))
+    num_system_prompts: int = attrs.field(default=6, validator=integer_validator("is not a count"))
     # A third of what eight scheduler processes take on two cores: near that, requests wait for a core and not for the
     # device, and the engine looks slow.
-    chats_per_s: float = attrs.field(default=5.0, validator=is_number("is not a positive number"))
-    mean_turns: float = attrs.field(default=3.0, validator=is_number("is not a positive number"))
-    mean_message_tokens: float = attrs.field(default=60.0, validator=is_number("is not a positive number"))
-    mean_output_tokens: float = attrs.field(default=60.0, validator=is_number("is not a positive number"))
-    mean_think_s: float = attrs.field(default=1.0, validator=is_number("is not a positive number"))
-    max_system_prompt_tokens: int = attrs.field(default=768, validator=is_integer("is not a length"))
-    vocab_size: int = attrs.field(default=32_768, validator=is_integer("is not a vocabulary"))
+    chats_per_s: float = attrs.field(default=5.0, validator=number_validator("is not a positive number"))
+    mean_turns: float = attrs.field(default=3.0, validator=number_validator("is not a positive number"))
+    mean_message_tokens: float = attrs.field(default=60.0, validator=number_validator("is not a positive number"))
+    mean_output_tokens: float = attrs.field(default=60.0, validator=number_validator("is not a positive number"))
+    mean_think_s: float = attrs.field(default=1.0, validator=number_validator("is not a positive number"))
+    max_system_prompt_tokens: int = attrs.field(default=768, validator=integer_validator("is not a length"))
+    vocab_size: int = attrs.field(default=32_768, validator=integer_validator("is not a vocabulary"))
 
     def __attrs_post_init__(self) -> None:
         if self.mean_turns < 1:
@@ -189,7 +191,7 @@ class TraceRequest:
         index: its place in the trace, from 0.
         arrival_s: seconds after the trace's start.
         input_length, output_length: tokens.
-        hash_ids: one per block of ``BLOCK_TOKENS`` prompt tokens, the last perhaps partial.
+        hash_ids: one per block of ``TRACE_BLOCK_TOKENS`` prompt tokens, the last perhaps partial.
     """
 
     index: int
@@ -205,7 +207,7 @@ class TraceRequest:
 
 
 @attrs.frozen(kw_only=True)
-class TraceFacts:
+class TraceSummary:
     """What a trace asks for.
 
     Attributes:
@@ -217,7 +219,7 @@ class TraceFacts:
     duration_s: float
 
 
-def check_trace(path: Path, *, limit: int | None = None) -> TraceFacts:
+def check_trace(path: Path, *, limit: int | None = None) -> TraceSummary:
     """Read the first ``limit`` requests of a trace file, and check each line; holds one line in memory.
 
     Raises:
@@ -230,7 +232,7 @@ def check_trace(path: Path, *, limit: int | None = None) -> TraceFacts:
             num_requests, last_s = num_requests + 1, request.arrival_s
     if not num_requests:
         raise ConfigError("trace", str(path), "has no requests", "give a file of Mooncake's JSON lines")
-    return TraceFacts(num_requests=num_requests, duration_s=last_s)
+    return TraceSummary(num_requests=num_requests, duration_s=last_s)
 
 
 def open_trace(path: Path, *, limit: int | None = None) -> Iterator[TraceRequest]:
@@ -284,7 +286,7 @@ def parse_trace(lines: Iterable[bytes], *, name: str = "trace") -> Iterator[Trac
             line = decoder.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _line_error(name, number, str(error)) from error
-        blocks = -(-line.input_length // BLOCK_TOKENS)
+        blocks = -(-line.input_length // TRACE_BLOCK_TOKENS)
         if blocks != len(line.hash_ids):
             problem = f"input_length {line.input_length} needs {blocks} hash_ids, there are {len(line.hash_ids)}"
             raise _line_error(name, number, problem)
@@ -306,7 +308,9 @@ def _line_error(name: str, number: int, problem: str) -> ConfigError:
     return ConfigError("trace", f"{name}:{number}", problem, hint)
 
 
-def spread_arrivals(requests: Iterable[TraceRequest], *, quantum_s: float = QUANTUM_S) -> Iterator[TraceRequest]:
+def spread_arrivals(
+    requests: Iterable[TraceRequest], *, quantum_s: float = ARRIVAL_QUANTUM_S
+) -> Iterator[TraceRequest]:
     """Spread requests of one timestamp evenly over the quantum that follows it, or up to the next timestamp.
 
     Order is kept and no request arrives before it was recorded. A trace without rounding passes unchanged.
@@ -334,6 +338,6 @@ def prompt_tokens(request: TraceRequest) -> bytes:
 
 @lru_cache(maxsize=_KEPT_BLOCKS)
 def _block_tokens(hash_id: int) -> bytes:
-    size = BLOCK_TOKENS * _TOKEN_BYTES
+    size = TRACE_BLOCK_TOKENS * _TOKEN_BYTES
     random_bits = int.from_bytes(hashlib.shake_128(str(hash_id).encode()).digest(size), "little")
     return (random_bits & _TOKEN_MASK).to_bytes(size, "little")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
+from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from scheduler_components.reference.engine.batcher import (
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
         HostTiers,
         RankKv,
         SimulatedKv,
-        TierFence,
+        TierLayerDoneCounter,
         open_host_tiers,
         simulated_kv,
         torch_kv,
@@ -120,7 +120,7 @@ if TYPE_CHECKING:
     from scheduler_components.reference.engine.orders import OrderDesk, OrderRefusedError
     from scheduler_components.reference.engine.pool_guard import GuardedTotals, PoolGuard, RequestHolders, RequestSlots
     from scheduler_components.reference.engine.pulse import RankPulse, RankSilentError
-    from scheduler_components.reference.engine.quiesce import SchedulerAtRest, quiesce_of
+    from scheduler_components.reference.engine.quiesce import QuiescableScheduler, quiesce_of
     from scheduler_components.reference.engine.rank_device import RankDevice, open_rank_device
     from scheduler_components.reference.engine.rank_loop import (
         Follower,
@@ -135,7 +135,7 @@ if TYPE_CHECKING:
     )
     from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState, SamplingLimits
     from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks, StepResult
-    from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_sync_domain, open_zmq_sync_hub
+    from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
 
 __all__ = [
     "Arrival",
@@ -216,11 +216,11 @@ __all__ = [
     "RequestState",
     "SamplingLimits",
     "Scheduler",
-    "SchedulerAtRest",
+    "QuiescableScheduler",
     "SchedulerConfig",
     "SchedulerSinks",
     "SimulatedKv",
-    "TierFence",
+    "TierLayerDoneCounter",
     "RankKv",
     "open_host_tiers",
     "simulated_kv",
@@ -260,7 +260,7 @@ __all__ = [
     "open_engine",
     "open_http_server",
     "open_rank_device",
-    "open_zmq_sync_domain",
+    "open_zmq_groups",
     "open_zmq_sync_hub",
     "ZmqSyncHub",
     "pack_hashes",
@@ -277,7 +277,7 @@ __all__ = [
     "unpack_tokens",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
     {
         "scheduler_components.reference.engine.batcher": (
@@ -300,7 +300,7 @@ __getattr__ = lazy_names(
             "RequestRefusedError TooBusyError"
         ),
         "scheduler_components.reference.engine.host_tiers": (
-            "HostTiers RankKv SimulatedKv TierFence open_host_tiers simulated_kv torch_kv"
+            "HostTiers RankKv SimulatedKv TierLayerDoneCounter open_host_tiers simulated_kv torch_kv"
         ),
         "scheduler_components.reference.engine.generation": "DEFAULT_NEW_TOKENS TextFront TextNews Wanted codec_of",
         "scheduler_components.reference.engine.http": "EngineStatus bind_http make_app open_http_server text_routes",
@@ -316,13 +316,13 @@ __getattr__ = lazy_names(
         "scheduler_components.reference.engine.pool_guard": "GuardedTotals PoolGuard RequestHolders RequestSlots",
         "scheduler_components.reference.engine.orders": "OrderDesk OrderRefusedError",
         "scheduler_components.reference.engine.pulse": "RankPulse RankSilentError",
-        "scheduler_components.reference.engine.quiesce": "SchedulerAtRest quiesce_of",
+        "scheduler_components.reference.engine.quiesce": "QuiescableScheduler quiesce_of",
         "scheduler_components.reference.engine.rank_device": "RankDevice open_rank_device",
         "scheduler_components.reference.engine.rank_loop": (
             "Follower FrontLoadSink FrontStallSink Heartbeat Leader RefusalReports ReportSocket StepExecutor StopSignal"
         ),
         "scheduler_components.reference.engine.request": "Request RequestQueues RequestState SamplingLimits",
         "scheduler_components.reference.engine.scheduler": "Clocks Scheduler SchedulerSinks StepResult",
-        "scheduler_components.reference.engine.zmq_sync": "ZmqSyncHub open_zmq_sync_domain open_zmq_sync_hub",
+        "scheduler_components.reference.engine.zmq_sync": "ZmqSyncHub open_zmq_groups open_zmq_sync_hub",
     },
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scheduler_components import BatchingStats
-from scheduler_components.batching import ChunkSizer, DpBatchSync, FirstTokenForecast, NewTokenRatioTracker
-from scheduler_components.ports import OPEN_GATE, ComputeGate
+from scheduler_components.batching import DpBatchSync, DynamicChunkSizer, FirstTokenPredictor, NewTokenRatioTracker
+from scheduler_components.ports import ComputeGate, NullComputeGate
 from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine.request import Request
 
@@ -25,19 +25,19 @@ class BatchTerms:
         forecast: when first tokens will come; decides nothing.
     """
 
-    gate: ComputeGate = OPEN_GATE
+    gate: ComputeGate = field(default_factory=NullComputeGate)
     dp: DpBatchSync = field(default_factory=DpBatchSync)
     new_token_ratio: NewTokenRatioTracker = field(default_factory=NewTokenRatioTracker)
-    chunk_sizer: ChunkSizer = field(default_factory=ChunkSizer)
-    forecast: FirstTokenForecast = field(init=False)
+    chunk_sizer: DynamicChunkSizer = field(default_factory=DynamicChunkSizer)
+    forecast: FirstTokenPredictor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.forecast = FirstTokenForecast(fit=self.chunk_sizer.fit)
+        self.forecast = FirstTokenPredictor(fit=self.chunk_sizer.fit)
 
     @property
-    def admits(self) -> bool:
+    def can_admit(self) -> bool:
         """Requests may be admitted now."""
-        return self.gate.admits and self.dp.last.may_prefill
+        return self.gate.can_admit and self.dp.last.may_prefill
 
     def learn(self, batch: ScheduledBatch[Request], busy_s: float) -> None:
         """A batch with prefills took so long."""
@@ -48,21 +48,21 @@ class BatchTerms:
         """Requests have got the tokens of a batch: some of them their first."""
         for work in batch.works:
             if work.is_prefill and work.request.num_output_tokens == 1:
-                self.forecast.came(work.request.rid)
+                self.forecast.on_first_token(work.request.rid)
 
     def ended(self, request: Request) -> None:
         """A request is over; one that got its only token with its end has got its first."""
         if request.num_output_tokens:
-            self.forecast.came(request.rid)
+            self.forecast.on_first_token(request.rid)
         else:
-            self.forecast.forget(request.rid)
+            self.forecast.discard(request.rid)
 
     def stats(self) -> BatchingStats:
         """Return the counts of this moment."""
         dp, forecast = self.dp.stats, self.forecast
         return BatchingStats(
             self.new_token_ratio.current,
-            forecast.num_judged,
+            forecast.num_observed,
             forecast.error_s(0.5),
             forecast.error_s(0.9),
             dp.steps,

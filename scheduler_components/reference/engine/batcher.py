@@ -25,12 +25,12 @@ from itertools import islice
 import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.batching import BatchShape, NewTokenRatioTracker, PrefillWish
-from scheduler_components.cache import PLAIN_NAMESPACE, PrefixNamespace
-from scheduler_components.ports import NO_OWNER_LOG, OwnerLog
-from scheduler_components.reference.device import ScheduledBatch, ScheduledWork
+from scheduler_components.batching import BatchShape, NewTokenRatioTracker, PrefillIntent
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
+from scheduler_components.ports import AllocationSink, NullAllocationSink
+from scheduler_components.reference.device import ScheduledBatch, ScheduledChunk
 from scheduler_components.reference.engine.batch_terms import BatchTerms
-from scheduler_components.reference.engine.bookkeeping import RequestBook, RunningTotals
+from scheduler_components.reference.engine.bookkeeping import RequestBook, SchedulerCounters
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.request import MAX_TOKEN_ID, Request, RequestQueues
@@ -142,9 +142,9 @@ class RequestPages:
     """
 
     cache: PrefixCache
-    totals: RunningTotals
-    owners: OwnerLog = NO_OWNER_LOG
-    namespace: PrefixNamespace = PLAIN_NAMESPACE
+    totals: SchedulerCounters
+    owners: AllocationSink = field(default_factory=NullAllocationSink)
+    namespace: PrefixNamespace = DEFAULT_NAMESPACE
 
     @property
     def available_pages(self) -> int:
@@ -163,9 +163,9 @@ class RequestPages:
         """
         match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
         self.cache.lock(match.node)
-        request.is_watched = self.owners.watches(request.rid)
-        if request.is_watched:
-            self.owners.note("locked", POOL, request.rid, "RequestPages.attach", match.page_array)
+        request.is_sampled = self.owners.is_sampled(request.rid)
+        if request.is_sampled:
+            self.owners.record("locked", POOL, request.rid, "RequestPages.attach", match.page_array)
         request.node = match.node
         request.pages = list(match.pages)
         request.num_shared_pages = len(match.pages)
@@ -182,11 +182,11 @@ class RequestPages:
         self.totals.evicted_tokens += max(0, num_missing * page_size - self.cache.free_tokens)
         pages = self.cache.allocate(num_missing)
         request.pages += pages
-        if request.is_watched:
-            self.owners.note("took", POOL, request.rid, "RequestPages.grow", pages)
+        if request.is_sampled:
+            self.owners.record("allocated", POOL, request.rid, "RequestPages.grow", pages)
         return True
 
-    def share(self, request: Request) -> None:
+    def cache_unfinished(self, request: Request) -> None:
         """Put the request's full pages into the tree and hold them there.
 
         Where another request has put the same prefix there before, its pages replace this one's, which are freed.
@@ -200,23 +200,23 @@ class RequestPages:
         self.cache.lock(match.node)
         if request.node is not None:
             self.cache.unlock(request.node)
-        if request.is_watched:
-            self.owners.note("cached", POOL, request.rid, "RequestPages.share", own[first:])
-            self.owners.note("locked", POOL, request.rid, "RequestPages.share", match.page_array[first:])
+        if request.is_sampled:
+            self.owners.record("cached", POOL, request.rid, "RequestPages.share", own[first:])
+            self.owners.record("locked", POOL, request.rid, "RequestPages.share", match.page_array[first:])
         request.node = match.node
         request.pages[:num_pages] = match.pages
         request.num_shared_pages = num_pages
 
-    def release(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         """Let go of all pages: full ones stay in the cache for whoever comes next, the unfinished one is freed."""
-        self.share(request)
+        self.cache_unfinished(request)
         shared, own = request.pages[: request.num_shared_pages], request.pages[request.num_shared_pages :]
         self.cache.free(own)
         if request.node is not None:
             self.cache.unlock(request.node)
-        if request.is_watched:
-            self.owners.note("gave", POOL, request.rid, "RequestPages.release", own)
-            self.owners.note("unlocked", POOL, request.rid, "RequestPages.release", shared)
+        if request.is_sampled:
+            self.owners.record("freed", POOL, request.rid, "RequestPages.release", own)
+            self.owners.record("unlocked", POOL, request.rid, "RequestPages.release", shared)
         request.num_cached_tokens = request.num_shared_pages * self.cache.page_size
         request.node = None
         request.pages = []
@@ -264,11 +264,11 @@ class Batcher:
     @property
     def has_work(self) -> bool:
         """A batch would not be empty, now or after pages have come closer."""
-        return bool(self.queues if self.terms.gate.admits else self.terms.gate.computes and self.queues.running)
+        return bool(self.queues if self.terms.gate.can_admit else self.terms.gate.can_compute and self.queues.running)
 
     def expect(self, request: Request) -> None:
         """A request has come: begin to bring its prefix closer."""
-        self.tiers.contents.preparations.expect(request.rid, request.token_ids[:-1], self.pages.namespace)
+        self.tiers.contents.prefetch_queue.start(request.rid, request.token_ids[:-1], self.pages.namespace)
 
     def forecast(self, request: Request) -> None:
         """A request is about to be queued: say when its first token will come. Nothing is decided by it."""
@@ -279,11 +279,11 @@ class Batcher:
             step_tokens=self.config.max_prefill_tokens,
             history_tokens=request.num_cached_tokens,
         )
-        forecast.expect(request.rid, predicted_s)
+        forecast.start(request.rid, predicted_s)
 
     def recount_stored(self) -> None:
         """What storage has of requests that wait is read and not computed: load reports leave it out."""
-        for rid, span in self.tiers.contents.preparations.storage_spans():
+        for rid, span in self.tiers.contents.prefetch_queue.prefetched_spans():
             request = self.queues.find(rid)
             if request is not None and request in self.queues.waiting:
                 self.queues.waiting.recount(request, span)
@@ -292,7 +292,7 @@ class Batcher:
         """The cache was emptied: prefixes of requests that wait are looked for in ``namespace`` from now on."""
         self.pages.namespace = namespace
         for request in self.queues.waiting:
-            self.tiers.contents.preparations.forget(request.rid)
+            self.tiers.contents.prefetch_queue.cancel(request.rid)
             request.num_cached_tokens = 0
             self.queues.waiting.recount(request)
             self.expect(request)
@@ -306,18 +306,18 @@ class Batcher:
 
     def next_batch(self) -> ScheduledBatch[Request]:
         """Make the next batch and take the pages for it; empty when there is nothing to compute, or nothing may be."""
-        batch = self._own_batch() if self.terms.gate.computes else ScheduledBatch()
+        batch = self._own_batch() if self.terms.gate.can_compute else ScheduledBatch()
         return batch if self.terms.dp.num_replicas == 1 else self._beside_others(batch)
 
     def _own_batch(self) -> ScheduledBatch[Request]:
-        works: list[ScheduledWork[Request]] = []
+        works: list[ScheduledChunk[Request]] = []
         if not self.queues.running:
             self.new_token_ratio.reset()
         num_retracted = self._continue_running(works)
         # After a retraction nobody is admitted: the first in the queue is the request that was just retracted.
-        num_admitted = 0 if num_retracted or not self.terms.admits else self._admit_waiting(works)
+        num_admitted = 0 if num_retracted or not self.terms.can_admit else self._admit_waiting(works)
         if num_retracted:
-            self.new_token_ratio.retracted(self.queues.running)
+            self.new_token_ratio.on_retract(self.queues.running)
         else:
             self.new_token_ratio.decay_step()
         num_prefill_tokens = _num_prefill_tokens(works)
@@ -336,16 +336,16 @@ class Batcher:
         shape = BatchShape(
             batch.num_prefill_tokens, batch.num_decode_tokens, batch.num_context_tokens, not batch.num_prefill_tokens
         )
-        wish = PrefillWish(
+        intent = PrefillIntent(
             has_work=self.has_work,
             is_running=bool(queues.running),
             is_prefilling=queues.num_chunked_tokens_left > batch.num_prefill_tokens,
             is_prefillable=bool(queues.waiting) and len(queues.running) < queues.max_running_requests,
             token_usage=cache.used_tokens / cache.capacity_tokens,
         )
-        return msgspec.structs.replace(batch, replicas=self.terms.dp.agree(shape, wish).shapes)
+        return msgspec.structs.replace(batch, replicas=self.terms.dp.exchange(shape, intent).shapes)
 
-    def _continue_running(self, works: list[ScheduledWork[Request]]) -> int:
+    def _continue_running(self, works: list[ScheduledChunk[Request]]) -> int:
         """Move every running request on, earliest first; return how many later ones were retracted for that.
 
         The earliest always finds room: alone, it fits (``check_request_fits``), and all others can be retracted.
@@ -377,12 +377,12 @@ class Batcher:
 
     def _retract(self, request: Request) -> None:
         """Take a request's pages and let it wait at the front; its output so far is kept and prefilled again."""
-        self.pages.release(request)
+        self.pages.free(request)
         request.num_retractions += 1
         self.queues.put_back(request)
         self.book.retracted(request)
 
-    def _admit_waiting(self, works: list[ScheduledWork[Request]]) -> int:
+    def _admit_waiting(self, works: list[ScheduledChunk[Request]]) -> int:
         """Let waiting requests in, first come first served, until one does not fit; return how many came in."""
         config, queues = self.config, self.queues
         if not queues.waiting:
@@ -408,8 +408,8 @@ class Batcher:
 
     def _is_ready(self, request: Request, *, is_next: bool) -> bool:
         """Say whether a request need not wait for pages, and begin to bring them closer."""
-        preparations, namespace = self.tiers.contents.preparations, self.pages.namespace
-        return preparations.is_ready(request.rid, request.token_ids[:-1], namespace, is_next=is_next)
+        prefetch_queue, namespace = self.tiers.contents.prefetch_queue, self.pages.namespace
+        return prefetch_queue.is_done(request.rid, request.token_ids[:-1], namespace, is_next=is_next)
 
     def _try_admit(self, request: Request, reserved_pages: int) -> bool:
         """Hold the cached prefix of a request and start it, unless the pool cannot promise the pages it lacks."""
@@ -419,16 +419,16 @@ class Batcher:
             request, page_size=self.config.page_size, new_token_ratio=self.new_token_ratio.current
         )
         if num_expected - len(request.pages) > self.pages.available_pages - reserved_pages:
-            self.pages.release(request)
+            self.pages.free(request)
             if request.num_cached_tokens != num_cached_before:
                 self.queues.waiting.recount(request)
             return False
         request.prefill_end = request.num_input_tokens
         self.queues.admit(request)
         if request.num_retractions:
-            self.tiers.contents.preparations.forget(request.rid)
+            self.tiers.contents.prefetch_queue.cancel(request.rid)
         else:
-            request.cached_prompt = self.tiers.contents.preparations.book_admission(
+            request.cached_prompt = self.tiers.contents.prefetch_queue.record_admission(
                 request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
             )
             request.num_cached_prompt_tokens = request.num_cached_tokens
@@ -440,10 +440,10 @@ def _tracker_of(config: SchedulerConfig) -> NewTokenRatioTracker:
     return NewTokenRatioTracker(initial=config.new_token_ratio, minimum=config.min_new_token_ratio)
 
 
-def _work(request: Request, num_tokens: int) -> ScheduledWork[Request]:
+def _work(request: Request, num_tokens: int) -> ScheduledChunk[Request]:
     start = request.num_computed_tokens
-    return ScheduledWork(request, start, start + num_tokens, request.num_prefill_tokens_left > 0)
+    return ScheduledChunk(request, start, start + num_tokens, request.num_prefill_tokens_left > 0)
 
 
-def _num_prefill_tokens(works: list[ScheduledWork[Request]]) -> int:
+def _num_prefill_tokens(works: list[ScheduledChunk[Request]]) -> int:
     return sum(work.num_tokens for work in works if work.is_prefill)

@@ -9,23 +9,23 @@ from typing import cast
 
 import msgspec
 
-from scheduler_components import FinishReason, LatencyTotals, SchedulerTotals, TierStats, WorkTotals
-from scheduler_components.intake import IntakeStats
-from scheduler_components.metrics import RateMeter, RequestLatencies, RequestTimeStats
-from scheduler_components.ports import NO_QUIESCE_STATS, QuiesceStatsSource
+from scheduler_components import FinishReason, LatencySnapshot, SchedulerTotals, TierStats, WorkCounters
+from scheduler_components.intake import ReceiverStats
+from scheduler_components.metrics import RateMeter, RequestLatencyRecorder, RequestTimeStats
+from scheduler_components.ports import NullQuiesceStatsSource, QuiesceStatsSource
 from scheduler_components.reference.device import ScheduledBatch
 from scheduler_components.reference.engine.batch_terms import BatchTerms
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.request import Request
 
 __all__ = [
-    "RunningTotals",
+    "SchedulerCounters",
     "RequestBook",
 ]
 
 
 @dataclass(slots=True, kw_only=True)
-class RunningTotals:
+class SchedulerCounters:
     """Counters that only grow: whoever does the thing counts it here.
 
     Attributes:
@@ -48,10 +48,10 @@ class RunningTotals:
 
     def totals(
         self,
-        latencies: LatencyTotals,
+        latencies: LatencySnapshot,
         tiers: TierStats | None,
         preemptions_per_s: float = 0.0,
-        intake: IntakeStats | None = None,
+        intake: ReceiverStats | None = None,
     ) -> SchedulerTotals:
         """Return the counters of this moment, with the others beside them."""
         return SchedulerTotals(
@@ -87,26 +87,26 @@ class RequestBook:
 
     tiers: CacheTiers
     clock: Callable[[], float] = time.monotonic
-    counters: RunningTotals = field(default_factory=RunningTotals)
-    work: WorkTotals = field(default_factory=WorkTotals)
-    quiesce: QuiesceStatsSource = NO_QUIESCE_STATS
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    work: WorkCounters = field(default_factory=WorkCounters)
+    quiesce: QuiesceStatsSource = field(default_factory=NullQuiesceStatsSource)
     terms: BatchTerms = field(default_factory=BatchTerms)
     rates: RateMeter = field(init=False)
-    latencies: RequestLatencies = field(init=False)
-    intake: IntakeStats = field(default_factory=IntakeStats)
+    latencies: RequestLatencyRecorder = field(init=False)
+    intake: ReceiverStats = field(default_factory=ReceiverStats)
 
     def __post_init__(self) -> None:
         self.rates = RateMeter(clock=self.clock)
-        self.latencies = RequestLatencies(clock=self.clock)
+        self.latencies = RequestLatencyRecorder(clock=self.clock)
 
     def queued(self, request: Request) -> None:
         """A new request waits."""
-        request.times = self.latencies.queued()
+        request.times = self.latencies.on_queued()
         self.counters.num_requests += 1
 
     def admitted(self, request: Request) -> None:
         """A request runs. After a retraction its prompt does not count again: its own pages would look like a hit."""
-        self.latencies.admitted(_times(request))
+        self.latencies.on_admitted(_times(request))
         if not request.num_retractions:
             self.counters.prompt_tokens += request.num_prompt_tokens
             self.counters.cached_tokens += request.num_cached_tokens
@@ -114,7 +114,7 @@ class RequestBook:
 
     def retracted(self, request: Request) -> None:
         """A request lost its pages to others and waits again."""
-        self.latencies.retracted(_times(request))
+        self.latencies.on_retracted(_times(request))
         self.counters.num_retractions += 1
         self.rates.observe_preemption()
 
@@ -122,22 +122,22 @@ class RequestBook:
         """The device has computed a batch that began at ``begun_s``."""
         busy_s = self.clock() - begun_s
         if batch.num_prefill_tokens:
-            self.work.prefilled(batch.num_prefill_tokens, busy_s)
+            self.work.record_prefill(batch.num_prefill_tokens, busy_s)
             self.terms.learn(batch, busy_s)
         else:
-            self.work.decoded(batch.num_decode_tokens, busy_s, batch.num_decode_tokens)
+            self.work.record_decode(batch.num_decode_tokens, busy_s, batch.num_decode_tokens)
 
-    def generated(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> None:
+    def on_tokens(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> None:
         """A step gave each of these requests tokens."""
         times = [request.times for request in requests]  # all were queued: to look at each again costs a third of this
-        self.latencies.took_tokens_together(cast("list[RequestTimeStats]", times), num_tokens)
+        self.latencies.on_batch_tokens(cast("list[RequestTimeStats]", times), num_tokens)
         num_all_tokens = sum(num_tokens)
         self.counters.generation_tokens += num_all_tokens
         self.rates.observe_decode(num_all_tokens)
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def on_finished(self, request: Request, reason: FinishReason) -> None:
         """A request is over."""
-        self.latencies.ended(_times(request))
+        self.latencies.on_finished(_times(request))
         self.terms.ended(request)
         if reason is FinishReason.ABORT:
             self.counters.num_aborted_requests += 1
@@ -145,7 +145,7 @@ class RequestBook:
     def totals(self) -> SchedulerTotals:
         """Return the counters and histograms of this moment."""
         totals = self.counters.totals(
-            self.latencies.totals(), self.tiers.contents.stats(), self.rates.preemptions_per_s, self.intake.copy()
+            self.latencies.snapshot(), self.tiers.contents.stats(), self.rates.preemptions_per_s, self.intake.copy()
         )
         return msgspec.structs.replace(totals, quiesce=self.quiesce.stats(), batching=self.terms.stats())
 

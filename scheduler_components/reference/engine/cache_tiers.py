@@ -14,43 +14,43 @@ __all__ = [
     "CacheTiers",
     "DeviceTier",
     "PrefixCache",
-    "PrefixPreparations",
-    "TierContents",
+    "RequestPrefetcher",
+    "TierState",
 ]
 
 PrefixCache: TypeAlias = RadixCache | HiRadixCache
 """Both do the same for a request; a ``HiRadixCache`` keeps what the device evicts."""
 
 
-class PrefixPreparations(Protocol):
-    """Brings the pages of waiting requests closer; ``HiRadixCache.preparations`` does."""
+class RequestPrefetcher(Protocol):
+    """Brings the pages of waiting requests closer; ``HiRadixCache.prefetch_queue`` does."""
 
-    def expect(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
+    def start(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
         """A request has come."""
         ...
 
-    def is_ready(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace, *, is_next: bool) -> bool:
+    def is_done(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace, *, is_next: bool) -> bool:
         """Say whether a waiting request need not wait for pages, and begin to bring them closer."""
         ...
 
-    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:
+    def record_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:
         """A request begins to run for the first time; return on which tiers its cached tokens were found."""
         ...
 
-    def storage_spans(self) -> Iterable[tuple[str, tuple[int, int]]]:
+    def prefetched_spans(self) -> Iterable[tuple[str, tuple[int, int]]]:
         """Which tokens of which waiting requests are read from storage, as (rid, (first, end))."""
         ...
 
-    def forget(self, rid: str) -> None:
+    def cancel(self, rid: str) -> None:
         """A request is gone, or runs again after a retraction."""
         ...
 
 
-class TierContents(Protocol):
+class TierState(Protocol):
     """What is on which tier and on its way between them, the same on every rank; a ``HiRadixCache`` is one."""
 
     @property
-    def preparations(self) -> PrefixPreparations:
+    def prefetch_queue(self) -> RequestPrefetcher:
         """Told of each request."""
         ...
 
@@ -64,7 +64,7 @@ class TierContents(Protocol):
         """What is on which tier, as one unsigned 64-bit number."""
         ...
 
-    def forget_storage(self) -> None:
+    def clear_storage_index(self) -> None:
         """Count nothing as stored any more; nothing may be under way."""
         ...
 
@@ -82,7 +82,7 @@ class CacheTiers(Protocol):
         ...
 
     @property
-    def contents(self) -> TierContents:
+    def contents(self) -> TierState:
         """What is behind the cache."""
         ...
 
@@ -99,13 +99,13 @@ class CacheTiers(Protocol):
         ...
 
 
-class _NoPreparations:
+class NullRequestPrefetcher:
     """All that is cached is on the device already."""
 
-    def expect(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
+    def start(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
         pass
 
-    def is_ready(
+    def is_done(
         self,
         rid: str,  # noqa: ARG002 - the port's, as the next three
         token_ids: Sequence[int],  # noqa: ARG002
@@ -115,31 +115,28 @@ class _NoPreparations:
     ) -> bool:
         return True
 
-    def book_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:  # noqa: ARG002
+    def record_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:  # noqa: ARG002
         return CachedTokens(device=cached_tokens)
 
-    def storage_spans(self) -> Iterable[tuple[str, tuple[int, int]]]:
+    def prefetched_spans(self) -> Iterable[tuple[str, tuple[int, int]]]:
         return ()
 
-    def forget(self, rid: str) -> None:
+    def cancel(self, rid: str) -> None:
         pass
 
 
-class _NoContents:
+class NullTierState:
     """The device is all there is."""
 
-    preparations: PrefixPreparations = _NoPreparations()
+    prefetch_queue: RequestPrefetcher = NullRequestPrefetcher()
     num_operations = 0
     state_digest = 0
 
-    def forget_storage(self) -> None:
+    def clear_storage_index(self) -> None:
         pass
 
     def stats(self) -> TierStats | None:
         return None
-
-
-_NO_CONTENTS: TierContents = _NoContents()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,8 +146,8 @@ class DeviceTier:
     cache: RadixCache
 
     @property
-    def contents(self) -> TierContents:
-        return _NO_CONTENTS
+    def contents(self) -> TierState:
+        return NullTierState()
 
     def step(self) -> None:
         pass

@@ -17,12 +17,12 @@ import msgspec
 from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
 from scheduler_components.batching import PrefillDelayer
 from scheduler_components.hicache import HiCachePolicy, HostLayout, MooncakeAddress
-from scheduler_components.intake import InputBounds
+from scheduler_components.intake import InputLimits
 from scheduler_components.integrity import CheckPolicy
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.page_shape import check_layout
-from scheduler_components.reference.device import ModelSpec, TokenSpace
-from scheduler_components.validators import is_integer, is_number
+from scheduler_components.reference.device import ModelSpec, TokenSpec
+from scheduler_components.validators import integer_validator, number_validator
 
 __all__ = [
     "DEFAULT_HOST",
@@ -100,10 +100,10 @@ class IntegrityConfig:
     """
 
     checks: CheckPolicy = attrs.field(factory=CheckPolicy)
-    owners_one_in: int = attrs.field(default=4, validator=is_integer("is not a share", at_least=0))
+    owners_one_in: int = attrs.field(default=4, validator=integer_validator("is not a share", at_least=0))
     follows_events: bool = False
     stall_after_s: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(is_number(or_zero=True))
+        default=None, validator=attrs.validators.optional(number_validator(or_zero=True))
     )
 
     def stall_bound_s(self, speed: float) -> float:
@@ -135,17 +135,17 @@ class SchedulerConfig:
         ConfigError: naming the size that cannot work.
     """
 
-    page_size: int = attrs.field(default=16, validator=is_integer())
-    kv_tokens: int = attrs.field(default=65_536, validator=is_integer())
-    max_running_requests: int = attrs.field(default=64, validator=is_integer())
-    max_prefill_tokens: int = attrs.field(default=4096, validator=is_integer())
-    chunk_tokens: int = attrs.field(default=2048, validator=is_integer())
+    page_size: int = attrs.field(default=16, validator=integer_validator())
+    kv_tokens: int = attrs.field(default=65_536, validator=integer_validator())
+    max_running_requests: int = attrs.field(default=64, validator=integer_validator())
+    max_prefill_tokens: int = attrs.field(default=4096, validator=integer_validator())
+    chunk_tokens: int = attrs.field(default=2048, validator=integer_validator())
     new_token_ratio: float = attrs.field(default=0.7, validator=_check_ratio)
     min_new_token_ratio: float = attrs.field(default=0.1, validator=_check_ratio)
-    tokens: TokenSpace = attrs.field(factory=TokenSpace)
-    kv_metrics_every_steps: int = attrs.field(default=8, validator=is_integer())
-    recv_interval: int = attrs.field(default=1, validator=is_integer("is not an interval"))
-    input_bounds: InputBounds = attrs.field(factory=InputBounds)
+    tokens: TokenSpec = attrs.field(factory=TokenSpec)
+    kv_metrics_every_steps: int = attrs.field(default=8, validator=integer_validator())
+    recv_interval: int = attrs.field(default=1, validator=integer_validator("is not an interval"))
+    input_bounds: InputLimits = attrs.field(factory=InputLimits)
     integrity: IntegrityConfig = attrs.field(factory=IntegrityConfig)
 
     def __attrs_post_init__(self) -> None:
@@ -188,13 +188,13 @@ class HiCacheConfig:
         ConfigError: naming the value that cannot work.
     """
 
-    host_tokens: int = attrs.field(validator=is_integer())
+    host_tokens: int = attrs.field(validator=integer_validator())
     host_layout: HostLayout = attrs.field(default="page_first", validator=_check_layout)
     storage: StorageKind = attrs.field(default="none", validator=_check_kind)
     storage_path: str = ""
-    storage_bytes: int = attrs.field(default=1 << 30, validator=is_integer())
+    storage_bytes: int = attrs.field(default=1 << 30, validator=integer_validator())
     # A step never waits for storage; a request may, and recomputes some thousand tokens in that time.
-    storage_deadline_s: float = attrs.field(default=2.0, validator=is_number())
+    storage_deadline_s: float = attrs.field(default=2.0, validator=number_validator())
     storage_checksum: StorageChecksum = attrs.field(default="frame", validator=_check_checksum)
     mooncake_master: str = MOONCAKE_MASTER
     mooncake_metadata: str = MOONCAKE_METADATA
@@ -264,12 +264,12 @@ class EngineConfig:
         ConfigError: naming the value that cannot work.
     """
 
-    dp_size: int = attrs.field(default=2, validator=is_integer())
-    attn_cp_size: int = attrs.field(default=2, validator=is_integer())
-    attn_tp_size: int = attrs.field(default=2, validator=is_integer())
-    pp_size: int = attrs.field(default=1, validator=is_integer())
+    dp_size: int = attrs.field(default=2, validator=integer_validator())
+    attn_cp_size: int = attrs.field(default=2, validator=integer_validator())
+    attn_tp_size: int = attrs.field(default=2, validator=integer_validator())
+    pp_size: int = attrs.field(default=1, validator=integer_validator())
     scheduler: SchedulerConfig = attrs.field(factory=SchedulerConfig)
-    speed: float = attrs.field(default=1.0, validator=is_number("is not a speed"))
+    speed: float = attrs.field(default=1.0, validator=number_validator("is not a speed"))
     seed: int = 0
     kv_events: str | None = None
     model_name: str = "simulated-8b"
@@ -291,7 +291,7 @@ class EngineConfig:
             if (size := getattr(self, name)) != 1:
                 raise ConfigError(name, size, "cannot cut a real model", "give 1, and more replicas by dp_size")
         assert self.model is not None
-        if (units := self.model.cut_units) % self.attn_tp_size:
+        if (units := self.model.max_tp_size) % self.attn_tp_size:
             problem = f"does not divide the {units} parts that this model can be cut into"
             raise ConfigError("attn_tp_size", self.attn_tp_size, problem, f"give a divisor of {units}")
         if self.dp_attention is not None:
@@ -443,7 +443,7 @@ def check_ports_free(engine: EngineConfig) -> None:
         return
     plan = settings.port_plan(engine.dp_size)
     bound = [plan.replay, plan.load]
-    if plan.events.decide_bind(settings.bind):
+    if plan.events.resolve_bind(settings.bind):
         bound.append(plan.events)
     for base in bound:
         for index in range(engine.dp_size if base is not None and base.port else 0):

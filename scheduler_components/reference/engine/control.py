@@ -16,7 +16,7 @@ import msgspec
 from scheduler_components import ConfigError
 from scheduler_components.internal_state import InternalState
 from scheduler_components.ports import StateValue
-from scheduler_components.profiling import ProfilePlan, ProfilerSession
+from scheduler_components.profiling import ProfileRequest, ProfilerManager
 from scheduler_components.reference.device import Device, DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine.batcher import Batcher
 from scheduler_components.reference.engine.config import SchedulerConfig
@@ -28,7 +28,7 @@ ControlVerb: TypeAlias = Literal["get_internal_state", "set_internal_state", "st
 StateChanges: TypeAlias = dict[str, StateValue]
 
 _decode_changes = msgspec.json.Decoder(StateChanges).decode
-_decode_plan = msgspec.json.Decoder(ProfilePlan).decode
+_decode_plan = msgspec.json.Decoder(ProfileRequest).decode
 
 
 def parse_changes(body: bytes) -> StateChanges:
@@ -37,9 +37,9 @@ def parse_changes(body: bytes) -> StateChanges:
     return changes
 
 
-def parse_plan(body: bytes) -> ProfilePlan:
+def parse_plan(body: bytes) -> ProfileRequest:
     """Read what to record; nothing at all stands for the defaults. Raises ConfigError for anything else."""
-    plan: ProfilePlan = _parsed(_decode_plan, body or b"{}")
+    plan: ProfileRequest = _parsed(_decode_plan, body or b"{}")
     plan.check()
     return plan
 
@@ -53,7 +53,7 @@ def _parsed(decode: Callable[[bytes], Any], body: bytes) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class BatcherState:
-    """The batcher's sizes as a ``StateHolder``: what a step may hold can be changed while requests run.
+    """The batcher's sizes as a ``StateProvider``: what a step may hold can be changed while requests run.
 
     What other parts were made with (pages, pool) is shown, and cannot be set. Fewer slots than requests that run let
     nobody in until enough have ended.
@@ -99,10 +99,10 @@ class ProfiledDevice:
     """A device that tells a session of profiles what each step is about to compute."""
 
     device: Device
-    session: ProfilerSession
+    session: ProfilerManager
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
-        self.session.step_begins("prefill" if batch.num_prefill_tokens else "decode")
+        self.session.on_step_start("prefill" if batch.num_prefill_tokens else "decode")
         self.device.launch(batch)
 
     def wait(self) -> DeviceOutput:
@@ -119,7 +119,7 @@ class Control:
     """
 
     state: InternalState
-    profiles: ProfilerSession
+    profiles: ProfilerManager
 
     def answer(self, verb: ControlVerb, body: bytes) -> object:
         """Do what is asked, and return what JSON knows.

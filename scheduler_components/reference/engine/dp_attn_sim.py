@@ -15,13 +15,13 @@ import attrs
 import msgspec
 
 from scheduler_components import OutputBatch, ParallelState
-from scheduler_components.batching import BatchShape, DpBatchSync, DpStats, PrefillDelayer, dp_rank_sets
+from scheduler_components.batching import BatchShape, DpBatchSync, DpStats, PrefillDelayer, dp_rank_groups
 from scheduler_components.reference.device import SimulatedDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.request import Request, SamplingLimits
 from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks
 from scheduler_components.testing import ThreadSyncHub
-from scheduler_components.validators import is_integer, is_number
+from scheduler_components.validators import integer_validator, number_validator
 
 __all__ = ["Arrival", "DpSimConfig", "DpSimReport", "make_arrivals", "simulate_dp_attn"]
 
@@ -44,12 +44,12 @@ class DpSimConfig:
         ConfigError: naming the value that cannot work.
     """
 
-    dp_size: int = attrs.field(default=4, validator=is_integer("is not a number of replicas", at_least=2))
-    num_requests: int = attrs.field(default=400, validator=is_integer())
-    rate_per_s: float = attrs.field(default=40.0, validator=is_number("is not a rate"))
-    prompt_tokens: int = attrs.field(default=500, validator=is_integer())
-    output_tokens: int = attrs.field(default=100, validator=is_integer())
-    max_delay_steps: int = attrs.field(default=0, validator=is_integer("is not a number of steps", at_least=0))
+    dp_size: int = attrs.field(default=4, validator=integer_validator("is not a number of replicas", at_least=2))
+    num_requests: int = attrs.field(default=400, validator=integer_validator())
+    rate_per_s: float = attrs.field(default=40.0, validator=number_validator("is not a rate"))
+    prompt_tokens: int = attrs.field(default=500, validator=integer_validator())
+    output_tokens: int = attrs.field(default=100, validator=integer_validator())
+    max_delay_steps: int = attrs.field(default=0, validator=integer_validator("is not a number of steps", at_least=0))
     low_usage: float = 0.0
     seed: int = 0
 
@@ -104,7 +104,9 @@ def simulate_dp_attn(config: DpSimConfig, arrivals: Sequence[Arrival] | None = N
         ParallelState.from_tp_rank(rank, tp_size=config.dp_size, attn_dp_size=config.dp_size)
         for rank in range(config.dp_size)
     ]
-    hub = ThreadSyncHub({rank: dp_rank_sets(each).hops for rank, each in enumerate(parallels)}, timeout_s=_PATIENCE_S)
+    hub = ThreadSyncHub(
+        {rank: dp_rank_groups(each).reduce_groups for rank, each in enumerate(parallels)}, timeout_s=_PATIENCE_S
+    )
     replicas = [_Replica.make(config, each, hub) for each in parallels]
     with ThreadPoolExecutor(config.dp_size) as threads:
         for done in [threads.submit(each.run, arrivals) for each in replicas]:

@@ -28,8 +28,8 @@ from scheduler_components import (
     ComponentError,
     ConfigError,
     KvMetrics,
+    KvPoolSnapshot,
     OutputStats,
-    PoolReading,
     SchedulerStats,
     StartError,
 )
@@ -39,7 +39,7 @@ from scheduler_components.metrics import (
     open_shm_metrics_board,
     open_zmq_kv_metrics_receiver,
 )
-from scheduler_components.quiesce import ForgetStorage
+from scheduler_components.quiesce import ClearStorageIndex
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
 from scheduler_components.reference.engine.control import ControlVerb
 from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
@@ -295,7 +295,7 @@ class Engine:
         if not self.front.is_idle:
             return None
         try:
-            await self.orders.give(ForgetStorage(_TRANSFERS_END_S))
+            await self.orders.give(ClearStorageIndex(_TRANSFERS_END_S))
         except OrderRefusedError:
             return None
         return await asyncio.to_thread(_clear_file_store, hicache)
@@ -305,7 +305,7 @@ class Engine:
         """Data-parallel ranks: one pool and one stream each."""
         return self.config.dp_size
 
-    async def read_pool(self, rank: int) -> PoolReading:
+    async def read_pool(self, rank: int) -> KvPoolSnapshot:
         """What the pool of a data-parallel rank holds, read between two of its steps.
 
         Raises:
@@ -318,7 +318,7 @@ class Engine:
         )
         read = pools[rank]
         blocks = {(each.medium, each.group_idx): unpack_hash_array(each.hashes) for each in read.places}
-        return PoolReading(blocks, read.sequence, rank)
+        return KvPoolSnapshot(blocks, read.sequence, rank)
 
     async def ask(self, verb: ControlVerb, body: bytes = b"") -> dict[int, Any]:
         """What every rank says to a question of ``Control``, by rank. The questions of an engine come one by one.

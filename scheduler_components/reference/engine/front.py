@@ -29,7 +29,7 @@ from scheduler_components import (
     OutputStats,
 )
 from scheduler_components.load import DispatchLedger
-from scheduler_components.quiesce import Order, OrderAnswer
+from scheduler_components.quiesce import ControlReply, ControlRequest
 from scheduler_components.reference.device import SamplingParams
 from scheduler_components.reference.engine.messages import (
     FRONT,
@@ -104,16 +104,16 @@ class ReplicaLoad:
     def total_tokens(self) -> int:
         return self.snapshot.num_total_tokens + self.ledger.unreported_tokens
 
-    def dispatched(self, num_tokens: int) -> int:
+    def issue_ticket(self, num_tokens: int) -> int:
         """Note a request that is about to be sent; returns its ticket."""
-        self.last_ticket = self.ledger.dispatched(num_tokens)
+        self.last_ticket = self.ledger.issue_ticket(num_tokens)
         return self.last_ticket
 
-    def reported(self, snapshot: LoadSnapshot) -> None:
+    def on_load_report(self, snapshot: LoadSnapshot) -> None:
         """Take in a report; one that is older than the last is dropped."""
         if snapshot.sequence > self.snapshot.sequence:
             self.snapshot = snapshot
-            self.ledger.reported(snapshot.dispatched_watermarks)
+            self.ledger.on_load_report(snapshot.dispatched_watermarks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class LoadDispatcher:
             extra_tokens = self.replicas[home].total_tokens - self.replicas[chosen].total_tokens
             chosen = home if extra_tokens <= self.affinity_tokens else chosen
             self._remember(conversation, chosen)
-        return Placement(chosen, self.replicas[chosen].dispatched(num_tokens))
+        return Placement(chosen, self.replicas[chosen].issue_ticket(num_tokens))
 
     def pin(self, num_tokens: int, replica: int) -> Placement:
         """Count a request at the replica that its client has chosen.
@@ -151,7 +151,7 @@ class LoadDispatcher:
         if not 0 <= replica < len(self.replicas):
             hint = f"give 0 to {len(self.replicas) - 1}, or none"
             raise ConfigError("data_parallel_rank", replica, "is not a rank of this engine", hint)
-        return Placement(replica, self.replicas[replica].dispatched(num_tokens))
+        return Placement(replica, self.replicas[replica].issue_ticket(num_tokens))
 
     def _order(self, index: int) -> tuple[int, int]:
         """Load first; among equals, such as idle replicas, the one that was given the fewest requests."""
@@ -221,7 +221,7 @@ class RankAnswers:
     dumps: dict[int, CacheDump] = field(default_factory=dict)
     pools: dict[int, PoolRead] = field(default_factory=dict)
     control: dict[int, ControlAnswer] = field(default_factory=dict)
-    orders: dict[tuple[int, int], OrderAnswer] = field(default_factory=dict)
+    orders: dict[tuple[int, int], ControlReply] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -330,7 +330,7 @@ class Front:
     def receive(self, report: Report) -> None:
         """Take in what else a rank says."""
         if isinstance(report, LoadReport):
-            self.dispatcher.replicas[report.load.dp_rank].reported(report.load)
+            self.dispatcher.replicas[report.load.dp_rank].on_load_report(report.load)
             self.board.outputs[report.load.dp_rank] = report.outputs
         elif isinstance(report, RequestRefused):
             kind = TooBusyError if report.is_busy else RequestRefusedError
@@ -364,7 +364,7 @@ class Front:
         for replica in range(len(self.leaders)):
             self._send(replica, DumpCache(dump_id))
 
-    def give_order(self, order_id: int, order: Order) -> None:
+    def give_order(self, order_id: int, order: ControlRequest) -> None:
         """Let every replica carry an order out; ``board.answers`` fills as they answer."""
         for replica in range(len(self.leaders)):
             self._send(replica, GiveOrder(order_id, order))

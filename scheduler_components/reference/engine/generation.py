@@ -19,7 +19,7 @@ from scheduler_components.reference.engine.config import EngineConfig
 from scheduler_components.reference.engine.front import Front, GenerateRequest, OpenRequest
 from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.reference.text import ChatMessage, OutputText, TextCodec, WordCodec
+from scheduler_components.reference.text import ChatMessage, IncrementalDetokenizer, TextTokenizer, WordTokenizer
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
@@ -45,7 +45,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         stop_token_ids, ignore_eos: see ``SamplingLimits``.
         sampling: how tokens are chosen.
         stops: strings that end the text.
-        keeps_stop: the stop string is part of the text.
+        include_stop_str: the stop string is part of the text.
         stream_interval: tokens between two pieces of news; 0 for all at the end.
         conversation, replica: see ``GenerateRequest``.
     """
@@ -55,7 +55,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     sampling: SamplingParams = SamplingParams()
     stops: tuple[str, ...] = ()
-    keeps_stop: bool = False
+    include_stop_str: bool = False
     stream_interval: int = 1
     conversation: str | None = None
     replica: int | None = None
@@ -80,7 +80,7 @@ class TextNews(msgspec.Struct, frozen=True):
 T = TypeVar("T")
 
 
-def codec_of(config: EngineConfig) -> TextCodec:
+def codec_of(config: EngineConfig) -> TextTokenizer:
     """Return what reads and writes the text of an engine's model; words for a simulated one.
 
     Raises:
@@ -88,12 +88,12 @@ def codec_of(config: EngineConfig) -> TextCodec:
     """
     model = config.model
     if model is None:
-        return WordCodec()
+        return WordTokenizer()
     # Imported here: an engine without a model starts without torch.
-    from scheduler_components.reference.text import open_model_codec
+    from scheduler_components.reference.text import open_model_tokenizer
 
     tokens = model.tokens
-    return open_model_codec(model.path, vocab_size=tokens.vocab_size, context_tokens=tokens.context_tokens)
+    return open_model_tokenizer(model.path, vocab_size=tokens.vocab_size, context_tokens=tokens.context_tokens)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -106,7 +106,7 @@ class TextFront:
     """
 
     front: Front
-    codec: TextCodec
+    codec: TextTokenizer
 
     async def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""
@@ -139,7 +139,7 @@ class TextFront:
         Raises:
             ComponentError: as ``OpenRequest.__anext__`` does.
         """
-        text = OutputText(codec=self.codec, stops=wanted.stops, keeps_stop=wanted.keeps_stop)
+        text = IncrementalDetokenizer(codec=self.codec, stops=wanted.stops, include_stop_str=wanted.include_stop_str)
         async for delta in opened:
             token_ids, reason, matched = delta.output.token_ids, delta.finish_reason, None
             if reason == FinishReason.STOP and token_ids:

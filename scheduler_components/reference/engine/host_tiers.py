@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -16,24 +16,24 @@ import numpy as np
 from scheduler_components import CacheIntegrityError, ConfigError, ParallelState
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.hicache import (
-    IN_PLACE_LAYOUT,
-    NO_PAGE_HOOK,
     STORED_LAYOUT,
+    ZERO_COPY_LAYOUT,
+    HiCacheStepper,
     HiRadixCache,
     HostPool,
-    InPlacePageStore,
     KeySpace,
-    LayerArrivals,
-    LayerFence,
+    LayerDoneCounter,
+    NullPageHook,
     PageHook,
     PageShape,
+    ParallelGroups,
     Placement,
     SimulatedDeviceMemory,
-    SyncDomain,
+    ThreadLayerDoneCounter,
     ThreadPageMover,
-    TierStepper,
+    ZeroCopyPageStore,
 )
-from scheduler_components.reference.device import SIMULATED_LAYERS
+from scheduler_components.reference.device import NUM_SIMULATED_LAYERS
 from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -43,13 +43,15 @@ __all__ = [
     "HostTiers",
     "RankKv",
     "SimulatedKv",
-    "TierFence",
+    "TierLayerDoneCounter",
     "open_host_tiers",
     "simulated_kv",
     "torch_kv",
 ]
 
-_SHAPE = PageShape(num_layers=SIMULATED_LAYERS, layer_page_bytes=64)  # small: its content is checked, not computed with
+_SHAPE = PageShape(
+    num_layers=NUM_SIMULATED_LAYERS, layer_page_bytes=64
+)  # small: its content is checked, not computed with
 _WAIT_S = 0.001
 
 
@@ -67,10 +69,10 @@ class SimulatedKv:
     device: SimulatedDeviceMemory
     slice_index: int
 
-    def computed(self, digests: bytes, pages: Sequence[int]) -> None:
+    def on_computed(self, digests: bytes, pages: Sequence[int]) -> None:
         self.device.layers[:, list(pages)] = self._content(digests)
 
-    def loaded(self, digests: bytes, pages: Sequence[int]) -> None:
+    def on_loaded_back(self, digests: bytes, pages: Sequence[int]) -> None:
         found = self.device.layers[:, list(pages)]
         if not np.array_equal(found, np.broadcast_to(self._content(digests), found.shape)):
             raise CacheIntegrityError(f"device pages {pages[0]} to {pages[-1]} came back with other bytes")
@@ -82,22 +84,22 @@ class SimulatedKv:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class TierFence:
-    """A ``LayerFence`` over the tiers of a rank.
+class TierLayerDoneCounter:
+    """A ``LayerDoneCounter`` over the tiers of a rank.
 
     Attributes:
         stepper: has the loads that were decided while the batch was made.
-        arrivals: of their layers.
+        layer_counter: of their layers.
     """
 
-    stepper: TierStepper
-    arrivals: LayerArrivals
+    stepper: HiCacheStepper
+    layer_counter: ThreadLayerDoneCounter
 
-    def begin(self) -> None:
+    def start_batch(self) -> None:
         self.stepper.submit()
 
-    def wait(self, layer: int) -> None:
-        self.arrivals.wait(layer)
+    def wait_until(self, layer: int) -> None:
+        self.layer_counter.wait_until(layer)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class HostTiers:
         mover: the stepper's, which this one waits for.
     """
 
-    stepper: TierStepper
+    stepper: HiCacheStepper
     mover: ThreadPageMover
 
     @property
@@ -121,9 +123,9 @@ class HostTiers:
         return self.stepper.cache
 
     @property
-    def fence(self) -> LayerFence:
+    def layer_counter(self) -> LayerDoneCounter:
         """Where the device waits for pages, for a policy that loads ``by_layer``."""
-        return TierFence(stepper=self.stepper, arrivals=self.mover.arrivals)
+        return TierLayerDoneCounter(stepper=self.stepper, layer_counter=self.mover.layer_counter)
 
     def step(self) -> None:
         self.stepper.step()
@@ -152,7 +154,7 @@ class RankKv:
     memory: KvMemory
     model: str
     dtype: str
-    page_hook: PageHook = NO_PAGE_HOOK
+    page_hook: PageHook = field(default_factory=NullPageHook)
 
 
 def simulated_kv(scheduler: SchedulerConfig, parallel: ParallelState, *, model: str) -> RankKv:
@@ -174,7 +176,7 @@ def torch_kv(memory: TorchDeviceMemory, *, model: str) -> RankKv:
 
 
 def open_host_tiers(
-    kv: RankKv, hicache: HiCacheConfig, scheduler: SchedulerConfig, parallel: ParallelState, *, domain: SyncDomain
+    kv: RankKv, hicache: HiCacheConfig, scheduler: SchedulerConfig, parallel: ParallelState, *, domain: ParallelGroups
 ) -> HostTiers:
     """Open everything; all ranks of a replica do so, and wait for each other here. Closing it closes ``domain``.
 
@@ -182,7 +184,7 @@ def open_host_tiers(
         ConfigError: the memory has not the scheduler's pages, or the host has no room.
         ConfigError, StartError, StorageError: the storage cannot be opened.
         SyncTimeoutError: not all ranks came.
-        StopRequested: the engine stops.
+        StopRequestedError: the engine stops.
     """
     if kv.memory.num_pages != scheduler.kv_pages:
         problem = f"is {scheduler.kv_pages} pages, but the KV memory has {kv.memory.num_pages}"
@@ -195,7 +197,7 @@ def open_host_tiers(
         model=kv.model,
         dtype=kv.dtype,
         page_size=scheduler.page_size,
-        layout=STORED_LAYOUT if is_framed else IN_PLACE_LAYOUT,
+        layout=STORED_LAYOUT if is_framed else ZERO_COPY_LAYOUT,
         placement=Placement(),
         parallel=parallel,
     )
@@ -207,12 +209,12 @@ def open_host_tiers(
             mover.attach(store, deadline_s=hicache.storage_deadline_s)
         elif store is not None:
             has_checksums = hicache.storage_checksum == "sidecar"
-            mover.attach_in_place(store, deadline_s=hicache.storage_deadline_s, has_checksums=has_checksums)
+            mover.attach_zero_copy(store, deadline_s=hicache.storage_deadline_s, has_checksums=has_checksums)
         cache = HiRadixCache(
             page_size=scheduler.page_size,
             capacity_tokens=scheduler.kv_tokens,
             host=host,
-            num_host_pages=domain.min("host pages", host.num_pages, step=0),
+            num_host_pages=domain.all_reduce_min("host pages", host.num_pages, step=0),
             policy=hicache.policy,
             record=parallel.owns_kv_stream,
             page_hook=kv.page_hook,
@@ -223,10 +225,10 @@ def open_host_tiers(
         "storage checksum": hicache.storage_checksum,
         "key namespace": keys.namespace,
     }
-    return HostTiers(stepper=TierStepper(cache=cache, domain=domain, mover=mover, settings=settings), mover=mover)
+    return HostTiers(stepper=HiCacheStepper(cache=cache, domain=domain, mover=mover, settings=settings), mover=mover)
 
 
-def _open_store(hicache: HiCacheConfig) -> InPlacePageStore | None:
+def _open_store(hicache: HiCacheConfig) -> ZeroCopyPageStore | None:
     # Imported here: a rank starts with what it needs and nothing else.
     if hicache.storage == "file":
         from scheduler_components.hicache import open_file_page_store

@@ -32,14 +32,14 @@ from scheduler_components import (
     __version__,
     kv_events_server_info,
 )
-from scheduler_components.kv_events import BoundStream, Endpoint
+from scheduler_components.kv_events import Endpoint, ListeningStream
 from scheduler_components.reference.engine.engine import ControlRefusedError, Engine
 from scheduler_components.reference.engine.generation import TextFront, codec_of
 from scheduler_components.reference.engine.http_exchange import BadBodyError, failure_response, read_body
 from scheduler_components.reference.engine.http_generate import GenerateEndpoint
 from scheduler_components.reference.engine.http_openai import ChatEndpoint, CompletionEndpoint
 from scheduler_components.reference.engine.http_orders import order_routes
-from scheduler_components.reference.text import TextCodec
+from scheduler_components.reference.text import TextTokenizer
 
 __all__ = [
     "EngineStatus",
@@ -106,14 +106,14 @@ class EngineStatus:
         found = [stats.totals.quiesce for stats in self.engine.stats.read().values()]
         return [each for each in found if each is not None]
 
-    def _bound_streams(self) -> Iterator[BoundStream]:
+    def _bound_streams(self) -> Iterator[ListeningStream]:
         """Where the ranks' streams listen, as far as a reader on another machine could dial them."""
         for rank, said in self.engine.front.board.ready.items():
             events = _dialable(said.stream_endpoint)
             if events is not None:
                 stream = self.engine.config.parallel(rank).kv_stream_index
                 replay, load = _dialable(said.replay_endpoint), _dialable(said.load_endpoint)
-                yield BoundStream(rank=stream, events=events, replay=replay, load=load)
+                yield ListeningStream(rank=stream, events=events, replay=replay, load=load)
 
     def model_info(self) -> Mapping[str, Any]:
         name = self.engine.config.model_name
@@ -139,7 +139,7 @@ def text_routes(text: TextFront, model: str) -> list[Route]:
 
 
 def make_app(
-    engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False, codec: TextCodec | None = None
+    engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False, codec: TextTokenizer | None = None
 ) -> Starlette:
     """Every route of the engine.
 

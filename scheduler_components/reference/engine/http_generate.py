@@ -80,7 +80,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
                 logprobs=(self.top_logprobs_num or 0) if self.return_logprob else None,
             ),
             stops=stop_strings(params.stop),
-            keeps_stop=params.no_stop_trim,
+            include_stop_str=params.no_stop_trim,
             stream_interval=params.stream_interval if self.stream else 0,
             conversation=self.conversation,
             replica=self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,

@@ -41,7 +41,7 @@ from scheduler_components.reference.engine.openai_format import (
     Usage,
     UsageWanted,
 )
-from scheduler_components.reference.text import TextCodec
+from scheduler_components.reference.text import TextTokenizer
 
 __all__ = [
     "RANK_HEADER",
@@ -86,7 +86,7 @@ class _Writer(Protocol):
 class _CompletionWriter:
     whole_object = event_object = "text_completion"
 
-    def __init__(self, codec: TextCodec, num_choices: int, *, echoes: Sequence[str], with_logprobs: bool) -> None:
+    def __init__(self, codec: TextTokenizer, num_choices: int, *, echoes: Sequence[str], with_logprobs: bool) -> None:
         self._echoes = dict(enumerate(echoes))  # each is written once
         self._logprobs = [CompletionLogprobs(codec) for _ in range(num_choices)] if with_logprobs else None
 
@@ -105,7 +105,7 @@ class _CompletionWriter:
 class _ChatWriter:
     whole_object, event_object = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, codec: TextCodec, *, with_logprobs: bool) -> None:
+    def __init__(self, codec: TextTokenizer, *, with_logprobs: bool) -> None:
         self._logprobs = ChatLogprobs(codec) if with_logprobs else None
         self._begun: set[int] = set()
 

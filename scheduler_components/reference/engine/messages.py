@@ -21,8 +21,8 @@ import msgspec
 import zmq
 
 from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
-from scheduler_components.intake import Incoming, InputKind
-from scheduler_components.quiesce import Order, OrderAnswer
+from scheduler_components.intake import InputKind, InputMessage
+from scheduler_components.quiesce import ControlReply, ControlRequest
 from scheduler_components.reference.device import SamplingParams
 from scheduler_components.reference.engine.control import ControlVerb
 from scheduler_components.reference.engine.request import SamplingLimits
@@ -107,7 +107,7 @@ class GiveOrder(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     """Every rank of the replica carries an order out, in the same step; the leader answers with ``OrderAnswered``."""
 
     order_id: int
-    order: Order
+    order: ControlRequest
 
 
 class BlockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -229,7 +229,7 @@ class OrderAnswered(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     """How an order ended on a replica."""
 
     replica: int
-    answer: OrderAnswer
+    answer: ControlReply
 
 
 Report = (
@@ -271,14 +271,14 @@ _KINDS: dict[type, InputKind] = {
 
 
 class CommandReader:
-    """The ``InputReader`` of this engine."""
+    """The ``MessageDecoder`` of this engine."""
 
     __slots__ = ()
 
-    def read(self, frame: bytes) -> Incoming[Command]:
+    def read(self, frame: bytes) -> InputMessage[Command]:
         command = decode_command(frame)
         rid = command.rid if isinstance(command, SubmitRequest | AbortRequest) else ""
-        return Incoming(_KINDS.get(type(command), InputKind.COMMAND), command, rid)
+        return InputMessage(_KINDS.get(type(command), InputKind.COMMAND), command, rid)
 
 
 def decode_report(frame: bytes) -> Report:

@@ -14,7 +14,7 @@ import msgspec
 from scheduler_components import CachedTokens, ConfigError
 from scheduler_components.reference.device import SamplingParams
 from scheduler_components.reference.engine.generation import TextNews, Wanted
-from scheduler_components.reference.text import ChatMessage, TextCodec
+from scheduler_components.reference.text import ChatMessage, TextTokenizer
 
 __all__ = [
     "MAX_CHOICES",
@@ -114,7 +114,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
                 logprobs=logprobs,
             ),
             stops=stop_strings(self.stop),
-            keeps_stop=bool(self.include_stop_str_in_output),
+            include_stop_str=bool(self.include_stop_str_in_output),
             stream_interval=1 if self.stream else 0,
             conversation=self.conversation,
             replica=self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
@@ -245,7 +245,7 @@ class CompletionLogprobs:
 
     __slots__ = ("_codec", "_offset")
 
-    def __init__(self, codec: TextCodec, *, offset: int = 0) -> None:
+    def __init__(self, codec: TextTokenizer, *, offset: int = 0) -> None:
         self._codec, self._offset = codec, offset
 
     def told(self, news: TextNews) -> dict[str, list[Any]]:
@@ -266,7 +266,7 @@ class ChatLogprobs:
 
     __slots__ = ("_codec",)
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextTokenizer) -> None:
         self._codec = codec
 
     def told(self, news: TextNews) -> dict[str, list[Any]]:

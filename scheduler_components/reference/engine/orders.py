@@ -13,15 +13,15 @@ from scheduler_components.quiesce import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
+    ControlReply,
+    ControlRequest,
     EndWeightUpdate,
+    IdleControlRequest,
     LoadWeights,
-    Order,
-    OrderAnswer,
     PauseGeneration,
     PauseMode,
-    RestOrder,
     RollBackWeights,
-    what_is_ordered,
+    control_request_name,
 )
 from scheduler_components.reference.engine.front import EngineFailedError, Front
 
@@ -57,7 +57,7 @@ class OrderDesk:
     _ids: count[int] = field(default_factory=lambda: count(1), init=False, repr=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
 
-    async def give(self, order: Order) -> tuple[OrderAnswer, ...]:
+    async def give(self, order: ControlRequest) -> tuple[ControlReply, ...]:
         """Give an order to every replica; returns their answers.
 
         Raises:
@@ -68,7 +68,7 @@ class OrderDesk:
         answers = await self._ask(order)
         problems = {replica: answer.problem for replica, answer in enumerate(answers) if answer.problem}
         if problems:
-            raise OrderRefusedError(what_is_ordered(order), problems)
+            raise OrderRefusedError(control_request_name(order), problems)
         return answers
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
@@ -124,17 +124,17 @@ class OrderDesk:
             raise
 
     @staticmethod
-    def _one_checksum(answers: tuple[OrderAnswer, ...], wanted: int | None) -> int:
+    def _one_checksum(answers: tuple[ControlReply, ...], wanted: int | None) -> int:
         wanted = answers[0].checksum if wanted is None else wanted
         others = {at: each.checksum for at, each in enumerate(answers) if each.checksum != wanted}
         if others:
             problems = {
                 at: f"the weights have checksum {found:016x}, not {wanted:016x}" for at, found in others.items()
             }
-            raise OrderRefusedError(what_is_ordered(CheckWeights()), problems)
+            raise OrderRefusedError(control_request_name(CheckWeights()), problems)
         return wanted
 
-    async def _ask(self, order: Order) -> tuple[OrderAnswer, ...]:
+    async def _ask(self, order: ControlRequest) -> tuple[ControlReply, ...]:
         front, board = self.front, self.front.board
         order_id = next(self._ids)
         keys = [(order_id, replica) for replica in range(len(front.leaders))]
@@ -144,17 +144,17 @@ class OrderDesk:
             return board.failure is not None or bool(front.pulse.silent()) or all(key in found for key in keys)
 
         found = board.answers.orders
-        deadline_s = order.deadline_s if isinstance(order, PauseGeneration | RestOrder) else 0.0
+        deadline_s = order.deadline_s if isinstance(order, PauseGeneration | IdleControlRequest) else 0.0
         try:
             async with asyncio.timeout(deadline_s + _ANSWER_DEADLINE_S):
                 await board.wait_until(is_over)
         except TimeoutError:
             late = [replica for key in keys if key not in found for replica in key[1:]]
-            problem = f"{what_is_ordered(order)}: replicas {late} have not answered in {_ANSWER_DEADLINE_S} s"
+            problem = f"{control_request_name(order)}: replicas {late} have not answered in {_ANSWER_DEADLINE_S} s"
             raise EngineFailedError(problem) from None
         answers = [found.pop(key, None) for key in keys]
         if board.failure is not None:
-            raise EngineFailedError(f"{what_is_ordered(order)}: {board.failure}")
+            raise EngineFailedError(f"{control_request_name(order)}: {board.failure}")
         told = tuple(answer for answer in answers if answer is not None)
         if len(told) < len(keys):
             raise next(iter(front.pulse.silent().values()))

@@ -10,14 +10,14 @@ import msgspec
 from scheduler_components import KvEventSource, ParallelState, RadixCache
 from scheduler_components.cache import RadixNode
 from scheduler_components.integrity import (
-    EventsView,
-    OwnerLedger,
+    AllocationLog,
     PoolInvariantChecker,
     PoolStatsObserver,
+    PublishedBlocks,
     RadixCachePool,
     StepProgress,
 )
-from scheduler_components.ports import NO_OWNER_LOG, AuditedPool, OwnerLog, TotalsSource
+from scheduler_components.ports import AllocationSink, AuditedPool, NullAllocationSink, TotalsSource
 from scheduler_components.reference.engine.cache_tiers import PrefixCache
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.request import RequestQueues, RequestState
@@ -89,7 +89,7 @@ class PoolGuard:
     """
 
     checker: PoolInvariantChecker
-    owners: OwnerLog
+    owners: AllocationSink
     events: KvEventSource
     pools: PoolStatsObserver
     progress: StepProgress = field(default_factory=StepProgress)
@@ -107,12 +107,12 @@ class PoolGuard:
         audited: tuple[AuditedPool, ...] = (pool, RequestSlots(queues=queues))
         checker = PoolInvariantChecker(pools=audited, policy=config.checks, progress=progress)
         pools = PoolStatsObserver(pools=(pool,), page_size=cache.page_size)
-        guard = cls(checker=checker, owners=NO_OWNER_LOG, events=cache, pools=pools, progress=progress)
+        guard = cls(checker=checker, owners=NullAllocationSink(), events=cache, pools=pools, progress=progress)
         if config.owners_one_in:
-            guard.owners = checker.owners = OwnerLedger(progress=progress, one_in=config.owners_one_in)
+            guard.owners = checker.owners = AllocationLog(progress=progress, one_in=config.owners_one_in)
         if config.follows_events and parallel.owns_kv_stream:
-            guard.events = checker.told = EventsView(source=cache)
-            checker.held = cache
+            guard.events = checker.published = PublishedBlocks(source=cache)
+            checker.cached = cache
         return guard
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_components.hicache import SyncDomain
-from scheduler_components.ports import NO_MEMORY, NO_WEIGHTS, MemoryOccupation, WeightStore
-from scheduler_components.quiesce import Quiesce, QuiesceState, QuiesceStepper
+from scheduler_components.hicache import ParallelGroups
+from scheduler_components.ports import MemoryOccupation, NullMemoryOccupation, NullWeightStore, WeightStore
+from scheduler_components.quiesce import QuiesceController, QuiesceState, QuiesceStepper
 from scheduler_components.reference.engine.scheduler import Scheduler
 
-__all__ = ["SchedulerAtRest", "quiesce_of"]
+__all__ = ["QuiescableScheduler", "quiesce_of"]
 
 
 @dataclass(slots=True, kw_only=True)
-class SchedulerAtRest:
-    """The ``PausableWork`` and ``ClearableKv`` of a scheduler."""
+class QuiescableScheduler:
+    """The ``PausableRequests`` and ``FlushableCache`` of a scheduler."""
 
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
 
@@ -41,17 +41,17 @@ class SchedulerAtRest:
     def clear(self, weight_version: str) -> None:
         self.scheduler.clear_cache(weight_version)
 
-    def forget_storage(self) -> None:
-        self.scheduler.forget_storage()
+    def clear_storage_index(self) -> None:
+        self.scheduler.clear_storage_index()
 
 
 def quiesce_of(
     scheduler: Scheduler,
     state: QuiesceState,
     *,
-    domain: SyncDomain,
-    weights: WeightStore = NO_WEIGHTS,
-    memory: MemoryOccupation = NO_MEMORY,
+    domain: ParallelGroups,
+    weights: WeightStore = NullWeightStore(),
+    memory: MemoryOccupation = NullMemoryOccupation(),
 ) -> QuiesceStepper:
     """Make what carries orders out on one rank.
 
@@ -61,6 +61,6 @@ def quiesce_of(
         domain: of its replica.
         weights, memory: of its device.
     """
-    at_rest = SchedulerAtRest(scheduler=scheduler)
-    quiesce = Quiesce(work=at_rest, cache=at_rest, weights=weights, memory=memory, state=state)
+    at_rest = QuiescableScheduler(scheduler=scheduler)
+    quiesce = QuiesceController(work=at_rest, cache=at_rest, weights=weights, memory=memory, state=state)
     return QuiesceStepper(quiesce=quiesce, domain=domain)

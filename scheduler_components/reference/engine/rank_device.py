@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler_components import ParallelState
-from scheduler_components.ports import NO_MEMORY, MemoryOccupation, WeightStore
+from scheduler_components.ports import MemoryOccupation, NullMemoryOccupation, WeightStore
 from scheduler_components.reference.device import (
-    FencedDevice,
+    LayerwiseDevice,
     SimulatedDevice,
     SimulatedMemory,
     SimulatedModel,
@@ -18,7 +18,7 @@ from scheduler_components.reference.engine.config import EngineConfig, EnginePat
 
 if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory
-    from scheduler_components.reference.device import TensorGroup
+    from scheduler_components.reference.device import TorchTensorParallelGroup
 
 __all__ = ["RankDevice", "open_rank_device"]
 
@@ -35,11 +35,11 @@ class RankDevice:
         group: the ranks that have the other parts of each layer; None where it has all of them.
     """
 
-    device: FencedDevice
+    device: LayerwiseDevice
     weights: WeightStore
     memory: MemoryOccupation
     pool: TorchDeviceMemory | None = None
-    group: TensorGroup | None = None
+    group: TorchTensorParallelGroup | None = None
 
     def close(self) -> None:
         """Let go of the other ranks; safe to call twice."""
@@ -67,7 +67,9 @@ def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: Engin
         rank = open_torch_rank(
             config.model, config.scheduler, num_ranks=config.world_size, parallel=parallel, meeting=meeting
         )
-        return RankDevice(device=rank.device, weights=rank.weights, memory=NO_MEMORY, pool=rank.pool, group=rank.group)
+        return RankDevice(
+            device=rank.device, weights=rank.weights, memory=NullMemoryOccupation(), pool=rank.pool, group=rank.group
+        )
     simulated = SimulatedDevice(model=SimulatedModel(seed=config.seed), speed=config.speed)
     return RankDevice(
         device=simulated, weights=SimulatedWeights(device=simulated), memory=SimulatedMemory(device=simulated)

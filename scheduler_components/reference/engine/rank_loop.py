@@ -1,6 +1,6 @@
 """The loop of a scheduler process: the leader of a replica decides what goes into a step, its followers do the same.
 
-Lockstep: every decision of a scheduler follows from its sequence of steps and commands. Each rank's ``Intake`` brings
+Lockstep: every decision of a scheduler follows from its sequence of steps and commands. Each rank's ``RequestReceiver`` brings
 it the commands before a step, with the digest of the leader's state; a follower whose state differs stops the engine:
 from there on its KV cache would be another one.
 """
@@ -23,18 +23,18 @@ from scheduler_components import (
     LoadPublisher,
     LoadSnapshot,
     ParallelState,
-    WorkTotals,
+    WorkCounters,
 )
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import Tier
 from scheduler_components.intake import (
     ForwardMode,
     IdleSleeper,
-    Incoming,
-    InputRefusal,
-    Intake,
-    RefusalReason,
-    StopRequested,
+    InputMessage,
+    RejectionReason,
+    RequestReceiver,
+    RequestRejection,
+    StopRequestedError,
 )
 from scheduler_components.integrity import LogStallSink
 from scheduler_components.ports import OutputStatsSource
@@ -74,7 +74,7 @@ __all__ = [
     "FrontStallSink",
     "Heartbeat",
     "Leader",
-    "NO_PEERS",
+    "NullPeers",
     "Peers",
     "RefusalReports",
     "ReportSocket",
@@ -84,7 +84,7 @@ __all__ = [
 
 _BACKLOG_S = 0.02  # until outputs are offered again that the front did not take
 _DUMP_PATIENCE_STEPS = 10_000
-_BUSY = frozenset({RefusalReason.TOO_MANY, RefusalReason.HELD_FULL, RefusalReason.DRAINING})
+_BUSY = frozenset({RejectionReason.TOO_MANY, RejectionReason.HELD_FULL, RejectionReason.DRAINING})
 
 
 class StopSignal:
@@ -181,7 +181,7 @@ class FrontLoadSink:
 
 @dataclass(slots=True, kw_only=True)
 class RefusalReports:
-    """A ``RefusalSink``: the leader answers for what its intake did not let in.
+    """A ``RejectionSink``: the leader answers for what its intake did not let in.
 
     Attributes:
         reports: the way to the front.
@@ -189,12 +189,12 @@ class RefusalReports:
     """
 
     reports: ReportSocket
-    work: WorkTotals
+    work: WorkCounters
 
-    def refuse(self, refusal: InputRefusal, incoming: Incoming[object]) -> None:
+    def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:
         if isinstance(incoming.message, SubmitRequest):
-            self.work.took_in(FRONT, incoming.message.ticket)
-        if refusal.reason is not RefusalReason.IN_USE:  # the first request of this id goes on
+            self.work.on_request_received(FRONT, incoming.message.ticket)
+        if refusal.reason is not RejectionReason.IN_USE:  # the first request of this id goes on
             self.reports.send(RequestRefused(refusal.rid, refusal.text, refusal.reason in _BUSY))
 
 
@@ -211,13 +211,13 @@ class FrontStallSink:
     alive: RankAlive
     _log: LogStallSink = field(default_factory=LogStallSink, init=False)
 
-    def stalled(self, report: StallReport) -> None:
+    def on_stall(self, report: StallReport) -> None:
         self.reports.send(RankStalled(self.alive, report.place))
-        self._log.stalled(report)
+        self._log.on_stall(report)
 
-    def moved(self, report: StallReport) -> None:
+    def on_resume(self, report: StallReport) -> None:
         """The rank itself speaks again, which is all that the front has to know."""
-        self._log.moved(report)
+        self._log.on_resume(report)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,7 +240,7 @@ class StepExecutor:
     @property
     def has_work(self) -> bool:
         """A step has something to do: work of the scheduler's, or an order that stands."""
-        return self.scheduler.has_work or self.quiesce.quiesce.has_orders
+        return self.scheduler.has_work or self.quiesce.quiesce.has_pending
 
     def execute(self, step: int, commands: Sequence[Command]) -> None:
         """Obey the commands, take the step, report."""
@@ -248,7 +248,7 @@ class StepExecutor:
             self._obey(command)
         answer = self.quiesce.step()
         if answer is not None:
-            self.scheduler.metrics.refresh()
+            self.scheduler.metrics.refresh_counters()
         self._last_mode = self.scheduler.step().mode
         if answer is not None and self.parallel.leads_replica:
             self.reports.send(OrderAnswered(self.parallel.kv_stream_index, answer))
@@ -272,7 +272,7 @@ class StepExecutor:
         elif isinstance(command, AbortRequest):
             self.scheduler.abort(command.rid)
         elif isinstance(command, GiveOrder):
-            self.quiesce.take(command.order_id, command.order)
+            self.quiesce.enqueue(command.order_id, command.order)
         elif isinstance(command, ControlQuestion):
             self.reports.send(self._answer(command))
 
@@ -284,7 +284,7 @@ class StepExecutor:
         return ControlAnswer(question.question_id, self.parallel.world_rank, None, msgspec.json.encode(answer))
 
     def _submit(self, command: SubmitRequest) -> None:
-        self.scheduler.book.work.took_in(FRONT, command.ticket)
+        self.scheduler.book.work.on_request_received(FRONT, command.ticket)
         tokens = unpack_tokens(command.input_ids)
         try:
             request = Request(
@@ -301,7 +301,7 @@ class StepExecutor:
 
     def _read_pool(self, read_id: int) -> PoolRead:
         """Read at once, pages on their way or not: the events of every step tell what the pool then holds."""
-        reading = KvPoolReader(publisher=self.scheduler.kv_events, oracle=self.scheduler.cache).read()
+        reading = KvPoolReader(publisher=self.scheduler.kv_events, blocks=self.scheduler.cache).read()
         places = (PoolPlace(*place, pack_hashes(hashes)) for place, hashes in reading.blocks.items())
         return PoolRead(read_id, reading.rank, reading.sequence, tuple(places))
 
@@ -335,16 +335,12 @@ class Peers(Protocol):
         ...
 
 
-class _NoPeers:
+class NullPeers:
     """A replica that steps by itself."""
 
     @property
     def is_awaited(self) -> bool:
         return False
-
-
-NO_PEERS: Peers = _NoPeers()
-"""Of a replica that steps by itself."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -362,11 +358,11 @@ class Leader:
     """
 
     executor: StepExecutor
-    intake: Intake[Command]
+    intake: RequestReceiver[Command]
     sleeper: IdleSleeper
     heartbeat: Heartbeat
     load_publishers: Sequence[LoadPublisher]
-    peers: Peers = NO_PEERS
+    peers: Peers = field(default_factory=NullPeers)
 
     def run(self) -> None:
         """Returns when the order to stop comes."""
@@ -380,12 +376,12 @@ class Leader:
             # A busy leader hears the order to stop as often as it says that it runs: to look costs a step 2 us.
             if (is_idle or was_due) and self._is_told_to_stop(is_idle):
                 return
-            if is_idle and not self.intake.collect() and not self.peers.is_awaited:
+            if is_idle and not self.intake.poll() and not self.peers.is_awaited:
                 continue
             step += 1
             try:
                 commands = self.intake.receive(step, scheduler.state_digest, self.executor.mode)
-            except StopRequested:
+            except StopRequestedError:
                 return
             self.executor.execute(step, commands)
             for publisher in self.load_publishers:
@@ -417,7 +413,7 @@ class Follower:
     """Takes the steps that its leader takes, and checks that its state is the leader's."""
 
     executor: StepExecutor
-    intake: Intake[Command]
+    intake: RequestReceiver[Command]
     heartbeat: Heartbeat
 
     def run(self) -> None:
@@ -432,6 +428,6 @@ class Follower:
             step += 1
             try:
                 commands = self.intake.receive(step, self.executor.scheduler.state_digest, self.executor.mode)
-            except StopRequested:
+            except StopRequestedError:
                 return
             self.executor.execute(step, commands)

@@ -14,14 +14,14 @@ from pathlib import Path
 import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
-from scheduler_components.batching import DpBatchSync, dp_rank_sets
-from scheduler_components.hicache import SyncDomain, world_rank_sets
+from scheduler_components.batching import DpBatchSync, dp_rank_groups
+from scheduler_components.hicache import ParallelGroups, world_rank_groups
 from scheduler_components.intake import (
     IdleSleeper,
-    InputScreen,
-    Intake,
+    InputBlocker,
     RecvSkipper,
-    StopRequested,
+    RequestReceiver,
+    StopRequestedError,
     ZmqFollowerRelay,
     ZmqInputSource,
     ZmqLeaderRelay,
@@ -31,8 +31,8 @@ from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metrics_sink
-from scheduler_components.ports import NO_PROFILER, Profiler
-from scheduler_components.profiling import ProfilerSession, StackSampler
+from scheduler_components.ports import NullProfiler, Profiler
+from scheduler_components.profiling import ProfilerManager, StackSampler
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import RankConfig
@@ -58,7 +58,7 @@ from scheduler_components.reference.engine.rank_loop import (
     StopSignal,
 )
 from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_sync_domain, open_zmq_sync_hub
+from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
 
 __all__ = [
     "main",
@@ -102,7 +102,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         heartbeat = Heartbeat(alive=alive, reports=reports, stop=stop)
         events = open_event_publisher(config.engine.kv_events, parallel=parallel)
         opened.callback(events.shutdown)
-        opened.enter_context(suppress(StopRequested))
+        opened.enter_context(suppress(StopRequestedError))
         domain = _open_domain(config, parallel, context, heartbeat)
         opened.callback(domain.close)
         peers = _open_peers(config, parallel, context, heartbeat)
@@ -117,7 +117,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
             outputs = _connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
             sinks.outputs = OutputSocket(socket=outputs)
             sinks.kv_metrics = open_zmq_kv_metrics_sink(config.paths.kv_metrics)
-        profiles = ProfilerSession(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
+        profiles = ProfilerManager(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
         device = ProfiledDevice(device=computes.device, session=profiles)
         state = QuiesceState()
@@ -133,7 +133,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         opened.callback(scheduler.close)
         quiesce = quiesce_of(scheduler, state, domain=domain, weights=computes.weights, memory=computes.memory)
         internal = InternalState(
-            holders=(BatcherState(batcher=scheduler.batcher), scheduler.batcher.terms.chunk_sizer, profiles)
+            providers=(BatcherState(batcher=scheduler.batcher), scheduler.batcher.terms.chunk_sizer, profiles)
         )
         control = Control(state=internal, profiles=profiles)
         executor = StepExecutor(
@@ -151,7 +151,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
 def _profiler(config: RankConfig) -> Profiler:
     """What records this rank; the front lets nobody ask for profiles without a directory."""
     if not config.engine.profile_directory:
-        return NO_PROFILER
+        return NullProfiler()
     return StackSampler(Path(config.engine.profile_directory))
 
 
@@ -162,17 +162,19 @@ def _watch(config: RankConfig, context: _Context, alive: RankAlive, scheduler: S
         return
     sink = FrontStallSink(reports=ReportSocket(socket=_connect_push(context, config.paths.reports)), alive=alive)
     watchdog = open_thread_watchdog(
-        scheduler.guard.progress, rank=alive.rank, after_s=after_s, sink=sink, stacks_to=sys.stderr
+        scheduler.guard.progress, rank=alive.rank, after_s=after_s, sink=sink, stack_dump_file=sys.stderr
     )
     opened.callback(watchdog.close)
 
 
-def _open_domain(config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: Heartbeat) -> SyncDomain:
+def _open_domain(
+    config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: Heartbeat
+) -> ParallelGroups:
     """Open this rank's end of the agreement of its replica, for tiers and orders."""
-    return open_zmq_sync_domain(
+    return open_zmq_groups(
         context,
         rank=parallel.world_rank,
-        hops=world_rank_sets(parallel)[parallel.world_rank].hops,
+        reduce_groups=world_rank_groups(parallel)[parallel.world_rank].reduce_groups,
         address_of=config.paths.sync,
         wait_for=heartbeat.wait,
         timeout_s=_AGREEMENT_TIMEOUT_S,
@@ -181,7 +183,7 @@ def _open_domain(config: RankConfig, parallel: ParallelState, context: _Context,
 
 def _peer_hops(config: RankConfig, parallel: ParallelState) -> tuple[tuple[int, ...], ...]:
     """The ranks that this one takes every step with, none where each replica steps by itself."""
-    return () if config.engine.dp_attention is None else dp_rank_sets(parallel).hops
+    return () if config.engine.dp_attention is None else dp_rank_groups(parallel).reduce_groups
 
 
 def _open_peers(config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: Heartbeat) -> ZmqSyncHub:
@@ -191,10 +193,10 @@ def _open_peers(config: RankConfig, parallel: ParallelState, context: _Context, 
     return open_zmq_sync_hub(
         context,
         rank=parallel.world_rank,
-        hops=_peer_hops(config, parallel),
+        reduce_groups=_peer_hops(config, parallel),
         address_of=config.paths.dp_sync,
         wait_for=heartbeat.wait,
-        timeout_s=_AGREEMENT_TIMEOUT_S * (1 + len(world_rank_sets(parallel)[parallel.world_rank].hops)),
+        timeout_s=_AGREEMENT_TIMEOUT_S * (1 + len(world_rank_groups(parallel)[parallel.world_rank].reduce_groups)),
     )
 
 
@@ -211,7 +213,7 @@ def _dp_sync(config: RankConfig, parallel: ParallelState, peers: ZmqSyncHub) -> 
 
 
 def _open_tiers(
-    config: RankConfig, parallel: ParallelState, domain: SyncDomain, computes: RankDevice
+    config: RankConfig, parallel: ParallelState, domain: ParallelGroups, computes: RankDevice
 ) -> CacheTiers | None:
     """Open what is behind the device; None where the scheduler's own cache is enough."""
     engine = config.engine
@@ -225,7 +227,7 @@ def _open_tiers(
     else:
         kv = torch_kv(computes.pool, model=engine.model.identity)
     tiers = open_host_tiers(kv, engine.hicache, engine.scheduler, parallel, domain=domain)
-    computes.device.fence = tiers.fence
+    computes.device.layer_counter = tiers.layer_counter
     return tiers
 
 
@@ -242,7 +244,7 @@ def _open_loop(
     if not parallel.leads_replica:
         steps = _bind_pull(context, paths.steps(parallel.world_rank))
         relay = ZmqFollowerRelay(steps=steps, wait_for=heartbeat.wait)
-        intake = Intake(rank=str(parallel), reader=CommandReader(), relay=relay, skipper=skipper)
+        intake = RequestReceiver(rank=str(parallel), reader=CommandReader(), relay=relay, recv_skipper=skipper)
         return Follower(executor=executor, intake=intake, heartbeat=heartbeat)
     others = config.engine.followers_of(parallel.kv_stream_index)
     followers = [_connect_push(context, paths.steps(rank), high_water_mark=_STEPS_AHEAD) for rank in others]
@@ -251,18 +253,18 @@ def _open_loop(
     front = FrontLoadSink(reports=executor.reports, outputs=scheduler.output)
     return Leader(
         executor=executor,
-        intake=Intake(
+        intake=RequestReceiver(
             rank=str(parallel),
             reader=CommandReader(),
             source=ZmqInputSource(socket=commands),
             relay=ZmqLeaderRelay(followers=followers, wait_for=heartbeat.wait),
-            screen=InputScreen(
+            blocker=InputBlocker(
                 bounds=config.engine.scheduler.input_bounds,
                 ids=scheduler.queues,
                 refusals=refusals,
                 stats=scheduler.book.intake,
             ),
-            skipper=skipper,
+            recv_skipper=skipper,
         ),
         sleeper=IdleSleeper([commands, peers.inbox], [heartbeat.stop.descriptor]),
         heartbeat=heartbeat,

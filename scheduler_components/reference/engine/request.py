@@ -83,7 +83,7 @@ class Request:
         num_cached_prompt_tokens: the same at the first admission: what the client is told.
         cached_prompt: the same by the tier on which they were found.
         num_retractions: how often the request lost its pages to others.
-        is_watched: the ledger of owners notes its pages; no decision looks at it.
+        is_sampled: the ledger of owners notes its pages; no decision looks at it.
         times: kept by the scheduler from submission on; no decision looks at them.
 
     Raises:
@@ -110,7 +110,7 @@ class Request:
         "num_cached_prompt_tokens",
         "cached_prompt",
         "num_retractions",
-        "is_watched",
+        "is_sampled",
         "times",
     )
 
@@ -142,7 +142,7 @@ class Request:
         self.num_cached_prompt_tokens = 0
         self.cached_prompt = CachedTokens()
         self.num_retractions = 0
-        self.is_watched = False
+        self.is_sampled = False
         self.times: RequestTimeStats | None = None
 
     @property

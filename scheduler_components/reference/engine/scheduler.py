@@ -26,7 +26,6 @@ from zlib import crc32
 import msgspec
 
 from scheduler_components import (
-    NO_KV_METRICS,
     BatchResultProcessor,
     ConfigError,
     KvEventSink,
@@ -35,20 +34,21 @@ from scheduler_components import (
     LoadSource,
     MetricsEmitter,
     MetricsSink,
+    NullKvMetricsSink,
     NullMetricsSink,
     OutputBatch,
     OutputSink,
     OutputStreamer,
     ParallelState,
+    RequestResult,
     SchedulerKvEventsPublisher,
-    WorkResult,
 )
-from scheduler_components.batching import ChunkSizer, DpBatchSync
+from scheduler_components.batching import DpBatchSync, DynamicChunkSizer
 from scheduler_components.cache import RadixCache
 from scheduler_components.intake import ForwardMode
 from scheduler_components.integrity import IDLE
 from scheduler_components.kv_events import NullEventPublisher
-from scheduler_components.quiesce import DEFAULT_WEIGHT_VERSION, QuiesceState, namespace_of
+from scheduler_components.quiesce import DEFAULT_WEIGHT_VERSION, QuiesceState, weight_namespace
 from scheduler_components.reference.device import Device, ScheduledBatch
 from scheduler_components.reference.engine.batch_terms import BatchTerms
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits, check_tokens_known
@@ -93,7 +93,7 @@ class SchedulerSinks:
     events: KvEventSink = field(default_factory=NullEventPublisher)
     outputs: OutputSink = field(default_factory=_NoOutputs)
     metrics: MetricsSink = field(default_factory=NullMetricsSink)
-    kv_metrics: KvMetricsSink = NO_KV_METRICS
+    kv_metrics: KvMetricsSink = field(default_factory=NullKvMetricsSink)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -180,7 +180,7 @@ class Scheduler:
         guard: looks at the pools between two steps, and knows where the step stands.
 
     Others may call ``load.get_loads()``, ``output.flush()``, ``kv_events.idle()`` and ``metrics.emit()`` between two
-    steps and while there is no work, and ``book.work.took_in()`` for a request that was dispatched with a ticket.
+    steps and while there is no work, and ``book.work.on_request_received()`` for a request that was dispatched with a ticket.
     """
 
     device: Device
@@ -221,7 +221,9 @@ class Scheduler:
         tiers = tiers or DeviceTier(cache=_device_cache(config, parallel))
         queues = RequestQueues(max_running_requests=config.max_running_requests)
         quiesce = quiesce or QuiesceState()
-        terms = BatchTerms(gate=quiesce, dp=dp or DpBatchSync(), chunk_sizer=ChunkSizer(page_size=config.page_size))
+        terms = BatchTerms(
+            gate=quiesce, dp=dp or DpBatchSync(), chunk_sizer=DynamicChunkSizer(page_size=config.page_size)
+        )
         terms.forecast.clock = clocks.monotonic
         book = RequestBook(tiers=tiers, clock=clocks.monotonic, quiesce=quiesce, terms=terms)
         guard = PoolGuard.over(config.integrity, parallel, tiers.cache, queues)
@@ -307,7 +309,7 @@ class Scheduler:
         """True while a step has something to do: requests that may run, aborts to tell of, pages on their way; and
         under DP attention while other replicas have requests.
         """
-        is_busy = self.batcher.has_work or self.results.has_news or self.tiers.contents.num_operations
+        is_busy = self.batcher.has_work or self.results.has_pending_outputs or self.tiers.contents.num_operations
         return bool(is_busy or self.batcher.terms.dp.last.any_work)
 
     def submit(self, request: Request) -> None:
@@ -338,7 +340,7 @@ class Scheduler:
         if request is None:
             return False
         self.guard.progress.enter("abort", rid)
-        self.tiers.contents.preparations.forget(rid)
+        self.tiers.contents.prefetch_queue.cancel(rid)
         self.results.abort(request)
         self.guard.progress.enter(IDLE)
         self._decisions.add(request.arrival, self.cache.used_tokens)
@@ -400,7 +402,7 @@ class Scheduler:
             batch.works[place].request.took_logprobs(logprobs)
         errors = output.errors
         news = self.results.process(
-            WorkResult(work.request, work.start, work.end, (token,), work.is_prefill, errors.get(place, ""))
+            RequestResult(work.request, work.start, work.end, (token,), work.is_prefill, errors.get(place, ""))
             for place, (work, token) in enumerate(zip(batch.works, output.token_ids, strict=True))
         )
         if batch.num_prefill_tokens:
@@ -439,17 +441,17 @@ class Scheduler:
             CacheIntegrityError: a request runs, or pages are on their way; nothing has changed.
         """
         self.cache.clear()
-        self.batcher.forget_cached(namespace_of(weight_version))
+        self.batcher.forget_cached(weight_namespace(weight_version))
         self._decisions.add(self.cache.free_tokens, crc32(weight_version.encode()))
         self.kv_events.flush()
 
-    def forget_storage(self) -> None:
+    def clear_storage_index(self) -> None:
         """Count nothing as stored any more, and send so at once.
 
         Raises:
             CacheIntegrityError: pages are on their way; nothing has changed.
         """
-        self.tiers.contents.forget_storage()
+        self.tiers.contents.clear_storage_index()
         self.kv_events.flush()
 
     def close(self) -> None:

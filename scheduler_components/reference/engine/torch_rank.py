@@ -11,15 +11,15 @@ import torch
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.quiesce import TorchWeights
+from scheduler_components.quiesce import TorchWeightStore
 from scheduler_components.reference.device import (
-    ALONE,
     ModelSpec,
-    TensorGroup,
+    NullTensorParallelGroup,
     TorchDevice,
-    cut_model,
+    TorchTensorParallelGroup,
     load_model,
-    open_tensor_group,
+    open_tensor_parallel_group,
+    shard_model,
 )
 from scheduler_components.reference.engine.config import SchedulerConfig
 
@@ -38,9 +38,9 @@ class TorchRank:
     """
 
     device: TorchDevice
-    weights: TorchWeights
+    weights: TorchWeightStore
     pool: TorchDeviceMemory
-    group: TensorGroup | None = None
+    group: TorchTensorParallelGroup | None = None
 
 
 def own_device(first: str, parallel: ParallelState) -> str:
@@ -80,14 +80,14 @@ def open_torch_rank(
     if parallel.attn_tp_size > 1:
         assert meeting is not None, "ranks that share a model need a place to meet"
         # Before the weights are read, which may take some ranks much longer than others.
-        group = open_tensor_group(
+        group = open_tensor_parallel_group(
             meeting,
             rank=parallel.attn_tp_rank,
             size=parallel.attn_tp_size,
             on_cuda=torch.device(model.device).type == "cuda",
         )
     loaded = load_model(model)
-    parts = cut_model(loaded, ALONE if group is None else group)
+    parts = shard_model(loaded, NullTensorParallelGroup() if group is None else group)
     pool = TorchDeviceMemory.allocate(
         num_layers=model.kv.num_layers,
         num_pages=scheduler.kv_pages,
@@ -99,7 +99,7 @@ def open_torch_rank(
     )
     return TorchRank(
         device=TorchDevice(model=loaded, pool=pool),
-        weights=TorchWeights(model=loaded, parts=parts),
+        weights=TorchWeightStore(model=loaded, parts=parts),
         pool=pool,
         group=group,
     )

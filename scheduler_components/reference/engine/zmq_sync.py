@@ -16,12 +16,12 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from scheduler_components.hicache import SyncCall, SyncDomain, SyncTimeoutError, elementwise_min
-from scheduler_components.intake import StopRequested, WaitFor
+from scheduler_components.hicache import ParallelGroups, SyncCall, SyncTimeoutError, elementwise_min
+from scheduler_components.intake import StopRequestedError, WaitForSocket
 
 __all__ = [
     "ZmqSyncHub",
-    "open_zmq_sync_domain",
+    "open_zmq_groups",
     "open_zmq_sync_hub",
 ]
 
@@ -66,7 +66,7 @@ class ZmqSyncHub:
     rank: int
     inbox: zmq.Socket[bytes]
     peers: dict[int, zmq.Socket[bytes]]
-    wait_for: WaitFor
+    wait_for: WaitForSocket
     timeout_s: float
     _brought: dict[tuple[_Ranks, int], dict[int, list[int]]] = field(default_factory=dict, init=False)
     _turns: dict[_Ranks, int] = field(default_factory=dict, init=False)
@@ -76,7 +76,7 @@ class ZmqSyncHub:
 
         Raises:
             SyncTimeoutError: members did not come in time, here or, as another rank says, elsewhere.
-            StopRequested: the engine stops.
+            StopRequestedError: the engine stops.
         """
         turn = self._turns[ranks] = self._turns.get(ranks, 0) + 1
         meeting = self._brought.setdefault((ranks, turn), {})
@@ -93,10 +93,10 @@ class ZmqSyncHub:
         """Another rank has come to a collective that this one has not come to yet, or has waited for it in vain."""
         return bool(self._brought) or bool(zmq.zmq_poll([(self.inbox, zmq.POLLIN)], 0))
 
-    def domain(self, hops: Sequence[_Ranks]) -> SyncDomain:
-        """Return this rank's end of the agreement over ``hops``, whose members it has sockets to."""
-        groups = tuple(_ZmqSyncGroup(hub=self, ranks=ranks, hop=hop) for hop, ranks in enumerate(hops))
-        return SyncDomain(rank=self.rank, groups=groups)
+    def domain(self, reduce_groups: Sequence[_Ranks]) -> ParallelGroups:
+        """Return this rank's end of the agreement over ``reduce_groups``, whose members it has sockets to."""
+        groups = tuple(_ZmqSyncGroup(hub=self, ranks=ranks, hop=hop) for hop, ranks in enumerate(reduce_groups))
+        return ParallelGroups(rank=self.rank, groups=groups)
 
     def close(self) -> None:
         """Close the sockets; safe to call twice."""
@@ -114,7 +114,7 @@ class ZmqSyncHub:
                 self._send(_Failure(call.operation, call.step, missing), tuple(self.peers))
                 raise SyncTimeoutError(call.operation, call.step, missing, self.timeout_s) from None
             if not self.wait_for(self.inbox, zmq.POLLIN, int(left_s * 1000) + 1):
-                raise StopRequested from None
+                raise StopRequestedError from None
             return
         message = _decoder.decode(frame)
         if isinstance(message, _Failure):
@@ -152,24 +152,24 @@ def open_zmq_sync_hub(
     context: _Context,
     *,
     rank: int,
-    hops: Sequence[_Ranks],
+    reduce_groups: Sequence[_Ranks],
     address_of: Callable[[int], str],
-    wait_for: WaitFor,
+    wait_for: WaitForSocket,
     timeout_s: float,
 ) -> ZmqSyncHub:
     """Bind and connect one rank's sockets. Ranks may open in any order.
 
     Args:
-        hops: this rank's groups, as ``RankSets.hops`` gives them.
+        reduce_groups: this rank's groups, as ``RankGroups.reduce_groups`` gives them.
         address_of: where a rank listens.
-        wait_for: see ``WaitFor``.
+        wait_for: see ``WaitForSocket``.
         timeout_s: longest wait for the other ranks.
     """
     inbox = context.socket(zmq.PULL)
     inbox.rcvhwm = 0  # bounded by the ranks' lockstep: nobody is more than one collective ahead
     inbox.bind(address_of(rank))
     peers: dict[int, zmq.Socket[bytes]] = {}
-    for peer in sorted({peer for ranks in hops for peer in ranks} - {rank}):
+    for peer in sorted({peer for ranks in reduce_groups for peer in ranks} - {rank}):
         socket = peers[peer] = context.socket(zmq.PUSH)
         socket.sndhwm = 0
         socket.reconnect_ivl = 10
@@ -177,17 +177,17 @@ def open_zmq_sync_hub(
     return ZmqSyncHub(rank=rank, inbox=inbox, peers=peers, wait_for=wait_for, timeout_s=timeout_s)
 
 
-def open_zmq_sync_domain(
+def open_zmq_groups(
     context: _Context,
     *,
     rank: int,
-    hops: Sequence[_Ranks],
+    reduce_groups: Sequence[_Ranks],
     address_of: Callable[[int], str],
-    wait_for: WaitFor,
+    wait_for: WaitForSocket,
     timeout_s: float,
-) -> SyncDomain:
-    """Open a hub as ``open_zmq_sync_hub`` does, and return the agreement over ``hops``; closing that closes the hub."""
+) -> ParallelGroups:
+    """Open a hub as ``open_zmq_sync_hub`` does, and return the agreement over ``reduce_groups``; closing that closes the hub."""
     hub = open_zmq_sync_hub(
-        context, rank=rank, hops=hops, address_of=address_of, wait_for=wait_for, timeout_s=timeout_s
+        context, rank=rank, reduce_groups=reduce_groups, address_of=address_of, wait_for=wait_for, timeout_s=timeout_s
     )
-    return hub.domain(hops)
+    return hub.domain(reduce_groups)

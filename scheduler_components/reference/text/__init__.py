@@ -2,24 +2,24 @@
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_names
-from scheduler_components.reference.text.codec import ChatMessage, TextCodec
-from scheduler_components.reference.text.output_text import OutputText
-from scheduler_components.reference.text.words import WordCodec
+from scheduler_components._lazy import lazy_exports
+from scheduler_components.reference.text.codec import ChatMessage, TextTokenizer
+from scheduler_components.reference.text.output_text import IncrementalDetokenizer
+from scheduler_components.reference.text.words import WordTokenizer
 
 if TYPE_CHECKING:
-    from scheduler_components.reference.text.tokenizer import ModelCodec, open_model_codec
+    from scheduler_components.reference.text.tokenizer import ModelTokenizer, open_model_tokenizer
 
 __all__ = [
     "ChatMessage",
-    "ModelCodec",
-    "OutputText",
-    "TextCodec",
-    "WordCodec",
-    "open_model_codec",
+    "ModelTokenizer",
+    "IncrementalDetokenizer",
+    "TextTokenizer",
+    "WordTokenizer",
+    "open_model_tokenizer",
 ]
 
-__getattr__ = lazy_names(
+__getattr__ = lazy_exports(
     __name__,
-    {"scheduler_components.reference.text.tokenizer": "ModelCodec open_model_codec"},  # needs transformers
+    {"scheduler_components.reference.text.tokenizer": "ModelTokenizer open_model_tokenizer"},  # needs transformers
 )

@@ -9,7 +9,7 @@ import msgspec
 
 __all__ = [
     "ChatMessage",
-    "TextCodec",
+    "TextTokenizer",
 ]
 
 
@@ -25,7 +25,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str
 
 
-class TextCodec(Protocol):
+class TextTokenizer(Protocol):
     """Text to tokens and back, as one model has it. May be called by several threads at once."""
 
     @property

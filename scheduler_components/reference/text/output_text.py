@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_components.reference.text.codec import TextCodec
+from scheduler_components.reference.text.codec import TextTokenizer
 
-__all__ = ["OutputText"]
+__all__ = ["IncrementalDetokenizer"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LATE_TOKENS = 3
@@ -27,19 +27,19 @@ _UNWRITTEN_TOKENS = 64
 
 
 @dataclass(slots=True, kw_only=True)
-class OutputText:
+class IncrementalDetokenizer:
     """Takes tokens, gives text.
 
     Attributes:
         codec: of the model.
         stops: strings that end the text; none of them is empty.
-        keeps_stop: the string that ended the text is part of it.
+        include_stop_str: the string that ended the text is part of it.
         matched: the stop string that was found; None while there is none.
     """
 
-    codec: TextCodec
+    codec: TextTokenizer
     stops: tuple[str, ...] = ()
-    keeps_stop: bool = False
+    include_stop_str: bool = False
     matched: str | None = None
     _token_ids: list[int] = field(default_factory=list, repr=False)  # those read last, then those that wait
     _num_read: int = field(default=0, repr=False)
@@ -83,7 +83,7 @@ class OutputText:
         if found:
             end, start, self.matched = min(found)
             self._held = ""
-            return held[: end if self.keeps_stop else start]
+            return held[: end if self.include_stop_str else start]
         sure = len(held) if is_last else len(held) - self._possible_stop(held)
         self._held = held[sure:]
         return held[:sure]

@@ -18,12 +18,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from scheduler_components import ConfigError
 from scheduler_components.reference.text.codec import ChatMessage
 
-__all__ = ["ModelCodec", "open_model_codec"]
+__all__ = ["ModelTokenizer", "open_model_tokenizer"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ModelCodec:
-    """A ``TextCodec`` of a model. Made by ``open_model_codec``.
+class ModelTokenizer:
+    """A ``TextTokenizer`` of a model. Made by ``open_model_tokenizer``.
 
     Attributes:
         tokenizer: text to tokens and back.
@@ -62,7 +62,7 @@ class ModelCodec:
         return text
 
 
-def open_model_codec(path: str | Path, *, vocab_size: int, context_tokens: int | None) -> ModelCodec:
+def open_model_tokenizer(path: str | Path, *, vocab_size: int, context_tokens: int | None) -> ModelTokenizer:
     """Load the tokenizer of a model.
 
     Args:
@@ -85,7 +85,7 @@ def open_model_codec(path: str | Path, *, vocab_size: int, context_tokens: int |
     tokenizer = loaded.backend_tokenizer
     tokenizer.no_truncation()  # some tokenizers come with a length of their own, and cut without a word
     tokenizer.no_padding()
-    return ModelCodec(tokenizer=tokenizer, templates=loaded, vocab_size=vocab_size, context_tokens=context_tokens)
+    return ModelTokenizer(tokenizer=tokenizer, templates=loaded, vocab_size=vocab_size, context_tokens=context_tokens)
 
 
 def _first_line(error: Exception) -> str:

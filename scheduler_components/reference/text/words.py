@@ -12,9 +12,9 @@ from zlib import crc32
 import attrs
 
 from scheduler_components.reference.text.codec import ChatMessage
-from scheduler_components.validators import is_integer
+from scheduler_components.validators import integer_validator
 
-__all__ = ["WordCodec"]
+__all__ = ["WordTokenizer"]
 
 _SYLLABLES = tuple(consonant + vowel for consonant in "bdfghjklmnprstvz" for vowel in "aeiou")
 _DIGITS = {syllable: digit for digit, syllable in enumerate(_SYLLABLES, start=1)}
@@ -24,14 +24,14 @@ _LONGEST_WORD = 12  # characters of six syllables: five spell 3.3 billion ids, a
 
 
 @attrs.frozen(kw_only=True)
-class WordCodec:
-    """A ``TextCodec`` without a vocabulary: all 2**32 ids have a word, each with the space before it.
+class WordTokenizer:
+    """A ``TextTokenizer`` without a vocabulary: all 2**32 ids have a word, each with the space before it.
 
     Attributes:
         hashed_ids: unknown words become ids below it.
     """
 
-    hashed_ids: int = attrs.field(default=32_000, validator=is_integer())
+    hashed_ids: int = attrs.field(default=32_000, validator=integer_validator())
 
     @property
     def vocab_size(self) -> int:

@@ -15,18 +15,18 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from observability.jetstream import (
-    Base,
-    Beat,
-    Head,
     LogCursor,
     LogFollower,
+    LogHeartbeat,
     LogLimits,
     LogMessage,
     LogTraffic,
     LogWriter,
+    Snapshot,
+    SnapshotPointer,
 )
 from observability.jetstream import cursor as log_cursor
-from observability.kv_stream import BatchApplier, BlockView, FollowPolicy, NullListener, StreamState, Tier
+from observability.kv_stream import BatchApplier, BlockView, FollowPolicy, NullStreamListener, StreamState, Tier
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder
 
@@ -37,22 +37,27 @@ LARGEST_BYTES = 90
 """A batch of four blocks is above it."""
 
 POLICY = FollowPolicy(
-    answer_timeout_s=1.0, retry_min_s=0.1, retry_max_s=0.5, ask_interval_s=0.1, probe_interval_s=1.0, dead_after_s=5.0
+    answer_timeout_s=1.0,
+    retry_min_s=0.1,
+    retry_max_s=0.5,
+    request_interval_s=0.1,
+    probe_interval_s=1.0,
+    dead_after_s=5.0,
 )
-BEAT_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 HEAL_ROUNDS = 40
 """Beats: a stuck reader needs five to find out, a further question the longest pause, and a lost answer as much."""
 
 
 @dataclass
 class Broker:
-    """A log of one subject with its limits, ids that it has seen, two objects, and a head with its revision."""
+    """A log of one subject with its limits, ids that it has seen, two objects, and a pointer with its revision."""
 
     log: list[LogMessage] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
     next_log_seq: int = 1
     objects: dict[int, bytes] = field(default_factory=dict)
-    head: bytes | None = None
+    pointer: bytes | None = None
     revision: int = 0
 
     def store(self, message: LogMessage) -> tuple[int, bool]:
@@ -62,7 +67,7 @@ class Broker:
             return self.next_log_seq - 1, True
         self.ids.add(message_id)
         log_seq, self.next_log_seq = self.next_log_seq, self.next_log_seq + 1
-        self.log.append(LogMessage(log_seq, message.epoch, message.seq, message.chain, message.payload))
+        self.log.append(LogMessage(log_seq, message.epoch, message.seq, message.digest, message.payload))
         self.drop(len(self.log) - LIMITS.max_msgs)
         while sum(len(each.payload) + LIMITS.overhead_bytes for each in self.log) > LIMITS.max_bytes:
             self.drop(1)
@@ -105,14 +110,14 @@ class ModelWriter:
         seq = self.core.append(payload)
         self.world.states[self.core.epoch, seq] = held
 
-    def begin_life(self) -> None:
-        self.core.begin_life(self.new_epoch())
+    def start_epoch(self) -> None:
+        self.core.start_epoch(self.new_epoch())
         self.held = frozenset()
 
     def send(self, count: int, fate: str) -> None:
         """Hand out messages: the broker stores them, or they are lost, or it stores them and the answer is lost."""
         for _ in range(count):
-            message = None if self.is_superseded else self.core.next_message(LARGEST_BYTES)
+            message = None if self.is_superseded else self.core.pop_message(LARGEST_BYTES)
             if message is None:
                 return
             answer = None if fate == "lose" else self.world.broker.store(message)
@@ -123,47 +128,47 @@ class ModelWriter:
         for _ in range(min(count, len(self.unacked))):
             message, answer = self.unacked.pop(0)
             if answer is None:
-                self.core.failed(message)
+                self.core.on_failed(message)
             else:
-                self.core.stored(message, answer[0], is_duplicate=answer[1])
+                self.core.on_stored(message, answer[0], is_duplicate=answer[1])
 
     def store_base(self, fate: str) -> None:
-        """Make the base where one is due, and store it, or fail on the way."""
+        """Make the snapshot where one is due, and store it, or fail on the way."""
         broker, now_s = self.world.broker, self.world.now_s
-        if self.is_superseded or not self.core.why_base(now_s):
+        if self.is_superseded or not self.core.snapshot_reason(now_s):
             return
-        base, traffic = drained(self.core.making_base())
+        snapshot, traffic = drained(self.core.build_snapshot())
         self.find_head()
         if fate == "lose" or self.is_superseded:
-            self.core.base_failed()
+            self.core.on_snapshot_failed()
             return
-        self.epochs.add(base.epoch)
-        found = Head.decode(broker.head) if broker.head else None
-        head = Head(base.epoch, base.end, 0 if found is None or found.slot else 1)
-        broker.objects[head.slot] = base.encode()
+        self.epochs.add(snapshot.epoch)
+        found = SnapshotPointer.decode(broker.pointer) if broker.pointer else None
+        pointer = SnapshotPointer(snapshot.epoch, snapshot.end, 0 if found is None or found.slot else 1)
+        broker.objects[pointer.slot] = snapshot.encode()
         if fate != "lose object":
-            broker.head, broker.revision = head.encode(), broker.revision + 1
+            broker.pointer, broker.revision = pointer.encode(), broker.revision + 1
         if fate != "none":
-            self.core.base_failed()
+            self.core.on_snapshot_failed()
             return
         self.revision, self.has_begun = broker.revision, True
-        self.core.base_stored(base, traffic, now_s)
+        self.core.on_snapshot_stored(snapshot, traffic, now_s)
 
     def find_head(self) -> None:
-        """A head of somebody else's, after one of its own: another writer has taken over."""
+        """A pointer of somebody else's, after one of its own: another writer has taken over."""
         broker = self.world.broker
         if self.revision != broker.revision:
             self.revision = broker.revision
-            is_foreign = broker.head is not None and Head.decode(broker.head).epoch not in self.epochs
+            is_foreign = broker.pointer is not None and SnapshotPointer.decode(broker.pointer).epoch not in self.epochs
             self.is_superseded = self.is_superseded or (self.has_begun and is_foreign)
 
 
-def drained(making: Any) -> tuple[Base, int]:
+def drained(making: Any) -> tuple[Snapshot, int]:
     while True:
         try:
             next(making)
         except StopIteration as made:
-            value: tuple[Base, int] = made.value
+            value: tuple[Snapshot, int] = made.value
             return value
 
 
@@ -175,46 +180,46 @@ class ModelReader:
         self.view = BlockView()
         self.follower = LogFollower(
             applier=BatchApplier(
-                rank=0, view=self.view, decoder=BatchDecoder(), listener=NullListener(), wall_clock=lambda: 0.0
+                rank=0, view=self.view, decoder=BatchDecoder(), listener=NullStreamListener(), wall_clock=lambda: 0.0
             ),
             channel=self,
             policy=POLICY,
             jitter=lambda: 0.0,
         )
-        self.asked: list[tuple[int, Head | None]] = []
+        self.asked: list[tuple[int, SnapshotPointer | None]] = []
         self.read = 0
         self.log_seq: int | None = None
         self.follower.begin(world.now_s)
 
-    def read_head(self, ask: int) -> None:
+    def read_pointer(self, ask: int) -> None:
         self.asked.append((ask, None))
 
-    def read_base(self, ask: int, head: Head) -> None:
-        self.asked.append((ask, head))
+    def read_snapshot(self, ask: int, pointer: SnapshotPointer) -> None:
+        self.asked.append((ask, pointer))
 
-    def want_base(self) -> None:
-        assert not self.world.is_whole, "the base leads to the end of the log, and is not used"
-        self.world.writer.core.base_wanted()
+    def request_snapshot(self) -> None:
+        assert not self.world.is_whole, "the snapshot leads to the end of the log, and is not used"
+        self.world.writer.core.on_snapshot_requested()
 
     def read_log(self, read: int, log_seq: int) -> None:
         self.read, self.log_seq = read, log_seq
 
-    def hear(self, beat: Beat) -> None:
-        self.run(self.follower.beat(beat, self.world.now_s))
+    def hear(self, heartbeat: LogHeartbeat) -> None:
+        self.run(self.follower.on_heartbeat(heartbeat, self.world.now_s))
 
     def answer(self, fate: str) -> None:
         """Answer the open questions from what the broker has, or fail."""
         asked, self.asked = self.asked, []
-        for ask, head in asked:
+        for ask, pointer in asked:
             broker = self.world.broker
             if fate == "lose answer":
                 continue
-            if head is None:
-                found = Head.decode(broker.head) if broker.head and fate != "lose" else None
-                self.run(self.follower.head_read(ask, found, self.world.now_s))
+            if pointer is None:
+                found = SnapshotPointer.decode(broker.pointer) if broker.pointer and fate != "lose" else None
+                self.run(self.follower.on_pointer_read(ask, found, self.world.now_s))
             else:
-                data = broker.objects.get(head.slot) if fate != "lose" else None
-                self.run(self.follower.base_read(ask, Base.decode(data) if data else None, self.world.now_s))
+                data = broker.objects.get(pointer.slot) if fate != "lose" else None
+                self.run(self.follower.on_snapshot_read(ask, Snapshot.decode(data) if data else None, self.world.now_s))
 
     def take(self, count: int) -> None:
         """Read messages of the log, each once and in their order."""
@@ -224,7 +229,7 @@ class ModelReader:
             if message is None:
                 return
             self.log_seq = message.log_seq + 1
-            self.run(self.follower.message(self.read, message, self.world.now_s))
+            self.run(self.follower.on_message(self.read, message, self.world.now_s))
 
     def run(self, steps: Iterator[None]) -> None:
         for _ in steps:
@@ -281,16 +286,16 @@ class World:
     def hear(self, count: int) -> None:
         self.writer.hear(count)
 
-    def base(self, fate: str) -> None:
+    def snapshot(self, fate: str) -> None:
         self.writer.store_base(fate)
 
-    def beat(self, who: int) -> None:
-        """A beat of the writer, or of one that it took over from, reaches one reader."""
-        self.now_s += BEAT_S / 4
+    def heartbeat(self, who: int) -> None:
+        """A heartbeat of the writer, or of one that it took over from, reaches one reader."""
+        self.now_s += HEARTBEAT_INTERVAL_S / 4
         for writer in self.writers[-2:] if who > 1 else self.writers[-1:]:
-            beat = None if writer.is_superseded else writer.core.beat()
-            if beat is not None:
-                self.readers[who % 2].hear(beat)
+            heartbeat = None if writer.is_superseded else writer.core.heartbeat()
+            if heartbeat is not None:
+                self.readers[who % 2].hear(heartbeat)
 
     def read(self, who: int, count: int) -> None:
         self.readers[who].take(count)
@@ -309,24 +314,24 @@ class World:
         self.writers.append(ModelWriter(self, len(self.writers)))
 
     def old_writer_goes_on(self, count: int) -> None:
-        """The writer before sends what it has, and finds out when it stores a base."""
+        """The writer before sends what it has, and finds out when it stores a snapshot."""
         if len(self.writers) > 1 and self.writers[-2].has_begun:
             old = self.writers[-2]
             old.send(count, "none")
             old.store_base("none")
 
-    def begin_life(self) -> None:
-        self.writer.begin_life()
+    def start_epoch(self) -> None:
+        self.writer.start_epoch()
 
     def lose_reader(self, who: int) -> None:
         self.readers[who] = ModelReader(self)
 
     def lose_broker(self, who: int) -> None:
         reader = self.readers[who]
-        reader.follower.broker_lost(self.now_s)
+        reader.follower.on_disconnected(self.now_s)
         reader.log_seq = None
         reader.check()
-        reader.follower.broker_back()
+        reader.follower.on_reconnected()
 
     def expire(self, count: int) -> None:
         """The broker drops the oldest messages, for they are old."""
@@ -338,7 +343,7 @@ class World:
         for writer in self.writers:
             writer.hear(len(writer.unacked))
             writer.core.log_seq = writer.revision = 0
-            writer.core.base_lost()
+            writer.core.on_snapshot_lost()
 
     def forge(self, kind: str, ahead: int) -> None:
         """Somebody else writes to the subject."""
@@ -357,7 +362,7 @@ class World:
                 reader.check()
         self.is_whole = not {"expire", "forge", "wipe_broker", "old_writer_goes_on"} & {name for name, *_ in steps}
         self.is_whole = self.is_whole and not any(
-            step[0] in ("answer", "base") and step[-1] != "none" for step in steps
+            step[0] in ("answer", "snapshot") and step[-1] != "none" for step in steps
         )
         self.heal()
 
@@ -376,7 +381,7 @@ class World:
     def heal(self) -> None:
         """No more faults: every reader has what the writer holds, and says so."""
         for number in range(HEAL_ROUNDS):
-            self.now_s += BEAT_S
+            self.now_s += HEARTBEAT_INTERVAL_S
             for _ in range(4):
                 self.writer.hear(len(self.writer.unacked))
                 self.writer.store_base("none")
@@ -384,9 +389,9 @@ class World:
             for reader in self.readers:
                 reader.answer("none")
                 reader.take(50)
-                beat = self.writer.core.beat()
-                assert beat is not None
-                reader.hear(beat)
+                heartbeat = self.writer.core.heartbeat()
+                assert heartbeat is not None
+                reader.hear(heartbeat)
                 for _ in range(2):
                     reader.answer("none")
                     reader.take(50)
@@ -411,13 +416,13 @@ STEPS = st.lists(
         st.just(("clear",)),
         st.tuples(st.just("send"), st.integers(1, 6), FATES),
         st.tuples(st.just("hear"), st.integers(1, 6)),
-        st.tuples(st.just("base"), st.one_of(FATES, st.just("lose object"))),
-        st.tuples(st.just("beat"), st.integers(0, 3)),
-        st.tuples(st.just("beat"), WHO),
+        st.tuples(st.just("snapshot"), st.one_of(FATES, st.just("lose object"))),
+        st.tuples(st.just("heartbeat"), st.integers(0, 3)),
+        st.tuples(st.just("heartbeat"), WHO),
         st.tuples(st.just("read"), WHO, st.integers(1, 9)),
         st.tuples(st.just("answer"), WHO, FATES),
         st.tuples(st.just("wait"), st.sampled_from([0.1, 1.1, 6.0])),
-        st.sampled_from([("restart_writer",), ("begin_life",), ("wipe_broker",)]),
+        st.sampled_from([("restart_writer",), ("start_epoch",), ("wipe_broker",)]),
         st.tuples(st.just("old_writer_goes_on"), st.integers(1, 4)),
         st.tuples(st.sampled_from(["lose_reader", "lose_broker"]), WHO),
         st.tuples(st.just("expire"), st.integers(1, 5)),
@@ -427,10 +432,10 @@ STEPS = st.lists(
 )
 
 
-BASE = ("base", "none")
+BASE = ("snapshot", "none")
 ONE, TWO = ("store", 1, 1), ("store", 2, 1)
 FIVE = [("store", block, 1) for block in range(5)]
-JOINED = (BASE, ("beat", 0), ("answer", 0, "none"), ("answer", 0, "none"))
+JOINED = (BASE, ("heartbeat", 0), ("answer", 0, "none"), ("answer", 0, "none"))
 
 
 @pytest.mark.soak
@@ -482,19 +487,19 @@ def digest_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
-    take = LogCursor.message
+    take = LogCursor.on_message
     patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
 
     def take_any_life(self: LogCursor, message: LogMessage) -> Any:
         epoch = self._place.at.epoch
-        return take(self, LogMessage(message.log_seq, epoch, message.seq, message.chain, message.payload))
+        return take(self, LogMessage(message.log_seq, epoch, message.seq, message.digest, message.payload))
 
-    patch.setattr(LogCursor, "message", take_any_life)
+    patch.setattr(LogCursor, "on_message", take_any_life)
 
 
 @mutant
 def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
-    take = LogCursor.message
+    take = LogCursor.on_message
     patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
 
     def take_ahead(self: LogCursor, message: LogMessage) -> Any:
@@ -503,7 +508,7 @@ def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
             at.next = message.seq
         return take(self, message)
 
-    patch.setattr(LogCursor, "message", take_ahead)
+    patch.setattr(LogCursor, "on_message", take_ahead)
 
 
 @caught_by(BASE, ONE, TWO, ("send", 1, "lose"), ("send", 1, "none"), ("hear", 2))
@@ -529,75 +534,87 @@ def another_life_is_never_looked_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_foreign", lambda self: foreign(self) if self.epoch == log_cursor.NO_EPOCH else ())
 
 
-@caught_by(BASE, ("beat", 0), ("answer", 0, "lose"))
+@caught_by(BASE, ("heartbeat", 0), ("answer", 0, "lose"))
 def failed_questions_are_not_asked_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogCursor, "retry", lambda self: ())
+    patch.setattr(LogCursor, "on_retry_due", lambda self: ())
 
 
 @mutant
 def batches_of_the_base_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    read = LogCursor.base_read
+    read = LogCursor.on_snapshot_read
 
-    def read_less(self: LogCursor, ask: int, base: Base | None) -> Any:
-        for each in read(self, ask, base):
-            if not (isinstance(each, log_cursor.ApplyStaged) and not each.is_base):
+    def read_less(self: LogCursor, ask: int, snapshot: Snapshot | None) -> Any:
+        for each in read(self, ask, snapshot):
+            if not (isinstance(each, log_cursor.ApplyStaged) and not each.is_snapshot_chunk):
                 yield each
 
-    patch.setattr(LogCursor, "base_read", read_less)
+    patch.setattr(LogCursor, "on_snapshot_read", read_less)
 
 
 @mutant
 def log_read_from_too_far_on(patch: pytest.MonkeyPatch) -> None:
-    read = LogCursor.base_read
+    read = LogCursor.on_snapshot_read
 
-    def read_on(self: LogCursor, ask: int, base: Base | None) -> Any:
-        for each in read(self, ask, base):
+    def read_on(self: LogCursor, ask: int, snapshot: Snapshot | None) -> Any:
+        for each in read(self, ask, snapshot):
             yield log_cursor.ReadLog(each.log_seq + 3) if isinstance(each, log_cursor.ReadLog) else each
 
-    patch.setattr(LogCursor, "base_read", read_on)
+    patch.setattr(LogCursor, "on_snapshot_read", read_on)
 
 
 @caught_by(*JOINED, ONE, ("send", 1, "lose"), ("hear", 1))
 def no_message_is_sent_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogWriter, "failed", lambda self, message: self._under_way.discard(message.seq))
+    patch.setattr(LogWriter, "on_failed", lambda self, message: self._under_way.discard(message.seq))
 
 
 @caught_by(BASE, *[step for block in range(20) for step in (("store", block, 1), ("send", 1, "none"), ("hear", 1))])
 def messages_sent_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
-    why = LogWriter.why_base
-    patch.setattr(LogWriter, "why_base", lambda self, now_s: "" if "max" in why(self, now_s) else why(self, now_s))
+    why = LogWriter.snapshot_reason
+    patch.setattr(
+        LogWriter, "snapshot_reason", lambda self, now_s: "" if "max" in why(self, now_s) else why(self, now_s)
+    )
     patch.setattr(ModelWriter, "limits", LogLimits(10**6, 10**9, 1e9, 100, 3, 10_000))
 
 
 @caught_by(BASE, *FIVE)
 def what_left_the_window_is_skipped(patch: pytest.MonkeyPatch) -> None:
-    why, next_message = LogWriter.why_base, LogWriter.next_message
+    why, pop_message = LogWriter.snapshot_reason, LogWriter.pop_message
 
     def skip(self: LogWriter, largest_bytes: int) -> LogMessage | None:
         self._out = max(self._out, self.stream.first)
-        return next_message(self, largest_bytes)
+        return pop_message(self, largest_bytes)
 
-    patch.setattr(LogWriter, "next_message", skip)
-    patch.setattr(LogWriter, "why_base", lambda self, now_s: "" if "away" in why(self, now_s) else why(self, now_s))
+    patch.setattr(LogWriter, "pop_message", skip)
+    patch.setattr(
+        LogWriter, "snapshot_reason", lambda self, now_s: "" if "away" in why(self, now_s) else why(self, now_s)
+    )
 
 
 @caught_by(BASE, ("store", 0, 4))
 def large_batches_wait(patch: pytest.MonkeyPatch) -> None:
-    why = LogWriter.why_base
-    patch.setattr(LogWriter, "why_base", lambda self, now_s: "" if "larger" in why(self, now_s) else why(self, now_s))
+    why = LogWriter.snapshot_reason
+    patch.setattr(
+        LogWriter, "snapshot_reason", lambda self, now_s: "" if "larger" in why(self, now_s) else why(self, now_s)
+    )
 
 
 @caught_by(*FIVE, BASE)
 def the_base_is_older_than_it_says(patch: pytest.MonkeyPatch) -> None:
-    making = LogWriter.making_base
+    making = LogWriter.build_snapshot
 
     def make_less(self: LogWriter) -> Any:
-        base, traffic = yield from making(self)
-        return Base(
-            base.epoch, base.first, base.chain, base.chunks[:0], base.batches, base.end_chain, base.log_seq
+        snapshot, traffic = yield from making(self)
+        return Snapshot(
+            snapshot.epoch,
+            snapshot.first,
+            snapshot.digest,
+            snapshot.chunks[:0],
+            snapshot.batches,
+            snapshot.end_digest,
+            snapshot.log_seq,
         ), traffic
 
-    patch.setattr(LogWriter, "making_base", make_less)
+    patch.setattr(LogWriter, "build_snapshot", make_less)
 
 
 @pytest.mark.parametrize(("mutate", "steps"), MUTANTS)

@@ -14,9 +14,9 @@ import nats
 import pytest
 
 from observability.jetstream import (
-    Beat,
     JetStreamConfig,
     LogAddress,
+    LogHeartbeat,
     nats_connection,
     nats_writer,
     open_jetstream_subscriber,
@@ -78,7 +78,7 @@ def test_a_killed_server_comes_back_and_nothing_is_missing(
         wait_for_whole(reader, feeder)
         assert writer.stats()[0].broker_losses == 1
         assert reader.stats()[0].disconnects == 1
-        assert reader.stats()[0].snapshots == 1  # resumed by number, not by another base
+        assert reader.stats()[0].snapshots == 1  # resumed by number, not by another snapshot
 
 
 def test_a_broker_that_is_away_costs_bounded_memory_and_one_sentence(
@@ -149,7 +149,7 @@ def test_a_slow_reader_finds_the_base_where_the_log_has_passed_it(
 def test_a_reader_that_polls_late_has_every_message_of_a_large_log(
     nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any
 ) -> None:
-    """More than the inbox holds waits at the broker, and is read in order, without another base."""
+    """More than the inbox holds waits at the broker, and is read in order, without another snapshot."""
     config = config_of(nats_server)
     with write(config) as writer, read(config) as reader:
         feeder = feed(writer.sink(0))
@@ -184,7 +184,7 @@ def test_what_is_sent_again_is_stored_once(
         eventually(lambda: not writer.stats()[0].waiting)
         assert writer.stats()[0].retried
         wait_for_whole(reader, feeder)
-        in_log = 21 - writer.stats()[0].collapsed  # the first may have gone into the base
+        in_log = 21 - writer.stats()[0].collapsed  # the first may have gone into the snapshot
         assert log_state(config).messages <= in_log
 
 
@@ -195,7 +195,7 @@ def test_an_engine_that_restarts_fences_off_what_was_before(nats_server: Any, fe
         feeder = feed(sink)
         feeder.churn(20)
         wait_for_whole(reader, feeder)
-        sink.begin_life()
+        sink.start_epoch()
         again = feed(sink)
         again.store(7)
         wait_for_whole(reader, again)
@@ -250,15 +250,15 @@ def test_hostile_messages_cost_themselves_and_a_counter(
             b"",
             b"junk",
             b"\xc1",
-            Beat(b"e" * 15, 1, b"c" * 8, 0).encode(),
-            Beat(b"e" * 16, 1, b"c" * 8, 9).encode(),
+            LogHeartbeat(b"e" * 15, 1, b"c" * 8, 0).encode(),
+            LogHeartbeat(b"e" * 16, 1, b"c" * 8, 9).encode(),
         ]
 
         async def work(client: Any, js: Any) -> None:
             for each in headers:
                 await js.publish(HERE.subject, b"\x93\xca junk", headers=each)
             for beat in beats:
-                await client.publish(HERE.beat_subject, beat)
+                await client.publish(HERE.heartbeat_subject, beat)
             await client.flush()
 
         ask(config, work)
@@ -269,7 +269,7 @@ def test_hostile_messages_cost_themselves_and_a_counter(
         wait_for_whole(reader, feeder)
         stats = reader.stats()[0]
         assert (stats.last_seq, stats.decode_errors) == (39, 0)
-        assert stats.snapshots == 2  # the ids of two batches were taken: they went by a base
+        assert stats.snapshots == 2  # the ids of two batches were taken: they went by a snapshot
         with read(config) as late:
             wait_for_whole(late, feeder)
 
@@ -299,14 +299,14 @@ def test_a_stream_that_its_writer_does_not_know_whole_is_partial(
     config = config_of(nats_server)
     with write(config) as writer, read(config) as reader:
         sink = writer.sink(0)
-        sink.say_upstream("partial")
+        sink.set_upstream_state("partial")
         feeder = feed(sink)
         feeder.store(1)
         poll_until(reader, lambda: reader.stats()[0].state is StreamState.PARTIAL)
         assert reader.blocks(0) == {1}
-        sink.say_upstream(None)
+        sink.set_upstream_state(None)
         wait_for_whole(reader, feeder)
-        sink.say_upstream("recovering")
+        sink.set_upstream_state("recovering")
         poll_until(reader, lambda: reader.stats()[0].state is StreamState.PARTIAL)
 
 
@@ -371,10 +371,10 @@ class DeafOnce:
             await asyncio.Event().wait()
         await asyncio.Event().wait()
 
-    def broker_lost(self) -> None:
+    def on_disconnected(self) -> None:
         """Nothing."""
 
-    def broker_back(self) -> None:
+    def on_reconnected(self) -> None:
         """Nothing."""
 
 

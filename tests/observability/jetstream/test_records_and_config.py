@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.jetstream import Base, Beat, Head, JetStreamConfig, LogAddress, LogMessage, read_message
+from observability.jetstream import (
+    JetStreamConfig,
+    LogAddress,
+    LogHeartbeat,
+    LogMessage,
+    Snapshot,
+    SnapshotPointer,
+    read_message,
+)
 from observability.jetstream.records import head_key_of
 from scheduler_components import ConfigError, DecodeError
 
@@ -23,7 +31,7 @@ def test_names_come_back_and_fit_into_subjects(worker: str, topic: str, rank: in
     except UnicodeEncodeError:
         return  # no name in any file or URL
     address = LogAddress(worker, rank, topic)
-    assert head_key_of(address.head_key, "kv-events") == address
+    assert head_key_of(address.pointer_key, "kv-events") == address
     assert address.subject.count(".") == 4
     assert not set(address.subject + address.log) & set(" *>/\\\t\r\n")
     assert "." not in address.log
@@ -47,7 +55,11 @@ def test_other_headers_are_no_message(headers: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [Beat(EPOCH, 3, CHAIN, 2, "partial"), Head(EPOCH, 5, 1), Base(EPOCH, 1, CHAIN, [b"x"], [b"y"], CHAIN, 9)],
+    [
+        LogHeartbeat(EPOCH, 3, CHAIN, 2, "partial"),
+        SnapshotPointer(EPOCH, 5, 1),
+        Snapshot(EPOCH, 1, CHAIN, [b"x"], [b"y"], CHAIN, 9),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_values_come_back_and_any_cut_is_refused(value: Any) -> None:
@@ -58,7 +70,7 @@ def test_values_come_back_and_any_cut_is_refused(value: Any) -> None:
             type(value).decode(data[:end])
 
 
-@given(data=st.binary(max_size=80), kind=st.sampled_from([Beat, Head, Base]))
+@given(data=st.binary(max_size=80), kind=st.sampled_from([LogHeartbeat, SnapshotPointer, Snapshot]))
 def test_junk_is_refused_in_one_way(data: bytes, kind: Any) -> None:
     try:
         kind.decode(data)
@@ -69,14 +81,14 @@ def test_junk_is_refused_in_one_way(data: bytes, kind: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        Beat(EPOCH, 1, CHAIN, 2),
-        Beat(EPOCH, 2**63, CHAIN, 2),
-        Beat(EPOCH[1:], 3, CHAIN, 2),
-        Head(EPOCH, -1, 0),
-        Head(EPOCH, 1, 2),
-        Base(EPOCH, -1, CHAIN, [], [], CHAIN, 0),
-        Base(EPOCH, 1, CHAIN, [], [], CHAIN[1:], 0),
-        Base(EPOCH, 2**63 - 1, CHAIN, [], [b""], CHAIN, 0),
+        LogHeartbeat(EPOCH, 1, CHAIN, 2),
+        LogHeartbeat(EPOCH, 2**63, CHAIN, 2),
+        LogHeartbeat(EPOCH[1:], 3, CHAIN, 2),
+        SnapshotPointer(EPOCH, -1, 0),
+        SnapshotPointer(EPOCH, 1, 2),
+        Snapshot(EPOCH, -1, CHAIN, [], [], CHAIN, 0),
+        Snapshot(EPOCH, 1, CHAIN, [], [], CHAIN[1:], 0),
+        Snapshot(EPOCH, 2**63 - 1, CHAIN, [], [b""], CHAIN, 0),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(value: Any) -> None:

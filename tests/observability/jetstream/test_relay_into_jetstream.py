@@ -13,7 +13,7 @@ import nats
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability import LOG_CATALOG, LogCollector
+from observability import LOG_METRICS, LogCollector
 from observability.jetstream import (
     JetStreamConfig,
     LogAddress,
@@ -21,8 +21,16 @@ from observability.jetstream import (
     open_jetstream_subscriber,
     open_jetstream_writer,
 )
-from observability.kv_stream import StreamState, bare_address, open_subscriber
-from observability.relay import JetStreamSinks, RelayConfig, RelaySource, ZmqRelay, ZmqSinks, open_relay, relay_settings
+from observability.kv_stream import StreamState, open_subscriber, static_address
+from observability.relay import (
+    RelayConfig,
+    RelaySource,
+    TeeSinkFactory,
+    ZmqRelay,
+    ZmqSinkFactory,
+    open_relay,
+    parse_relay_config,
+)
 from scheduler_components import ConfigError, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
@@ -58,17 +66,19 @@ def test_readers_of_both_have_what_the_engine_holds(
     engine = ZmqEventPublisher(
         0, config=KVEventsConfig(publisher="zmq", endpoint=endpoints[0], replay_endpoint=endpoints[1], bind=True)
     )
-    settings = relay_settings(f'{{"endpoint": "{endpoints[2]}", "replay_endpoint": "{endpoints[3]}", "bind": true}}')
+    settings = parse_relay_config(
+        f'{{"endpoint": "{endpoints[2]}", "replay_endpoint": "{endpoints[3]}", "bind": true}}'
+    )
     config = JetStreamConfig(servers=free_server.url)
     try:
         writer = open_jetstream_writer(config, "pod-1")
-        sinks = JetStreamSinks(others=ZmqSinks(settings), writer=writer)
+        sinks = TeeSinkFactory(others=ZmqSinkFactory(settings), writer=writer)
         sources = RelayConfig(sources=(RelaySource.parse(f"{endpoints[0]},{endpoints[1]}", topic=None),))
-        with open_relay(sources, sinks=sinks, say=str) as relay, polled(relay):
+        with open_relay(sources, sinks=sinks, report=str) as relay, polled(relay):
             feeder = feed(engine)
             feeder.churn(30)
             engine.idle()
-            near = bare_address(endpoints[2], replay=endpoints[3])
+            near = static_address(endpoints[2], replay=endpoints[3])
             with open_subscriber([near]) as reader:
                 wait_for_whole(reader, feeder)
             with open_jetstream_subscriber(config, [LogAddress("pod-1")]) as reader:
@@ -83,7 +93,7 @@ def test_readers_of_both_have_what_the_engine_holds(
                 poll_until(reader, lambda: reader.stats()[0].state is StreamState.PARTIAL)  # the relay lost its source
             registry = CollectorRegistry()
             LogCollector(registry, writer)
-            read = {metric.path: registry.get_sample_value(metric.name, {"rank": "0"}) for metric in LOG_CATALOG}
+            read = {metric.path: registry.get_sample_value(metric.name, {"rank": "0"}) for metric in LOG_METRICS}
             assert read["is_connected"] == read["broker_losses"] == read["bases"] == 1
             assert read["stored"] + read["collapsed"] == read["last_seq"] + 1
             info = sinks.server_info(4, 1)["kv_events_jetstream"]
@@ -107,18 +117,20 @@ TOMORROW = {
 def test_an_event_goes_into_the_log_as_the_bytes_that_came(
     endpoints: list[str], nats_server: Any, poll_until: Any
 ) -> None:
-    """Fields that the kit does not know included; what was stored before the log began stands in the base."""
+    """Fields that the kit does not know included; what was stored before the log began stands in the snapshot."""
     settings = {"publisher": "zmq", "endpoint": endpoints[0], "replay_endpoint": endpoints[1], "dialect": "native"}
     engine = ZmqEventPublisher(0, config=KVEventsConfig(**settings, bind=True))
     raw = msgspec.Raw(msgspec.msgpack.encode(TOMORROW))
     config = JetStreamConfig(servers=nats_server.url)
     address = LogAddress("pod-1")
-    published = relay_settings(f'{{"endpoint": "{endpoints[2]}", "replay_endpoint": "{endpoints[3]}", "bind": true}}')
+    published = parse_relay_config(
+        f'{{"endpoint": "{endpoints[2]}", "replay_endpoint": "{endpoints[3]}", "bind": true}}'
+    )
     try:
         writer = open_jetstream_writer(config, "pod-1")
-        sinks = JetStreamSinks(others=ZmqSinks(published), writer=writer)
+        sinks = TeeSinkFactory(others=ZmqSinkFactory(published), writer=writer)
         sources = RelayConfig(sources=(RelaySource.parse(f"{endpoints[0]},{endpoints[1]}"),))
-        with open_relay(sources, sinks=sinks, say=str) as relay, polled(relay):
+        with open_relay(sources, sinks=sinks, report=str) as relay, polled(relay):
             with open_jetstream_subscriber(config, [address]) as reader:
                 poll_until(reader, lambda: reader.stats()[0].state is StreamState.LIVE)
                 engine.publish(KVEventBatch(1.0, (raw,)))  # type: ignore[arg-type]
@@ -142,7 +154,7 @@ async def _log_of(url: str, address: LogAddress) -> list[bytes]:
 
 def test_every_number_of_a_written_stream_has_one_metric() -> None:
     fields = {field.name for field in msgspec.structs.fields(LogStats)}
-    assert sorted(metric.path for metric in LOG_CATALOG) == sorted(fields - {"rank", "subject"})
+    assert sorted(metric.path for metric in LOG_METRICS) == sorted(fields - {"rank", "subject"})
 
 
 def test_the_command_asks_for_the_workers_name(capsys: pytest.CaptureFixture[str]) -> None:

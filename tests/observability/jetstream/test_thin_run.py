@@ -30,7 +30,7 @@ def test_a_reader_has_what_the_publisher_holds(nats_server: Any) -> None:
             assert not reader.blocks(0, Tier.DEVICE)
             sink.publish(KVEventBatch(4.0, (BlockStored((4,), None, (4,), 1, None, group_idx=1),), 0))
             assert reader.wait_until(0, 3, 20.0), reader.stats()
-            assert (reader.blocks(0, group_idx=1), reader.deepest_prefix([4], group_idx=1)) == ({4}, {0: 1})
+            assert (reader.blocks(0, group_idx=1), reader.match_lengths([4], group_idx=1)) == ({4}, {0: 1})
             assert reader.stats()[0].state is StreamState.LIVE
 
 

@@ -11,12 +11,12 @@ import pytest
 import zmq
 
 from observability.kv_stream import (
-    QUESTIONS_AT_ONCE,
+    MAX_REPLAY_CREDIT,
     FollowPolicy,
     StreamState,
     Subscriber,
-    bare_address,
     open_subscriber,
+    static_address,
 )
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, KVEventsConfig, ZmqEventPublisher
@@ -66,7 +66,7 @@ def test_each_view_holds_its_own_pod_and_says_so(stack: ExitStack) -> None:
         publisher = ZmqEventPublisher(0, config=config)
         stack.callback(publisher.shutdown)
         proxy.inside.connect(publisher.endpoint)
-        address = bare_address(proxy.endpoint, replay=publisher.replay_endpoint, topic=topic)
+        address = static_address(proxy.endpoint, replay=publisher.replay_endpoint, topic=topic)
         publishers.append(publisher)
         subscribers.append(stack.enter_context(open_subscriber([address], policy=POLICY)))
     published: list[set[int]] = [set(), set()]
@@ -103,7 +103,7 @@ def test_five_thousand_strays_cost_a_bounded_number_of_questions(stack: ExitStac
     stack.callback(publisher.shutdown)
     proxy.inside.connect(publisher.endpoint)
     policy = FollowPolicy()
-    address = bare_address(proxy.endpoint, replay=publisher.replay_endpoint, topic="kv")
+    address = static_address(proxy.endpoint, replay=publisher.replay_endpoint, topic="kv")
     sub = stack.enter_context(open_subscriber([address], policy=policy))
     publisher.publish(KVEventBatch(time.time(), (BlockStored((1,), None, (1,), 1, None),)))
     began_s = time.monotonic()
@@ -131,7 +131,7 @@ def test_five_thousand_strays_cost_a_bounded_number_of_questions(stack: ExitStac
 
     poll_until(all_read)
     taken_s = time.monotonic() - from_s
-    assert sub.stats()[0].replays_asked - asked <= QUESTIONS_AT_ONCE + taken_s / policy.ask_interval_s + 1
+    assert sub.stats()[0].replays_asked - asked <= MAX_REPLAY_CREDIT + taken_s / policy.request_interval_s + 1
     publisher.publish(KVEventBatch(time.time(), (BlockStored((2,), None, (1,), 1, None),)))
     poll_until(lambda: sub.stats()[0].state is StreamState.LIVE and sub.blocks(0) == {1, 2})
     assert sub.stats()[0].splices == 0

@@ -6,21 +6,21 @@ import pytest
 
 from observability.kv_stream import (
     NO_EPOCH,
+    AbortStaging,
     Apply,
     ApplyStaged,
-    AskReplay,
-    BeginStaging,
     Clear,
-    DropStaging,
+    CommitStaging,
     Instruction,
     Position,
     RetryLater,
+    SendReplayRequest,
+    StartStaging,
     StreamCursor,
     StreamState,
-    SwapInStaged,
-    token_of,
+    request_token,
 )
-from scheduler_components.kv_events import Kind, Meta, Verb, chain_at_start
+from scheduler_components.kv_events import ReplayMeta, ReplayMetaKind, ReplayVerb, initial_digest
 
 OLD, NEW = b"o" * 16, b"n" * 16
 
@@ -31,36 +31,38 @@ def payload(seq: int) -> bytes:
 
 def at(epoch: bytes, count: int) -> Position:
     """The place after batches 0 to ``count - 1`` of a life."""
-    position = Position(epoch, 0, chain_at_start(epoch))
+    position = Position(epoch, 0, initial_digest(epoch))
     for seq in range(count):
         position.advance(payload(seq))
     return position
 
 
-def meta(cursor: StreamCursor, kind: Kind, place: Position, **changes: object) -> tuple[Instruction, ...]:
+def meta(cursor: StreamCursor, kind: ReplayMetaKind, place: Position, **changes: object) -> tuple[Instruction, ...]:
     """Answer the open question with a META of a publisher that stands at ``place`` unless ``changes`` say otherwise."""
-    ask = cursor.open_ask
+    ask = cursor.open_request_id
     assert ask is not None
     fields: dict[str, object] = {
-        "token": token_of(ask), "epoch": place.epoch, "first": 0, "next": place.next, "kind": kind, "snap": False,
-        "start": place.next, "chain": place.chain,
+        "token": request_token(ask), "epoch": place.epoch, "first": 0, "next": place.next, "kind": kind, "snap": False,
+        "start": place.next, "chain": place.digest,
     }  # fmt: skip
-    return cursor.answer_meta(ask, Meta(**(fields | changes)))  # type: ignore[arg-type]
+    return cursor.on_replay_meta(ask, ReplayMeta(**(fields | changes)))  # type: ignore[arg-type]
 
 
 def take_snapshot(cursor: StreamCursor, place: Position) -> tuple[Instruction, ...]:
-    assert meta(cursor, Kind.BEGIN, place, snap=True) == (BeginStaging(),)
-    assert cursor.answered(cursor.open_ask or 0, 0, b"chunk") == (ApplyStaged(place.next - 1, b"chunk", True),)
-    assert meta(cursor, Kind.BEGIN, place, chunks=1) == ()
-    return meta(cursor, Kind.END, place)
+    assert meta(cursor, ReplayMetaKind.BEGIN, place, snap=True) == (StartStaging(),)
+    assert cursor.on_replay_batch(cursor.open_request_id or 0, 0, b"chunk") == (
+        ApplyStaged(place.next - 1, b"chunk", True),
+    )
+    assert meta(cursor, ReplayMetaKind.BEGIN, place, chunks=1) == ()
+    return meta(cursor, ReplayMetaKind.END, place)
 
 
 def opened(count: int = 3) -> StreamCursor:
     """LIVE after ``count`` batches of the old life, with a snapshot as question 1."""
     cursor = StreamCursor(has_replay=True)
-    assert cursor.connected() == (AskReplay(1, 0, Verb.SYNC, NO_EPOCH),)
-    assert (cursor.state, cursor.listening, cursor.is_extended) == (StreamState.SYNCING, False, False)
-    assert take_snapshot(cursor, at(OLD, count)) == (SwapInStaged(),)
+    assert cursor.on_connected() == (SendReplayRequest(1, 0, ReplayVerb.SYNC, NO_EPOCH),)
+    assert (cursor.state, cursor.is_accepting_live, cursor.is_extended) == (StreamState.SYNCING, False, False)
+    assert take_snapshot(cursor, at(OLD, count)) == (CommitStaging(),)
     assert (cursor.state, cursor.last_seq, cursor.is_extended) == (StreamState.LIVE, count - 1, True)
     return cursor
 
@@ -71,224 +73,228 @@ def test_an_empty_stream_is_live_at_once() -> None:
 
 def test_live_batches_follow_on_and_repeated_ones_do_not_count() -> None:
     cursor = opened()
-    assert cursor.live(3, payload(3)) == (Apply(3, payload(3), False),)
-    assert cursor.live(3, payload(3)) == cursor.live(0, b"late") == ()
+    assert cursor.on_live_batch(3, payload(3)) == (Apply(3, payload(3), False),)
+    assert cursor.on_live_batch(3, payload(3)) == cursor.on_live_batch(0, b"late") == ()
     assert (cursor.state, cursor.last_seq, cursor.counters.duplicates) == (StreamState.LIVE, 3, 2)
 
 
 def test_a_gap_is_closed_from_where_the_view_stands() -> None:
     cursor = opened()
-    assert cursor.live(4, b"future") == (AskReplay(2, 3, Verb.SYNC, OLD),)
+    assert cursor.on_live_batch(4, b"future") == (SendReplayRequest(2, 3, ReplayVerb.SYNC, OLD),)
     assert (cursor.state, cursor.last_seq) == (StreamState.RECOVERING, 2)
-    assert meta(cursor, Kind.BEGIN, at(OLD, 3)) == ()
-    assert cursor.answered(2, 3, payload(3)) == (Apply(3, payload(3), True),)
-    assert cursor.answered(2, 3, payload(3)) == ()
-    assert meta(cursor, Kind.END, at(OLD, 4)) == ()
+    assert meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3)) == ()
+    assert cursor.on_replay_batch(2, 3, payload(3)) == (Apply(3, payload(3), True),)
+    assert cursor.on_replay_batch(2, 3, payload(3)) == ()
+    assert meta(cursor, ReplayMetaKind.END, at(OLD, 4)) == ()
     assert (cursor.state, cursor.last_seq, cursor.counters.recovered) == (StreamState.LIVE, 3, 1)
 
 
 def test_an_incremental_answer_from_elsewhere_is_not_applied() -> None:
     cursor = opened()
-    cursor.live(4, b"future")
-    assert meta(cursor, Kind.BEGIN, at(NEW, 3)) == (AskReplay(3, 3, Verb.SNAPSHOT, OLD),)
+    cursor.on_live_batch(4, b"future")
+    assert meta(cursor, ReplayMetaKind.BEGIN, at(NEW, 3)) == (SendReplayRequest(3, 3, ReplayVerb.SNAPSHOT, OLD),)
     assert cursor.counters.splices == 1
 
 
 def test_a_wrong_digest_at_the_end_begins_anew() -> None:
     cursor = opened()
-    cursor.live(4, b"future")
-    meta(cursor, Kind.BEGIN, at(OLD, 3))
-    cursor.answered(2, 3, b"spliced")
-    assert meta(cursor, Kind.END, at(OLD, 4)) == (AskReplay(3, 4, Verb.SNAPSHOT, OLD),)
+    cursor.on_live_batch(4, b"future")
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
+    cursor.on_replay_batch(2, 3, b"spliced")
+    assert meta(cursor, ReplayMetaKind.END, at(OLD, 4)) == (SendReplayRequest(3, 4, ReplayVerb.SNAPSHOT, OLD),)
     assert cursor.state is StreamState.RECOVERING
-    assert take_snapshot(cursor, at(OLD, 4)) == (SwapInStaged(),)
+    assert take_snapshot(cursor, at(OLD, 4)) == (CommitStaging(),)
     assert cursor.state is StreamState.LIVE
 
 
 def test_another_life_is_swapped_in_whole() -> None:
     cursor = opened()
-    cursor.probe()
-    assert meta(cursor, Kind.STATUS, at(NEW, 1)) == (AskReplay(3, 3, Verb.SYNC, OLD),)
-    assert take_snapshot(cursor, at(NEW, 1)) == (SwapInStaged(),)
+    cursor.on_probe_due()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(NEW, 1)) == (SendReplayRequest(3, 3, ReplayVerb.SYNC, OLD),)
+    assert take_snapshot(cursor, at(NEW, 1)) == (CommitStaging(),)
     assert (cursor.state, cursor.last_seq, cursor.counters.restarts) == (StreamState.LIVE, 0, 1)
 
 
 def test_a_status_is_compared_with_the_moment_of_the_question() -> None:
     cursor = opened()
-    assert cursor.probe() == (AskReplay(2, 3, Verb.STATUS, OLD),)
-    cursor.live(3, payload(3))
-    assert meta(cursor, Kind.STATUS, at(OLD, 3), next=5) == ()
+    assert cursor.on_probe_due() == (SendReplayRequest(2, 3, ReplayVerb.STATUS, OLD),)
+    cursor.on_live_batch(3, payload(3))
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3), next=5) == ()
     assert (cursor.state, cursor.counters.splices, cursor.counters.verified) == (StreamState.LIVE, 0, 2)
 
 
 def test_a_lost_tail_is_synchronised() -> None:
     cursor = opened()
-    cursor.probe()
-    assert meta(cursor, Kind.STATUS, at(OLD, 3), next=4) == (AskReplay(3, 3, Verb.SYNC, OLD),)
+    cursor.on_probe_due()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3), next=4) == (SendReplayRequest(3, 3, ReplayVerb.SYNC, OLD),)
     assert cursor.state is StreamState.RECOVERING
 
 
 def test_a_place_that_the_window_has_passed_is_proved_at_the_second_probe() -> None:
     cursor = opened()
-    cursor.probe()
-    cursor.live(3, payload(3))
-    assert meta(cursor, Kind.STATUS, at(OLD, 9)) == ()
-    cursor.probe()
-    cursor.live(4, payload(4))
-    assert meta(cursor, Kind.STATUS, at(OLD, 19)) == (AskReplay(4, 5, Verb.SYNC, OLD),)
+    cursor.on_probe_due()
+    cursor.on_live_batch(3, payload(3))
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 9)) == ()
+    cursor.on_probe_due()
+    cursor.on_live_batch(4, payload(4))
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 19)) == (SendReplayRequest(4, 5, ReplayVerb.SYNC, OLD),)
 
 
 def test_a_frame_dropped_during_an_answer_is_asked_for() -> None:
     cursor = opened()
-    cursor.live(4, b"future")
-    cursor.live(5, b"future")
-    meta(cursor, Kind.BEGIN, at(OLD, 3))
+    cursor.on_live_batch(4, b"future")
+    cursor.on_live_batch(5, b"future")
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
     for seq in (3, 4):
-        cursor.answered(2, seq, payload(seq))
-    assert meta(cursor, Kind.END, at(OLD, 5)) == (AskReplay(3, 5, Verb.SYNC, OLD),)
+        cursor.on_replay_batch(2, seq, payload(seq))
+    assert meta(cursor, ReplayMetaKind.END, at(OLD, 5)) == (SendReplayRequest(3, 5, ReplayVerb.SYNC, OLD),)
 
 
 @pytest.mark.parametrize("lost", ["chunk 0", "chunk 1", "begin", "a batch"])
 def test_a_snapshot_with_a_hole_is_dropped(lost: str) -> None:
     cursor = StreamCursor(has_replay=True)
-    cursor.connected()
+    cursor.on_connected()
     place = at(OLD, 3)
-    meta(cursor, Kind.BEGIN, place, snap=True)
+    meta(cursor, ReplayMetaKind.BEGIN, place, snap=True)
     result: tuple[Instruction, ...] = ()
     if lost == "chunk 0":
-        result = cursor.answered(1, 1, b"chunk")
+        result = cursor.on_replay_batch(1, 1, b"chunk")
     else:
-        cursor.answered(1, 0, b"chunk")
+        cursor.on_replay_batch(1, 0, b"chunk")
     if lost == "chunk 1":
-        result = meta(cursor, Kind.BEGIN, place, chunks=2)
+        result = meta(cursor, ReplayMetaKind.BEGIN, place, chunks=2)
     elif lost == "begin":
-        result = meta(cursor, Kind.END, place)
+        result = meta(cursor, ReplayMetaKind.END, place)
     elif lost == "a batch":
-        meta(cursor, Kind.BEGIN, place, chunks=1)
-        result = cursor.answered(1, 4, payload(4))
-    assert result == (DropStaging(), RetryLater(1))
-    assert (cursor.state, cursor.open_ask) == (StreamState.SYNCING, None)
+        meta(cursor, ReplayMetaKind.BEGIN, place, chunks=1)
+        result = cursor.on_replay_batch(1, 4, payload(4))
+    assert result == (AbortStaging(), RetryLater(1))
+    assert (cursor.state, cursor.open_request_id) == (StreamState.SYNCING, None)
 
 
-def asked_for(verb: Verb) -> StreamCursor:
+def asked_for(verb: ReplayVerb) -> StreamCursor:
     """A cursor that holds three batches and has one question of this kind open."""
     cursor = opened()
-    if verb is Verb.STATUS:
-        cursor.probe()
+    if verb is ReplayVerb.STATUS:
+        cursor.on_probe_due()
     else:
-        cursor.live(4, b"future")
-    if verb is Verb.SNAPSHOT:
-        meta(cursor, Kind.BEGIN, at(NEW, 3))  # the publisher is spliced
+        cursor.on_live_batch(4, b"future")
+    if verb is ReplayVerb.SNAPSHOT:
+        meta(cursor, ReplayMetaKind.BEGIN, at(NEW, 3))  # the publisher is spliced
     return cursor
 
 
 @pytest.mark.parametrize(
     ("verb", "kind", "snap"),
     [
-        (Verb.STATUS, Kind.BEGIN, False),
-        (Verb.STATUS, Kind.BEGIN, True),
-        (Verb.STATUS, Kind.END, False),
-        (Verb.SYNC, Kind.STATUS, False),
-        (Verb.SYNC, Kind.END, False),
-        (Verb.SNAPSHOT, Kind.STATUS, False),
-        (Verb.SNAPSHOT, Kind.BEGIN, False),
-        (Verb.SNAPSHOT, Kind.END, False),
+        (ReplayVerb.STATUS, ReplayMetaKind.BEGIN, False),
+        (ReplayVerb.STATUS, ReplayMetaKind.BEGIN, True),
+        (ReplayVerb.STATUS, ReplayMetaKind.END, False),
+        (ReplayVerb.SYNC, ReplayMetaKind.STATUS, False),
+        (ReplayVerb.SYNC, ReplayMetaKind.END, False),
+        (ReplayVerb.SNAPSHOT, ReplayMetaKind.STATUS, False),
+        (ReplayVerb.SNAPSHOT, ReplayMetaKind.BEGIN, False),
+        (ReplayVerb.SNAPSHOT, ReplayMetaKind.END, False),
     ],
 )
-def test_an_answer_to_something_else_is_not_used(verb: Verb, kind: Kind, snap: bool) -> None:
+def test_an_answer_to_something_else_is_not_used(verb: ReplayVerb, kind: ReplayMetaKind, snap: bool) -> None:
     cursor = asked_for(verb)
     verified = cursor.counters.verified
     assert meta(cursor, kind, at(OLD, 3), snap=snap) == (RetryLater(1),)
-    assert (cursor.open_ask, cursor.counters.verified, cursor.last_seq) == (None, verified, 2)
+    assert (cursor.open_request_id, cursor.counters.verified, cursor.last_seq) == (None, verified, 2)
 
 
-@pytest.mark.parametrize(("kind", "snap"), [(Kind.BEGIN, False), (Kind.BEGIN, True), (Kind.STATUS, False)])
-@pytest.mark.parametrize("verb", [Verb.SYNC, Verb.SNAPSHOT])
-def test_batches_are_followed_by_the_end_alone(verb: Verb, kind: Kind, snap: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "snap"), [(ReplayMetaKind.BEGIN, False), (ReplayMetaKind.BEGIN, True), (ReplayMetaKind.STATUS, False)]
+)
+@pytest.mark.parametrize("verb", [ReplayVerb.SYNC, ReplayVerb.SNAPSHOT])
+def test_batches_are_followed_by_the_end_alone(verb: ReplayVerb, kind: ReplayMetaKind, snap: bool) -> None:
     cursor = asked_for(verb)
-    if verb is Verb.SNAPSHOT:
-        meta(cursor, Kind.BEGIN, at(OLD, 3), snap=True)
-    meta(cursor, Kind.BEGIN, at(OLD, 3))
-    dropped = (DropStaging(),) if verb is Verb.SNAPSHOT else ()
+    if verb is ReplayVerb.SNAPSHOT:
+        meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), snap=True)
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
+    dropped = (AbortStaging(),) if verb is ReplayVerb.SNAPSHOT else ()
     assert meta(cursor, kind, at(OLD, 3), snap=snap) == (*dropped, RetryLater(1))
 
 
 def test_a_chunk_or_batch_before_a_begin_is_not_used() -> None:
-    for verb in Verb:
+    for verb in ReplayVerb:
         cursor = asked_for(verb)
-        assert cursor.answered(cursor.open_ask or 0, 3, payload(3)) == (RetryLater(1),)
+        assert cursor.on_replay_batch(cursor.open_request_id or 0, 3, payload(3)) == (RetryLater(1),)
 
 
 def test_a_status_that_is_cut_is_asked_again_later_though_batches_have_come() -> None:
     cursor = opened()
-    cursor.probe()
-    cursor.live(3, payload(3))
-    assert cursor.answer_ended(2) == (RetryLater(1),)
+    cursor.on_probe_due()
+    cursor.on_live_batch(3, payload(3))
+    assert cursor.on_replay_end(2) == (RetryLater(1),)
     assert cursor.state is StreamState.LIVE
 
 
 def test_a_cut_answer_is_continued_where_it_was_applied() -> None:
     cursor = opened()
-    cursor.live(5, b"future")
-    meta(cursor, Kind.BEGIN, at(OLD, 3))
-    cursor.answered(2, 3, payload(3))
-    assert cursor.answer_ended(2) == (AskReplay(3, 4, Verb.SYNC, OLD),)
-    assert cursor.answer_missing(3) == (RetryLater(1),)
-    assert cursor.retry() == (AskReplay(4, 4, Verb.SYNC, OLD),)
+    cursor.on_live_batch(5, b"future")
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
+    cursor.on_replay_batch(2, 3, payload(3))
+    assert cursor.on_replay_end(2) == (SendReplayRequest(3, 4, ReplayVerb.SYNC, OLD),)
+    assert cursor.on_replay_timeout(3) == (RetryLater(1),)
+    assert cursor.on_retry_due() == (SendReplayRequest(4, 4, ReplayVerb.SYNC, OLD),)
 
 
 def test_a_silent_publisher_costs_the_proof_and_no_block() -> None:
     cursor = opened()
-    cursor.probe()
+    cursor.on_probe_due()
     for failures in (1, 2, 3):
-        assert cursor.answer_missing(cursor.open_ask or 0) == (RetryLater(failures),)
+        assert cursor.on_replay_timeout(cursor.open_request_id or 0) == (RetryLater(failures),)
         assert cursor.state is (StreamState.PARTIAL if failures == 3 else StreamState.LIVE)
-        assert cursor.retry() == (AskReplay(failures + 2, 3, Verb.STATUS, OLD),)
-    cursor.live(3, payload(3))
-    cursor.cleared()
+        assert cursor.on_retry_due() == (SendReplayRequest(failures + 2, 3, ReplayVerb.STATUS, OLD),)
+    cursor.on_live_batch(3, payload(3))
+    cursor.on_cleared()
     assert (cursor.state, cursor.last_seq) == (StreamState.PARTIAL, 3)
-    assert meta(cursor, Kind.STATUS, at(OLD, 3), next=4) == ()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3), next=4) == ()
     assert cursor.state is StreamState.LIVE
 
 
 def test_what_could_not_be_read_is_asked_for_when_it_is_folded() -> None:
     cursor = opened()
-    cursor.live(3, payload(3))
-    cursor.damaged()
+    cursor.on_live_batch(3, payload(3))
+    cursor.on_damaged()
     assert cursor.state is StreamState.PARTIAL
-    cursor.probe()
-    assert meta(cursor, Kind.STATUS, at(OLD, 4), first=3) == ()
+    cursor.on_probe_due()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), first=3) == ()
     assert cursor.state is StreamState.PARTIAL
-    cursor.probe()
-    assert meta(cursor, Kind.STATUS, at(OLD, 4), first=4) == (AskReplay(4, 4, Verb.SNAPSHOT, OLD),)
+    cursor.on_probe_due()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), first=4) == (
+        SendReplayRequest(4, 4, ReplayVerb.SNAPSHOT, OLD),
+    )
     take_snapshot(cursor, at(OLD, 4))
     assert cursor.state is StreamState.LIVE
 
 
 def test_a_clear_heals_what_could_not_be_read() -> None:
     cursor = opened()
-    cursor.live(3, payload(3))
-    cursor.damaged()
-    cursor.live(4, payload(4))
-    cursor.cleared()
+    cursor.on_live_batch(3, payload(3))
+    cursor.on_damaged()
+    cursor.on_live_batch(4, payload(4))
+    cursor.on_cleared()
     assert cursor.state is StreamState.LIVE
 
 
 def test_an_answer_with_another_token_is_stale() -> None:
     cursor = opened()
-    cursor.probe()
-    assert meta(cursor, Kind.STATUS, at(OLD, 3), token=bytes(8)) == ()
-    assert (cursor.open_ask, cursor.counters.stale_answers) == (2, 1)
+    cursor.on_probe_due()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3), token=bytes(8)) == ()
+    assert (cursor.open_request_id, cursor.counters.stale_replays) == (2, 1)
 
 
 def test_a_reconnect_goes_on_where_the_view_stands() -> None:
     cursor = opened()
-    cursor.disconnected()
+    cursor.on_disconnected()
     assert cursor.state is StreamState.CONNECTING
-    assert cursor.connected() == (AskReplay(2, 3, Verb.SYNC, OLD),)
-    cursor.disconnected()
-    assert cursor.gave_up() == (Clear("the publisher is unreachable"),)
-    assert cursor.connected() == (AskReplay(3, 0, Verb.SYNC, NO_EPOCH),)
+    assert cursor.on_connected() == (SendReplayRequest(2, 3, ReplayVerb.SYNC, OLD),)
+    cursor.on_disconnected()
+    assert cursor.on_connection_timeout() == (Clear("the publisher is unreachable"),)
+    assert cursor.on_connected() == (SendReplayRequest(3, 0, ReplayVerb.SYNC, NO_EPOCH),)
 
 
 # --- which publisher is it? ---
@@ -297,27 +303,29 @@ def test_a_reconnect_goes_on_where_the_view_stands() -> None:
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_publisher_without_the_extension_is_asked_plainly(is_silent: bool) -> None:
     cursor = StreamCursor(has_replay=True)
-    cursor.connected()
-    assert (cursor.answer_missing(1) if is_silent else cursor.answer_ended(1)) == (AskReplay(2, 0),)
-    cursor.answered(2, 0, b"0")
-    cursor.answer_ended(2)
+    cursor.on_connected()
+    assert (cursor.on_replay_timeout(1) if is_silent else cursor.on_replay_end(1)) == (SendReplayRequest(2, 0),)
+    cursor.on_replay_batch(2, 0, b"0")
+    cursor.on_replay_end(2)
     assert (cursor.state, cursor.is_extended) == (StreamState.LIVE, False)
 
 
 def test_a_publisher_that_was_taken_for_plain_is_asked_again() -> None:
     cursor = StreamCursor(has_replay=True)
-    cursor.connected()
-    cursor.answer_ended(1)
-    cursor.answer_ended(2)
+    cursor.on_connected()
+    cursor.on_replay_end(1)
+    cursor.on_replay_end(2)
     asked = []
     while not asked or asked[-1].verb is None:
-        (question,) = cursor.probe()
-        assert isinstance(question, AskReplay)
+        (question,) = cursor.on_probe_due()
+        assert isinstance(question, SendReplayRequest)
         asked.append(question)
         if question.verb is None:
-            cursor.answer_ended(question.ask)
+            cursor.on_replay_end(question.ask)
     assert len(asked) == 8
-    assert meta(cursor, Kind.STATUS, at(OLD, 3)) == (AskReplay(asked[-1].ask + 1, 0, Verb.SYNC, NO_EPOCH),)
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3)) == (
+        SendReplayRequest(asked[-1].ask + 1, 0, ReplayVerb.SYNC, NO_EPOCH),
+    )
     take_snapshot(cursor, at(OLD, 3))
     assert cursor.is_extended
 
@@ -325,290 +333,305 @@ def test_a_publisher_that_was_taken_for_plain_is_asked_again() -> None:
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_probe_that_finds_no_extension_probes_plainly(is_silent: bool) -> None:
     cursor = StreamCursor(has_replay=True)
-    cursor.connected()
-    cursor.answer_ended(1)
-    cursor.answered(2, 0, b"0")
-    cursor.answer_ended(2)
-    cursor.disconnected()  # the first probe of a connection asks for the extension
-    cursor.connected()
-    cursor.answered(3, 0, b"0")
-    cursor.answer_ended(3)
-    assert cursor.probe() == (AskReplay(4, 0, Verb.STATUS),)
-    assert (cursor.answer_missing(4) if is_silent else cursor.answer_ended(4)) == (AskReplay(5, 0),)
-    cursor.answered(5, 0, b"0")
-    cursor.answer_ended(5)
+    cursor.on_connected()
+    cursor.on_replay_end(1)
+    cursor.on_replay_batch(2, 0, b"0")
+    cursor.on_replay_end(2)
+    cursor.on_disconnected()  # the first probe of a connection asks for the extension
+    cursor.on_connected()
+    cursor.on_replay_batch(3, 0, b"0")
+    cursor.on_replay_end(3)
+    assert cursor.on_probe_due() == (SendReplayRequest(4, 0, ReplayVerb.STATUS),)
+    assert (cursor.on_replay_timeout(4) if is_silent else cursor.on_replay_end(4)) == (SendReplayRequest(5, 0),)
+    cursor.on_replay_batch(5, 0, b"0")
+    cursor.on_replay_end(5)
     assert cursor.state is StreamState.LIVE
 
 
 def test_a_successor_without_the_extension_is_followed_plainly_and_begins_anew() -> None:
     cursor = opened()
-    cursor.disconnected()
-    cursor.connected()
-    assert cursor.answer_ended(2) == (RetryLater(1),)
-    cursor.retry()
-    assert cursor.answer_ended(3) == (RetryLater(2),)
-    cursor.retry()
-    cleared, question = cursor.answer_ended(4)
+    cursor.on_disconnected()
+    cursor.on_connected()
+    assert cursor.on_replay_end(2) == (RetryLater(1),)
+    cursor.on_retry_due()
+    assert cursor.on_replay_end(3) == (RetryLater(2),)
+    cursor.on_retry_due()
+    cleared, question = cursor.on_replay_end(4)
     assert isinstance(cleared, Clear)
-    assert question == AskReplay(5, 0)
+    assert question == SendReplayRequest(5, 0)
 
 
 def test_cut_answers_of_a_publisher_that_has_shown_the_extension_change_no_rules() -> None:
     cursor = opened()
-    cursor.live(5, b"future")
+    cursor.on_live_batch(5, b"future")
     for ask in range(2, 9):
-        assert cursor.answer_ended(ask) == (RetryLater(ask - 1),)
-        cursor.retry()
+        assert cursor.on_replay_end(ask) == (RetryLater(ask - 1),)
+        cursor.on_retry_due()
     assert cursor.is_extended
     assert cursor.state is StreamState.RECOVERING
 
 
 def test_strays_leave_a_right_view_live_and_cost_one_question_for_many() -> None:
     cursor = opened()
-    assert cursor.live(900, b"stray") == (AskReplay(2, 3, Verb.SYNC, OLD),)
+    assert cursor.on_live_batch(900, b"stray") == (SendReplayRequest(2, 3, ReplayVerb.SYNC, OLD),)
     assert cursor.state is StreamState.RECOVERING
-    meta(cursor, Kind.BEGIN, at(OLD, 3))
-    meta(cursor, Kind.END, at(OLD, 3))  # asked after it came, the publisher has not reached 900
-    cursor.credit.left = 0
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
+    meta(cursor, ReplayMetaKind.END, at(OLD, 3))  # asked after it came, the publisher has not reached 900
+    cursor.credit.available = 0
     for seq in range(901, 1_000):
-        assert cursor.live(seq, b"stray") == ()
-        assert (cursor.state, cursor.listening) == (StreamState.LIVE, True)
-    assert cursor.live(3, payload(3)) == (Apply(3, payload(3), False),)
-    assert cursor.live(5, payload(5)) == ()  # its own, after a gap: it may be, so it is asked about
-    cursor.credit.left = 1
-    assert cursor.may_ask() == (AskReplay(3, 4, Verb.STATUS, OLD),)
-    assert meta(cursor, Kind.STATUS, at(OLD, 4), next=6) == (AskReplay(4, 4, Verb.SYNC, OLD),)
+        assert cursor.on_live_batch(seq, b"stray") == ()
+        assert (cursor.state, cursor.is_accepting_live) == (StreamState.LIVE, True)
+    assert cursor.on_live_batch(3, payload(3)) == (Apply(3, payload(3), False),)
+    assert cursor.on_live_batch(5, payload(5)) == ()  # its own, after a gap: it may be, so it is asked about
+    cursor.credit.available = 1
+    assert cursor.on_credit_available() == (SendReplayRequest(3, 4, ReplayVerb.STATUS, OLD),)
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), next=6) == (SendReplayRequest(4, 4, ReplayVerb.SYNC, OLD),)
     assert cursor.state is StreamState.RECOVERING
 
 
 def test_a_gap_without_credit_is_asked_about_when_there_is_some() -> None:
     cursor = opened()
-    cursor.credit.left = 0
-    assert cursor.live(5, payload(5)) == ()
-    assert (cursor.state, cursor.listening, cursor.settled) == (StreamState.RECOVERING, True, False)
-    assert cursor.live(3, payload(3)) == (Apply(3, payload(3), False),)
+    cursor.credit.available = 0
+    assert cursor.on_live_batch(5, payload(5)) == ()
+    assert (cursor.state, cursor.is_accepting_live, cursor.is_settled) == (StreamState.RECOVERING, True, False)
+    assert cursor.on_live_batch(3, payload(3)) == (Apply(3, payload(3), False),)
     assert cursor.state is StreamState.RECOVERING
-    cursor.credit.left = 1
-    assert cursor.may_ask() == (AskReplay(2, 4, Verb.SYNC, OLD),)
-    assert cursor.may_ask() == ()
+    cursor.credit.available = 1
+    assert cursor.on_credit_available() == (SendReplayRequest(2, 4, ReplayVerb.SYNC, OLD),)
+    assert cursor.on_credit_available() == ()
 
 
 def test_a_relay_that_does_not_know_its_upstream_is_partial_whatever_the_digest_proves() -> None:
     cursor = StreamCursor(has_replay=True)
-    cursor.connected()
-    meta(cursor, Kind.BEGIN, at(OLD, 0), snap=True)
-    meta(cursor, Kind.BEGIN, at(OLD, 0))
-    assert meta(cursor, Kind.END, at(OLD, 0), upstream="connecting") == (SwapInStaged(),)
+    cursor.on_connected()
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 0), snap=True)
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 0))
+    assert meta(cursor, ReplayMetaKind.END, at(OLD, 0), upstream="connecting") == (CommitStaging(),)
     assert (cursor.state, cursor.counters.verified) == (StreamState.PARTIAL, 1)
-    cursor.live(0, payload(0))
-    cursor.cleared()  # of all blocks: the relay's doubt stays
+    cursor.on_live_batch(0, payload(0))
+    cursor.on_cleared()  # of all blocks: the relay's doubt stays
     assert cursor.state is StreamState.PARTIAL
-    cursor.probe()
-    assert meta(cursor, Kind.STATUS, at(OLD, 1)) == ()
+    cursor.on_probe_due()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 1)) == ()
     assert cursor.state is StreamState.LIVE
-    cursor.probe()
-    cursor.live(1, payload(1))
-    meta(cursor, Kind.STATUS, at(OLD, 1), first=1, upstream="partial")
+    cursor.on_probe_due()
+    cursor.on_live_batch(1, payload(1))
+    meta(cursor, ReplayMetaKind.STATUS, at(OLD, 1), first=1, upstream="partial")
     assert cursor.state is StreamState.PARTIAL
 
 
 def test_everything_is_counted_as_often_as_it_happens() -> None:
     cursor = opened()
     for life in (NEW, OLD):
-        cursor.probe()
-        meta(cursor, Kind.STATUS, at(life, 1))
+        cursor.on_probe_due()
+        meta(cursor, ReplayMetaKind.STATUS, at(life, 1))
         take_snapshot(cursor, at(life, 1))
     assert (cursor.counters.restarts, cursor.counters.snapshots) == (2, 3)
     for _ in range(2):
-        cursor.probe()
-        ask = cursor.open_ask or 0
-        cursor.answer_meta(ask, Meta(b"another!", OLD, 0, 1, Kind.STATUS, False, 1, at(OLD, 1).chain))
-        assert cursor.answer_missing(ask - 1) == ()
-        [later] = cursor.answer_missing(ask)
+        cursor.on_probe_due()
+        ask = cursor.open_request_id or 0
+        cursor.on_replay_meta(
+            ask, ReplayMeta(b"another!", OLD, 0, 1, ReplayMetaKind.STATUS, False, 1, at(OLD, 1).digest)
+        )
+        assert cursor.on_replay_timeout(ask - 1) == ()
+        [later] = cursor.on_replay_timeout(ask)
         assert isinstance(later, RetryLater)
-        cursor.retry()
-        meta(cursor, Kind.STATUS, at(OLD, 1))
-    assert (cursor.counters.stale_answers, cursor.counters.unanswered) == (2, 2)
+        cursor.on_retry_due()
+        meta(cursor, ReplayMetaKind.STATUS, at(OLD, 1))
+    assert (cursor.counters.stale_replays, cursor.counters.replays_unanswered) == (2, 2)
     assert cursor.state is StreamState.LIVE
 
 
 def test_one_question_at_a_time() -> None:
     cursor = opened()
-    assert len(cursor.probe()) == 1
-    assert cursor.probe() == ()
-    assert cursor.retry() == ()
+    assert len(cursor.on_probe_due()) == 1
+    assert cursor.on_probe_due() == ()
+    assert cursor.on_retry_due() == ()
 
 
 def test_a_clear_heals_also_while_a_question_is_open() -> None:
     cursor = opened()
-    cursor.live(3, payload(3))
-    cursor.damaged()
+    cursor.on_live_batch(3, payload(3))
+    cursor.on_damaged()
     assert cursor.state is StreamState.PARTIAL
-    assert len(cursor.probe()) == 1
-    cursor.live(4, payload(4))
-    cursor.cleared()
+    assert len(cursor.on_probe_due()) == 1
+    cursor.on_live_batch(4, payload(4))
+    cursor.on_cleared()
     assert cursor.state is StreamState.LIVE
 
 
 def test_a_publisher_that_was_given_up_is_asked_nothing_more_until_it_is_back() -> None:
     cursor = opened()
-    cursor.probe()
-    cursor.answer_missing(cursor.open_ask or 0)
-    [clear] = cursor.gave_up()
+    cursor.on_probe_due()
+    cursor.on_replay_timeout(cursor.open_request_id or 0)
+    [clear] = cursor.on_connection_timeout()
     assert isinstance(clear, Clear)
     assert (cursor.state, cursor.last_seq) == (StreamState.DEAD, -1)
-    assert cursor.retry() == cursor.probe() == ()
-    assert cursor.connected() == (AskReplay(3, 0, Verb.SYNC, NO_EPOCH),)
-    assert take_snapshot(cursor, at(NEW, 2)) == (SwapInStaged(),)
+    assert cursor.on_retry_due() == cursor.on_probe_due() == ()
+    assert cursor.on_connected() == (SendReplayRequest(3, 0, ReplayVerb.SYNC, NO_EPOCH),)
+    assert take_snapshot(cursor, at(NEW, 2)) == (CommitStaging(),)
     assert cursor.state is StreamState.LIVE
 
 
 def test_each_batch_counts_once_in_its_column() -> None:
     cursor = opened()
     for seq in (3, 4):
-        cursor.live(seq, payload(seq))
+        cursor.on_live_batch(seq, payload(seq))
     assert (cursor.counters.applied, cursor.counters.recovered) == (2, 0)
     for repeat in (1, 2):
         held = cursor.last_seq
-        assert cursor.live(held + 3, b"beyond a gap") == (AskReplay(repeat + 1, held + 1, Verb.SYNC, OLD),)
-        meta(cursor, Kind.BEGIN, at(OLD, held + 1))
+        assert cursor.on_live_batch(held + 3, b"beyond a gap") == (
+            SendReplayRequest(repeat + 1, held + 1, ReplayVerb.SYNC, OLD),
+        )
+        meta(cursor, ReplayMetaKind.BEGIN, at(OLD, held + 1))
         for seq in (held + 1, held + 2, held + 3, held + 3):
-            cursor.answered(repeat + 1, seq, payload(seq))
-        assert cursor.answered(1, 0, b"of the first answer") == ()
-        meta(cursor, Kind.END, at(OLD, held + 4))
-        assert cursor.answered(repeat + 1, held + 4, b"after the end") == ()
-        late = Meta(token_of(1), OLD, 0, held + 4, Kind.STATUS, False, held + 4, at(OLD, held + 4).chain)
-        assert cursor.answer_meta(repeat + 1, late) == ()
+            cursor.on_replay_batch(repeat + 1, seq, payload(seq))
+        assert cursor.on_replay_batch(1, 0, b"of the first answer") == ()
+        meta(cursor, ReplayMetaKind.END, at(OLD, held + 4))
+        assert cursor.on_replay_batch(repeat + 1, held + 4, b"after the end") == ()
+        late = ReplayMeta(
+            request_token(1), OLD, 0, held + 4, ReplayMetaKind.STATUS, False, held + 4, at(OLD, held + 4).digest
+        )
+        assert cursor.on_replay_meta(repeat + 1, late) == ()
     counters = cursor.counters
     assert (counters.applied, counters.recovered, counters.duplicates, counters.gaps) == (8, 6, 2, 2)
-    assert (counters.stale_answers, counters.asks, counters.cut, counters.losses) == (6, 3, 0, 0)
+    assert (counters.stale_replays, counters.replays_asked, counters.replays_cut, counters.losses) == (6, 3, 0, 0)
     assert cursor.state is StreamState.LIVE
 
 
 def test_batches_after_the_base_are_staged_as_batches() -> None:
     cursor = StreamCursor(has_replay=True)
-    assert cursor.live(7, payload(7)) == (AskReplay(1, 0, Verb.SYNC, NO_EPOCH),)  # it tells that the stream is up
-    meta(cursor, Kind.BEGIN, at(OLD, 3), snap=True)
-    assert cursor.answered(1, 0, b"chunk") == (ApplyStaged(2, b"chunk", True),)
-    meta(cursor, Kind.BEGIN, at(OLD, 3), chunks=1)
-    assert cursor.answered(1, 3, payload(3)) == (ApplyStaged(3, payload(3), False),)
-    assert meta(cursor, Kind.END, at(OLD, 4)) == (SwapInStaged(), AskReplay(2, 4, Verb.SYNC, OLD))
+    assert cursor.on_live_batch(7, payload(7)) == (
+        SendReplayRequest(1, 0, ReplayVerb.SYNC, NO_EPOCH),
+    )  # it tells that the stream is up
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), snap=True)
+    assert cursor.on_replay_batch(1, 0, b"chunk") == (ApplyStaged(2, b"chunk", True),)
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), chunks=1)
+    assert cursor.on_replay_batch(1, 3, payload(3)) == (ApplyStaged(3, payload(3), False),)
+    assert meta(cursor, ReplayMetaKind.END, at(OLD, 4)) == (
+        CommitStaging(),
+        SendReplayRequest(2, 4, ReplayVerb.SYNC, OLD),
+    )
 
 
 def test_a_snapshot_that_is_not_where_its_chunks_lead_is_cut_and_not_held_against_the_view() -> None:
     cursor = opened()
     for cut in (1, 2):
-        cursor.live(9, b"beyond a gap") if cut == 1 else cursor.retry()
-        meta(cursor, Kind.BEGIN, at(NEW, 5), snap=True)
-        assert meta(cursor, Kind.BEGIN, at(OLD, 5)) == (DropStaging(), RetryLater(cut))
-        assert (cursor.counters.cut, cursor.counters.splices) == (cut, 0)
+        cursor.on_live_batch(9, b"beyond a gap") if cut == 1 else cursor.on_retry_due()
+        meta(cursor, ReplayMetaKind.BEGIN, at(NEW, 5), snap=True)
+        assert meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 5)) == (AbortStaging(), RetryLater(cut))
+        assert (cursor.counters.replays_cut, cursor.counters.splices) == (cut, 0)
 
 
 def test_what_could_not_be_read_of_a_snapshot_is_asked_for_when_it_is_folded() -> None:
     cursor = StreamCursor(has_replay=True)
-    cursor.connected()
-    meta(cursor, Kind.BEGIN, at(OLD, 3), snap=True)
-    cursor.answered(1, 0, b"chunk")
-    cursor.damaged()
-    meta(cursor, Kind.BEGIN, at(OLD, 3), chunks=1)
-    assert meta(cursor, Kind.END, at(OLD, 3)) == (SwapInStaged(),)
+    cursor.on_connected()
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), snap=True)
+    cursor.on_replay_batch(1, 0, b"chunk")
+    cursor.on_damaged()
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), chunks=1)
+    assert meta(cursor, ReplayMetaKind.END, at(OLD, 3)) == (CommitStaging(),)
     assert cursor.state is StreamState.PARTIAL
-    cursor.live(3, payload(3))
-    cursor.probe()
-    assert meta(cursor, Kind.STATUS, at(OLD, 4), first=3) == ()
+    cursor.on_live_batch(3, payload(3))
+    cursor.on_probe_due()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), first=3) == ()
     assert cursor.state is StreamState.PARTIAL
-    cursor.probe()
-    assert meta(cursor, Kind.STATUS, at(OLD, 4), first=4) == (AskReplay(4, 4, Verb.SNAPSHOT, OLD),)
+    cursor.on_probe_due()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), first=4) == (
+        SendReplayRequest(4, 4, ReplayVerb.SNAPSHOT, OLD),
+    )
 
 
 def test_a_relays_doubt_is_heard_also_where_its_window_has_passed_the_place() -> None:
     for upstream, state in ((None, StreamState.LIVE), ("connecting", StreamState.PARTIAL)):
         cursor = opened()
-        cursor.probe()
-        cursor.live(3, payload(3))
-        assert meta(cursor, Kind.STATUS, at(OLD, 4), upstream=upstream) == ()  # the next probe tells of the place
+        cursor.on_probe_due()
+        cursor.on_live_batch(3, payload(3))
+        assert (
+            meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), upstream=upstream) == ()
+        )  # the next probe tells of the place
         assert cursor.state is state
 
 
 @pytest.mark.parametrize(("gap_seen", "asks_again"), [(4, True), (5, False)])
 def test_a_gap_is_the_publishers_where_it_is_below_its_next_number(gap_seen: int, asks_again: bool) -> None:
     cursor = opened()
-    cursor.live(900, b"stray")
-    meta(cursor, Kind.BEGIN, at(OLD, 3))
-    meta(cursor, Kind.END, at(OLD, 3))
-    assert cursor.live(gap_seen, b"beyond a gap") == (AskReplay(3, 3, Verb.STATUS, OLD),)
-    cursor.live(3, payload(3))
-    again = (AskReplay(4, 4, Verb.SYNC, OLD),) if asks_again else ()
-    assert meta(cursor, Kind.STATUS, at(OLD, 3), next=5) == again
+    cursor.on_live_batch(900, b"stray")
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
+    meta(cursor, ReplayMetaKind.END, at(OLD, 3))
+    assert cursor.on_live_batch(gap_seen, b"beyond a gap") == (SendReplayRequest(3, 3, ReplayVerb.STATUS, OLD),)
+    cursor.on_live_batch(3, payload(3))
+    again = (SendReplayRequest(4, 4, ReplayVerb.SYNC, OLD),) if asks_again else ()
+    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3), next=5) == again
 
 
 def test_a_stray_at_the_publishers_next_number_is_a_stray() -> None:
     cursor = opened()
-    cursor.live(4, b"of another life")
-    meta(cursor, Kind.BEGIN, at(OLD, 3))
-    cursor.answered(2, 3, payload(3))
-    meta(cursor, Kind.END, at(OLD, 4))
-    assert cursor.live(6, b"of another life") == (AskReplay(3, 4, Verb.STATUS, OLD),)
+    cursor.on_live_batch(4, b"of another life")
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
+    cursor.on_replay_batch(2, 3, payload(3))
+    meta(cursor, ReplayMetaKind.END, at(OLD, 4))
+    assert cursor.on_live_batch(6, b"of another life") == (SendReplayRequest(3, 4, ReplayVerb.STATUS, OLD),)
     assert cursor.state is StreamState.LIVE
 
 
 def taken_for_plain(*, patience: int = 3) -> StreamCursor:
     """LIVE by the plain rules with batch 0; the next probe of the connection asks for the extension."""
     cursor = StreamCursor(has_replay=True, patience=patience)
-    cursor.connected()
-    cursor.answer_ended(1)
-    cursor.answered(2, 0, b"0")
-    cursor.answer_ended(2)
-    cursor.disconnected()
-    cursor.connected()
-    cursor.answered(3, 0, b"0")
-    cursor.answer_ended(3)
+    cursor.on_connected()
+    cursor.on_replay_end(1)
+    cursor.on_replay_batch(2, 0, b"0")
+    cursor.on_replay_end(2)
+    cursor.on_disconnected()
+    cursor.on_connected()
+    cursor.on_replay_batch(3, 0, b"0")
+    cursor.on_replay_end(3)
     return cursor
 
 
 def test_the_plain_rules_share_the_patience_and_the_credit() -> None:
     cursor = taken_for_plain(patience=1)
-    cursor.credit.left = 0
-    assert cursor.live(2, b"2") == ()
-    assert (cursor.state, cursor.open_ask) == (StreamState.RECOVERING, None)
-    cursor.credit.left = 1
-    assert cursor.may_ask() == (AskReplay(4, 0),)
-    assert cursor.answer_missing(4) == (Clear("the replay channel does not answer"), RetryLater(1))
+    cursor.credit.available = 0
+    assert cursor.on_live_batch(2, b"2") == ()
+    assert (cursor.state, cursor.open_request_id) == (StreamState.RECOVERING, None)
+    cursor.credit.available = 1
+    assert cursor.on_credit_available() == (SendReplayRequest(4, 0),)
+    assert cursor.on_replay_timeout(4) == (Clear("the replay channel does not answer"), RetryLater(1))
     assert cursor.state is StreamState.PARTIAL
 
 
 def test_a_plain_stream_hears_the_extension_in_the_answer_to_its_probe_alone() -> None:
     cursor = taken_for_plain()
     here = at(OLD, 1)
-    told = Meta(token_of(4), OLD, 0, 1, Kind.STATUS, False, 1, here.chain)
-    assert cursor.answer_meta(3, told) == cursor.answer_meta(4, told) == ()
-    assert cursor.probe() == (AskReplay(4, 0, Verb.STATUS),)
-    assert cursor.answer_meta(3, told) == ()
-    assert (cursor.counters.stale_answers, cursor.is_extended) == (3, False)
-    assert cursor.answer_meta(4, told) == (AskReplay(5, 0, Verb.SYNC, NO_EPOCH),)
+    told = ReplayMeta(request_token(4), OLD, 0, 1, ReplayMetaKind.STATUS, False, 1, here.digest)
+    assert cursor.on_replay_meta(3, told) == cursor.on_replay_meta(4, told) == ()
+    assert cursor.on_probe_due() == (SendReplayRequest(4, 0, ReplayVerb.STATUS),)
+    assert cursor.on_replay_meta(3, told) == ()
+    assert (cursor.counters.stale_replays, cursor.is_extended) == (3, False)
+    assert cursor.on_replay_meta(4, told) == (SendReplayRequest(5, 0, ReplayVerb.SYNC, NO_EPOCH),)
 
 
 def test_who_has_shown_the_extension_is_asked_for_it_at_every_probe() -> None:
     cursor = opened()
-    cursor.disconnected()
-    cursor.connected()
+    cursor.on_disconnected()
+    cursor.on_connected()
     for ask in (2, 3, 4):
-        cursor.answer_ended(ask)
-        cursor.retry()
-    cursor.answered(5, 0, b"0")
-    cursor.answer_ended(5)
+        cursor.on_replay_end(ask)
+        cursor.on_retry_due()
+    cursor.on_replay_batch(5, 0, b"0")
+    cursor.on_replay_end(5)
     for ask in (6, 8, 10):
-        assert cursor.probe() == (AskReplay(ask, 0, Verb.STATUS),)
-        assert cursor.answer_ended(ask) == (AskReplay(ask + 1, 0),)
-        cursor.answered(ask + 1, 0, b"0")
-        cursor.answer_ended(ask + 1)
+        assert cursor.on_probe_due() == (SendReplayRequest(ask, 0, ReplayVerb.STATUS),)
+        assert cursor.on_replay_end(ask) == (SendReplayRequest(ask + 1, 0),)
+        cursor.on_replay_batch(ask + 1, 0, b"0")
+        cursor.on_replay_end(ask + 1)
 
 
 def test_nobody_is_asked_for_the_extension_without_a_connection_or_without_replay() -> None:
     cursor = taken_for_plain()
-    cursor.disconnected()
-    assert [cursor.probe() for _ in range(20)] == [()] * 20
+    cursor.on_disconnected()
+    assert [cursor.on_probe_due() for _ in range(20)] == [()] * 20
     alone = StreamCursor(has_replay=False)
-    alone.connected()
-    alone.live(0, b"0")
-    assert [alone.probe() for _ in range(20)] == [()] * 20
+    alone.on_connected()
+    alone.on_live_batch(0, b"0")
+    assert [alone.on_probe_due() for _ in range(20)] == [()] * 20

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream import NoStreamsError, addresses_in, bare_address, discover, worker_url
+from observability.kv_stream import NoStreamsError, discover, parse_addresses, parse_worker_url, static_address
 from scheduler_components import ConfigError, DecodeError, StartError, kv_events_server_info
-from scheduler_components.kv_events import BoundStream
+from scheduler_components.kv_events import ListeningStream
 
 WORKER = httpx.URL("http://worker.example:30000")
 DESCRIPTOR = {
@@ -31,7 +31,7 @@ Serve = Callable[[dict[str, tuple[int, bytes]]], str]
 
 
 def test_one_address_a_rank_at_base_plus_rank() -> None:
-    first, second = addresses_in({"kv_events": DESCRIPTOR, "model_path": "m"}, WORKER)
+    first, second = parse_addresses({"kv_events": DESCRIPTOR, "model_path": "m"}, WORKER)
     assert (first.rank, second.rank) == (0, 1)
     assert str(second.events) == "tcp://worker.example:5558"
     assert (str(second.replay), str(second.load)) == ("tcp://worker.example:5658", "tcp://worker.example:5758")
@@ -49,19 +49,19 @@ def test_one_address_a_rank_at_base_plus_rank() -> None:
 )
 def test_a_wildcard_becomes_the_host_of_the_url(wildcard: str, url: str, dialled: str) -> None:
     info = {"kv_events": DESCRIPTOR | {"endpoint_host": wildcard}}
-    assert str(addresses_in(info, worker_url(url))[0].events) == dialled
+    assert str(parse_addresses(info, parse_worker_url(url))[0].events) == dialled
 
 
 def test_a_concrete_host_is_kept() -> None:
     info = {"kv_events": DESCRIPTOR | {"endpoint_host": "10.1.1.1", "replay_endpoint_host": "*"}}
-    address = addresses_in(info, WORKER)[0]
+    address = parse_addresses(info, WORKER)[0]
     assert (address.events.host, address.replay.host) == ("10.1.1.1", "worker.example")
 
 
 def test_reads_what_the_kit_describes() -> None:
     config = '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}'
     info = kv_events_server_info(config, block_size=16, dp_size=2)
-    addresses = addresses_in(info, WORKER)
+    addresses = parse_addresses(info, WORKER)
     assert [str(address.replay) for address in addresses] == [
         "tcp://worker.example:5657",
         "tcp://worker.example:5658",
@@ -71,7 +71,7 @@ def test_reads_what_the_kit_describes() -> None:
 def test_publishers_on_several_nodes_are_read_as_sglang_lists_them() -> None:
     """What an entry leaves out is at base + rank on its own host; what no publisher has, nobody has."""
     listed = [{"dp_rank": 5, "endpoint": "tcp://10.0.0.2:5562"}, {"dp_rank": 0, "endpoint": "tcp://*:5557"}]
-    first, second = addresses_in({"kv_events": DESCRIPTOR | {"dp_size": 8, "publishers": listed}}, WORKER)
+    first, second = parse_addresses({"kv_events": DESCRIPTOR | {"dp_size": 8, "publishers": listed}}, WORKER)
     assert (first.rank, str(first.events), str(first.replay)) == (
         0,
         "tcp://worker.example:5557",
@@ -98,24 +98,25 @@ def test_wherever_streams_are_bound_they_are_found(
         return None if port is None else f"tcp://{host}:{port}"
 
     bound = [
-        BoundStream.parse(
+        ListeningStream.parse(
             rank, f"tcp://{host}:{base + rank if base else events}", replay=at(host, replay), load=at(host, load)
         )
         for rank, (host, events, replay, load) in enumerate(streams)
     ]
     config = f'{{"publisher": "zmq", "endpoint": "tcp://*:{base or 0}"}}'
     info = kv_events_server_info(config, block_size=16, dp_size=len(bound), publishers=bound)
-    addresses = addresses_in(json.loads(json.dumps(info)), WORKER)
+    addresses = parse_addresses(json.loads(json.dumps(info)), WORKER)
     assert [(each.events, each.replay, each.load) for each in addresses] == [
-        (placed.events, placed.replay, placed.load) for placed in (stream.on_host("worker.example") for stream in bound)
+        (placed.events, placed.replay, placed.load)
+        for placed in (stream.with_host("worker.example") for stream in bound)
     ]
 
 
 def test_a_worker_without_streams_says_why() -> None:
     with pytest.raises(NoStreamsError, match="publishes no KV events: port is missing"):
-        addresses_in({"kv_events": None, "kv_events_error": "port is missing"}, WORKER)
+        parse_addresses({"kv_events": None, "kv_events_error": "port is missing"}, WORKER)
     with pytest.raises(NoStreamsError, match="has no kv_events"):
-        addresses_in({"model_path": "m"}, WORKER)
+        parse_addresses({"model_path": "m"}, WORKER)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_worker_without_streams_says_why() -> None:
 )
 def test_a_descriptor_that_cannot_be_dialled_names_its_field(change: dict[str, object], named: str) -> None:
     with pytest.raises(DecodeError, match=named):
-        addresses_in({"kv_events": DESCRIPTOR | change}, WORKER)
+        parse_addresses({"kv_events": DESCRIPTOR | change}, WORKER)
 
 
 JSON = st.recursive(
@@ -159,7 +160,7 @@ def test_any_json_gives_addresses_or_a_documented_error(
 ) -> None:
     info = {"kv_events": whole} if use_whole else {"kv_events": DESCRIPTOR | changes}
     try:
-        addresses = addresses_in(info, WORKER)
+        addresses = parse_addresses(info, WORKER)
     except (DecodeError, NoStreamsError):
         return
     for address in addresses:
@@ -195,15 +196,15 @@ def test_an_unreachable_worker_is_a_start_error() -> None:
 @pytest.mark.parametrize("text", ["", "worker:30000", "ftp://worker", "http://", "tcp://worker:5557", "http://a b"])
 def test_a_text_that_is_no_worker_url_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="url"):
-        worker_url(text)
+        parse_worker_url(text)
 
 
 def test_bare_endpoints_are_taken_as_they_are() -> None:
-    address = bare_address("tcp://127.0.0.1:5557", replay="ipc:///tmp/replay", topic="kv", rank=3)
+    address = static_address("tcp://127.0.0.1:5557", replay="ipc:///tmp/replay", topic="kv", rank=3)
     assert (str(address.events), str(address.replay), address.rank) == ("tcp://127.0.0.1:5557", "ipc:///tmp/replay", 3)
 
 
 @pytest.mark.parametrize("text", ["tcp://*:5557", "tcp://[::]:5557", "tcp://host:0", "tcp://host", "host:5557"])
 def test_an_endpoint_that_cannot_be_dialled_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="replay_endpoint"):
-        bare_address("tcp://127.0.0.1:5557", replay=text)
+        static_address("tcp://127.0.0.1:5557", replay=text)

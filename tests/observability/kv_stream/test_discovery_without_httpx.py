@@ -13,9 +13,9 @@ from scheduler_components import StartError
 BARE = """
 import sys
 sys.modules["httpx"] = None
-from observability import bare_address, discover, open_async_subscriber, open_subscriber, watch_streams
+from observability import static_address, discover, open_async_subscriber, open_subscriber, watch_streams
 from observability.kv_stream import *
-with open_subscriber([bare_address("tcp://127.0.0.1:9")]) as subscriber:
+with open_subscriber([static_address("tcp://127.0.0.1:9")]) as subscriber:
     subscriber.poll(0)
 """
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability.kv_stream import (
-    AskReplay,
     BatchApplier,
     BlockView,
     FollowPolicy,
-    NullListener,
+    NullStreamListener,
+    SendReplayRequest,
     StreamCursor,
     StreamFollower,
     StreamState,
@@ -30,31 +30,31 @@ class FakeChannel:
         self.asked: list[tuple[int, int]] = []
         self.is_open = False
 
-    def ask(self, question: AskReplay) -> None:
+    def send(self, question: SendReplayRequest) -> None:
         self.asked.append((question.ask, question.start))
         self.is_open = True
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         self.is_open = False
 
 
-class Diary(NullListener):
+class Diary(NullStreamListener):
     def __init__(self) -> None:
         self.states: list[StreamState] = []
         self.batches: list[tuple[int, bool]] = []
         self.unreadable: list[int] = []
         self.cleared: list[str] = []
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         self.batches.append((seq, replayed))
 
-    def batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
+    def on_batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
         self.unreadable.append(seq)
 
-    def view_cleared(self, rank: int, reason: str) -> None:
+    def on_view_cleared(self, rank: int, reason: str) -> None:
         self.cleared.append(reason)
 
-    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
         assert old is (self.states[-1] if self.states else StreamState.CONNECTING)
         self.states.append(new)
 
@@ -97,15 +97,15 @@ def stored(block_hash: int, medium: str | None = None) -> BlockStored:
 def plain_bench() -> Bench:
     """At a publisher without the extension, which has just said so."""
     bench = Bench()
-    bench.follower.connected(0.0)
-    assert bench.follower.answer_marked(1, b"", 0.0)
+    bench.follower.on_connected(0.0)
+    assert bench.follower.on_replay_marker(1, b"", 0.0)
     return bench
 
 
 def live_bench() -> Bench:
     bench = plain_bench()
-    bench.follower.answered(2, 0, payload(stored(5)), 0.0)
-    assert bench.follower.answer_marked(2, b"", 0.0)
+    bench.follower.on_replay_batch(2, 0, payload(stored(5)), 0.0)
+    assert bench.follower.on_replay_marker(2, b"", 0.0)
     assert bench.state is StreamState.LIVE
     return bench
 
@@ -121,7 +121,7 @@ def test_a_replay_fills_the_view_and_closes_its_channel() -> None:
 def test_a_live_batch_has_a_lag() -> None:
     bench = live_bench()
     assert bench.follower.applier.counters.lag_s is None
-    bench.follower.live(1, payload(stored(6)), 1.0)
+    bench.follower.on_live_batch(1, payload(stored(6)), 1.0)
     assert bench.follower.applier.counters.lag_s == 10.0
 
 
@@ -129,16 +129,16 @@ def test_an_answer_that_goes_on_is_waited_for_and_a_silent_one_is_not() -> None:
     bench = plain_bench()
     for seq in range(10):
         bench.at(4.0 * (seq + 1))
-        bench.follower.answered(2, seq, payload(stored(seq)), 4.0 * (seq + 1))
-    assert bench.follower.cursor.counters.unanswered == 0
+        bench.follower.on_replay_batch(2, seq, payload(stored(seq)), 4.0 * (seq + 1))
+    assert bench.follower.cursor.counters.replays_unanswered == 0
     bench.at(46.0)
-    assert bench.follower.cursor.counters.unanswered == 1
+    assert bench.follower.cursor.counters.replays_unanswered == 1
     assert bench.channel.asked[2] == (3, 9)
 
 
 def test_a_publisher_that_never_answers_is_asked_ever_less_often() -> None:
     bench = Bench()
-    bench.follower.connected(0.0)
+    bench.follower.on_connected(0.0)
     # Each question waits 5 s for its answer; after the first, of the extension, the pauses are 1, 2, 4, ... s.
     for count, moment_s in enumerate((0.0, 5.0, 11.0, 18.0, 27.0), start=1):
         bench.at(moment_s - 0.1)
@@ -146,8 +146,8 @@ def test_a_publisher_that_never_answers_is_asked_ever_less_often() -> None:
         bench.at(moment_s)
         assert len(bench.channel.asked) == count
     assert bench.state is StreamState.PARTIAL
-    bench.follower.answer_marked(5, b"", 27.0)
-    bench.follower.live(8, payload(stored(8)), 27.0)
+    bench.follower.on_replay_marker(5, b"", 27.0)
+    bench.follower.on_live_batch(8, payload(stored(8)), 27.0)
     assert bench.view.blocks(3) == {8}
 
 
@@ -163,7 +163,7 @@ def test_silence_is_probed_with_the_held_number() -> None:
 def test_batches_that_tell_nothing_new_do_not_put_the_probe_off() -> None:
     bench = live_bench()
     for tenths in range(20):
-        bench.follower.live(0, payload(stored(5)), tenths / 10)
+        bench.follower.on_live_batch(0, payload(stored(5)), tenths / 10)
     bench.at(2.0)
     assert bench.channel.asked[2:] == [(3, 0)]
 
@@ -171,9 +171,9 @@ def test_batches_that_tell_nothing_new_do_not_put_the_probe_off() -> None:
 def test_the_tail_that_was_lost_is_found_by_the_probe() -> None:
     bench = live_bench()
     bench.at(2.0)
-    bench.follower.answered(3, 0, payload(stored(5)), 2.0)
-    bench.follower.answered(3, 1, payload(AllBlocksCleared()), 2.0)
-    bench.follower.answer_marked(3, b"", 2.0)
+    bench.follower.on_replay_batch(3, 0, payload(stored(5)), 2.0)
+    bench.follower.on_replay_batch(3, 1, payload(AllBlocksCleared()), 2.0)
+    bench.follower.on_replay_marker(3, b"", 2.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.LIVE, frozenset())
 
 
@@ -184,13 +184,13 @@ def test_a_publisher_that_never_comes_is_dead_and_may_come_later() -> None:
     bench.at(15.0)
     assert bench.state is StreamState.DEAD
     assert bench.follower.next_deadline_s == math.inf
-    bench.follower.connected(100.0)
+    bench.follower.on_connected(100.0)
     assert bench.state is StreamState.SYNCING
 
 
 def test_a_lost_connection_keeps_the_view_until_dead() -> None:
     bench = live_bench()
-    bench.follower.disconnected(10.0)
+    bench.follower.on_disconnected(10.0)
     bench.at(24.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.CONNECTING, {5})
     bench.at(25.0)
@@ -200,9 +200,9 @@ def test_a_lost_connection_keeps_the_view_until_dead() -> None:
 
 def test_a_lost_connection_drops_the_question() -> None:
     bench = Bench()
-    bench.follower.connected(0.0)
+    bench.follower.on_connected(0.0)
     assert bench.channel.is_open
-    bench.follower.disconnected(1.0)
+    bench.follower.on_disconnected(1.0)
     assert not bench.channel.is_open
 
 
@@ -210,24 +210,24 @@ def test_a_lost_connection_drops_the_question() -> None:
 @settings(max_examples=200, deadline=None)
 def test_junk_costs_itself_and_the_live_state(junk: bytes) -> None:
     bench = live_bench()
-    bench.follower.live(1, junk, 1.0)
+    bench.follower.on_live_batch(1, junk, 1.0)
     readable = not bench.follower.applier.counters.decode_errors
     assert bench.state is (StreamState.LIVE if readable else StreamState.PARTIAL)
-    bench.follower.live(2, payload(AllBlocksCleared(), stored(7)), 1.0)
+    bench.follower.on_live_batch(2, payload(AllBlocksCleared(), stored(7)), 1.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.LIVE, {7})
 
 
 def test_a_batch_with_one_bad_event_applies_the_others() -> None:
     bench = live_bench()
     sound, bad = ("BlockStored", [6], None, [1, 2], 2, None), ("BlockStored", [1, 2], None, [1], 1, None)
-    bench.follower.live(1, msgspec.msgpack.encode((100.0, [sound, bad], 3)), 1.0)
+    bench.follower.on_live_batch(1, msgspec.msgpack.encode((100.0, [sound, bad], 3)), 1.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.PARTIAL, {5, 6})
     assert bench.follower.applier.counters.decode_errors == 1
 
 
 def test_a_batch_of_another_rank_is_counted() -> None:
     bench = live_bench()
-    bench.follower.live(1, payload(stored(6), rank=0), 1.0)
+    bench.follower.on_live_batch(1, payload(stored(6), rank=0), 1.0)
     assert bench.follower.applier.counters.rank_mismatches == 1
     assert bench.view.blocks(3) == {5, 6}
 
@@ -251,13 +251,13 @@ def test_a_snapshot_that_came_to_nothing_leaves_nothing_in_the_view(begins_anoth
     bench = live_bench()
     applier, before = bench.follower.applier, bench.view.blocks(3)
     many = tuple(range(100, 20_000))
-    applier.begin_staging()
-    applier.apply_staged(0, payload(BlockStored(many, None, many, 1, None)), is_base=True)
+    applier.start_staging()
+    applier.apply_staged(0, payload(BlockStored(many, None, many, 1, None)), is_snapshot_chunk=True)
     assert (bench.view.blocks(3), bench.view.is_swept) == (before, True)
     if begins_another:
-        applier.begin_staging()
+        applier.start_staging()
     else:
-        applier.drop_staging()
+        applier.abort_staging()
     assert not bench.view.is_swept  # its blocks are on their way out
     while bench.view.sweep():
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.kv_stream import FrameReader
+from observability.kv_stream import FrameParser
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1).map(lambda number: number.to_bytes(8, "big", signed=True))
 TOPICS = st.sampled_from([b"", b"kv", b"kv@pod1", b"kv@pod10"])
@@ -14,8 +14,8 @@ ANY_FRAME = st.one_of(st.binary(max_size=12), NUMBERS, TOPICS)
 
 @given(topic=TOPICS, frames=st.one_of(st.tuples(TOPICS, NUMBERS, st.just(b"p")), st.lists(ANY_FRAME, max_size=5)))
 def test_a_live_message_is_read_only_under_its_own_topic(topic: bytes, frames: list[bytes]) -> None:
-    reader = FrameReader(topic)
-    read = reader.live(frames)
+    reader = FrameParser(topic)
+    read = reader.parse_live(frames)
     is_frame = len(frames) == 3 and len(frames[1]) == 8 and frames[1][0] < 0x80
     is_own = is_frame and topic in (b"", frames[0])
     assert read == ((int.from_bytes(frames[1], "big"), frames[2]) if is_own else None)
@@ -26,7 +26,7 @@ def test_a_live_message_is_read_only_under_its_own_topic(topic: bytes, frames: l
 
 @given(frames=st.lists(ANY_FRAME, max_size=5))
 def test_an_answer_is_read_in_its_last_two_frames(frames: list[bytes]) -> None:
-    reader = FrameReader(b"kv")
+    reader = FrameParser(b"kv")
     number = int.from_bytes(frames[-2], "big", signed=True) if len(frames) > 1 and len(frames[-2]) == 8 else -2
-    assert reader.answer(frames) == (None if number < -1 else (number, frames[-1]))
+    assert reader.parse_replay(frames) == (None if number < -1 else (number, frames[-1]))
     assert reader.bad_frames == (number < -1)

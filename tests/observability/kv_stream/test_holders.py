@@ -7,57 +7,57 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, holders
-from observability.kv_stream.holders import Holders, MaskTable
+from observability.kv_stream.holders import HolderTables, MaskTable
 from scheduler_components import BlockStored
-from scheduler_components.events import Site, Tier
+from scheduler_components.events import BlockLocation, Tier
 
 
 def test_bits_are_the_lowest_that_are_free_and_come_back_when_they_are_swept_out() -> None:
-    found = Holders()
-    first, second, third = (found.new_bit() for _ in range(3))
+    found = HolderTables()
+    first, second, third = (found.allocate_bit() for _ in range(3))
     assert (first, second, third) == (1, 2, 4)
     table = found.tiers[Tier.HOST]
     table.add(first, (7,))
     table.add(second, range(10_000))
-    found.retire(second)
+    found.retire_bit(second)
     assert not found.is_swept
-    assert found.new_bit() == 8  # what is retired is in masks still
-    found.give_back(8)
+    assert found.allocate_bit() == 8  # what is retired is in masks still
+    found.release_bit(8)
     while not found.is_swept:
         found.sweep(1)
     assert table.masks == {7: first}
-    assert (found.new_bit(), found.new_bit()) == (second, 8)
+    assert (found.allocate_bit(), found.allocate_bit()) == (second, 8)
 
 
 def test_a_bit_that_is_retired_during_a_sweep_is_swept_out_by_the_next() -> None:
-    found = Holders()
-    first, second, third = (found.new_bit() for _ in range(3))
+    found = HolderTables()
+    first, second, third = (found.allocate_bit() for _ in range(3))
     table = found.tiers[Tier.DEVICE]
     for bit in (first, second, third):
         table.add(bit, range(1_000))
-    found.retire(first)
+    found.retire_bit(first)
     found.sweep(1)
-    found.retire(second)
-    found.retire(third)
+    found.retire_bit(second)
+    found.retire_bit(third)
     num_strides = 0
     while not found.is_swept:
         found.sweep(1)
         num_strides += 1
     assert table.is_empty
-    assert num_strides > 1_000 / holders.STRIDE * 2
-    assert found.new_bit() == first
+    assert num_strides > 1_000 / holders.SWEEP_SLICE_HASHES * 2
+    assert found.allocate_bit() == first
 
 
 @pytest.mark.parametrize("name", ["further", "partial"])
 def test_the_table_of_a_site_goes_when_nobody_uses_it(name: str) -> None:
-    found, site = Holders(), ("FS", None, None, "a")
+    found, location = HolderTables(), ("FS", None, None, "a")
     tables = getattr(found, name)
     kept, gone = MaskTable(), MaskTable()
-    tables |= {site: gone, ("OBJ", None, None, None): kept}
+    tables |= {location: gone, ("OBJ", None, None, None): kept}
     kept.num_users = 1
-    bit = found.new_bit()
+    bit = found.allocate_bit()
     gone.add(bit, (1, 2))
-    found.retire(bit)
+    found.retire_bit(bit)
     found.sweep(1_000)
     assert found.is_swept
     assert list(tables.values()) == [kept]
@@ -71,12 +71,12 @@ CHANGES = st.lists(
 
 @given(before=st.lists(st.integers(0, 9), unique=True), changes=CHANGES)
 def test_a_table_in_a_sweep_is_a_dict_of_sets(before: list[int], changes: list[tuple[str, int, list[int]]]) -> None:
-    old, gone = holders.STRIDE, 8
-    holders.STRIDE = 2
+    old, gone = holders.SWEEP_SLICE_HASHES, 8
+    holders.SWEEP_SLICE_HASHES = 2
     try:
         table, plain = MaskTable(), {block_hash: {gone} for block_hash in before}
         table.add(gone, before)
-        sweep = table.sweeping(gone)
+        sweep = table.sweep_bits(gone)
         for what, bit, hashes in changes:
             if what == "sweep":
                 next(sweep, None)
@@ -96,7 +96,7 @@ def test_a_table_in_a_sweep_is_a_dict_of_sets(before: list[int], changes: list[t
         for _ in sweep:
             pass
     finally:
-        holders.STRIDE = old
+        holders.SWEEP_SLICE_HASHES = old
     assert not table.is_moving
     assert table.lookup == table.masks.get
     assert table.masks == {block_hash: sum(held - {gone}) for block_hash, held in plain.items() if held - {gone}}
@@ -109,25 +109,25 @@ def test_masks_stay_narrow_however_often_a_rank_is_cleared_or_replaced(num_block
     foreign = BlockView()
     foreign.apply(0, (blocks,))
     for _ in range(20):
-        staging, dropped = view.new_staging(), view.new_staging()
+        staging, dropped = view.create_staging(), view.create_staging()
         for each in (view, staging, dropped):
             each.apply(0, (blocks,))
         view.replace(0, staging)
-        view.forget(dropped)
-        for _ in view.preparing(0, foreign):
+        view.discard_staging(dropped)
+        for _ in view.prepare_replace(0, foreign):
             pass
         view.clear(0)
         while view.sweep():
             pass
-    assert max(view._holders.new_bit() for _ in range(3)) <= 32
+    assert max(view._holders.allocate_bit() for _ in range(3)) <= 32
 
 
 def test_what_is_dropped_while_new_hashes_move_over_is_deleted() -> None:
     table = MaskTable()
     table.add(1, range(10))
-    sweep = table.sweeping(4)
+    sweep = table.sweep_bits(4)
     next(sweep)
-    table.add(1, range(1_000, 1_000 + 3 * holders.STRIDE))  # kept apart from what is walked
+    table.add(1, range(1_000, 1_000 + 3 * holders.SWEEP_SLICE_HASHES))  # kept apart from what is walked
     assert len(table.masks) == 10
     next(sweep)
     assert table.is_moving
@@ -135,17 +135,17 @@ def test_what_is_dropped_while_new_hashes_move_over_is_deleted() -> None:
     assert table.drop(1, range(5)) == 5
     assert set(table.masks) & set(range(10)) == set(range(5, 10))
     assert len(list(sweep)) < 4
-    assert set(table.masks) == {*range(5, 10), *range(1_000, 1_000 + 3 * holders.STRIDE)}
+    assert set(table.masks) == {*range(5, 10), *range(1_000, 1_000 + 3 * holders.SWEEP_SLICE_HASHES)}
 
 
 def test_a_site_that_a_rank_leaves_keeps_its_table_until_that_is_swept() -> None:
-    found, site = Holders(), ("FS", None, None, "a")
-    used: dict[Site, MaskTable] = {}
-    table, bit = found.open_site(found.further, used, site), found.new_bit()
+    found, location = HolderTables(), ("FS", None, None, "a")
+    used: dict[BlockLocation, MaskTable] = {}
+    table, bit = found.open_site(found.further, used, location), found.allocate_bit()
     table.add(bit, range(10_000))
-    found.retire(bit)
+    found.retire_bit(bit)
     found.close_sites(found.further, used)
-    assert (used, found.further) == ({}, {site: table})
+    assert (used, found.further) == ({}, {location: table})
     while not found.is_swept:
         found.sweep(1)
     assert found.further == {}
@@ -155,7 +155,7 @@ def test_a_site_that_a_rank_leaves_keeps_its_table_until_that_is_swept() -> None
 def test_what_is_dropped_in_a_walk_is_deleted_after_it() -> None:
     table = MaskTable()
     table.add(1, range(10))
-    sweep = table.sweeping(4)
+    sweep = table.sweep_bits(4)
     next(sweep)
     assert table.drop(1, range(5)) == 5
     assert len(table.masks) == 10  # what is walked keeps its keys

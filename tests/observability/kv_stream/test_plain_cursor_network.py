@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream import Apply, AskReplay, Clear, Instruction, PlainCursor, RetryLater, StreamState
+from observability.kv_stream import Apply, Clear, Instruction, PlainCursor, RetryLater, SendReplayRequest, StreamState
 
 END = None
 CLEAR = -1
@@ -61,7 +61,7 @@ class World:
         self.view: set[int] = set()
         self.live: list[tuple[int, bytes]] = []
         self.is_connected = False
-        self.question: AskReplay | None = None
+        self.question: SendReplayRequest | None = None
         self.answer: list[tuple[int, bytes] | None] | None = None
         self.old_answers: list[tuple[int, list[tuple[int, bytes] | None]]] = []
         self.retry_is_due = False
@@ -76,10 +76,10 @@ class World:
                     self.view.discard(block)
                 else:
                     self.view.clear()
-                    self.cursor.cleared()
+                    self.cursor.on_cleared()
             elif isinstance(instruction, Clear):
                 self.view.clear()
-            elif isinstance(instruction, AskReplay):
+            elif isinstance(instruction, SendReplayRequest):
                 if self.question is not None and self.answer:
                     self.old_answers.append((self.question.ask, self.answer))
                 self.question, self.answer = instruction, None
@@ -99,14 +99,14 @@ class World:
     def connect(self) -> None:
         if not self.is_connected:
             self.is_connected = True
-            self.carry_out(self.cursor.connected())
+            self.carry_out(self.cursor.on_connected())
 
     def disconnect(self) -> None:
         if self.is_connected:
             self.is_connected = False
             self.live.clear()
             self.question = self.answer = None
-            self.cursor.disconnected()
+            self.cursor.on_disconnected()
 
     def publish(self, ops: list[int]) -> None:
         batches = [self.publisher.publish(op) for op in ops]
@@ -130,49 +130,49 @@ class World:
         if fault == "repeat":
             self.live.insert(0, batch)
         if fault != "drop":
-            self.carry_out(self.cursor.live(*batch))
+            self.carry_out(self.cursor.on_live_batch(*batch))
 
     def serve(self, count: int, fault: str) -> None:
         """Hand over some of the answer; only what comes after its first batch can be lost, as with TCP."""
         for _ in range(count):
-            if self.question is None or self.cursor.open_ask != self.question.ask:
+            if self.question is None or self.cursor.open_request_id != self.question.ask:
                 return
             question, is_first = self.question, self.answer is None
             if self.answer is None:
                 self.answer = self.publisher.answer(question.start)
             if fault == "silence" and not is_first:
-                self.carry_out(self.cursor.answer_missing(question.ask))
+                self.carry_out(self.cursor.on_replay_timeout(question.ask))
                 return
             message = self.answer.pop(0)
             if message is END:
-                self.carry_out(self.cursor.answer_ended(question.ask))
+                self.carry_out(self.cursor.on_replay_end(question.ask))
             elif fault != "drop" or is_first:
-                self.carry_out(self.cursor.answered(question.ask, *message))
+                self.carry_out(self.cursor.on_replay_batch(question.ask, *message))
 
     def serve_stale(self) -> None:
         if self.old_answers:
             ask, answer = self.old_answers.pop()
             for message in answer:
                 if message is END:
-                    self.carry_out(self.cursor.answer_ended(ask))
+                    self.carry_out(self.cursor.on_replay_end(ask))
                 else:
-                    self.carry_out(self.cursor.answered(ask, *message))
+                    self.carry_out(self.cursor.on_replay_batch(ask, *message))
 
     def fail(self) -> None:
         if self.question is not None:
-            self.carry_out(self.cursor.answer_missing(self.question.ask))
+            self.carry_out(self.cursor.on_replay_timeout(self.question.ask))
 
     def retry(self) -> None:
         if self.retry_is_due:
             self.retry_is_due = False
-            self.carry_out(self.cursor.retry())
+            self.carry_out(self.cursor.on_retry_due())
 
     def give_up(self) -> None:
         if not self.is_connected:
-            self.carry_out(self.cursor.gave_up())
+            self.carry_out(self.cursor.on_connection_timeout())
 
     def probe(self) -> None:
-        self.carry_out(self.cursor.probe())
+        self.carry_out(self.cursor.on_probe_due())
 
     def heal(self) -> None:
         """Faults stop: everything is delivered, served and retried, and silence is probed."""
@@ -180,9 +180,9 @@ class World:
         for _ in range(200):
             self.serve(1_000, "none")
             self.retry()
-            if self.cursor.listening and self.live:
+            if self.cursor.is_accepting_live and self.live:
                 self.deliver_one("none")
-            elif self.cursor.open_ask is None and not self.retry_is_due:
+            elif self.cursor.open_request_id is None and not self.retry_is_due:
                 return
         raise AssertionError(f"does not settle: {self.cursor!r}")
 
@@ -217,7 +217,7 @@ def test_never_live_while_wrong_and_never_stuck(
     world.heal()
     world.probe()
     world.heal()
-    assert world.cursor.listening and world.cursor.state is not StreamState.CONNECTING
+    assert world.cursor.is_accepting_live and world.cursor.state is not StreamState.CONNECTING
 
 
 @given(steps=st.lists(STEPS, max_size=60), last=OPS)

@@ -11,14 +11,14 @@ import pytest
 
 from observability.kv_stream import (
     FollowPolicy,
-    NullListener,
+    NullStreamListener,
     StreamState,
     Subscriber,
-    bare_address,
     open_async_subscriber,
     open_subscriber,
+    static_address,
 )
-from observability.kv_stream.zmq_subscriber import QueryLock
+from observability.kv_stream.zmq_subscriber import FairRLock
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, StreamAddress, ZmqEventPublisher
 
@@ -39,11 +39,11 @@ def address() -> Iterator[StreamAddress]:
         hashes = tuple(range(first, first + 100))
         event = BlockStored(hashes, first - 1 if first else None, hashes, 1, None)
         publisher.publish(KVEventBatch(ts=time.time(), events=(event,)))
-    yield bare_address(publisher.endpoint, replay=publisher.replay_endpoint)
+    yield static_address(publisher.endpoint, replay=publisher.replay_endpoint)
     publisher.shutdown()
 
 
-class AskingListener(NullListener):
+class AskingListener(NullStreamListener):
     """Starts one query on another thread at the first chunk, and notes at which chunk it had been answered."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class AskingListener(NullListener):
         self.thread: threading.Thread | None = None
         self.is_over = False
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         if self.is_over:
             return
         self.num_chunks += 1
@@ -65,7 +65,7 @@ class AskingListener(NullListener):
             if not self.thread.is_alive():
                 self.answered_at = self.num_chunks
 
-    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+    def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
         self.is_over = True
 
 
@@ -84,7 +84,7 @@ def test_another_thread_is_answered_between_two_messages(address: StreamAddress)
     assert listener.answered_at is not None, f"not answered during {listener.num_chunks} messages"
 
 
-class QueryingListener(NullListener):
+class QueryingListener(NullStreamListener):
     """Asks everything each time that it is told something."""
 
     def __init__(self) -> None:
@@ -94,17 +94,17 @@ class QueryingListener(NullListener):
     def ask(self) -> None:
         if self.subscriber is not None:
             self.subscriber.stats()
-            self.subscriber.deepest_prefix(range(10))
+            self.subscriber.match_lengths(range(10))
             self.subscriber.ranks_holding(0)
             self.seen.append(len(self.subscriber.blocks(0)))
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         self.ask()
 
-    def snapshot_ended(self, rank: int, *, was_used: bool) -> None:
+    def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
         self.ask()
 
-    def state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
         self.ask()
 
 
@@ -122,7 +122,7 @@ def test_a_listener_may_ask(address: StreamAddress) -> None:
 
 
 def test_a_lock_goes_to_who_waits_and_comes_back() -> None:
-    lock = QueryLock()
+    lock = FairRLock()
     order: list[str] = []
 
     def ask() -> None:
@@ -133,13 +133,13 @@ def test_a_lock_goes_to_who_waits_and_comes_back() -> None:
         with lock:
             thread = threading.Thread(target=ask)
             thread.start()
-            while not lock.is_wanted:
+            while not lock.has_waiters:
                 thread.join(0.0001)
             order.append("before")
             with lock:  # as a listener does
                 pass
-            lock.let_in()
+            lock.yield_to_waiters()
             order.append("after")
-            lock.let_in()
+            lock.yield_to_waiters()
         thread.join()
     assert order == ["before", "asked", "after"] * 50

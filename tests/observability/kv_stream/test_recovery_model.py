@@ -23,18 +23,18 @@ from observability.kv_stream import (
     Apply,
     BlockView,
     DigestCursor,
-    FrameReader,
+    FrameParser,
     Instruction,
     PlainCursor,
     Position,
-    QuestionCredit,
+    ReplayCredit,
     cursor,
     follower,
 )
-from observability.testing import FaultyWorld, Steps
+from observability.testing import RecoverySimulation, Steps
 from scheduler_components import BlockStored
-from scheduler_components.events import MEDIUM_OF
-from scheduler_components.kv_events import EventStream, Kind, Meta, ReplayCursors
+from scheduler_components.events import TIER_MEDIUM
+from scheduler_components.kv_events import EventStream, ReplayMeta, ReplayMetaKind, ReplaySessions
 from scheduler_components.kv_events import stream as event_stream
 
 WHO = st.integers(0, 2)
@@ -48,7 +48,7 @@ TRACES = st.lists(
         st.tuples(st.just("serve"), WHO, st.integers(1, 8), st.sampled_from([*FAULTS, "cut", "garble", "alter"])),
         st.tuples(st.just("wait"), st.sampled_from([1, 5, 21])),
         st.tuples(st.sampled_from(["connect", "connect", "disconnect", "deliver_late"]), WHO),
-        st.tuples(st.just("send_elsewhere"), WHO, st.integers(-2, 2)),
+        st.tuples(st.just("send_other_topic"), WHO, st.integers(-2, 2)),
         st.tuples(st.just("forge"), WHO, st.integers(0, 3), st.sampled_from([1, 20])),
         st.sampled_from([("clear",), ("poison",), ("restart", False), ("restart", True)]),
     ),
@@ -102,7 +102,7 @@ GAP_FILLED_BEFORE_CREDIT = [
 @example(trace=GAP_FILLED_BEFORE_CREDIT, window=3, seq_base="zero")
 @settings(max_examples=10 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
 def test_never_live_while_wrong_and_converges(trace: Steps, window: int, seq_base: str) -> None:
-    FaultyWorld(window=window, seq_base=seq_base).run(trace)
+    RecoverySimulation(window=window, seq_base=seq_base).run(trace)
 
 
 # --- mutants ---
@@ -139,27 +139,27 @@ def digest_not_compared(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def neither_epoch_nor_digest_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Position, "is_at", lambda self, meta: self.next == meta.start)
-    compare, extended = DigestCursor._compare, ReplayCursors._extended
+    compare, extended = DigestCursor._compare, ReplaySessions._extended
 
-    def compare_any_life(self: DigestCursor, question: Any, meta: Meta) -> tuple[Instruction, ...]:
+    def compare_any_life(self: DigestCursor, question: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
         question.asked_at.epoch = meta.epoch
         return compare(self, question, meta)
 
-    def answer_any_life(self: ReplayCursors, client: bytes, request: Any) -> Any:
+    def answer_any_life(self: ReplaySessions, client: bytes, request: Any) -> Any:
         known = request.epoch != NO_EPOCH
         request = type(request)(request.start, request.verb, request.token, self._stream.epoch if known else NO_EPOCH)
         return extended(self, client, request)
 
     patch.setattr(DigestCursor, "_compare", compare_any_life)
-    patch.setattr(ReplayCursors, "_extended", answer_any_life)
+    patch.setattr(ReplaySessions, "_extended", answer_any_life)
 
 
 @caught_by(("wait", 21), ("store", 3, 1, False), ("send",), ("deliver", 0, 1, "none"), ("serve", 0, 1, "none"))
 def status_compared_with_the_digest_at_answer_time(patch: pytest.MonkeyPatch) -> None:
     compare = DigestCursor._compare
 
-    def compare_now(self: DigestCursor, question: Any, meta: Meta) -> tuple[Instruction, ...]:
-        question.asked_at.chain = self._at.chain
+    def compare_now(self: DigestCursor, question: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
+        question.asked_at.digest = self._at.digest
         return compare(self, question, meta)
 
     patch.setattr(DigestCursor, "_compare", compare_now)
@@ -169,7 +169,7 @@ def status_compared_with_the_digest_at_answer_time(patch: pytest.MonkeyPatch) ->
 def epoch_not_compared_in_a_status(patch: pytest.MonkeyPatch) -> None:
     compare = DigestCursor._compare
 
-    def distrust(self: DigestCursor, question: Any, meta: Meta) -> tuple[Instruction, ...]:
+    def distrust(self: DigestCursor, question: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
         if meta.epoch != question.asked_at.epoch:
             return self._distrust()  # as the digest, which has the epoch in it, would say
         return compare(self, question, meta)
@@ -177,13 +177,13 @@ def epoch_not_compared_in_a_status(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DigestCursor, "_compare", distrust)
 
 
-def _hear_without(patch: pytest.MonkeyPatch, is_checked: Callable[[Any, Meta], bool]) -> None:
+def _hear_without(patch: pytest.MonkeyPatch, is_checked: Callable[[Any, ReplayMeta], bool]) -> None:
     hear = cursor._SyncQuestion.hear
 
-    def hear_less(self: Any, meta: Meta) -> Any:
+    def hear_less(self: Any, meta: ReplayMeta) -> Any:
         place = self.staging or self.at
         if not is_checked(self, meta):
-            meta = msgspec.structs.replace(meta, epoch=place.epoch, start=place.next, chain=place.chain, chunks=None)
+            meta = msgspec.structs.replace(meta, epoch=place.epoch, start=place.next, chain=place.digest, chunks=None)
         return hear(self, meta)
 
     patch.setattr(cursor._SyncQuestion, "hear", hear_less)
@@ -197,7 +197,7 @@ ALTERED_LAST_BATCH = [
 
 @caught_by(*ALTERED_LAST_BATCH)
 def end_not_checked(patch: pytest.MonkeyPatch) -> None:
-    _hear_without(patch, lambda question, meta: meta.kind is not Kind.END)
+    _hear_without(patch, lambda question, meta: meta.kind is not ReplayMetaKind.END)
 
 
 def _take_hole(patch: pytest.MonkeyPatch, in_part: str) -> None:
@@ -227,60 +227,60 @@ def holes_inside_the_base_accepted(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def base_not_folded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(event_stream.FoldedPayloads, "fold", lambda self, payload, changes: None)
+    patch.setattr(event_stream.StreamSnapshot, "fold", lambda self, payload, changes: None)
 
 
 @caught_by(*REJOIN_BEHIND_THE_WINDOW)
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    fold_some = EventStream.fold_some
+    fold_oldest = EventStream.fold_oldest
 
     def fold_and_forget_one(self: EventStream) -> None:
-        fold_some(self)
+        fold_oldest(self)
         if self.has_folded and len(self) > 1 and not self.pins:
-            self._window.popleft()
-            self._window_chains.popleft()
+            self._replay_buffer.popleft()
+            self._replay_digests.popleft()
             self.first += 1
 
-    patch.setattr(EventStream, "fold_some", fold_and_forget_one)
+    patch.setattr(EventStream, "fold_oldest", fold_and_forget_one)
 
 
 @caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), *FOUR_MORE, ("serve", 0, 9, "none"))
 def base_folded_under_an_open_snapshot(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def not_pinned(self: ReplayCursors, client: bytes) -> Iterator[None]:
+    def not_pinned(self: ReplaySessions, client: bytes) -> Iterator[None]:
         yield
 
-    patch.setattr(ReplayCursors, "_pinned", not_pinned)
+    patch.setattr(ReplaySessions, "_pinned", not_pinned)
 
 
 @mutant
 def plain_base_without_its_clear(patch: pytest.MonkeyPatch) -> None:
-    chunk_of = ReplayCursors._chunk
+    chunk_of = ReplaySessions._chunk
     patch.setattr(
-        ReplayCursors, "_chunk", lambda self, number, chunk, *, clear: chunk_of(self, number, chunk, clear=False)
+        ReplaySessions, "_chunk", lambda self, number, chunk, *, clear: chunk_of(self, number, chunk, clear=False)
     )
 
 
 def _live_mutant(patch: pytest.MonkeyPatch, is_taken: Callable[[int, int], bool]) -> None:
     """Live frames for which ``is_taken(seq, wanted)`` are applied, and followed on from."""
-    live = DigestCursor.live
+    live = DigestCursor.on_live_batch
 
     def take_more(self: DigestCursor, seq: int, payload: bytes) -> tuple[Instruction, ...]:
-        if self.listening and is_taken(seq, self._at.next):
+        if self.is_accepting_live and is_taken(seq, self._at.next):
             self._at.next = max(seq, self._at.next - 1)
             self._at.advance(payload)
             return (Apply(seq, payload, False),)
         return live(self, seq, payload)
 
-    patch.setattr(DigestCursor, "live", take_more)
+    patch.setattr(DigestCursor, "on_live_batch", take_more)
 
 
 @caught_by(
     ("forge", 0, 3, 40), *[step for _ in range(9) for step in (("deliver", 0, 9, "none"), ("serve", 0, 9, "none"))]
 )
 def questions_without_a_pace(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(follower, "QUESTIONS_AT_ONCE", 10**6)
-    patch.setattr(QuestionCredit, "__init__", lambda self: setattr(self, "left", 10**6))
+    patch.setattr(follower, "MAX_REPLAY_CREDIT", 10**6)
+    patch.setattr(ReplayCredit, "__init__", lambda self: setattr(self, "available", 10**6))
 
 
 ONE_LOST_OF_TWO = [
@@ -292,17 +292,17 @@ ONE_LOST_OF_TWO = [
 @caught_by(*ONE_LOST_OF_TWO * 6)
 def gap_without_credit_forgotten(patch: pytest.MonkeyPatch) -> None:
     for each in (DigestCursor, PlainCursor):
-        patch.setattr(each, "may_ask", lambda self: ())
+        patch.setattr(each, "on_credit_available", lambda self: ())
 
 
 @mutant
 def topic_not_compared(patch: pytest.MonkeyPatch) -> None:
-    live = FrameReader.live
+    live = FrameParser.parse_live
 
-    def read_any(self: FrameReader, frames: Any) -> tuple[int, bytes] | None:
+    def read_any(self: FrameParser, frames: Any) -> tuple[int, bytes] | None:
         return live(self, (self.topic, *frames[1:]))
 
-    patch.setattr(FrameReader, "live", read_any)
+    patch.setattr(FrameParser, "parse_live", read_any)
 
 
 @mutant
@@ -317,11 +317,13 @@ def duplicate_applied(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def future_frame_is_no_hint(patch: pytest.MonkeyPatch) -> None:
-    live = DigestCursor.live
+    live = DigestCursor.on_live_batch
     patch.setattr(
-        DigestCursor, "live", lambda self, seq, payload: () if seq > self._at.next else live(self, seq, payload)
+        DigestCursor,
+        "on_live_batch",
+        lambda self, seq, payload: () if seq > self._at.next else live(self, seq, payload),
     )
-    patch.setattr(DigestCursor, "probe", lambda self: ())
+    patch.setattr(DigestCursor, "on_probe_due", lambda self: ())
 
 
 @mutant
@@ -329,7 +331,7 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
     replace = BlockView.replace
 
     def add(self: BlockView, rank: int, other: BlockView) -> None:
-        before = [(medium, tuple(self.blocks(rank, tier))) for tier, medium in MEDIUM_OF.items()]
+        before = [(medium, tuple(self.blocks(rank, tier))) for tier, medium in TIER_MEDIUM.items()]
         replace(self, rank, other)
         self.apply(rank, [BlockStored(blocks, None, (), 1, None, medium) for medium, blocks in before])
 
@@ -340,21 +342,21 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
 def truncated_answer_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
     def believe(self: DigestCursor, ask: int) -> tuple[Instruction, ...]:
         question = self._question
-        status = Meta(b"", b"", 0, 0, Kind.END, False, 0, b"")
+        status = ReplayMeta(b"", b"", 0, 0, ReplayMetaKind.END, False, 0, b"")
         return () if question is None or question.is_status else self._close(question, status)
 
-    patch.setattr(DigestCursor, "answer_ended", believe)
+    patch.setattr(DigestCursor, "on_replay_end", believe)
 
 
 @caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
 def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
-    encode = Meta.encode
+    encode = ReplayMeta.encode
 
-    def without_chunks(self: Meta) -> bytes:
+    def without_chunks(self: ReplayMeta) -> bytes:
         fields = (self.token, self.epoch, self.first, self.next, self.kind, self.snap, self.start, self.chain)
-        return encode(Meta(*fields))
+        return encode(ReplayMeta(*fields))
 
-    patch.setattr(Meta, "encode", without_chunks)
+    patch.setattr(ReplayMeta, "encode", without_chunks)
 
 
 @caught_by(
@@ -368,20 +370,22 @@ def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
     *[("serve", 0, 1, "none"), ("deliver_late", 0), ("serve", 0, 9, "none")],
 )
 def answers_to_older_questions_taken(patch: pytest.MonkeyPatch) -> None:
-    answered = DigestCursor.answered
+    answered = DigestCursor.on_replay_batch
     patch.setattr(
-        DigestCursor, "answered", lambda self, ask, seq, payload: answered(self, self.open_ask or 0, seq, payload)
+        DigestCursor,
+        "on_replay_batch",
+        lambda self, ask, seq, payload: answered(self, self.open_request_id or 0, seq, payload),
     )
 
 
 @mutant
 def retry_never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DigestCursor, "retry", lambda self: ())
+    patch.setattr(DigestCursor, "on_retry_due", lambda self: ())
 
 
 @mutant
 def probe_never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DigestCursor, "probe", lambda self: ())
+    patch.setattr(DigestCursor, "on_probe_due", lambda self: ())
 
 
 @mutant
@@ -398,7 +402,7 @@ def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("mutate", "trace"), MUTANTS)
 def test_a_broken_core_is_caught(mutate: Mutate, trace: Steps | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if trace is not None:
-        FaultyWorld(window=2).run(trace)
+        RecoverySimulation(window=2).run(trace)
     mutate(monkeypatch)
 
     @given(trace=TRACES, window=WINDOWS, seq_base=SEQ_BASES)
@@ -407,7 +411,7 @@ def test_a_broken_core_is_caught(mutate: Mutate, trace: Steps | None, monkeypatc
         suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
     )  # fmt: skip
     def holds(trace: Steps, window: int, seq_base: str) -> None:
-        FaultyWorld(window=window, seq_base=seq_base).run(trace)
+        RecoverySimulation(window=window, seq_base=seq_base).run(trace)
 
     with pytest.raises((AssertionError, LookupError)):
-        holds() if trace is None else FaultyWorld(window=2).run(trace)
+        holds() if trace is None else RecoverySimulation(window=2).run(trace)

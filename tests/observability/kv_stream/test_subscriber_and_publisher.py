@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from observability.kv_stream import FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
+from observability.kv_stream import FollowPolicy, StreamState, Subscriber, open_subscriber, static_address
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, StreamAddress, ZmqEventPublisher
 
@@ -23,7 +23,7 @@ def open_publisher(stack: ExitStack, attn_dp_rank: int = 0, **options: object) -
 
 
 def address_of(publisher: ZmqEventPublisher, rank: int = 0, topic: str = "") -> StreamAddress:
-    return bare_address(publisher.endpoint, replay=publisher.replay_endpoint, rank=rank, topic=topic)
+    return static_address(publisher.endpoint, replay=publisher.replay_endpoint, rank=rank, topic=topic)
 
 
 def publish(publisher: ZmqEventPublisher, *hashes: int) -> None:
@@ -70,7 +70,7 @@ def test_ranks_do_not_mix(stack: ExitStack) -> None:
         wait_for(sub, rank, 51)
         assert sub.blocks(rank) == {1, 2, *range(100 * rank, 100 * rank + 50)}
         assert sub.stats()[rank].rank_mismatches == 0
-    assert sub.deepest_prefix([1, 2, 103]) == {0: 2, 1: 3, 2: 2, 3: 2}
+    assert sub.match_lengths([1, 2, 103]) == {0: 2, 1: 3, 2: 2, 3: 2}
     assert sub.ranks_holding(103) == (1,)
 
 

@@ -13,9 +13,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from observability.kv_stream import FollowPolicy, StreamState, StreamStats, Subscriber, bare_address, open_subscriber
+from observability.kv_stream import FollowPolicy, StreamState, StreamStats, Subscriber, open_subscriber, static_address
 from scheduler_components import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import ClientKeys, KVEventsConfig, StreamAddress, ZmqEventPublisher, write_key_pair
+from scheduler_components.kv_events import (
+    CurveClientKeys,
+    KVEventsConfig,
+    StreamAddress,
+    ZmqEventPublisher,
+    write_key_pair,
+)
 
 DEADLINE_S = 60.0
 POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
@@ -63,7 +69,7 @@ class Bench:
         self.publisher = self.open_publisher()
         self.proxy = LiveProxy(self.publisher.endpoint)
         stack.callback(self.proxy.close)
-        address = bare_address(self.proxy.endpoint, replay=self.publisher.replay_endpoint)
+        address = static_address(self.proxy.endpoint, replay=self.publisher.replay_endpoint)
         self.sub = stack.enter_context(open_subscriber([address], policy=POLICY))
 
     def open_publisher(self) -> ZmqEventPublisher:
@@ -217,8 +223,8 @@ def test_keys_open_a_guarded_stream_and_nothing_else_does(stack: ExitStack, tmp_
     publisher = ZmqEventPublisher(0, config=KVEventsConfig(**LOOPBACK, **guard))
     stack.callback(publisher.shutdown)
     publisher.publish(KVEventBatch(ts=time.time(), events=(stored(1, 2, 3),)))
-    address = bare_address(publisher.endpoint, replay=publisher.replay_endpoint)
-    keys = ClientKeys.read(str(client_secret), str(publisher_key))
+    address = static_address(publisher.endpoint, replay=publisher.replay_endpoint)
+    keys = CurveClientKeys.read(str(client_secret), str(publisher_key))
     sub = stack.enter_context(open_subscriber([address], policy=POLICY, keys=keys))
     assert sub.wait_until(0, 0, DEADLINE_S)
     assert (sub.blocks(0), sub.stats()[0].state) == ({1, 2, 3}, StreamState.LIVE)

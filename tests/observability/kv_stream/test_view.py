@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream import BlockView, CountingView, Tier, tier_of
-from observability.kv_stream.holders import STRIDE
+from observability.kv_stream import BlockView, CountingView, Tier, medium_tier
+from observability.kv_stream.holders import SWEEP_SLICE_HASHES
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 MEDIA = {
@@ -86,7 +86,7 @@ def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], p
         for rank in range(4):
             assert view.blocks(rank, tier) == naive.held(rank, tier)
         depths = {rank: naive.depth(rank, tier, prompt) for rank in range(4)}
-        assert view.deepest_prefix(prompt, tier) == {rank: depth for rank, depth in depths.items() if depth}
+        assert view.match_lengths(prompt, tier) == {rank: depth for rank, depth in depths.items() if depth}
         for block_hash in range(-4, 5):
             holders = {rank for rank in range(4) if block_hash in naive.held(rank, tier)}
             assert set(view.ranks_holding(block_hash, tier)) == holders
@@ -96,7 +96,7 @@ def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], p
 
 @pytest.mark.parametrize(("medium", "tier"), MEDIA.items())
 def test_media_of_the_field_fall_into_three_tiers(medium: str | None, tier: Tier | None) -> None:
-    assert tier_of(medium) is tier
+    assert medium_tier(medium) is tier
 
 
 def stored(*hashes: int, medium: str | None = None) -> BlockStored:
@@ -154,7 +154,7 @@ def test_a_prepared_replacement_is_the_replacement_and_shows_nothing_before(
         return [*holders, *(view.blocks(rank, tier) for tier in Tier for rank in range(4))]
 
     before = shown(prepared)
-    for _ in prepared.preparing(1, other):
+    for _ in prepared.prepare_replace(1, other):
         assert shown(prepared) == before
     if len(staged) % 2:  # a change makes the preparation useless
         prepared.apply(2, [late])
@@ -173,7 +173,7 @@ def test_ranks_that_end_at_one_place_are_all_named() -> None:
     view = BlockView()
     for rank in range(70):
         view.apply(rank, [stored(1, 2, 3) if rank % 2 else stored(1)])
-    assert view.deepest_prefix([1, 2, 3, 4]) == {rank: 3 if rank % 2 else 1 for rank in range(70)}
+    assert view.match_lengths([1, 2, 3, 4]) == {rank: 3 if rank % 2 else 1 for rank in range(70)}
 
 
 def test_one_rank_is_cleared_without_the_others() -> None:
@@ -182,7 +182,7 @@ def test_one_rank_is_cleared_without_the_others() -> None:
         view.apply(rank, [stored(1, 2, 3)])
     view.clear(40)
     assert view.blocks(40) == frozenset()
-    assert view.deepest_prefix([1, 2, 3]) == {rank: 3 for rank in range(100) if rank != 40}
+    assert view.match_lengths([1, 2, 3]) == {rank: 3 for rank in range(100) if rank != 40}
 
 
 def test_a_copy_of_the_blocks_does_not_follow_the_view() -> None:
@@ -196,7 +196,7 @@ def test_a_copy_of_the_blocks_does_not_follow_the_view() -> None:
 def test_a_rank_never_seen_holds_nothing() -> None:
     view = BlockView()
     assert (view.blocks(3), view.block_count(3), view.ranks) == (frozenset(), 0, ())
-    assert view.deepest_prefix([]) == view.deepest_prefix([1]) == {}
+    assert view.match_lengths([]) == view.match_lengths([1]) == {}
 
 
 @given(changes=CHANGES, aside=CHANGES, later=CHANGES)
@@ -234,7 +234,7 @@ def test_remote_blocks_are_not_the_ranks_own() -> None:
     view = BlockView()
     view.apply(0, [told(1, locality="REMOTE"), told(2, locality="LOCAL"), BlockRemoved((2,), locality="REMOTE")])
     assert view.blocks(0) == {2}
-    assert view.deepest_prefix([1]) == {}
+    assert view.match_lengths([1]) == {}
     assert view.counters(0).remote_events == 2
 
 
@@ -242,12 +242,12 @@ def test_a_router_asks_for_full_attention_unless_it_names_a_group() -> None:
     view = BlockView()
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
     view.apply(0, [told(1, group_idx=0, kv_cache_spec_kind="full_attention"), told(1, **window), told(2, **window)])
-    assert view.deepest_prefix([1, 2]) == {0: 1}
-    assert view.deepest_prefix([1, 2], group_idx=1) == {0: 2}
+    assert view.match_lengths([1, 2]) == {0: 1}
+    assert view.match_lengths([1, 2], group_idx=1) == {0: 2}
     assert (view.blocks(0), view.blocks(0, group_idx=1)) == ({1}, {1, 2})
     view.apply(0, [BlockRemoved((1,), group_idx=0), told(2, group_idx=1)])
     assert view.blocks_by_site(0) == {("GPU", 1, None, None): {1, 2}}
-    assert view.deepest_prefix([2]) == {0: 1}  # what was said of it last: its group attends to all
+    assert view.match_lengths([2]) == {0: 1}  # what was said of it last: its group attends to all
     view.apply(0, [BlockRemoved((1, 2), group_idx=1)])
     assert view.blocks_by_site(0) == {}
 
@@ -267,7 +267,7 @@ def test_the_best_ranks_are_a_set_of_their_moment(num_ranks: int, every: int) ->
     for rank in range(num_ranks):
         view.apply(-rank, [stored(1, 2) if rank % every else stored(1, 2, 3)])
     best = {-rank for rank in range(0, num_ranks, every)}
-    depth, ranks = view.deepest_holders([1, 2, 3, 4])
+    depth, ranks = view.best_ranks([1, 2, 3, 4])
     view.clear(0)
     view.apply(7, [stored(1, 2, 3)])
     assert (depth, len(ranks), set(ranks)) == (3, len(best), best)
@@ -276,15 +276,15 @@ def test_the_best_ranks_are_a_set_of_their_moment(num_ranks: int, every: int) ->
     assert 7 not in ranks
     assert ranks & {0, 7} == {0}
     assert repr(ranks) == f"<RankSet {sorted(best)}>"
-    assert view.deepest_holders([1, 2, 3, 4])[1] == best - {0} | {7}
+    assert view.best_ranks([1, 2, 3, 4])[1] == best - {0} | {7}
 
 
 @pytest.mark.parametrize("prompt", [[], [9], [9, 1]])
 def test_nobody_holds_what_was_never_stored(prompt: list[int]) -> None:
     view = BlockView()
-    assert (view.deepest_holders(prompt)[0], set(view.deepest_holders(prompt)[1])) == (0, set())
+    assert (view.best_ranks(prompt)[0], set(view.best_ranks(prompt)[1])) == (0, set())
     view.apply(0, [stored(1)])
-    assert (view.deepest_holders(prompt)[0], set(view.deepest_holders(prompt)[1])) == (0, set())
+    assert (view.best_ranks(prompt)[0], set(view.best_ranks(prompt)[1])) == (0, set())
 
 
 NUM_MANY = 40_000
@@ -325,10 +325,10 @@ def test_batches_sweep_too_and_a_clear_of_a_few_blocks_leaves_nothing_behind() -
 
 def test_a_dropped_snapshot_leaves_nothing_behind() -> None:
     view = BlockView()
-    staging = view.new_staging()
+    staging = view.create_staging()
     staging.apply(0, [stored(*range(20_000))])
-    assert (view.blocks(0), view.deepest_prefix([1]), view.is_swept) == (frozenset(), {}, True)
-    view.forget(staging)
+    assert (view.blocks(0), view.match_lengths([1]), view.is_swept) == (frozenset(), {}, True)
+    view.discard_staging(staging)
     assert not view.is_swept
     while view.sweep():
         pass
@@ -365,7 +365,7 @@ def test_a_snapshot_that_was_swapped_in_takes_the_memory_of_the_blocks_before_it
         view.apply(39, [stored(*hashes)])
         gc.collect()
         held = tracemalloc.get_traced_memory()[0] - before
-        staging = view.new_staging()
+        staging = view.create_staging()
         staging.apply(39, [stored(*hashes)])
         view.replace(39, staging)
         assert view.block_count(39) == NUM_MANY
@@ -406,7 +406,7 @@ def test_a_preparation_is_for_one_rank_and_one_view() -> None:
         (first, 0, second, {3}),
         (second, 0, first, {1}),
     ):
-        for _ in view.preparing(0, prepared):
+        for _ in view.prepare_replace(0, prepared):
             pass
         view.replace(rank, replaced)
         assert view.blocks(rank) == expected
@@ -489,24 +489,24 @@ def test_a_site_is_kept_for_the_other_rank_that_uses_it() -> None:
         view.apply(rank, [stored(7, medium="CPU"), at_site, removed])
     view.clear(0)
     view.apply(1, [at_site])
-    assert view.deepest_prefix((1,), Tier.HOST, group_idx=1) == {1: 1}
+    assert view.match_lengths((1,), Tier.HOST, group_idx=1) == {1: 1}
 
 
 def test_a_group_is_asked_for_on_one_tier() -> None:
     view = BlockView()
     view.apply(0, AT_SITES)
     for prompt, group_idx in (((5,), 1), ((4,), 0)):
-        assert view.deepest_prefix(prompt, Tier.HOST, group_idx=group_idx) == {0: 1}
-        assert view.deepest_prefix(prompt, Tier.DEVICE, group_idx=group_idx) == {}
+        assert view.match_lengths(prompt, Tier.HOST, group_idx=group_idx) == {0: 1}
+        assert view.match_lengths(prompt, Tier.DEVICE, group_idx=group_idx) == {}
 
 
 def test_a_preparation_is_done_in_slices_and_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is for: the replacement itself copies nothing then."""
     view, other = BlockView(), BlockView()
-    other.apply(0, [stored(*range(2 * STRIDE + 1))])
-    assert len(list(view.preparing(0, other))) == 3
+    other.apply(0, [stored(*range(2 * SWEEP_SLICE_HASHES + 1))])
+    assert len(list(view.prepare_replace(0, other))) == 3
     with monkeypatch.context() as patch:
-        patch.setattr(BlockView, "preparing", None)
+        patch.setattr(BlockView, "prepare_replace", None)
         view.replace(0, other)
     assert view.blocks(0) == other.blocks(0)
     other.apply(0, [stored(-1)])
@@ -517,9 +517,9 @@ def test_a_preparation_is_done_in_slices_and_used_once(monkeypatch: pytest.Monke
 def test_preparations_that_were_begun_are_forgotten_one_after_the_other() -> None:
     view, other = BlockView(), BlockView()
     other.apply(0, [stored(1)])
-    next(iter(view.preparing(0, other)))
-    for staging in (view.new_staging(), view.new_staging(), other):
-        for _ in view.preparing(0, staging):
+    next(iter(view.prepare_replace(0, other)))
+    for staging in (view.create_staging(), view.create_staging(), other):
+        for _ in view.prepare_replace(0, staging):
             pass
     view.replace(0, other)
     assert view.blocks(0) == {1}
@@ -528,14 +528,14 @@ def test_preparations_that_were_begun_are_forgotten_one_after_the_other() -> Non
 def test_of_a_staging_view_that_was_used_nothing_is_left_but_its_other_ranks() -> None:
     view = BlockView()
     view.apply(0, [stored(7)])
-    staging = view.new_staging()
+    staging = view.create_staging()
     staging.apply(1, [stored(7)])
     staging.apply(2, [stored(7)])
     view.replace(1, staging)
-    assert (staging.deepest_prefix((7,)), staging.deepest_holders((7,))[0]) == ({2: 1}, 1)
-    view.forget(staging)
-    assert (staging.deepest_prefix((7,)), staging.deepest_holders((7,)), staging.ranks) == ({}, (0, set()), ())
-    assert view.deepest_prefix((7,)) == {0: 1, 1: 1}
+    assert (staging.match_lengths((7,)), staging.best_ranks((7,))[0]) == ({2: 1}, 1)
+    view.discard_staging(staging)
+    assert (staging.match_lengths((7,)), staging.best_ranks((7,)), staging.ranks) == ({}, (0, set()), ())
+    assert view.match_lengths((7,)) == {0: 1, 1: 1}
 
 
 def test_a_view_that_only_counts_counts_all_and_keeps_nothing() -> None:

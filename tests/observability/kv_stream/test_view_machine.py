@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from observability.kv_stream import BlockView, Tier, ViewCounters, holders, tier_of, view
+from observability.kv_stream import BlockView, Tier, ViewCounters, holders, medium_tier, view
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import Site, site_of
+from scheduler_components.events import BlockLocation, block_location
 
 NUM_RANKS = 4
 NUM_HASHES = 14
@@ -46,10 +46,10 @@ batches = st.lists(events, max_size=4)
 
 
 class PlainBlocks:
-    """One rank's blocks, each with its site and whether its group attends to a whole prefix; and what was counted."""
+    """One rank's blocks, each with its location and whether its group attends to a whole prefix; and what was counted."""
 
     def __init__(self) -> None:
-        self.at: dict[tuple[Site, int], bool] = {}
+        self.at: dict[tuple[BlockLocation, int], bool] = {}
         self.counters = ViewCounters()
 
     def apply(self, batch: Iterable[KVCacheEvent]) -> None:
@@ -60,14 +60,14 @@ class PlainBlocks:
             elif isinstance(event, BlockStored | BlockRemoved):
                 if event.locality == "REMOTE":
                     self.counters.remote_events += 1
-                elif tier_of(event.medium) is None:
+                elif medium_tier(event.medium) is None:
                     self.counters.unknown_media += 1
                 else:
-                    site = site_of(event.medium, event.group_idx, event.locality, event.ownership)
+                    location = block_location(event.medium, event.group_idx, event.locality, event.ownership)
                     for block_hash in event.block_hashes:
-                        self.change(event, (site, block_hash))
+                        self.change(event, (location, block_hash))
 
-    def change(self, event: BlockStored | BlockRemoved, block: tuple[Site, int]) -> None:
+    def change(self, event: BlockStored | BlockRemoved, block: tuple[BlockLocation, int]) -> None:
         counters = self.counters
         if isinstance(event, BlockStored):
             is_full = event.kv_cache_spec_kind != PARTIAL
@@ -82,14 +82,14 @@ class PlainBlocks:
     def on(self, tier: Tier, group_idx: int | None = None) -> set[int]:
         return {
             block_hash
-            for (site, block_hash), is_full in self.at.items()
-            if tier_of(site[0]) == tier and (is_full if group_idx is None else site[1] == group_idx)
+            for (location, block_hash), is_full in self.at.items()
+            if medium_tier(location[0]) == tier and (is_full if group_idx is None else location[1] == group_idx)
         }
 
-    def by_site(self) -> dict[Site, set[int]]:
-        found: dict[Site, set[int]] = {}
-        for site, block_hash in self.at:
-            found.setdefault(site, set()).add(block_hash)
+    def by_site(self) -> dict[BlockLocation, set[int]]:
+        found: dict[BlockLocation, set[int]] = {}
+        for location, block_hash in self.at:
+            found.setdefault(location, set()).add(block_hash)
         return found
 
 
@@ -128,9 +128,9 @@ class ViewMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.staging is None)
     @rule(rank=ranks, is_foreign=st.booleans(), batch=batches)
-    def begin_staging(self, rank: int, is_foreign: bool, batch: list[KVCacheEvent]) -> None:
+    def start_staging(self, rank: int, is_foreign: bool, batch: list[KVCacheEvent]) -> None:
         self.is_foreign = is_foreign
-        self.staging = rank, BlockView() if is_foreign else self.view.new_staging(), PlainBlocks()
+        self.staging = rank, BlockView() if is_foreign else self.view.create_staging(), PlainBlocks()
         self.stage(batch)
 
     @precondition(lambda self: self.staging is not None)
@@ -149,13 +149,13 @@ class ViewMachine(RuleBasedStateMachine):
         """A preparation may be whole, given up, or overtaken by a change."""
         assert self.staging is not None
         rank, staging, plain = self.staging
-        for _ in zip(range(num_slices), self.view.preparing(rank, staging), strict=False):
+        for _ in zip(range(num_slices), self.view.prepare_replace(rank, staging), strict=False):
             self.shows_what_plain_sets_show()
         if between:
             self.apply(rank, batch)
         self.view.replace(rank, staging)
         if not self.is_foreign:
-            assert (staging.deepest_prefix(range(NUM_HASHES)), staging.block_count(rank)) == ({}, 0)
+            assert (staging.match_lengths(range(NUM_HASHES)), staging.block_count(rank)) == ({}, 0)
         plain.counters.add(self.plain[rank].counters)
         self.plain[rank], self.staging = plain, None
 
@@ -164,7 +164,7 @@ class ViewMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         assert self.staging is not None
         rank, staging, _ = self.staging
-        self.view.forget(staging)
+        self.view.discard_staging(staging)
         assert staging.blocks(rank) == set()
         self.staging = None
 
@@ -194,8 +194,8 @@ class ViewMachine(RuleBasedStateMachine):
             depths = {rank: depth_in(blocks, prompt) for rank, blocks in held.items()}
             depths = {rank: depth for rank, depth in depths.items() if depth}
             best = max(depths.values(), default=0)
-            assert self.view.deepest_prefix(prompt, tier, group_idx=group_idx) == depths
-            depth, holding = self.view.deepest_holders(prompt, tier, group_idx=group_idx)
+            assert self.view.match_lengths(prompt, tier, group_idx=group_idx) == depths
+            depth, holding = self.view.best_ranks(prompt, tier, group_idx=group_idx)
             assert (depth, set(holding)) == (best, {rank for rank in depths if depths[rank] == best})
 
     def teardown(self) -> None:
@@ -209,7 +209,7 @@ class ViewMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("stride", [1, 3])
 def test_a_view_is_at_every_moment_what_plain_sets_are(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "STRIDE", stride)
+    monkeypatch.setattr(holders, "SWEEP_SLICE_HASHES", stride)
     monkeypatch.setattr(view, "_MOST_EARLY", 4)
     monkeypatch.setattr(view, "_STRIDES_PER_BATCH", 1)
     monkeypatch.setattr(view, "_STRIDES_AT_ONCE", 1)

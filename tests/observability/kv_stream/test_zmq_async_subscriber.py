@@ -12,11 +12,11 @@ import pytest
 
 from observability.kv_stream import (
     FollowPolicy,
-    NullListener,
+    NullStreamListener,
     StreamPosition,
     StreamState,
-    bare_address,
     open_async_subscriber,
+    static_address,
 )
 from scheduler_components import BlockStored, ConfigError, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, ZmqEventPublisher
@@ -40,7 +40,7 @@ def publish(publisher: ZmqEventPublisher, *blocks: int) -> None:
 
 
 def following(publisher: ZmqEventPublisher, **options: Any) -> Any:
-    address = bare_address(publisher.endpoint, replay=publisher.replay_endpoint)
+    address = static_address(publisher.endpoint, replay=publisher.replay_endpoint)
     return open_async_subscriber([address], policy=POLICY, **options)
 
 
@@ -56,7 +56,7 @@ def test_joins_late_and_follows(publisher: ZmqEventPublisher) -> None:
             publish(publisher, *range(50, 80))
             assert await sub.wait_until(0, 79, DEADLINE_S)
             assert sub.blocks(0) == set(range(80))
-            assert sub.deepest_prefix([0, 1, 2, 99]) == {0: 3}
+            assert sub.match_lengths([0, 1, 2, 99]) == {0: 3}
             assert sub.ranks_holding(79) == (0,)
             assert sub.stats()[0].state is StreamState.LIVE
 
@@ -71,7 +71,7 @@ def test_one_group_of_a_hybrid_model_can_be_asked_for(publisher: ZmqEventPublish
         async with following(publisher) as sub:
             assert await sub.wait_until(0, 0, DEADLINE_S)
             assert (sub.blocks(0), sub.blocks(0, group_idx=1)) == ({1}, {1, 2})
-            assert (sub.deepest_prefix([1, 2]), sub.deepest_prefix([1, 2], group_idx=1)) == ({0: 1}, {0: 2})
+            assert (sub.match_lengths([1, 2]), sub.match_lengths([1, 2], group_idx=1)) == ({0: 1}, {0: 2})
 
     run(trace())
 
@@ -133,8 +133,8 @@ def test_an_error_in_the_block_closes_too(publisher: ZmqEventPublisher) -> None:
 
 
 def test_what_a_listener_raises_reaches_who_waits(publisher: ZmqEventPublisher) -> None:
-    class Failing(NullListener):
-        def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+    class Failing(NullStreamListener):
+        def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
             raise RuntimeError("the listener fails")
 
     async def trace() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from observability.kv_stream import BlockView, FollowPolicy, StreamState, Subscriber, bare_address, open_subscriber
+from observability.kv_stream import BlockView, FollowPolicy, StreamState, Subscriber, open_subscriber, static_address
 from scheduler_components import AllBlocksCleared, BlockStored, ConfigError, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, StreamAddress
 
@@ -36,7 +36,7 @@ class PlainPublisher:
 
     @property
     def address(self) -> StreamAddress:
-        return bare_address(
+        return static_address(
             self.pub.getsockopt_string(zmq.LAST_ENDPOINT),
             replay=self.router.getsockopt_string(zmq.LAST_ENDPOINT),
             topic=self.topic.decode(),
@@ -205,7 +205,7 @@ def test_closing_twice_keeps_the_view(publisher: PlainPublisher) -> None:
 def test_an_absent_publisher_is_dead_and_read_when_it_comes(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("s") / "events"
     policy = FollowPolicy(dead_after_s=0.05)
-    with open_subscriber([bare_address(f"ipc://{path}")], policy=policy) as sub, zmq.Context() as context:
+    with open_subscriber([static_address(f"ipc://{path}")], policy=policy) as sub, zmq.Context() as context:
         deadline_s = time.monotonic() + DEADLINE_S
         while state(sub) is not StreamState.DEAD:
             assert time.monotonic() < deadline_s
@@ -219,13 +219,13 @@ def test_an_absent_publisher_is_dead_and_read_when_it_comes(tmp_path_factory: py
 
 def test_two_streams_of_one_rank_are_refused() -> None:
     with pytest.raises(ConfigError, match="name a rank twice"):
-        open_subscriber([bare_address("tcp://127.0.0.1:5557"), bare_address("tcp://127.0.0.1:5558")])
+        open_subscriber([static_address("tcp://127.0.0.1:5557"), static_address("tcp://127.0.0.1:5558")])
     with pytest.raises(ConfigError, match="number of streams"):
         open_subscriber([])
 
 
 def test_between_two_attempts_to_connect_a_subscriber_sleeps(free_ports: Callable[[int], int]) -> None:
-    with open_subscriber([bare_address(f"tcp://127.0.0.1:{free_ports(1)}")], policy=QUICK) as sub:
+    with open_subscriber([static_address(f"tcp://127.0.0.1:{free_ports(1)}")], policy=QUICK) as sub:
         while sub.sockets() or sub.due_in_s < 0.1:
             sub.poll(0.05)
         begun_s, wait_s = time.monotonic(), sub.due_in_s / 2
@@ -243,5 +243,5 @@ def test_what_a_clear_leaves_behind_is_swept_out_where_no_more_batches_come() ->
         assert sub.due_in_s <= 0.001
         poll_until(sub, publisher, lambda: view.is_swept)
         assert sub.blocks(0) == {7}
-        assert (sub.deepest_holders([7, 8])[0], set(sub.deepest_holders([7, 8])[1])) == (1, {0})
+        assert (sub.best_ranks([7, 8])[0], set(sub.best_ranks([7, 8])[1])) == (1, {0})
     publisher.close()

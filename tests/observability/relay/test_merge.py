@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, StreamState, Tier
-from observability.relay import SourceMerger, merge, worst_state
+from observability.relay import SourceMerger, least_trusted_state, merge
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 State = set[tuple[str, int]]
@@ -58,7 +58,7 @@ class World:
     def apply(self, who: int, event: KVCacheEvent) -> None:
         key = who % len(self.sources)
         self.sources[key].apply(event)
-        self.take(self.merger.applied(key, (event,)))
+        self.take(self.merger.on_batch_applied(key, (event,)))
 
     def store(self, who: int, first: int, count: int, on_host: bool) -> None:
         self.apply(who, stored(first, count, "CPU" if on_host else None))
@@ -74,13 +74,13 @@ class World:
         self.end(who, False)
         key = who % len(self.sources)
         self.sources[key].held = set()
-        self.take(self.merger.cleared(key))
+        self.take(self.merger.on_view_cleared(key))
 
     def begin(self, who: int) -> None:
         key = who % len(self.sources)
         self.end(who, False)
         self.sources[key].staged = set()
-        self.merger.snapshot_begun(key)
+        self.merger.on_snapshot_begin(key)
 
     def end(self, who: int, was_used: bool) -> None:
         key = who % len(self.sources)
@@ -89,12 +89,12 @@ class World:
             if was_used:
                 source.held = source.staged
             source.staged = None
-            self.take(self.merger.snapshot_ended(key, was_used=was_used))
+            self.take(self.merger.on_snapshot_end(key, was_used=was_used))
 
     def lose(self, who: int) -> None:
         key = who % len(self.sources)
         self.sources[key].staged = None
-        self.take(self.merger.lost(key))
+        self.take(self.merger.on_source_lost(key))
 
     def check(self) -> None:
         known = [each.held for each in self.sources] + [each.staged or set() for each in self.sources]
@@ -134,7 +134,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def a_restart_forgets_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceMerger, "cleared", lambda *_: ())
+    patch.setattr(SourceMerger, "on_view_cleared", lambda *_: ())
 
 
 def a_clear_of_one_source_clears_all(patch: pytest.MonkeyPatch) -> None:
@@ -153,20 +153,20 @@ def a_snapshot_replaces_nothing(patch: pytest.MonkeyPatch) -> None:
         source.staged = None
         return ()
 
-    patch.setattr(SourceMerger, "snapshot_ended", ended)
+    patch.setattr(SourceMerger, "on_snapshot_end", ended)
 
 
 def a_cut_snapshot_is_kept(patch: pytest.MonkeyPatch) -> None:
-    right = SourceMerger.snapshot_ended
-    patch.setattr(SourceMerger, "snapshot_ended", lambda self, key, *, was_used: right(self, key, was_used=True))
+    right = SourceMerger.on_snapshot_end
+    patch.setattr(SourceMerger, "on_snapshot_end", lambda self, key, *, was_used: right(self, key, was_used=True))
 
 
 def a_snapshot_is_applied_to_the_view(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceMerger, "snapshot_begun", lambda *_: None)
+    patch.setattr(SourceMerger, "on_snapshot_begin", lambda *_: None)
 
 
 def media_are_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(merge, "site_of", lambda *_: ("GPU", None, None, None))
+    patch.setattr(merge, "block_location", lambda *_: ("GPU", None, None, None))
 
 
 BROKEN = [
@@ -193,50 +193,50 @@ def test_a_broken_merger_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatc
 def test_a_worker_with_one_source_sees_its_events_unchanged() -> None:
     merger = SourceMerger([0])
     events = (stored(0, 3), removed(2, 1), removed(77, 1), AllBlocksCleared(), stored(0, 1))
-    assert merger.applied(0, events) is events
+    assert merger.on_batch_applied(0, events) is events
 
 
 def test_a_clear_of_one_source_takes_back_only_what_came_from_it() -> None:
     merger = SourceMerger([0, 1])
-    merger.applied(0, (stored(0, 4),))
-    merger.applied(1, (stored(0, 2), stored(0, 4, "CPU")))
-    assert merger.applied(0, (AllBlocksCleared(),)) == (BlockRemoved((2, 3)),)
-    assert merger.cleared(1) == (AllBlocksCleared(),)
+    merger.on_batch_applied(0, (stored(0, 4),))
+    merger.on_batch_applied(1, (stored(0, 2), stored(0, 4, "CPU")))
+    assert merger.on_batch_applied(0, (AllBlocksCleared(),)) == (BlockRemoved((2, 3)),)
+    assert merger.on_view_cleared(1) == (AllBlocksCleared(),)
 
 
 def test_a_block_of_another_group_owner_or_worker_is_another_block() -> None:
     sites = [{}, {"group_idx": 1}, {"locality": "REMOTE"}, {"ownership": "shared"}, {"medium": "CPU", "group_idx": 1}]
-    events = tuple(msgspec.structs.replace(stored(0, 1), **site) for site in sites)
+    events = tuple(msgspec.structs.replace(stored(0, 1), **location) for location in sites)
     merger = SourceMerger([0, 1])
-    assert merger.applied(0, events) == events
-    merger.applied(1, events[:1])
-    taken_back = merger.applied(0, (AllBlocksCleared(),))
-    assert taken_back == tuple(BlockRemoved((0,), **site) for site in sites[1:])
+    assert merger.on_batch_applied(0, events) == events
+    merger.on_batch_applied(1, events[:1])
+    taken_back = merger.on_batch_applied(0, (AllBlocksCleared(),))
+    assert taken_back == tuple(BlockRemoved((0,), **location) for location in sites[1:])
 
 
 def test_what_a_snapshot_tells_again_is_not_published_again() -> None:
     merger = SourceMerger([0])
-    merger.applied(0, (stored(0, 3),))
-    merger.snapshot_begun(0)
-    assert merger.applied(0, (stored(0, 2), stored(3, 1))) == (stored(3, 1),)
-    assert merger.snapshot_ended(0, was_used=True) == (BlockRemoved((2,)),)
+    merger.on_batch_applied(0, (stored(0, 3),))
+    merger.on_snapshot_begin(0)
+    assert merger.on_batch_applied(0, (stored(0, 2), stored(3, 1))) == (stored(3, 1),)
+    assert merger.on_snapshot_end(0, was_used=True) == (BlockRemoved((2,)),)
 
 
 def test_a_source_that_held_nothing_is_forgotten_without_a_word() -> None:
     merger = SourceMerger([0, 1])
-    assert merger.cleared(0) == merger.forget(1) == merger.forget(1) == ()
+    assert merger.on_view_cleared(0) == merger.remove_source(1) == merger.remove_source(1) == ()
 
 
 def test_the_stream_is_known_as_far_as_the_source_that_is_known_least() -> None:
     merger = SourceMerger([0, 1])
     assert merger.upstream == "connecting"
-    merger.state_changed(0, StreamState.LIVE)
-    merger.state_changed(1, StreamState.PARTIAL)
+    merger.on_state_changed(0, StreamState.LIVE)
+    merger.on_state_changed(1, StreamState.PARTIAL)
     assert merger.upstream == "partial"
-    merger.state_changed(1, StreamState.LIVE)
+    merger.on_state_changed(1, StreamState.LIVE)
     assert merger.upstream is None
-    merger.lost(0)
+    merger.on_source_lost(0)
     assert merger.upstream == "connecting"
-    merger.forget(0)
+    merger.remove_source(0)
     assert merger.upstream is None
-    assert worst_state([]) is StreamState.CONNECTING
+    assert least_trusted_state([]) is StreamState.CONNECTING

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BatchApplier, CountingView
 from observability.relay import RelayedStream, SourceListener
-from observability.relay.raw_events import RawKeepingDecoder, RawRemoved, RawStored, removals_of
+from observability.relay.raw_events import PassthroughDecoder, RawRemoved, RawStored, split_removal
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, PublisherStats
 from scheduler_components.events import signed_block_hash
-from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream, read_event
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream, decode_event
 
 FORMS = ("map", "array")
 STORED_FIELDS = BlockStored.__struct_fields__
@@ -103,18 +103,18 @@ class KeptStream:
     def append(self, payload: bytes) -> None:
         self.sent.append(payload)
         self.stream.append(payload)
-        self.stream.fold_some()
+        self.stream.fold_oldest()
 
     def replayed(self) -> tuple[list[bytes], list[bytes]]:
         """The base, and the window."""
-        chunks = [each for each in self.stream.plan_base() if each is not None]
+        chunks = [each for each in self.stream.plan_snapshot() if each is not None]
         parts = self.stream.encode_chunk(chunks[0][0], self.encoder, 0, clear=True)
         window = [self.stream.payload(number) for number in range(self.stream.first, self.stream.next_sequence)]
         return [each for each in parts if each is not None], window
 
     def idle(self) -> None: ...
 
-    def say_upstream(self, state: str | None) -> None: ...
+    def set_upstream_state(self, state: str | None) -> None: ...
 
     def stats(self) -> PublisherStats:
         return PublisherStats()
@@ -131,10 +131,10 @@ class Relay:
         self.sources = [self._follow(key) for key in range(num_sources)]
 
     def _follow(self, key: int) -> BatchApplier:
-        self.stream.merger.expect(key)
+        self.stream.merger.add_source(key)
         listener = SourceListener(key, {0: self.stream})
         return BatchApplier(
-            rank=0, view=CountingView(), decoder=RawKeepingDecoder(), listener=listener, wall_clock=lambda: 1.0
+            rank=0, view=CountingView(), decoder=PassthroughDecoder(), listener=listener, wall_clock=lambda: 1.0
         )
 
     def hear(self, *payloads: bytes, source: int = 0) -> None:
@@ -144,12 +144,12 @@ class Relay:
     def hear_base(self, base: list[bytes], window: list[bytes], source: int = 0) -> None:
         """A snapshot: chunks of the base, then the batches behind it."""
         applier = self.sources[source]
-        applier.begin_staging()
+        applier.start_staging()
         for payload in base:
-            applier.apply_staged(0, payload, is_base=True)
+            applier.apply_staged(0, payload, is_snapshot_chunk=True)
         for payload in window:
-            applier.apply_staged(0, payload, is_base=False)
-        applier.swap_in_staged()
+            applier.apply_staged(0, payload, is_snapshot_chunk=False)
+        applier.commit_staging()
 
 
 HASHES = st.sampled_from([1, 2, 3, 4, 5, 6, 7])
@@ -253,12 +253,12 @@ ODD_EVENTS = st.builds(
 @given(event=ODD_EVENTS)
 def test_what_goes_on_as_it_came_is_what_the_dialect_takes(event: Any) -> None:
     """A queue that overflows looks at events once more, and must not lose one then."""
-    decoder = RawKeepingDecoder()
+    decoder = PassthroughDecoder()
     decoder.decode(payload_of(stored("map", "a", [1], parent=None)))
     for read in decoder.decode(payload_of(event)).events:
         if isinstance(read, RawStored):
             batch = KVEventBatch(1.0, (msgspec.Raw(read.raw),))  # type: ignore[arg-type]
-            assert BatchEncoder("native").encode_sound(batch, 0)[2] == []
+            assert BatchEncoder("native").encode_valid(batch, 0)[2] == []
 
 
 def events_of(relay: Relay) -> list[Any]:
@@ -276,13 +276,13 @@ def test_a_removal_of_which_a_part_still_stands_keeps_its_unknown_fields(form: s
 
 
 def test_a_part_of_a_removal_names_what_its_bytes_name() -> None:
-    (event,) = RawKeepingDecoder().decode(payload_of(removed("map", "gone", [1, 2, 3, 2**63 + 4]))).events
+    (event,) = PassthroughDecoder().decode(payload_of(removed("map", "gone", [1, 2, 3, 2**63 + 4]))).events
     assert isinstance(event, RawRemoved)
-    parts = list(removals_of(event, {1, 3, 4 - 2**63}))
+    parts = list(split_removal(event, {1, 3, 4 - 2**63}))
     assert [part.block_hashes for part in parts] == [(1,), (3, 4 - 2**63)]
-    assert [read_event(part.raw) for part in parts] == [BlockRemoved((1,)), BlockRemoved((3, 4 - 2**63))]
+    assert [decode_event(part.raw) for part in parts] == [BlockRemoved((1,)), BlockRemoved((3, 4 - 2**63))]
     plain = BlockRemoved((1, 2, 3), "CPU")
-    assert list(removals_of(plain, {1, 3})) == [BlockRemoved((1, 3), "CPU")]
+    assert list(split_removal(plain, {1, 3})) == [BlockRemoved((1, 3), "CPU")]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -293,9 +293,9 @@ def test_what_the_relay_says_itself_is_written_as_the_source_writes(form: str, w
     relay.hear(payload_of(stored(form, "z", [0, 2**63 - 1])))  # which tell nothing of the sign
     relay.hear(payload_of(stored(form, "a", [wide, 7, wide + 1])))
     restarted = payload_of(stored(form, "b", [7]))
-    relay.sources[0].begin_staging()
-    relay.sources[0].apply_staged(0, restarted, is_base=False)
-    relay.sources[0].swap_in_staged()
+    relay.sources[0].start_staging()
+    relay.sources[0].apply_staged(0, restarted, is_snapshot_chunk=False)
+    relay.sources[0].commit_staging()
     *_, last = events_of(relay)
     told = {"type": "BlockRemoved", "block_hashes": [wide, wide + 1, 0, 2**63 - 1]}
     if form == "array":
@@ -352,7 +352,7 @@ def test_a_batch_that_is_none_is_told_as_by_any_decoder() -> None:
 
 def test_a_decoded_event_is_what_any_decoder_makes_of_it() -> None:
     payload = payload_of(stored("map", "a", [2**63 + 5, 7], medium="CPU"), cleared("map"))
-    plain, kept = BatchDecoder().decode(payload), RawKeepingDecoder().decode(payload)
+    plain, kept = BatchDecoder().decode(payload), PassthroughDecoder().decode(payload)
     assert isinstance(kept.events[0], RawStored)
     assert isinstance(kept.events[1], AllBlocksCleared)
     assert [getattr(kept.events[0], name) for name in STORED_FIELDS] == list(msgspec.structs.astuple(plain.events[0]))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, StreamCursor, StreamState, Tier
 from observability.relay import RelayedStream, SourceListener, SourceMerger
-from observability.testing import FaultyWorld, ModelSubscriber
+from observability.testing import ModelSubscriber, RecoverySimulation
 from scheduler_components import EventBatch, PublisherStats
 from scheduler_components.kv_events import EventStream
 
@@ -27,7 +27,7 @@ State = frozenset[tuple[int, Tier]]
 class ModelSink:
     """Publishes into the world of the relay's readers."""
 
-    def __init__(self, world: FaultyWorld) -> None:
+    def __init__(self, world: RecoverySimulation) -> None:
         self.world = world
 
     def publish(self, events: EventBatch) -> None:
@@ -37,7 +37,7 @@ class ModelSink:
     def idle(self) -> None:
         self.world.send()
 
-    def say_upstream(self, state: str | None) -> None:
+    def set_upstream_state(self, state: str | None) -> None:
         self.world.publisher.cursors.upstream = state
 
     def stats(self) -> PublisherStats:
@@ -52,10 +52,12 @@ class RelayWorld:
 
     def __init__(self, *, windows: tuple[int, int], seq_base: str, engines: tuple[bool, ...]) -> None:
         self.engines = [
-            FaultyWorld(window=windows[0], seq_base=seq_base, num_extended=is_extended, num_plain=not is_extended)
+            RecoverySimulation(
+                window=windows[0], seq_base=seq_base, num_extended=is_extended, num_plain=not is_extended
+            )
             for is_extended in engines
         ]
-        self.readers = FaultyWorld(window=windows[1], seq_base="clock", num_extended=1, num_plain=1)
+        self.readers = RecoverySimulation(window=windows[1], seq_base="clock", num_extended=1, num_plain=1)
         self.begin_relay()
 
     def begin_relay(self) -> None:
@@ -74,8 +76,8 @@ class RelayWorld:
             engine.subscribers[0].now_s = engine.now_s
             engine.subscribers[0].follower.begin(engine.now_s)
             engine.subscribers[0].follower.applier.listener = SourceListener(key, {0: self.stream})
-            self.stream.merger.expect(key)
-        self.stream.tell()
+            self.stream.merger.add_source(key)
+        self.stream.send_upstream_state()
 
     def restart_relay(self) -> None:
         for engine in self.engines:
@@ -114,14 +116,14 @@ class RelayWorld:
             self.play([("reader", "connect", which), *[("reader", "serve", which, 9, "none")] * 2])
         self.play(steps)
         for engine in self.engines:
-            engine.heal()
+            engine.recover()
             self.check_relayed(engine)
             self.stream.flush()
         self.check()
-        self.readers.heal()
+        self.readers.recover()
         self.check_readers()
 
-    def check_relayed(self, engine: FaultyWorld) -> None:
+    def check_relayed(self, engine: RecoverySimulation) -> None:
         """The relay's view is the engine's, and proved where anything can prove it."""
         (relayed,) = engine.subscribers
         assert relayed.blocks == engine.publisher.held
@@ -191,7 +193,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def a_clear_after_a_restart_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceListener, "view_cleared", lambda *_: None)
+    patch.setattr(SourceListener, "on_view_cleared", lambda *_: None)
 
 
 def partial_is_told_as_whole(patch: pytest.MonkeyPatch) -> None:
@@ -208,23 +210,23 @@ def the_best_source_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
 def whole_again_is_not_told(patch: pytest.MonkeyPatch) -> None:
     def tell(self: RelayedStream) -> None:
         if self.merger.upstream is not None:
-            self.sink.say_upstream(self.merger.upstream)
+            self.sink.set_upstream_state(self.merger.upstream)
 
-    patch.setattr(RelayedStream, "tell", tell)
+    patch.setattr(RelayedStream, "send_upstream_state", tell)
 
 
 def a_snapshot_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceListener, "snapshot_begun", lambda *_: None)
+    patch.setattr(SourceListener, "on_snapshot_begin", lambda *_: None)
 
 
 def a_cut_snapshot_stays(patch: pytest.MonkeyPatch) -> None:
-    right = SourceListener.snapshot_ended
+    right = SourceListener.on_snapshot_end
 
     def ended(self: SourceListener, rank: int, *, was_used: bool) -> None:
         if was_used:
             right(self, rank, was_used=True)
 
-    patch.setattr(SourceListener, "snapshot_ended", ended)
+    patch.setattr(SourceListener, "on_snapshot_end", ended)
 
 
 def the_base_does_not_begin_with_a_clear(patch: pytest.MonkeyPatch) -> None:

@@ -14,29 +14,35 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability import RELAY_CATALOG, RelayCollector
+from observability import RELAY_METRICS, RelayCollector
 from observability.kv_stream import (
     FollowPolicy,
-    NullListener,
+    NullStreamListener,
     StreamState,
     Subscriber,
     Tier,
-    addresses_in,
     open_subscriber,
+    parse_addresses,
 )
 from observability.relay import (
     RelayConfig,
     RelaySource,
     RelayStatus,
     ZmqRelay,
-    ZmqSinks,
+    ZmqSinkFactory,
     open_relay,
-    relay_settings,
+    parse_relay_config,
     zmq_relay,
 )
-from observability.relay.raw_events import RawKeepingDecoder, RawStored
+from observability.relay.raw_events import PassthroughDecoder, RawStored
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVEventBatch, StartError
-from scheduler_components.kv_events import ClientKeys, DecodedBatch, KVEventsConfig, ZmqEventPublisher, write_key_pair
+from scheduler_components.kv_events import (
+    CurveClientKeys,
+    DecodedBatch,
+    KVEventsConfig,
+    ZmqEventPublisher,
+    write_key_pair,
+)
 from scheduler_components.testing import ScriptedPublisher
 
 DEADLINE_S = 60.0
@@ -44,7 +50,7 @@ QUICK = FollowPolicy(
     answer_timeout_s=0.3,
     retry_min_s=0.02,
     retry_max_s=0.1,
-    ask_interval_s=0.05,
+    request_interval_s=0.05,
     probe_interval_s=0.1,
     dead_after_s=DEADLINE_S,
 )
@@ -78,14 +84,14 @@ class Bench:
         self.publishers.append(publisher)
         return publisher
 
-    def open(self, *sources: str, keys: ClientKeys | None = None, **settings: object) -> None:
-        sinks = ZmqSinks(KVEventsConfig(**{"publisher": "zmq", "seq_base": "clock"} | LOOPBACK | settings))
+    def open(self, *sources: str, keys: CurveClientKeys | None = None, **settings: object) -> None:
+        sinks = ZmqSinkFactory(KVEventsConfig(**{"publisher": "zmq", "seq_base": "clock"} | LOOPBACK | settings))
         config = RelayConfig(sources=tuple(map(RelaySource.parse, sources)), keys=keys, policy=QUICK)
-        self.relay = self.stack.enter_context(open_relay(config, sinks=sinks, say=self.said.append))
+        self.relay = self.stack.enter_context(open_relay(config, sinks=sinks, report=self.said.append))
         self.status = RelayStatus(relay=self.relay, sinks=sinks)
 
-    def read(self, keys: ClientKeys | None = None) -> Subscriber:
-        addresses = addresses_in(self.status.server_info(), httpx.URL("http://127.0.0.1:1"))
+    def read(self, keys: CurveClientKeys | None = None) -> Subscriber:
+        addresses = parse_addresses(self.status.server_info(), httpx.URL("http://127.0.0.1:1"))
         self.readers.append(self.stack.enter_context(open_subscriber(addresses, policy=QUICK, keys=keys)))
         return self.readers[0]
 
@@ -117,11 +123,11 @@ def bench() -> Iterator[Bench]:
 @pytest.mark.parametrize("framing", ["seed", "topic"])
 def test_a_plain_publisher_becomes_an_extended_one_in_another_dialect(bench: Bench, dialect: str, framing: str) -> None:
     publisher = bench.publisher(dialect=dialect, framing=framing)
-    publisher.tell(stored(0, 3))
+    publisher.publish_events(stored(0, 3))
     bench.open(source(publisher), dialect="array" if dialect == "map" else "map", replay_framing="topic", topic="t")
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
-    publisher.tell(stored(3, 2), BlockRemoved((0,)))
+    publisher.publish_events(stored(3, 2), BlockRemoved((0,)))
     bench.until(lambda: reader.blocks(0) == {1, 2, 3, 4} and bench.state() is StreamState.LIVE)
     bench.until(lambda: reader.stats()[0].is_extended)
     assert bench.status.server_info()["kv_events"]["block_size"] == 4
@@ -130,29 +136,29 @@ def test_a_plain_publisher_becomes_an_extended_one_in_another_dialect(bench: Ben
 def test_what_was_never_known_is_told_as_partial_until_a_clear(bench: Bench) -> None:
     publisher = bench.publisher()
     for number in range(5):
-        publisher.tell(stored(10 * number, 1))
+        publisher.publish_events(stored(10 * number, 1))
     publisher.window = 2
     bench.open(source(publisher))
     bench.until(lambda: "partial" in (bench.status.health_problem() or ""))
     reader = bench.read()
     bench.until(lambda: reader.blocks(0) == {30, 40} and bench.state() is StreamState.PARTIAL)
     assert "partial" in bench.status.server_info()["kv_events_warning"]
-    publisher.tell(AllBlocksCleared(), stored(7, 1))
+    publisher.publish_events(AllBlocksCleared(), stored(7, 1))
     bench.until(lambda: reader.blocks(0) == {7} and bench.state() is StreamState.LIVE)
     assert bench.status.health_problem() is None
 
 
 def test_a_restart_of_the_engine_is_told_and_numbers_go_on(bench: Bench) -> None:
     publisher = bench.publisher()
-    publisher.tell(stored(0, 3))
-    publisher.tell(stored(3, 3))
+    publisher.publish_events(stored(0, 3))
+    publisher.publish_events(stored(3, 3))
     bench.open(source(publisher))
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
     bench.until(lambda: reader.blocks(0) == set(range(6)))
     before = reader.stats()[0].last_seq
     publisher.restart()
-    publisher.tell(stored(100, 2))
+    publisher.publish_events(stored(100, 2))
     bench.until(lambda: reader.blocks(0) == {100, 101} and bench.state() is StreamState.LIVE)
     stats = reader.stats()[0]
     assert (stats.last_seq > before, stats.gaps) == (True, 0)
@@ -175,18 +181,18 @@ def test_a_base_is_told_with_the_time_of_now(bench: Bench) -> None:
 
 def test_two_sources_become_one_stream_and_a_clear_of_one_is_its_own(bench: Bench) -> None:
     engine, tier = bench.publisher(), bench.publisher()
-    engine.tell(stored(0, 3))
-    tier.tell(stored(0, 5, "CPU"))
+    engine.publish_events(stored(0, 3))
+    tier.publish_events(stored(0, 5, "CPU"))
     bench.open(source(engine), source(tier))
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
     bench.until(lambda: reader.blocks(0) == {0, 1, 2} and reader.blocks(0, Tier.HOST) == set(range(5)))
-    engine.tell(AllBlocksCleared())
+    engine.publish_events(AllBlocksCleared())
     bench.until(lambda: not reader.blocks(0))
     assert reader.blocks(0, Tier.HOST) == set(range(5))
-    engine.tell(stored(7, 1))
+    engine.publish_events(stored(7, 1))
     tier.restart()
-    tier.tell(stored(9, 1, "CPU"))
+    tier.publish_events(stored(9, 1, "CPU"))
     bench.until(lambda: reader.blocks(0, Tier.HOST) == {9} and bench.state() is StreamState.LIVE)
     assert reader.blocks(0) == {7}
     tier.ends_answers = tier.answers = False  # nothing proves it any more
@@ -196,8 +202,8 @@ def test_two_sources_become_one_stream_and_a_clear_of_one_is_its_own(bench: Benc
 
 def test_ranks_are_relayed_each_on_its_own(bench: Bench) -> None:
     first, second = bench.publisher(), bench.publisher()
-    first.tell(stored(0, 1))
-    second.tell(stored(50, 2))
+    first.publish_events(stored(0, 1))
+    second.publish_events(stored(50, 2))
     bench.open(source(first), source(second, rank=1))
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
@@ -210,8 +216,8 @@ def test_a_worker_that_does_not_answer_is_named_and_the_others_are_relayed(
 ) -> None:
     monkeypatch.setattr(zmq_relay, "_FIND_EVERY_S", 0.05)
     publisher, late = bench.publisher(), bench.publisher()
-    publisher.tell(stored(0, 3))
-    late.tell(stored(5, 1))
+    publisher.publish_events(stored(0, 3))
+    late.publish_events(stored(5, 1))
     where: list[object] = []
 
     def discover(url: str, *, timeout_s: float) -> object:
@@ -235,7 +241,7 @@ def test_a_worker_that_comes_back_elsewhere_is_found_there(bench: Bench, monkeyp
     monkeypatch.setattr(zmq_relay, "_FIND_EVERY_S", 0.05)
     first = ScriptedPublisher.open()
     bench.publishers.append(first)
-    first.tell(stored(0, 3))
+    first.publish_events(stored(0, 3))
     where = [first]
     monkeypatch.setattr(
         "observability.relay.source.discover",
@@ -248,14 +254,14 @@ def test_a_worker_that_comes_back_elsewhere_is_found_there(bench: Bench, monkeyp
     first.shutdown()
     bench.until(lambda: bench.state() is StreamState.PARTIAL)
     second = bench.publisher()
-    second.tell(stored(1, 1))
+    second.publish_events(stored(1, 1))
     where[0] = second
     bench.until(lambda: reader.blocks(0) == {1} and bench.state() is StreamState.LIVE)
 
 
 def test_a_tier_that_tells_no_tokens_is_relayed_and_sets_no_block_size(bench: Bench) -> None:
     publisher = bench.publisher(dialect="native")
-    publisher.tell(msgspec.Raw(msgspec.msgpack.encode(OFFLOADED)))  # type: ignore[arg-type]
+    publisher.publish_events(msgspec.Raw(msgspec.msgpack.encode(OFFLOADED)))  # type: ignore[arg-type]
     bench.open(source(publisher))
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
@@ -263,13 +269,13 @@ def test_a_tier_that_tells_no_tokens_is_relayed_and_sets_no_block_size(bench: Be
     assert bench.status.server_info()["kv_events"]["block_size"] is None
 
 
-class Told(NullListener):
+class Told(NullStreamListener):
     """Keeps the bytes of stored events."""
 
     def __init__(self) -> None:
         self.stored: list[bytes] = []
 
-    def batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         self.stored += [event.raw for event in batch.events if isinstance(event, RawStored)]
 
 
@@ -285,10 +291,10 @@ def test_fields_of_tomorrow_go_on_as_the_bytes_that_came(bench: Bench, form: str
     if form == "array":
         rows = [[*list(row.values())[:6], *[None] * 11, row["tomorrow"]] for row in rows]  # type: ignore[misc]
     events = [msgspec.Raw(msgspec.msgpack.encode(row)) for row in rows]
-    publisher.tell(events[0])  # type: ignore[arg-type]
+    publisher.publish_events(events[0])  # type: ignore[arg-type]
     bench.open(source(publisher), dialect="native", buffer_steps=2)
     bench.until(lambda: bench.status.health_problem() is None)
-    addresses = addresses_in(bench.status.server_info(), httpx.URL("http://127.0.0.1:1"))
+    addresses = parse_addresses(bench.status.server_info(), httpx.URL("http://127.0.0.1:1"))
     with zmq.Context() as context, context.socket(zmq.SUB) as live:
         live.linger = 0
         live.subscribe(b"")
@@ -296,14 +302,14 @@ def test_fields_of_tomorrow_go_on_as_the_bytes_that_came(bench: Bench, form: str
         live.connect(str(addresses[0].events))
         bench.until(lambda: bench.relay.stream_stats()[0].publisher.subscribers_seen)
         for event in (*events[1:4], BlockRemoved((2,)), *events[4:]):
-            publisher.tell(event)  # type: ignore[arg-type]
+            publisher.publish_events(event)  # type: ignore[arg-type]
         heard: list[bytes] = []
         while len(heard) < 8:
             bench.until(lambda: live.poll(0))
             heard.append(live.recv_multipart()[-1])
     assert heard == list(publisher.sent.values())[1:]
     late = Told()
-    reader = open_subscriber(addresses, policy=QUICK, listener=late, new_decoder=RawKeepingDecoder)
+    reader = open_subscriber(addresses, policy=QUICK, listener=late, new_decoder=PassthroughDecoder)
     bench.readers.append(bench.stack.enter_context(reader))
     bench.until(lambda: bench.state() is StreamState.LIVE and len(reader.blocks(0)) == 15)
     assert reader.stats()[0].snapshots == 1
@@ -317,7 +323,7 @@ def test_keys_on_both_sides(bench: Bench, tmp_path: Path) -> None:
     public, secret = write_key_pair(tmp_path / "own", "engine")
     client, client_secret = write_key_pair(tmp_path / "clients", "client")
     auth = {"auth": "required", "secret_key_file": str(secret), "client_keys_dir": str(client.parent)}
-    keys = ClientKeys.read(str(client_secret), str(public))
+    keys = CurveClientKeys.read(str(client_secret), str(public))
     engine = ZmqEventPublisher(0, config=KVEventsConfig(**LOOPBACK | auth))
     bench.stack.callback(engine.shutdown)
     bench.open(source(engine), keys=keys, **auth)
@@ -333,7 +339,7 @@ def test_a_taken_port_is_an_error_at_the_start(bench: Bench) -> None:
 
 def test_metrics_say_what_is_followed_and_what_is_published(bench: Bench) -> None:
     publisher = bench.publisher()
-    publisher.tell(stored(0, 3))
+    publisher.publish_events(stored(0, 3))
     text = source(publisher)
     bench.open(text)
     bench.until(lambda: bench.status.health_problem() is None)
@@ -346,19 +352,19 @@ def test_metrics_say_what_is_followed_and_what_is_published(bench: Bench) -> Non
     assert registry.get_sample_value("kv_relay_is_whole", {"rank": "0"}) == 1
     assert registry.get_sample_value("kv_relay_events_batches_sent_total", {"rank": "0"}) == 2
     page = generate_latest(registry).decode()
-    assert all(metric.name in page for metric in RELAY_CATALOG)
+    assert all(metric.name in page for metric in RELAY_METRICS)
     with pytest.raises(ConfigError, match="kv_relay_"):
         RelayCollector(registry, bench.relay)
 
 
 def test_a_relay_publishes_by_zmq_at_the_clocks_numbers_unless_told_otherwise() -> None:
-    settings = relay_settings('{"endpoint": "tcp://*:5557"}')
+    settings = parse_relay_config('{"endpoint": "tcp://*:5557"}')
     assert (settings.publisher, settings.seq_base) == ("zmq", "clock")
     assert settings.dialect == "native"
-    assert relay_settings('{"seq_base": "zero", "dialect": "map"}').changed(publisher="zmq").dialect == "map"
-    assert relay_settings('{"seq_base": "zero"}').seq_base == "zero"
+    assert parse_relay_config('{"seq_base": "zero", "dialect": "map"}').changed(publisher="zmq").dialect == "map"
+    assert parse_relay_config('{"seq_base": "zero"}').seq_base == "zero"
     with pytest.raises(ConfigError, match="publisher='null'"):
-        relay_settings('{"publisher": "null"}')
+        parse_relay_config('{"publisher": "null"}')
 
 
 @pytest.mark.parametrize(

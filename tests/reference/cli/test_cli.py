@@ -15,7 +15,7 @@ import pytest
 
 import scheduler_components
 from scheduler_components import __version__
-from scheduler_components.kv_events import ClientKeys
+from scheduler_components.kv_events import CurveClientKeys
 from scheduler_components.reference.cli import COMMANDS
 
 KIT = Path(scheduler_components.__file__).parent.parent
@@ -213,7 +213,7 @@ def test_keygen_writes_what_the_kit_reads_and_overwrites_nothing(command_line: C
     made = command_line("keygen", folder, "router-1")
     assert made.code == 0
     public_file, secret_file = (line.split(":", 1)[1].strip() for line in made.out.splitlines())
-    assert ClientKeys.read(secret_file, public_file).publisher
+    assert CurveClientKeys.read(secret_file, public_file).publisher
     again = command_line("keygen", folder, "router-1")
     assert again.code == 2
     assert "has keys in" in again.complaint

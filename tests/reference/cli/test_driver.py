@@ -7,7 +7,7 @@ import socket
 import struct
 from contextlib import suppress
 
-from scheduler_components.reference.cli import Lateness, Tally, TraceDriver
+from scheduler_components.reference.cli import ScheduleLag, TraceDriver, WorkloadCounters
 from scheduler_components.reference.cli.driver import ChatDriver
 from scheduler_components.reference.device import Chat, TraceRequest, Turn
 from scheduler_components.reference.engine import Front, LoadDispatcher, RankAlive, ReplicaLoad
@@ -32,30 +32,30 @@ def test_requests_that_no_rank_takes_are_counted_as_failed() -> None:
     front.receive(RankAlive("dp0", 0))
     while not front.pulse.silent():
         front.tick()
-    driver = TraceDriver(front=front, speed=1.0, tally=Tally())
+    driver = TraceDriver(front=front, speed=1.0, counters=WorkloadCounters())
     requests = [
         TraceRequest(index=index, arrival_s=0.0, input_length=4, output_length=2, hash_ids=(1,)) for index in range(2)
     ]
     asyncio.run(asyncio.wait_for(driver.run(requests), timeout=10))
     told = "rank dp0 has said nothing for 10.5 s"
-    assert driver.tally.failed.reasons == [f"request 0: {told}", f"request 1: {told}"]
+    assert driver.counters.failed.reasons == [f"request 0: {told}", f"request 1: {told}"]
 
 
 def test_while_sending_is_held_up_it_is_known_how_far_it_is_behind() -> None:
     async def scenario() -> None:
         front = Front(leaders=[FullLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
-        tally, lateness, now_s = Tally(), Lateness(), 0.0
-        driver = TraceDriver(front=front, speed=1.0, tally=tally, lateness=lateness, clock=lambda: now_s)
+        counters, lag, now_s = WorkloadCounters(), ScheduleLag(), 0.0
+        driver = TraceDriver(front=front, speed=1.0, counters=counters, lag=lag, clock=lambda: now_s)
         requests = [
             TraceRequest(index=index, arrival_s=0.0, input_length=4, output_length=2, hash_ids=(1,))
             for index in range(513)  # one more than may be open
         ]
         replay = asyncio.create_task(driver.run(requests))
         async with asyncio.timeout(30):
-            while tally.sent < 512:
+            while counters.sent < 512:
                 await asyncio.sleep(0)
         now_s = 7.0
-        assert lateness.behind_s(now_s) == 7.0
+        assert lag.lag_s(now_s) == 7.0
         replay.cancel()
         await asyncio.gather(replay, return_exceptions=True)
 
@@ -76,12 +76,12 @@ def test_a_connection_that_is_cut_says_what_happened() -> None:
     turn = Turn(think_s=0.0, message_ids=(1, 2), output_tokens=1)
     chat = Chat(chat_id="chat", start_s=0.0, system_ids=(), turns=(turn,))
 
-    async def scenario() -> Tally:
+    async def scenario() -> WorkloadCounters:
         async with await asyncio.start_server(cut, "127.0.0.1", 0) as server:
             host, port = server.sockets[0].getsockname()
-            driver = ChatDriver(url=f"http://{host}:{port}", speed=1.0, tally=Tally())
+            driver = ChatDriver(url=f"http://{host}:{port}", speed=1.0, counters=WorkloadCounters())
             await driver.run([chat])
-            return driver.tally
+            return driver.counters
 
-    tally = asyncio.run(asyncio.wait_for(scenario(), timeout=20))
-    assert tally.failed.reasons == ["chat: ReadError"]
+    counters = asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+    assert counters.failed.reasons == ["chat: ReadError"]

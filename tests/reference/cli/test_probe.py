@@ -7,9 +7,9 @@ import socket
 
 import zmq
 
-from observability.kv_stream import bare_address
+from observability.kv_stream import static_address
 from scheduler_components.kv_events import StreamAddress
-from scheduler_components.reference.cli import probe_ports, speaks_zmq
+from scheduler_components.reference.cli import is_zmq_listening, probe_ports
 
 HOST = "127.0.0.1"
 
@@ -17,13 +17,13 @@ HOST = "127.0.0.1"
 def test_a_zmq_socket_speaks() -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
         port = publisher.bind_to_random_port(f"tcp://{HOST}")
-        assert asyncio.run(speaks_zmq(HOST, port))
+        assert asyncio.run(is_zmq_listening(HOST, port))
 
 
 def test_a_closed_port_does_not() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
-    assert not asyncio.run(speaks_zmq(HOST, port))
+    assert not asyncio.run(is_zmq_listening(HOST, port))
 
 
 def test_another_protocol_does_not() -> None:
@@ -34,7 +34,7 @@ def test_another_protocol_does_not() -> None:
 
         server = await asyncio.start_server(greet, HOST, 0)
         async with server:
-            return await speaks_zmq(HOST, server.sockets[0].getsockname()[1])
+            return await is_zmq_listening(HOST, server.sockets[0].getsockname()[1])
 
     assert not asyncio.run(scenario())
 
@@ -42,7 +42,7 @@ def test_another_protocol_does_not() -> None:
 def test_every_candidate_port_is_dialled_but_those_of_the_replay() -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
         port = publisher.bind_to_random_port(f"tcp://{HOST}", min_port=20_000, max_port=40_000)
-        address = bare_address(f"tcp://{HOST}:{port}", replay=f"tcp://{HOST}:{port + 1}")
+        address = static_address(f"tcp://{HOST}:{port}", replay=f"tcp://{HOST}:{port + 1}")
         probe = asyncio.run(probe_ports([address], world_size=3))
     assert probe is not None
     assert probe.probed == (port, port + 2)
@@ -52,10 +52,10 @@ def test_every_candidate_port_is_dialled_but_those_of_the_replay() -> None:
 
 def test_streams_on_ports_of_the_system_are_not_probed() -> None:
     """What their neighbours are says nothing of the engine."""
-    addresses = [bare_address(f"tcp://{HOST}:{port}", rank=rank) for rank, port in enumerate((40_001, 40_007))]
+    addresses = [static_address(f"tcp://{HOST}:{port}", rank=rank) for rank, port in enumerate((40_001, 40_007))]
     assert asyncio.run(probe_ports(addresses, world_size=4)) is None
 
 
 def test_streams_that_are_not_on_tcp_are_not_probed() -> None:
-    address: StreamAddress = bare_address("ipc:///tmp/stream")
+    address: StreamAddress = static_address("ipc:///tmp/stream")
     assert asyncio.run(probe_ports([address], world_size=4)) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from scheduler_components.reference.cli.relay_command import GarbageCollection
+from scheduler_components.reference.cli.relay_command import ScheduledGarbageCollector
 
 
 class Node:
@@ -17,40 +17,40 @@ class Node:
 
 def test_garbage_goes_when_it_is_due_and_not_before() -> None:
     now_s = [0.0]
-    with GarbageCollection(lambda: now_s[0]) as garbage:
+    with ScheduledGarbageCollector(lambda: now_s[0]) as garbage:
         assert not gc.isenabled()
         young = Node()
         gone = weakref.ref(young)
         del young
-        garbage.collect_some()
+        garbage.collect_due()
         assert gone() is not None
         now_s[0] = 0.03
-        garbage.collect_some()
+        garbage.collect_due()
         assert gone() is None
     assert gc.isenabled()
 
 
 def test_what_was_kept_for_long_goes_with_an_older_generation() -> None:
     now_s = [0.0]
-    with GarbageCollection(lambda: now_s[0]) as garbage:
+    with ScheduledGarbageCollector(lambda: now_s[0]) as garbage:
         old = Node()
         gone = weakref.ref(old)
         for now_s[0] in (1.0, 6.0):
-            garbage.collect_some()
+            garbage.collect_due()
         del old
         now_s[0] = 12.0
-        garbage.collect_some()
+        garbage.collect_due()
         assert gone() is not None
         now_s[0] = 61.0
-        garbage.collect_some()
+        garbage.collect_due()
         assert gone() is None
 
 
 def test_what_is_there_at_the_start_is_looked_at_no_more() -> None:
     now_s = [0.0]
-    with GarbageCollection(lambda: now_s[0]) as garbage:
+    with ScheduledGarbageCollector(lambda: now_s[0]) as garbage:
         num_frozen = gc.get_freeze_count()
         now_s[0] = 100.0
-        garbage.collect_some()
+        garbage.collect_due()
         assert gc.get_freeze_count() == num_frozen > 10_000
     assert gc.get_freeze_count() == 0

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components.reference.cli import (
-    Evidence,
+    ObservedStream,
     PortProbe,
+    RunFacts,
     RunReport,
-    StreamEvidence,
-    Tally,
-    TextEvidence,
-    judge,
+    TextComparison,
+    WorkloadCounters,
+    verify,
 )
 from scheduler_components.reference.engine import CacheDump, pack_hashes
 
@@ -37,24 +37,24 @@ def dump(rank: int, **changes: Any) -> CacheDump:
     return msgspec.structs.replace(sound, **changes)
 
 
-def stream(rank: int, *, blocks: frozenset[int] | None = None, **changes: Any) -> StreamEvidence:
+def stream(rank: int, *, blocks: frozenset[int] | None = None, **changes: Any) -> ObservedStream:
     stats = StreamStats(rank=rank, endpoint="tcp://h:1", state=StreamState.LIVE, last_seq=5, batches=6, events=7)
-    return StreamEvidence(
+    return ObservedStream(
         stats=msgspec.structs.replace(stats, **changes),
         published_sequence=5,
         blocks=HELD[rank] if blocks is None else blocks,
     )
 
 
-def sound_tally() -> Tally:
-    tally = Tally(sent=2)
+def sound_tally() -> WorkloadCounters:
+    counters = WorkloadCounters(sent=2)
     for _ in range(2):
-        tally.finish(prompt_tokens=10, cached_tokens=5, output_tokens=3)
-    return tally
+        counters.finish(prompt_tokens=10, cached_tokens=5, output_tokens=3)
+    return counters
 
 
-def evidence(**changes: Any) -> Evidence:
-    sound = Evidence(
+def evidence(**changes: Any) -> RunFacts:
+    sound = RunFacts(
         dp_size=2,
         pp_size=1,
         ranks_per_stage=2,
@@ -62,7 +62,7 @@ def evidence(**changes: Any) -> Evidence:
         probe=PortProbe(probed=(10, 11, 12, 13), speaking=frozenset({10, 11}), advertised=frozenset({10, 11})),
         streams=[stream(0), stream(1)],
         dumps={tp_rank: dump(tp_rank) for tp_rank in range(4)},
-        tally=sound_tally(),
+        counters=sound_tally(),
     )
     return attrs.evolve(sound, **changes)
 
@@ -72,7 +72,7 @@ def failures(report: RunReport) -> dict[str, str]:
 
 
 def test_a_sound_run_passes_every_check() -> None:
-    report = judge(evidence())
+    report = verify(evidence())
     assert report.passed
     assert [check.name for check in report.checks] == [
         "requests",
@@ -85,21 +85,21 @@ def test_a_sound_run_passes_every_check() -> None:
 
 
 def test_the_answers_of_a_real_model_are_judged() -> None:
-    right = TextEvidence(num_answers=3, num_tokens=20, num_near_ties=1, widest_gap=2e-6, noise=1e-5)
-    report = judge(evidence(texts=right))
+    right = TextComparison(num_answers=3, num_tokens=20, num_near_ties=1, widest_gap=2e-6, noise=1e-5)
+    report = verify(evidence(texts=right))
     assert report.passed
     assert report.checks[-1].name == "text"
     assert "1 near ties (logits at most 2e-06 apart; noise 1e-05)" in report.checks[-1].facts
     wrong = attrs.evolve(right, problems=("8 instead of 9", "1 instead of 2"))
-    assert failures(judge(evidence(texts=wrong)))["text"].endswith("; 8 instead of 9")
+    assert failures(verify(evidence(texts=wrong)))["text"].endswith("; 8 instead of 9")
     nothing = attrs.evolve(right, num_answers=0, num_tokens=0)
-    assert list(failures(judge(evidence(texts=nothing)))) == ["text"]
+    assert list(failures(verify(evidence(texts=nothing)))) == ["text"]
 
 
 @given(st.frozensets(st.integers(-5, 5)), st.frozensets(st.integers(-5, 5)))
 def test_a_view_passes_only_when_it_is_the_cache(held: frozenset[int], seen: frozenset[int]) -> None:
     dumps = {tp_rank: dump(tp_rank, block_hashes=pack_hashes(held)) for tp_rank in range(4)}
-    found = failures(judge(evidence(dumps=dumps, streams=[stream(0, blocks=seen), stream(1, blocks=held)])))
+    found = failures(verify(evidence(dumps=dumps, streams=[stream(0, blocks=seen), stream(1, blocks=held)])))
     assert ("view equals cache" in found) == (held != seen)
     if held != seen:
         assert f"{len(held - seen)} missing and {len(seen - held)} extra" in found["view equals cache"]
@@ -120,60 +120,60 @@ def test_a_view_passes_only_when_it_is_the_cache(held: frozenset[int], seen: fro
     ],
 )
 def test_a_stream_that_was_not_read_whole_fails(changes: dict[str, Any]) -> None:
-    assert list(failures(judge(evidence(streams=[stream(0), stream(1, **changes)])))) == ["no gap"]
+    assert list(failures(verify(evidence(streams=[stream(0), stream(1, **changes)])))) == ["no gap"]
 
 
 def test_a_pipeline_rank_is_compared_with_the_first_rank_of_its_own_replica() -> None:
     """Stage 0 has ranks 0 and 1, one per replica; stage 1 has ranks 2 and 3."""
     dumps = {rank: msgspec.structs.replace(dump(rank % 2 * 2), rank=rank) for rank in range(4)}
     stages = {"pp_size": 2, "ranks_per_stage": 1, "owners": frozenset({0, 1})}
-    assert "replicas agree" not in failures(judge(evidence(**stages, dumps=dumps)))
+    assert "replicas agree" not in failures(verify(evidence(**stages, dumps=dumps)))
     dumps[3] = dumps[2]
-    found = failures(judge(evidence(**stages, dumps=dumps)))
+    found = failures(verify(evidence(**stages, dumps=dumps)))
     assert found["replicas agree"] == "ranks [3] differ from the leaders of their replicas"
 
 
 @pytest.mark.parametrize("owners", [{0}, {0, 1, 2}, {0, 1, 2, 3}, {1, 3}, set()])
 def test_any_other_set_of_stream_owners_fails(owners: set[int]) -> None:
-    assert list(failures(judge(evidence(owners=frozenset(owners))))) == ["streams"]
+    assert list(failures(verify(evidence(owners=frozenset(owners))))) == ["streams"]
 
 
 @pytest.mark.parametrize("speaking", [{10}, {10, 11, 12}, {10, 12}, set()])
 def test_any_other_set_of_answering_ports_fails(speaking: set[int]) -> None:
     probe = PortProbe(probed=(10, 11, 12, 13), speaking=frozenset(speaking), advertised=frozenset({10, 11}))
-    assert list(failures(judge(evidence(probe=probe)))) == ["streams"]
+    assert list(failures(verify(evidence(probe=probe)))) == ["streams"]
 
 
 def test_too_few_followed_streams_fail() -> None:
-    assert "streams" in failures(judge(evidence(streams=[stream(0)])))
+    assert "streams" in failures(verify(evidence(streams=[stream(0)])))
 
 
 @pytest.mark.parametrize("changes", [{"digest": 77}, {"step": 8}, {"block_hashes": pack_hashes([99])}])
 @pytest.mark.parametrize("follower", [1, 3])
 def test_a_follower_that_differs_from_its_leader_fails(follower: int, changes: dict[str, Any]) -> None:
     dumps = {tp_rank: dump(tp_rank) for tp_rank in range(4)} | {follower: dump(follower, **changes)}
-    assert str(follower) in failures(judge(evidence(dumps=dumps)))["replicas agree"]
+    assert str(follower) in failures(verify(evidence(dumps=dumps)))["replicas agree"]
 
 
 def test_requests_that_failed_or_vanished_or_never_finished_fail() -> None:
     failed = sound_tally()
     failed.sent += 1
     failed.failed.add("the server hung up")
-    assert "the server hung up" in failures(judge(evidence(tally=failed)))["requests"]
+    assert "the server hung up" in failures(verify(evidence(counters=failed)))["requests"]
     vanished = sound_tally()
     vanished.sent += 1
-    assert "requests" in failures(judge(evidence(tally=vanished)))
-    assert "requests" in failures(judge(evidence(tally=Tally())))
+    assert "requests" in failures(verify(evidence(counters=vanished)))
+    assert "requests" in failures(verify(evidence(counters=WorkloadCounters())))
 
 
 def test_a_refused_request_is_counted_and_passes() -> None:
-    tally = sound_tally()
-    tally.sent += 1
-    tally.refused.add("too long")
-    assert judge(evidence(tally=tally)).passed
+    counters = sound_tally()
+    counters.sent += 1
+    counters.refused.add("too long")
+    assert verify(evidence(counters=counters)).passed
 
 
 def test_without_streams_the_rest_is_still_judged() -> None:
-    report = judge(evidence(streams=[], probe=None, owners=frozenset(), no_streams_reason="publisher is null"))
+    report = verify(evidence(streams=[], probe=None, owners=frozenset(), no_streams_reason="publisher is null"))
     assert report.passed
     assert "publisher is null" in report.checks[-1].facts

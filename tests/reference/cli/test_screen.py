@@ -1,4 +1,4 @@
-"""The table shows what ranks report beside what the observer sees; the tally's arithmetic is right."""
+"""The table shows what ranks report beside what the observer sees; the counters's arithmetic is right."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rich.console import Console
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats
 from scheduler_components.reference.cli import (
-    Lateness,
-    RateWindow,
-    Screen,
-    Tally,
-    make_rows,
+    ConsoleReporter,
+    CounterRates,
+    ScheduleLag,
+    WorkloadCounters,
+    format_progress,
+    format_rank_line,
+    make_rank_rows,
     percentile,
-    plain_line,
-    progress_text,
-    render_table,
+    render_rank_table,
 )
 
 
@@ -42,30 +42,30 @@ def stream(rank: int, *, events: int, batches: int, gaps: int = 0) -> StreamStat
 
 
 def test_rates_are_growth_between_two_looks() -> None:
-    rates = RateWindow()
-    make_rows({}, {0: stream(0, events=10, batches=5)}, rates=rates, now_s=100.0)
-    (row,) = make_rows({}, {0: stream(0, events=30, batches=9)}, rates=rates, now_s=102.0)
+    rates = CounterRates()
+    make_rank_rows({}, {0: stream(0, events=10, batches=5)}, rates=rates, now_s=100.0)
+    (row,) = make_rank_rows({}, {0: stream(0, events=30, batches=9)}, rates=rates, now_s=102.0)
     assert (row.events_per_s, row.batches_per_s, row.sequence) == (10.0, 2.0, 8)
 
 
 def test_two_looks_at_once_show_no_rate() -> None:
-    rates = RateWindow()
+    rates = CounterRates()
     for _ in range(2):
-        (row,) = make_rows({}, {0: stream(0, events=10, batches=5)}, rates=rates, now_s=100.0)
+        (row,) = make_rank_rows({}, {0: stream(0, events=10, batches=5)}, rates=rates, now_s=100.0)
         assert row.events_per_s == 0
 
 
 def test_a_rank_is_shown_whether_it_reports_or_is_followed() -> None:
-    rows = make_rows({2: report()}, {1: stream(1, events=0, batches=0)}, rates=RateWindow(), now_s=0.0)
+    rows = make_rank_rows({2: report()}, {1: stream(1, events=0, batches=0)}, rates=CounterRates(), now_s=0.0)
     assert [row.dp_rank for row in rows] == [1, 2]
 
 
 def test_table_and_line_show_the_same_facts() -> None:
     load = report(num_running_reqs=7, num_waiting_reqs=3, token_usage=0.25, cache_hit_rate=0.5, gen_throughput=99.0)
-    rows = make_rows({0: load}, {0: stream(0, events=4, batches=2, gaps=6)}, rates=RateWindow(), now_s=0.0)
+    rows = make_rank_rows({0: load}, {0: stream(0, events=4, batches=2, gaps=6)}, rates=CounterRates(), now_s=0.0)
     shown = io.StringIO()
-    Console(file=shown, width=200).print(render_table(rows, "title"))
-    line = plain_line(rows, "title")
+    Console(file=shown, width=200).print(render_rank_table(rows, "title"))
+    line = format_rank_line(rows, "title")
     for fact in ("7", "3", "25%", "50%", "99", "6", "live", "title"):
         assert fact in shown.getvalue()
         assert fact in line
@@ -73,13 +73,13 @@ def test_table_and_line_show_the_same_facts() -> None:
 
 def test_the_table_of_a_large_engine_fits_100_columns_with_whole_headings() -> None:
     load = report(num_running_reqs=4096, num_waiting_reqs=12345, token_usage=1, cache_hit_rate=1, gen_throughput=123456)
-    rates = RateWindow()
+    rates = CounterRates()
     many = [stream(15, events=events, batches=batches, gaps=999) for events, batches in ((0, 0), (500_000, 99_999))]
     recovering = [msgspec.structs.replace(each, state=StreamState.RECOVERING) for each in many]
     for now_s, seen in enumerate(recovering):
-        rows = make_rows({15: load}, {15: seen}, rates=rates, now_s=float(now_s))
+        rows = make_rank_rows({15: load}, {15: seen}, rates=rates, now_s=float(now_s))
     shown = io.StringIO()
-    Console(file=shown, width=100).print(render_table(rows, "title"))
+    Console(file=shown, width=100).print(render_rank_table(rows, "title"))
     assert "\u2026" not in shown.getvalue(), "something was cut"
     cells = shown.getvalue().split()
     for whole in ("running", "waiting", "tokens/s", "batches/s", "sequence", "recovering", "123456", "500000", "99998"):
@@ -87,27 +87,27 @@ def test_the_table_of_a_large_engine_fits_100_columns_with_whole_headings() -> N
 
 
 def test_progress_counts_what_has_ended_and_what_is_open() -> None:
-    tally = Tally(total=10, sent=5)
-    tally.finish(prompt_tokens=4, cached_tokens=1, output_tokens=2)
-    tally.refused.add("too long")
-    assert "2/10 requests done, 3 open" in progress_text(tally, 1.0)
-    assert tally.tokens.hit_rate == 0.25
+    counters = WorkloadCounters(total=10, sent=5)
+    counters.finish(prompt_tokens=4, cached_tokens=1, output_tokens=2)
+    counters.refused.add("too long")
+    assert "2/10 requests done, 3 open" in format_progress(counters, 1.0)
+    assert counters.tokens.hit_rate == 0.25
 
 
 def test_progress_says_how_far_sending_is_behind_and_nothing_of_a_busy_loops_delay() -> None:
-    tally, lateness = Tally(total=10), Lateness(due_s=100.0)
-    assert progress_text(tally, 1.0, behind_s=lateness.behind_s(112.3)).endswith("12 s behind the trace")
-    assert "behind" not in progress_text(tally, 1.0, behind_s=lateness.behind_s(100.2))
-    lateness.due_s = None
-    assert lateness.behind_s(1e9) == 0.0
+    counters, lag = WorkloadCounters(total=10), ScheduleLag(due_s=100.0)
+    assert format_progress(counters, 1.0, behind_s=lag.lag_s(112.3)).endswith("12 s behind the trace")
+    assert "behind" not in format_progress(counters, 1.0, behind_s=lag.lag_s(100.2))
+    lag.due_s = None
+    assert lag.lag_s(1e9) == 0.0
 
 
 def test_reasons_are_bounded_and_counts_are_not() -> None:
-    tally = Tally()
+    counters = WorkloadCounters()
     for number in range(1000):
-        tally.failed.add(f"reason {number}")
-    assert tally.failed.count == 1000
-    assert len(tally.failed.reasons) < 20
+        counters.failed.add(f"reason {number}")
+    assert counters.failed.count == 1000
+    assert len(counters.failed.reasons) < 20
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.sampled_from([0.5, 0.95]))
@@ -124,7 +124,7 @@ def test_the_percentile_of_nothing_is_zero() -> None:
 
 def test_text_between_colons_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     """A rank's complaint may quote anything; rich would make pictures of some of it."""
-    screen = Screen.standard()
-    screen.say("tcp://host:warning:1 [bold]")
-    screen.complain("rank 3: :bomb:")
+    screen = ConsoleReporter.standard()
+    screen.note("tcp://host:warning:1 [bold]")
+    screen.warn("rank 3: :bomb:")
     assert capsys.readouterr() == ("tcp://host:warning:1 [bold]\n", "rank 3: :bomb:\n")

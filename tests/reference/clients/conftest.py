@@ -29,7 +29,7 @@ from scheduler_components.reference.engine import (
     text_routes,
     unpack_tokens,
 )
-from scheduler_components.reference.text import TextCodec, WordCodec
+from scheduler_components.reference.text import TextTokenizer, WordTokenizer
 
 MODEL = SimulatedModel()
 FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0, eager_ms=0)
@@ -100,8 +100,8 @@ class Replica:
 class Served:
     """Replicas, the front before them, and the application that serves it."""
 
-    def __init__(self, num_replicas: int = 1, codec: TextCodec | None = None) -> None:
-        self.codec = codec if codec is not None else WordCodec()
+    def __init__(self, num_replicas: int = 1, codec: TextTokenizer | None = None) -> None:
+        self.codec = codec if codec is not None else WordTokenizer()
         self.replicas = [Replica(lambda: self.front, rank, num_replicas) for rank in range(num_replicas)]
         dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in self.replicas], affinity_tokens=1000)
         self.front = Front(leaders=self.replicas, dispatcher=dispatcher)  # type: ignore[arg-type]  # no sockets

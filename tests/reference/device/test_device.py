@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device import (
-    SIMULATED_LAYERS,
+    NUM_SIMULATED_LAYERS,
     CostModel,
     ScheduledBatch,
-    ScheduledWork,
+    ScheduledChunk,
     SimulatedDevice,
     SimulatedModel,
 )
@@ -41,7 +41,7 @@ class FakeTime:
 
 def a_batch(works: list[tuple[str, int]], num_prefill: int = 0, num_decode: int = 0) -> ScheduledBatch:
     return ScheduledBatch(
-        works=tuple(ScheduledWork(Request(rid, [0]), end - 1, end, False) for rid, end in works),
+        works=tuple(ScheduledChunk(Request(rid, [0]), end - 1, end, False) for rid, end in works),
         num_prefill_tokens=num_prefill,
         num_decode_tokens=num_decode,
         num_context_tokens=sum(end for _, end in works),
@@ -69,10 +69,10 @@ class RecordedFence:
         self._time = time
         self._layer_s = layer_s
 
-    def begin(self) -> None:
+    def start_batch(self) -> None:
         self.calls.append("begin")
 
-    def wait(self, layer: int) -> None:
+    def wait_until(self, layer: int) -> None:
         self.calls.append(f"layer {layer}")
         self._time.now_s += self._layer_s
 
@@ -81,12 +81,12 @@ class RecordedFence:
 def test_the_device_waits_for_pages_layer_by_layer_and_computes_meanwhile(slower: float) -> None:
     time, batch = FakeTime(), a_batch([("a", 5)], num_prefill=1000)
     cost_s = CostModel().batch_s(batch)
-    fence = RecordedFence(time, slower * cost_s / SIMULATED_LAYERS)
-    device = SimulatedDevice(clock=time.clock, sleep=time.sleep, fence=fence)
+    layer_counter = RecordedFence(time, slower * cost_s / NUM_SIMULATED_LAYERS)
+    device = SimulatedDevice(clock=time.clock, sleep=time.sleep, layer_counter=layer_counter)
     device.launch(batch)
-    assert fence.calls == ["begin"]
+    assert layer_counter.calls == ["begin"]
     device.wait()
-    assert fence.calls == ["begin", *(f"layer {layer}" for layer in range(SIMULATED_LAYERS))]
+    assert layer_counter.calls == ["begin", *(f"layer {layer}" for layer in range(NUM_SIMULATED_LAYERS))]
     assert time.now_s - 1000.0 == pytest.approx(max(1.0, slower) * cost_s)
 
 

@@ -11,7 +11,7 @@ from scheduler_components.reference.device import SimulationConfig, run_simulati
 def test_without_cp_there_is_nothing_to_leave_out() -> None:
     config = SimulationConfig(attn_cp_size=1, attn_tp_size=2, scope="tp")
     [run] = run_simulation(config, seeds=[0], num_steps=100, sample_steps=50)
-    assert run.parted_at is None
+    assert run.diverged_at_step is None
     assert run.differing_pages == [0, 0]
     assert run.num_served > 0
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device import (
-    BLOCK_TOKENS,
-    TraceFacts,
+    TRACE_BLOCK_TOKENS,
     TraceRequest,
+    TraceSummary,
     check_trace,
     open_trace,
     parse_trace,
@@ -98,20 +98,22 @@ def test_spreading_keeps_order_and_stays_within_the_quantum(arrivals: list[int],
         assert before.arrival_s <= after.arrival_s < before.arrival_s + quantum_s
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, BLOCK_TOKENS))
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, TRACE_BLOCK_TOKENS))
 def test_a_prompt_has_its_length_and_equal_ids_give_equal_blocks(hash_ids: list[int], last_tokens: int) -> None:
-    length = (len(hash_ids) - 1) * BLOCK_TOKENS + last_tokens
+    length = (len(hash_ids) - 1) * TRACE_BLOCK_TOKENS + last_tokens
     prompt = unpack_tokens(prompt_tokens(request(0.0, input_length=length, hash_ids=tuple(hash_ids))))
     assert len(prompt) == length
     assert all(0 <= token < 32_768 for token in prompt)
     for place, hash_id in enumerate(hash_ids):
-        block = unpack_tokens(prompt_tokens(request(0.0, input_length=BLOCK_TOKENS, hash_ids=(hash_id,))))
-        found = prompt[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS]
+        block = unpack_tokens(prompt_tokens(request(0.0, input_length=TRACE_BLOCK_TOKENS, hash_ids=(hash_id,))))
+        found = prompt[place * TRACE_BLOCK_TOKENS : (place + 1) * TRACE_BLOCK_TOKENS]
         assert found == block[: len(found)]
 
 
 def test_different_ids_give_different_blocks() -> None:
-    blocks = {prompt_tokens(request(0.0, input_length=BLOCK_TOKENS, hash_ids=(hash_id,))) for hash_id in range(500)}
+    blocks = {
+        prompt_tokens(request(0.0, input_length=TRACE_BLOCK_TOKENS, hash_ids=(hash_id,))) for hash_id in range(500)
+    }
     assert len(blocks) == 500
 
 
@@ -140,7 +142,7 @@ def test_a_trace_is_checked_to_its_end_before_anything_is_sent(tmp_path: Path) -
     path.write_bytes(b"\n".join([*(line(timestamp=1000 * second) for second in range(500)), b"nonsense"]))
     with pytest.raises(ConfigError, match=r"trace\.jsonl:501"):
         check_trace(path)
-    assert check_trace(path, limit=500) == TraceFacts(num_requests=500, duration_s=499.0)
+    assert check_trace(path, limit=500) == TraceSummary(num_requests=500, duration_s=499.0)
 
 
 @pytest.mark.parametrize("text", [b"", b"\n \n", b"\xef\xbb\xbf\n"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_components import CachedTokens
-from scheduler_components.batching import PrefillModel
+from scheduler_components.batching import PrefillLatencyModel
 from scheduler_components.testing import FakeClock
 
 
@@ -43,7 +43,7 @@ def test_forecasts_are_judged_and_told(make_bench: Callable) -> None:
 
 def test_a_model_shortens_the_later_chunks_of_a_prompt_and_every_token_is_computed(make_bench: Callable) -> None:
     bench = make_bench(page_size=4, kv_tokens=4096, chunk_tokens=256, max_prefill_tokens=256)
-    bench.scheduler.batcher.terms.chunk_sizer.model = PrefillModel(1_000, 1, 10_000)
+    bench.scheduler.batcher.terms.chunk_sizer.model = PrefillLatencyModel(1_000, 1, 10_000)
     bench.submit("long", range(3000))
     chunks = [result.num_prefill_tokens for result in bench.drain()]
     assert sum(chunks) == 3000
@@ -59,24 +59,24 @@ def test_without_a_model_chunks_are_as_long_as_ever(make_bench: Callable) -> Non
 
 
 class ComingFromStorage:
-    """Preparations of a cache whose storage brings tokens 8 to 40 of one request, and lets it wait until then."""
+    """PrefetchQueue of a cache whose storage brings tokens 8 to 40 of one request, and lets it wait until then."""
 
     def __init__(self) -> None:
         self.spans = [("waits", (8, 40)), ("never-came", (0, 4))]
 
-    def expect(self, *_: object) -> None:
+    def start(self, *_: object) -> None:
         pass
 
-    def is_ready(self, rid: str, *_: object, is_next: bool) -> bool:
+    def is_done(self, rid: str, *_: object, is_next: bool) -> bool:
         return not self.spans
 
-    def book_admission(self, rid: str, *, cached_tokens: int, **_: int) -> CachedTokens:
+    def record_admission(self, rid: str, *, cached_tokens: int, **_: int) -> CachedTokens:
         return CachedTokens(device=cached_tokens)
 
-    def storage_spans(self) -> list[tuple[str, tuple[int, int]]]:
+    def prefetched_spans(self) -> list[tuple[str, tuple[int, int]]]:
         return self.spans
 
-    def forget(self, rid: str) -> None:
+    def cancel(self, rid: str) -> None:
         pass
 
 
@@ -85,7 +85,7 @@ def test_what_storage_brings_is_left_out_of_what_waits_to_be_computed(
 ) -> None:
     bench = make_bench(kv_tokens=256)
     coming = ComingFromStorage()
-    monkeypatch.setattr(type(bench.scheduler.tiers.contents), "preparations", coming)
+    monkeypatch.setattr(type(bench.scheduler.tiers.contents), "prefetch_queue", coming)
     bench.submit("waits", range(100))
     bench.scheduler.step()
     assert bench.sink.stats[-1].load.num_waiting_uncached_tokens == 100 - 32

@@ -7,7 +7,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import TokenSpace
+from scheduler_components.reference.device import TokenSpec
 from scheduler_components.reference.engine import (
     Request,
     SamplingLimits,
@@ -71,7 +71,7 @@ def test_a_request_is_refused_exactly_when_the_whole_pool_could_not_hold_it(
 def test_a_request_beyond_the_models_context_is_refused_with_the_room_that_is_left(
     context: int, num_input: int, max_new: int
 ) -> None:
-    config = SchedulerConfig(page_size=1, kv_tokens=30, tokens=TokenSpace(context_tokens=context))
+    config = SchedulerConfig(page_size=1, kv_tokens=30, tokens=TokenSpec(context_tokens=context))
     most = min(30, context)
     if num_input + max_new - 1 <= most:
         check_request_fits(config, num_input, max_new)
@@ -85,7 +85,7 @@ def test_a_request_beyond_the_models_context_is_refused_with_the_room_that_is_le
 
 
 def test_a_token_that_the_model_does_not_have_is_refused() -> None:
-    config = SchedulerConfig(tokens=TokenSpace(vocab_size=320))
+    config = SchedulerConfig(tokens=TokenSpec(vocab_size=320))
     check_tokens_known(config, [0, 319])
     check_tokens_known(SchedulerConfig(), [2**32 - 1])
     with pytest.raises(ConfigError, match=r"^input_ids=320: .* give ids from 0 to 319"):

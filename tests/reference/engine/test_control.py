@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.internal_state import InternalState
-from scheduler_components.profiling import ProfilerSession
+from scheduler_components.profiling import ProfilerManager
 from scheduler_components.reference.device import SimulatedDevice
 from scheduler_components.reference.engine import (
     BatcherState,
@@ -39,8 +39,10 @@ def scheduler() -> Scheduler:
 
 @pytest.fixture
 def control(scheduler: Scheduler) -> Control:
-    profiles = ProfilerSession()
-    return Control(state=InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles)), profiles=profiles)
+    profiles = ProfilerManager()
+    return Control(
+        state=InternalState(providers=(BatcherState(batcher=scheduler.batcher), profiles)), profiles=profiles
+    )
 
 
 def test_budgets_can_be_changed_while_requests_run(scheduler: Scheduler, control: Control) -> None:

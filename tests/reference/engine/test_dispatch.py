@@ -36,24 +36,24 @@ def test_unreported_requests_are_balanced(sizes: list[int], num_replicas: int) -
 def test_a_report_replaces_exactly_what_it_has_seen(sizes: list[int], data: st.DataObject) -> None:
     load = ReplicaLoad()
     for size in sizes:
-        load.dispatched(size)
+        load.issue_ticket(size)
     seen = data.draw(st.integers(0, len(sizes)))
-    load.reported(report(1, num_tokens=77, seen=seen))
+    load.on_load_report(report(1, num_tokens=77, seen=seen))
     assert load.total_tokens == 77 + sum(sizes[seen:])
     assert load.is_covered == (seen == len(sizes))
 
 
 def test_a_late_report_is_dropped() -> None:
     load = ReplicaLoad()
-    load.reported(report(2, num_tokens=5))
-    load.reported(report(1, num_tokens=9))
+    load.on_load_report(report(2, num_tokens=5))
+    load.on_load_report(report(1, num_tokens=9))
     assert load.total_tokens == 5
 
 
 def test_the_least_loaded_replica_is_chosen() -> None:
     dispatcher = make_dispatcher(3)
     for replica, tokens in enumerate([30, 10, 20]):
-        dispatcher.replicas[replica].reported(report(1, num_tokens=tokens))
+        dispatcher.replicas[replica].on_load_report(report(1, num_tokens=tokens))
     assert [dispatcher.dispatch(15).replica for _ in range(3)] == [1, 2, 1]
 
 
@@ -70,7 +70,7 @@ def test_a_conversation_that_moved_has_a_new_home() -> None:
     home = dispatcher.dispatch(50, "chat").replica
     away = dispatcher.dispatch(5, "chat").replica
     assert away != home
-    dispatcher.replicas[home].reported(report(1, seen=1))
+    dispatcher.replicas[home].on_load_report(report(1, seen=1))
     assert dispatcher.dispatch(1, "chat").replica == away
 
 

@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
-from scheduler_components.batching import BatchShape, DpBatchSync, PrefillWish, dp_rank_sets
-from scheduler_components.hicache import RankSets, SyncDomain, SyncTimeoutError
-from scheduler_components.intake import IdleSleeper, Intake, StopRequested, WaitFor, ZmqInputSource
+from scheduler_components.batching import BatchShape, DpBatchSync, PrefillIntent, dp_rank_groups
+from scheduler_components.hicache import ParallelGroups, RankGroups, SyncTimeoutError
+from scheduler_components.intake import IdleSleeper, RequestReceiver, StopRequestedError, WaitForSocket, ZmqInputSource
 from scheduler_components.internal_state import InternalState
-from scheduler_components.profiling import ProfilerSession
+from scheduler_components.profiling import ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.cli import EngineOptions, HiCacheOptions, engine_config
 from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
@@ -91,11 +91,13 @@ class Wires:
         push.connect(f"ipc://{self.folder / name}")
         return push, pull
 
-    def hub(self, rank: int, hops: RankSets, wait_for: WaitFor | None = None, timeout_s: float = 30.0) -> ZmqSyncHub:
+    def hub(
+        self, rank: int, reduce_groups: RankGroups, wait_for: WaitForSocket | None = None, timeout_s: float = 30.0
+    ) -> ZmqSyncHub:
         hub = open_zmq_sync_hub(
             self.context,
             rank=rank,
-            hops=hops.hops,
+            reduce_groups=reduce_groups.reduce_groups,
             address_of=lambda peer: f"ipc://{self.folder / f'dp-{peer}'}",
             wait_for=wait_for or _wait,
             timeout_s=timeout_s,
@@ -129,7 +131,7 @@ def wires() -> Iterator[Wires]:
 
 
 def open_hubs(wires: Wires, size: int, timeout_s: float = 30.0) -> list[ZmqSyncHub]:
-    return [wires.hub(rank, RankSets(rank=rank, tp=range(size)), timeout_s=timeout_s) for rank in range(size)]
+    return [wires.hub(rank, RankGroups(rank=rank, tp=range(size)), timeout_s=timeout_s) for rank in range(size)]
 
 
 def test_a_rank_is_awaited_from_the_first_vector_on_until_it_has_come(wires: Wires) -> None:
@@ -173,7 +175,7 @@ def test_a_replica_that_does_not_come_is_named_by_all_others(wires: Wires) -> No
 
     def run(rank: int) -> None:
         for step in range(3 if rank == 2 else 5):
-            syncs[rank].agree(BatchShape(step, rank, 0), PrefillWish())
+            syncs[rank].agree(BatchShape(step, rank, 0), PrefillIntent())
 
     with ThreadPoolExecutor(3) as threads:
         running = [threads.submit(run, rank) for rank in range(3)]
@@ -197,10 +199,10 @@ class Replica:
         reports = ReportSocket(socket=wires.pipe(f"reports-{rank}")[0])
         alive, stop = RankAlive(str(parallel), rank), StopSignal(self._stop_reader)
         heartbeat = Heartbeat(alive=alive, reports=reports, stop=stop)
-        hub = wires.hub(rank, dp_rank_sets(parallel), heartbeat.wait)
-        hops = dp_rank_sets(parallel).hops
-        self.dp = DpBatchSync(domain=hub.domain(hops), replica=rank, num_replicas=size)
-        self.outputs, state, profiles = ListOutputSink(), QuiesceState(), ProfilerSession()
+        hub = wires.hub(rank, dp_rank_groups(parallel), heartbeat.wait)
+        reduce_groups = dp_rank_groups(parallel).reduce_groups
+        self.dp = DpBatchSync(domain=hub.domain(reduce_groups), replica=rank, num_replicas=size)
+        self.outputs, state, profiles = ListOutputSink(), QuiesceState(), ProfilerManager()
         self.scheduler = Scheduler.compose(
             SchedulerConfig(page_size=4, kv_tokens=512),
             parallel,
@@ -209,16 +211,16 @@ class Replica:
             quiesce=state,
             dp=self.dp,
         )
-        internal = InternalState(holders=(BatcherState(batcher=self.scheduler.batcher),))
+        internal = InternalState(providers=(BatcherState(batcher=self.scheduler.batcher),))
         self.leader = Leader(
             executor=StepExecutor(
                 parallel=parallel,
                 scheduler=self.scheduler,
                 reports=reports,
                 control=Control(state=internal, profiles=profiles),
-                quiesce=quiesce_of(self.scheduler, state, domain=SyncDomain(rank=rank)),
+                quiesce=quiesce_of(self.scheduler, state, domain=ParallelGroups(rank=rank)),
             ),
-            intake=Intake(rank=str(parallel), reader=CommandReader(), source=ZmqInputSource(socket=pull)),
+            intake=RequestReceiver(rank=str(parallel), reader=CommandReader(), source=ZmqInputSource(socket=pull)),
             sleeper=IdleSleeper([pull, hub.inbox], [self._stop_reader]),
             heartbeat=heartbeat,
             load_publishers=(),
@@ -228,7 +230,7 @@ class Replica:
         self._thread.start()
 
     def _run(self) -> None:
-        with suppress(StopRequested):
+        with suppress(StopRequestedError):
             self.leader.run()
 
     def submit(self, rid: str, num_tokens: int, max_new_tokens: int) -> None:

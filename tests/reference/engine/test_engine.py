@@ -19,9 +19,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability.kv_stream import Tier, addresses_in, open_async_subscriber, worker_url
+from observability.kv_stream import Tier, open_async_subscriber, parse_addresses, parse_worker_url
 from scheduler_components import ConfigError, DecodeError
-from scheduler_components.intake import IntakeStats
+from scheduler_components.intake import ReceiverStats
 from scheduler_components.load import open_zmq_load_reader
 from scheduler_components.reference.engine import (
     FRONT,
@@ -114,7 +114,7 @@ def test_streams_on_ports_of_the_system_are_advertised_and_found(private_tmp: Pa
     async def scenario(engine: Engine) -> None:
         await generate(engine, wanted(range(64)))
         info = json.loads(json.dumps(EngineStatus(engine=engine).server_info(), default=str))
-        addresses = addresses_in(info, worker_url("http://127.0.0.1:30000"))
+        addresses = parse_addresses(info, parse_worker_url("http://127.0.0.1:30000"))
         assert len({each.port for at in addresses for each in (at.events, at.replay, at.load) if each}) == 6
         dumps = await engine.dump_caches()
         async with open_async_subscriber(addresses) as reader:
@@ -133,7 +133,9 @@ def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> Non
 
     async def scenario(engine: Engine) -> None:
         app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
-        addresses = addresses_in(dict(EngineStatus(engine=engine).server_info()), worker_url("http://127.0.0.1:1"))
+        addresses = parse_addresses(
+            dict(EngineStatus(engine=engine).server_info()), parse_worker_url("http://127.0.0.1:1")
+        )
         async with (
             httpx.AsyncClient(transport=app, base_url="http://engine") as client,
             open_async_subscriber(addresses) as reader,
@@ -170,7 +172,9 @@ def test_a_store_that_is_cleared_is_empty_told_and_filled_again(tmp_path: Path, 
 
     async def scenario(engine: Engine) -> None:
         app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
-        addresses = addresses_in(dict(EngineStatus(engine=engine).server_info()), worker_url("http://127.0.0.1:1"))
+        addresses = parse_addresses(
+            dict(EngineStatus(engine=engine).server_info()), parse_worker_url("http://127.0.0.1:1")
+        )
         async with (
             httpx.AsyncClient(transport=app, base_url="http://engine") as client,
             open_async_subscriber(addresses) as reader,
@@ -252,9 +256,9 @@ def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_t
     """On two ranks that take input in after every fourth decode step."""
 
     async def scenario(engine: Engine) -> None:
-        def counts() -> IntakeStats:
+        def counts() -> ReceiverStats:
             stats = next(iter(engine.stats.read().values()), None)
-            return IntakeStats() if stats is None or stats.totals.intake is None else stats.totals.intake
+            return ReceiverStats() if stats is None or stats.totals.intake is None else stats.totals.intake
 
         running = asyncio.create_task(generate(engine, wanted(range(40), max_new_tokens=200)))
         await asyncio.sleep(0)  # it is sent now

@@ -32,7 +32,7 @@ from scheduler_components.reference.engine import (
     read_generate_body,
     unpack_tokens,
 )
-from scheduler_components.reference.text import WordCodec
+from scheduler_components.reference.text import WordTokenizer
 
 
 class Leader:
@@ -75,7 +75,7 @@ def make_front() -> tuple[Front, Leader]:
 
 
 def endpoint(front: Front) -> GenerateEndpoint:
-    return GenerateEndpoint(text=TextFront(front=front, codec=WordCodec()))
+    return GenerateEndpoint(text=TextFront(front=front, codec=WordTokenizer()))
 
 
 def post(front: Front, body: bytes | dict[str, Any]) -> httpx.Response:

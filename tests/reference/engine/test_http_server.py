@@ -26,7 +26,7 @@ from scheduler_components.reference.engine import (
     bind_http,
     open_http_server,
 )
-from scheduler_components.reference.text import WordCodec
+from scheduler_components.reference.text import WordTokenizer
 
 
 async def hello(_: Request) -> PlainTextResponse:
@@ -81,7 +81,7 @@ def test_an_address_at_which_somebody_else_listens_by_then_is_a_start_error() ->
 
 def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
     front = Front(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
-    text = TextFront(front=front, codec=WordCodec())
+    text = TextFront(front=front, codec=WordTokenizer())
     generate = Route("/generate", GenerateEndpoint(text=text, body_deadline_s=0.5), methods=["POST"])
     half = b"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-length: 100\r\n\r\n" + 50 * b"["
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability import ConformanceReport, examine_conformance, fetch_pool
+from observability import ConformanceReport, check_conformance, fetch_kv_pool
 from scheduler_components.reference.engine import (
     Engine,
     EngineConfig,
@@ -40,9 +40,9 @@ async def examined(config: EngineConfig) -> tuple[ConformanceReport, set[str]]:
         with bind_http("127.0.0.1", 0) as listener:
             async with open_http_server(make_app(engine, CollectorRegistry(), kv_pool=True), listener) as url:
                 clients = asyncio.gather(*(serve(engine, first) for first in range(4)))
-                report = await asyncio.to_thread(examine_conformance, url, OPTIONS, oracle=url)
+                report = await asyncio.to_thread(check_conformance, url, OPTIONS, oracle=url)
                 clients.cancel()
-                reading = await asyncio.to_thread(fetch_pool, url, 1)
+                reading = await asyncio.to_thread(fetch_kv_pool, url, 1)
                 await asyncio.gather(clients, return_exceptions=True)
                 return report, {medium for medium, _ in reading.blocks}
 

@@ -12,11 +12,11 @@ from scheduler_components.quiesce import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
+    ControlReply,
+    ControlRequest,
     EndWeightUpdate,
     FlushCache,
     LoadWeights,
-    Order,
-    OrderAnswer,
     PauseGeneration,
     PauseMode,
     RollBackWeights,
@@ -44,8 +44,8 @@ class PlayedReplicas:
     """Leaders' sockets that answer orders at once; ``problems`` and ``checksums`` say how, ``deaf`` do not answer."""
 
     def __init__(self) -> None:
-        self.told: list[list[Order]] = [[], []]
-        self.problems: dict[tuple[int, type[Order]], str] = {}
+        self.told: list[list[ControlRequest]] = [[], []]
+        self.problems: dict[tuple[int, type[ControlRequest]], str] = {}
         self.checksums = [5, 5]
         self.deaf: set[int] = set()
         self.front = Front(
@@ -61,9 +61,9 @@ class PlayedReplicas:
         problem = self.problems.get((replica, type(order)), "")
         checksum = self.checksums[replica] if isinstance(order, CheckWeights) else 0
         if replica not in self.deaf:
-            self.front.receive(OrderAnswered(replica, OrderAnswer(command.order_id, problem, 3, checksum)))
+            self.front.receive(OrderAnswered(replica, ControlReply(command.order_id, problem, 3, checksum)))
 
-    def kinds(self, replica: int) -> list[type[Order]]:
+    def kinds(self, replica: int) -> list[type[ControlRequest]]:
         return [type(order) for order in self.told[replica]]
 
 
@@ -112,7 +112,7 @@ def test_replicas_with_other_weights_roll_back(checksums: list[int], wanted: int
 
 
 @pytest.mark.parametrize("order", [BeginWeightUpdate, LoadWeights, CheckWeights])
-def test_what_one_replica_could_not_is_taken_back_on_all(order: type[Order]) -> None:
+def test_what_one_replica_could_not_is_taken_back_on_all(order: type[ControlRequest]) -> None:
     replicas = PlayedReplicas()
     replicas.problems[1, order] = "rank 3 could not"
     with pytest.raises(OrderRefusedError, match="replica 1: rank 3 could not"):

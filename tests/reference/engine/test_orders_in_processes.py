@@ -15,7 +15,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability.kv_stream import addresses_in, open_async_subscriber, worker_url
+from observability.kv_stream import open_async_subscriber, parse_addresses, parse_worker_url
 from scheduler_components.quiesce import BeginWeightUpdate, FlushCache, PauseMode
 from scheduler_components.reference.engine import (
     Engine,
@@ -62,7 +62,9 @@ class Bench:
     @asynccontextmanager
     async def open(cls, engine: Engine) -> AsyncIterator[Bench]:
         app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
-        addresses = addresses_in(dict(EngineStatus(engine=engine).server_info()), worker_url("http://127.0.0.1:1"))
+        addresses = parse_addresses(
+            dict(EngineStatus(engine=engine).server_info()), parse_worker_url("http://127.0.0.1:1")
+        )
         async with (
             httpx.AsyncClient(transport=app, base_url="http://engine") as client,
             open_async_subscriber(addresses) as reader,

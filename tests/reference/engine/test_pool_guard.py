@@ -71,7 +71,7 @@ def test_a_rank_that_is_stuck_says_where_over_http_and_with_its_stacks(private_t
 
 def test_a_rank_is_told_how_to_check() -> None:
     integrity = IntegrityConfig(
-        checks=CheckPolicy(action="dump", counts_every_steps=3), owners_one_in=4, follows_events=True, stall_after_s=2.5
+        checks=CheckPolicy(action="dump", count_every_steps=3), owners_one_in=4, follows_events=True, stall_after_s=2.5
     )
     config = RankConfig(attrs.evolve(SLOW, scheduler=SchedulerConfig(integrity=integrity)), 0, EnginePaths("x"))
     assert RankConfig.from_json(config.to_json()) == config
@@ -89,7 +89,7 @@ def test_what_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
         IntegrityConfig(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{"action": "kill"}, {"counts_every_steps": 0}, {"census_every_steps": 0}])
+@pytest.mark.parametrize("wrong", [{"action": "kill"}, {"count_every_steps": 0}, {"full_check_every_steps": 0}])
 def test_a_policy_that_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         CheckPolicy(**wrong)  # type: ignore[arg-type]

@@ -22,18 +22,18 @@ from scheduler_components import (
     SchedulerStats,
 )
 from scheduler_components.errors import LockstepError
-from scheduler_components.hicache import SyncDomain
+from scheduler_components.hicache import ParallelGroups
 from scheduler_components.intake import (
     IdleSleeper,
-    Intake,
     RecvSkipper,
     RelayedInput,
+    RequestReceiver,
     ZmqFollowerRelay,
     ZmqInputSource,
     ZmqLeaderRelay,
 )
 from scheduler_components.internal_state import InternalState
-from scheduler_components.profiling import ProfilerSession
+from scheduler_components.profiling import ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.device import DeviceOutput, ScheduledBatch
 from scheduler_components.reference.engine import (
@@ -165,9 +165,9 @@ class Rank:
             sinks.outputs = OutputSocket(socket=outputs)
         state = QuiesceState()
         scheduler = Scheduler.compose(CONFIG, parallel, Device(self.order, last_batch), sinks=sinks, quiesce=state)
-        quiesce = quiesce_of(scheduler, state, domain=SyncDomain(rank=tp_rank))
-        profiles = ProfilerSession()
-        internal = InternalState(holders=(BatcherState(batcher=scheduler.batcher), profiles))
+        quiesce = quiesce_of(scheduler, state, domain=ParallelGroups(rank=tp_rank))
+        profiles = ProfilerManager()
+        internal = InternalState(providers=(BatcherState(batcher=scheduler.batcher), profiles))
         control = Control(state=internal, profiles=profiles)
         self.executor = StepExecutor(
             parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce
@@ -213,12 +213,12 @@ def lead(
     for command in commands:
         push.send(encode(command))
     assert pull.poll(1000)
-    intake = Intake(
+    intake = RequestReceiver(
         rank="leader",
         reader=CommandReader(),
         source=ZmqInputSource(socket=pull),
         relay=ZmqLeaderRelay(followers=followers, wait_for=rank.heartbeat.wait),
-        skipper=RecvSkipper(recv_interval=recv_interval),
+        recv_skipper=RecvSkipper(recv_interval=recv_interval),
     )
     Leader(
         executor=rank.executor,
@@ -231,11 +231,11 @@ def lead(
 
 def follow(rank: Rank, steps: zmq.Socket[bytes], *, recv_interval: int = 1) -> None:
     """Run a follower of the leader at the other end of ``steps``."""
-    intake = Intake(
+    intake = RequestReceiver(
         rank=str(rank.executor.parallel),
         reader=CommandReader(),
         relay=ZmqFollowerRelay(steps=steps, wait_for=rank.heartbeat.wait),
-        skipper=RecvSkipper(recv_interval=recv_interval),
+        recv_skipper=RecvSkipper(recv_interval=recv_interval),
     )
     Follower(executor=rank.executor, intake=intake, heartbeat=rank.heartbeat).run()
 
@@ -375,4 +375,4 @@ def test_load_reports_of_a_busy_replica_are_throttled(wires: Wires) -> None:
     lead(wires, rank, [submit("a", max_new_tokens=200)], [])
     pacer = rank.load_publishers[1].pacer
     assert len(rank.reports(LoadReport)) == pacer.sent
-    assert pacer.sent + pacer.throttled + pacer.repeated >= 200
+    assert pacer.sent + pacer.throttled + pacer.unchanged >= 200

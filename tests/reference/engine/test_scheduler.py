@@ -12,7 +12,7 @@ from scheduler_components.reference.device import (
     SamplingParams,
     SimulatedModel,
     TokenLogprobs,
-    TokenSpace,
+    TokenSpec,
 )
 from scheduler_components.reference.engine import Request, SamplingLimits
 
@@ -158,7 +158,7 @@ def test_an_id_is_taken_until_its_abort_has_been_told(make_bench: Callable) -> N
 
 
 def test_a_stop_token_ends_a_request_and_the_end_of_sequence_can_be_ignored(make_bench: Callable) -> None:
-    bench = make_bench(tokens=TokenSpace(eos_token_ids=(5, MODEL.next_token("ends", 4))))
+    bench = make_bench(tokens=TokenSpec(eos_token_ids=(5, MODEL.next_token("ends", 4))))
     ends = bench.submit("ends", range(4), 5)
     ignores = Request("ignores", range(4), SamplingLimits(max_new_tokens=3, ignore_eos=True))
     stops = Request("stops", range(4), SamplingLimits(5, stop_token_ids=(MODEL.next_token("stops", 5),)))

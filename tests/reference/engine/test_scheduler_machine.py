@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components import BlockRemoved, EventBatch, FinishReason, ParallelState
-from scheduler_components.hicache import SyncDomain
+from scheduler_components.hicache import ParallelGroups
 from scheduler_components.quiesce import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
+    ControlRequest,
     EndWeightUpdate,
     FlushCache,
     MemoryTag,
-    Order,
     PauseGeneration,
     PauseMode,
     QuiesceState,
@@ -29,7 +29,7 @@ from scheduler_components.quiesce import (
     ResumeMemory,
     RollBackWeights,
 )
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel, TokenSpace
+from scheduler_components.reference.device import SimulatedDevice, SimulatedModel, TokenSpec
 from scheduler_components.reference.engine import (
     Request,
     RequestState,
@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk_tokens=chunk,
             new_token_ratio=ratios[0],
             min_new_token_ratio=ratios[1],
-            tokens=TokenSpace(eos_token_ids=(EOS,)),
+            tokens=TokenSpec(eos_token_ids=(EOS,)),
         )
         self.view = StreamView(page_size)
         self.outputs = ListOutputSink()
@@ -141,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sinks=SchedulerSinks(events=self.view, outputs=self.outputs),
             quiesce=(state := QuiesceState()),
         )
-        self.quiesce = quiesce_of(self.scheduler, state, domain=SyncDomain(), weights=SomeWeights())
+        self.quiesce = quiesce_of(self.scheduler, state, domain=ParallelGroups(), weights=SomeWeights())
         self.num_put_back = 0  # by pauses
         self.requests: dict[str, Request] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -185,15 +185,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             ratio = self.scheduler.batcher.new_token_ratio.current
             assert self.config.min_new_token_ratio <= ratio <= 1.0
             highest = ratio_before if was_running else self.config.new_token_ratio
-            may_move = self.scheduler.batcher.terms.gate.admits
+            may_move = self.scheduler.batcher.terms.gate.can_admit
             assert result.num_retracted or not may_move or ratio <= highest
             assert oldest is None or not may_move or progress(oldest) > before or oldest.state is RequestState.FINISHED
             assert self.view.blocks == set(self.scheduler.cache.block_hashes())
 
     @rule(order=orders)
-    def order(self, order: Order) -> None:
+    def order(self, order: ControlRequest) -> None:
         """Given while anything may run, it ends in a bounded number of steps; what it empties is told at once."""
-        self.quiesce.take(0, order)
+        self.quiesce.enqueue(0, order)
         for _ in range(3):
             answer = self.quiesce.step()
             if answer is not None:
@@ -261,8 +261,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         state = self.quiesce.quiesce.state
         for order in (RollBackWeights(), ResumeMemory(tuple(sorted(state.released))), ContinueGeneration()):
-            self.quiesce.take(0, order)
-            while self.quiesce.quiesce.has_orders:
+            self.quiesce.enqueue(0, order)
+            while self.quiesce.quiesce.has_pending:
                 self.quiesce.step()
         tokens = sum(len(request.token_ids) + request.limits.max_new_tokens for request in self.requests.values())
         bound = 1 + tokens * (1 + self.num_put_back)

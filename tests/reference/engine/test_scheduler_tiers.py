@@ -10,15 +10,15 @@ pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-componen
 
 from scheduler_components import ParallelState, SchedulerStats
 from scheduler_components.hicache import (
+    HiCacheStepper,
     HiRadixCache,
     HostPool,
     KeySpace,
     PageShape,
+    ParallelGroups,
     Placement,
     SimulatedDeviceMemory,
-    SyncDomain,
     ThreadPageMover,
-    TierStepper,
 )
 from scheduler_components.reference.device import SimulatedDevice
 from scheduler_components.reference.engine import (
@@ -48,7 +48,7 @@ def tiers() -> Iterator[HostTiers]:
     keys = KeySpace(model="m", dtype="d", page_size=4, layout="page_first", placement=Placement(), parallel=parallel)
     mover = ThreadPageMover(host=host, device=device, keys=keys)
     cache = HiRadixCache(page_size=4, capacity_tokens=64, host=host, num_host_pages=64)
-    tiers = HostTiers(stepper=TierStepper(cache=cache, domain=SyncDomain(), mover=mover), mover=mover)
+    tiers = HostTiers(stepper=HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=mover), mover=mover)
     yield tiers
     tiers.close()
 

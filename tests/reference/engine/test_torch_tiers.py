@@ -21,13 +21,13 @@ import torch
 
 from scheduler_components import ConfigError, FinishReason, ParallelState
 from scheduler_components.hicache import (
-    CopyEnd,
+    CopyEvent,
     HiCachePolicy,
+    HostLayerView,
     HostLayout,
-    HostPlane,
-    LayerFence,
-    LoadWay,
-    SyncDomain,
+    LayerDoneCounter,
+    LoadBackMode,
+    ParallelGroups,
     TorchDeviceMemory,
 )
 from scheduler_components.reference.device import DeviceOutput, DeviceRequest, ScheduledBatch
@@ -61,20 +61,20 @@ class ReadingDevice:
         computed: released after each layer; for a copy that waits for it.
     """
 
-    def __init__(self, memory: TorchDeviceMemory, fence: LayerFence) -> None:
+    def __init__(self, memory: TorchDeviceMemory, layer_counter: LayerDoneCounter) -> None:
         self.memory = memory
         self.num_read = 0
-        self.fence = fence
+        self.layer_counter = layer_counter
         self.computed = Semaphore(0)
         self._batch: ScheduledBatch[DeviceRequest] = ScheduledBatch()
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         self._batch = batch
-        self.fence.begin()
+        self.layer_counter.start_batch()
 
     def wait(self) -> DeviceOutput:
         for layer in range(len(self.memory.keys)):
-            self.fence.wait(layer)
+            self.layer_counter.wait_until(layer)
             for work in self._batch.works:
                 self._attend(layer, work.request, work.start, work.end)
             self.computed.release()
@@ -127,8 +127,8 @@ class Run:
 @contextmanager
 def opened(hicache: HiCacheConfig, *, model: str = "weights 1", dtype: torch.dtype = torch.float32) -> Iterator[Run]:
     memory, parallel = pool(dtype=dtype), ParallelState.trivial()
-    tiers = open_host_tiers(torch_kv(memory, model=model), hicache, CONFIG, parallel, domain=SyncDomain())
-    device = ReadingDevice(memory, tiers.fence)
+    tiers = open_host_tiers(torch_kv(memory, model=model), hicache, CONFIG, parallel, domain=ParallelGroups())
+    device = ReadingDevice(memory, tiers.layer_counter)
     scheduler = Scheduler.compose(CONFIG, parallel, device, tiers=tiers)
     scheduler.step()  # from the first agreement on, storage is asked
     try:
@@ -156,7 +156,7 @@ def with_files(
 @pytest.mark.parametrize("load", ["whole", "by_layer"])
 @pytest.mark.parametrize(("layout", "dtype"), [("page_first", torch.float32), ("layer_first", torch.bfloat16)], ids=str)
 def test_what_the_device_evicted_is_read_again_from_the_host(
-    layout: HostLayout, dtype: torch.dtype, load: LoadWay
+    layout: HostLayout, dtype: torch.dtype, load: LoadBackMode
 ) -> None:
     config = HiCacheConfig(host_tokens=256, host_layout=layout, policy=HiCachePolicy(load=load))
     with opened(config, dtype=dtype) as run:
@@ -227,7 +227,7 @@ def test_a_memory_of_other_size_is_refused() -> None:
             HiCacheConfig(host_tokens=64),
             CONFIG,
             ParallelState.trivial(),
-            domain=SyncDomain(),
+            domain=ParallelGroups(),
         )
 
 
@@ -242,11 +242,15 @@ def test_a_forward_computes_a_layer_while_the_next_one_is_on_its_way(monkeypatch
         copied: list[int] = []
 
         def copy_late(
-            memory: TorchDeviceMemory, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]
-        ) -> CopyEnd:
+            memory: TorchDeviceMemory,
+            layer: int,
+            layer_view: HostLayerView,
+            host_pages: Sequence[int],
+            pages: Sequence[int],
+        ) -> CopyEvent:
             assert not layer or run.device.computed.acquire(timeout=20), "the forward waits for more than its layer"
             copied.append(layer)
-            return copy(memory, layer, plane, host_pages, pages)
+            return copy(memory, layer, layer_view, host_pages, pages)
 
         copy = TorchDeviceMemory.copy_to_device
         monkeypatch.setattr(TorchDeviceMemory, "copy_to_device", copy_late)
@@ -263,11 +267,15 @@ def test_a_load_that_fails_fails_the_requests_that_read_it_and_nothing_else(
         run.serve(*PROMPTS)
 
         def fail_in_the_middle(
-            memory: TorchDeviceMemory, layer: int, plane: HostPlane, host_pages: Sequence[int], pages: Sequence[int]
-        ) -> CopyEnd:
+            memory: TorchDeviceMemory,
+            layer: int,
+            layer_view: HostLayerView,
+            host_pages: Sequence[int],
+            pages: Sequence[int],
+        ) -> CopyEvent:
             if layer:
                 raise MemoryError("no memory for a copy")
-            return copy(memory, layer, plane, host_pages, pages)
+            return copy(memory, layer, layer_view, host_pages, pages)
 
         copy = TorchDeviceMemory.copy_to_device
         failed = Request("failed", PROMPTS[0], SamplingLimits(max_new_tokens=3))

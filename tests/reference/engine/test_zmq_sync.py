@@ -14,11 +14,17 @@ import pytest
 import zmq
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import Proposal, SyncDivergenceError, SyncDomain, SyncTimeoutError, world_rank_sets
-from scheduler_components.intake import StopRequested
-from scheduler_components.reference.engine import open_zmq_sync_domain
+from scheduler_components.hicache import (
+    ParallelGroups,
+    Proposal,
+    SyncDivergenceError,
+    SyncTimeoutError,
+    world_rank_groups,
+)
+from scheduler_components.intake import StopRequestedError
+from scheduler_components.reference.engine import open_zmq_groups
 
-Work = Callable[[SyncDomain], object]
+Work = Callable[[ParallelGroups], object]
 
 
 @pytest.fixture
@@ -41,18 +47,18 @@ class Ranks:
             return {rank: future.result() for rank, future in futures.items()}
 
     def _run(self, rank: int, work: Work) -> object:
-        world = world_rank_sets(ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2))
-        domain = open_zmq_sync_domain(
+        world = world_rank_groups(ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2))
+        domain = open_zmq_groups(
             self._context,
             rank=rank,
-            hops=world[rank].hops,
+            reduce_groups=world[rank].reduce_groups,
             address_of=lambda peer: f"ipc://{self._folder / str(peer)}",
             wait_for=self._wait,
             timeout_s=self._timeout_s,
         )
         try:
             return work(domain)
-        except (SyncTimeoutError, SyncDivergenceError, StopRequested) as error:
+        except (SyncTimeoutError, SyncDivergenceError, StopRequestedError) as error:
             return error
         finally:
             domain.close()
@@ -67,7 +73,7 @@ class Ranks:
 def test_ranks_get_the_answers_of_the_whole_grid_again_and_again(
     context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
 ) -> None:
-    def work(domain: SyncDomain) -> object:
+    def work(domain: ParallelGroups) -> object:
         answers = []
         for step in range(200):
             proposal = Proposal("step", step=step)
@@ -76,7 +82,7 @@ def test_ranks_get_the_answers_of_the_whole_grid_again_and_again(
             proposal.equal("state", -(2**63))
             for slot in range(300 if step == 7 else 1):
                 proposal.any(f"slot {slot}", domain.rank == 3)
-            agreed = domain.agree(proposal)
+            agreed = domain.reduce(proposal)
             answers.append((agreed.numbers["landed"], agreed.numbers["wanted"], *agreed.flags.values()))
         return answers, domain.num_collectives
 
@@ -87,7 +93,7 @@ def test_ranks_get_the_answers_of_the_whole_grid_again_and_again(
 
 def test_a_missing_rank_is_named_on_every_rank(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
     found = Ranks(context, tmp_path, timeout_s=0.3).run(
-        dict.fromkeys((0, 1, 3), lambda domain: domain.min("landed", 1, step=7))
+        dict.fromkeys((0, 1, 3), lambda domain: domain.all_reduce_min("landed", 1, step=7))
     )
     for error in found.values():
         assert isinstance(error, SyncTimeoutError)
@@ -95,8 +101,8 @@ def test_a_missing_rank_is_named_on_every_rank(context: zmq.Context[zmq.Socket[b
 
 
 def test_different_questions_are_named_on_every_rank(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
-    works: dict[int, Work] = dict.fromkeys(range(4), lambda domain: domain.min("landed", 1, step=7))
-    works[2] = lambda domain: domain.min("allocated", 1, step=7)
+    works: dict[int, Work] = dict.fromkeys(range(4), lambda domain: domain.all_reduce_min("landed", 1, step=7))
+    works[2] = lambda domain: domain.all_reduce_min("allocated", 1, step=7)
     for error in Ranks(context, tmp_path).run(works).values():
         assert isinstance(error, SyncDivergenceError)
         assert error.places[2] == "'allocated' at step 7, call 0"
@@ -106,5 +112,5 @@ def test_different_questions_are_named_on_every_rank(context: zmq.Context[zmq.So
 def test_an_order_to_stop_ends_the_wait(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
     ranks = Ranks(context, tmp_path)
     threading.Timer(0.05, ranks.stop.set).start()
-    [found] = ranks.run({0: lambda domain: domain.min("landed", 1, step=7)}).values()
-    assert isinstance(found, StopRequested)
+    [found] = ranks.run({0: lambda domain: domain.all_reduce_min("landed", 1, step=7)}).values()
+    assert isinstance(found, StopRequestedError)

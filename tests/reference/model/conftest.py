@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from scheduler_components.reference.device import inspect_model, load_model
-from scheduler_components.testing import GenerateJudge
+from scheduler_components.testing import GreedyTextVerifier
 
 sys.path.append(str(Path(__file__).parent))  # what the tests of a model share is imported from beside them
 tqdm.tqdm.monitor_interval = 0  # saving a model draws a bar, and the thread that watches bars would stay for ever
@@ -114,9 +114,9 @@ def tokenizer(model_folder: Path) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def judge(model_folder: Path) -> GenerateJudge:
+def judge(model_folder: Path) -> GreedyTextVerifier:
     """What transformers' ``generate`` makes of ``model_folder``, in float32."""
-    return GenerateJudge.over(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32))
+    return GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32))
 
 
 @pytest.fixture(scope="session")

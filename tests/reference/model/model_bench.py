@@ -12,43 +12,43 @@ import torch
 
 from scheduler_components import CacheIntegrityError, EventBatch, FinishReason, ParallelState, TierStats
 from scheduler_components.cache import DIGEST_BYTES, RadixCache, RadixNode
-from scheduler_components.events import MEDIUM_OF
+from scheduler_components.events import TIER_MEDIUM
 from scheduler_components.hicache import (
     HiCachePolicy,
+    HiCacheStepper,
     HiRadixCache,
     HostPool,
     KeySpace,
     PageStore,
+    ParallelGroups,
     Placement,
-    SyncDomain,
     ThreadPageMover,
     Tier,
-    TierStepper,
     TorchDeviceMemory,
 )
 from scheduler_components.page_operations import (
     BackupDone,
+    CancelPrefetch,
     CopyToDevice,
     CopyToHost,
-    ForgetLoad,
+    DiscardLoadBack,
     Instruction,
     IoEvent,
-    LoadDone,
-    PagesLanded,
+    LoadBackDone,
+    PagesRead,
+    QueryDone,
     QueryStorage,
-    ReadEnded,
-    ReadStorage,
-    StopReading,
-    StorageAnswered,
-    StorageUnused,
+    ReadDone,
+    ReadFromStorage,
+    ReleaseStorage,
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import NO_LAYER_FENCE, CopyEnd, LayerFence
+from scheduler_components.ports import CopyEvent, LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device import SamplingParams, TorchDevice
 from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, SchedulerSinks
-from scheduler_components.reference.engine.host_tiers import TierFence
-from scheduler_components.testing import EventLedger, GenerateJudge, ListEventSink, NearTie
+from scheduler_components.reference.engine.host_tiers import TierLayerDoneCounter
+from scheduler_components.testing import EventLedger, GreedyTextVerifier, ListEventSink, NearTie
 
 PAGE_SIZE = 4
 
@@ -102,9 +102,9 @@ class LateMover:
     keys: KeySpace
     store: PageStore | None = None
     late_steps: Callable[[], int] = lambda: 2
-    load_room_pages: int = 4096
+    load_back_budget_pages: int = 4096
     _under_way: deque[tuple[int, Instruction]] = field(default_factory=deque)
-    _arriving: dict[int, Iterator[CopyEnd]] = field(default_factory=dict)
+    _arriving: dict[int, Iterator[CopyEvent]] = field(default_factory=dict)
     _num_polls: int = 0
 
     @property
@@ -117,8 +117,8 @@ class LateMover:
                 self.spoil(instruction.device_pages)
                 if instruction.by_layer:
                     pages = instruction.host_pages, instruction.device_pages
-                    self._arriving[instruction.op] = self.host.load_layers(pages[0], self.device, pages[1])
-            if not isinstance(instruction, StopReading | StorageUnused | ForgetLoad):
+                    self._arriving[instruction.op] = self.host.copy_to_device_by_layer(pages[0], self.device, pages[1])
+            if not isinstance(instruction, CancelPrefetch | ReleaseStorage | DiscardLoadBack):
                 self._under_way.append((self._num_polls + 1 + self.late_steps(), instruction))
 
     def poll(self) -> list[IoEvent]:
@@ -148,31 +148,31 @@ class LateMover:
     def carry_out(self, instruction: Instruction) -> list[IoEvent]:
         match instruction:
             case CopyToHost(op):
-                self.host.load_from(self.device, instruction.device_pages, instruction.host_pages)
+                self.host.copy_from_device(self.device, instruction.device_pages, instruction.host_pages)
                 return [WriteDone(op, True)]
             case CopyToDevice(op, by_layer=True):
                 for _ in self._arriving.pop(op):
                     pass
-                return [LoadDone(op, True)]
+                return [LoadBackDone(op, True)]
             case CopyToDevice(op):
-                self.host.load_back(instruction.host_pages, self.device, instruction.device_pages)
-                return [LoadDone(op, True)]
+                self.host.copy_to_device(instruction.host_pages, self.device, instruction.device_pages)
+                return [LoadBackDone(op, True)]
             case WriteToStorage(op):
                 pages = [bytes(self.host.read(page)) for page in instruction.host_pages]
                 return [BackupDone(op, all(self._store().batch_set(self._names(instruction.digests), pages)))]
             case QueryStorage(op):
-                return [StorageAnswered(op, self._store().batch_exists(self._names(instruction.digests)))]
-            case ReadStorage(op):
-                return [*self._read(instruction), ReadEnded(op)]
+                return [QueryDone(op, self._store().batch_exists(self._names(instruction.digests)))]
+            case ReadFromStorage(op):
+                return [*self._read(instruction), ReadDone(op)]
         raise AssertionError(instruction)
 
-    def _read(self, read: ReadStorage) -> list[IoEvent]:
+    def _read(self, read: ReadFromStorage) -> list[IoEvent]:
         found = self._store().batch_get(self._names(read.digests))
         num_pages = next((at for at, page in enumerate(found) if page is None), len(found))
         for page, content in zip(read.host_pages, found[:num_pages], strict=False):
             assert content is not None
             self.host.write(page, content)
-        return [PagesLanded(read.op, num_pages)]
+        return [PagesRead(read.op, num_pages)]
 
     def _store(self) -> PageStore:
         assert self.store is not None
@@ -184,15 +184,15 @@ class LateMover:
 
 @dataclass(slots=True, kw_only=True)
 class LateFence:
-    """A ``LayerFence`` over a ``LateMover``."""
+    """A ``LayerDoneCounter`` over a ``LateMover``."""
 
-    stepper: TierStepper
+    stepper: HiCacheStepper
     mover: LateMover
 
-    def begin(self) -> None:
+    def start_batch(self) -> None:
         self.stepper.submit()
 
-    def wait(self, layer: int) -> None:
+    def wait_until(self, layer: int) -> None:
         self.mover.bring_layer()
 
 
@@ -200,7 +200,7 @@ class LateFence:
 class BenchTiers:
     """``CacheTiers`` over either mover."""
 
-    stepper: TierStepper
+    stepper: HiCacheStepper
     mover: LateMover | ThreadPageMover
 
     @property
@@ -212,9 +212,9 @@ class BenchTiers:
         return self.stepper.cache
 
     @property
-    def fence(self) -> LayerFence:
+    def layer_counter(self) -> LayerDoneCounter:
         if isinstance(self.mover, ThreadPageMover):
-            return TierFence(stepper=self.stepper, arrivals=self.mover.arrivals)
+            return TierLayerDoneCounter(stepper=self.stepper, layer_counter=self.mover.layer_counter)
         return LateFence(stepper=self.stepper, mover=self.mover)
 
     def step(self) -> None:
@@ -273,7 +273,7 @@ def open_tiers(pool: TorchDeviceMemory, tiers: Tiers) -> BenchTiers:
         record=True,
     )
     return BenchTiers(
-        stepper=TierStepper(cache=cache, domain=SyncDomain(), mover=mover, clock=lambda: 0.0), mover=mover
+        stepper=HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=mover, clock=lambda: 0.0), mover=mover
     )
 
 
@@ -283,7 +283,7 @@ class ModelBench:
     Pages have ``PAGE_SIZE`` tokens, the pool 16 pages: five of these requests fill it.
     """
 
-    def __init__(self, model: Any, judge: GenerateJudge, *, tiers: Tiers | None = None, **sizes: Any) -> None:
+    def __init__(self, model: Any, judge: GreedyTextVerifier, *, tiers: Tiers | None = None, **sizes: Any) -> None:
         defaults: dict[str, Any] = {
             "page_size": PAGE_SIZE,
             "kv_tokens": 16 * PAGE_SIZE,
@@ -310,11 +310,11 @@ class ModelBench:
         self.num_chunks = 0
         self.ties: dict[tuple[str, int], NearTie] = {}  # tokens that the arithmetic cannot tell apart
         opened = None if tiers is None else open_tiers(self.pool, tiers)
-        fence = NO_LAYER_FENCE if opened is None else opened.fence
+        layer_counter = NullLayerDoneCounter() if opened is None else opened.layer_counter
         self.scheduler = Scheduler.compose(
             self.config,
             ParallelState.trivial(),
-            TorchDevice(model=model, pool=self.pool, fence=fence),
+            TorchDevice(model=model, pool=self.pool, layer_counter=layer_counter),
             tiers=opened,
             sinks=SchedulerSinks(events=self.view),
         )
@@ -342,7 +342,7 @@ class ModelBench:
         cache = self.scheduler.cache
         if isinstance(cache, HiRadixCache):
             for tier in Tier:
-                assert self.view.ledger.hashes(MEDIUM_OF[tier]) == set(cache.block_hashes(tier))
+                assert self.view.ledger.hashes(TIER_MEDIUM[tier]) == set(cache.block_hashes(tier))
         else:
             assert self.view.ledger.hashes() == set(cache.block_hashes())
         self.num_chunks += sum(request.num_prefill_tokens_left > 0 for request in self.scheduler.queues.running)
@@ -357,10 +357,10 @@ class ModelBench:
         """Serve some prompts together, and judge all that was served so far."""
         requests = [self.submit(prompt, max_new_tokens) for prompt in prompts]
         self.drain()
-        self.judge_texts()
+        self.verify_texts()
         return requests
 
-    def judge_texts(self) -> None:
+    def verify_texts(self) -> None:
         """Every request has the text that ``generate`` gives, as far as it came."""
         for request in self.requests:
             limits, reason = request.limits, request.finish_reason

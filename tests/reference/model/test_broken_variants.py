@@ -13,12 +13,12 @@ import pytest
 from model_bench import PROMPTS, LateMover, ModelBench, Tiers
 
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, TorchDeviceMemory
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadDone
-from scheduler_components.ports import COPIED, CopyEnd
+from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone
+from scheduler_components.ports import CopyEvent, NullCopyEvent
 from scheduler_components.reference.device import ScheduledBatch, TorchDevice
 from scheduler_components.reference.engine import Request
 from scheduler_components.reference.engine.batcher import RequestPages
-from scheduler_components.testing import ConformanceError, GenerateJudge
+from scheduler_components.testing import ConformanceError, GreedyTextVerifier
 
 _MOST_STEPS = 300  # of a wave; without a fault it takes some forty, with one it may go on for ever
 
@@ -83,8 +83,8 @@ def leave_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy to the host is told to have ended before its last layer was copied."""
     copy = TorchDeviceMemory.copy_to_host
 
-    def copy_most(self: TorchDeviceMemory, layer: int, *pages: Any) -> CopyEnd:
-        return COPIED if layer == len(self.keys) - 1 else copy(self, layer, *pages)
+    def copy_most(self: TorchDeviceMemory, layer: int, *pages: Any) -> CopyEvent:
+        return NullCopyEvent() if layer == len(self.keys) - 1 else copy(self, layer, *pages)
 
     monkeypatch.setattr(TorchDeviceMemory, "copy_to_host", copy_most)
 
@@ -121,11 +121,11 @@ class EarlyEnd(LateMover):
 
     def submit(self, instructions: Any) -> None:
         super().submit(instructions)
-        self.early += [LoadDone(each.op, True) for each in instructions if isinstance(each, CopyToDevice)]
+        self.early += [LoadBackDone(each.op, True) for each in instructions if isinstance(each, CopyToDevice)]
 
     def poll(self) -> list[IoEvent]:
         early, self.early = self.early, []
-        return early + [event for event in super().poll() if not isinstance(event, LoadDone)]
+        return early + [event for event in super().poll() if not isinstance(event, LoadBackDone)]
 
 
 class NoWait(LateMover):
@@ -139,14 +139,16 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pass
 
 
-def run_history(paged_model: Any, judge: GenerateJudge, *, make_mover: Any = LateMover, load: Any = "whole") -> None:
+def run_history(
+    paged_model: Any, judge: GreedyTextVerifier, *, make_mover: Any = LateMover, load: Any = "whole"
+) -> None:
     policy = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1, load=load)
     tiers = Tiers(host_pages=40, store=MemoryPageStore(1 << 24), make_mover=make_mover, policy=policy)
     bench = ModelBench(paged_model, judge, tiers=tiers)
     try:
         play(bench)
     finally:
-        bench.judge_texts()
+        bench.verify_texts()
         bench.judge_pages()
         bench.close()
 
@@ -164,12 +166,14 @@ FAULTS: dict[str, tuple[Break, Any]] = {
 
 
 @pytest.mark.parametrize("load", ["whole", "by_layer"])
-def test_without_a_fault_the_history_passes(load: str, paged_model: Any, judge: GenerateJudge) -> None:
+def test_without_a_fault_the_history_passes(load: str, paged_model: Any, judge: GreedyTextVerifier) -> None:
     run_history(paged_model, judge, load=load)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_is_told(name: str, paged_model: Any, judge: GenerateJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_fault_is_told(
+    name: str, paged_model: Any, judge: GreedyTextVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     break_it, make_mover = FAULTS[name]
     break_it(monkeypatch)
     with pytest.raises(ConformanceError, match="greedy text"):

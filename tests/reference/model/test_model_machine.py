@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from scheduler_components import CacheIntegrityError
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore
 from scheduler_components.reference.engine import Request, RequestState
-from scheduler_components.testing import GenerateJudge
+from scheduler_components.testing import GreedyTextVerifier
 
 _LONGEST = 9 * PAGE_SIZE  # positions of a request: the smallest pool holds one
 _EXAMPLES_IN = 5  # one of so many: an example computes some forty forwards
@@ -32,7 +32,7 @@ class KeptStore(MemoryPageStore):
 
 
 class ModelMachine(RuleBasedStateMachine):
-    def __init__(self, model: PreTrainedModel, judge: GenerateJudge) -> None:
+    def __init__(self, model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
         super().__init__()
         self.model, self.judge = model, judge
 
@@ -130,20 +130,20 @@ class ModelMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """The engine is gone in the middle of whatever it did; storage alone is left."""
-        self.bench.judge_texts()
+        self.bench.verify_texts()
         self.bench.judge_pages()
         self.open()
 
     def teardown(self) -> None:
         if hasattr(self, "bench"):
             self.bench.drain()
-            self.bench.judge_texts()
+            self.bench.verify_texts()
             self.bench.judge_pages()
             self.bench.scheduler.cache.check_integrity()
             assert self.bench.scheduler.cache.used_tokens == 0
             self.bench.close()
 
 
-def test_any_history_gives_the_text_of_generate(paged_model: PreTrainedModel, judge: GenerateJudge) -> None:
+def test_any_history_gives_the_text_of_generate(paged_model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
     searched: Any = settings(max_examples=settings().max_examples // _EXAMPLES_IN, stateful_step_count=20)
     run_state_machine_as_test(partial(ModelMachine, paged_model, judge), settings=searched)

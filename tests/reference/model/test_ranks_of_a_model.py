@@ -30,7 +30,7 @@ from scheduler_components.reference.engine import (
     open_engine,
     pack_tokens,
 )
-from scheduler_components.testing import GenerateJudge
+from scheduler_components.testing import GreedyTextVerifier
 
 PROMPTS = [tuple(range(6, 6 + length)) for length in (17, 60, 90)]
 OTHERS = [tuple(range(first, first + 110)) for first in (100, 150, 200)]  # more than the pool holds
@@ -43,18 +43,20 @@ async def generate(engine: Engine, prompt: tuple[int, ...], num_new: int = NUM_N
         return [token async for delta in news for token in delta.output.token_ids]
 
 
-async def expect_tokens_of(judge: GenerateJudge, engine: Engine, prompts: list[tuple[int, ...]] = PROMPTS[:1]) -> None:
+async def expect_tokens_of(
+    judge: GreedyTextVerifier, engine: Engine, prompts: list[tuple[int, ...]] = PROMPTS[:1]
+) -> None:
     served = await asyncio.gather(*(generate(engine, prompt) for prompt in prompts))
     for prompt, tokens in zip(prompts, served, strict=True):
         judge.expect(prompt, tokens, num_tokens=NUM_NEW)
 
 
-def judge_of(folder: Path) -> GenerateJudge:
-    return GenerateJudge.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+def judge_of(folder: Path) -> GreedyTextVerifier:
+    return GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
 def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
-    model_folder: Path, judge: GenerateJudge, make_model_folder: Callable[..., Path]
+    model_folder: Path, judge: GreedyTextVerifier, make_model_folder: Callable[..., Path]
 ) -> None:
     other_folder, larger_folder = make_model_folder(seed=7), make_model_folder(hidden_size=96, num_attention_heads=6)
     other = AutoModelForCausalLM.from_pretrained(other_folder, dtype=torch.float32)

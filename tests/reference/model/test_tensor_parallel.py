@@ -19,22 +19,22 @@ from transformers.models import gemma, gpt2, olmo2, phi3
 
 from scheduler_components import ConfigError, ParallelState, StartError
 from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.quiesce import TorchWeights
+from scheduler_components.quiesce import TorchWeightStore
 from scheduler_components.reference.device import (
-    ALONE,
     KvShape,
     ModelSpec,
-    RankSums,
+    NullTensorParallelGroup,
+    TensorParallelGroup,
     TorchDevice,
-    cut_model,
-    cut_units,
     inspect_model,
     load_model,
-    open_tensor_group,
+    max_tp_size,
+    open_tensor_parallel_group,
+    shard_model,
 )
-from scheduler_components.reference.device.torch_tensor_parallel import UnmetRanks
+from scheduler_components.reference.device.torch_tensor_parallel import ShapeOnlyTensorParallelGroup
 from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
-from scheduler_components.testing import GenerateJudge
+from scheduler_components.testing import GreedyTextVerifier
 
 PAGE_SIZE, NUM_PAGES = 4, 96
 
@@ -42,10 +42,10 @@ PAGE_SIZE, NUM_PAGES = 4, 96
 class Rank:
     """One rank: its part of the model, its pool, its scheduler."""
 
-    def __init__(self, spec: ModelSpec, ranks: RankSums) -> None:
+    def __init__(self, spec: ModelSpec, ranks: TensorParallelGroup) -> None:
         self.ranks = ranks
         self.model = load_model(spec)
-        self.parts = cut_model(self.model, ranks)
+        self.parts = shard_model(self.model, ranks)
         self.pool = TorchDeviceMemory.allocate(
             num_layers=spec.kv.num_layers,
             num_pages=NUM_PAGES,
@@ -72,11 +72,11 @@ class Rank:
 @pytest.fixture
 def each_rank(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
     """``each_rank(size, work)`` calls ``work(ranks)`` on a thread per rank; returns what each came to."""
-    opened: list[RankSums] = []
+    opened: list[TensorParallelGroup] = []
 
-    def run(size: int, work: Callable[[RankSums], Any]) -> list[Any]:
+    def run(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
         def rank(number: int) -> Any:
-            opened.append(open_tensor_group(tmp_path / "meeting", rank=number, size=size, timeout_s=30))
+            opened.append(open_tensor_parallel_group(tmp_path / "meeting", rank=number, size=size, timeout_s=30))
             return work(opened[-1])
 
         with ThreadPoolExecutor(size) as threads:
@@ -101,7 +101,7 @@ def test_parts_give_the_tokens_of_the_whole(
     make_model_folder: Callable[..., Path], each_rank: Callable[..., list[Any]], size: int, heads: int, kv_heads: int
 ) -> None:
     folder = make_model_folder(num_attention_heads=heads, num_key_value_heads=kv_heads)
-    judge = GenerateJudge.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     spec = inspect_model(folder)
     served = each_rank(size, lambda ranks: Rank(spec, ranks).serve(prompts_of_families(size)))
     for request in served[0]:
@@ -112,7 +112,7 @@ def test_parts_give_the_tokens_of_the_whole(
 
 def test_each_rank_has_its_part_of_weights_and_pages(model_folder: Path, each_rank: Callable[..., list[Any]]) -> None:
     spec = inspect_model(model_folder)
-    assert spec.cut_units == 2
+    assert spec.max_tp_size == 2
     whole = load_model(spec)
     made = each_rank(2, lambda ranks: Rank(spec, ranks))
     for rank in made:
@@ -137,14 +137,14 @@ def test_biases_are_added_once(each_rank: Callable[..., list[Any]]) -> None:
             torch.nn.init.normal_(tensor)
     tokens = torch.arange(20)[None]
 
-    def logits(ranks: RankSums) -> torch.Tensor:
+    def logits(ranks: TensorParallelGroup) -> torch.Tensor:
         model = AutoModelForCausalLM.from_config(config).eval()
         model.load_state_dict(whole.state_dict())
-        cut_model(model, ranks)
+        shard_model(model, ranks)
         with torch.inference_mode():
             return model(input_ids=tokens, use_cache=False).logits
 
-    expected = logits(ALONE)
+    expected = logits(NullTensorParallelGroup())
     found = each_rank(2, logits)
     assert torch.equal(found[0], found[1]), "all ranks have the same logits, bit by bit"
     assert torch.allclose(found[0], expected, atol=1e-4)
@@ -155,11 +155,11 @@ def test_each_rank_takes_its_part_of_new_weights(
 ) -> None:
     other_folder = make_model_folder(seed=5)
     other, spec = load_model(inspect_model(other_folder)), inspect_model(model_folder)
-    judge = GenerateJudge.over(AutoModelForCausalLM.from_pretrained(other_folder, dtype=torch.float32))
+    judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(other_folder, dtype=torch.float32))
 
-    def updated(ranks: RankSums) -> tuple[int, list[Request]]:
+    def updated(ranks: TensorParallelGroup) -> tuple[int, list[Request]]:
         rank = Rank(spec, ranks)
-        weights = TorchWeights(model=rank.model, parts=rank.parts)
+        weights = TorchWeightStore(model=rank.model, parts=rank.parts)
         weights.begin("v2")
         for name, tensor in other.state_dict().items():
             weights.load(name, tensor.numpy().tobytes())
@@ -198,17 +198,17 @@ def test_among_how_many_ranks_a_model_can_be_cut(config: Any, units: int) -> Non
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     kv_heads = getattr(config, "num_key_value_heads", 4)
-    assert cut_units(model, KvShape(num_layers=2, kv_heads=kv_heads, head_dim=8)) == units
+    assert max_tp_size(model, KvShape(num_layers=2, kv_heads=kv_heads, head_dim=8)) == units
 
 
 def test_a_rank_that_does_not_come_is_told(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="rank 0 of 2 of the model"):
-        open_tensor_group(tmp_path / "meeting", rank=0, size=2, timeout_s=1)
+        open_tensor_parallel_group(tmp_path / "meeting", rank=0, size=2, timeout_s=1)
 
 
 def test_a_size_that_divides_no_heads_is_refused(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="attn_tp_size"):
-        cut_model(load_model(inspect_model(model_folder)), UnmetRanks(size=3))
+        shard_model(load_model(inspect_model(model_folder)), ShapeOnlyTensorParallelGroup(size=3))
 
 
 def test_a_model_whose_modules_count_heads_is_served_whole(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,23 +221,23 @@ def test_a_model_whose_modules_count_heads_is_served_whole(model_folder: Path, m
             outputs.repeat(1, 1, 2) if outputs.shape[-1] == 16 else outputs
         )  # a key of one head, where there were two
 
-    assert inspect_model(model_folder).cut_units == 2
+    assert inspect_model(model_folder).max_tp_size == 2
     monkeypatch.setattr(torch.nn.Linear, "forward", whole_heads)
-    assert inspect_model(model_folder).cut_units == 1
+    assert inspect_model(model_folder).max_tp_size == 1
 
 
 def test_a_rank_whose_peer_has_gone_fails_and_does_not_wait(each_rank: Callable[..., list[Any]]) -> None:
     met = threading.Barrier(2)
 
-    def work(ranks: RankSums) -> str:
+    def work(ranks: TensorParallelGroup) -> str:
         met.wait()
         if ranks.rank == 1:
             ranks.close()
             with pytest.raises(RuntimeError, match="let go of"):
-                ranks.add_up(torch.ones(2))
+                ranks.all_reduce(torch.ones(2))
             return ""
         with pytest.raises(RuntimeError) as gone:
-            ranks.add_up(torch.ones(2))
+            ranks.all_reduce(torch.ones(2))
         return str(gone.value)
 
     told, _ = each_rank(2, work)

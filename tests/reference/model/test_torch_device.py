@@ -19,7 +19,7 @@ from scheduler_components.reference.device.torch_attention import pack_batch
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.device.torch_model import inspect_model, load_model
 from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
-from scheduler_components.testing import GenerateJudge
+from scheduler_components.testing import GreedyTextVerifier
 
 PAGE_SIZE, NUM_PAGES = 4, 96
 
@@ -61,7 +61,7 @@ def random_prompt(seed: int, num_tokens: int) -> list[int]:
     return random.Random(seed).choices(range(6, 319), k=num_tokens)
 
 
-def expect_generate(judge: GenerateJudge, request: Request) -> None:
+def expect_generate(judge: GreedyTextVerifier, request: Request) -> None:
     judge.expect(request.input_ids, request.output_ids, num_tokens=request.limits.max_new_tokens)
 
 
@@ -72,7 +72,7 @@ def expect_generate(judge: GenerateJudge, request: Request) -> None:
     st.integers(1, 5),
 )
 def test_greedy_tokens_are_those_of_generate(
-    model: PreTrainedModel, judge: GenerateJudge, shapes: list[tuple[int, int]], chunk_tokens: int, slots: int
+    model: PreTrainedModel, judge: GreedyTextVerifier, shapes: list[tuple[int, int]], chunk_tokens: int, slots: int
 ) -> None:
     """Prompts of few families share prefixes, in chunks of any length, decodes beside prefills."""
     prompts = [random_prompt(family, length) for family, length in shapes]
@@ -81,7 +81,7 @@ def test_greedy_tokens_are_those_of_generate(
         expect_generate(judge, request)
 
 
-def test_a_cached_prefix_is_not_computed_again(model: PreTrainedModel, judge: GenerateJudge) -> None:
+def test_a_cached_prefix_is_not_computed_again(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
     prompt = random_prompt(1, 50)
     scheduler = make_scheduler(model)
     serve(scheduler, [prompt], 4)
@@ -93,7 +93,7 @@ def test_a_cached_prefix_is_not_computed_again(model: PreTrainedModel, judge: Ge
     expect_generate(judge, again)
 
 
-def test_retracted_requests_go_on_as_if_nothing_had_been(model: PreTrainedModel, judge: GenerateJudge) -> None:
+def test_retracted_requests_go_on_as_if_nothing_had_been(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
     prompts = [random_prompt(seed, 60) for seed in range(5)]
     scheduler = make_scheduler(model, new_token_ratio=0.0, min_new_token_ratio=0.0)
     requests = serve(scheduler, prompts, max_new_tokens=60)
@@ -102,7 +102,7 @@ def test_retracted_requests_go_on_as_if_nothing_had_been(model: PreTrainedModel,
         expect_generate(judge, request)
 
 
-def test_logits_that_are_no_numbers_fail_their_request_alone(model_folder: Path, judge: GenerateJudge) -> None:
+def test_logits_that_are_no_numbers_fail_their_request_alone(model_folder: Path, judge: GreedyTextVerifier) -> None:
     """Also where the bad token stands in an early chunk, and later on the pages that it had."""
     broken = load_model(inspect_model(model_folder))
     broken.get_input_embeddings().weight.data[319] = torch.nan
@@ -130,7 +130,7 @@ def test_what_is_no_number_does_not_stay_in_the_pool(model_folder: Path) -> None
     assert any(layer.count_nonzero() for layer in pool.keys)  # the chunk before it was computed, and is there
 
 
-def test_logprobs_are_those_of_the_whole_text(model: PreTrainedModel, judge: GenerateJudge) -> None:
+def test_logprobs_are_those_of_the_whole_text(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
     scheduler = make_scheduler(model, chunk_tokens=8)
     asks = Request("asks", random_prompt(1, 20), SamplingLimits(5), sampling=SamplingParams(logprobs=3))
     scheduler.submit(asks)

@@ -18,7 +18,7 @@ from scheduler_components import ConfigError, ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
 from scheduler_components.reference.device import KvShape, TorchDevice, inspect_model, load_model, torch_model
 from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
-from scheduler_components.testing import GenerateJudge
+from scheduler_components.testing import GreedyTextVerifier
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -87,7 +87,7 @@ def test_no_model_is_known_by_name(make_folder: Callable[..., Path], family: str
         scheduler.submit(request)
     for _ in scheduler.drain():
         pass
-    judge = GenerateJudge.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     for request in requests:
         judge.expect(request.input_ids, request.output_ids, num_tokens=6)
 
@@ -250,7 +250,7 @@ def test_a_model_that_masks_or_counts_otherwise_is_found_by_its_logits(
         load_model(inspect_model(model_folder))
 
 
-def test_bfloat16_answers_nearly_as_float32_does(model_folder: Path, judge: GenerateJudge) -> None:
+def test_bfloat16_answers_nearly_as_float32_does(model_folder: Path, judge: GreedyTextVerifier) -> None:
     spec = inspect_model(model_folder, dtype="bfloat16")
     pool = TorchDeviceMemory.allocate(
         num_layers=2, num_pages=16, page_size=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16

@@ -24,7 +24,7 @@ from scheduler_components.reference.engine import (
     open_rank_device,
 )
 from scheduler_components.reference.engine.torch_rank import own_device
-from scheduler_components.testing import GenerateJudge
+from scheduler_components.testing import GreedyTextVerifier
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def spec(model_folder: Path) -> ModelSpec:
     return inspect_model(model_folder)
 
 
-def test_a_rank_serves_the_model_that_the_command_line_names(model_folder: Path, judge: GenerateJudge) -> None:
+def test_a_rank_serves_the_model_that_the_command_line_names(model_folder: Path, judge: GreedyTextVerifier) -> None:
     options = EngineOptions(kv_tokens=1024, kv_events_config='{"publisher": "null"}')
     engine = engine_config(options, HiCacheOptions(), ModelOptions(model=model_folder))
     config = RankConfig.from_json(RankConfig(engine, 0, EnginePaths("nowhere")).to_json())

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.reference.device import SamplingParams, torch_sampling
-from scheduler_components.reference.device.torch_sampling import Draw, choose_tokens, token_logprobs, uniform
+from scheduler_components.reference.device.torch_sampling import (
+    SamplingDraw,
+    choose_tokens,
+    token_logprobs,
+    uniform_sample,
+)
 
 checked = settings(deadline=None, max_examples=40)
 cuts = st.builds(
@@ -56,8 +61,10 @@ def test_tokens_come_as_often_as_they_are_probable_and_others_never(seed: int, c
     """By evenly spread numbers instead of random ones, so that what comes out is exact up to one grid step."""
     logits, num_points = logits_of(seed), 400
     grid = iter((point + 0.5) / num_points for point in range(num_points))
-    with mock.patch.object(torch_sampling, "uniform", lambda _: next(grid)):
-        tokens, broken = choose_tokens(logits.repeat(num_points, 1), [Draw(cut, "r", at) for at in range(num_points)])
+    with mock.patch.object(torch_sampling, "uniform_sample", lambda _: next(grid)):
+        tokens, broken = choose_tokens(
+            logits.repeat(num_points, 1), [SamplingDraw(cut, "r", at) for at in range(num_points)]
+        )
     assert not broken
     expected = kept(logits[0], cut)
     edge = 1e-4  # a chance that lies on a cut itself may fall on either side
@@ -72,7 +79,7 @@ def test_tokens_come_as_often_as_they_are_probable_and_others_never(seed: int, c
 @given(st.integers(0, 2**32), st.lists(cuts | st.just(SamplingParams()), min_size=1, max_size=6))
 def test_a_row_is_drawn_as_if_it_were_alone(seed: int, params: list[SamplingParams]) -> None:
     logits = logits_of(seed, len(params))
-    draws = [Draw(each, f"r{row}", row + 5) for row, each in enumerate(params)]
+    draws = [SamplingDraw(each, f"r{row}", row + 5) for row, each in enumerate(params)]
     together, _ = choose_tokens(logits, draws)
     assert together == [choose_tokens(logits[row : row + 1], [draw])[0][0] for row, draw in enumerate(draws)]
     for row, each in enumerate(params):
@@ -82,30 +89,37 @@ def test_a_row_is_drawn_as_if_it_were_alone(seed: int, params: list[SamplingPara
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     warm = SamplingParams(temperature=1.0, seed=3)
-    assert uniform(Draw(warm, "a", 7)) == uniform(Draw(SamplingParams(temperature=2.0, seed=3), "b", 7))
+    assert uniform_sample(SamplingDraw(warm, "a", 7)) == uniform_sample(
+        SamplingDraw(SamplingParams(temperature=2.0, seed=3), "b", 7)
+    )
     numbers = [
-        uniform(Draw(SamplingParams(temperature=1.0, seed=seed), "a", at)) for seed in (0, 1) for at in range(50)
+        uniform_sample(SamplingDraw(SamplingParams(temperature=1.0, seed=seed), "a", at))
+        for seed in (0, 1)
+        for at in range(50)
     ]
     assert len(set(numbers)) == 100
     assert 0 <= min(numbers) < 0.1
     assert 0.9 < max(numbers) < 1
     unseeded = SamplingParams(temperature=1.0)
-    assert uniform(Draw(unseeded, "a", 7)) != uniform(Draw(unseeded, "b", 7))
+    assert uniform_sample(SamplingDraw(unseeded, "a", 7)) != uniform_sample(SamplingDraw(unseeded, "b", 7))
 
 
 @pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2**-53, 14)])
 def test_the_first_and_the_last_number_draw_no_token_that_was_cut(number: float, token: int) -> None:
     logits = torch.zeros(1, 16)
     logits[0, [0, 15]] = -9.0
-    with mock.patch.object(torch_sampling, "uniform", lambda _: number):
-        assert choose_tokens(logits, [Draw(SamplingParams(temperature=1.0, min_p=0.5), "r", 3)]) == ([token], [])
+    with mock.patch.object(torch_sampling, "uniform_sample", lambda _: number):
+        assert choose_tokens(logits, [SamplingDraw(SamplingParams(temperature=1.0, min_p=0.5), "r", 3)]) == (
+            [token],
+            [],
+        )
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("warm", [SamplingParams(), SamplingParams(temperature=1.0)])
 def test_rows_that_are_no_numbers_are_told_and_touch_no_other(value: float, warm: SamplingParams) -> None:
     logits = logits_of(1, 3)
-    draws = [Draw(warm, f"r{row}", 5) for row in range(3)]
+    draws = [SamplingDraw(warm, f"r{row}", 5) for row in range(3)]
     whole, _ = choose_tokens(logits, draws)
     logits[1, 4] = value
     tokens, broken = choose_tokens(logits, draws)

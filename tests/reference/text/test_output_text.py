@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_components.reference.text import ChatMessage, OutputText
+from scheduler_components.reference.text import ChatMessage, IncrementalDetokenizer
 
 
 class ByteCodec:
@@ -38,7 +38,7 @@ class SpacedCodec(ByteCodec):
         return " ".join(chr(token) for token in token_ids)
 
 
-def pieces(text: OutputText, tokens: Sequence[int], cuts: Sequence[int]) -> list[str]:
+def pieces(text: IncrementalDetokenizer, tokens: Sequence[int], cuts: Sequence[int]) -> list[str]:
     """Push ``tokens`` in parts that end at ``cuts``."""
     ends = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
     parts = [tokens[start:end] for start, end in pairwise(ends)] or [tokens]
@@ -53,25 +53,25 @@ CUTS = st.lists(st.integers(0, 100), max_size=20)
 @example("x" * 40 + "😀", [41, 42, 43])
 def test_pieces_are_the_whole_text_in_whole_characters(text: str, cuts: Sequence[int]) -> None:
     tokens = ByteCodec().encode(text)
-    got = pieces(OutputText(codec=ByteCodec()), tokens, cuts)
+    got = pieces(IncrementalDetokenizer(codec=ByteCodec()), tokens, cuts)
     assert "".join(got) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in got) or "\N{REPLACEMENT CHARACTER}" in text
 
 
 @given(st.lists(st.integers(0, 256), max_size=30), CUTS)
 def test_pieces_of_broken_bytes_are_the_whole_text_too(tokens: list[int], cuts: Sequence[int]) -> None:
-    got = pieces(OutputText(codec=ByteCodec()), tokens, cuts)
+    got = pieces(IncrementalDetokenizer(codec=ByteCodec()), tokens, cuts)
     assert "".join(got) == ByteCodec().decode(tokens)
 
 
 @given(st.lists(st.integers(97, 122), max_size=30), CUTS)
 def test_spaces_between_tokens_are_kept(tokens: list[int], cuts: Sequence[int]) -> None:
-    got = pieces(OutputText(codec=SpacedCodec()), tokens, cuts)
+    got = pieces(IncrementalDetokenizer(codec=SpacedCodec()), tokens, cuts)
     assert "".join(got) == SpacedCodec().decode(tokens)
 
 
 def test_what_never_becomes_a_character_does_not_wait_for_ever() -> None:
-    text = OutputText(codec=ByteCodec())
+    text = IncrementalDetokenizer(codec=ByteCodec())
     got = [text.push([0x80]) for _ in range(100)]
     assert "".join(got).count("\N{REPLACEMENT CHARACTER}") == 97
 
@@ -84,19 +84,19 @@ def test_special_tokens_are_not_decoded_over_and_over() -> None:
             decoded.append(len(token_ids))
             return super().decode(token_ids)
 
-    text = OutputText(codec=CountingCodec())
+    text = IncrementalDetokenizer(codec=CountingCodec())
     assert "".join(text.push([256]) for _ in range(1000)) == ""
     assert max(decoded) < 200
     assert text.push([65]) == "A"
 
 
-def reference_stop(text: str, stops: Sequence[str], *, keeps_stop: bool) -> tuple[str, str | None]:
+def reference_stop(text: str, stops: Sequence[str], *, include_stop_str: bool) -> tuple[str, str | None]:
     """The rule, read from left to right."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             longest = max(found, key=len)
-            return text[: end if keeps_stop else end - len(longest)], longest
+            return text[: end if include_stop_str else end - len(longest)], longest
     return text, None
 
 
@@ -109,12 +109,12 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)
 @example("abc", ["abc", "b"], [], False)
 @example("aab", ["ab", "aab", "b"], [1, 2], False)
 def test_the_first_stop_string_ends_the_text(
-    text: str, stops: list[str], cuts: Sequence[int], keeps_stop: bool
+    text: str, stops: list[str], cuts: Sequence[int], include_stop_str: bool
 ) -> None:
     codec = ByteCodec()
-    output = OutputText(codec=codec, stops=tuple(stops), keeps_stop=keeps_stop)
+    output = IncrementalDetokenizer(codec=codec, stops=tuple(stops), include_stop_str=include_stop_str)
     got = "".join(pieces(output, codec.encode(text), cuts))
-    assert (got, output.matched) == reference_stop(text, stops, keeps_stop=keeps_stop)
+    assert (got, output.matched) == reference_stop(text, stops, include_stop_str=include_stop_str)
     assert output.push(codec.encode("more"), is_last=True) in ("", "more")
     assert output.matched is None or output.push(codec.encode("more")) == ""
 
@@ -122,4 +122,4 @@ def test_the_first_stop_string_ends_the_text(
 @pytest.mark.parametrize(("tokens", "piece"), [("abx", "abx"), ("abs", "ab"), ("absto", "ab"), ("abstx", "abstx")])
 def test_no_more_is_held_back_than_may_be_a_stop_string(tokens: str, piece: str) -> None:
     codec = ByteCodec()
-    assert OutputText(codec=codec, stops=("stop",)).push(codec.encode(tokens)) == piece
+    assert IncrementalDetokenizer(codec=codec, stops=("stop",)).push(codec.encode(tokens)) == piece

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components.reference.text import ChatMessage, WordCodec
+from scheduler_components.reference.text import ChatMessage, WordTokenizer
 
-CODEC = WordCodec()
+CODEC = WordTokenizer()
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
 
@@ -30,7 +30,7 @@ def test_any_text_has_tokens(text: str) -> None:
 
 def test_words_that_spell_no_token_are_below_the_bound() -> None:
     words = ["The", "x", "zuzuzuzuzuzu", "bababababababa", "\ud800", "<|user|>"]
-    tokens = WordCodec(hashed_ids=50).encode(" ".join(words))
+    tokens = WordTokenizer(hashed_ids=50).encode(" ".join(words))
     assert max(tokens) < 50
 
 
