@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from benchmarks.measure import Measurement, Scale
-from benchmarks.peers import find_peers
+from benchmarks.peer_publishers import find_peers
 from benchmarks.report import as_json, as_table, machine
 from benchmarks.scaling_plot import draw_scaling_plot
 

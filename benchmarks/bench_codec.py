@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
-from benchmarks.subjects import PeerEvents
+from benchmarks.publishers import PeerEvents
 from benchmarks.workloads import SHAPES, Shape
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.events import ValidatedEvents

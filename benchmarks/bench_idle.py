@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.measure import Goal, Measurement, Scale
 from benchmarks.processes import free_endpoints
-from benchmarks.subjects import KIT, open_benchmarked_publisher
+from benchmarks.publishers import KIT, open_benchmarked_publisher
 from benchmarks.workloads import SHAPES
 
 NAME = "idle"

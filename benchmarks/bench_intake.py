@@ -18,27 +18,17 @@ import zmq
 
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import ParallelState
-from scheduler_components.intake import (
-    ForwardMode,
-    IdleSleeper,
-    InputBlocker,
-    RecvSkipper,
-    RequestReceiver,
-    ZmqInputSource,
-    ZmqLeaderRelay,
-)
-from scheduler_components.reference.device import SimulatedDevice
-from scheduler_components.reference.engine import (
-    Command,
-    CommandReader,
-    Request,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-    SubmitRequest,
-    encode,
-    pack_tokens,
-)
+from scheduler_components.input_blocker import InputBlocker
+from scheduler_components.recv_skipper import RecvSkipper
+from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.messages import Command, CommandReader, SubmitRequest, encode, pack_tokens
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.values import ForwardMode
+from scheduler_components.zmq_idle_sleeper import IdleSleeper
+from scheduler_components.zmq_input_relay import ZmqInputSource, ZmqLeaderRelay
 
 NAME = "intake"
 _RUNNING = 64

@@ -53,14 +53,11 @@ class _Bench:
     def __init__(self, path: Path, directory: str) -> None:
         # Imported here: the other sections need no torch.
         from scheduler_components.hicache import HiCachePolicy, ParallelGroups, TorchDeviceMemory
-        from scheduler_components.reference.device import TorchDevice, inspect_model, load_model
-        from scheduler_components.reference.engine import (
-            HiCacheConfig,
-            Scheduler,
-            SchedulerConfig,
-            open_host_tiers,
-            torch_kv,
-        )
+        from scheduler_components.reference.device.torch_device import TorchDevice
+        from scheduler_components.reference.device.torch_model import inspect_model, load_model
+        from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig
+        from scheduler_components.reference.engine.host_tiers import open_host_tiers, torch_kv
+        from scheduler_components.reference.engine.scheduler import Scheduler
 
         spec = inspect_model(path)
         self.peer: Any = load_model(spec)
@@ -84,7 +81,7 @@ class _Bench:
         self._num_requests = 0
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        from scheduler_components.reference.engine import Request, SamplingLimits
+        from scheduler_components.reference.engine.request import Request, SamplingLimits
 
         self._num_requests += 1
         self.scheduler.submit(Request(f"r{self._num_requests}", prompt, SamplingLimits(max_new_tokens)))

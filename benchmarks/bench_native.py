@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.measure import Measurement, Scale, measure_interleaved
-from benchmarks.subjects import PeerEvents
+from benchmarks.publishers import PeerEvents
 from benchmarks.workloads import SHAPES
-from observability.relay.raw_events import PassthroughDecoder, SourceEncoding
+from observability.relay.passthrough import PassthroughDecoder, SourceEncoding
 from scheduler_components import KVEventBatch
 from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder

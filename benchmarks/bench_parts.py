@@ -19,8 +19,8 @@ from scheduler_components.kv_events import (
     ZmqEventPublisher,
     digest_after,
 )
-from scheduler_components.kv_events.base import StreamSnapshot
-from scheduler_components.kv_events.lowering import DIALECT_WRITERS
+from scheduler_components.kv_events.dialects import DIALECT_WRITERS
+from scheduler_components.kv_events.snapshot import StreamSnapshot
 
 NAME = "parts"
 _CASES = {"1 block": 20_000, "64 events": 1_000, "8,192 tokens": 500}

@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved, percentile
 from benchmarks.processes import LoopResult, LoopSpec, run_loop
-from benchmarks.subjects import KIT, KIT_CACHE, KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT, OFF
+from benchmarks.publishers import KIT, KIT_CACHE, KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT, OFF
 from benchmarks.workloads import SHAPES
 
 NAME = "publish"

@@ -12,10 +12,15 @@ from contextlib import contextmanager
 
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import ParallelState
+from scheduler_components.control_requests import FlushCache, PauseGeneration, PauseMode
 from scheduler_components.hicache import ParallelGroups
-from scheduler_components.quiesce import FlushCache, PauseGeneration, PauseMode, QuiesceState, QuiesceStepper
-from scheduler_components.reference.device import SimulatedDevice
-from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig, quiesce_of
+from scheduler_components.quiesce import QuiesceStepper
+from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.quiesce import quiesce_of
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
 
 NAME = "quiesce"
 _RUNNING = 64

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from benchmarks.measure import Goal, Measurement, Samples, Scale, percentile
 from benchmarks.processes import LoopResult, LoopSpec, Replays, run_loop
-from benchmarks.subjects import KIT, KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT
+from benchmarks.publishers import KIT, KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT
 
 NAME = "replay"
 _KEPT = 10_000

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.measure import Goal, Measurement, Scale, percentile
 from benchmarks.processes import LoopResult, LoopSpec, run_loop
-from benchmarks.subjects import KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT, OFF
+from benchmarks.publishers import KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT, OFF
 from benchmarks.workloads import SHAPES
 
 NAME = "saturated"

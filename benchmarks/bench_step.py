@@ -17,19 +17,14 @@ from prometheus_client import CollectorRegistry
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from observability import PrometheusSink
 from scheduler_components import MetricsSink, NullMetricsSink, ParallelState
-from scheduler_components.integrity import CheckPolicy
+from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.kv_events import open_event_publisher
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import open_shm_metrics_sink
-from scheduler_components.reference.device import SimulatedDevice
-from scheduler_components.reference.engine import (
-    IntegrityConfig,
-    Request,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerSinks,
-)
+from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
 
 NAME = "step"
 RUNNING = (16, 64, 256)

@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.measure import Measurement, Scale
 from benchmarks.processes import free_endpoints, start_child
-from benchmarks.subjects import KIT, open_benchmarked_publisher
+from benchmarks.publishers import KIT, open_benchmarked_publisher
 from benchmarks.workloads import SHAPES
 from scheduler_components.kv_events import Endpoint
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.measure import Goal, Measurement, Scale
 from benchmarks.processes import LoopResult, LoopSpec, run_loop
-from benchmarks.subjects import KIT, KIT_WITHOUT_IDLE, LIMIT
+from benchmarks.publishers import KIT, KIT_WITHOUT_IDLE, LIMIT
 from benchmarks.workloads import SHAPES
 
 NAME = "throughput"

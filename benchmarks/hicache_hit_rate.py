@@ -21,13 +21,8 @@ from scheduler_components import ConfigError
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import HiCacheStepper, HiRadixCache, ParallelGroups
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone, WriteDone
-from scheduler_components.reference.device import (
-    TRACE_BLOCK_TOKENS,
-    SimulatedHostPages,
-    TraceRequest,
-    open_trace,
-    prompt_tokens,
-)
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.reference.device.workload import TRACE_BLOCK_TOKENS, TraceRequest, open_trace, prompt_tokens
 
 __all__ = ["Found", "Sizes", "as_table", "find_in_device", "find_in_tiers", "unbounded_tokens"]
 

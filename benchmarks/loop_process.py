@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from benchmarks.processes import Delivery, LoopResult, LoopSpec, Replays, free_endpoints, start_child
-from benchmarks.subjects import BenchmarkedPublisher, open_benchmarked_publisher
+from benchmarks.publishers import BenchmarkedPublisher, open_benchmarked_publisher
 from benchmarks.workloads import SHAPES
 
 _WORK_LOOPS = 4_000

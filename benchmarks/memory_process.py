@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.bench_cache import GrowthProbe
 from benchmarks.processes import free_endpoints
-from benchmarks.subjects import KIT_WITHOUT_IDLE, open_benchmarked_publisher
+from benchmarks.publishers import KIT_WITHOUT_IDLE, open_benchmarked_publisher
 from benchmarks.workloads import SHAPES, Shape
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, EventStream

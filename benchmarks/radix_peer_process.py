@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers import Placeholders
+from benchmarks.peer_publishers import Placeholders
 
 for absent in ("torchvision",):  # of models that the cache does not know
     try:

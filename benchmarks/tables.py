@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.misses import REASONS
+from benchmarks.missed_goals import REASONS
 from benchmarks.report import JsonReport, JsonRow, number_text, read_json
 
 __all__ = ["headline", "missed_goals", "results", "unexplained", "with_tables"]
@@ -131,7 +131,7 @@ def main() -> None:
     for page in PAGES:
         page.write_text(with_tables(page.read_text(), report))
     for name in unexplained(report):
-        print(f"missed, without a reason of its own in benchmarks/misses.py: {name}")
+        print(f"missed, without a reason of its own in benchmarks/missed_goals.py: {name}")
 
 
 if __name__ == "__main__":

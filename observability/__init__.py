@@ -44,9 +44,9 @@ if TYPE_CHECKING:
         exit_code,
         render_report_json,
     )
-    from observability.http_app import StatusSource, error_response, status_routes
     from observability.http_kv_pool import KvPoolSource, kv_pool_route
-    from observability.kv_pool_page import KvPoolPage, KvPoolPlace, KvPoolUnreadableError, fetch_kv_pool
+    from observability.http_status import StatusSource, error_response, status_routes
+    from observability.kv_pool_client import KvPoolPage, KvPoolPlace, KvPoolUnreadableError, fetch_kv_pool
     from observability.kv_stream import (
         AsyncSubscriber,
         StreamListener,
@@ -165,9 +165,9 @@ __getattr__ = lazy_exports(
         "observability.conformance": "ConformanceReport RuleResult StreamReport check_conformance",
         "observability.conformance_files": "badge_json junit_xml",
         "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream check_worker exit_code render_report_json",
-        "observability.http_app": "StatusSource error_response status_routes",
+        "observability.http_status": "StatusSource error_response status_routes",
         "observability.http_kv_pool": "KvPoolSource kv_pool_route",
-        "observability.kv_pool_page": "KvPoolPage KvPoolPlace KvPoolUnreadableError fetch_kv_pool",
+        "observability.kv_pool_client": "KvPoolPage KvPoolPlace KvPoolUnreadableError fetch_kv_pool",
         "observability.kv_stream": (
             "AsyncSubscriber StreamListener StreamState StreamStats Subscriber static_address discover "
             "open_async_subscriber open_subscriber"

@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from observability.kv_pool_page import fetch_kv_pool
+from observability.kv_pool_client import fetch_kv_pool
 from observability.kv_stream import NoStreamsError, discover, escape_unprintable, static_address
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.kv_events import Endpoint, StreamAddress

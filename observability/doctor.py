@@ -33,7 +33,7 @@ from observability.kv_stream import (
     parse_addresses,
     parse_worker_url,
 )
-from observability.zmq_topics import probe_topics
+from observability.zmq_topic_probe import probe_topics
 from scheduler_components import BlockStored, DecodeError, StartError
 from scheduler_components.kv_events import CurveClientKeys, DecodedBatch, Endpoint, StreamAddress
 from scheduler_components.load import LoadSample, open_zmq_load_reader

@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from observability.http_app import error_response
-from observability.kv_pool_page import MAX_HASHES_PER_PAGE, KvPoolPage, KvPoolPlace
+from observability.http_status import error_response
+from observability.kv_pool_client import MAX_HASHES_PER_PAGE, KvPoolPage, KvPoolPlace
 from scheduler_components import ComponentError, ConfigError, KvPoolSnapshot
 
 __all__ = ["KvPoolSource", "kv_pool_route"]

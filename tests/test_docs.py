@@ -21,7 +21,7 @@ import pytest
 
 from observability import render_markdown
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, RadixCache
-from scheduler_components.reference.cli import COMMANDS
+from scheduler_components.reference.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from tiny_scheduler import PAGE_SIZE, TinyScheduler
 
 from scheduler_components.testing import SCHEDULER_CHECKS, PagedModel
-from scheduler_components.testing.parts import MIN_POOL_TOKENS
+from scheduler_components.testing.interfaces import MIN_POOL_TOKENS
 from scheduler_components.testing.strategies import workloads
 
 

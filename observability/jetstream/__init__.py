@@ -17,7 +17,8 @@ from observability.jetstream.cursor import (
     ReadSnapshot,
     RequestSnapshot,
 )
-from observability.jetstream.follower import LogChannel, LogFollower
+from observability.jetstream.log_follower import LogChannel, LogFollower
+from observability.jetstream.log_writer import LogLimits, LogStats, LogTraffic, LogWriter, LogWriterCounters
 from observability.jetstream.records import (
     LogAddress,
     LogHeartbeat,
@@ -26,7 +27,6 @@ from observability.jetstream.records import (
     SnapshotPointer,
     read_message,
 )
-from observability.jetstream.writer import LogLimits, LogStats, LogTraffic, LogWriter, LogWriterCounters
 from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:

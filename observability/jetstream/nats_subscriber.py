@@ -24,7 +24,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from observability.jetstream.config import JetStreamConfig
-from observability.jetstream.follower import LogFollower
+from observability.jetstream.log_follower import LogFollower
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.jetstream.records import LogAddress, LogHeartbeat, Snapshot, SnapshotPointer, read_message
 from observability.kv_stream import (

@@ -34,9 +34,9 @@ from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
 from observability.jetstream.config import JetStreamConfig
+from observability.jetstream.log_writer import LogLimits, LogStats, LogTraffic, LogWriter
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.jetstream.records import LogAddress, LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
-from observability.jetstream.writer import LogLimits, LogStats, LogTraffic, LogWriter
 from scheduler_components import DecodeError, EventBatch, PublisherStats
 from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields
 from itertools import compress, islice
 
-from observability.kv_stream.holders import SWEEP_SLICE_HASHES, HolderTables, MaskTable
+from observability.kv_stream.holder_tables import SWEEP_SLICE_HASHES, HolderTables, MaskTable
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.events import FULL_ATTENTION_KINDS, REMOTE, BlockLocation, block_location
 from scheduler_components.kv_events import Tier, medium_tier

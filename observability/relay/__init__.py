@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from observability.relay.jetstream import TeeSinkFactory
-    from observability.relay.merge import SourceMerger, least_trusted_state
     from observability.relay.source import RelaySource
+    from observability.relay.source_merger import SourceMerger, least_trusted_state
     from observability.relay.status import RelayStatus, parse_relay_config
     from observability.relay.stream import RelayedStream, RelaySink, RelaySinkFactory, SourceListener
+    from observability.relay.tee_sink import TeeSinkFactory
     from observability.relay.zmq_relay import (
         RelayConfig,
         RelayedStreamStats,
@@ -51,8 +51,8 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "observability.relay.jetstream": "TeeSinkFactory",
-        "observability.relay.merge": "SourceMerger least_trusted_state",
+        "observability.relay.tee_sink": "TeeSinkFactory",
+        "observability.relay.source_merger": "SourceMerger least_trusted_state",
         "observability.relay.source": "RelaySource",
         "observability.relay.status": "RelayStatus parse_relay_config",
         "observability.relay.stream": "RelaySink RelaySinkFactory RelayedStream SourceListener",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from observability.kv_stream import NullStreamListener, StreamState
-from observability.relay.merge import Events, SourceMerger
-from observability.relay.raw_events import SourceEncoding
+from observability.relay.passthrough import SourceEncoding
+from observability.relay.source_merger import Events, SourceMerger
 from scheduler_components import BlockStored, KVEventBatch, KvEventSink
 from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import DecodedBatch

@@ -25,7 +25,7 @@ from observability.kv_stream import (
     open_subscriber,
     wait_any,
 )
-from observability.relay.raw_events import PassthroughDecoder
+from observability.relay.passthrough import PassthroughDecoder
 from observability.relay.source import RelaySource
 from observability.relay.stream import RelayedStream, RelaySink, RelaySinkFactory, SourceListener
 from scheduler_components import ComponentError, PublisherStats, kv_events_server_info

@@ -15,7 +15,7 @@ from types import UnionType
 import attrs
 import msgspec
 
-from scheduler_components.component_lint.class_facts import (
+from scheduler_components.component_lint.class_info import (
     CONSTRUCTORS,
     ClassInfo,
     ClassKind,

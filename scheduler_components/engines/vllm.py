@@ -24,7 +24,11 @@ from scheduler_components.engines.settings import (
     may_require_keys,
     read_plugin_settings,
 )
-from scheduler_components.engines.vllm_copies import ONCE_PER_BLOCK, PublishedBlocks, patch_removed_events_to_last_copy
+from scheduler_components.engines.vllm_published_blocks import (
+    ONCE_PER_BLOCK,
+    PublishedBlocks,
+    patch_removed_events_to_last_copy,
+)
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
 

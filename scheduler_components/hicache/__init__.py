@@ -5,18 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_exports
-from scheduler_components.errors import (
-    LoadBackError,
-    SettingsDivergenceError,
-    StorageError,
-    StorageStallError,
-    SyncClosedError,
-    SyncDivergenceError,
-    SyncTimeoutError,
-    TierDivergenceError,
-)
-from scheduler_components.events import Tier
-from scheduler_components.hicache.agreement import (
+from scheduler_components.agreement import (
     AgreedValues,
     InProcessGroups,
     ParallelGroups,
@@ -28,6 +17,17 @@ from scheduler_components.hicache.agreement import (
     ordered_groups,
     world_rank_groups,
 )
+from scheduler_components.errors import (
+    LoadBackError,
+    SettingsDivergenceError,
+    StorageError,
+    StorageStallError,
+    SyncClosedError,
+    SyncDivergenceError,
+    SyncTimeoutError,
+    TierDivergenceError,
+)
+from scheduler_components.events import Tier
 from scheduler_components.hicache.cache import HiCacheStepper, HiRadixCache
 from scheduler_components.hicache.controller import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.hicache.memory_storage import MemoryPageStore
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
         MooncakePageStore,
         open_mooncake_page_store,
     )
-    from scheduler_components.hicache.stored_pages import ZERO_COPY_LAYOUT
-    from scheduler_components.hicache.thread_layers import ThreadLayerDoneCounter
+    from scheduler_components.hicache.storage_backend import ZERO_COPY_LAYOUT
+    from scheduler_components.hicache.thread_layer_counter import ThreadLayerDoneCounter
     from scheduler_components.hicache.thread_page_mover import ThreadPageMover
     from scheduler_components.hicache.thread_storage import open_deadline_page_store
     from scheduler_components.hicache.torch_memory import TorchDeviceMemory
-    from scheduler_components.hicache.torch_sync import open_torch_groups
+    from scheduler_components.torch_sync import open_torch_groups
 
 __all__ = [
     "AgreedValues",
@@ -136,11 +136,11 @@ __getattr__ = lazy_exports(
         "scheduler_components.hicache.file_storage": "FilePageStore open_file_page_store",
         "scheduler_components.hicache.memory": "HostPool SimulatedDeviceMemory",
         "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
-        "scheduler_components.hicache.stored_pages": "ZERO_COPY_LAYOUT",
-        "scheduler_components.hicache.thread_layers": "ThreadLayerDoneCounter",
+        "scheduler_components.hicache.storage_backend": "ZERO_COPY_LAYOUT",
+        "scheduler_components.hicache.thread_layer_counter": "ThreadLayerDoneCounter",
         "scheduler_components.hicache.thread_page_mover": "ThreadPageMover",
         "scheduler_components.hicache.thread_storage": "open_deadline_page_store",
         "scheduler_components.hicache.torch_memory": "TorchDeviceMemory",
-        "scheduler_components.hicache.torch_sync": "open_torch_groups",
+        "scheduler_components.torch_sync": "open_torch_groups",
     },
 )

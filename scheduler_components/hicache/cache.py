@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import attrs
 
+from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
 from scheduler_components.cache import (
     DEFAULT_NAMESPACE,
     PrefixMatch,
@@ -23,7 +24,6 @@ from scheduler_components.cache import (
 )
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
 from scheduler_components.events import TIER_MEDIUM, KVCacheEvent, MediumGroup, Tier, medium_group
-from scheduler_components.hicache.agreement import AgreedValues, ParallelGroups, Proposal, Slots
 from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController, HiCachePolicy
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import PrefetchQueue, TierTransfers

@@ -17,9 +17,9 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import attrs
 
+from scheduler_components.agreement import AgreedValues, Proposal, SlotKind, Slots
 from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache.agreement import AgreedValues, Proposal, SlotKind, Slots
 from scheduler_components.page_operations import (
     BackupDone,
     BackupOutcome,

@@ -286,14 +286,14 @@ class HostPool:
         """
         self._pages.check_held(pages)
         _expect_one_for_one(device, device_pages, pages)
-        end = NullCopyEvent()
+        end: CopyEvent = NullCopyEvent()
         for layer in range(device.shape.num_layers):  # in order: when the last one has ended, all have
             end = device.copy_to_host(layer, device_pages, self._memory.layer_view(layer), pages)
         return end
 
     def copy_to_device(self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]) -> CopyEvent:
         """Copy committed pages to the device, in order, all layers; see ``copy_to_device_by_layer`` for what it raises."""
-        end = NullCopyEvent()
+        end: CopyEvent = NullCopyEvent()
         for end in self.copy_to_device_by_layer(pages, device, device_pages):  # noqa: B007 - in order: the last ends last
             pass
         return end

@@ -25,8 +25,8 @@ from scheduler_components.cache import DIGEST_BYTES
 from scheduler_components.errors import ConfigError, FailureLog, StorageError
 from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats
-from scheduler_components.hicache.stored_pages import FramedBackend, StorageBackend, ZeroCopyBackend
-from scheduler_components.hicache.thread_layers import ThreadLayerDoneCounter
+from scheduler_components.hicache.storage_backend import FramedBackend, StorageBackend, ZeroCopyBackend
+from scheduler_components.hicache.thread_layer_counter import ThreadLayerDoneCounter
 from scheduler_components.hicache.thread_storage import open_deadline_page_store, open_deadline_zero_copy_store
 from scheduler_components.page_operations import (
     BackupDone,
@@ -305,7 +305,7 @@ class ThreadPageMover:
         self._io.put(WriteDone(copy.op, True), end)
 
     def _copy_to_device(self, copy: CopyToDevice) -> None:
-        end = NullCopyEvent()
+        end: CopyEvent = NullCopyEvent()
         try:
             for end in self.host.copy_to_device_by_layer(copy.host_pages, self.device, copy.device_pages):
                 if copy.by_layer:

@@ -23,7 +23,6 @@ from scheduler_components.events import (
     medium_group,
     medium_tier,
 )
-from scheduler_components.kv_events.base import merge_batches
 from scheduler_components.kv_events.codec import (
     DIALECTS,
     MAX_PAYLOAD_BYTES,
@@ -45,6 +44,7 @@ from scheduler_components.kv_events.replay import (
     ReplayVerb,
     encode_plain_request,
 )
+from scheduler_components.kv_events.snapshot import merge_batches
 from scheduler_components.kv_events.stream import (
     EPOCH_BYTES,
     STREAM_DIGEST_BYTES,

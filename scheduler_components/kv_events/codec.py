@@ -37,7 +37,7 @@ from scheduler_components.events import (
     WireEvent,
     signed_block_hash,
 )
-from scheduler_components.kv_events.lowering import (
+from scheduler_components.kv_events.dialects import (
     DIALECT_WRITERS,
     NOT_BLOCK_ALIGNED,
     OPTIONS,
@@ -47,7 +47,7 @@ from scheduler_components.kv_events.lowering import (
     first_token_mismatch,
     validated_event,
 )
-from scheduler_components.kv_events.native import (
+from scheduler_components.kv_events.native_events import (
     NATIVE_WRITER,
     NativeDialectWriter,
     event_fields,

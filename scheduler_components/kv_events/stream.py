@@ -11,10 +11,10 @@ from zlib import crc32
 import msgspec
 
 from scheduler_components.events import AllBlocksCleared
-from scheduler_components.kv_events.base import RunSegment, StreamSnapshot
 from scheduler_components.kv_events.codec import BatchEncoder
-from scheduler_components.kv_events.lowering import BlockChanges
-from scheduler_components.kv_events.native import slice_raw_event
+from scheduler_components.kv_events.dialects import BlockChanges
+from scheduler_components.kv_events.native_events import slice_raw_event
+from scheduler_components.kv_events.snapshot import RunSegment, StreamSnapshot
 
 __all__ = ["STREAM_DIGEST_BYTES", "EPOCH_BYTES", "SnapshotChunk", "EventStream", "digest_after", "initial_digest"]
 

@@ -34,7 +34,6 @@ from scheduler_components.errors import ForkedPublisherError, PublisherClosedErr
 from scheduler_components.events import AllBlocksCleared, EventBatch, KVCacheEvent, KVEventBatch, ValidatedEvents
 from scheduler_components.fork_hook import register_for_fork
 from scheduler_components.kv_events.backlog import MAX_WAITING, Backlog, InlineBacklog, batch_cost
-from scheduler_components.kv_events.base import merge_batches
 from scheduler_components.kv_events.codec import (
     ENCODE_ERRORS,
     MAX_PAYLOAD_BYTES,
@@ -47,6 +46,7 @@ from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.file_sequence_floor import SequenceFloor, open_sequence_floor
 from scheduler_components.kv_events.replay import END_SEQ, ReplaySessions
+from scheduler_components.kv_events.snapshot import merge_batches
 from scheduler_components.kv_events.stream import EPOCH_BYTES, EventStream
 from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
 from scheduler_components.kv_events.zmq_auth import CurveServerKeys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_exports
-from scheduler_components.load.gauge import (
+from scheduler_components.load.load_stat import (
     LOAD_HEARTBEAT_S,
     LOAD_TOPIC,
     MAX_LOAD_STAT_BYTES,
@@ -16,7 +16,7 @@ from scheduler_components.load.gauge import (
     encode_load_stat,
     to_load_stat,
 )
-from scheduler_components.load.queue import (
+from scheduler_components.load.token_counted_queue import (
     CountedQueue,
     DispatchLedger,
     TokenCountedQueue,
@@ -27,7 +27,7 @@ from scheduler_components.shm_board import ShmBoard
 
 if TYPE_CHECKING:
     from scheduler_components.load.shm_load_board import open_shm_load_board, open_shm_load_sink
-    from scheduler_components.load.zmq_gauge import (
+    from scheduler_components.load.zmq_load import (
         ZmqLoadReader,
         ZmqLoadSink,
         check_load_endpoint,
@@ -64,7 +64,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "scheduler_components.load.shm_load_board": "open_shm_load_board open_shm_load_sink",
-        "scheduler_components.load.zmq_gauge": (
+        "scheduler_components.load.zmq_load": (
             "ZmqLoadReader ZmqLoadSink check_load_endpoint open_zmq_load_reader open_zmq_load_sink"
         ),
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_exports
-from scheduler_components.metrics.timing import (
+from scheduler_components.metrics.request_times import (
     Histogram,
     LatencyHistograms,
     RateMeter,

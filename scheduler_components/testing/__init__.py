@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from scheduler_components._lazy import lazy_exports
 from scheduler_components.testing import golden, interfaces, stream_verifier
 from scheduler_components.testing.control_checks import PROFILER_CHECKS, STATE_HOLDER_CHECKS
+from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.fakes import (
     ChainEventGenerator,
     FakeClock,
@@ -41,13 +42,12 @@ from scheduler_components.testing.fakes import (
     ScriptedEventSource,
     TextInputReader,
 )
-from scheduler_components.testing.ledger import EventLedger
+from scheduler_components.testing.interfaces import CheckTrace, ConformanceError
 from scheduler_components.testing.page_store_checks import IN_PLACE_STORE_CHECKS, PAGE_STORE_CHECKS
-from scheduler_components.testing.parts import CheckTrace, ConformanceError
-from scheduler_components.testing.pool_judge import PoolDifference, PoolVerifier
+from scheduler_components.testing.pool_verifier import PoolDifference, PoolVerifier
 from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
+from scheduler_components.testing.quiesce_checks import QUIESCE_CHECKS
 from scheduler_components.testing.recorder_checks import RECORDER_CHECKS
-from scheduler_components.testing.rest_checks import QUIESCE_CHECKS
 from scheduler_components.testing.rules import RULES, SPECIFICATION, Rule, RuleSeverity, Violation
 from scheduler_components.testing.scheduler_checks import POOL_INVARIANT_CHECKS, POOL_STREAM_CHECKS, SCHEDULER_CHECKS
 
@@ -60,12 +60,12 @@ if TYPE_CHECKING:
         RecorderMachine,
     )
     from scheduler_components.testing.subscriber_checks import SUBSCRIBER_CHECKS
-    from scheduler_components.testing.thread_intake_checks import RECEIVER_CHECKS
     from scheduler_components.testing.thread_ranks import ThreadSyncHub, run_ranks
-    from scheduler_components.testing.torch_generate import GeneratedText, GreedyTextVerifier, NearTie
-    from scheduler_components.testing.zmq_probe import ProbeOptions, probe_streams
+    from scheduler_components.testing.thread_request_receiver_checks import RECEIVER_CHECKS
+    from scheduler_components.testing.torch_greedy_text_verifier import GeneratedText, GreedyTextVerifier, NearTie
     from scheduler_components.testing.zmq_publisher_checks import PUBLISHER_CHECKS
     from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher
+    from scheduler_components.testing.zmq_stream_probe import ProbeOptions, probe_streams
 
 __all__ = [
     # checks
@@ -137,10 +137,10 @@ __getattr__ = lazy_exports(
         "scheduler_components.testing.machines": "FollowerMachine PageStoreMachine PrefixCacheMachine RecorderMachine",
         "scheduler_components.testing.strategies": "strategies",
         "scheduler_components.testing.subscriber_checks": "SUBSCRIBER_CHECKS",
-        "scheduler_components.testing.thread_intake_checks": "RECEIVER_CHECKS",
+        "scheduler_components.testing.thread_request_receiver_checks": "RECEIVER_CHECKS",
         "scheduler_components.testing.thread_ranks": "ThreadSyncHub run_ranks",
-        "scheduler_components.testing.torch_generate": "GreedyTextVerifier GeneratedText NearTie",
-        "scheduler_components.testing.zmq_probe": "ProbeOptions probe_streams",
+        "scheduler_components.testing.torch_greedy_text_verifier": "GreedyTextVerifier GeneratedText NearTie",
+        "scheduler_components.testing.zmq_stream_probe": "ProbeOptions probe_streams",
         "scheduler_components.testing.zmq_publisher_checks": "PUBLISHER_CHECKS",
         "scheduler_components.testing.zmq_scripted_publisher": "ScriptedPublisher",
     },

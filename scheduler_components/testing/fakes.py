@@ -24,8 +24,8 @@ from scheduler_components import (
     PublisherStats,
 )
 from scheduler_components.cache import hash_pages
-from scheduler_components.intake import InputKind, InputMessage, RequestRejection
-from scheduler_components.testing.parts import BLOCK_SIZE, kv_value, token_after
+from scheduler_components.testing.interfaces import BLOCK_SIZE, kv_value, token_after
+from scheduler_components.values import InputKind, InputMessage, RequestRejection
 
 __all__ = [
     # sources

@@ -28,9 +28,9 @@ from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch
 from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.hicache import PageStore
 from scheduler_components.kv_events import END_SEQ, BatchEncoder
+from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.fakes import ChainEventGenerator, Fault, FaultyNetwork
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import (
+from scheduler_components.testing.interfaces import (
     BLOCK_SIZE,
     BlockRecorder,
     CachedPrefix,

@@ -11,8 +11,8 @@ from random import Random
 
 from scheduler_components import CacheIntegrityError, OutOfPagesError
 from scheduler_components.cache import PrefixNamespace
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import PAGE_SIZE, CachedPrefix, CheckTrace, PrefixCache
+from scheduler_components.testing.event_ledger import EventLedger
+from scheduler_components.testing.interfaces import PAGE_SIZE, CachedPrefix, CheckTrace, PrefixCache
 
 __all__ = ["PREFIX_CACHE_CHECKS", "OpenCache"]
 

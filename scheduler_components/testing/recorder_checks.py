@@ -14,8 +14,8 @@ from random import Random
 
 from scheduler_components import AllBlocksCleared, BlockStored
 from scheduler_components.cache import PrefixNamespace, hash_pages
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import BLOCK_SIZE, BlockRecorder, CheckTrace
+from scheduler_components.testing.event_ledger import EventLedger
+from scheduler_components.testing.interfaces import BLOCK_SIZE, BlockRecorder, CheckTrace
 
 __all__ = ["RECORDER_CHECKS", "CopyCountingTable", "OpenRecorder", "MediumGroup", "chain_of"]
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_components import FinishReason, KvEventSink, LoadSnapshot, OutputDelta, OutputSink
-from scheduler_components.integrity import find_pool_violations
+from scheduler_components.invariant_rules import find_pool_violations
 from scheduler_components.ports import AuditedPool, NullOwnerTrails
+from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.fakes import ListEventSink, ListOutputSink
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import (
+from scheduler_components.testing.interfaces import (
     AuditedScheduler,
     CheckTrace,
     PooledScheduler,
@@ -30,7 +30,7 @@ from scheduler_components.testing.parts import (
     Workload,
     next_token,
 )
-from scheduler_components.testing.pool_judge import PoolVerifier
+from scheduler_components.testing.pool_verifier import PoolVerifier
 from scheduler_components.values import KvPoolSnapshot
 
 __all__ = [

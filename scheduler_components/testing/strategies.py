@@ -16,7 +16,7 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from scheduler_components.cache import PrefixNamespace, RadixCache
 from scheduler_components.kv_events import DIALECTS, MAX_PORT, REPLAY_FRAMINGS, SEND_MODES, SEQ_BASES, Endpoint
 from scheduler_components.testing.fakes import Fault
-from scheduler_components.testing.parts import Workload
+from scheduler_components.testing.interfaces import Workload
 
 __all__ = [
     # engines

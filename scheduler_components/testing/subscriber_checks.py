@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from scheduler_components.kv_events import END_SEQ
 from scheduler_components.testing.fakes import ChainEventGenerator
-from scheduler_components.testing.parts import CheckTrace, StreamEndpoints, StreamSubscriber
+from scheduler_components.testing.interfaces import CheckTrace, StreamEndpoints, StreamSubscriber
 from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher
 
 __all__ = ["DEADLINE_S", "SUBSCRIBER_CHECKS", "OpenSubscriber"]

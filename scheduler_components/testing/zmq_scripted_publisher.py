@@ -9,7 +9,7 @@ import zmq
 
 from scheduler_components import EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import END_SEQ, BatchEncoder
-from scheduler_components.testing.parts import Frames
+from scheduler_components.testing.interfaces import Frames
 
 __all__ = ["ScriptedPublisher"]
 

@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.batching import DynamicChunkSizer, FirstTokenPredictor, PrefillLatencyFit, PrefillLatencyModel
+from scheduler_components.dynamic_chunk_sizer import (
+    DynamicChunkSizer,
+    FirstTokenPredictor,
+    PrefillLatencyFit,
+    PrefillLatencyModel,
+)
 from scheduler_components.internal_state import InternalState
 from scheduler_components.testing import FakeClock
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
-from scheduler_components.batching import BatchShape, DpBatchSync, DpStep, PrefillDelayer, PrefillIntent, dp_rank_groups
+from scheduler_components.dp_attn import BatchShape, DpBatchSync, DpStep, PrefillDelayer, PrefillIntent, dp_rank_groups
 from scheduler_components.errors import SettingsDivergenceError, SyncDivergenceError
 from scheduler_components.testing import ThreadSyncHub
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.batching import NewTokenRatioTracker
+from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 
 shares = st.floats(0, 1)
 

@@ -7,7 +7,7 @@ from statistics import median
 from msgspec.structs import replace
 
 from benchmarks.processes import LoopSpec, run_loop
-from benchmarks.subjects import KIT, KIT_WITHOUT_IDLE, OFF
+from benchmarks.publishers import KIT, KIT_WITHOUT_IDLE, OFF
 
 
 def test_the_cpu_of_publishing_is_that_of_its_calls_and_of_other_threads() -> None:

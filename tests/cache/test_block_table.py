@@ -22,7 +22,7 @@ from scheduler_components.cache import (
 )
 from scheduler_components.kv_events import BatchDecoder, Tier
 from scheduler_components.testing import EventLedger, RecorderMachine
-from scheduler_components.testing.parts import BLOCK_SIZE
+from scheduler_components.testing.interfaces import BLOCK_SIZE
 
 
 class BlockTableMachine(RecorderMachine):

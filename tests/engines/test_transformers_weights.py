@@ -13,18 +13,18 @@ transformers = pytest.importorskip(
 
 import torch  # noqa: E402
 
-from scheduler_components.hicache import InProcessGroups  # noqa: E402
-from scheduler_components.quiesce import (  # noqa: E402
+from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
     ControlReply,
     ControlRequest,
     EndWeightUpdate,
     LoadWeights,
-    QuiesceController,
     RollBackWeights,
-    TorchWeightStore,
 )
+from scheduler_components.hicache import InProcessGroups  # noqa: E402
+from scheduler_components.quiesce import QuiesceController
+from scheduler_components.torch_weight_updater import TorchWeightStore
 
 pytestmark = pytest.mark.filterwarnings("default")  # the engine's own
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from scheduler_components import ConfigError
-from scheduler_components.engines.vllm_copies import PublishedBlocks, patch_removed_events_to_last_copy
+from scheduler_components.engines.vllm_published_blocks import PublishedBlocks, patch_removed_events_to_last_copy
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
+from scheduler_components.agreement import BLOCK_INTS
 from scheduler_components.hicache import (
     AgreedValues,
     InProcessGroups,
@@ -27,7 +28,6 @@ from scheduler_components.hicache import (
     ordered_groups,
     world_rank_groups,
 )
-from scheduler_components.hicache.agreement import BLOCK_INTS
 from scheduler_components.testing import ThreadSyncHub
 from scheduler_components.values import SYNC_CALL_INTS
 

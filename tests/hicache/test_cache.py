@@ -11,8 +11,7 @@ import pytest
 from scheduler_components import AllBlocksCleared, BlockStored, CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, SettingsDivergenceError, Tier
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadBackDone, WriteDone
-from scheduler_components.reference.device import FaultRates, SimulatedHostPages
-from scheduler_components.reference.device.hicache_sim import SimulatedMover
+from scheduler_components.reference.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
 from scheduler_components.testing import ThreadSyncHub
 
 PAGE_SIZE = 2

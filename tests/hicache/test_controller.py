@@ -26,7 +26,7 @@ from scheduler_components.page_operations import (
     ReadDone,
     ReadFromStorage,
 )
-from scheduler_components.reference.device import SimulatedHostPages
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 
 @st.composite

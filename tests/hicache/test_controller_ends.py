@@ -20,7 +20,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteOutcome,
 )
-from scheduler_components.reference.device import SimulatedHostPages
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 DIGESTS = bytes(range(32)) * 2
 

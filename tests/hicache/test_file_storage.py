@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import CheckedPageStore, FilePageStore, StorageError, open_file_page_store
 from scheduler_components.hicache.storage import FRAME_BYTES
-from scheduler_components.testing.parts import PAGE_BYTES, page_of
+from scheduler_components.testing.interfaces import PAGE_BYTES, page_of
 
 MANY = 1 << 30
 WRITER = """
 import os, signal, sys
 from scheduler_components.hicache import file_storage
 from scheduler_components.hicache.storage import CheckedPageStore
-from scheduler_components.testing.parts import PAGE_BYTES, page_of
+from scheduler_components.testing.interfaces import PAGE_BYTES, page_of
 
 directory, where = sys.argv[1:]
 store = CheckedPageStore(

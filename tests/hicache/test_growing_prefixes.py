@@ -32,7 +32,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.reference.device import SimulatedHostPages
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 PAGE_SIZE, DEVICE_PAGES, HOST_PAGES = 2, 24, 32
 

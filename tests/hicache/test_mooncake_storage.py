@@ -27,7 +27,7 @@ from scheduler_components.hicache import (
     open_mooncake_page_store,
 )
 from scheduler_components.testing import IN_PLACE_STORE_CHECKS, PAGE_STORE_CHECKS
-from scheduler_components.testing.parts import PAGE_BYTES, page_of
+from scheduler_components.testing.interfaces import PAGE_BYTES, page_of
 
 MASTER = shutil.which("mooncake_master", path=sysconfig.get_path("scripts"))
 
@@ -141,7 +141,7 @@ def test_one_process_reads_what_another_wrote(bare: PageStore, address: Mooncake
     script = f"""
 from scheduler_components.hicache.mooncake_storage import MooncakeAddress, open_mooncake_page_store
 from scheduler_components.hicache.storage import CheckedPageStore
-from scheduler_components.testing.parts import PAGE_BYTES, page_of
+from scheduler_components.testing.interfaces import PAGE_BYTES, page_of
 bare = open_mooncake_page_store(MooncakeAddress(master={address.master!r}, metadata={address.metadata!r},
     segment_bytes=0, buffer_bytes=32 << 20))
 store = CheckedPageStore(store=bare, page_bytes=PAGE_BYTES)

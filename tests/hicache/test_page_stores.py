@@ -16,7 +16,7 @@ from scheduler_components.hicache import (
     open_file_page_store,
 )
 from scheduler_components.testing import PAGE_STORE_CHECKS
-from scheduler_components.testing.parts import MAX_BYTES, PAGE_BYTES, page_of
+from scheduler_components.testing.interfaces import MAX_BYTES, PAGE_BYTES, page_of
 
 
 @pytest.fixture(params=["memory", "file"])

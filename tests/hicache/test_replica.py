@@ -30,7 +30,7 @@ from scheduler_components.hicache import (
     Tier,
     TierDivergenceError,
 )
-from scheduler_components.reference.device import (
+from scheduler_components.reference.device.hicache_sim import (
     FaultRates,
     SimulatedReplica,
     SimulatedWorkload,

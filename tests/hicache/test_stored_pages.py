@@ -26,7 +26,7 @@ from scheduler_components.hicache import (
     ZeroCopyPageStore,
     open_file_page_store,
 )
-from scheduler_components.hicache.stored_pages import ZeroCopyBackend
+from scheduler_components.hicache.storage_backend import ZeroCopyBackend
 from scheduler_components.page_operations import (
     BackupDone,
     IoEvent,

@@ -52,7 +52,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.reference.engine import SimulatedKv
+from scheduler_components.reference.engine.host_tiers import SimulatedKv
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=64)
 PAGE_SIZE = 4

@@ -31,7 +31,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.reference.device import SimulatedHostPages
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 PROMPT = list(range(4))
 

@@ -13,7 +13,7 @@ from scheduler_components.cache import DEFAULT_NAMESPACE, RadixNode, pack_tokens
 from scheduler_components.events import Tier
 from scheduler_components.hicache import NullPageHook
 from scheduler_components.hicache.tiers import TierTree
-from scheduler_components.reference.device import SimulatedHostPages
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from scheduler_components.page_operations import (
     WriteToStorage,
 )
 from scheduler_components.ports import NullPageHook
-from scheduler_components.reference.device import SimulatedHostPages
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 PAGE_SIZE = 2
 PATIENT = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1)

@@ -34,7 +34,7 @@ from scheduler_components.page_operations import (
     ReadDone,
     ReadFromStorage,
 )
-from scheduler_components.reference.device import SimulatedHostPages
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 PAGE_SIZE, NUM_PAGES = 512, 6
 FOR_EVER = 10_000

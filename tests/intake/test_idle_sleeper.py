@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from scheduler_components.intake import IdleSleeper
+from scheduler_components.zmq_idle_sleeper import IdleSleeper
 
 
 @pytest.fixture

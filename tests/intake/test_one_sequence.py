@@ -9,15 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components.errors import LockstepError
-from scheduler_components.intake import (
-    ForwardMode,
-    InputBlocker,
-    InputLimits,
-    RecvSkipper,
-    RelayedInput,
-    RequestReceiver,
-)
+from scheduler_components.input_blocker import InputBlocker, InputLimits
+from scheduler_components.recv_skipper import RecvSkipper
+from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing import ListInputSource, TextInputReader
+from scheduler_components.values import ForwardMode, RelayedInput
 
 
 class Tape:

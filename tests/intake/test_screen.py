@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.intake import BlockerState, InputBlocker, InputLimits, RejectionReason
+from scheduler_components.input_blocker import BlockerState, InputBlocker, InputLimits
 from scheduler_components.testing import FakeClock, ListRefusalSink, TextInputReader
+from scheduler_components.values import RejectionReason
 
 
 class Ids:

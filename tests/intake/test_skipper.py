@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_components.intake import ForwardMode, RecvSkipper
+from scheduler_components.recv_skipper import RecvSkipper
+from scheduler_components.values import ForwardMode
 
 DECODE, EXTEND, IDLE = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.IDLE
 

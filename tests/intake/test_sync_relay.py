@@ -9,8 +9,10 @@ import pytest
 from scheduler_components import ParallelState
 from scheduler_components.errors import SyncClosedError, SyncDivergenceError, SyncTimeoutError
 from scheduler_components.hicache import ParallelGroups
-from scheduler_components.intake import ForwardMode, RelayedInput, RequestReceiver, SyncGroupRelay
+from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.sync_input_relay import SyncGroupRelay
 from scheduler_components.testing import ListInputSource, TextInputReader, run_ranks
+from scheduler_components.values import ForwardMode, RelayedInput
 
 TOPOLOGIES = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (3, 1, 1)]
 BATCHES = [

@@ -9,13 +9,8 @@ import pytest
 import zmq
 
 from scheduler_components import DecodeError
-from scheduler_components.intake import (
-    RelayedInput,
-    StopRequestedError,
-    ZmqFollowerRelay,
-    ZmqInputSource,
-    ZmqLeaderRelay,
-)
+from scheduler_components.values import RelayedInput
+from scheduler_components.zmq_input_relay import StopRequestedError, ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
 Pair = tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]
 

@@ -10,26 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scheduler_components import ParallelState
+from scheduler_components.allocation_log import AllocationLog
+from scheduler_components.audited_pools import RadixCachePool, SlotPool
 from scheduler_components.cache import PagePool, PrefixNamespace
-from scheduler_components.integrity import (
-    AllocationLog,
-    CheckPolicy,
-    PoolInvariantChecker,
-    PoolReport,
-    RadixCachePool,
-    SlotPool,
-)
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import (
-    CacheTiers,
-    IntegrityConfig,
-    Request,
-    RequestPages,
-    RequestQueues,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-)
+from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker, PoolReport
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine.batcher import RequestPages
+from scheduler_components.reference.engine.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig
+from scheduler_components.reference.engine.request import Request, RequestQueues, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
 from scheduler_components.values import HeldCount, PageHolding
 
 WINDOW_PAGES = 2

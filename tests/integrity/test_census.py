@@ -10,24 +10,19 @@ import pytest
 from hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, kv_pool_of, request
 
 from scheduler_components import ConfigError
+from scheduler_components.allocation_log import AllocationLog
+from scheduler_components.audited_pools import RadixCachePool
 from scheduler_components.cache import RadixCache
+from scheduler_components.errors import PoolInvariantError
 from scheduler_components.events import medium_group
-from scheduler_components.integrity import (
-    AllocationLog,
-    CheckPolicy,
-    HeldCount,
-    PageHolding,
-    PoolCount,
-    PoolInvariantChecker,
-    PoolInvariantError,
-    PoolViolation,
-    PublishedBlocks,
-    RadixCachePool,
-    StepProgress,
-    find_pool_violations,
-)
+from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker
+from scheduler_components.invariant_rules import PoolViolation, find_pool_violations
 from scheduler_components.ports import NullOwnerTrails
-from scheduler_components.reference.engine import IntegrityConfig, Scheduler
+from scheduler_components.published_blocks import PublishedBlocks
+from scheduler_components.reference.engine.config import IntegrityConfig
+from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.step_progress import StepProgress
+from scheduler_components.values import HeldCount, PageHolding, PoolCount
 
 STRICT = CheckPolicy(count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 POOL_SIZE = 16

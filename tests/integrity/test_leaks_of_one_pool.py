@@ -15,21 +15,15 @@ import pytest
 from hybrid_scheduler import SMALL, checker_of, serve
 
 from scheduler_components import FinishReason, ParallelState
+from scheduler_components.audited_pools import RadixCachePool
 from scheduler_components.cache import RadixNode
 from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.integrity import RadixCachePool
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import (
-    POOL,
-    IntegrityConfig,
-    Request,
-    RequestHolders,
-    RequestPages,
-    RequestQueues,
-    RequestSlots,
-    RequestState,
-    Scheduler,
-)
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine.batcher import POOL, RequestPages
+from scheduler_components.reference.engine.config import IntegrityConfig
+from scheduler_components.reference.engine.pool_guard import RequestHolders, RequestSlots
+from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState
+from scheduler_components.reference.engine.scheduler import Scheduler
 from scheduler_components.values import AllocationRecord, PageHolding
 
 

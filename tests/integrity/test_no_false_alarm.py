@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, ParallelGroups
-from scheduler_components.integrity import CheckPolicy, find_pool_violations
+from scheduler_components.invariant_checker import CheckPolicy
+from scheduler_components.invariant_rules import find_pool_violations
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone, WriteDone
 from scheduler_components.ports import NullOwnerTrails
-from scheduler_components.reference.device import SimulatedHostPages
-from scheduler_components.reference.engine import IntegrityConfig, Request, SamplingLimits
+from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.reference.engine.config import IntegrityConfig
+from scheduler_components.reference.engine.request import Request, SamplingLimits
 
 RAISE = CheckPolicy(action="raise", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 

@@ -8,7 +8,9 @@ import attrs
 from hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, request
 
 from scheduler_components import PoolStats, SchedulerStats
-from scheduler_components.integrity import IDLE, PageHolding, PoolCount, PoolStatsObserver
+from scheduler_components.pool_stats_observer import PoolStatsObserver
+from scheduler_components.step_progress import IDLE
+from scheduler_components.values import PageHolding, PoolCount
 
 
 @attrs.frozen

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hybrid_scheduler import HybridPages, SideHolders, checker_of, hybrid_scheduler, serve
 
-from scheduler_components.reference.engine import Request, RequestState
+from scheduler_components.reference.engine.request import Request, RequestState
 from scheduler_components.values import AllocationRecord, PageHolding
 
 

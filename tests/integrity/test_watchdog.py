@@ -13,8 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.integrity import IDLE, StallDetector, StepProgress, open_thread_watchdog
+from scheduler_components.step_progress import IDLE, StepProgress
+from scheduler_components.thread_watchdog import open_thread_watchdog
 from scheduler_components.values import StallReport
+from scheduler_components.watchdog import StallDetector
 
 AFTER_S = 3.0
 
@@ -118,7 +120,8 @@ def test_a_call_that_holds_the_interpreter_is_dumped_all_the_same() -> None:
     """No thread of Python runs then, not even the watchdog's."""
     script = """
 import ctypes, sys
-from scheduler_components.integrity import StepProgress, open_thread_watchdog
+from scheduler_components.step_progress import StepProgress
+from scheduler_components.thread_watchdog import open_thread_watchdog
 progress = StepProgress()
 watchdog = open_thread_watchdog(progress, rank="tp0", after_s=0.2, stack_dump_file=sys.stderr)
 progress.begin_step(1, "device")

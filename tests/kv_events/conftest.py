@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.kv_events.lowering import BlockChanges
+from scheduler_components.kv_events.dialects import BlockChanges
 
 
 @pytest.fixture(scope="session")

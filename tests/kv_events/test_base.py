@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_components import AllBlocksCleared, BlockStored, KVEventBatch
 from scheduler_components.events import LOCAL_GPU, BlockLocation, block_location
 from scheduler_components.kv_events import BatchEncoder
-from scheduler_components.kv_events.base import BlockRun, CachedBlocks, PayloadRef, StreamSnapshot
+from scheduler_components.kv_events.snapshot import BlockRun, CachedBlocks, PayloadRef, StreamSnapshot
 
 SITES = (LOCAL_GPU, block_location("CPU_PINNED", None, None, None))
 

@@ -22,9 +22,9 @@ from scheduler_components.kv_events import (
     initial_digest,
     merge_batches,
 )
-from scheduler_components.kv_events.base import PayloadReader, StreamSnapshot, encode_segment
 from scheduler_components.kv_events.codec import decode_event
-from scheduler_components.kv_events.lowering import BlockChanges
+from scheduler_components.kv_events.dialects import BlockChanges
+from scheduler_components.kv_events.snapshot import PayloadReader, StreamSnapshot, encode_segment
 from scheduler_components.kv_events.stream import _FOLDS_PER_DRAIN as FOLDS_PER_DRAIN
 from scheduler_components.kv_events.stream import _MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
 from scheduler_components.testing import EventLedger

@@ -31,9 +31,9 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import ReceiverStats
 from scheduler_components.metrics import Histogram, LatencyHistograms, RequestLatencyRecorder
 from scheduler_components.metrics.shm_metrics_board import LAYOUT_ID, ReportEncoder, decode_report
+from scheduler_components.values import ReceiverStats
 
 LABELS = ParallelState().metric_labels
 

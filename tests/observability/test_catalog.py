@@ -35,8 +35,8 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import ReceiverStats
 from scheduler_components.metrics import RequestLatencyRecorder
+from scheduler_components.values import ReceiverStats
 
 # Facts that reach a dashboard in another way, each with its reason.
 NOT_EXPORTED = {

@@ -18,7 +18,7 @@ from scheduler_components import ConfigError, KVEventBatch, StartError
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
 from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing import ChainEventGenerator, ProbeOptions, ScriptedPublisher
-from scheduler_components.testing.parts import BLOCK_SIZE, BoundPublisher, Frames
+from scheduler_components.testing.interfaces import BLOCK_SIZE, BoundPublisher, Frames
 
 Command = Callable[..., tuple[object, str, str]]
 

@@ -10,13 +10,13 @@ from xml.etree import ElementTree as Xml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_components.testing.stream_verifier import StreamFacts, StreamVerdict
 
 from observability import ConformanceReport, StreamReport, badge_json, junit_xml
 from observability.conformance import build_stream_report
 from scheduler_components.kv_events import Endpoint, StreamAddress
 from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing import RULES, ScriptedPublisher, Violation
+from scheduler_components.testing.stream_verifier import StreamFacts, StreamVerdict
 
 ENGINE_RULES = ("descriptor", "reachable")
 

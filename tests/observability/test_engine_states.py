@@ -7,7 +7,8 @@ from prometheus_client import CollectorRegistry
 
 from observability import PrometheusSink
 from scheduler_components import LoadSnapshot, QuiesceStats, SchedulerStats, SchedulerTotals
-from scheduler_components.quiesce import MemoryTag, QuiesceState
+from scheduler_components.control_requests import MemoryTag
+from scheduler_components.quiesce_state import QuiesceState
 
 
 def told(quiesce: QuiesceStats | None) -> dict[str, float | None]:

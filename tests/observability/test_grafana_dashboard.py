@@ -30,9 +30,9 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import ReceiverStats
 from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.testing import ListOutputSink
+from scheduler_components.values import ReceiverStats
 
 # Metrics without a panel, each with its reason.
 NOT_DRAWN = {

@@ -18,10 +18,10 @@ from starlette.routing import Route
 
 from observability import KvPoolUnreadableError, fetch_kv_pool, kv_pool_route
 from observability.http_kv_pool import MIN_READ_INTERVAL_S
-from observability.kv_pool_page import MAX_HASHES_PER_PAGE
+from observability.kv_pool_client import MAX_HASHES_PER_PAGE
 from scheduler_components import ComponentError, ConfigError, KvPoolSnapshot
 from scheduler_components.events import medium_group
-from scheduler_components.reference.engine import bind_http, open_http_server
+from scheduler_components.reference.engine.http import bind_http, open_http_server
 from scheduler_components.testing import FakeClock
 
 GPU, CPU = medium_group(None), ("CPU", 1)

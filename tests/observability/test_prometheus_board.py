@@ -37,8 +37,8 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import ReceiverStats
 from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
+from scheduler_components.values import ReceiverStats
 
 NUM_RANKS = 8
 LABELS = [ParallelState.from_tp_rank(r, tp_size=8, attn_dp_size=8).metric_labels for r in range(NUM_RANKS)]

@@ -32,8 +32,8 @@ from scheduler_components import (
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.intake import ReceiverStats
 from scheduler_components.metrics import RequestLatencyRecorder
+from scheduler_components.values import ReceiverStats
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 TEXT = "text/plain; version=0.0.4; charset=utf-8"

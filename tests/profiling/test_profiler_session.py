@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, StartError
-from scheduler_components.profiling import ProfileRequest, ProfilerManager, ProfileStage, StackSampler
+from scheduler_components.profiler_manager import ProfileRequest, ProfilerManager, ProfileStage
+from scheduler_components.thread_stack_sampler import StackSampler
 
 
 class ListProfiler:
@@ -160,7 +161,7 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def test_torch_writes_a_trace_of_what_it_computed(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from scheduler_components.profiling import TorchProfiler
+    from scheduler_components.torch_profiler import TorchProfiler
 
     profiler = TorchProfiler(tmp_path)
     profiler.start()

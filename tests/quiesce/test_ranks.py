@@ -11,8 +11,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from resting_replica import GOOD, Given, OwnFacts, Replica
 
-from scheduler_components.errors import QuiesceDivergenceError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.quiesce import (
+from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
     ClearStorageIndex,
@@ -28,6 +27,7 @@ from scheduler_components.quiesce import (
     ResumeMemory,
     RollBackWeights,
 )
+from scheduler_components.errors import QuiesceDivergenceError, SyncDivergenceError, SyncTimeoutError
 
 deadlines = st.sampled_from([0.0, 4.0, 30.0])
 tags = st.lists(st.sampled_from(MemoryTag), max_size=2, unique=True).map(tuple)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from resting_replica import GOOD, RANKS, Given, OwnFacts, Replica
 
-from scheduler_components.quiesce import (
+from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
@@ -17,12 +17,12 @@ from scheduler_components.quiesce import (
     MemoryTag,
     PauseGeneration,
     PauseMode,
-    PauseState,
     ReleaseMemory,
     ResumeMemory,
     RollBackWeights,
     control_request_name,
 )
+from scheduler_components.quiesce_state import PauseState
 
 BOTH = tuple(MemoryTag)
 

@@ -6,7 +6,7 @@ import pytest
 from resting_replica import Replica
 
 from scheduler_components import ConfigError
-from scheduler_components.quiesce import (
+from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
     ControlReply,
@@ -14,8 +14,8 @@ from scheduler_components.quiesce import (
     EndWeightUpdate,
     LoadWeights,
     RollBackWeights,
-    TorchWeightStore,
 )
+from scheduler_components.torch_weight_updater import TorchWeightStore
 
 torch = pytest.importorskip("torch")
 

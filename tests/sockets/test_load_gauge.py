@@ -124,7 +124,7 @@ def test_after_a_stall_no_sample_from_the_stall_is_read(
 
 STALLING_READER = """
 import sys
-from scheduler_components.load.zmq_gauge import open_zmq_load_reader
+from scheduler_components.load.zmq_load import open_zmq_load_reader
 reader = open_zmq_load_reader([sys.argv[1]], stall_s=0.5)
 while True:
     for sample in reader.read(timeout_s=5.0).samples.values():

@@ -32,7 +32,7 @@ def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
         SimulatedDeviceMemory,
         ThreadPageMover,
     )  # fmt: skip
-    from scheduler_components.reference.engine import HostTiers
+    from scheduler_components.reference.engine.host_tiers import HostTiers
 
     opened: list[HostTiers] = []
 

@@ -36,7 +36,7 @@ from scheduler_components.testing import (
     ScriptedEventSource,
     run_ranks,
 )
-from scheduler_components.testing.parts import next_token
+from scheduler_components.testing.interfaces import next_token
 from scheduler_components.testing.strategies import fault_plans
 
 TRIVIAL = ParallelState.trivial()

@@ -10,15 +10,10 @@ import pytest
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import world_rank_groups
-from scheduler_components.intake import (
-    InputRelay,
-    InputSource,
-    NullInputSource,
-    RecvSkipper,
-    RelayedInput,
-    RequestReceiver,
-    SyncGroupRelay,
-)
+from scheduler_components.ports import InputRelay, InputSource, NullInputSource
+from scheduler_components.recv_skipper import RecvSkipper
+from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.sync_input_relay import SyncGroupRelay
 from scheduler_components.testing import (
     RECEIVER_CHECKS,
     ConformanceError,
@@ -27,6 +22,7 @@ from scheduler_components.testing import (
     ThreadSyncHub,
 )
 from scheduler_components.testing import thread_intake_checks as checks
+from scheduler_components.values import RelayedInput
 
 WAIT_S = 10.0
 

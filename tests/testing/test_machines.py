@@ -28,7 +28,7 @@ from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import MemoryPageStore, PageBytes, PageStore, open_file_page_store
 from scheduler_components.kv_events import END_SEQ, BatchDecoder, encode_plain_request
 from scheduler_components.testing import EventLedger, FollowerMachine, PageStoreMachine, PrefixCacheMachine
-from scheduler_components.testing.parts import MAX_BYTES, FollowerCore, page_of
+from scheduler_components.testing.interfaces import MAX_BYTES, FollowerCore, page_of
 
 # A broken part may take some hundred traces to be found; the same ones every time, or the test would be a lottery.
 MANY = settings(

@@ -9,18 +9,17 @@ import pytest
 from reference_scheduler import ReferenceScheduler
 
 from scheduler_components import KvEventSink, OutputSink
+from scheduler_components.control_requests import ControlReply, ControlRequest
 from scheduler_components.events import MediumGroup
 from scheduler_components.hicache import ParallelGroups
-from scheduler_components.quiesce import ControlReply, ControlRequest, QuiesceState
-from scheduler_components.reference.device import (
-    DeviceRequest,
-    ScheduledBatch,
-    SimulatedDevice,
-    SimulatedWeights,
-)
-from scheduler_components.reference.engine import Request, Scheduler, quiesce_of
+from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch, SimulatedDevice
+from scheduler_components.reference.device.weights import SimulatedWeights
 from scheduler_components.reference.engine.batcher import Batcher
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.quiesce import quiesce_of
+from scheduler_components.reference.engine.request import Request
+from scheduler_components.reference.engine.scheduler import Scheduler
 from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces
 from scheduler_components.testing import rest_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD

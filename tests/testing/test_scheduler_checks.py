@@ -24,10 +24,9 @@ from scheduler_components import (
     OutputSink,
     TokenOutput,
 )
-from scheduler_components.reference.device import DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine import Request, SamplingLimits
+from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages
-from scheduler_components.reference.engine.request import RequestQueues
+from scheduler_components.reference.engine.request import Request, RequestQueues, SamplingLimits
 from scheduler_components.testing import (
     ConformanceError,
     ListEventSink,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.kv_events import Endpoint, KVEventsConfig
-from scheduler_components.testing.parts import Workload
+from scheduler_components.testing.interfaces import Workload
 from scheduler_components.testing.strategies import (
     config_texts,
     endpoints,

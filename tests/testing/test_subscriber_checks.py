@@ -13,7 +13,7 @@ from scheduler_components import DecodeError
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.testing import ConformanceError, EventLedger
 from scheduler_components.testing import subscriber_checks as checks
-from scheduler_components.testing.parts import StreamEndpoints
+from scheduler_components.testing.interfaces import StreamEndpoints
 
 QUICK = FollowPolicy(answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
 

@@ -11,7 +11,7 @@ from scheduler_components import EventBatch
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 from scheduler_components.testing import ConformanceError, ScriptedPublisher
 from scheduler_components.testing import zmq_publisher_checks as checks
-from scheduler_components.testing.parts import Frames
+from scheduler_components.testing.interfaces import Frames
 
 
 def open_zmq(dialect: str, framing: str) -> ZmqEventPublisher:

@@ -36,10 +36,11 @@ from scheduler_components.ports import OutputStatsSource, RequestFinisher, Strea
 if TYPE_CHECKING:
     from observability import ReportBoard
     from scheduler_components import NullMetricsSink, SchedulerStats
-    from scheduler_components.intake import SyncGroupRelay, ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
     from scheduler_components.kv_events import ZmqEventPublisher
     from scheduler_components.load import ZmqLoadSink
     from scheduler_components.metrics import ShmBoard, ShmMetricsSink, ZmqKvMetricsSink
+    from scheduler_components.sync_input_relay import SyncGroupRelay
+    from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
     def an_event_sink(events: ZmqEventPublisher) -> ports.KvEventSink:
         return events

@@ -11,8 +11,8 @@ import httpx
 import msgspec
 
 from scheduler_components import CachedTokens, ComponentError
-from scheduler_components.reference.engine import RANK_HEADER
-from scheduler_components.reference.text import ChatMessage
+from scheduler_components.reference.engine.http_openai import RANK_HEADER
+from scheduler_components.reference.text.text_tokenizer import ChatMessage
 
 __all__ = ["AnswerStats", "ChatSession", "ChatRequestError"]
 

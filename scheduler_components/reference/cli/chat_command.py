@@ -29,18 +29,11 @@ from scheduler_components.reference.cli.engine_commands import (
     ModelOptions,
     engine_config,
 )
-from scheduler_components.reference.engine import (
-    DEFAULT_HOST,
-    Engine,
-    EngineConfig,
-    EngineFailedError,
-    bind_http,
-    codec_of,
-    default_kv_events,
-    make_app,
-    open_engine,
-    open_http_server,
-)
+from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig, default_kv_events
+from scheduler_components.reference.engine.engine import Engine, open_engine
+from scheduler_components.reference.engine.front import EngineFailedError
+from scheduler_components.reference.engine.generation import codec_of
+from scheduler_components.reference.engine.http import bind_http, make_app, open_http_server
 
 __all__ = ["ChatOptions", "chat", "format_answer_stats", "find_default_model", "run_chat", "read_lines"]
 

@@ -36,7 +36,7 @@ from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_components.reference.cli.engine_commands import demo, serve
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
 from scheduler_components.reference.cli.relay_command import relay
-from scheduler_components.reference.cli.screen import print_lines
+from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.testing import ProbeOptions
 
 __all__ = [

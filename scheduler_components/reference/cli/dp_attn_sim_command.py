@@ -9,9 +9,9 @@ import attrs
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from scheduler_components.reference.cli.driver import percentile
-from scheduler_components.reference.cli.screen import print_lines
-from scheduler_components.reference.engine import DpSimConfig, DpSimReport, simulate_dp_attn
+from scheduler_components.reference.cli.run_reporter import print_lines
+from scheduler_components.reference.cli.workload_driver import percentile
+from scheduler_components.reference.engine.dp_attn_sim import DpSimConfig, DpSimReport, simulate_dp_attn
 
 __all__ = ["dp_attn_sim", "format_dp_report"]
 

@@ -17,10 +17,11 @@ from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import HiCachePolicy, HostLayout, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load import check_load_endpoint
-from scheduler_components.reference.cli.screen import ConsoleReporter, JsonReporter, RunReporter
+from scheduler_components.reference.cli.run_reporter import ConsoleReporter, JsonReporter, RunReporter
 from scheduler_components.reference.cli.session import SessionConfig, run_session
-from scheduler_components.reference.device import ModelDtype, ModelSpec, TokenSpec, WorkloadConfig
-from scheduler_components.reference.engine import (
+from scheduler_components.reference.device.model_spec import ModelDtype, ModelSpec, TokenSpec
+from scheduler_components.reference.device.workload import WorkloadConfig
+from scheduler_components.reference.engine.config import (
     DEFAULT_HOST,
     MOONCAKE_MASTER,
     MOONCAKE_METADATA,
@@ -195,7 +196,7 @@ class ModelOptions:
         for module in ("torch", "transformers", "gguf", "accelerate"):
             _require(module, "model", "leave --model out")
         # Imported here: other commands, and an engine without a model, start without torch.
-        from scheduler_components.reference.device import inspect_model
+        from scheduler_components.reference.device.torch_model import inspect_model
 
         return inspect_model(self.model, dtype=self.dtype, device=self.device)
 

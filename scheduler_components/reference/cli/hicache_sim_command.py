@@ -14,8 +14,13 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from scheduler_components import StartError
-from scheduler_components.reference.cli.screen import print_lines
-from scheduler_components.reference.device import AgreementScope, SimulationConfig, SimulationRun, run_simulation
+from scheduler_components.reference.cli.run_reporter import print_lines
+from scheduler_components.reference.device.hicache_sim import (
+    AgreementScope,
+    SimulationConfig,
+    SimulationRun,
+    run_simulation,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

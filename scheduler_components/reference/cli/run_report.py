@@ -14,8 +14,8 @@ import attrs
 
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components.kv_events import StreamAddress
-from scheduler_components.reference.cli.driver import WorkloadCounters
-from scheduler_components.reference.engine import CacheDump, unpack_hashes
+from scheduler_components.reference.cli.workload_driver import WorkloadCounters
+from scheduler_components.reference.engine.messages import CacheDump, unpack_hashes
 
 __all__ = [
     "Check",

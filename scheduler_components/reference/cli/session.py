@@ -22,7 +22,6 @@ from observability import (
 )
 from observability.kv_stream import NoStreamsError, Tier
 from scheduler_components.kv_events import StreamAddress
-from scheduler_components.reference.cli.driver import ChatDriver, ChatTranscript, TraceDriver, WorkloadCounters
 from scheduler_components.reference.cli.run_report import (
     ObservedStream,
     RunFacts,
@@ -31,28 +30,22 @@ from scheduler_components.reference.cli.run_report import (
     probe_ports,
     verify,
 )
-from scheduler_components.reference.cli.screen import NoStreams, RunReporter, RunView
-from scheduler_components.reference.device import (
-    ModelSpec,
+from scheduler_components.reference.cli.run_reporter import NoStreams, RunReporter, RunView
+from scheduler_components.reference.cli.workload_driver import ChatDriver, ChatTranscript, TraceDriver, WorkloadCounters
+from scheduler_components.reference.device.model_spec import ModelSpec
+from scheduler_components.reference.device.workload import (
     TraceSummary,
     WorkloadConfig,
     check_trace,
     generate_chats,
     open_trace,
 )
-from scheduler_components.reference.engine import (
-    DEFAULT_HOST,
-    Engine,
-    EngineConfig,
-    EngineFailedError,
-    bind_http,
-    check_ports_free,
-    codec_of,
-    make_app,
-    open_engine,
-    open_http_server,
-)
-from scheduler_components.reference.text import TextTokenizer
+from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig, check_ports_free
+from scheduler_components.reference.engine.engine import Engine, open_engine
+from scheduler_components.reference.engine.front import EngineFailedError
+from scheduler_components.reference.engine.generation import codec_of
+from scheduler_components.reference.engine.http import bind_http, make_app, open_http_server
+from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 
 __all__ = [
     "SessionConfig",
@@ -181,7 +174,7 @@ async def _run_workload(
 async def _judge_texts(model: ModelSpec, chats: Sequence[ChatTranscript], screen: RunReporter) -> TextComparison:
     """Let transformers compute every answer once more; the engine goes on meanwhile."""
     # Imported here: without a model nothing needs torch.
-    from scheduler_components.reference.cli.torch_text_judge import verify_texts
+    from scheduler_components.reference.cli.torch_text_verifier import verify_texts
 
     screen.note("asking transformers for the same answers, from the same weights")
     return await asyncio.to_thread(verify_texts, model, chats)

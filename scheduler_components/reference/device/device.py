@@ -15,7 +15,7 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.batching import BatchShape
+from scheduler_components.dp_attn import BatchShape
 from scheduler_components.hicache import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
 from scheduler_components.validators import check_number, number_validator

@@ -34,14 +34,7 @@ from scheduler_components.hicache import (
     open_torch_groups,
     world_rank_groups,
 )
-from scheduler_components.intake import (
-    ForwardMode,
-    InputKind,
-    InputMessage,
-    NullInputSource,
-    RequestReceiver,
-    SyncGroupRelay,
-)
+from scheduler_components.ports import NullInputSource
 from scheduler_components.reference.device.hicache_sim import (
     FaultRates,
     SimulatedWorkload,
@@ -50,6 +43,9 @@ from scheduler_components.reference.device.hicache_sim import (
     StoredSlice,
     make_rank,
 )
+from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.sync_input_relay import SyncGroupRelay
+from scheduler_components.values import ForwardMode, InputKind, InputMessage
 
 __all__ = [
     "main",

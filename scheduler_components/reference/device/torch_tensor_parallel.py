@@ -28,8 +28,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from scheduler_components import ConfigError, StartError
-from scheduler_components.quiesce import TensorShards
 from scheduler_components.reference.device.model_spec import KvShape
+from scheduler_components.torch_weight_updater import TensorShards
 
 __all__ = [
     "NullTensorParallelGroup",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import attrs
 
 from scheduler_components import ConfigError
-from scheduler_components.quiesce import LoadedTensors
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.weight_updater import LoadedTensors
 
 __all__ = ["SimulatedMemory", "SimulatedWeights"]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scheduler_components import BatchingStats
-from scheduler_components.batching import DpBatchSync, DynamicChunkSizer, FirstTokenPredictor, NewTokenRatioTracker
+from scheduler_components.dp_attn import DpBatchSync
+from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer, FirstTokenPredictor
+from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.ports import ComputeGate, NullComputeGate
-from scheduler_components.reference.device import ScheduledBatch
+from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.engine.request import Request
 
 __all__ = ["BatchTerms"]

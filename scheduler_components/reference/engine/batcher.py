@@ -25,10 +25,11 @@ from itertools import islice
 import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.batching import BatchShape, NewTokenRatioTracker, PrefillIntent
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
+from scheduler_components.dp_attn import BatchShape, PrefillIntent
+from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.ports import AllocationSink, NullAllocationSink
-from scheduler_components.reference.device import ScheduledBatch, ScheduledChunk
+from scheduler_components.reference.device.device import ScheduledBatch, ScheduledChunk
 from scheduler_components.reference.engine.batch_terms import BatchTerms
 from scheduler_components.reference.engine.bookkeeping import RequestBook, SchedulerCounters
 from scheduler_components.reference.engine.cache_tiers import CacheTiers, PrefixCache

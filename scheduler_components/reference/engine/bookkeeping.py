@@ -10,13 +10,13 @@ from typing import cast
 import msgspec
 
 from scheduler_components import FinishReason, LatencySnapshot, SchedulerTotals, TierStats, WorkCounters
-from scheduler_components.intake import ReceiverStats
 from scheduler_components.metrics import RateMeter, RequestLatencyRecorder, RequestTimeStats
 from scheduler_components.ports import NullQuiesceStatsSource, QuiesceStatsSource
-from scheduler_components.reference.device import ScheduledBatch
+from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.engine.batch_terms import BatchTerms
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.request import Request
+from scheduler_components.values import ReceiverStats
 
 __all__ = [
     "SchedulerCounters",

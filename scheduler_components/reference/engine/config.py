@@ -15,13 +15,13 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError, DecodeError, ParallelState, StartError
-from scheduler_components.batching import PrefillDelayer
+from scheduler_components.dp_attn import PrefillDelayer
 from scheduler_components.hicache import HiCachePolicy, HostLayout, MooncakeAddress
-from scheduler_components.intake import InputLimits
-from scheduler_components.integrity import CheckPolicy
+from scheduler_components.input_blocker import InputLimits
+from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.page_shape import check_layout
-from scheduler_components.reference.device import ModelSpec, TokenSpec
+from scheduler_components.reference.device.model_spec import ModelSpec, TokenSpec
 from scheduler_components.validators import integer_validator, number_validator
 
 __all__ = [

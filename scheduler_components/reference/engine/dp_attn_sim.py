@@ -15,8 +15,8 @@ import attrs
 import msgspec
 
 from scheduler_components import OutputBatch, ParallelState
-from scheduler_components.batching import BatchShape, DpBatchSync, DpStats, PrefillDelayer, dp_rank_groups
-from scheduler_components.reference.device import SimulatedDevice
+from scheduler_components.dp_attn import BatchShape, DpBatchSync, DpStats, PrefillDelayer, dp_rank_groups
+from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.request import Request, SamplingLimits
 from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks

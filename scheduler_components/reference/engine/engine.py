@@ -33,13 +33,13 @@ from scheduler_components import (
     SchedulerStats,
     StartError,
 )
+from scheduler_components.control_requests import ClearStorageIndex
 from scheduler_components.metrics import (
     ShmBoard,
     ZmqKvMetricsReceiver,
     open_shm_metrics_board,
     open_zmq_kv_metrics_receiver,
 )
-from scheduler_components.quiesce import ClearStorageIndex
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
 from scheduler_components.reference.engine.control import ControlVerb
 from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad

@@ -28,9 +28,9 @@ from scheduler_components import (
     OutputDelta,
     OutputStats,
 )
+from scheduler_components.control_requests import ControlReply, ControlRequest
 from scheduler_components.load import DispatchLedger
-from scheduler_components.quiesce import ControlReply, ControlRequest
-from scheduler_components.reference.device import SamplingParams
+from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,

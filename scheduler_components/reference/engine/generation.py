@@ -14,12 +14,14 @@ from typing import TypeVar
 import msgspec
 
 from scheduler_components import ConfigError, FinishReason, OutputDelta
-from scheduler_components.reference.device import SamplingParams
+from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.config import EngineConfig
 from scheduler_components.reference.engine.front import Front, GenerateRequest, OpenRequest
 from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.reference.text import ChatMessage, IncrementalDetokenizer, TextTokenizer, WordTokenizer
+from scheduler_components.reference.text.incremental_detokenizer import IncrementalDetokenizer
+from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
+from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
@@ -90,7 +92,7 @@ def codec_of(config: EngineConfig) -> TextTokenizer:
     if model is None:
         return WordTokenizer()
     # Imported here: an engine without a model starts without torch.
-    from scheduler_components.reference.text import open_model_tokenizer
+    from scheduler_components.reference.text.model_tokenizer import open_model_tokenizer
 
     tokens = model.tokens
     return open_model_tokenizer(model.path, vocab_size=tokens.vocab_size, context_tokens=tokens.context_tokens)

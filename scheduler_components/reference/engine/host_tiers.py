@@ -33,7 +33,7 @@ from scheduler_components.hicache import (
     ThreadPageMover,
     ZeroCopyPageStore,
 )
-from scheduler_components.reference.device import NUM_SIMULATED_LAYERS
+from scheduler_components.reference.device.device import NUM_SIMULATED_LAYERS
 from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:

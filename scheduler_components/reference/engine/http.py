@@ -39,7 +39,7 @@ from scheduler_components.reference.engine.http_exchange import BadBodyError, fa
 from scheduler_components.reference.engine.http_generate import GenerateEndpoint
 from scheduler_components.reference.engine.http_openai import ChatEndpoint, CompletionEndpoint
 from scheduler_components.reference.engine.http_orders import order_routes
-from scheduler_components.reference.text import TextTokenizer
+from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 
 __all__ = [
     "EngineStatus",

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from scheduler_components import ComponentError, FinishReason
-from scheduler_components.reference.device import SamplingParams
+from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.front import OpenRequest
 from scheduler_components.reference.engine.generation import TextFront, TextNews, Wanted
 from scheduler_components.reference.engine.http_exchange import (

@@ -41,7 +41,7 @@ from scheduler_components.reference.engine.openai_format import (
     Usage,
     UsageWanted,
 )
-from scheduler_components.reference.text import TextTokenizer
+from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 
 __all__ = [
     "RANK_HEADER",

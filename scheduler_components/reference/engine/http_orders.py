@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from observability import error_response
 from scheduler_components import ComponentError, ConfigError
-from scheduler_components.quiesce import (
+from scheduler_components.control_requests import (
     ContinueGeneration,
     FlushCache,
     MemoryTag,
@@ -127,7 +127,7 @@ def order_routes(engine: Engine) -> list[Route]:
         if served is None:
             return error_response(400, "model_path: the simulated model has no files", param="model_path")
         # Imported here: an engine without a model starts without torch.
-        from scheduler_components.reference.device import read_weights
+        from scheduler_components.reference.device.torch_weight_source import read_weights
 
         parts = await asyncio.to_thread(read_weights, body.model_path, served)
         version = body.weight_version or parts.identity

@@ -21,11 +21,11 @@ import msgspec
 import zmq
 
 from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
-from scheduler_components.intake import InputKind, InputMessage
-from scheduler_components.quiesce import ControlReply, ControlRequest
-from scheduler_components.reference.device import SamplingParams
+from scheduler_components.control_requests import ControlReply, ControlRequest
+from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.control import ControlVerb
 from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.values import InputKind, InputMessage
 
 __all__ = [
     "ALIVE_EVERY_S",

@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from scheduler_components import CachedTokens, ConfigError
-from scheduler_components.reference.device import SamplingParams
+from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.generation import TextNews, Wanted
-from scheduler_components.reference.text import ChatMessage, TextTokenizer
+from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
 
 __all__ = [
     "MAX_CHOICES",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from scheduler_components import ComponentError
-from scheduler_components.quiesce import (
+from scheduler_components.control_requests import (
     DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
     CheckWeights,

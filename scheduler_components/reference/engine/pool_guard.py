@@ -8,19 +8,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from scheduler_components import KvEventSource, ParallelState, RadixCache
+from scheduler_components.allocation_log import AllocationLog
+from scheduler_components.audited_pools import RadixCachePool
 from scheduler_components.cache import RadixNode
-from scheduler_components.integrity import (
-    AllocationLog,
-    PoolInvariantChecker,
-    PoolStatsObserver,
-    PublishedBlocks,
-    RadixCachePool,
-    StepProgress,
-)
+from scheduler_components.invariant_checker import PoolInvariantChecker
+from scheduler_components.pool_stats_observer import PoolStatsObserver
 from scheduler_components.ports import AllocationSink, AuditedPool, NullAllocationSink, TotalsSource
+from scheduler_components.published_blocks import PublishedBlocks
 from scheduler_components.reference.engine.cache_tiers import PrefixCache
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.request import RequestQueues, RequestState
+from scheduler_components.step_progress import StepProgress
 from scheduler_components.values import HeldCount, PageHolding, PoolCount, SchedulerTotals
 
 __all__ = ["GuardedTotals", "PoolGuard", "RequestHolders", "RequestSlots"]

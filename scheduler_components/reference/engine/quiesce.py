@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from scheduler_components.hicache import ParallelGroups
 from scheduler_components.ports import MemoryOccupation, NullMemoryOccupation, NullWeightStore, WeightStore
-from scheduler_components.quiesce import QuiesceController, QuiesceState, QuiesceStepper
+from scheduler_components.quiesce import QuiesceController, QuiesceStepper
+from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.engine.scheduler import Scheduler
 
 __all__ = ["QuiescableScheduler", "quiesce_of"]

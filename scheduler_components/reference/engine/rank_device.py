@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING
 
 from scheduler_components import ParallelState
 from scheduler_components.ports import MemoryOccupation, NullMemoryOccupation, WeightStore
-from scheduler_components.reference.device import (
-    LayerwiseDevice,
-    SimulatedDevice,
-    SimulatedMemory,
-    SimulatedModel,
-    SimulatedWeights,
-)
+from scheduler_components.reference.device.device import LayerwiseDevice, SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths
 
 if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory
-    from scheduler_components.reference.device import TorchTensorParallelGroup
+    from scheduler_components.reference.device.torch_tensor_parallel import TorchTensorParallelGroup
 
 __all__ = ["RankDevice", "open_rank_device"]
 

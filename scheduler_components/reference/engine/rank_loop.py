@@ -27,16 +27,6 @@ from scheduler_components import (
 )
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import Tier
-from scheduler_components.intake import (
-    ForwardMode,
-    IdleSleeper,
-    InputMessage,
-    RejectionReason,
-    RequestReceiver,
-    RequestRejection,
-    StopRequestedError,
-)
-from scheduler_components.integrity import LogStallSink
 from scheduler_components.ports import OutputStatsSource
 from scheduler_components.quiesce import QuiesceStepper
 from scheduler_components.reference.engine.control import Control
@@ -66,7 +56,11 @@ from scheduler_components.reference.engine.messages import (
 )
 from scheduler_components.reference.engine.request import Request
 from scheduler_components.reference.engine.scheduler import Scheduler
-from scheduler_components.values import StallReport
+from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.thread_watchdog import LogStallSink
+from scheduler_components.values import ForwardMode, InputMessage, RejectionReason, RequestRejection, StallReport
+from scheduler_components.zmq_idle_sleeper import IdleSleeper
+from scheduler_components.zmq_input_relay import StopRequestedError
 
 __all__ = [
     "Follower",

@@ -14,26 +14,17 @@ from pathlib import Path
 import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
-from scheduler_components.batching import DpBatchSync, dp_rank_groups
+from scheduler_components.dp_attn import DpBatchSync, dp_rank_groups
 from scheduler_components.hicache import ParallelGroups, world_rank_groups
-from scheduler_components.intake import (
-    IdleSleeper,
-    InputBlocker,
-    RecvSkipper,
-    RequestReceiver,
-    StopRequestedError,
-    ZmqFollowerRelay,
-    ZmqInputSource,
-    ZmqLeaderRelay,
-)
-from scheduler_components.integrity import open_thread_watchdog
+from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metrics_sink
 from scheduler_components.ports import NullProfiler, Profiler
-from scheduler_components.profiling import ProfilerManager, StackSampler
-from scheduler_components.quiesce import QuiesceState
+from scheduler_components.profiler_manager import ProfilerManager
+from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import RankConfig
 from scheduler_components.reference.engine.control import BatcherState, Control, ProfiledDevice
@@ -59,6 +50,11 @@ from scheduler_components.reference.engine.rank_loop import (
 )
 from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
+from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.thread_stack_sampler import StackSampler
+from scheduler_components.thread_watchdog import open_thread_watchdog
+from scheduler_components.zmq_idle_sleeper import IdleSleeper
+from scheduler_components.zmq_input_relay import StopRequestedError, ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
 __all__ = [
     "main",

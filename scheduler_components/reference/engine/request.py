@@ -13,7 +13,7 @@ from scheduler_components import CachedTokens, ConfigError, FinishReason, TokenO
 from scheduler_components.cache import RadixNode
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import RequestTimeStats
-from scheduler_components.reference.device import SamplingParams, TokenLogprobs
+from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
 
 __all__ = [
     "MAX_TOKEN_ID",

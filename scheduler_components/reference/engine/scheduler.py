@@ -43,13 +43,13 @@ from scheduler_components import (
     RequestResult,
     SchedulerKvEventsPublisher,
 )
-from scheduler_components.batching import DpBatchSync, DynamicChunkSizer
 from scheduler_components.cache import RadixCache
-from scheduler_components.intake import ForwardMode
-from scheduler_components.integrity import IDLE
+from scheduler_components.control_requests import DEFAULT_WEIGHT_VERSION
+from scheduler_components.dp_attn import DpBatchSync
+from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.kv_events import NullEventPublisher
-from scheduler_components.quiesce import DEFAULT_WEIGHT_VERSION, QuiesceState, weight_namespace
-from scheduler_components.reference.device import Device, ScheduledBatch
+from scheduler_components.quiesce_state import QuiesceState, weight_namespace
+from scheduler_components.reference.device.device import Device, ScheduledBatch
 from scheduler_components.reference.engine.batch_terms import BatchTerms
 from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits, check_tokens_known
 from scheduler_components.reference.engine.bookkeeping import RequestBook
@@ -57,6 +57,8 @@ from scheduler_components.reference.engine.cache_tiers import CacheTiers, Device
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.pool_guard import GuardedTotals, PoolGuard
 from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState
+from scheduler_components.step_progress import IDLE
+from scheduler_components.values import ForwardMode
 
 __all__ = [
     "Clocks",

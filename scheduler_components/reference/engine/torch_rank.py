@@ -11,17 +11,17 @@ import torch
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.quiesce import TorchWeightStore
-from scheduler_components.reference.device import (
-    ModelSpec,
+from scheduler_components.reference.device.model_spec import ModelSpec
+from scheduler_components.reference.device.torch_device import TorchDevice
+from scheduler_components.reference.device.torch_model import load_model
+from scheduler_components.reference.device.torch_tensor_parallel import (
     NullTensorParallelGroup,
-    TorchDevice,
     TorchTensorParallelGroup,
-    load_model,
     open_tensor_parallel_group,
     shard_model,
 )
 from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.torch_weight_updater import TorchWeightStore
 
 __all__ = ["TorchRank", "open_torch_rank", "own_device"]
 

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from scheduler_components.hicache import ParallelGroups, SyncCall, SyncTimeoutError, elementwise_min
-from scheduler_components.intake import StopRequestedError, WaitForSocket
+from scheduler_components.zmq_input_relay import StopRequestedError, WaitForSocket
 
 __all__ = [
     "ZmqSyncHub",

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, holders
-from observability.kv_stream.holders import HolderTables, MaskTable
+from observability.kv_stream.holder_tables import HolderTables, MaskTable
 from scheduler_components import BlockStored
 from scheduler_components.events import BlockLocation, Tier
 

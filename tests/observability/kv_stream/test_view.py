@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, CountingView, Tier, medium_tier
-from observability.kv_stream.holders import SWEEP_SLICE_HASHES
+from observability.kv_stream.holder_tables import SWEEP_SLICE_HASHES
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 MEDIA = {

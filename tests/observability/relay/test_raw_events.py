@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BatchApplier, CountingView
 from observability.relay import RelayedStream, SourceListener
-from observability.relay.raw_events import PassthroughDecoder, RawRemoved, RawStored, split_removal
+from observability.relay.passthrough import PassthroughDecoder, RawRemoved, RawStored, split_removal
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, PublisherStats
 from scheduler_components.events import signed_block_hash
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream, decode_event

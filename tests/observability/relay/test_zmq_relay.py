@@ -34,7 +34,7 @@ from observability.relay import (
     parse_relay_config,
     zmq_relay,
 )
-from observability.relay.raw_events import PassthroughDecoder, RawStored
+from observability.relay.passthrough import PassthroughDecoder, RawStored
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVEventBatch, StartError
 from scheduler_components.kv_events import (
     CurveClientKeys,

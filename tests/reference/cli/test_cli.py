@@ -16,7 +16,7 @@ import pytest
 import scheduler_components
 from scheduler_components import __version__
 from scheduler_components.kv_events import CurveClientKeys
-from scheduler_components.reference.cli import COMMANDS
+from scheduler_components.reference.cli.commands import COMMANDS
 
 KIT = Path(scheduler_components.__file__).parent.parent
 MISTAKES = [

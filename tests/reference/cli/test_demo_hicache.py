@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.engine import HiCacheConfig
+from scheduler_components.reference.engine.config import HiCacheConfig
 
 MODULE = [sys.executable, "-m", "scheduler_components"]
 COMMAND = [*MODULE, "demo", "--hicache", "--speed", "4"]

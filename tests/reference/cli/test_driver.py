@@ -7,10 +7,10 @@ import socket
 import struct
 from contextlib import suppress
 
-from scheduler_components.reference.cli import ScheduleLag, TraceDriver, WorkloadCounters
-from scheduler_components.reference.cli.driver import ChatDriver
-from scheduler_components.reference.device import Chat, TraceRequest, Turn
-from scheduler_components.reference.engine import Front, LoadDispatcher, RankAlive, ReplicaLoad
+from scheduler_components.reference.cli.workload_driver import ChatDriver, ScheduleLag, TraceDriver, WorkloadCounters
+from scheduler_components.reference.device.workload import Chat, TraceRequest, Turn
+from scheduler_components.reference.engine.front import Front, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.messages import RankAlive
 
 
 class FullLeader:

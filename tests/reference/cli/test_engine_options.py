@@ -9,18 +9,17 @@ import pytest
 
 from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import HiCachePolicy
-from scheduler_components.reference.cli import (
-    COMMANDS,
+from scheduler_components.reference.cli import engine_commands
+from scheduler_components.reference.cli.commands import COMMANDS, make_app
+from scheduler_components.reference.cli.engine_commands import (
     DemoOptions,
     EngineOptions,
     EngineSizes,
     HiCacheOptions,
     ModelOptions,
-    engine_commands,
     engine_config,
-    make_app,
 )
-from scheduler_components.reference.engine import DEFAULT_HOST, HiCacheConfig, SchedulerConfig
+from scheduler_components.reference.engine.config import DEFAULT_HOST, HiCacheConfig, SchedulerConfig
 
 
 def parse(*arguments: str) -> tuple[Any, dict[str, Any]]:

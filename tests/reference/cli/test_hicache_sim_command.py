@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scheduler_components.reference.cli import RunProgress, draw_divergence
-from scheduler_components.reference.device import SimulationRun
+from scheduler_components.reference.cli.hicache_sim_command import RunProgress, draw_divergence
+from scheduler_components.reference.device.hicache_sim import SimulationRun
 
 matplotlib_figure = pytest.importorskip("matplotlib.figure", reason="pip install scheduler-components[plot]")
 

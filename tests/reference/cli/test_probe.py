@@ -9,7 +9,7 @@ import zmq
 
 from observability.kv_stream import static_address
 from scheduler_components.kv_events import StreamAddress
-from scheduler_components.reference.cli import is_zmq_listening, probe_ports
+from scheduler_components.reference.cli.run_report import is_zmq_listening, probe_ports
 
 HOST = "127.0.0.1"
 

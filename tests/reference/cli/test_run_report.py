@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observability.kv_stream import StreamState, StreamStats
-from scheduler_components.reference.cli import (
+from scheduler_components.reference.cli.run_report import (
     ObservedStream,
     PortProbe,
     RunFacts,
     RunReport,
     TextComparison,
-    WorkloadCounters,
     verify,
 )
-from scheduler_components.reference.engine import CacheDump, pack_hashes
+from scheduler_components.reference.cli.workload_driver import WorkloadCounters
+from scheduler_components.reference.engine.messages import CacheDump, pack_hashes
 
 HELD = {0: frozenset({1, -2, 3}), 1: frozenset({4})}
 

@@ -12,17 +12,15 @@ from rich.console import Console
 
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats
-from scheduler_components.reference.cli import (
+from scheduler_components.reference.cli.run_reporter import (
     ConsoleReporter,
     CounterRates,
-    ScheduleLag,
-    WorkloadCounters,
     format_progress,
     format_rank_line,
     make_rank_rows,
-    percentile,
     render_rank_table,
 )
+from scheduler_components.reference.cli.workload_driver import ScheduleLag, WorkloadCounters, percentile
 
 
 def report(**load: float) -> SchedulerStats:

@@ -9,27 +9,25 @@ import pytest
 from starlette.applications import Starlette
 
 from scheduler_components import ConfigError, OutputBatch, ParallelState
-from scheduler_components.reference.device import CostModel, SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import (
+from scheduler_components.reference.device.device import CostModel, SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.front import Front, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.generation import TextFront
+from scheduler_components.reference.engine.http import text_routes
+from scheduler_components.reference.engine.messages import (
     AbortRequest,
     Command,
-    Front,
-    LoadDispatcher,
-    ReplicaLoad,
-    Request,
     RequestRefused,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerSinks,
     SubmitRequest,
-    TextFront,
     decode_command,
     decode_outputs,
     encode_outputs,
-    text_routes,
     unpack_tokens,
 )
-from scheduler_components.reference.text import TextTokenizer, WordTokenizer
+from scheduler_components.reference.engine.request import Request
+from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.text.text_tokenizer import TextTokenizer
+from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 MODEL = SimulatedModel()
 FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0, eager_ms=0)

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from scheduler_components import CachedTokens, StartError
-from scheduler_components.reference.cli import (
-    AnswerStats,
+from scheduler_components.reference.cli.chat_client import AnswerStats
+from scheduler_components.reference.cli.chat_command import (
     ChatOptions,
     find_default_model,
     format_answer_stats,

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scheduler_components.reference.text import WordTokenizer
+from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 CODEC = WordTokenizer()
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.reference.text import ChatMessage, WordTokenizer
+from scheduler_components.reference.text.text_tokenizer import ChatMessage
+from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 openai = pytest.importorskip("openai", reason="needs openai: pip install scheduler-components[dev]")
 httpx2 = pytest.importorskip("httpx2", reason="openai 3 brings it")

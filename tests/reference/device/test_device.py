@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import (
+from scheduler_components.reference.device.device import (
     NUM_SIMULATED_LAYERS,
     CostModel,
     ScheduledBatch,
@@ -15,7 +15,7 @@ from scheduler_components.reference.device import (
     SimulatedDevice,
     SimulatedModel,
 )
-from scheduler_components.reference.engine import Request
+from scheduler_components.reference.engine.request import Request
 
 checked = settings(deadline=None)
 

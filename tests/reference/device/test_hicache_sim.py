@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import SimulationConfig, run_simulation
+from scheduler_components.reference.device.hicache_sim import SimulationConfig, run_simulation
 
 
 def test_without_cp_there_is_nothing_to_leave_out() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import MAX_TOP_LOGPROBS, SamplingParams
+from scheduler_components.reference.device.sampling import MAX_TOP_LOGPROBS, SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import (
+from scheduler_components.reference.device.workload import (
     TRACE_BLOCK_TOKENS,
     TraceRequest,
     TraceSummary,
@@ -23,7 +23,7 @@ from scheduler_components.reference.device import (
     prompt_tokens,
     spread_arrivals,
 )
-from scheduler_components.reference.engine import unpack_tokens
+from scheduler_components.reference.engine.messages import unpack_tokens
 
 
 def line(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import SimulatedDevice, SimulatedMemory, SimulatedModel, SimulatedWeights
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
 
 
 def test_other_parts_are_another_model_and_their_order_is_none() -> None:

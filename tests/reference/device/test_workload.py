@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import WorkloadConfig, generate_chats
+from scheduler_components.reference.device.workload import WorkloadConfig, generate_chats
 
 sizes = st.builds(
     WorkloadConfig,

@@ -8,16 +8,10 @@ import pytest
 
 from scheduler_components import BlockStored, EventBatch, KVCacheEvent, KvMetrics, ParallelState, SchedulerStats
 from scheduler_components.kv_events import EventPublisher
-from scheduler_components.reference.device import DeviceOutput, ScheduledBatch, SimulatedModel
-from scheduler_components.reference.engine import (
-    Clocks,
-    Request,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerSinks,
-    StepResult,
-)
+from scheduler_components.reference.device.device import DeviceOutput, ScheduledBatch, SimulatedModel
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks, StepResult
 from scheduler_components.testing import ListOutputSink
 
 MODEL = SimulatedModel()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_components import CachedTokens
-from scheduler_components.batching import PrefillLatencyModel
+from scheduler_components.dynamic_chunk_sizer import PrefillLatencyModel
 from scheduler_components.testing import FakeClock
 
 

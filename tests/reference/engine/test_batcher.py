@@ -7,11 +7,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import TokenSpec
-from scheduler_components.reference.engine import (
-    Request,
-    SamplingLimits,
-    SchedulerConfig,
+from scheduler_components.reference.device.model_spec import TokenSpec
+from scheduler_components.reference.engine.batcher import (
     check_request_fits,
     check_tokens_known,
     expected_pages,
@@ -20,6 +17,8 @@ from scheduler_components.reference.engine import (
     prefill_chunk,
     retraction_victim,
 )
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.request import Request, SamplingLimits
 
 checked = settings(deadline=None, max_examples=200)
 

@@ -12,21 +12,16 @@ from prometheus_client import CollectorRegistry
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.internal_state import InternalState
-from scheduler_components.profiling import ProfilerManager
-from scheduler_components.reference.device import SimulatedDevice
-from scheduler_components.reference.engine import (
-    BatcherState,
-    Control,
-    EngineConfig,
-    GenerateRequest,
-    Request,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-    make_app,
-    open_engine,
-    pack_tokens,
-)
+from scheduler_components.profiler_manager import ProfilerManager
+from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig
+from scheduler_components.reference.engine.control import BatcherState, Control
+from scheduler_components.reference.engine.engine import open_engine
+from scheduler_components.reference.engine.front import GenerateRequest
+from scheduler_components.reference.engine.http import make_app
+from scheduler_components.reference.engine.messages import pack_tokens
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=1024, max_running_requests=4)
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import LoadSnapshot
-from scheduler_components.reference.engine import FRONT, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.front import LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.messages import FRONT
 
 
 def make_dispatcher(num_replicas: int, affinity_tokens: int = 0) -> LoadDispatcher:

@@ -21,44 +21,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
-from scheduler_components.batching import BatchShape, DpBatchSync, PrefillIntent, dp_rank_groups
+from scheduler_components.dp_attn import BatchShape, DpBatchSync, PrefillIntent, dp_rank_groups
 from scheduler_components.hicache import ParallelGroups, RankGroups, SyncTimeoutError
-from scheduler_components.intake import IdleSleeper, RequestReceiver, StopRequestedError, WaitForSocket, ZmqInputSource
 from scheduler_components.internal_state import InternalState
-from scheduler_components.profiling import ProfilerManager
-from scheduler_components.quiesce import QuiesceState
-from scheduler_components.reference.cli import EngineOptions, HiCacheOptions, engine_config
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import (
-    BatcherState,
-    CommandReader,
-    Control,
+from scheduler_components.profiler_manager import ProfilerManager
+from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.reference.cli.engine_commands import EngineOptions, HiCacheOptions, engine_config
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine.config import (
     DpAttentionConfig,
-    Engine,
     EngineConfig,
-    EngineFailedError,
     EnginePaths,
-    GenerateRequest,
-    Heartbeat,
-    Leader,
-    RankAlive,
     RankConfig,
-    ReportSocket,
-    SamplingLimits,
-    Scheduler,
     SchedulerConfig,
-    SchedulerSinks,
-    StepExecutor,
-    StopSignal,
-    SubmitRequest,
-    ZmqSyncHub,
-    encode,
-    open_engine,
-    open_zmq_sync_hub,
-    pack_tokens,
-    quiesce_of,
 )
+from scheduler_components.reference.engine.control import BatcherState, Control
+from scheduler_components.reference.engine.engine import Engine, open_engine
+from scheduler_components.reference.engine.front import EngineFailedError, GenerateRequest
+from scheduler_components.reference.engine.messages import CommandReader, RankAlive, SubmitRequest, encode, pack_tokens
+from scheduler_components.reference.engine.quiesce import quiesce_of
+from scheduler_components.reference.engine.rank_loop import Heartbeat, Leader, ReportSocket, StepExecutor, StopSignal
+from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
+from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing import ListOutputSink
+from scheduler_components.zmq_idle_sleeper import IdleSleeper
+from scheduler_components.zmq_input_relay import StopRequestedError, WaitForSocket, ZmqInputSource
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 

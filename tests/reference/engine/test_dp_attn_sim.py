@@ -7,9 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.batching import BatchShape
-from scheduler_components.reference.device import CostModel, ScheduledBatch
-from scheduler_components.reference.engine import Arrival, DpSimConfig, DpSimReport, make_arrivals, simulate_dp_attn
+from scheduler_components.dp_attn import BatchShape
+from scheduler_components.reference.device.device import CostModel, ScheduledBatch
+from scheduler_components.reference.engine.dp_attn_sim import (
+    Arrival,
+    DpSimConfig,
+    DpSimReport,
+    make_arrivals,
+    simulate_dp_attn,
+)
 
 BUSY = DpSimConfig(dp_size=3, num_requests=60, rate_per_s=30.0, prompt_tokens=400, output_tokens=40)
 

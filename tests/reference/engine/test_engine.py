@@ -21,29 +21,27 @@ from prometheus_client import CollectorRegistry
 
 from observability.kv_stream import Tier, open_async_subscriber, parse_addresses, parse_worker_url
 from scheduler_components import ConfigError, DecodeError
-from scheduler_components.intake import ReceiverStats
 from scheduler_components.load import open_zmq_load_reader
-from scheduler_components.reference.engine import (
-    FRONT,
-    Engine,
+from scheduler_components.reference.engine.config import (
     EngineConfig,
-    EngineFailedError,
     EnginePaths,
-    EngineStatus,
-    GenerateRequest,
     HiCacheConfig,
     RankConfig,
-    RankSilentError,
-    RequestRefusedError,
-    SamplingLimits,
     SchedulerConfig,
-    TooBusyError,
     default_kv_events,
-    make_app,
-    open_engine,
-    pack_tokens,
-    unpack_hashes,
 )
+from scheduler_components.reference.engine.engine import Engine, open_engine
+from scheduler_components.reference.engine.front import (
+    EngineFailedError,
+    GenerateRequest,
+    RequestRefusedError,
+    TooBusyError,
+)
+from scheduler_components.reference.engine.http import EngineStatus, make_app
+from scheduler_components.reference.engine.messages import FRONT, pack_tokens, unpack_hashes
+from scheduler_components.reference.engine.pulse import RankSilentError
+from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.values import ReceiverStats
 
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0

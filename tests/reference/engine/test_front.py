@@ -18,29 +18,31 @@ from scheduler_components import (
     OutputStats,
     TokenOutput,
 )
-from scheduler_components.reference.device import SamplingParams
-from scheduler_components.reference.engine import (
-    ALIVE_EVERY_S,
-    FRONT,
-    AbortRequest,
-    Command,
+from scheduler_components.reference.device.sampling import SamplingParams
+from scheduler_components.reference.engine.front import (
     EngineFailedError,
     Front,
     GenerateRequest,
     LoadDispatcher,
-    LoadReport,
-    RankAlive,
-    RankSilentError,
     ReplicaLoad,
     RequestFailedError,
-    RequestRefused,
     RequestRefusedError,
-    SamplingLimits,
-    SubmitRequest,
     TooBusyError,
+)
+from scheduler_components.reference.engine.messages import (
+    ALIVE_EVERY_S,
+    FRONT,
+    AbortRequest,
+    Command,
+    LoadReport,
+    RankAlive,
+    RequestRefused,
+    SubmitRequest,
     decode_command,
     pack_tokens,
 )
+from scheduler_components.reference.engine.pulse import RankSilentError
+from scheduler_components.reference.engine.request import SamplingLimits
 
 
 class Leader:

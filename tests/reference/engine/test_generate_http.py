@@ -13,26 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import FinishReason, OutputBatch, OutputDelta, TokenOutput
-from scheduler_components.reference.engine import (
-    MAX_BODY_BYTES,
+from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.generation import TextFront
+from scheduler_components.reference.engine.http_exchange import MAX_BODY_BYTES, BadBodyError, BodyReader
+from scheduler_components.reference.engine.http_generate import GenerateBody, GenerateEndpoint, read_generate_body
+from scheduler_components.reference.engine.messages import (
     AbortRequest,
-    BadBodyError,
-    BodyReader,
     Command,
-    EngineFailedError,
-    Front,
-    GenerateBody,
-    GenerateEndpoint,
-    LoadDispatcher,
-    ReplicaLoad,
     RequestRefused,
     SubmitRequest,
-    TextFront,
     decode_command,
-    read_generate_body,
     unpack_tokens,
 )
-from scheduler_components.reference.text import WordTokenizer
+from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 
 class Leader:

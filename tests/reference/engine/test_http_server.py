@@ -18,15 +18,11 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from scheduler_components import StartError
-from scheduler_components.reference.engine import (
-    Front,
-    GenerateEndpoint,
-    LoadDispatcher,
-    TextFront,
-    bind_http,
-    open_http_server,
-)
-from scheduler_components.reference.text import WordTokenizer
+from scheduler_components.reference.engine.front import Front, LoadDispatcher
+from scheduler_components.reference.engine.generation import TextFront
+from scheduler_components.reference.engine.http import bind_http, open_http_server
+from scheduler_components.reference.engine.http_generate import GenerateEndpoint
+from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 
 async def hello(_: Request) -> PlainTextResponse:

@@ -11,20 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from observability import ConformanceReport, check_conformance, fetch_kv_pool
-from scheduler_components.reference.engine import (
-    Engine,
-    EngineConfig,
-    GenerateRequest,
-    HiCacheConfig,
-    SamplingLimits,
-    SchedulerConfig,
-    bind_http,
-    default_kv_events,
-    make_app,
-    open_engine,
-    open_http_server,
-    pack_tokens,
-)
+from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig, default_kv_events
+from scheduler_components.reference.engine.engine import Engine, open_engine
+from scheduler_components.reference.engine.front import GenerateRequest
+from scheduler_components.reference.engine.http import bind_http, make_app, open_http_server
+from scheduler_components.reference.engine.messages import pack_tokens
+from scheduler_components.reference.engine.request import SamplingLimits
 from scheduler_components.testing import ProbeOptions
 
 CONFIG = EngineConfig(

@@ -14,16 +14,10 @@ from hypothesis import strategies as st
 
 from scheduler_components import BatchingStats, EventBatch, ParallelState, SchedulerTotals
 from scheduler_components.kv_events import EventPublisher
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine import (
-    Clocks,
-    Request,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerSinks,
-    StepResult,
-)
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks, StepResult
 
 MODEL = SimulatedModel(vocab_size=4)
 

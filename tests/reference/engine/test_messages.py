@@ -15,8 +15,7 @@ from scheduler_components import (
     OutputStats,
     TokenOutput,
 )
-from scheduler_components.intake import InputKind
-from scheduler_components.quiesce import (
+from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
     ClearStorageIndex,
@@ -32,8 +31,8 @@ from scheduler_components.quiesce import (
     ResumeMemory,
     RollBackWeights,
 )
-from scheduler_components.reference.device import SamplingParams
-from scheduler_components.reference.engine import (
+from scheduler_components.reference.device.sampling import SamplingParams
+from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
     BlockInput,
@@ -52,7 +51,6 @@ from scheduler_components.reference.engine import (
     ReadPool,
     Report,
     RequestRefused,
-    SamplingLimits,
     SubmitRequest,
     UnblockInput,
     decode_command,
@@ -65,6 +63,8 @@ from scheduler_components.reference.engine import (
     unpack_hashes,
     unpack_tokens,
 )
+from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.values import InputKind
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 hashes = st.frozensets(st.integers(-(2**63), 2**63 - 1), max_size=20)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from scheduler_components.quiesce import (
+from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
@@ -21,21 +21,16 @@ from scheduler_components.quiesce import (
     PauseMode,
     RollBackWeights,
 )
-from scheduler_components.reference.engine import (
+from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.messages import (
     ALIVE_EVERY_S,
-    EngineFailedError,
-    Front,
     GiveOrder,
-    LoadDispatcher,
     OrderAnswered,
-    OrderDesk,
-    OrderRefusedError,
     RankAlive,
-    RankPulse,
-    RankSilentError,
-    ReplicaLoad,
     decode_command,
 )
+from scheduler_components.reference.engine.orders import OrderDesk, OrderRefusedError
+from scheduler_components.reference.engine.pulse import RankPulse, RankSilentError
 
 T = TypeVar("T")
 

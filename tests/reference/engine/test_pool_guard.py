@@ -15,19 +15,19 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from scheduler_components import ConfigError
-from scheduler_components.integrity import CheckPolicy
-from scheduler_components.reference.engine import (
+from scheduler_components.invariant_checker import CheckPolicy
+from scheduler_components.reference.engine.config import (
     EngineConfig,
     EnginePaths,
-    GenerateRequest,
     IntegrityConfig,
     RankConfig,
-    SamplingLimits,
     SchedulerConfig,
-    make_app,
-    open_engine,
-    pack_tokens,
 )
+from scheduler_components.reference.engine.engine import open_engine
+from scheduler_components.reference.engine.front import GenerateRequest
+from scheduler_components.reference.engine.http import make_app
+from scheduler_components.reference.engine.messages import pack_tokens
+from scheduler_components.reference.engine.request import SamplingLimits
 
 SLOW = EngineConfig(
     dp_size=1,

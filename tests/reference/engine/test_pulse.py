@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components.reference.engine import ALIVE_EVERY_S, RankAlive, RankPulse, RankStalled
+from scheduler_components.reference.engine.messages import ALIVE_EVERY_S, RankAlive, RankStalled
+from scheduler_components.reference.engine.pulse import RankPulse
 
 RANKS = [RankAlive(f"dp{replica}/tp{tp_rank}", replica) for replica in range(2) for tp_rank in range(2)]
 PATIENCE = 3

@@ -23,53 +23,49 @@ from scheduler_components import (
 )
 from scheduler_components.errors import LockstepError
 from scheduler_components.hicache import ParallelGroups
-from scheduler_components.intake import (
-    IdleSleeper,
-    RecvSkipper,
-    RelayedInput,
-    RequestReceiver,
-    ZmqFollowerRelay,
-    ZmqInputSource,
-    ZmqLeaderRelay,
-)
 from scheduler_components.internal_state import InternalState
-from scheduler_components.profiling import ProfilerManager
-from scheduler_components.quiesce import QuiesceState
-from scheduler_components.reference.device import DeviceOutput, ScheduledBatch
-from scheduler_components.reference.engine import (
+from scheduler_components.profiler_manager import ProfilerManager
+from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.recv_skipper import RecvSkipper
+from scheduler_components.reference.device.device import DeviceOutput, ScheduledBatch
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.control import BatcherState, Control
+from scheduler_components.reference.engine.messages import (
     FRONT,
     AbortRequest,
-    BatcherState,
     CacheDump,
     Command,
     CommandReader,
-    Control,
     DumpCache,
-    Follower,
-    FrontLoadSink,
-    Heartbeat,
-    Leader,
     LoadReport,
     OutputSocket,
     RankAlive,
     Report,
-    ReportSocket,
     RequestRefused,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerSinks,
-    StepExecutor,
-    StopSignal,
     SubmitRequest,
     decode_outputs,
     decode_report,
     encode,
     pack_tokens,
-    quiesce_of,
     unpack_hashes,
 )
+from scheduler_components.reference.engine.quiesce import quiesce_of
+from scheduler_components.reference.engine.rank_loop import (
+    Follower,
+    FrontLoadSink,
+    Heartbeat,
+    Leader,
+    ReportSocket,
+    StepExecutor,
+    StopSignal,
+)
+from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing import ListSink
+from scheduler_components.values import RelayedInput
+from scheduler_components.zmq_idle_sleeper import IdleSleeper
+from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
 

@@ -7,14 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_components import ConfigError, FinishReason
-from scheduler_components.reference.device import (
-    DeviceOutput,
-    SamplingParams,
-    SimulatedModel,
-    TokenLogprobs,
-    TokenSpec,
-)
-from scheduler_components.reference.engine import Request, SamplingLimits
+from scheduler_components.reference.device.device import DeviceOutput, SimulatedModel
+from scheduler_components.reference.device.model_spec import TokenSpec
+from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
+from scheduler_components.reference.engine.request import Request, SamplingLimits
 
 MODEL = SimulatedModel()  # what the bench's device computes with
 

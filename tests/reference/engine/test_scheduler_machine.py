@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components import BlockRemoved, EventBatch, FinishReason, ParallelState
-from scheduler_components.hicache import ParallelGroups
-from scheduler_components.quiesce import (
+from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
@@ -24,23 +23,19 @@ from scheduler_components.quiesce import (
     MemoryTag,
     PauseGeneration,
     PauseMode,
-    QuiesceState,
     ReleaseMemory,
     ResumeMemory,
     RollBackWeights,
 )
-from scheduler_components.reference.device import SimulatedDevice, SimulatedModel, TokenSpec
-from scheduler_components.reference.engine import (
-    Request,
-    RequestState,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerSinks,
-    StepResult,
-    pages_for,
-    quiesce_of,
-)
+from scheduler_components.hicache import ParallelGroups
+from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device.model_spec import TokenSpec
+from scheduler_components.reference.engine.batcher import pages_for
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.quiesce import quiesce_of
+from scheduler_components.reference.engine.request import Request, RequestState, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks, StepResult
 from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
 
 EOS = 3

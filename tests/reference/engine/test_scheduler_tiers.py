@@ -20,15 +20,11 @@ from scheduler_components.hicache import (
     SimulatedDeviceMemory,
     ThreadPageMover,
 )
-from scheduler_components.reference.device import SimulatedDevice
-from scheduler_components.reference.engine import (
-    HostTiers,
-    Request,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerSinks,
-)
+from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.host_tiers import HostTiers
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import ListOutputSink
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=64)

@@ -30,17 +30,11 @@ from scheduler_components.hicache import (
     ParallelGroups,
     TorchDeviceMemory,
 )
-from scheduler_components.reference.device import DeviceOutput, DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine import (
-    HiCacheConfig,
-    Request,
-    SamplingLimits,
-    Scheduler,
-    SchedulerConfig,
-    StorageChecksum,
-    open_host_tiers,
-    torch_kv,
-)
+from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch
+from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig, StorageChecksum
+from scheduler_components.reference.engine.host_tiers import open_host_tiers, torch_kv
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
 
 PAGE_SIZE = 4
 CONFIG = SchedulerConfig(page_size=PAGE_SIZE, kv_tokens=64, max_running_requests=4, chunk_tokens=16)

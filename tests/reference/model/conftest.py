@@ -23,7 +23,7 @@ import tqdm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from scheduler_components.reference.device import inspect_model, load_model
+from scheduler_components.reference.device.torch_model import inspect_model, load_model
 from scheduler_components.testing import GreedyTextVerifier
 
 sys.path.append(str(Path(__file__).parent))  # what the tests of a model share is imported from beside them

@@ -15,9 +15,10 @@ from model_bench import PROMPTS, LateMover, ModelBench, Tiers
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, TorchDeviceMemory
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone
 from scheduler_components.ports import CopyEvent, NullCopyEvent
-from scheduler_components.reference.device import ScheduledBatch, TorchDevice
-from scheduler_components.reference.engine import Request
+from scheduler_components.reference.device.device import ScheduledBatch
+from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.engine.batcher import RequestPages
+from scheduler_components.reference.engine.request import Request
 from scheduler_components.testing import ConformanceError, GreedyTextVerifier
 
 _MOST_STEPS = 300  # of a wave; without a fault it takes some forty, with one it may go on for ever

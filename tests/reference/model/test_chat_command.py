@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.reference.cli import run_command
+from scheduler_components.reference.cli.commands import run_command
 
 
 def test_a_conversation_with_a_tiny_model(

@@ -10,9 +10,9 @@ import tempfile
 from array import array
 from pathlib import Path
 
-from scheduler_components.reference.cli.driver import ChatTranscript
-from scheduler_components.reference.cli.torch_text_judge import verify_texts
-from scheduler_components.reference.device import inspect_model
+from scheduler_components.reference.cli.torch_text_verifier import verify_texts
+from scheduler_components.reference.cli.workload_driver import ChatTranscript
+from scheduler_components.reference.device.torch_model import inspect_model
 from scheduler_components.testing import GreedyTextVerifier
 
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main", "demo"]

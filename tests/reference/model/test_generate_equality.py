@@ -16,7 +16,7 @@ from model_bench import PAGE_SIZE, PROMPTS, SYSTEMS, LateMover, ModelBench, Tier
 
 from scheduler_components import FinishReason
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, open_file_page_store
-from scheduler_components.reference.device import SamplingParams
+from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.testing import GreedyTextVerifier
 
 

@@ -15,12 +15,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.text import (
-    ChatMessage,
-    IncrementalDetokenizer,
-    ModelTokenizer,
-    open_model_tokenizer,
-)
+from scheduler_components.reference.text.incremental_detokenizer import IncrementalDetokenizer
+from scheduler_components.reference.text.model_tokenizer import ModelTokenizer, open_model_tokenizer
+from scheduler_components.reference.text.text_tokenizer import ChatMessage
 
 VOCABULARY = 320
 CHAT = [ChatMessage("system", "be kind"), ChatMessage("user", "what is a page? \N{GRINNING FACE}")]

@@ -17,19 +17,13 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
-from scheduler_components.reference.device import inspect_model
-from scheduler_components.reference.engine import (
-    Engine,
-    EngineConfig,
-    EngineFailedError,
-    GenerateRequest,
-    HiCacheConfig,
-    SamplingLimits,
-    SchedulerConfig,
-    make_app,
-    open_engine,
-    pack_tokens,
-)
+from scheduler_components.reference.device.torch_model import inspect_model
+from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig
+from scheduler_components.reference.engine.engine import Engine, open_engine
+from scheduler_components.reference.engine.front import EngineFailedError, GenerateRequest
+from scheduler_components.reference.engine.http import make_app
+from scheduler_components.reference.engine.messages import pack_tokens
+from scheduler_components.reference.engine.request import SamplingLimits
 from scheduler_components.testing import GreedyTextVerifier
 
 PROMPTS = [tuple(range(6, 6 + length)) for length in (17, 60, 90)]

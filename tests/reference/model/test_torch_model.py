@@ -16,8 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.reference.device import KvShape, TorchDevice, inspect_model, load_model, torch_model
-from scheduler_components.reference.engine import Request, SamplingLimits, Scheduler, SchedulerConfig
+from scheduler_components.reference.device import torch_model
+from scheduler_components.reference.device.model_spec import KvShape
+from scheduler_components.reference.device.torch_device import TorchDevice
+from scheduler_components.reference.device.torch_model import inspect_model, load_model
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
 from scheduler_components.testing import GreedyTextVerifier
 
 SIZES: dict[str, Any] = {

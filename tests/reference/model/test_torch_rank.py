@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from scheduler_components import ConfigError, ParallelState
-from scheduler_components.reference.cli import EngineOptions, HiCacheOptions, ModelOptions, engine_config
-from scheduler_components.reference.device import ModelSpec, inspect_model
-from scheduler_components.reference.engine import (
-    DpAttentionConfig,
-    EngineConfig,
-    EnginePaths,
-    RankConfig,
-    Request,
-    SamplingLimits,
-    Scheduler,
-    open_rank_device,
+from scheduler_components.reference.cli.engine_commands import (
+    EngineOptions,
+    HiCacheOptions,
+    ModelOptions,
+    engine_config,
 )
+from scheduler_components.reference.device.model_spec import ModelSpec
+from scheduler_components.reference.device.torch_model import inspect_model
+from scheduler_components.reference.engine.config import DpAttentionConfig, EngineConfig, EnginePaths, RankConfig
+from scheduler_components.reference.engine.rank_device import open_rank_device
+from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler import Scheduler
 from scheduler_components.reference.engine.torch_rank import own_device
 from scheduler_components.testing import GreedyTextVerifier
 

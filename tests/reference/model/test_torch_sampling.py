@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.reference.device import SamplingParams, torch_sampling
+from scheduler_components.reference.device import torch_sampling
+from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.device.torch_sampling import (
     SamplingDraw,
     choose_tokens,

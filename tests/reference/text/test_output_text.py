@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_components.reference.text import ChatMessage, IncrementalDetokenizer
+from scheduler_components.reference.text.incremental_detokenizer import IncrementalDetokenizer
+from scheduler_components.reference.text.text_tokenizer import ChatMessage
 
 
 class ByteCodec:

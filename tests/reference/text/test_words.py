@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components.reference.text import ChatMessage, WordTokenizer
+from scheduler_components.reference.text.text_tokenizer import ChatMessage
+from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 CODEC = WordTokenizer()
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20)

@@ -20,7 +20,7 @@ from scheduler_components.kv_events import (
     ReplayVerb,
     StreamAddress,
 )
-from scheduler_components.testing.parts import Frames
+from scheduler_components.testing.interfaces import Frames
 from scheduler_components.testing.stream_verifier import RecordedStream, ReplayResponse
 from scheduler_components.values import KvPoolSnapshot
 

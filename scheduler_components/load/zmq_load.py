@@ -28,7 +28,7 @@ from scheduler_components.kv_events import (
     apply_curve_client_keys,
     lock_ipc_path,
 )
-from scheduler_components.load.gauge import (
+from scheduler_components.load.load_stat import (
     LOAD_HEARTBEAT_S,
     LOAD_TOPIC,
     MAX_LOAD_STAT_BYTES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler_components.integrity.step_progress import IDLE, StepProgress
+from scheduler_components.step_progress import IDLE, StepProgress
 from scheduler_components.values import StallReport
 
 __all__ = ["StallDetector"]

@@ -12,9 +12,9 @@ import msgspec
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, KVCacheEvent
 from scheduler_components.kv_events import BatchDecoder
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import Frames
-from scheduler_components.testing.pool_judge import PoolVerifier
+from scheduler_components.testing.event_ledger import EventLedger
+from scheduler_components.testing.interfaces import Frames
+from scheduler_components.testing.pool_verifier import PoolVerifier
 from scheduler_components.testing.rules import Violation
 from scheduler_components.values import KvPoolSnapshot
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from scheduler_components.integrity.step_progress import StepProgress
+from scheduler_components.step_progress import StepProgress
 from scheduler_components.validators import check_integer
 from scheduler_components.values import AllocationAction, AllocationRecord
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.text.codec import ChatMessage
+from scheduler_components.reference.text.text_tokenizer import ChatMessage
 
 __all__ = ["ModelTokenizer", "open_model_tokenizer"]
 

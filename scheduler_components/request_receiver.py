@@ -30,9 +30,9 @@ from typing import Generic, TypeVar, cast
 from zlib import crc32
 
 from scheduler_components.errors import DecodeError, LockstepError
-from scheduler_components.intake.screen import InputBlocker, RelayedMessage
-from scheduler_components.intake.skipper import RecvSkipper
+from scheduler_components.input_blocker import InputBlocker, RelayedMessage
 from scheduler_components.ports import InputRelay, InputSource, MessageDecoder, NullInputRelay, NullInputSource
+from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.values import ForwardMode, ReceiverStats, RelayedInput
 
 __all__ = ["RequestReceiver"]

@@ -17,9 +17,9 @@ import attrs
 import msgspec
 
 from scheduler_components.errors import ConfigError, FailureLog, PoolInvariantError
-from scheduler_components.integrity.census import PoolViolation, find_event_violations, find_pool_violations
-from scheduler_components.integrity.step_progress import StepProgress
+from scheduler_components.invariant_rules import PoolViolation, find_event_violations, find_pool_violations
 from scheduler_components.ports import AuditedPool, HeldBlocksSource, NullHeldBlocksSource, NullOwnerTrails, OwnerTrails
+from scheduler_components.step_progress import StepProgress
 from scheduler_components.validators import integer_validator
 from scheduler_components.values import IntegrityStats, PageHolding, PoolCount
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_components.reference.text.codec import TextTokenizer
+from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 
 __all__ = ["IncrementalDetokenizer"]
 

@@ -22,8 +22,8 @@ from rich.table import Table
 from observability import ReportBoard, StreamStatsSource
 from observability.kv_stream import StreamStats
 from scheduler_components import LoadSnapshot, SchedulerStats, TierStats
-from scheduler_components.reference.cli.driver import ScheduleLag, WorkloadCounters, percentile
 from scheduler_components.reference.cli.run_report import RunReport
+from scheduler_components.reference.cli.workload_driver import ScheduleLag, WorkloadCounters, percentile
 
 __all__ = [
     "JsonReporter",

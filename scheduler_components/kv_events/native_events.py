@@ -37,7 +37,7 @@ from scheduler_components.events import (
     block_location,
     signed_block_hash,
 )
-from scheduler_components.kv_events.lowering import (
+from scheduler_components.kv_events.dialects import (
     DIALECT_WRITERS,
     NOT_BLOCK_ALIGNED,
     REQUIRED,

@@ -16,16 +16,16 @@ import httpx
 import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device import Chat, TraceRequest, prompt_tokens
-from scheduler_components.reference.engine import (
+from scheduler_components.reference.device.workload import Chat, TraceRequest, prompt_tokens
+from scheduler_components.reference.engine.front import (
     Front,
     GenerateRequest,
-    RankSilentError,
     RequestFailedError,
     RequestRefusedError,
-    SamplingLimits,
     TooBusyError,
 )
+from scheduler_components.reference.engine.pulse import RankSilentError
+from scheduler_components.reference.engine.request import SamplingLimits
 
 __all__ = [
     "ChatDriver",

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.quiesce.weights import LoadedTensors
+from scheduler_components.weight_updater import LoadedTensors
 
 __all__ = ["TensorShards", "TorchWeightStore"]
 

@@ -30,17 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler_components.errors import FailureLog, QuiesceDivergenceError
-from scheduler_components.hicache import AgreedValues, ParallelGroups, Proposal, Slots
-from scheduler_components.ports import (
-    FlushableCache,
-    MemoryOccupation,
-    NullMemoryOccupation,
-    NullWeightStore,
-    PausableRequests,
-    WeightStore,
-)
-from scheduler_components.quiesce.orders import (
+from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
     ClearStorageIndex,
@@ -59,7 +49,17 @@ from scheduler_components.quiesce.orders import (
     RollBackWeights,
     control_request_name,
 )
-from scheduler_components.quiesce.state import PauseState, QuiesceState
+from scheduler_components.errors import FailureLog, QuiesceDivergenceError
+from scheduler_components.hicache import AgreedValues, ParallelGroups, Proposal, Slots
+from scheduler_components.ports import (
+    FlushableCache,
+    MemoryOccupation,
+    NullMemoryOccupation,
+    NullWeightStore,
+    PausableRequests,
+    WeightStore,
+)
+from scheduler_components.quiesce_state import PauseState, QuiesceState
 
 __all__ = ["QuiesceController", "QuiesceStepper"]
 

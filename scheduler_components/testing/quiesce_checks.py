@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_components import KvEventSink, OutputSink
-from scheduler_components.quiesce import (
+from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
@@ -28,9 +28,9 @@ from scheduler_components.quiesce import (
     RollBackWeights,
     control_request_name,
 )
-from scheduler_components.testing.ledger import EventLedger
-from scheduler_components.testing.parts import QuiescableScheduler, Workload
-from scheduler_components.testing.pool_judge import PoolVerifier
+from scheduler_components.testing.event_ledger import EventLedger
+from scheduler_components.testing.interfaces import QuiescableScheduler, Workload
+from scheduler_components.testing.pool_verifier import PoolVerifier
 from scheduler_components.testing.scheduler_checks import WORKLOAD, _Session
 from scheduler_components.values import KvPoolSnapshot
 

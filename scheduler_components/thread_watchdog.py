@@ -20,11 +20,11 @@ from typing import TextIO
 import msgspec
 
 from scheduler_components.errors import FailureLog
-from scheduler_components.integrity.stall import StallDetector
-from scheduler_components.integrity.step_progress import StepProgress
 from scheduler_components.ports import StallSink
+from scheduler_components.step_progress import StepProgress
 from scheduler_components.validators import check_number
 from scheduler_components.values import StallReport
+from scheduler_components.watchdog import StallDetector
 
 __all__ = ["LogStallSink", "ThreadWatchdog", "open_thread_watchdog"]
 

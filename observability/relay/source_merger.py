@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from observability.kv_stream import StreamState
 from observability.relay.block_set import BlockSet
-from observability.relay.raw_events import split_removal
+from observability.relay.passthrough import split_removal
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.events import MEDIUM_GPU, BlockLocation, block_location
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from benchmarks.peers import load_peer
+from benchmarks.peer_publishers import load_peer
 from benchmarks.workloads import Shape
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.events import ValidatedEvents

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from zlib import crc32
 
 from scheduler_components.errors import ComponentError
-from scheduler_components.intake import ForwardMode, InputSource
+from scheduler_components.ports import InputSource
 from scheduler_components.testing.fakes import ListInputSource
-from scheduler_components.testing.parts import CheckTrace, ReceivingRank
+from scheduler_components.testing.interfaces import CheckTrace, ReceivingRank
+from scheduler_components.values import ForwardMode
 
 __all__ = ["RECEIVER_CHECKS", "OpenReceivers"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
-from scheduler_components.quiesce.orders import (
+from scheduler_components.control_requests import (
     DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
     CheckWeights,

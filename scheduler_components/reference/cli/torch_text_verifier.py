@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler_components.reference.cli.driver import ChatTranscript
 from scheduler_components.reference.cli.run_report import TextComparison
-from scheduler_components.reference.device import ModelSpec, load_model
+from scheduler_components.reference.cli.workload_driver import ChatTranscript
+from scheduler_components.reference.device.model_spec import ModelSpec
+from scheduler_components.reference.device.torch_model import load_model
 from scheduler_components.testing import ConformanceError, GreedyTextVerifier
 
 __all__ = ["verify_texts"]

@@ -33,8 +33,8 @@ from scheduler_components.events import (
     signed_block_hash,
 )
 from scheduler_components.kv_events.codec import ENCODE_ERRORS, batch_rank, decode_event, slice_event
-from scheduler_components.kv_events.lowering import BlockChange, BlockChanges
-from scheduler_components.kv_events.native import NATIVE_WRITER, slice_raw_event, summarize_event
+from scheduler_components.kv_events.dialects import BlockChange, BlockChanges
+from scheduler_components.kv_events.native_events import NATIVE_WRITER, slice_raw_event, summarize_event
 
 __all__ = [
     "CachedBlocks",

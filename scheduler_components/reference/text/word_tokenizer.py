@@ -11,7 +11,7 @@ from zlib import crc32
 
 import attrs
 
-from scheduler_components.reference.text.codec import ChatMessage
+from scheduler_components.reference.text.text_tokenizer import ChatMessage
 from scheduler_components.validators import integer_validator
 
 __all__ = ["WordTokenizer"]
